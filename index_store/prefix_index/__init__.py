@@ -1,0 +1,76 @@
+"""Where prefix indexes live: their identity, their file format, and the stores that keep them.
+
+Knows no torch, no GPU and no SGLang. Start with ``FileStore``; the format is on one page,
+docs/index-format.md.
+"""
+
+from .errors import (
+    IndexCorrupt,
+    IndexForeign,
+    IndexFormatError,
+    IndexMismatch,
+    IndexNotFound,
+    IndexStoreError,
+    IndexTooNew,
+    IndexUnreadable,
+    InvalidPayload,
+    StoreClosed,
+    StoreFolderError,
+    StoreFull,
+    StoreInconsistent,
+)
+from .file import FileStore
+from .format import DTYPES, ArrayKey, ArrayRecord, BuildInfo
+from .keys import (
+    FORMAT_VERSION,
+    PAGE_TOKENS,
+    IndexIdentity,
+    ModelFingerprint,
+    canonical_digest,
+    model_mismatch,
+    namespace_digest,
+    page_hashes,
+)
+from .memory import MemoryStore
+from .reader import IndexFile
+from .store import IndexEntry, IndexLookup, IndexStore, Problem
+from .writer import IndexPayload, IndexWriter, LazyArray, write_index
+
+__all__ = [
+    "DTYPES",
+    "FORMAT_VERSION",
+    "PAGE_TOKENS",
+    "ArrayKey",
+    "ArrayRecord",
+    "BuildInfo",
+    "FileStore",
+    "IndexCorrupt",
+    "IndexEntry",
+    "IndexFile",
+    "IndexForeign",
+    "IndexFormatError",
+    "IndexIdentity",
+    "IndexLookup",
+    "IndexMismatch",
+    "IndexNotFound",
+    "IndexPayload",
+    "IndexStore",
+    "IndexStoreError",
+    "IndexTooNew",
+    "IndexUnreadable",
+    "IndexWriter",
+    "InvalidPayload",
+    "LazyArray",
+    "MemoryStore",
+    "ModelFingerprint",
+    "Problem",
+    "StoreClosed",
+    "StoreFolderError",
+    "StoreFull",
+    "StoreInconsistent",
+    "canonical_digest",
+    "model_mismatch",
+    "namespace_digest",
+    "page_hashes",
+    "write_index",
+]

@@ -1,0 +1,126 @@
+"""The look-up structure behind every store: entries by digest and by prefix. Its owner locks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .errors import StoreInconsistent
+from .keys import IndexIdentity, ModelFingerprint, model_mismatch
+from .store import IndexEntry
+
+
+class Catalog:
+    """Entries by digest and, per namespace, by the hash of the prefix's last page."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, IndexEntry] = {}
+        self._by_prefix: dict[str, dict[bytes, dict[str, IndexEntry]]] = {}
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, digest: str) -> IndexEntry | None:
+        return self._entries.get(digest)
+
+    def entries(self) -> tuple[IndexEntry, ...]:
+        """All entries, ordered by digest."""
+        return tuple(entry for _, entry in sorted(self._entries.items()))
+
+    def add(self, digest: str, entry: IndexEntry) -> None:
+        """Adds or replaces. ``digest`` is the entry's own (the caller has it at hand)."""
+        self._entries[digest] = entry
+        prefixes = self._by_prefix.setdefault(entry.identity.namespace, {})
+        prefixes.setdefault(bytes.fromhex(entry.identity.prefix_hash), {})[digest] = entry
+
+    def remove(self, digest: str) -> bool:
+        """Returns whether it was there."""
+        entry = self._entries.pop(digest, None)
+        if entry is None:
+            return False
+        namespace, prefix = entry.identity.namespace, bytes.fromhex(entry.identity.prefix_hash)
+        same_prefix = self._by_prefix[namespace][prefix]
+        del same_prefix[digest]
+        if not same_prefix:
+            del self._by_prefix[namespace][prefix]
+            if not self._by_prefix[namespace]:
+                del self._by_prefix[namespace]
+        return True
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._by_prefix.clear()
+
+    def longest(
+        self,
+        namespace: str,
+        page_hashes: Sequence[bytes],
+        model: ModelFingerprint,
+        profile_digest: str,
+        page_tokens: int,
+    ) -> IndexEntry | None:
+        """See ``IndexStore.longest``."""
+        for entry in self._of_prompt(namespace, page_hashes, page_tokens):
+            if _difference(model, profile_digest, entry.identity) is None:
+                return entry
+        return None
+
+    def near_miss(
+        self,
+        namespace: str,
+        page_hashes: Sequence[bytes],
+        model: ModelFingerprint,
+        profile_digest: str,
+        page_tokens: int,
+    ) -> str | None:
+        """See ``IndexStore.near_miss``."""
+        first: str | None = None
+        for entry in self._of_prompt(namespace, page_hashes, page_tokens):
+            difference = _difference(model, profile_digest, entry.identity)
+            if difference is None:
+                return None
+            first = first or difference
+        return first
+
+    def _of_prompt(
+        self, namespace: str, page_hashes: Sequence[bytes], page_tokens: int
+    ) -> Iterator[IndexEntry]:
+        prefixes = self._by_prefix.get(namespace)
+        if prefixes is None:
+            return
+        pages = len(page_hashes)
+        for i, page_hash in enumerate(reversed(page_hashes)):
+            if page_hash not in prefixes:
+                continue
+            for _, entry in sorted(prefixes[page_hash].items()):
+                identity = entry.identity
+                if identity.page_tokens == page_tokens and identity.num_tokens == (pages - i) * page_tokens:
+                    yield entry
+
+    def check_integrity(self) -> None:
+        """Raises StoreInconsistent where the two look-ups disagree."""
+        for digest, entry in self._entries.items():
+            if entry.digest != digest:
+                raise inconsistent("catalog key", digest, entry.digest)
+        by_prefix = {
+            (namespace, prefix.hex(), digest)
+            for namespace, prefixes in self._by_prefix.items()
+            for prefix, entries in prefixes.items()
+            for digest in entries
+        }
+        by_digest = {(e.identity.namespace, e.identity.prefix_hash, d) for d, e in self._entries.items()}
+        if by_prefix != by_digest:
+            raise inconsistent("catalog by prefix", sorted(by_digest), sorted(by_prefix))
+
+
+def inconsistent(what: str, expected: object, found: object) -> StoreInconsistent:
+    remedy = "this is a defect of prefix_index: report it, and open the store anew"
+    return StoreInconsistent(what, expected=str(expected), found=str(found), remedy=remedy)
+
+
+def _difference(model: ModelFingerprint, profile_digest: str, identity: IndexIdentity) -> str | None:
+    if identity.profile_digest != profile_digest and identity.model == model:
+        return f"profile_digest: expected {profile_digest}, found {identity.profile_digest}"
+    return model_mismatch(model, identity.model)

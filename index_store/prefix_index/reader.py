@@ -1,0 +1,380 @@
+"""Reading one index: header first, arrays on demand, nothing believed before its checksum was compared."""
+
+from __future__ import annotations
+
+import errno
+import io
+import mmap
+import os
+import stat
+from collections.abc import Callable, Container, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, IndexUnreadable, StoreClosed
+from .format import (
+    ALIGN,
+    DTYPES,
+    PRELUDE,
+    ArrayKey,
+    ArrayRecord,
+    BuildInfo,
+    Entry,
+    Prelude,
+    Table,
+    aligned,
+    check_footer,
+    corrupt,
+    invalid,
+    parse_entry,
+    parse_prelude,
+    parse_table,
+    xxh3_hex,
+)
+from .keys import IndexIdentity
+
+ReadAt = Callable[[int, int], bytes]
+"""(offset, nbytes) -> that many bytes, fewer at the end."""
+
+
+class IndexFile:
+    """One stored index, open for reading. Use as a context manager, or ``close()`` it.
+
+    Opening reads the header only. ``array()`` gives read-only views of a shared mapping and checks each
+    array's checksum the first time; the views stay valid after ``close()``. ``read_into()`` copies into
+    memory of the caller (a pinned staging buffer) without mapping the file.
+
+    Stored files are never changed in place, only replaced and unlinked, which leaves open ones whole. Whoever
+    truncates a file under a mapping kills its readers (SIGBUS), as with every mapped file; ``read_into``
+    reports that as IndexCorrupt.
+    """
+
+    def __init__(self, source: _Source, *, path: str | None = None) -> None:
+        self.path = path
+        self._source: _Source | None = source
+        self._verified: set[ArrayKey] = set()
+        self.nbytes = source.nbytes
+        prelude, entry = _read_head(source.read_at, source.nbytes)
+        table = _read_table(source.read_at, prelude)
+        self.identity: IndexIdentity = entry.identity
+        self.info: BuildInfo = entry.info
+        self.spec: dict[str, Any] = table.spec
+        self.stats: dict[str, Any] = table.stats
+        self._data_offset = prelude.data_offset
+        self._records = {r.key: r for r in table.arrays}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, expected: IndexIdentity | None = None) -> IndexFile:
+        """Opens a file. Raises IndexNotFound, IndexUnreadable, IndexForeign, IndexTooNew, IndexCorrupt; and
+        IndexMismatch where its identity is not the ``expected`` one. Every error names the path.
+        """
+        return cls.from_fd(open_fd(path), path=path, expected=expected)
+
+    @classmethod
+    def from_fd(
+        cls, fd: int, *, path: str | os.PathLike[str], expected: IndexIdentity | None = None
+    ) -> IndexFile:
+        """As ``open``, on a descriptor, which this object owns from now on (and closes when it raises)."""
+        file = io.FileIO(fd, "rb", closefd=True) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+        try:
+            if file is None:
+                os.close(fd)
+                raise _not_regular()
+            index = cls(_FileSource(file), path=os.fspath(path))
+            if expected is not None:
+                check_identity(expected, index.identity)
+            return index
+        except BaseException as err:
+            if file is not None:
+                file.close()
+            if isinstance(err, IndexStoreError):
+                raise err.at(path) from None
+            raise
+
+    @classmethod
+    def from_buffer(cls, buffer: bytes | memoryview | mmap.mmap) -> IndexFile:
+        """Opens a container that lies in memory. The buffer is kept alive, and must not change."""
+        return cls(_BufferSource(buffer))
+
+    @property
+    def keys(self) -> tuple[ArrayKey, ...]:
+        """Addresses of all arrays, in file order."""
+        return tuple(self._records)
+
+    def select(
+        self,
+        name: str | None = None,
+        *,
+        layers: Container[int] | None = None,
+        kv_heads: Container[int] | None = None,
+    ) -> list[ArrayKey]:
+        """Addresses that match, in file order, for instance one layer or one rank's KV heads. None is all."""
+        return [
+            k
+            for k in self._records
+            if (name is None or k.name == name)
+            and (layers is None or k.layer in layers)
+            and (kv_heads is None or k.kv_head in kv_heads)
+        ]
+
+    def record(self, key: ArrayKey) -> ArrayRecord:
+        """Dtype tag, shape and place of one array. Raises IndexNotFound."""
+        try:
+            return self._records[key]
+        except KeyError:
+            remedy = "the index was built by another method or profile: build it again"
+            raise self._named(
+                IndexNotFound("array", expected=str(tuple(key)), found="no such array", remedy=remedy)
+            ) from None
+
+    def array(self, name: str, layer: int = -1, kv_head: int = -1, *, verify: bool = True) -> NDArray[Any]:
+        """A read-only view [shape] of one array in the stored dtype of its tag (``format.DTYPES``).
+
+        With ``verify`` the first call per array compares its checksum and raises IndexCorrupt; without, the
+        bytes are as found. Raises IndexNotFound for an address that is not there, StoreClosed after
+        ``close()``.
+        """
+        record = self.record(ArrayKey(name, layer, kv_head))
+        if verify:
+            self._verify(record)
+        dtype = DTYPES[record.dtype]
+        if not record.nbytes:
+            view = np.empty(record.shape, dtype)
+        else:
+            start = self._data_offset + record.offset
+            count = record.nbytes // dtype.itemsize
+            view = np.frombuffer(self._open().mapping(), dtype, count, start).reshape(record.shape)
+        view.flags.writeable = False
+        return view
+
+    def load(self, keys: Iterable[ArrayKey], *, verify: bool = True) -> dict[ArrayKey, NDArray[Any]]:
+        """``array()`` of each address, usually of a ``select()``."""
+        return {key: self.array(*key, verify=verify) for key in keys}
+
+    def read_into(self, key: ArrayKey, out: NDArray[Any], *, verify: bool = True) -> None:
+        """Copies one array into ``out``: C-contiguous, writable, of as many bytes; any dtype and shape.
+
+        The copy itself is checksummed. After IndexCorrupt, ``out`` holds garbage.
+        """
+        record = self.record(key)
+        if out.nbytes != record.nbytes or not out.flags.c_contiguous or not out.flags.writeable:
+            found = f"{out.nbytes} bytes, contiguous {out.flags.c_contiguous}, writable {out.flags.writeable}"
+            raise invalid(
+                f"buffer for {tuple(key)}", f"{record.nbytes} bytes, contiguous, writable", found, "resize it"
+            )
+        if not record.nbytes:
+            return
+        raw = out.reshape(-1).view(np.uint8)
+        got = self._open().read_into(raw.data, self._data_offset + record.offset)
+        if got != record.nbytes:
+            raise self._named(corrupt(f"bytes of {tuple(key)}", record.nbytes, got))
+        if verify:
+            self._compare(record, raw)
+
+    def verify(self, *, threads: int = 1) -> None:
+        """Checks every array and the padding behind it. Raises IndexCorrupt for the first that is wrong."""
+        pending = [r for r in self._records.values() if r.key not in self._verified]
+        if threads <= 1:
+            for record in pending:
+                self._verify(record)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(self._verify, pending):
+                pass
+
+    def close(self) -> None:
+        """Closes the file. Arrays that were handed out stay valid."""
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+    def __enter__(self) -> IndexFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> _Source:
+        if self._source is None:
+            raise self._named(
+                StoreClosed(
+                    "index file", expected="open", found="closed", remedy="get it from the store again"
+                )
+            )
+        return self._source
+
+    def _verify(self, record: ArrayRecord) -> None:
+        if record.key in self._verified:
+            return
+        if record.nbytes:
+            start = self._data_offset + record.offset
+            raw = np.frombuffer(self._open().mapping(), np.uint8, aligned(record.nbytes), start)
+            self._compare(record, raw[: record.nbytes])
+            if raw[record.nbytes :].any():
+                raise self._named(corrupt(f"padding after {tuple(record.key)}", "zeros", "other bytes"))
+        self._verified.add(record.key)
+
+    def _compare(self, record: ArrayRecord, raw: NDArray[np.uint8]) -> None:
+        found = xxh3_hex(raw)
+        if found != record.xxh3:
+            raise self._named(corrupt(f"checksum of {tuple(record.key)}", record.xxh3, found))
+
+    def _named(self, err: IndexStoreError) -> IndexStoreError:
+        return err if self.path is None else err.at(self.path)
+
+
+def check_identity(expected: IndexIdentity, found: IndexIdentity) -> None:
+    """Raises IndexMismatch that names the first field that differs."""
+    difference = expected.mismatch(found)
+    if difference is not None:
+        what, _, values = difference.partition(": expected ")
+        left, _, right = values.rpartition(", found ")
+        remedy = "build an index for this model, prefix and profile"
+        raise IndexMismatch(what, expected=left, found=right, remedy=remedy)
+
+
+def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: bool = True) -> int:
+    """Opens a file for reading, never blocking on a pipe. Raises IndexNotFound, or IndexForeign for a
+    symbolic link when not ``follow``, IndexUnreadable for what else the system refuses.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        return os.open(path, flags, dir_fd=dir_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        remedy = "build the index, or rescan the store"
+        raise IndexNotFound("index", expected="a file", found="none", remedy=remedy, path=path) from None
+    except OSError as err:
+        if err.errno != errno.ELOOP:
+            raise _unreadable(err).at(path) from err
+        remedy = "replace the link by the file"
+        raise IndexForeign(
+            "file type", expected="a file", found="a symbolic link", remedy=remedy, path=path
+        ) from None
+
+
+def read_entry(fd: int) -> tuple[Entry, int]:
+    """(first header section, file length) of an open file: two small reads. Raises as ``IndexFile.open``."""
+    nbytes = _regular_size(fd)
+    return _read_head(lambda offset, n: _pread(fd, n, offset), nbytes)[1], nbytes
+
+
+def _pread(fd: int, nbytes: int, offset: int) -> bytes:
+    try:
+        return os.pread(fd, nbytes, max(offset, 0))
+    except OSError as err:
+        raise _unreadable(err) from err
+
+
+def _regular_size(fd: int) -> int:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise _not_regular()
+    return status.st_size
+
+
+def _not_regular() -> IndexForeign:
+    found = "a folder, pipe, socket or device"
+    return IndexForeign("file type", expected="a regular file", found=found, remedy="move it elsewhere")
+
+
+def _unreadable(err: OSError) -> IndexUnreadable:
+    found = err.strerror or str(err)
+    return IndexUnreadable(
+        "file", expected="readable bytes", found=found, remedy="check its permissions and the disk"
+    )
+
+
+def _read_head(read_at: ReadAt, nbytes: int) -> tuple[Prelude, Entry]:
+    head = read_at(0, ALIGN)
+    prelude = parse_prelude(head[: PRELUDE.size], nbytes)
+    if prelude.table_offset > len(head):
+        head += read_at(len(head), prelude.table_offset - len(head))
+    check_footer(read_at(nbytes - ALIGN, ALIGN), prelude)
+    return prelude, parse_entry(head[PRELUDE.size : prelude.table_offset], prelude)
+
+
+def _read_table(read_at: ReadAt, prelude: Prelude) -> Table:
+    raw = read_at(prelude.table_offset, prelude.data_offset - prelude.table_offset)
+    if raw.count(0, prelude.table_nbytes) != len(raw) - prelude.table_nbytes:
+        raise corrupt("padding after the header", "zeros", "other bytes")
+    return parse_table(raw[: prelude.table_nbytes], prelude)
+
+
+class _Source:
+    """Where a container's bytes come from."""
+
+    nbytes: int
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        raise NotImplementedError
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        raise NotImplementedError
+
+    def mapping(self) -> Any:
+        """A read-only buffer over the whole container."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class _BufferSource(_Source):
+    def __init__(self, buffer: bytes | memoryview | mmap.mmap) -> None:
+        self._view = memoryview(buffer).cast("B").toreadonly()
+        self.nbytes = len(self._view)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self._view[offset : offset + nbytes])
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        part = self._view[offset : offset + len(out)]
+        out[: len(part)] = part
+        return len(part)
+
+    def mapping(self) -> memoryview:
+        return self._view
+
+    def close(self) -> None:
+        """Views that were handed out keep the buffer; there is nothing else to release."""
+
+
+class _FileSource(_Source):
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self.nbytes = _regular_size(file.fileno())
+        self._mapping: mmap.mmap | None = None
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        return _pread(self._file.fileno(), nbytes, offset)
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        done = 0
+        while done < len(out):
+            try:
+                got = os.preadv(self._file.fileno(), [out[done:]], offset + done)
+            except OSError as err:
+                raise _unreadable(err) from err
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def mapping(self) -> mmap.mmap:
+        if self._mapping is None:
+            try:
+                self._mapping = mmap.mmap(self._file.fileno(), self.nbytes, access=mmap.ACCESS_READ)
+            except ValueError:
+                found = _regular_size(self._file.fileno())
+                raise corrupt("file length", self.nbytes, f"{found}: somebody cut the file") from None
+            except OSError as err:
+                raise _unreadable(err) from err
+        return self._mapping
+
+    def close(self) -> None:
+        """The mapping is not closed but dropped: it ends with the last array that views it."""
+        self._file.close()
+        self._mapping = None

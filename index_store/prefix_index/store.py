@@ -1,0 +1,140 @@
+"""What every store can do, whatever it is made of: memory, a folder, later tiers, a service, another machine.
+
+A store maps an ``IndexIdentity`` to one container (``docs/index-format.md``). ``get`` gives an open
+``IndexFile`` in every implementation. All methods may be called from several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from .errors import IndexStoreError, InvalidPayload
+from .keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint, is_digest
+from .reader import IndexFile
+from .writer import IndexPayload
+
+IndexLookup: TypeAlias = str | IndexIdentity
+"""An identity, or its ``digest`` (64 hex digits)."""
+
+
+class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One index as a listing shows it. ``nbytes`` is the whole container; times are seconds."""
+
+    identity: IndexIdentity
+    nbytes: int
+    created: float
+    build_seconds: float
+    path: str | None = None
+
+    @property
+    def digest(self) -> str:
+        return self.identity.digest
+
+
+class Problem(NamedTuple):
+    """Something that cannot be used, and why. ``path`` is a file, or a digest in a store without files."""
+
+    path: str
+    error: IndexStoreError
+
+
+class IndexStore(Protocol):
+    """The protocol. All methods but ``open`` and ``close`` raise StoreClosed on a store that is not open."""
+
+    def open(self) -> None:
+        """Starts using the store. Opening twice does nothing. Raises StoreFolderError."""
+        ...
+
+    def close(self) -> None:
+        """Ends using it. Indexes that were handed out stay usable. Closing twice does nothing."""
+        ...
+
+    def put(self, payload: IndexPayload) -> IndexEntry:
+        """Stores an index whole or not at all; an older one of the same identity is replaced.
+
+        When it returns the index is as durable as the store is. Raises InvalidPayload, StoreFull,
+        StoreFolderError; after an error the store holds what it held before.
+        """
+        ...
+
+    def get(self, key: IndexLookup) -> IndexFile:
+        """Opens an index; the caller closes it. Its header is checked now, each array when it is first read.
+
+        Raises IndexNotFound (also when another process deleted it), IndexCorrupt, IndexTooNew, IndexForeign,
+        IndexUnreadable, IndexMismatch.
+        """
+        ...
+
+    def contains(self, key: IndexLookup) -> bool:
+        """Whether ``get`` would open it now. False for what is damaged."""
+        ...
+
+    def delete(self, key: IndexLookup) -> bool:
+        """Removes an index, damaged or not. Returns whether there was one. Open ones stay readable."""
+        ...
+
+    def list(self) -> Sequence[IndexEntry]:
+        """All usable indexes known now, ordered by digest. Bad files are in ``problems``."""
+        ...
+
+    def problems(self) -> Sequence[Problem]:
+        """Everything found that is not a usable index, with the error that says why."""
+        ...
+
+    def report(self, key: IndexLookup, error: IndexStoreError) -> None:
+        """Tells the store that reading an index failed after ``get``: it becomes a problem and is offered no
+        more, until it is replaced.
+        """
+        ...
+
+    def longest(
+        self,
+        namespace: str,
+        page_hashes: Sequence[bytes],
+        model: ModelFingerprint,
+        profile_digest: str,
+        *,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> IndexEntry | None:
+        """The index of the longest prefix of a prompt: its prefix_hash is ``page_hashes[n-1]`` and its length
+        n * page_tokens. No I/O: one dict probe per page.
+        """
+        ...
+
+    def near_miss(
+        self,
+        namespace: str,
+        page_hashes: Sequence[bytes],
+        model: ModelFingerprint,
+        profile_digest: str,
+        *,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> str | None:
+        """Why ``longest`` found nothing although this prompt's prefix is indexed in this namespace: the first
+        field that differs, with both values. None where no such index exists.
+        """
+        ...
+
+    def rescan(self, *, full: bool = False) -> None:
+        """Learns what other processes changed. Cheap when nothing did; ``full`` reads all headers."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raises StoreInconsistent, with both sides, where the store's books do not balance."""
+        ...
+
+
+def digest_of(key: IndexLookup) -> str:
+    """The digest of a lookup. Raises InvalidPayload for anything that is not one, paths above all."""
+    digest = key.digest if isinstance(key, IndexIdentity) else key
+    if not is_digest(digest):
+        raise InvalidPayload(
+            "index key",
+            expected="an IndexIdentity or its digest (64 lower-case hex digits)",
+            found=repr(key)[:100],
+            remedy="take it from IndexEntry.digest",
+        )
+    return digest

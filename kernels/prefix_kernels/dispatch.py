@@ -1,0 +1,29 @@
+"""Choice of an implementation: the one asked for, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def resolve(op: str, requested: str, available: Mapping[str, F]) -> F:
+    """The implementation of `op` that was asked for; never another one.
+
+    Args:
+        op: name of the operation, for the message.
+        requested: name of the implementation.
+        available: implementations of the operation by name.
+
+    Raises:
+        ValueError: `requested` is not one of them.
+    """
+    try:
+        return available[requested]
+    except KeyError:
+        names = ", ".join(sorted(available))
+        raise ValueError(
+            f"{op} has no implementation {requested!r}; expected one of: {names}. Nothing is substituted "
+            "for it"
+        ) from None

@@ -1,0 +1,58 @@
+"""From the scores of every query row and head of a group to one score per candidate and KV head.
+
+Pooling happens after the softmax (Kascade, 3.4: pooling queries before it loses accuracy with the tile's
+size), so that a row with large raw scores does not drown the others: each row hands in how much of *its*
+attention a candidate has.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class Pooling(str, Enum):
+    """How a group's rows and GQA heads share one selection."""
+
+    MAX = "max"
+    """The largest probability over rows: keeps every request's own critical keys."""
+    MEAN = "mean"
+    """The mean probability over rows: keeps what most of the group attends."""
+
+
+def pool_scores(scores: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX) -> Tensor:
+    """Softmax over candidates per row and head, then pool over rows and heads, as log-probabilities.
+
+    The logarithm is returned because a probability of exp(-100) is 0 in fp32 and would no longer rank; the
+    order is the same.
+
+    Args:
+        scores: [num_kv_heads, num_rows, gqa, num_candidates] fp32, raw q.k estimates, num_rows and gqa >= 1.
+            -inf marks a candidate without a score in that row; a row with none at all says nothing. Not
+            written.
+        sm_scale: multiplies the scores before the softmax.
+        pooling: over rows and heads together.
+
+    Returns:
+        [num_kv_heads, num_candidates] fp32, natural log; -inf where no row has a score for the candidate.
+
+    Raises:
+        ValueError: another shape or an empty group.
+    """
+    if scores.dim() != 4 or 0 in scores.shape[:3]:
+        raise ValueError(
+            "expected scores [num_kv_heads, num_rows >= 1, gqa >= 1, num_candidates], got "
+            f"{tuple(scores.shape)}"
+        )
+    rows = scores.flatten(1, 2).float() * sm_scale
+    if rows.shape[2] == 0:
+        return rows.new_empty(rows.shape[0], 0)
+    log_prob = rows.log_softmax(dim=2)
+    # A row without any score becomes NaN above; it says nothing.
+    log_prob.masked_fill_(rows.amax(dim=2, keepdim=True) == -torch.inf, -torch.inf)
+    if Pooling(pooling) is Pooling.MAX:
+        return log_prob.amax(dim=1)
+    return log_prob.logsumexp(dim=1) - math.log(rows.shape[1])

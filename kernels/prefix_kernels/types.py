@@ -1,0 +1,172 @@
+"""The values that operations exchange: paged KV buffers, attention states, selections.
+
+Checks at construction read shapes and dtypes only, so they never wait for a device; `check_integrity` reads
+values and is for tests and debugging.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKV:
+    """One layer's KV pool buffers, as SGLang's pool getters return them. Borrowed: never written here.
+
+    Attributes:
+        k_cache: [num_slots, num_kv_heads, head_dim], fp32, fp16 or bf16. One slot holds one token, whatever
+            the page size. Rows that no operation is asked to read may hold anything, NaN included.
+        v_cache: [num_slots, num_kv_heads, v_head_dim], dtype of `k_cache`.
+
+    Raises:
+        ValueError: the two buffers do not belong together.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def __post_init__(self) -> None:
+        k, v = self.k_cache, self.v_cache
+        if k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2]:
+            raise ValueError(
+                "expected k_cache and v_cache as [num_slots, num_kv_heads, head_dim] with equal num_slots "
+                f"and num_kv_heads, got {tuple(k.shape)} and {tuple(v.shape)}; pass one layer's pool buffers"
+            )
+        if k.dtype != v.dtype or not k.dtype.is_floating_point or k.device != v.device:
+            raise ValueError(
+                "expected k_cache and v_cache of one floating dtype on one device, got "
+                f"{k.dtype} on {k.device} and {v.dtype} on {v.device}; dequantize an FP8 pool first"
+            )
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the pool."""
+        return self.k_cache.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one key."""
+        return self.k_cache.shape[2]
+
+
+@dataclass(frozen=True, eq=False)
+class AttnState:
+    """Attention over a part of the keys, mergeable with states over other parts. Owned by the receiver.
+
+    Attributes:
+        out: [num_rows, num_qo_heads, v_head_dim], softmax-normalized over its own part. fp32 from every
+            operation of this package, so that merging does not round; cast to the model's dtype once, after
+            the last merge.
+        lse: [num_rows, num_qo_heads] fp32, **natural** logarithm of the sum of exp(sm_scale * q.k). `-inf`
+            says that the part was empty; `out` is then ignored by a merge.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    def __post_init__(self) -> None:
+        if self.out.dim() != 3 or self.lse.shape != self.out.shape[:2]:
+            raise ValueError(
+                "expected out [num_rows, num_qo_heads, head_dim] and lse [num_rows, num_qo_heads], got "
+                f"{tuple(self.out.shape)} and {tuple(self.lse.shape)}"
+            )
+        if self.lse.dtype != torch.float32:
+            raise ValueError(f"expected lse in float32 (natural log), got {self.lse.dtype}")
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Which prefix positions are attended in this step, per KV head of one group.
+
+    Attributes:
+        positions: [num_kv_heads, max_count] int32, logical prefix positions, ascending and unique within
+            `counts[h]` entries, then padding of -1.
+        counts: [num_kv_heads] int32.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+
+    positions: Tensor
+    counts: Tensor
+
+    def __post_init__(self) -> None:
+        if self.positions.dim() != 2 or self.counts.shape != self.positions.shape[:1]:
+            raise ValueError(
+                "expected positions [num_kv_heads, max_count] and counts [num_kv_heads], got "
+                f"{tuple(self.positions.shape)} and {tuple(self.counts.shape)}"
+            )
+        if self.positions.dtype != torch.int32 or self.counts.dtype != torch.int32:
+            raise ValueError(
+                f"expected int32 positions and counts, got {self.positions.dtype} and {self.counts.dtype}"
+            )
+        if self.positions.device != self.counts.device:
+            raise ValueError(
+                "expected positions and counts on one device, got "
+                f"{self.positions.device} and {self.counts.device}"
+            )
+
+    @classmethod
+    def all(cls, prefix_len: int, num_kv_heads: int, device: torch.device | str | None = None) -> Selection:
+        """Every position of a prefix: sparse attention over it is dense attention.
+
+        Args:
+            prefix_len: tokens of the prefix, 0 allowed.
+            num_kv_heads: KV heads, at least 1.
+            device: where the tensors are made; None is torch's default.
+
+        Raises:
+            ValueError: a negative `prefix_len` or no KV head.
+        """
+        if prefix_len < 0 or num_kv_heads < 1:
+            raise ValueError(
+                f"expected prefix_len >= 0 and num_kv_heads >= 1, got {prefix_len} and {num_kv_heads}"
+            )
+        row = torch.arange(prefix_len, dtype=torch.int32, device=device)
+        counts = torch.full((num_kv_heads,), prefix_len, dtype=torch.int32, device=device)
+        return cls(row.expand(num_kv_heads, prefix_len).contiguous(), counts)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads that the selection speaks of."""
+        return self.positions.shape[0]
+
+    @property
+    def max_count(self) -> int:
+        """Width of `positions`."""
+        return self.positions.shape[1]
+
+    def for_heads(self, head_map: Tensor) -> Selection:
+        """The selection of a reuse layer: its head h takes head `head_map[h]` of this one (Kascade, 3.5).
+
+        Args:
+            head_map: [num_kv_heads of the reuse layer] int64, many-to-one allowed.
+        """
+        return Selection(self.positions[head_map], self.counts[head_map])
+
+    def check_integrity(self, prefix_len: int) -> None:
+        """Raise unless every promise of this class holds for a prefix of that length. Reads device memory.
+
+        Raises:
+            ValueError: naming the rule that is broken and the first KV head that breaks it.
+        """
+        column = torch.arange(self.max_count, device=self.positions.device)
+        valid = column < self.counts[:, None]
+        positions = self.positions
+        out_of_range = valid & ((positions < 0) | (positions >= prefix_len))
+        not_ascending = valid[:, 1:] & (positions[:, 1:] <= positions[:, :-1])
+        rules = (
+            ("0 <= count <= max_count", (self.counts < 0) | (self.counts > self.max_count)),
+            (f"0 <= position < prefix_len={prefix_len}", out_of_range.any(dim=1)),
+            ("positions ascending and unique", not_ascending.any(dim=1)),
+            ("padding is -1", ((positions != -1) & ~valid).any(dim=1)),
+        )
+        for rule, broken in rules:
+            if bool(broken.any()):
+                raise ValueError(f"selection breaks '{rule}' for KV head {int(broken.int().argmax())}")

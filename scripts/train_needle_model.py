@@ -1,0 +1,322 @@
+"""Train the needle model, the small model of this project that really retrieves; or measure one.
+
+    python scripts/train_needle_model.py train --out CKPT --minutes 9
+    python scripts/train_needle_model.py train --out CKPT2 --resume CKPT --start-length 139264
+    python scripts/train_needle_model.py eval CKPT --lengths 4096,32768
+
+The curriculum goes by accuracy, never by time: the jump from guessing to retrieving is a phase
+transition whose moment differs from seed to seed. If it does not come, the next seed is tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from needle_data import CODES, Batch, Feeder, Stage
+from needle_network import Cache, Needle, Shape, export, load, optimizers
+
+from sglang_ext.quality import vocabulary as vocab
+from sglang_ext.quality.tasks import TASKS, Question, make_document
+
+STAGES = (
+    Stage(128, 256),
+    Stage(512, 128),
+    Stage(2048, 64),
+    Stage(8192, 16),
+    Stage(18432, 8),
+    Stage(36864, 4),
+    Stage(73728, 2),
+    Stage(139264, 1),
+)
+WINDOW = 30
+
+
+class Curriculum:
+    """Moves to the next length when notes are answered well at the current one."""
+
+    def __init__(self, stages: tuple[Stage, ...], level: int, threshold: float) -> None:
+        self.stages = stages
+        self.level = level
+        self.threshold = threshold
+        self.recent: list[float] = []
+
+    def see(self, length: int, accuracy: float) -> bool:
+        """Record a step's note accuracy; True if the level changed."""
+        if length != self.stages[self.level].length:
+            return False
+        self.recent = [*self.recent, accuracy][-WINDOW:]
+        full = len(self.recent) == WINDOW
+        mean = sum(self.recent) / len(self.recent)
+        if full and mean >= self.threshold and self.level + 1 < len(self.stages):
+            self.level += 1
+        elif full and mean < 0.2 and self.level > 1:
+            self.level -= 1
+        else:
+            return False
+        self.recent = []
+        return True
+
+
+class Meter:
+    """Accuracy per code and length, summed on the GPU since the last report."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums: dict[int, Tensor] = {}
+        self.device = device
+
+    def add(self, length: int, codes: Tensor, right: Tensor) -> None:
+        """Count right answers and targets by code."""
+        sums = self.sums.setdefault(length, torch.zeros(2, len(CODES), device=self.device))
+        sums[0].index_add_(0, codes, right.float())
+        sums[1].index_add_(0, codes, torch.ones_like(codes, dtype=torch.float32))
+
+    def report(self) -> str:
+        """One line of percentages per length; clears the sums."""
+        parts = []
+        for length, sums in sorted(self.sums.items()):
+            right, total = sums.tolist()
+            shown = " ".join(
+                f"{code} {100 * r / t:.1f}" for code, r, t in zip(CODES, right, total, strict=True) if t
+            )
+            parts.append(f"[{length}] {shown}")
+        self.sums.clear()
+        return "  ".join(parts)
+
+
+def loss_of(model: Needle, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean loss over answer tokens, which of them are right, and their codes."""
+
+    def move(array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+        tensor = torch.from_numpy(array)
+        if device.type == "cuda":
+            tensor = tensor.pin_memory().to(device, non_blocking=True)
+        return tensor
+
+    targets, others = move(batch.targets), move(batch.others)
+    hidden, _ = model(move(batch.ids).long())
+    logits = model.logits(hidden.flatten(0, 1)[move(batch.positions)])
+    # The loss is minus the log of the probability of all right words together.
+    accepted = torch.cat([targets[:, None], others], 1)
+    chosen = logits.gather(1, accepted.clamp(min=0)).masked_fill(accepted < 0, -torch.inf)
+    loss = (logits.logsumexp(-1) - chosen.logsumexp(-1)).mean()
+    right = (accepted == logits.argmax(-1, keepdim=True)).any(1)
+    return loss, right, move(batch.codes)
+
+
+def rate(progress: float, step: int, warm_up: int, decay: float) -> float:
+    """Share of the peak learning rate: warm-up by steps, constant, then linear decay by time."""
+    return min(1.0, (step + 1) / warm_up, max(0.02, (1 - progress) / decay))
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train until the minutes are over, exporting every minute."""
+    began = time.monotonic()
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    stages = tuple(
+        Stage(s.length, max(1, round(s.num_sequences * args.batch_scale)))
+        for s in STAGES
+        if s.length <= args.max_length
+    )
+    shape = Shape(layers=args.layers, width=args.width, mlp=args.mlp)
+    level = min(i for i, s in enumerate(stages) if s.length >= args.start_length)
+    feeder = Feeder(args.seed, args.workers, stages)
+    feeder.level.value = level
+    torch.set_float32_matmul_precision("high")
+    try:
+        seed = args.seed
+        while not _attempt(args, seed, shape, Curriculum(stages, level, args.threshold),
+                           feeder, device, dtype, began):
+            seed += 1
+            print(f"plateau: starting again with seed {seed}", flush=True)
+    finally:
+        feeder.close()
+
+
+def _attempt(
+    args: argparse.Namespace,
+    seed: int,
+    shape: Shape,
+    curriculum: Curriculum,
+    feeder: Feeder,
+    device: torch.device,
+    dtype: torch.dtype,
+    began: float,
+) -> bool:
+    """Train one seed; False if it stayed on the plateau of the first length."""
+    torch.manual_seed(seed)
+    model = load(args.resume, dtype, args.device) if args.resume else Needle(shape, dtype)
+    model.to(device)
+    if device.type == "cuda":
+        model.compile_blocks()
+    opts = optimizers(model, args.lr)
+    meter, batches = Meter(device), iter(feeder)
+    last_report = last_export = time.monotonic()
+    tokens = step = 0
+    stages = curriculum.stages
+    pending: list[tuple[int, Tensor]] = []
+    note = CODES.index("note")
+    while True:
+        elapsed = time.monotonic() - began
+        progress = elapsed / (60 * args.minutes)
+        if progress >= 1 or step == args.max_steps:
+            break
+        batch = next(batches)
+        length = batch.ids.shape[1]
+        loss, right, codes = loss_of(model, batch, device)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = args.lr * rate(progress, step, args.warm_up, args.decay)
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        meter.add(length, codes, right)
+        step, tokens = step + 1, tokens + batch.ids.size
+        is_note = codes == note
+        pending.append((length, (right & is_note).sum() / is_note.sum()))
+        if len(pending) == 10:  # Read back rarely: every read waits for the GPU.
+            seen = torch.stack([accuracy for _, accuracy in pending]).tolist()
+            for (at, _), accuracy in zip(pending, seen, strict=True):
+                if accuracy == accuracy and curriculum.see(at, accuracy):
+                    feeder.level.value = curriculum.level
+                    print(f"step {step}: length {stages[curriculum.level].length}", flush=True)
+            pending.clear()
+        if curriculum.level == 0 and step == args.plateau_steps and not args.resume:
+            return False
+        now = time.monotonic()
+        if now - last_report >= args.report_seconds:
+            speed = tokens / (now - last_report)
+            print(
+                f"{elapsed:5.0f}s step {step} loss {loss.item():.4f} {speed / 1e6:.2f}M tok/s "
+                f"{meter.report()}",
+                flush=True,
+            )
+            last_report, tokens = now, 0
+        if now - last_export >= 60:
+            export(model, args.out)
+            last_export = now
+    export(model, args.out)
+    print(f"done: {step} steps, seed {seed}, {meter.report()}", flush=True)
+    return True
+
+
+@torch.inference_mode()
+def answer(
+    model: Needle, document: Cache, questions: list[list[int]], longest: int
+) -> list[list[int]]:
+    """Greedy answers to questions of one length after a prefilled document."""
+    device = model.embed.device
+    ids = torch.tensor(questions, device=device)
+    hidden, cache = model(ids, document, keep=True)
+    produced = [model.logits(hidden[:, -1]).argmax(-1)]
+    ended = produced[0] == vocab.END
+    while len(produced) < longest and not bool(ended.all()):
+        hidden, cache = model(produced[-1][:, None], cache, keep=True)
+        produced.append(model.logits(hidden[:, -1]).argmax(-1))
+        ended = ended | (produced[-1] == vocab.END)
+    outputs: list[list[int]] = torch.stack(produced, 1).tolist()
+    return outputs
+
+
+@torch.inference_mode()
+def measure(
+    model: Needle, task: str, length: int, seeds: range, num_questions: int
+) -> tuple[int, int]:
+    """Right answers and questions asked over the documents of `seeds`."""
+    right = total = 0
+    for seed in seeds:
+        document = make_document(task, seed, length, num_questions)
+        ids = torch.tensor([vocab.encode(document.text)], device=model.embed.device)
+        _, cache = model(ids, keep=True)
+        for group in _by_length(document.questions):
+            asked = [vocab.encode(question.text) for question in group]
+            longest = max(question.max_new_tokens for question in group)
+            for question, output in zip(group, answer(model, cache, asked, longest), strict=True):
+                right += question.score(vocab.decode(output))
+                total += 1
+    return right, total
+
+
+def _by_length(questions: tuple[Question, ...]) -> Iterator[list[Question]]:
+    lengths = sorted({len(question.text.split()) for question in questions})
+    for length in lengths:
+        yield [question for question in questions if len(question.text.split()) == length]
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Print greedy dense accuracy per task and length, as a Markdown table and as JSON."""
+    dtype = torch.bfloat16 if torch.device(args.device).type == "cuda" else torch.float32
+    model = load(args.checkpoint, dtype, args.device)
+    lengths = [int(length) for length in args.lengths.split(",")]
+    seeds = range(args.first_seed, args.first_seed + args.documents)
+    rows: dict[str, dict[int, tuple[int, int]]] = {}
+    name = torch.cuda.get_device_name() if dtype == torch.bfloat16 else "cpu"
+    print(f"{args.checkpoint}: {name}, torch {torch.__version__}, {dtype}, greedy, dense attention")
+    print("| task | " + " | ".join(map(str, lengths)) + " | questions per length |")
+    print("|---|" + "---|" * (len(lengths) + 1))
+    for task in args.tasks.split(","):
+        rows[task] = {
+            length: measure(model, task, length, seeds, args.questions) for length in lengths
+        }
+        shown = [f"{100 * right / total:.1f}" for right, total in rows[task].values()]
+        print(f"| {task} | {' | '.join(shown)} | {rows[task][lengths[0]][1]} |", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(description="Train or measure the needle model.")
+    commands = top.add_subparsers(dest="command", required=True)
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    t = commands.add_parser("train", help="train and export a checkpoint")
+    t.set_defaults(run=train)
+    t.add_argument("--out", type=Path, required=True, help="folder of the exported checkpoint")
+    t.add_argument("--resume", type=Path, help="checkpoint whose weights to start from")
+    t.add_argument("--minutes", type=float, default=9.0, help="wall time, compilation included")
+    t.add_argument("--seed", type=int, default=1, help="seed of weights and data")
+    t.add_argument("--max-length", type=int, default=139264, help="longest sequence, in tokens")
+    t.add_argument("--start-length", type=int, default=0, help="first length of the curriculum")
+    t.add_argument("--device", default=default_device, help="torch device")
+    t.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    t.add_argument("--warm-up", type=int, default=100, help="steps of warm-up")
+    t.add_argument("--decay", type=float, default=0.4, help="last share of the time that decays")
+    t.add_argument("--threshold", type=float, default=0.985, help="note accuracy to go longer")
+    t.add_argument("--plateau-steps", type=int, default=3000, help="steps until the next seed")
+    t.add_argument("--max-steps", type=int, default=-1, help="stop after so many steps")
+    t.add_argument("--batch-scale", type=float, default=1.0, help="factor on sequences per step")
+    t.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2),
+                   help="processes that make batches")
+    t.add_argument("--report-seconds", type=float, default=5.0, help="time between log lines")
+    t.add_argument("--layers", type=int, default=Shape.layers, help="decoder layers")
+    t.add_argument("--width", type=int, default=Shape.width, help="hidden size")
+    t.add_argument("--mlp", type=int, default=Shape.mlp, help="MLP size")
+    e = commands.add_parser("eval", help="dense accuracy per task and length")
+    e.set_defaults(run=evaluate)
+    e.add_argument("checkpoint", type=Path, help="exported checkpoint")
+    e.add_argument("--lengths", default="4096,8192,16384,32768", help="document lengths in tokens")
+    e.add_argument("--tasks", default=",".join(TASKS), help="tasks to measure")
+    e.add_argument("--documents", type=int, default=8, help="documents per task and length")
+    e.add_argument("--questions", type=int, default=16, help="questions per document")
+    e.add_argument("--first-seed", type=int, default=10_000, help="seed of the first document")
+    e.add_argument("--device", default=default_device, help="torch device")
+    e.add_argument("--json", type=Path, help="also write {task: {length: [right, asked]}} here")
+    return top
+
+
+if __name__ == "__main__":
+    arguments = parser().parse_args()
+    arguments.run(arguments)

@@ -1,0 +1,1 @@
+"""Grouping of decode batches by prefix, and attention over a selection."""

@@ -1,0 +1,95 @@
+"""Decode attention of one layer: selected prefix positions per group, dense suffix, merged by LSE."""
+
+from __future__ import annotations
+
+import torch
+from prefix_kernels.budget import BudgetGrowth, budget_for_group
+from prefix_kernels.ops import merge_state, prefix_attention, suffix_attention
+from prefix_kernels.pooling import Pooling
+from prefix_kernels.types import AttnState, PagedKV, Selection
+from torch import Tensor
+
+from sglang_ext.attention.plan import DecodePlan, Group
+from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.indexing.base import Selector
+from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+from sglang_ext.metrics import Counters
+
+
+class GroupedDecode:
+    """Runs decode steps by one configuration. Holds no state between layers but what the plan carries.
+
+    Args:
+        config: budgets, pooling, sink and recent window.
+        selector: of the configured method.
+        layer_plan: role of each layer.
+        counters: receives the positions read.
+    """
+
+    def __init__(
+        self, config: SparseAttnConfig, selector: Selector, layer_plan: LayerPlan, counters: Counters
+    ) -> None:
+        self._config = config
+        self._selector = selector
+        self._layer_plan = layer_plan
+        self._counters = counters
+        self._num_recent = config.num_recent_pages * PAGE_TOKENS
+
+    def run(self, q: Tensor, kv: PagedKV, plan: DecodePlan, layer: int, sm_scale: float) -> Tensor:
+        """Attention output of one layer for the whole batch.
+
+        Args:
+            q: [batch_size, num_qo_heads, head_dim] post-RoPE queries.
+            kv: the layer's pool buffers; the new tokens' K and V are already written.
+            plan: this step's groups.
+            layer: layer number.
+            sm_scale: attention scale.
+
+        Returns:
+            [batch_size, num_qo_heads, v_head_dim] in q's dtype, new memory.
+        """
+        suffix = suffix_attention(q, kv, plan.kv_indptr, plan.kv_indices, sm_scale)
+        out = suffix.out
+        for group in plan.groups:
+            rows = q[group.rows]
+            selection = self.select(rows, group, kv.num_kv_heads, layer, sm_scale)
+            prefix = prefix_attention(rows, kv, group.slots, selection, sm_scale)
+            own = AttnState(suffix.out[group.rows], suffix.lse[group.rows])
+            out = out.index_copy(0, group.rows, merge_state(prefix, own).out)
+            self._counters.count_selection(layer, selection, group.prefix_len, group.num_rows)
+        return out.to(q.dtype)
+
+    def select(self, q: Tensor, group: Group, num_kv_heads: int, layer: int, sm_scale: float) -> Selection:
+        """The positions of one group at one layer, by the layer's role.
+
+        Args:
+            q: [num_rows, num_qo_heads, head_dim] queries of the group's rows.
+        """
+        role = self._layer_plan.layers[layer]
+        prefix_len = group.prefix_len
+        budget = self.budget(group)
+        if role.mode is LayerMode.DENSE or budget >= prefix_len:
+            selection = Selection.all(prefix_len, num_kv_heads, q.device)
+        elif role.mode is LayerMode.REUSE and role.anchor_layer is not None:
+            head_map = torch.tensor(role.head_map, dtype=torch.int64, device=q.device)
+            return group.selections[role.anchor_layer].for_heads(head_map)
+        else:
+            selection = self._selector.select(
+                group.index.layers[layer],
+                q,
+                prefix_len=prefix_len,
+                budget=budget,
+                num_sink=min(self._config.num_sink_tokens, budget),
+                num_recent=min(self._num_recent, max(budget - self._config.num_sink_tokens, 0)),
+                sm_scale=sm_scale,
+                pooling=Pooling(self._config.pooling),
+            )
+        group.selections[layer] = selection
+        return selection
+
+    def budget(self, group: Group) -> int:
+        """Prefix tokens of a group per KV head, never more than the prefix has."""
+        one = self._config.budget(group.prefix_len)
+        cap = max(one, int(self._config.max_keep_ratio * group.prefix_len))
+        grown = budget_for_group(one, group.num_rows, BudgetGrowth(self._config.group_growth), cap)
+        return min(grown, group.prefix_len)

@@ -1,0 +1,131 @@
+"""Which requests of a decode batch share which prefix: made on the host, once per step, before any layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from prefix_kernels.types import Selection
+from torch import Tensor
+
+from sglang_ext.prefix.requests import Attachment, SharedSlots
+from sglang_ext.prefix.residency import ResidentIndex
+
+
+@dataclass(eq=False)
+class Group:
+    """The requests of one batch that sit on the same slots of the same prefix.
+
+    Attributes:
+        index: what selects.
+        slots: [prefix_len] int64, position -> KV slot, valid for this step.
+        rows: [num_rows] int64 on the device: batch rows.
+        num_rows: the same, on the host.
+        selections: per anchor layer of this step, for the layers that reuse it.
+    """
+
+    index: ResidentIndex
+    slots: Tensor
+    rows: Tensor
+    num_rows: int
+    selections: dict[int, Selection] = field(default_factory=dict)
+
+    @property
+    def prefix_len(self) -> int:
+        """Tokens of the prefix."""
+        return self.index.prefix_len
+
+
+@dataclass(eq=False)
+class DecodePlan:
+    """Everything that the layers of one decode step need. Owned by the step; dropped after it.
+
+    Attributes:
+        groups: at least one.
+        kv_indptr: [batch_size + 1] int64: bounds of each request's suffix in `kv_indices`.
+        kv_indices: slots of [start, seq_len) of every request; start is 0 without a group.
+    """
+
+    groups: list[Group]
+    kv_indptr: Tensor
+    kv_indices: Tensor
+
+
+def make_plan(
+    attachments: Sequence[Attachment | None],
+    ready: Sequence[ResidentIndex | None],
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Sequence[int],
+    shared_by_digest: dict[str, list[SharedSlots]],
+) -> DecodePlan | None:
+    """Group a batch; None when no request has a usable index.
+
+    Two requests form one group only when their slots of the whole prefix were compared and found equal. That
+    comparison happens once per request, at its second decode step: by then the prefix cache has replaced
+    the slots of a duplicate prefill by the shared ones, and they no longer change while the request lives.
+    Until then a request is a group of one that reads its own row.
+
+    Args:
+        attachments: per row, None for a request that was never admitted here.
+        ready: per row, the index to use in this step, or None for dense.
+        req_to_token: [num_rows, max_context_len] SGLang's table; rows are read here, never later.
+        req_pool_indices: [batch_size] row of each request.
+        seq_lens: [batch_size] tokens of each request, the one being decoded included.
+        shared_by_digest: tables known so far per index digest; extended in place.
+    """
+    if not any(ready):
+        return None
+    rows_of: dict[int, tuple[ResidentIndex, Tensor, list[int]]] = {}
+    starts = [0] * len(seq_lens)
+    for row, (attachment, index) in enumerate(zip(attachments, ready, strict=True)):
+        if attachment is None or index is None:
+            continue
+        starts[row] = index.prefix_len
+        own = req_to_token[req_pool_indices[row], : index.prefix_len].to(torch.int64)
+        if attachment.steps > 0 and attachment.shared is None:
+            _settle(attachment, index, own, shared_by_digest)
+        attachment.steps += 1
+        slots = own if attachment.shared is None else attachment.shared.slots
+        rows_of.setdefault(id(slots), (index, slots, []))[2].append(row)
+    device = req_to_token.device
+    groups = [
+        Group(index, slots, torch.tensor(rows, dtype=torch.int64, device=device), len(rows))
+        for index, slots, rows in rows_of.values()
+    ]
+    kv_indptr, kv_indices = _suffixes(req_to_token, req_pool_indices, starts, seq_lens)
+    return DecodePlan(groups, kv_indptr, kv_indices)
+
+
+def _settle(
+    attachment: Attachment,
+    index: ResidentIndex,
+    own: Tensor,
+    shared_by_digest: dict[str, list[SharedSlots]],
+) -> None:
+    tables = shared_by_digest.setdefault(index.entry.digest, [])
+    tables[:] = [table for table in tables if table.members > 0]
+    for table in tables:
+        if torch.equal(table.slots, own):  # waits for the device; once per request
+            attachment.shared = table
+            break
+    else:
+        attachment.shared = SharedSlots(own.clone())
+        tables.append(attachment.shared)
+    attachment.shared.members += 1
+
+
+def _suffixes(
+    req_to_token: Tensor, req_pool_indices: Tensor, starts: Sequence[int], seq_lens: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    device = req_to_token.device
+    start = torch.tensor(starts, dtype=torch.int64)
+    length = torch.tensor(seq_lens, dtype=torch.int64) - start
+    indptr = torch.zeros(len(starts) + 1, dtype=torch.int64)
+    indptr[1:] = length.cumsum(0)
+    total = int(indptr[-1])
+    row = torch.repeat_interleave(torch.arange(len(starts)), length)
+    column = torch.arange(total) - indptr[row] + start[row]
+    slots = req_to_token[req_pool_indices.to(torch.int64)[row.to(device)], column.to(device)]
+    return indptr.to(device), slots.to(torch.int64)

@@ -1,0 +1,97 @@
+"""What SGLang lacks on a machine without an accelerator: torch forms in place of compiled operations.
+
+A plugin of its own (`sparse_attn_cpu`), so that a stock server runs there too and can be compared with. On a
+machine with CUDA, and for SGLang's own CPU engine, it registers nothing. Every mend stands where SGLang
+would otherwise stop with an ImportError or launch a Triton kernel without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.compat import versions
+
+
+def _no_accelerator() -> bool:
+    import torch
+
+    return not torch.cuda.is_available() and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1"
+
+
+def _stub_rope_operation() -> None:
+    """RoPE imports a vLLM operation on platforms it does not know; `forward_native` is what then runs."""
+    if "vllm._custom_ops" in sys.modules:
+        return
+    stub = types.ModuleType("vllm._custom_ops")
+
+    def rotary_embedding(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("expected RotaryEmbedding.forward_native on this machine, got the compiled form")
+
+    stub.rotary_embedding = rotary_embedding  # type: ignore[attr-defined]
+    # Only the submodule: code that probes `import vllm` must still find none.
+    sys.modules["vllm._custom_ops"] = stub
+
+
+def alloc_extend(original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
+    """`PagedTokenToKVPoolAllocator.alloc_extend` of 0.5.16 with its own naive form instead of the kernel."""
+    from sglang.srt.mem_cache.allocator import paged
+
+    def launch(prefix_lens: Any, seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, *_rest: Any) -> None:
+        page = allocator.page_size
+        pages = ((seq_lens + page - 1) // page - (prefix_lens + page - 1) // page).sum()
+        if int(pages) > len(free_pages):
+            return  # the caller counts the pages itself, and gives up
+        paged.alloc_extend_naive(
+            prefix_lens, seq_lens, last_loc, free_pages, out, page, allocator.device
+        )
+
+    return _with_kernel(paged, "alloc_extend_kernel", launch, original, allocator, *args, **kwargs)
+
+
+def alloc_decode(original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
+    """`PagedTokenToKVPoolAllocator.alloc_decode` of 0.5.16 with torch operations instead of the kernel."""
+    import torch
+    from sglang.srt.mem_cache.allocator import paged
+
+    def launch(seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, *_rest: Any) -> None:
+        page = allocator.page_size
+        new_page = (seq_lens - 1) % page == 0
+        rank = torch.cumsum(new_page.to(torch.int64), 0) - 1
+        fresh = free_pages[rank.clamp(0, max(len(free_pages) - 1, 0))] * page
+        out.copy_(torch.where(new_page, fresh, last_loc + 1))
+
+    return _with_kernel(paged, "alloc_decode_kernel", launch, original, allocator, *args, **kwargs)
+
+
+def _with_kernel(
+    module: Any, name: str, launch: Callable[..., None], original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call `original` while `module.name[grid](...)` runs `launch`; the scheduler is single-threaded here."""
+
+    class Launcher:
+        def __getitem__(self, _grid: Any) -> Callable[..., None]:
+            return launch
+
+    kernel = getattr(module, name)
+    setattr(module, name, Launcher())
+    try:
+        return original(*args, **kwargs)
+    finally:
+        setattr(module, name, kernel)
+
+
+def register() -> None:
+    """Entry point: mend what is missing, on machines without an accelerator only."""
+    if not _no_accelerator():
+        return
+    _stub_rope_operation()
+    if versions.installed() == "0.5.16":
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        allocator = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
+        HookRegistry.register(f"{allocator}.alloc_extend", alloc_extend, HookType.AROUND)
+        HookRegistry.register(f"{allocator}.alloc_decode", alloc_decode, HookType.AROUND)

@@ -1,0 +1,105 @@
+"""What the runtime sees of SGLang's ModelRunner: plain tensors and numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from prefix_index import ModelFingerprint, canonical_digest
+from prefix_kernels.types import PagedKV
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from torch import Tensor
+
+from sglang_ext.fingerprint import model_fingerprint, resolve_folder, weights_digest
+
+_KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class RunnerView:
+    """Reads of one target ModelRunner. Owns nothing.
+
+    Attributes:
+        num_layers, num_qo_heads, num_kv_heads, head_dim: of this rank's model.
+        device: of the KV pool.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        config = runner.model_config
+        self.num_layers = int(config.num_hidden_layers)
+        self.num_qo_heads = int(config.num_attention_heads)
+        self.num_kv_heads = int(config.num_key_value_heads)
+        self.head_dim = int(config.head_dim)
+        self.v_head_dim = int(getattr(config, "v_head_dim", None) or config.head_dim)
+        self.device = torch.device(runner.device)
+
+    def refusal(self) -> str | None:
+        """Why this model or its KV pool cannot be served sparsely; None if it can."""
+        runner = self.runner
+        pool = runner.token_to_kv_pool
+        if getattr(runner, "use_mla_backend", False):
+            return "--sparse-attn: expected an MHA or GQA model; got an MLA model, which is not supported yet."
+        if type(pool) is not MHATokenToKVPool:
+            return (
+                f"--sparse-attn: expected SGLang's plain KV pool (MHATokenToKVPool); got {type(pool).__name__}. "
+                "Hybrid, sliding-window and quantized pools are not supported yet."
+            )
+        if pool.dtype not in _KV_DTYPES:
+            return (
+                f"--sparse-attn: expected a KV cache in float32, float16 or bfloat16; got {pool.dtype}. "
+                "Remove --kv-cache-dtype."
+            )
+        if getattr(runner, "sliding_window_size", None):
+            return "--sparse-attn: expected full attention; got a sliding-window model (unsupported_mode)."
+        return None
+
+    @property
+    def req_to_token(self) -> Tensor:
+        """[num_rows, max_context_len] SGLang's table of slots; read it in a step, never keep it."""
+        table: Tensor = self.runner.req_to_token_pool.req_to_token
+        return table
+
+    def kv(self, layer: int) -> PagedKV:
+        """One layer's K and V, through the pool's getters (they wait for layer-wise loads)."""
+        k_cache, v_cache = self.runner.token_to_kv_pool.get_kv_buffer(layer)
+        return PagedKV(k_cache, v_cache)
+
+    def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None:
+        """Write the new tokens' K and V, as the inner backends do in decode."""
+        self.runner.token_to_kv_pool.set_kv_buffer(
+            layer, KVWriteLoc(forward_batch.out_cache_loc), k, v, layer.k_scale, layer.v_scale
+        )
+
+    def fingerprint(self) -> ModelFingerprint:
+        """Identity of the model served. Reads the checkpoint's files once."""
+        args = self.runner.server_args
+        config = self.runner.model_config
+        if str(args.load_format) == "dummy":
+            weights = canonical_digest({"dummy": int(args.random_seed or 0)})
+        else:
+            weights = weights_digest(resolve_folder(config.model_path, args.revision))
+        return model_fingerprint(
+            config.hf_text_config.to_dict(),
+            weights,
+            quantization=getattr(config, "quantization", None),
+            kv_dtype=str(self.runner.token_to_kv_pool.dtype).removeprefix("torch."),
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+        )
+
+
+def layer_refusal(layer: Any, kwargs: dict[str, Any]) -> str | None:
+    """Why a layer's decode must stay dense; None if the sparse path computes exactly what it asks for."""
+    extras = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
+    checks = (
+        (bool(extras), f"extra inputs {extras}"),
+        (layer.logit_cap not in (0, 0.0, None), "a logit cap"),
+        (layer.sliding_window_size is not None and layer.sliding_window_size > -1, "a sliding window"),
+        (layer.is_cross_attention, "cross attention"),
+        (str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder", "another attention type"),
+        (layer.xai_temperature_len > 0, "temperature scaling"),
+        (layer.k_scale_float not in (None, 1.0) or layer.v_scale_float not in (None, 1.0), "scaled K or V"),
+    )
+    return next((what for bad, what in checks if bad), None)

@@ -1,0 +1,163 @@
+"""The hooks of the scheduler process: thin, and delegating when the server runs without `--sparse-attn`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.compat.server_args import settings_of, unsupported
+
+logger = logging.getLogger(__name__)
+
+#: The runtime of this scheduler process, once SGLang has built its attention backend.
+_runtime: Any = None
+_cache_observed = False
+
+
+def runtime() -> Any:
+    """This process's runtime, or None."""
+    return _runtime
+
+
+def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backend: Any) -> Any:
+    """Adopt what SGLang built for the target model."""
+    global _runtime
+    wrapped = original(runner, backend)
+    settings = settings_of(runner.server_args)
+    if settings is None or runner.is_draft_worker:
+        return wrapped
+    from sglang_ext.attention.backend import adopt, refusal
+    from sglang_ext.compat.runner import RunnerView, layer_refusal
+    from sglang_ext.runtime import SparseRuntime
+
+    view = RunnerView(runner)
+    for message in (
+        unsupported(runner.server_args),
+        refusal(wrapped),
+        view.refusal(),
+        _graph_refusal(runner, building=settings.config.build.value != "off"),
+    ):
+        if message:
+            raise RuntimeError(message)
+    prometheus = bool(getattr(runner.server_args, "enable_metrics", False))
+    _runtime = SparseRuntime(settings, view, prometheus=prometheus)
+    logger.info(
+        "sparse attention: adopted %s; method %s, store %s with %d indexes",
+        type(wrapped).__name__,
+        settings.config.method,
+        settings.store,
+        len(_runtime.store.list()),
+    )
+    return adopt(wrapped, _runtime, layer_refusal)
+
+
+def _graph_refusal(runner: Any, *, building: bool) -> str | None:
+    """CUDA graphs replay without Python: the sparse decode path does not run in them yet."""
+    if runner.device != "cuda":
+        return None
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+    if not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+        return (
+            "--sparse-attn: expected decode CUDA graphs to be off; they are on. This version's sparse decode "
+            "does not run inside a CUDA graph yet: add --disable-decode-cuda-graph."
+        )
+    if building and not (
+        check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED)
+        or check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE)
+    ):
+        return (
+            "--sparse-attn: expected the prefill graph backend 'breakable' (SGLang's default on CUDA) or none "
+            "while indexes are built; another one replays attention without Python, so queries cannot be "
+            "recorded. Remove --cuda-graph-backend-prefill, or add --disable-prefill-cuda-graph."
+        )
+    return None
+
+
+def after_create_tree_cache(tree_cache: Any, _context: Any) -> None:
+    """Observe prefix matches of the very cache that SGLang built; the cache itself is not changed."""
+    global _cache_observed
+    if _runtime is None:
+        return
+    match = tree_cache.match_prefix
+
+    def observed_match_prefix(params: Any) -> Any:
+        if params.req is not None:
+            _admit(params.req, params.key)
+        return match(params)
+
+    tree_cache.match_prefix = observed_match_prefix
+    _cache_observed = True
+
+
+def namespace_of(key: Any) -> dict[str, str | None]:
+    """Everything in a RadixKey that is not tokens, whatever fields this SGLang gives it."""
+    fields = (name for name in type(key).__slots__ if name not in ("token_ids", "limit", "is_bigram"))
+    values = {name: getattr(key, name) for name in fields}
+    return {name: None if value is None else str(value) for name, value in values.items()}
+
+
+def _admit(req: Any, key: Any) -> None:
+    assert _runtime is not None
+    if _runtime.requests.known(req):
+        return
+    reason = None
+    if getattr(req, "lora_id", None) is not None:
+        reason = "a LoRA request"
+    elif getattr(req, "multimodal_inputs", None) is not None:
+        reason = "a multimodal request"
+    elif getattr(req, "input_embeds", None) is not None or getattr(
+        req, "positional_embed_overrides", None
+    ):
+        reason = "a request with its own embeddings"
+    elif getattr(key, "is_bigram", False):
+        reason = "a bigram prefix key (speculative decoding)"
+    _runtime.admit(req, req.rid, req.origin_input_ids, namespace_of(key), reason)
+
+
+def around_model_runner_forward(
+    original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Every real forward of the target model passes here; warm-up and graph capture do not."""
+    if _runtime is None or _runtime.view.runner is not runner:
+        return original(runner, forward_batch, *args, **kwargs)
+    with _runtime.step(forward_batch):
+        return original(runner, forward_batch, *args, **kwargs)
+
+
+def before_req_to_token_free(pool: Any, req: Any) -> None:
+    """Finish, abort and retraction all give the slot back here."""
+    if _runtime is None:
+        return
+    kv = getattr(req, "kv", None)
+    row = getattr(kv, "req_pool_idx", None)
+    if row is None:
+        row = req.req_pool_idx
+    _runtime.slot_freed(req, int(row), finished=req.finished())
+
+
+def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """With the flag given, serving does not begin unless every seam is ours."""
+    if settings_of(scheduler.server_args) is None:
+        return
+    from sglang_ext.attention.backend import is_adopted
+    from sglang_ext.compat import seams
+
+    seams.assert_in_place(seams.SEAMS)
+    if _runtime is None or not is_adopted(scheduler.tp_worker.model_runner.attn_backend):
+        raise RuntimeError(
+            "--sparse-attn: expected SGLang's attention backend to be adopted, found it untouched; "
+            "start without --sparse-attn and report the SGLang version and flags"
+        )
+    if not _cache_observed:
+        raise RuntimeError(
+            "--sparse-attn: expected SGLang's prefix cache to be observed, found it untouched; "
+            "start without --sparse-attn and report the SGLang version and flags"
+        )
+
+
+def after_get_internal_state(result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """`/get_server_info` shows the counters under internal_states[i].sparse_attn."""
+    if _runtime is not None:
+        result.internal_state["sparse_attn"] = _runtime.snapshot()

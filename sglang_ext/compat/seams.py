@@ -1,0 +1,136 @@
+"""Every place where the plugin enters SGLang, with the reason, and the check that each is in place.
+
+`docs/sglang-seams.md` is the same list in prose; a test keeps the two equal. Each hook does nothing but
+delegate when the server runs without `--sparse-attn`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_ext.compat import scheduler_hooks, server_args
+
+Process = Literal["every", "scheduler"]
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One hook. `process` says which processes need it: a launcher never imports the model runner for us."""
+
+    target: str
+    kind: HookType
+    hook: Callable[..., Any]
+    process: Process
+    reason: str
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        HookType.AFTER,
+        server_args.after_add_cli_args,
+        "every",
+        "adds the three flags; SGLang has no registry for flags",
+    ),
+    Seam(
+        "sglang.srt.server_args.ServerArgs.from_cli_args",
+        HookType.AROUND,
+        server_args.around_from_cli_args,
+        "every",
+        "checks the flags' values and puts the settings on the record that travels to the scheduler",
+    ),
+    Seam(
+        "sglang.srt.server_args.ServerArgs.check_server_args",
+        HookType.AFTER,
+        server_args.after_check_server_args,
+        "every",
+        "last check before processes start: refuses unsupported modes by name, asserts the seams",
+    ),
+    Seam(
+        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        HookType.AROUND,
+        scheduler_hooks.around_attn_backend_wrapper,
+        "scheduler",
+        "adopts the attention backend that SGLang built, whatever the user named",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.registry.create_tree_cache",
+        HookType.AFTER,
+        scheduler_hooks.after_create_tree_cache,
+        "scheduler",
+        "observes match_prefix of the prefix cache that SGLang's own chain built: admission and namespace",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        HookType.AROUND,
+        scheduler_hooks.around_model_runner_forward,
+        "scheduler",
+        "the live ForwardBatch with its request ids, before a graph runner builds its replay view; warm-up "
+        "and capture forwards do not pass here",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
+        HookType.BEFORE,
+        scheduler_hooks.before_req_to_token_free,
+        "scheduler",
+        "a request gives its slot back: finish, abort and retraction alike",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.__init__",
+        HookType.AFTER,
+        scheduler_hooks.after_scheduler_init,
+        "scheduler",
+        "asserts in the scheduler process that backend, cache and seams are ours before serving starts",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        HookType.AFTER,
+        scheduler_hooks.after_get_internal_state,
+        "scheduler",
+        "adds the sparse_attn counters to /get_server_info",
+    ),
+)
+
+
+def wanted(loaded: Iterable[str]) -> tuple[Seam, ...]:
+    """The seams of this process: those of the scheduler only where its module is already imported."""
+    in_scheduler = "sglang.srt.managers.scheduler" in loaded
+    return tuple(seam for seam in SEAMS if seam.process == "every" or in_scheduler)
+
+
+def register() -> None:
+    """Register this process's hooks; SGLang applies them right after all plugins registered theirs."""
+    for seam in wanted(sys.modules):
+        HookRegistry.register(seam.target, seam.hook, seam.kind)
+
+
+def missing(seams: Iterable[Seam]) -> list[str]:
+    """Targets whose hook is not in place now: not applied, or replaced by someone afterwards."""
+    out = []
+    for seam in seams:
+        try:
+            attribute = pkgutil.resolve_name(seam.target)
+        except (AttributeError, ImportError):
+            out.append(seam.target)
+            continue
+        if seam.target not in HookRegistry._patched or not hasattr(attribute, "__wrapped__"):
+            out.append(seam.target)
+    return out
+
+
+def assert_in_place(seams: Iterable[Seam]) -> None:
+    """Raise RuntimeError naming every seam that is not in place."""
+    gone = missing(seams)
+    if gone:
+        raise RuntimeError(
+            "--sparse-attn: expected these SGLang functions to be hooked, found them untouched: "
+            + ", ".join(gone)
+            + ". Another plugin or a changed SGLang is the likely cause; see SGLang's log above for "
+            "'Failed to apply hooks', or start without --sparse-attn."
+        )

@@ -1,0 +1,132 @@
+"""Flags, and the settings they become, on SGLang's ServerArgs record."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from sglang_ext.config import (
+    ENV_CONFIG,
+    ENV_STORE,
+    ConfigError,
+    Settings,
+    default_store,
+    make_settings,
+    settings_from_env,
+)
+
+#: Attribute of the record. It is pickled with the record in every supported version (a test starts both).
+ATTRIBUTE = "_sparse_attn"
+
+#: (field of ServerArgs, value that is fine, name the user knows it by)
+_UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
+    ("tp_size", 1, "tensor parallelism (--tp-size)"),
+    ("pp_size", 1, "pipeline parallelism (--pp-size)"),
+    ("dp_size", 1, "data parallelism (--dp-size)"),
+    ("enable_two_batch_overlap", False, "two-batch overlap (--enable-two-batch-overlap)"),
+    ("enable_pdmux", False, "prefill-decode multiplexing (--enable-pdmux)"),
+    ("enable_torch_compile", False, "torch.compile (--enable-torch-compile)"),
+    ("speculative_algorithm", None, "speculative decoding (--speculative-algorithm)"),
+    ("disaggregation_mode", "null", "disaggregation (--disaggregation-mode)"),
+    ("dllm_algorithm", None, "diffusion language models (--dllm-algorithm)"),
+    ("encoder_only", False, "encoder-only serving (--encoder-only)"),
+)
+
+
+def refuse(message: str) -> NoReturn:
+    """Stop the start with one clear line; SystemExit passes SGLang's `except Exception` in its loader."""
+    print(f"sglang-ext: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def after_add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
+    """Add the flags in a group of their own."""
+    group = parser.add_argument_group("sparse attention (sglang-ext)")
+    group.add_argument(
+        "--sparse-attn",
+        action="store_true",
+        help="Decode behind an indexed shared prefix by reading a selected part of its KV. Prompts without "
+        "an index, and all prefill, run on SGLang's own attention backend.",
+    )
+    group.add_argument(
+        "--sparse-attn-config",
+        metavar="JSON|@FILE",
+        default=os.environ.get(ENV_CONFIG),
+        help='Settings as a JSON object, for instance \'{"keep_ratio": 0.1}\', or @file. Unknown keys are '
+        f"an error. Environment: {ENV_CONFIG}.",
+    )
+    group.add_argument(
+        "--sparse-attn-store",
+        metavar="DIR",
+        default=os.environ.get(ENV_STORE),
+        help="Folder of the index store; it must exist. Default: "
+        f"{default_store().replace('%', '%%')}. Environment: {ENV_STORE}.",
+    )
+
+
+def attach(record: Any, settings: Settings) -> None:
+    """Put settings on a ServerArgs record, so that every process of this server sees them."""
+    setattr(record, ATTRIBUTE, settings.dump())
+
+
+def settings_of(record: Any) -> Settings | None:
+    """The settings of a record; None when sparse attention is off.
+
+    The environment counts where a record was made without a command line (`sglang.Engine`).
+    """
+    text = getattr(record, ATTRIBUTE, None)
+    if text is not None:
+        return Settings.load(text) if text else None
+    return settings_from_env(os.environ)
+
+
+def around_from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    """Check our flags before SGLang looks at its own, and attach the settings to the record."""
+    enabled = getattr(args, "sparse_attn", False)
+    settings = None
+    try:
+        if enabled:
+            settings = make_settings(args.sparse_attn_config, args.sparse_attn_store)
+        else:
+            settings = settings_from_env(os.environ)
+    except ConfigError as error:
+        refuse(str(error))
+    record = original(cls, args)
+    if settings is not None:
+        attach(record, settings)
+    return record
+
+
+def unsupported(record: Any) -> str | None:
+    """The first mode of this record that sparse attention does not work with, as a message; None if none."""
+    for field, fine, name in _UNSUPPORTED:
+        value = getattr(record, field, fine)
+        if value is not None and value != fine:
+            return (
+                f"--sparse-attn: expected no {name}; got {field}={value!r}. "
+                "This combination is not supported yet: remove one of the two."
+            )
+    return None
+
+
+def after_check_server_args(_result: None, record: Any) -> None:
+    """The launcher's last word before processes start."""
+    try:
+        settings = settings_of(record)
+    except ConfigError as error:
+        refuse(str(error))
+    if settings is None:
+        return
+    message = unsupported(record)
+    if message:
+        refuse(message)
+    from sglang_ext.compat import seams
+
+    try:
+        seams.assert_in_place(seam for seam in seams.SEAMS if seam.process == "every")
+    except RuntimeError as error:
+        refuse(str(error))
+    attach(record, settings)

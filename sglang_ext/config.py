@@ -1,0 +1,228 @@
+"""The one configuration of the plugin: parsed and checked once at the edge, frozen afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prefix_kernels.budget import BudgetGrowth
+from prefix_kernels.pooling import Pooling
+
+ENV_ENABLE = "SGLANG_SPARSE_ATTN"
+ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
+ENV_STORE = "SGLANG_SPARSE_ATTN_STORE"
+
+#: Tokens of one page: the finest block, and the unit that prompts are hashed by.
+PAGE_TOKENS = 16
+
+
+class ConfigError(ValueError):
+    """The user's configuration cannot be used; the message says what was expected, what came, what to do."""
+
+
+class Build(str, Enum):
+    """When this process builds indexes: never, or for every prompt it prefills from its first token."""
+
+    OFF = "off"
+    PREFILL = "prefill"
+
+
+class PrefetchPolicy(str, Enum):
+    """What a request does at a decode step while its index is still loading (SGLang's words)."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
+
+
+class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings behind `--sparse-attn-config`. All lengths are tokens, all sizes bytes.
+
+    Attributes:
+        method: which index selects: a name of `sglang_ext.indexing.METHODS`.
+        keep_ratio: budget of one request as a fraction of its prefix, sink and recent window included.
+        top_k: budget in tokens; overrides `keep_ratio`.
+        max_keep_ratio: cap of a group's grown budget, as a fraction of the prefix.
+        group_growth: growth of the budget with the group size (`none` or `sqrt`).
+        pooling: pooling over a group's query rows (`max` or `mean`).
+        num_sink_tokens: leading prefix positions that are always attended.
+        num_recent_pages: trailing pages of the prefix that are always attended (16 tokens each).
+        min_sparse_prompt_len: shorter prefixes stay dense (`short_prefix`).
+        layer_plan: per layer `"dense"`, `"anchor"` or `{"reuse": anchor layer, "head_map": [...]}`;
+            empty: layer 0 dense, all others anchors.
+        methods: specs of the index parts that are built, by method name.
+        query_samples: recorded query rows per layer and KV head (reservoir size).
+        seed: of the reservoir and of k-means.
+        build: `off` (serve) or `prefill` (index every prompt this process prefills).
+        build_align: a built index covers the prompt rounded down to this many tokens.
+        build_report: file that receives one JSON line per prompt built or refused.
+        prefetch_policy: what a decode step does while the index is loading.
+        prefetch_timeout_s: seconds waited under `timeout`.
+        index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
+    """
+
+    method: str = "ab_sparse"
+    keep_ratio: float = 0.1
+    top_k: int | None = None
+    max_keep_ratio: float = 1.0
+    group_growth: BudgetGrowth = BudgetGrowth.NONE
+    pooling: Pooling = Pooling.MAX
+    num_sink_tokens: int = 16
+    num_recent_pages: int = 4
+    min_sparse_prompt_len: int = 1024
+    layer_plan: list[str | dict[str, Any]] = []
+    methods: dict[str, dict[str, Any]] = msgspec.field(
+        default_factory=lambda: {"ab_sparse": {}, "csattention": {}}
+    )
+    query_samples: int = 2048
+    seed: int = 0
+    build: Build = Build.OFF
+    build_align: int = 64
+    build_report: str | None = None
+    prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
+    prefetch_timeout_s: float = 5.0
+    index_gpu_bytes: int = 4 << 30
+
+    def budget(self, prefix_len: int) -> int:
+        """Prefix tokens that one request attends per KV head, sink and recent window included."""
+        wanted = self.top_k if self.top_k is not None else int(self.keep_ratio * prefix_len)
+        return max(1, min(wanted, prefix_len))
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the flags say: the configuration and the folder of the index store."""
+
+    config: SparseAttnConfig
+    store: str
+
+    def dump(self) -> str:
+        """As JSON text, for the record that SGLang sends to its processes."""
+        return msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def load(text: str) -> Settings:
+        """Inverse of `dump`. The text is our own, so only a version mix can make it unreadable."""
+        return msgspec.json.decode(text.encode(), type=Settings)
+
+
+def _fail(expected: str, came: object, todo: str) -> ConfigError:
+    return ConfigError(f"--sparse-attn-config: expected {expected}; got {came!r}. {todo}")
+
+
+def _check_ranges(config: SparseAttnConfig) -> None:
+    rules: tuple[tuple[str, bool, str], ...] = (
+        ("keep_ratio", 0.0 < config.keep_ratio <= 1.0, "a fraction above 0 and at most 1"),
+        ("max_keep_ratio", 0.0 < config.max_keep_ratio <= 1.0, "a fraction above 0 and at most 1"),
+        ("top_k", config.top_k is None or config.top_k >= 1, "a number of tokens of at least 1, or null"),
+        ("num_sink_tokens", config.num_sink_tokens >= 0, "0 or more tokens"),
+        ("num_recent_pages", config.num_recent_pages >= 0, "0 or more pages"),
+        ("min_sparse_prompt_len", config.min_sparse_prompt_len >= 1, "1 or more tokens"),
+        ("query_samples", config.query_samples >= 1, "1 or more query rows"),
+        (
+            "build_align",
+            config.build_align >= PAGE_TOKENS and config.build_align % PAGE_TOKENS == 0,
+            f"a multiple of {PAGE_TOKENS} tokens",
+        ),
+        ("prefetch_timeout_s", config.prefetch_timeout_s >= 0.0, "0 or more seconds"),
+        ("index_gpu_bytes", config.index_gpu_bytes > 0, "a positive number of bytes"),
+    )
+    for name, good, expected in rules:
+        if not good:
+            raise _fail(f"{name} to be {expected}", getattr(config, name), f"Change {name!r}.")
+
+
+def _check_methods(config: SparseAttnConfig) -> None:
+    from sglang_ext.indexing import METHODS
+
+    for name, spec in config.methods.items():
+        if name not in METHODS:
+            raise _fail(
+                f"'methods' to name some of {sorted(METHODS)}", name, "Remove it or correct its spelling."
+            )
+        try:
+            METHODS[name].spec.from_dict(spec)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"--sparse-attn-config: methods.{name}: {error}") from error
+    if config.method not in config.methods:
+        raise _fail(
+            f"'method' to be one of the methods built ({sorted(config.methods)})",
+            config.method,
+            "Name one of them, or add its spec under 'methods'.",
+        )
+
+
+def parse_config(text: str | None) -> SparseAttnConfig:
+    """Parse `--sparse-attn-config`.
+
+    Args:
+        text: a JSON object, `@file` that holds one, or None or empty for the defaults.
+
+    Raises:
+        ConfigError: unreadable file, no JSON, unknown key, wrong type, value out of range.
+    """
+    if not text:
+        raw: Any = {}
+    else:
+        source = text
+        if text.startswith("@"):
+            path = Path(text[1:])
+            try:
+                source = path.read_text()
+            except OSError as error:
+                raise _fail(
+                    "a readable file after '@'", str(path), f"{error.strerror}: check the path."
+                ) from error
+        try:
+            raw = json.loads(source)
+        except json.JSONDecodeError as error:
+            raise _fail("a JSON object", source[:200], f"JSON error: {error}.") from error
+    return config_from_dict(raw)
+
+
+def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
+    """Check a decoded configuration; raises ConfigError as `parse_config` does."""
+    try:
+        config = msgspec.convert(raw, SparseAttnConfig)
+    except msgspec.ValidationError as error:
+        known = ", ".join(sorted(SparseAttnConfig.__struct_fields__))
+        raise ConfigError(
+            f"--sparse-attn-config: {error}. Known keys: {known}. Correct or remove the key named."
+        ) from error
+    _check_ranges(config)
+    _check_methods(config)
+    return config
+
+
+def default_store() -> str:
+    """The store folder when none is named: below the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "sglang-ext", "store")
+
+
+def make_settings(config_text: str | None, store: str | None) -> Settings:
+    """Settings from the flags' values; a store folder that was named must exist.
+
+    Raises:
+        ConfigError: see `parse_config`; or the named store folder is missing.
+    """
+    if store is None:
+        store = default_store()
+        os.makedirs(store, exist_ok=True)
+    if not os.path.isdir(store):
+        raise ConfigError(
+            f"--sparse-attn-store: expected an existing folder; got {store!r}. "
+            "Create it (mkdir -p) or correct the path."
+        )
+    return Settings(config=parse_config(config_text), store=os.path.abspath(store))
+
+
+def settings_from_env(environ: Mapping[str, str]) -> Settings | None:
+    """Settings of `sglang.Engine(...)` users, who have no command line; None when not enabled."""
+    if environ.get(ENV_ENABLE, "").strip().lower() not in ("1", "true", "yes", "on"):
+        return None
+    return make_settings(environ.get(ENV_CONFIG), environ.get(ENV_STORE))

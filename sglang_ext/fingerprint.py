@@ -1,0 +1,119 @@
+"""The fingerprint of a served model: everything that makes its KV what it is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from prefix_index import ModelFingerprint, canonical_digest
+
+#: Keys of a Hugging Face config that do not change what the model computes.
+_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings")
+
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_WHOLE_BYTES = 1 << 30
+_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 16
+
+
+def model_fingerprint(
+    hf_config: Mapping[str, Any],
+    weights: str,
+    *,
+    quantization: str | None,
+    kv_dtype: str,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+) -> ModelFingerprint:
+    """Put the parts together.
+
+    Args:
+        hf_config: the model's config as a dict; volatile keys are left out.
+        weights: digest of the weights, see `weights_digest`.
+        quantization: SGLang's quantization method, None for none.
+        kv_dtype: dtype of the KV pool, for instance `bfloat16`.
+        num_layers, num_kv_heads, head_dim, v_head_dim: of the whole model.
+    """
+    config = {key: value for key, value in _plain(hf_config).items() if key not in _VOLATILE}
+    rope = {key: config.pop(key) for key in _ROPE if key in config}
+    config["quantization"] = quantization
+    return ModelFingerprint(
+        config_digest=canonical_digest(config),
+        weights_digest=weights,
+        rope_digest=canonical_digest(rope),
+        kv_dtype=kv_dtype,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)
+
+
+def weights_digest(folder: str) -> str:
+    """SHA-256 over names, sizes and bytes of the weight files in a folder.
+
+    Checkpoints up to 1 GiB are read whole. Larger ones are sampled: per file the first 64 KiB, which in
+    safetensors hold names, shapes and offsets, and 64 evenly spaced pieces of 64 KiB. Two checkpoints that
+    agree in all of these are taken for one; a fine-tune that changed any layer as a whole differs.
+
+    Raises:
+        FileNotFoundError: no weight file in the folder.
+    """
+    files = sorted(p for p in Path(folder).iterdir() if p.suffix in _SUFFIXES)
+    if not files:
+        raise FileNotFoundError(
+            f"expected weight files ({', '.join(_SUFFIXES)}) in {folder}, found none; sparse attention needs "
+            "them to tell models apart"
+        )
+    total = sum(path.stat().st_size for path in files)
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            for offset, nbytes in _pieces(size, whole=total <= _WHOLE_BYTES):
+                file.seek(offset)
+                digest.update(file.read(nbytes))
+    return digest.hexdigest()
+
+
+def _pieces(size: int, *, whole: bool) -> Iterable[tuple[int, int]]:
+    if whole:
+        step = 1 << 22
+        return ((offset, step) for offset in range(0, size, step))
+    spaced = (size * i // _SAMPLES for i in range(_SAMPLES))
+    return ((offset, _SAMPLE_BYTES) for offset in sorted({0, *spaced, max(size - _SAMPLE_BYTES, 0)}))
+
+
+def resolve_folder(model_path: str, revision: str | None) -> str:
+    """The local folder of a model path; a hub name is looked up in the local cache.
+
+    Raises:
+        FileNotFoundError: neither a folder nor in the cache.
+    """
+    if os.path.isdir(model_path):
+        return model_path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return str(snapshot_download(model_path, revision=revision, local_files_only=True))
+    except Exception as error:
+        raise FileNotFoundError(
+            f"expected {model_path!r} as a folder or in the local Hugging Face cache, found neither ({error})"
+        ) from error

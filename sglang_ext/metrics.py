@@ -1,0 +1,114 @@
+"""What the sparse path did: counted without waiting for the device, read on demand.
+
+Prometheus names begin with `sglang:sparse_attn_`; they are exported only with SGLang's `--enable-metrics`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from prefix_kernels.types import Selection
+
+#: The words under which dense decode is counted (docs/architecture.md).
+REASONS = (
+    "no_index",
+    "index_loading",
+    "index_mismatch",
+    "index_corrupt",
+    "short_prefix",
+    "cost_model",
+    "quality_guard",
+    "unsupported_layer",
+    "unsupported_mode",
+)
+
+
+class Counters:
+    """Counters of one process. Not thread-safe: written by the scheduler thread, where requests run.
+
+    Args:
+        num_layers: layers of the model.
+        device: where selections live.
+        prometheus: export counters through prometheus_client as well.
+    """
+
+    def __init__(self, num_layers: int, device: torch.device, prometheus: bool = False) -> None:
+        self._attended = torch.zeros(num_layers, dtype=torch.float64, device=device)
+        self._prefix = [0] * num_layers
+        self._layer_steps = [0] * num_layers
+        self.sparse_steps = 0
+        self.sparse_rows = 0
+        self.dense_rows = 0
+        self.hits = 0
+        self.largest_group = 0
+        self.fallbacks: Counter[str] = Counter()
+        self._prometheus = _Prometheus() if prometheus else None
+
+    def count_selection(self, layer: int, selection: Selection, prefix_len: int, num_rows: int) -> None:
+        """One group's selection at one layer; positions count once per request that attends them."""
+        self._attended[layer] += selection.counts.to(torch.float64).mean() * num_rows
+        self._prefix[layer] += prefix_len * num_rows
+        self._layer_steps[layer] += 1
+
+    def count_step(self, sparse_rows: int, dense_rows: int, largest_group: int) -> None:
+        """One decode step of a batch."""
+        self.sparse_rows += sparse_rows
+        self.dense_rows += dense_rows
+        self.sparse_steps += sparse_rows > 0
+        self.largest_group = max(self.largest_group, largest_group)
+        if self._prometheus:
+            self._prometheus.rows.labels(path="sparse").inc(sparse_rows)
+            self._prometheus.rows.labels(path="dense").inc(dense_rows)
+
+    def count_hit(self) -> None:
+        """One request that found an index, at admission."""
+        self.hits += 1
+        if self._prometheus:
+            self._prometheus.hits.inc()
+
+    def count_fallback(self, reason: str) -> None:
+        """One request that decodes dense for this reason."""
+        self.fallbacks[reason] += 1
+        if self._prometheus:
+            self._prometheus.fallbacks.labels(reason=reason).inc()
+
+    def snapshot(self) -> dict[str, Any]:
+        """All counters as plain values. Waits for the device.
+
+        `keep_ratio` is the mean over all layers (dense ones, sink and recent window included) of prefix tokens
+        attended over prefix tokens; `attended_per_step` the same in tokens per request, per layer.
+        """
+        attended = self._attended.tolist()
+        ratios = [a / p for a, p in zip(attended, self._prefix, strict=True) if p]
+        rows = self.sparse_rows
+        return {
+            "hits": self.hits,
+            "sparse_steps": self.sparse_steps,
+            "sparse_rows": rows,
+            "dense_rows": self.dense_rows,
+            "largest_group": self.largest_group,
+            "fallbacks": dict(self.fallbacks),
+            "keep_ratio": sum(ratios) / len(ratios) if ratios else None,
+            "keep_ratio_per_layer": [a / p if p else None for a, p in zip(attended, self._prefix, strict=True)],
+            "attended_tokens_per_layer": attended,
+            "prefix_tokens_per_layer": list(self._prefix),
+            "selections_per_layer": list(self._layer_steps),
+            "attended_per_step": [a / rows for a in attended] if rows else [],
+        }
+
+
+class _Prometheus:
+    """The exported counters. Made in the scheduler process after SGLang set up prometheus_client there."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter as PrometheusCounter
+
+        self.hits = PrometheusCounter("sglang:sparse_attn_hit", "Requests that found an index of their prompt.")
+        self.rows = PrometheusCounter(
+            "sglang:sparse_attn_decode_tokens", "Tokens decoded, by path (sparse or dense).", ["path"]
+        )
+        self.fallbacks = PrometheusCounter(
+            "sglang:sparse_attn_fallback", "Requests decoded dense, by reason.", ["reason"]
+        )

@@ -1,0 +1,1 @@
+"""What a prefill leaves behind: recorded queries, and the indexes built from them."""

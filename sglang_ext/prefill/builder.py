@@ -1,0 +1,157 @@
+"""From the keys and recorded queries of a prompt to a stored, verified index."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prefix_index import (
+    ArrayKey,
+    BuildInfo,
+    IndexEntry,
+    IndexIdentity,
+    IndexPayload,
+    IndexStore,
+    canonical_digest,
+)
+from prefix_kernels.testing import attention_recall
+from prefix_kernels.pooling import Pooling
+from torch import Tensor
+
+from sglang_ext.config import SparseAttnConfig
+from sglang_ext.indexing import METHODS
+from sglang_ext.indexing.base import IndexSpec
+
+#: Query rows per layer that the sampled recall is measured on.
+_RECALL_ROWS = 64
+
+
+def method_specs(config: SparseAttnConfig) -> dict[str, IndexSpec]:
+    """The checked specs of all methods that an index of this configuration holds."""
+    return {name: METHODS[name].spec.from_dict(spec) for name, spec in sorted(config.methods.items())}
+
+
+def profile_digest(config: SparseAttnConfig) -> str:
+    """Digest of how indexes are built: two configurations with equal digests build and read the same."""
+    methods = {name: spec.to_dict() for name, spec in method_specs(config).items()}
+    sampled = any(METHODS[name].builder(spec).needs_queries for name, spec in method_specs(config).items())
+    queries = {"query_samples": config.query_samples, "seed": config.seed} if sampled else {}
+    return canonical_digest({"methods": methods, "queries": queries})
+
+
+class IndexFactory:
+    """Builds and stores the indexes of one configuration.
+
+    Args:
+        store: open store; not owned.
+        config: methods, sample sizes.
+        sm_scale: attention scale, for the sampled recall.
+    """
+
+    def __init__(self, store: IndexStore, config: SparseAttnConfig, sm_scale: float) -> None:
+        self._store = store
+        self._config = config
+        self._specs = method_specs(config)
+        self._sm_scale = sm_scale
+
+    def build(
+        self,
+        identity: IndexIdentity,
+        keys_of: Callable[[int], Tensor],
+        queries: Tensor | None,
+    ) -> tuple[IndexEntry, dict[str, Any]]:
+        """Build, store, read back and verify one index.
+
+        Args:
+            identity: of the prefix; its num_tokens is the prefix length.
+            keys_of: layer -> [prefix_len, num_kv_heads, head_dim] post-RoPE keys.
+            queries: [num_layers, num_kv_heads, num_samples, head_dim], or None without a recording.
+
+        Returns:
+            The store's entry and what was measured (also kept in the index): seconds, bytes, and per method
+            the sampled recall: attention mass of recorded queries inside the selection at the configured
+            budget, mean over layers, rows and heads; queries later than a key cannot tell, so this is over
+            the whole prefix, as in decode.
+
+        Raises:
+            ValueError: a method needs queries and there are none, or the inputs are not finite.
+            IndexStoreError: storing or verifying failed.
+        """
+        begun = time.perf_counter()
+        arrays: dict[ArrayKey, Any] = {}
+        recall: dict[str, list[float]] = {name: [] for name in self._specs}
+        for layer in range(identity.model.num_layers):
+            keys = keys_of(layer)
+            layer_queries = None if queries is None else queries[layer]
+            for name, spec in self._specs.items():
+                built = METHODS[name].builder(spec).build_layer(keys, layer_queries)
+                if layer_queries is not None:
+                    recall[name].append(self._recall(name, spec, built, keys, layer_queries))
+                for array, tensor in built.items():
+                    host = tensor.cpu().numpy()
+                    for head in range(host.shape[0]):
+                        arrays[ArrayKey(f"{name}.{array}", layer, head)] = host[head]
+        seconds = time.perf_counter() - begun
+        stats = {
+            "kv_bytes": self._kv_bytes(identity, keys),
+            "recall": {name: sum(r) / len(r) for name, r in recall.items() if r},
+            "recall_budget": self._config.budget(identity.num_tokens),
+        }
+        entry = self._store.put(
+            IndexPayload(
+                identity=identity,
+                arrays=arrays,
+                spec={name: spec.to_dict() for name, spec in self._specs.items()},
+                stats=stats,
+                info=BuildInfo(created=time.time(), build_seconds=seconds),
+            )
+        )
+        with self._store.get(identity) as file:
+            file.verify()
+        return entry, {**stats, "index_bytes": entry.nbytes, "build_seconds": seconds, **self._sizes(arrays)}
+
+    def _recall(
+        self, name: str, spec: IndexSpec, built: Mapping[str, Tensor], keys: Tensor, queries: Tensor
+    ) -> float:
+        num_kv_heads, samples, head_dim = queries.shape
+        step = max(1, samples // _RECALL_ROWS)
+        rows = queries[:, ::step][:, :_RECALL_ROWS].transpose(0, 1).contiguous()  # one query head per KV head
+        selector = METHODS[name].selector(spec)
+        budget = self._config.budget(keys.shape[0])
+        total = 0.0
+        for row in rows:
+            q = row.reshape(1, num_kv_heads, head_dim)
+            selection = selector.select(
+                built,
+                q,
+                prefix_len=keys.shape[0],
+                budget=budget,
+                num_sink=min(self._config.num_sink_tokens, budget),
+                num_recent=0,
+                sm_scale=self._sm_scale,
+                pooling=Pooling.MAX,
+            )
+            total += float(attention_recall(q, keys, selection, self._sm_scale).mean())
+        return total / len(rows)
+
+    @staticmethod
+    def _kv_bytes(identity: IndexIdentity, keys: Tensor) -> int:
+        model = identity.model
+        width = model.num_kv_heads * (model.head_dim + model.v_head_dim)
+        return model.num_layers * identity.num_tokens * width * keys.element_size()
+
+    @staticmethod
+    def _sizes(arrays: Mapping[ArrayKey, Any]) -> dict[str, Any]:
+        methods: dict[str, int] = {}
+        for key, array in arrays.items():
+            method = key.name.split(".")[0]
+            methods[method] = methods.get(method, 0) + array.nbytes
+        return {"method_bytes": methods}
+
+
+def covered_tokens(prompt_len: int, align: int) -> int:
+    """Tokens of a prompt that an index covers: the largest multiple of `align` (a multiple of a page)."""
+    return prompt_len // align * align
+
+

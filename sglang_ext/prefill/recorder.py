@@ -1,0 +1,185 @@
+"""Queries of a prefill, sampled as they pass: a reservoir per request, layer and KV head.
+
+Bounded memory, uniform over the tokens of the prompt (Algorithm R of Vitter, 1985, over tokens: one decision
+per token holds for all layers and heads, so a kept token is kept everywhere).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Capture:
+    """What was recorded of one request.
+
+    Attributes:
+        rid: request id.
+        prompt_len: tokens that a complete capture has seen.
+        capacity: tokens kept per layer.
+        samples: [num_layers, capacity, num_qo_heads, head_dim] on the model's device, made at the first layer.
+        seen: tokens passed per layer, counted from position 0 without a gap.
+        broken: why the capture cannot become complete any more; None while it can.
+    """
+
+    rid: str
+    prompt_len: int
+    capacity: int
+    num_layers: int
+    rng: np.random.Generator
+    samples: Tensor | None = None
+    seen: list[int] = field(default_factory=list)
+    broken: str | None = None
+
+    def __post_init__(self) -> None:
+        self.seen = [0] * self.num_layers
+
+    def decide(self, count: int, already: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which of the next `count` tokens are kept, and where: (offsets, reservoir rows), rows unique."""
+        index = already + np.arange(count)
+        target = np.where(
+            index < self.capacity, index, np.floor(self.rng.random(count) * (index + 1)).astype(np.int64)
+        )
+        offsets = np.flatnonzero(target < self.capacity)
+        rows = target[offsets]
+        # A row that is hit twice in this chunk keeps its last token, as one token at a time would.
+        _, last = np.unique(rows[::-1], return_index=True)
+        keep = np.sort(len(rows) - 1 - last)
+        return offsets[keep], rows[keep]
+
+    def queries(self, num_kv_heads: int) -> Tensor:
+        """[num_kv_heads, num_samples, head_dim] per layer, stacked over layers in dim 0.
+
+        The query heads of a KV head's group stand together, as the builders expect.
+
+        Raises:
+            ValueError: the capture is not complete; the message says what is missing.
+        """
+        problem = self.problem()
+        if problem or self.samples is None:
+            raise ValueError(problem or "nothing was recorded")
+        kept = min(self.capacity, self.prompt_len)
+        layers, _, heads, dim = self.samples.shape
+        grouped = self.samples[:, :kept].reshape(layers, kept, num_kv_heads, heads // num_kv_heads, dim)
+        return grouped.permute(0, 2, 1, 3, 4).reshape(layers, num_kv_heads, -1, dim)
+
+    def problem(self) -> str | None:
+        """None when every layer saw every token of the prompt once."""
+        if self.broken:
+            return self.broken
+        wrong = [layer for layer, seen in enumerate(self.seen) if seen != self.prompt_len]
+        if wrong:
+            return (
+                f"expected {self.prompt_len} recorded tokens in every layer, got {self.seen[wrong[0]]} in layer "
+                f"{wrong[0]}: the capture is rejected"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One request's tokens in the running prefill step: where they are in q, and which of them are kept."""
+
+    capture: Capture
+    first_row: int
+    num_tokens: int
+    offsets: Tensor
+    rows: Tensor
+
+
+class QueryRecorder:
+    """Captures of all requests being recorded.
+
+    Args:
+        num_layers, num_qo_heads: of the model.
+        query_samples: rows per layer and KV head.
+        gqa: query heads per KV head; query_samples / gqa tokens are kept.
+        seed: reservoir seed; with the request's prompt it decides everything.
+    """
+
+    def __init__(self, num_layers: int, num_qo_heads: int, query_samples: int, gqa: int, seed: int) -> None:
+        self._num_layers = num_layers
+        self._num_qo_heads = num_qo_heads
+        self._capacity = max(1, query_samples // gqa)
+        self._seed = seed
+        self._captures: dict[str, Capture] = {}
+
+    def start(self, rid: str, prompt_len: int) -> None:
+        """Record this request from its first token on. Starting again forgets what was recorded."""
+        rng = np.random.default_rng(self._seed)
+        self._captures[rid] = Capture(rid, prompt_len, self._capacity, self._num_layers, rng)
+
+    def discard(self, rid: str) -> None:
+        """Forget a request."""
+        self._captures.pop(rid, None)
+
+    def take(self, rid: str) -> Capture | None:
+        """The capture of a request, which the recorder then forgets; None if it was not recorded."""
+        return self._captures.pop(rid, None)
+
+    def begin_step(
+        self,
+        rids: Sequence[str],
+        first_positions: Sequence[int],
+        num_tokens: Sequence[int],
+        device: torch.device,
+    ) -> list[Chunk]:
+        """Decide, before the layers run, what this prefill step leaves behind.
+
+        Args:
+            rids: requests of the step, in batch order.
+            first_positions: position of each request's first token in this step; 0 starts a capture anew.
+            num_tokens: tokens of each request in this step. Tokens past the prompt (decode rows of a mixed
+                batch) are never recorded.
+        """
+        chunks = []
+        row = 0
+        for rid, first, count in zip(rids, first_positions, num_tokens, strict=True):
+            capture = self._captures.get(rid)
+            if capture is not None:
+                if first == 0 and capture.seen[0]:
+                    self.start(rid, capture.prompt_len)
+                    capture = self._captures[rid]
+                wanted = min(count, capture.prompt_len - first)
+                if first != capture.seen[0]:
+                    capture.broken = (
+                        f"expected the prefill to go on at token {capture.seen[0]}, got token {first}: tokens "
+                        "came from the prefix cache, their queries were never computed; the capture is rejected"
+                    )
+                elif wanted > 0:
+                    offsets, rows = capture.decide(wanted, first)
+                    chunks.append(
+                        Chunk(
+                            capture,
+                            row,
+                            wanted,
+                            torch.from_numpy(offsets + row).to(device),
+                            torch.from_numpy(rows).to(device),
+                        )
+                    )
+            row += count
+        return chunks
+
+    def record(self, chunks: Sequence[Chunk], layer: int, q: Tensor) -> None:
+        """Keep one layer's queries of the running step.
+
+        Args:
+            q: [num_tokens, num_qo_heads * head_dim] or [num_tokens, num_qo_heads, head_dim], post-RoPE.
+        """
+        q = q.reshape(q.shape[0], self._num_qo_heads, -1)
+        for chunk in chunks:
+            capture = chunk.capture
+            if q.shape[0] < chunk.first_row + chunk.num_tokens:
+                capture.broken = f"expected at least {chunk.first_row + chunk.num_tokens} query rows, got {q.shape[0]}"
+                continue
+            if capture.samples is None:
+                shape = (self._num_layers, min(self._capacity, capture.prompt_len), *q.shape[1:])
+                capture.samples = torch.zeros(shape, dtype=q.dtype, device=q.device)
+            capture.samples[layer].index_copy_(0, chunk.rows, q[chunk.offsets])
+            capture.seen[layer] += chunk.num_tokens

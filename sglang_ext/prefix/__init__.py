@@ -1,0 +1,1 @@
+"""From a prompt to its index: directory and residency."""

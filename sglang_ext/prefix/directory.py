@@ -1,0 +1,79 @@
+"""From a request's own prompt to the longest stored index of it, within its namespace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prefix_index import IndexEntry, IndexStore, ModelFingerprint, namespace_digest, page_hashes
+
+from sglang_ext.config import PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Outcome of a look-up: an index, or the named reason why there is none.
+
+    Attributes:
+        entry: the longest usable index of the prompt; None with a reason.
+        reason: a word of DESIGN.md's list of fallbacks; None with an entry.
+        detail: for people: which field of an otherwise fitting index differs.
+    """
+
+    entry: IndexEntry | None
+    reason: str | None = None
+    detail: str | None = None
+
+
+class PrefixDirectory:
+    """Look-ups by chained page hash. Used by the scheduler thread only; the store is open and not owned.
+
+    Args:
+        store: where indexes live.
+        model: fingerprint of the model served.
+        profile_digest: digest of how this server expects indexes to be built.
+        min_prefix_len: tokens; shorter prefixes are `short_prefix`.
+        rescan_seconds: how often, at most, a look-up that found nothing looks for files of other processes.
+    """
+
+    def __init__(
+        self,
+        store: IndexStore,
+        model: ModelFingerprint,
+        profile_digest: str,
+        min_prefix_len: int,
+        rescan_seconds: float = 0.2,
+    ) -> None:
+        self._store = store
+        self._model = model
+        self._profile_digest = profile_digest
+        self._min_prefix_len = min_prefix_len
+        self._rescan_seconds = rescan_seconds
+        self._next_rescan = 0.0
+
+    def lookup(self, namespace_fields: Mapping[str, str | None], prompt: Sequence[int]) -> Lookup:
+        """Find the longest index whose tokens all stand at the start of this prompt.
+
+        Args:
+            namespace_fields: everything in SGLang's RadixKey that is not tokens.
+            prompt: [num_tokens] token ids of the request's own prompt, without generated tokens.
+        """
+        if len(prompt) < self._min_prefix_len:
+            return Lookup(None, "short_prefix")
+        namespace = namespace_digest(namespace_fields)
+        hashes = page_hashes(prompt, PAGE_TOKENS)
+        self._rescan()
+        entry = self._store.longest(namespace, hashes, self._model, self._profile_digest)
+        if entry is None:
+            why = self._store.near_miss(namespace, hashes, self._model, self._profile_digest)
+            return Lookup(None, "index_mismatch", why) if why else Lookup(None, "no_index")
+        if entry.identity.num_tokens < self._min_prefix_len:
+            return Lookup(None, "short_prefix")
+        return Lookup(entry)
+
+    def _rescan(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_rescan:
+            self._store.rescan()
+            self._next_rescan = now + self._rescan_seconds

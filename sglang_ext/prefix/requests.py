@@ -1,0 +1,89 @@
+"""What is known of each live request: its index, and whether its slots are provably the shared ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sglang_ext.prefix.residency import ResidentIndex
+
+
+@dataclass(eq=False)
+class SharedSlots:
+    """A position-to-slot table that several requests were shown to have in common.
+
+    Attributes:
+        slots: [prefix_len] int64 on the device; our own copy, so that SGLang may reuse the row it came from.
+            The slots themselves stay allocated while one member lives: each member locks its tree path.
+        members: live requests that use it.
+    """
+
+    slots: Tensor
+    members: int = 0
+
+
+@dataclass(eq=False)
+class Attachment:
+    """One request's index, from admission to the end of the request.
+
+    Attributes:
+        rid: request id.
+        prompt_len: tokens of the prompt.
+        index: what serves it; None with a reason.
+        reason: named reason for dense decode.
+        detail: the same for people.
+        steps: decode steps seen since the request got its slot; 0 right after allocation.
+        shared: set once its slots were compared and found equal to a group's (or start a new one).
+        reported: reasons that were already counted for this request.
+    """
+
+    rid: str
+    prompt_len: int
+    index: ResidentIndex | None
+    reason: str | None
+    detail: str | None = None
+    steps: int = 0
+    shared: SharedSlots | None = None
+
+    def __post_init__(self) -> None:
+        self.reported: set[str] = set()
+
+
+class RequestTable:
+    """Attachments by request id. Holds requests weakly: one that SGLang forgets disappears here too."""
+
+    def __init__(self) -> None:
+        self._requests: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
+        self._attachments: weakref.WeakKeyDictionary[Hashable, Attachment] = weakref.WeakKeyDictionary()
+
+    def known(self, request: Hashable) -> bool:
+        """Whether this very request object was admitted before."""
+        return request in self._attachments
+
+    def add(self, request: Hashable, attachment: Attachment) -> None:
+        """Admit a request. A second live request of the same id leaves both without an index."""
+        other = self._requests.get(attachment.rid)
+        if other is not None and other is not request and other in self._attachments:
+            for twin in (self._attachments[other], attachment):
+                twin.index, twin.reason, twin.detail = None, "unsupported_mode", "two requests with one id"
+        self._requests[attachment.rid] = request
+        self._attachments[request] = attachment
+
+    def get(self, rid: str) -> Attachment | None:
+        """The attachment of a live request id."""
+        request = self._requests.get(rid)
+        return self._attachments.get(request) if request is not None else None
+
+    def of(self, request: Hashable) -> Attachment | None:
+        """The attachment of a request object."""
+        return self._attachments.get(request)
+
+    def drop(self, request: Hashable) -> None:
+        """Forget a finished request now, without waiting for its collection."""
+        self._attachments.pop(request, None)
+
+    def __len__(self) -> int:
+        return len(self._attachments)

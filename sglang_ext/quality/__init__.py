@@ -1,0 +1,1 @@
+"""Quality checks of long-context answers: tasks, documents, questions and their scoring."""

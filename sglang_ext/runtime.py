@@ -1,0 +1,346 @@
+"""The plugin's state in one scheduler process: store, directory, residency, requests, recorder, decode.
+
+Knows SGLang only through the view it is given; the hooks that call it live in `compat`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from prefix_index import FileStore, IndexIdentity, ModelFingerprint, namespace_digest, page_hashes
+from prefix_kernels.types import PagedKV
+from torch import Tensor
+
+from sglang_ext.attention.decode import GroupedDecode
+from sglang_ext.attention.plan import DecodePlan, make_plan
+from sglang_ext.config import PAGE_TOKENS, Build, PrefetchPolicy, Settings
+from sglang_ext.indexing import METHODS
+from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.metrics import Counters
+from sglang_ext.prefill.builder import IndexFactory, covered_tokens, method_specs, profile_digest
+from sglang_ext.prefill.recorder import Chunk, QueryRecorder
+from sglang_ext.prefix.directory import PrefixDirectory
+from sglang_ext.prefix.requests import Attachment, RequestTable, SharedSlots
+from sglang_ext.prefix.residency import Residency, ResidentIndex, State
+
+logger = logging.getLogger(__name__)
+
+
+class ModelView(Protocol):
+    """What the runtime needs of the model runner; `compat.runner.RunnerView` is the one implementation."""
+
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    device: torch.device
+
+    @property
+    def req_to_token(self) -> Tensor: ...
+    def kv(self, layer: int) -> PagedKV: ...
+    def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None: ...
+    def fingerprint(self) -> ModelFingerprint: ...
+
+
+@dataclass
+class Step:
+    """The forward that runs now: what its layers have to do."""
+
+    plan: DecodePlan | None = None
+    chunks: Sequence[Chunk] = field(default_factory=tuple)
+
+
+class SparseRuntime:
+    """Everything of one process. Made when SGLang builds its attention backend; lives as long as the process.
+
+    Args:
+        settings: checked settings.
+        view: the target model runner.
+        prometheus: export counters.
+
+    Raises:
+        StoreFolderError: the store cannot be used.
+        ValueError: the layer plan does not fit the model.
+    """
+
+    def __init__(self, settings: Settings, view: ModelView, *, prometheus: bool = False) -> None:
+        config = settings.config
+        self.config = config
+        self.view = view
+        self.counters = Counters(view.num_layers, view.device, prometheus)
+        self.requests = RequestTable()
+        self.store = FileStore(settings.store)
+        self.store.open()
+        self.model = view.fingerprint()
+        self.profile = profile_digest(config)
+        self.directory = PrefixDirectory(self.store, self.model, self.profile, config.min_sparse_prompt_len)
+        self.residency = Residency(
+            self.store, config.method, view.num_layers, view.num_kv_heads, view.device, config.index_gpu_bytes
+        )
+        plan = {"layers": config.layer_plan} if config.layer_plan else {}
+        spec = method_specs(config)[config.method]
+        self.decode = GroupedDecode(
+            config,
+            METHODS[config.method].selector(spec),
+            LayerPlan.from_dict(plan, num_layers=view.num_layers, num_kv_heads=view.num_kv_heads),
+            self.counters,
+        )
+        self.recorder: QueryRecorder | None = None
+        if config.build is Build.PREFILL:
+            gqa = view.num_qo_heads // view.num_kv_heads
+            self.recorder = QueryRecorder(
+                view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed
+            )
+            self._factory = IndexFactory(self.store, config, view.head_dim**-0.5)
+        self._identities: dict[str, IndexIdentity] = {}
+        self._shared: dict[str, list[SharedSlots]] = {}
+        self._step = Step()
+        for problem in self.store.problems():
+            logger.warning("sparse attention: ignored in the store: %s", problem.error)
+
+    # -- admission and the life of a request ---------------------------------------------------------------
+
+    def admit(
+        self,
+        request: Hashable,
+        rid: str,
+        prompt: Sequence[int],
+        namespace: Mapping[str, str | None],
+        unsupported: str | None = None,
+    ) -> None:
+        """Look a request up, once. Called at each prefix match of a waiting request; only the first counts.
+
+        Args:
+            request: SGLang's request object; held weakly.
+            rid: its id.
+            prompt: its own prompt's token ids.
+            namespace: everything in its RadixKey that is not tokens.
+            unsupported: why this request must stay dense in any case.
+        """
+        if self.requests.known(request):
+            return
+        if unsupported:
+            attachment = Attachment(rid, len(prompt), None, "unsupported_mode", unsupported)
+        else:
+            found = self.directory.lookup(namespace, prompt)
+            if found.entry is not None:
+                self.counters.count_hit()
+                attachment = Attachment(rid, len(prompt), self.residency.acquire(found.entry), None)
+            else:
+                attachment = Attachment(rid, len(prompt), None, found.reason, found.detail)
+                if found.reason == "index_mismatch":
+                    logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)
+        self.requests.add(request, attachment)
+        if self.recorder is not None:
+            self._admit_build(rid, prompt, namespace, unsupported)
+
+    def _admit_build(
+        self, rid: str, prompt: Sequence[int], namespace: Mapping[str, str | None], unsupported: str | None
+    ) -> None:
+        tokens = covered_tokens(len(prompt), self.config.build_align)
+        if unsupported or tokens < self.config.min_sparse_prompt_len:
+            reason = "unsupported_mode" if unsupported else "short_prefix"
+            detail = unsupported or (
+                f"expected at least min_sparse_prompt_len={self.config.min_sparse_prompt_len} tokens, "
+                f"got {len(prompt)}"
+            )
+            self._report(rid, status="skipped", reason=reason, detail=detail)
+            return
+        identity = IndexIdentity.for_prefix(
+            namespace=namespace_digest(namespace),
+            page_hashes=page_hashes(prompt[:tokens], PAGE_TOKENS),
+            model=self.model,
+            profile_digest=self.profile,
+        )
+        if self.store.contains(identity):
+            self._report(rid, status="exists", digest=identity.digest, num_tokens=tokens)
+            return
+        assert self.recorder is not None
+        self.recorder.start(rid, len(prompt))
+        self._identities[rid] = identity
+
+    def slot_freed(self, request: Hashable, row: int, *, finished: bool) -> None:
+        """A request gives its slot back: unbind, and build its index if it was recorded.
+
+        Args:
+            request: SGLang's request object.
+            row: its row of `req_to_token`, still filled.
+            finished: finished or aborted; False for a retraction, after which it will be prefilled again.
+        """
+        attachment = self.requests.of(request)
+        if attachment is None:
+            return
+        if attachment.shared is not None:
+            attachment.shared.members -= 1
+            attachment.shared = None
+        attachment.steps = 0
+        if self.recorder is not None and finished:
+            self._build(attachment.rid, row)
+        if finished:
+            self._release(attachment)
+            self.requests.drop(request)
+
+    def _release(self, attachment: Attachment) -> None:
+        if attachment.index is not None:
+            self.residency.release(attachment.index)
+            attachment.index = None
+
+    # -- the running forward -------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, forward_batch: Any) -> Iterator[None]:
+        """Around one forward of the target model: plan a decode batch, arm the recorder for a prefill."""
+        mode = forward_batch.forward_mode
+        if mode.is_decode():
+            self._step = Step(plan=self._plan(forward_batch))
+        elif self.recorder is not None and mode.is_extend():
+            self._step = Step(chunks=self._chunks(forward_batch))
+        try:
+            yield
+        finally:
+            self._step = Step()
+
+    def _plan(self, forward_batch: Any) -> DecodePlan | None:
+        rids = forward_batch.rids
+        if not rids or len(rids) != forward_batch.batch_size:
+            return None
+        attachments = [self.requests.get(rid) for rid in rids]
+        ready = [self._usable(attachment) for attachment in attachments]
+        sparse_rows = sum(index is not None for index in ready)
+        plan = None
+        if sparse_rows:
+            lens = forward_batch.seq_lens_cpu
+            lens = lens if lens is not None else forward_batch.seq_lens
+            plan = make_plan(
+                attachments,
+                ready,
+                self.view.req_to_token,
+                forward_batch.req_pool_indices,
+                lens.tolist(),
+                self._shared,
+            )
+        largest = max((group.num_rows for group in plan.groups), default=0) if plan else 0
+        self.counters.count_step(sparse_rows, len(rids) - sparse_rows, largest)
+        return plan
+
+    def _usable(self, attachment: Attachment | None) -> ResidentIndex | None:
+        if attachment is None:
+            return None
+        index, reason = attachment.index, attachment.reason
+        if index is not None:
+            if index.state is State.LOADING and index.loaded is not None:
+                self._wait(index)
+            if index.state is State.READY:
+                return index
+            if index.state is State.FAILED:
+                attachment.reason, attachment.detail = index.reason, index.detail
+                self._release(attachment)
+            reason = attachment.reason or "index_loading"
+        if reason is not None and reason not in attachment.reported:
+            attachment.reported.add(reason)
+            self.counters.count_fallback(reason)
+        return None
+
+    def _wait(self, index: ResidentIndex) -> None:
+        policy = self.config.prefetch_policy
+        if policy is PrefetchPolicy.BEST_EFFORT or index.loaded is None:
+            return
+        timeout = self.config.prefetch_timeout_s if policy is PrefetchPolicy.TIMEOUT else None
+        try:
+            index.loaded.result(timeout)
+        except FutureTimeout:
+            return
+
+    def _chunks(self, forward_batch: Any) -> list[Chunk]:
+        assert self.recorder is not None
+        if not forward_batch.rids:
+            return []
+        lens, firsts = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+        lens = lens if isinstance(lens, list) else torch.as_tensor(lens).tolist()
+        firsts = firsts if isinstance(firsts, list) else torch.as_tensor(firsts).tolist()
+        return self.recorder.begin_step(forward_batch.rids, firsts, lens, self.view.device)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        refusal: str | None,
+    ) -> Tensor | None:
+        """One layer of the running forward; None means that SGLang's own backend has to run it.
+
+        Args:
+            q: [num_tokens, num_qo_heads * head_dim] or with the heads apart; likewise k and v.
+            refusal: why this layer must stay dense, from `compat.runner.layer_refusal`.
+        """
+        step = self._step
+        if step.chunks and self.recorder is not None:
+            self.recorder.record(step.chunks, layer.layer_id, q)
+        plan = step.plan
+        if plan is None or not forward_batch.forward_mode.is_decode():
+            return None
+        if refusal is not None:
+            self.counters.count_fallback("unsupported_layer")
+            return None
+        if k is not None and v is not None and save_kv_cache:
+            kv_heads = self.view.num_kv_heads
+            k, v = k.view(k.shape[0], kv_heads, -1), v.view(v.shape[0], kv_heads, -1)
+            self.view.write_kv(layer, forward_batch, k, v)
+        heads = q.reshape(q.shape[0], self.view.num_qo_heads, -1)
+        out = self.decode.run(heads, self.view.kv(layer.layer_id), plan, layer.layer_id, float(layer.scaling))
+        return out.reshape(q.shape[0], -1)
+
+    @property
+    def planned(self) -> bool:
+        """Whether the running forward is a decode step with at least one group."""
+        return self._step.plan is not None
+
+    # -- building ------------------------------------------------------------------------------------------
+
+    def _build(self, rid: str, row: int) -> None:
+        assert self.recorder is not None
+        capture = self.recorder.take(rid)
+        identity = self._identities.pop(rid, None)
+        if capture is None or identity is None:
+            return
+        try:
+            queries = capture.queries(self.view.num_kv_heads)
+            slots = self.view.req_to_token[row, : identity.num_tokens].to(torch.int64)
+            entry, stats = self._factory.build(
+                identity, lambda layer: self.view.kv(layer).k_cache[slots], queries
+            )
+        except Exception as error:  # one prompt must not end the job
+            logger.exception("sparse attention: no index was built for request %s", rid)
+            self._report(rid, status="failed", reason=type(error).__name__, detail=str(error))
+            return
+        self._report(
+            rid, status="built", digest=entry.digest, num_tokens=identity.num_tokens, path=entry.path, **stats
+        )
+
+    def _report(self, rid: str, **fields: Any) -> None:
+        if self.config.build_report:
+            with open(self.config.build_report, "a") as file:
+                file.write(json.dumps({"rid": rid, **fields}) + "\n")
+
+    # -- what others see -----------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """State and counters as plain values, for `/get_server_info`. Waits for the device."""
+        return {
+            **self.counters.snapshot(),
+            "method": self.config.method,
+            "indexes_in_store": len(self.store.list()),
+            "store_problems": [str(problem.error) for problem in self.store.problems()],
+            "resident_bytes": self.residency.resident_bytes(),
+            "requests": len(self.requests),
+        }

@@ -1,0 +1,43 @@
+"""Every error says what was expected, what came and what to do, and keeps its place in the tree."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefix_index import errors
+from prefix_index.errors import IndexStoreError
+
+ALL = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, IndexStoreError)]
+TREE = {
+    "InvalidPayload": "IndexStoreError",
+    "IndexNotFound": "IndexStoreError",
+    "IndexUnreadable": "IndexStoreError",
+    "IndexFormatError": "IndexStoreError",
+    "IndexForeign": "IndexFormatError",
+    "IndexTooNew": "IndexFormatError",
+    "IndexCorrupt": "IndexFormatError",
+    "IndexMismatch": "IndexStoreError",
+    "StoreFolderError": "IndexStoreError",
+    "StoreFull": "IndexStoreError",
+    "StoreClosed": "IndexStoreError",
+    "StoreInconsistent": "IndexStoreError",
+}
+
+
+def test_the_tree_is_the_drawn_one() -> None:
+    assert {e.__name__: e.__bases__[0].__name__ for e in ALL if e is not IndexStoreError} == TREE
+    for name in TREE:
+        assert name in (errors.__doc__ or "")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_message_and_parts(kind: type[IndexStoreError]) -> None:
+    error = kind("thing", expected="a", found="b", remedy="do c")
+    assert str(error) == "thing: expected a, found b; do c"
+    placed = error.at("/store/x")
+    assert type(placed) is kind
+    assert str(placed) == "/store/x: thing: expected a, found b; do c"
+    assert (placed.what, placed.expected, placed.found, placed.remedy, placed.path) == (
+        "thing", "a", "b", "do c", "/store/x"
+    )  # fmt: skip
+    assert kind.reason in {"no_index", "index_mismatch", "index_corrupt"}

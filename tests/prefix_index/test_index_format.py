@@ -1,0 +1,307 @@
+"""Round trips, golden bytes, slices, and what a writer refuses."""
+
+from __future__ import annotations
+
+import io
+import tracemalloc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from prefix_index import (
+    DTYPES,
+    ArrayKey,
+    BuildInfo,
+    IndexCorrupt,
+    IndexFile,
+    IndexForeign,
+    IndexMismatch,
+    IndexNotFound,
+    IndexPayload,
+    IndexWriter,
+    InvalidPayload,
+    LazyArray,
+    StoreClosed,
+    write_index,
+)
+from prefix_index.testing import sample_identity, sample_model, sample_payload
+
+KEYS = st.builds(
+    ArrayKey, st.from_regex(r"[a-z][a-z0-9_.]{0,5}", fullmatch=True), st.integers(-1, 5), st.integers(-1, 3)
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False,
+    allow_infinity=False) | st.text(st.characters(codec="utf-8"), max_size=5), lambda inner: st.lists(inner,
+    max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=5), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@st.composite
+def payloads(draw: st.DrawFn) -> IndexPayload:
+    arrays, dtypes = {}, {}
+    for key in draw(st.lists(KEYS, unique=True, max_size=6)):
+        dtypes[key] = draw(st.sampled_from(sorted(DTYPES)))
+        shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=40)
+        shape = draw(shapes.filter(lambda s: np.prod(s) < 5000))
+        raw = np.random.default_rng(draw(st.integers(0, 2**32))).integers
+        stored = DTYPES[dtypes[key]]
+        array = raw(0, 256, int(np.prod(shape)) * stored.itemsize, dtype=np.uint8).view(stored).reshape(shape)
+        arrays[key] = array.T if draw(st.booleans()) else array
+    objects = st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=5), JSON, max_size=4)
+    seconds = st.floats(0, 1e12)
+    return IndexPayload(
+        identity=sample_identity(extra_key=draw(st.text(max_size=3))),
+        arrays=arrays,
+        dtypes=dtypes,
+        spec=draw(objects),
+        stats=draw(objects),
+        info=BuildInfo(created=draw(seconds), build_seconds=draw(seconds)),
+    )
+
+
+def dump(payload: IndexPayload) -> bytes:
+    out = io.BytesIO()
+    assert write_index(out, payload) == len(out.getvalue())
+    return out.getvalue()
+
+
+def assert_holds(index: IndexFile, payload: IndexPayload) -> None:
+    assert index.identity == payload.identity
+    assert index.info == payload.info
+    assert index.spec == payload.spec
+    assert index.stats == payload.stats
+    assert set(index.keys) == set(payload.arrays)
+    for key, array in payload.arrays.items():
+        assert isinstance(array, np.ndarray)
+        got = index.array(*key)
+        assert got.shape == array.shape
+        assert got.tobytes() == array.tobytes()
+        assert index.record(key).dtype == payload.dtypes.get(key, array.dtype.name)
+        assert not got.flags.writeable
+
+
+@given(payloads())
+def test_round_trip(payload: IndexPayload) -> None:
+    raw = dump(payload)
+    assert len(raw) % 4096 == 0
+    index = IndexFile.from_buffer(raw)
+    assert_holds(index, payload)
+    index.verify(threads=2)
+    assert dump(payload) == raw
+
+
+def test_golden_bytes(tiny_payload: IndexPayload, fixture_file: Path) -> None:
+    assert dump(tiny_payload) == fixture_file.read_bytes()
+
+
+def test_released_file_is_still_read(tiny_payload: IndexPayload, fixture_file: Path) -> None:
+    with IndexFile.open(fixture_file, expected=sample_identity()) as index:
+        assert_holds(index, tiny_payload)
+        assert index.keys == (
+            ArrayKey("empty"), ArrayKey("csa.ids", 0, 1), ArrayKey("csa.scores", 0, 1), ArrayKey("blocks", 1,
+            0)
+        )  # fmt: skip
+
+
+def test_layout_is_the_documented_one(tiny_payload: IndexPayload) -> None:
+    raw = dump(tiny_payload)
+    assert raw[:12] == b"\x89PFXIDX\n\x01\0\0\0"
+    assert raw[4096:4120] == np.arange(6, dtype="<i4").tobytes()
+    assert raw[4120:8192] == bytes(8192 - 4120)
+    assert raw[-32:-24] == b"PFXEND\r\n"
+    assert len(raw) == 4096 * 5
+
+
+def test_a_slice_reads_only_its_own_arrays() -> None:
+    payload = sample_payload(values_per_array=2048)
+    raw = bytearray(dump(payload))
+    index = IndexFile.from_buffer(bytes(raw))
+    wanted = index.select(layers=[1], kv_heads=range(1, 2))
+    assert wanted == [ArrayKey("csa.ids", 1, 1), ArrayKey("csa.scores", 1, 1)]
+    assert index.select("csa.ids") == [ArrayKey("csa.ids", la, h) for la in range(2) for h in range(2)]
+    other = len(raw) - 4096 - 12288 * 4 + 5  # inside another layer's arrays
+    raw[other] ^= 1
+    damaged = IndexFile.from_buffer(bytes(raw))
+    loaded = damaged.load(wanted)
+    assert loaded[ArrayKey("csa.ids", 1, 1)].tolist() == [[*range(1100, 2124)], [*range(2124, 3148)]]
+    with pytest.raises(IndexCorrupt, match="checksum of"):
+        damaged.verify()
+
+
+def test_unverified_reading_gives_the_bytes_as_found(tiny_payload: IndexPayload) -> None:
+    raw = bytearray(dump(tiny_payload))
+    raw[4096] ^= 1
+    index = IndexFile.from_buffer(bytes(raw))
+    assert index.array("csa.ids", 0, 1, verify=False)[0, 0] == 1
+    with pytest.raises(IndexCorrupt, match=r"checksum of \('csa.ids', 0, 1\): expected [0-9a-f]{16}, found"):
+        index.array("csa.ids", 0, 1)
+
+
+@pytest.mark.parametrize("where", ["file", "buffer"])
+def test_read_into(where: str, tiny_payload: IndexPayload, fixture_file: Path) -> None:
+    raw = fixture_file.read_bytes()
+    index = IndexFile.open(fixture_file) if where == "file" else IndexFile.from_buffer(raw)
+    with index:
+        for key, array in tiny_payload.arrays.items():
+            out = np.full(array.shape, 7, index.array(*key).dtype)
+            index.read_into(key, out)
+            assert np.array_equal(out, array)  # type: ignore[arg-type]
+        for out in (np.empty(5, np.int32), np.empty((2, 6), np.int32)[:, ::2]):
+            with pytest.raises(InvalidPayload, match="expected 24 bytes, contiguous, writable"):
+                index.read_into(ArrayKey("csa.ids", 0, 1), out)
+
+
+def test_read_into_checks_what_it_copied(fixture_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(fixture_file.read_bytes())
+    out = np.empty((2, 3), np.int32)
+    with IndexFile.open(path) as index:
+        with path.open("r+b") as file:
+            file.seek(4100)
+            file.write(b"\xff")
+        with pytest.raises(IndexCorrupt, match=r"x: checksum of"):
+            index.read_into(ArrayKey("csa.ids", 0, 1), out)
+        with path.open("r+b") as file:
+            file.truncate(4100)
+        with pytest.raises(IndexCorrupt, match=r"bytes of .* expected 24, found 4"):
+            index.read_into(ArrayKey("csa.ids", 0, 1), out)
+        with pytest.raises(IndexCorrupt, match="somebody cut the file"):
+            index.array("csa.ids", 0, 1)
+
+
+def test_arrays_outlive_the_file(fixture_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(fixture_file.read_bytes())
+    with IndexFile.open(path) as index:
+        ids = index.array("csa.ids", 0, 1)
+    path.unlink()
+    assert ids.sum() == 15
+    with pytest.raises(StoreClosed, match=r"index file: expected open, found closed; get it from the store"):
+        index.array("csa.scores", 0, 1)
+
+
+def test_missing_array_is_named(fixture_file: Path) -> None:
+    with (
+        IndexFile.open(fixture_file) as index,
+        pytest.raises(IndexNotFound, match=r"array: expected \('csa.ids', 5, 0\), found no such array"),
+    ):
+        index.array("csa.ids", 5, 0)
+
+
+def test_expected_identity_is_compared(fixture_file: Path) -> None:
+    wanted = sample_identity(model=sample_model(kv_dtype="float32"))
+    with pytest.raises(IndexMismatch, match=r"v1.pfxindex: model.kv_dtype: expected float32, found bfloat16"):
+        IndexFile.open(fixture_file, expected=wanted)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(IndexNotFound, match="nothing: index: expected a file, found none"):
+        IndexFile.open(tmp_path / "nothing")
+    with pytest.raises(IndexForeign, match="expected a regular file, found a folder"):
+        IndexFile.open(tmp_path)
+
+
+def test_lazy_arrays_are_made_one_at_a_time() -> None:
+    nbytes = 8 << 20
+    keys = [ArrayKey("kv", layer) for layer in range(8)]
+    lazy = {k: LazyArray("uint8", (nbytes,), partial(np.full, nbytes, k.layer, np.uint8)) for k in keys}
+
+    class Sink:
+        def seek(self, offset: int, /) -> object:
+            return None
+
+        def write(self, data: memoryview, /) -> int:
+            return min(len(data), 1 << 20)
+
+    tracemalloc.start()
+    try:
+        write_index(Sink(), IndexPayload(sample_identity(), lazy))
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * nbytes
+    finally:
+        tracemalloc.stop()
+
+
+def test_writer_takes_arrays_in_any_order_and_each_once(tiny_payload: IndexPayload) -> None:
+    out = io.BytesIO()
+    writer = IndexWriter.of(tiny_payload)
+    with pytest.raises(InvalidPayload, match=r"index writer: expected begin\(out\) first"):
+        IndexWriter.of(tiny_payload).write(
+            ArrayKey("csa.ids", 0, 1), np.arange(6, dtype=np.int32).reshape(2, 3)
+        )
+    writer.begin(out)
+    items: list[tuple[ArrayKey, Any]] = list(tiny_payload.arrays.items())
+    for key, array in items[:-1]:
+        writer.write(key, array)
+    with pytest.raises(
+        InvalidPayload, match=r"arrays: expected 4 written, found \('empty', -1, -1\) missing"
+    ):
+        writer.finish()
+    with pytest.raises(InvalidPayload, match="expected one write, found another"):
+        writer.write(*items[0])
+    with pytest.raises(InvalidPayload, match="expected an array of the table, once"):
+        writer.write(ArrayKey("other"), items[0][1])
+    with pytest.raises(InvalidPayload, match=r"expected float16 \(0, 4\) for float16, found float32"):
+        writer.write(items[-1][0], items[-1][1].astype(np.float32))
+    writer.write(*items[-1])
+    writer.finish()
+    assert out.getvalue() == dump(tiny_payload)
+
+
+A = ArrayKey("a")
+ONE = {A: np.zeros(3, np.uint8)}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"arrays": {A: np.zeros(3, bool)}}, r"dtype of \('a', -1, -1\): expected one of .*, found bool"),
+        ({"arrays": {A: np.zeros(3, complex)}}, "found complex128"),
+        ({"arrays": ONE, "dtypes": {A: "bfloat16"}}, r"expected uint16 \(3,\) for bfloat16, found uint8"),
+        ({"arrays": ONE, "dtypes": {ArrayKey("b"): "int8"}}, "dtypes: expected keys of arrays only"),
+        ({"arrays": {ArrayKey("../a"): ONE[A]}}, "array name: expected"),
+        ({"arrays": {ArrayKey("a", -2): ONE[A]}}, "address of array a"),
+        ({"arrays": {ArrayKey("a", 1 << 16): ONE[A]}}, "address of array a"),
+        ({"arrays": {("a", 0, 0): ONE[A]}}, "array key: expected ArrayKey"),
+        ({"arrays": {ArrayKey("a", True): ONE[A]}}, "array key: expected ArrayKey"),
+        ({"arrays": {A: np.zeros((1,) * 9, np.uint8)}}, "at most 8 sizes"),
+        ({"arrays": {A: LazyArray("uint8", (-1,), lambda: ONE[A])}}, "shape of"),
+        ({"arrays": {A: LazyArray("uint8", (2,), lambda: ONE[A])}}, r"expected uint8 \(2,\)"),
+        ({"spec": {"x": float("nan")}}, "spec.x: expected a JSON value .*, found nan"),
+        ({"spec": {"x": [b"raw"]}}, r"spec.x\[0\]: expected a JSON value"),
+        ({"stats": {"x": {1: 2}}}, "key in stats.x: expected str, found 1"),
+        ({"stats": {"x": 2**63}}, "stats.x"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_stored_is_refused_before_writing(parts: dict[str, Any], message: str) -> None:
+    out = io.BytesIO()
+    with pytest.raises(InvalidPayload, match=message):
+        write_index(out, IndexPayload(**{"identity": sample_identity(), "arrays": {}, **parts}))
+    assert not out.getvalue().startswith(b"\x89PFX")
+
+
+def test_oversized_spec_and_other_version_are_refused() -> None:
+    with pytest.raises(InvalidPayload, match="header table bytes: expected at most"):
+        write_index(io.BytesIO(), IndexPayload(sample_identity(), {}, spec={"x": "y" * (65 << 20)}))
+    deep: list[Any] = []
+    for _ in range(40):
+        deep = [deep]
+    with pytest.raises(InvalidPayload, match="at most 32 levels of nesting"):
+        write_index(io.BytesIO(), IndexPayload(sample_identity(), {}, spec={"x": deep}))
+    other = msgspec.structs.replace(sample_identity(), format_version=2)
+    with pytest.raises(InvalidPayload, match=r"identity.format_version: expected 1, found 2"):
+        write_index(io.BytesIO(), IndexPayload(other, {}))
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "1"])
+def test_impossible_times_are_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match="build_seconds: expected finite seconds, 0 or more"):
+        BuildInfo(build_seconds=seconds)

@@ -1,0 +1,293 @@
+"""Bytes from outside: damaged, cut, foreign, newer, or made to hurt. An error with a name, never a wrong
+value."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefix_index import (
+    IndexCorrupt,
+    IndexFile,
+    IndexForeign,
+    IndexFormatError,
+    IndexPayload,
+    IndexTooNew,
+    write_index,
+)
+from prefix_index.format import ALIGN, PRELUDE, aligned, encode_footer
+
+
+@pytest.fixture(scope="module")
+def raw(tiny_payload: IndexPayload) -> bytes:
+    out = io.BytesIO()
+    write_index(out, tiny_payload)
+    return out.getvalue()
+
+
+def read_all(data: bytes) -> None:
+    IndexFile.from_buffer(data).verify()
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
+def test_every_flipped_byte_is_detected(raw: bytes, mask: int) -> None:
+    data = bytearray(raw)
+    undetected = []
+    for i in range(len(data)):
+        data[i] ^= mask
+        try:
+            read_all(bytes(data))
+            undetected.append(i)
+        except IndexFormatError:
+            pass
+        data[i] ^= mask
+    assert undetected == []
+    assert bytes(data) == raw
+
+
+def test_every_bit_of_the_header_is_detected(raw: bytes) -> None:
+    head = PRELUDE.size + sum(struct.unpack_from("<II", raw, 12))
+    for bit in range(head * 8):
+        data = bytearray(raw)
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(IndexFormatError):
+            IndexFile.from_buffer(bytes(data))
+
+
+def test_truncation_at_every_length(raw: bytes) -> None:
+    for length in range(len(raw)):
+        with pytest.raises(IndexCorrupt, match="file length"):
+            IndexFile.from_buffer(raw[:length])
+
+
+@pytest.mark.parametrize("extra", [1, 4095, 4096, 8192])
+def test_appended_bytes_are_detected(raw: bytes, extra: int) -> None:
+    with pytest.raises(IndexCorrupt, match="file length"):
+        IndexFile.from_buffer(raw + bytes(extra))
+
+
+def test_swapped_arrays_are_detected(raw: bytes) -> None:
+    data = raw[:4096] + raw[8192:12288] + raw[4096:8192] + raw[12288:]
+    with pytest.raises(IndexCorrupt, match="checksum of"):
+        read_all(data)
+
+
+def test_missing_footer_is_an_unfinished_write(raw: bytes) -> None:
+    with pytest.raises(IndexCorrupt, match="footer: expected"):
+        IndexFile.from_buffer(raw[:-4096] + bytes(4096))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"PK\x03\x04" + bytes(100),
+        b"\x93NUMPY" + bytes(9000),
+        bytes(8192),
+        b"{}",
+        b"\x89PNG\r\n\x1a\n" + bytes(99),
+    ],
+    ids=["zip", "npy", "zeros", "json", "png"],
+)
+def test_foreign_files_are_called_foreign(data: bytes) -> None:
+    with pytest.raises(IndexForeign, match=r"file type: expected a prefix index .*move the file elsewhere"):
+        IndexFile.from_buffer(data)
+
+
+def test_newer_version_is_not_called_corrupt(raw: bytes, tmp_path: Path) -> None:
+    data = reprelude(raw, version=7)
+    with pytest.raises(IndexTooNew, match=r"at most 1, found 7 \(written by a newer version\); upgrade"):
+        IndexFile.from_buffer(data)
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(IndexTooNew, match="x: format version"):
+        IndexFile.open(tmp_path / "x")
+    with pytest.raises(IndexCorrupt, match="format version: expected 1, found 0"):
+        IndexFile.from_buffer(reprelude(raw, version=0))
+    flipped = bytearray(raw)
+    flipped[8] ^= 2
+    with pytest.raises(IndexCorrupt, match="prelude checksum"):
+        IndexFile.from_buffer(bytes(flipped))
+
+
+def reprelude(raw: bytes, **changes: int) -> bytes:
+    """The container with other prelude fields and right prelude and footer checksums."""
+    names = ["magic", "version", "entry_nbytes", "table_nbytes", "zero"]
+    names += ["total", "entry_xxh3", "table_xxh3", "zero2", "checksum"]
+    fields: dict[str, Any] = dict(zip(names, PRELUDE.unpack(raw[: PRELUDE.size]), strict=True))
+    fields.update(changes)
+    head = PRELUDE.pack(*fields.values())[:-8]
+    head += struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
+    return head + raw[PRELUDE.size : -ALIGN] + encode_footer(head, fields["total"])
+
+
+def rebuild(entry: bytes, table: bytes, data: bytes) -> bytes:
+    """A container around any two sections, with every checksum of the frame right: what an attacker would
+    send."""
+    header_nbytes = PRELUDE.size + len(entry) + len(table)
+    total = aligned(header_nbytes) + len(data) + ALIGN
+    body = (bytes(PRELUDE.size) + entry + table).ljust(aligned(header_nbytes), b"\0") + data + bytes(ALIGN)
+    magic = int.from_bytes(b"\x89PFXIDX\n", "little").to_bytes(8, "little")
+    body = PRELUDE.pack(magic, 1, 0, 0, 0, 0, 0, 0, 0, 0) + body[PRELUDE.size :]
+    return reprelude(
+        body,
+        entry_nbytes=len(entry),
+        table_nbytes=len(table),
+        total=total,
+        entry_xxh3=xxhash.xxh3_64_intdigest(entry),
+        table_xxh3=xxhash.xxh3_64_intdigest(table),
+    )
+
+
+def sections(raw: bytes) -> tuple[Any, Any, bytes]:
+    entry_nbytes, table_nbytes = struct.unpack_from("<II", raw, 12)
+    entry = raw[PRELUDE.size : PRELUDE.size + entry_nbytes]
+    table = raw[PRELUDE.size + entry_nbytes : PRELUDE.size + entry_nbytes + table_nbytes]
+    data = raw[aligned(PRELUDE.size + entry_nbytes + table_nbytes) : -ALIGN]
+    return msgspec.json.decode(entry), msgspec.json.decode(table), data
+
+
+@pytest.mark.parametrize("field", ["zero", "zero2"])
+def test_reserved_fields_must_be_zero(raw: bytes, field: str) -> None:
+    with pytest.raises(IndexCorrupt, match="reserved prelude fields"):
+        IndexFile.from_buffer(reprelude(raw, **{field: 1}))
+
+
+@pytest.mark.parametrize("field", ["entry_nbytes", "table_nbytes"])
+@pytest.mark.parametrize("value", [0, 1, 65536, 2**31, 2**32 - 1])
+def test_impossible_section_lengths(raw: bytes, field: str, value: int) -> None:
+    with pytest.raises(IndexCorrupt):
+        IndexFile.from_buffer(reprelude(raw, **{field: value}))
+
+
+NAME, LAYER, KV_HEAD, DTYPE, SHAPE, OFFSET, NBYTES, XXH3 = range(8)
+HOSTILE_ROWS: dict[str, Callable[[list[list[Any]]], object]] = {
+    "negative offset": lambda rows: rows[1].__setitem__(OFFSET, -4096),
+    "offset past the end": lambda rows: rows[1].__setitem__(OFFSET, 2**62),
+    "unaligned offset": lambda rows: rows[2].__setitem__(OFFSET, 4100),
+    "overlap": lambda rows: rows[2].__setitem__(OFFSET, 0),
+    "hole": lambda rows: rows.pop(2),
+    "missing last": lambda rows: rows.pop(),
+    "more data than there is": lambda rows: rows.append(["z", 0, 0, "uint8", [1], 12288, 1, "0" * 16]),
+    "huge dimension": lambda rows: rows[1].__setitem__(SHAPE, [2**62, 2**62]),
+    "product that wraps in 64 bits": lambda rows: rows[1].__setitem__(SHAPE, [2**32, 2**32, 6]),
+    "negative dimensions": lambda rows: rows[1].__setitem__(SHAPE, [-2, -3]),
+    "zero times huge": lambda rows: rows[0].__setitem__(SHAPE, [0, 2**60]),
+    "too many dimensions": lambda rows: rows[1].__setitem__(SHAPE, [6] + [1] * 1000),
+    "bytes other than shape": lambda rows: rows[1].__setitem__(NBYTES, 20),
+    "huge bytes": lambda rows: rows[1].__setitem__(NBYTES, 2**63 - 1),
+    "duplicate": lambda rows: rows[2].__setitem__(slice(0, 3), rows[1][:3]),
+    "unknown dtype": lambda rows: rows[1].__setitem__(DTYPE, "object"),
+    "path as name": lambda rows: rows[1].__setitem__(NAME, "../../etc"),
+    "no name": lambda rows: rows[1].__setitem__(NAME, ""),
+    "negative layer": lambda rows: rows[1].__setitem__(LAYER, -2),
+    "huge head": lambda rows: rows[1].__setitem__(KV_HEAD, 2**40),
+    "checksum not hex": lambda rows: rows[1].__setitem__(XXH3, "z" * 16),
+    "short row": lambda rows: rows[1].pop(),
+    "long row": lambda rows: rows[1].append(0),
+    "float offset": lambda rows: rows[1].__setitem__(OFFSET, 0.5),
+    "integer of a thousand digits": lambda rows: rows[1].__setitem__(SHAPE, [10**1000]),
+    "string for shape": lambda rows: rows[1].__setitem__(SHAPE, "6"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_ROWS)
+def test_hostile_rows_with_right_checksums(raw: bytes, name: str) -> None:
+    entry, table, data = sections(raw)
+    assert IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), msgspec.json.encode(table), data))
+    HOSTILE_ROWS[name](table["arrays"])
+    with pytest.raises(IndexCorrupt):
+        IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), json.dumps(table).encode(), data))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"spec":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
+        b'{"spec":{},"stats":{},"arrays":[],"more":1}',
+        b'{"spec":{"x":' + b"9" * 100_000 + b'},"stats":{},"arrays":[]}',
+        b'{"spec":{},"stats":{},"arrays":[' + b"[]," * 100_000 + b"[]]}",
+    ],
+    ids=["empty", "null", "list", "not utf-8", "open", "deep", "unknown field", "long number", "empty rows"],
+)
+def test_hostile_tables(raw: bytes, table: bytes) -> None:
+    entry, _, _ = sections(raw)
+    with pytest.raises(IndexCorrupt):
+        IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), table, b""))
+
+
+def test_hostile_entries(raw: bytes) -> None:
+    entry, table, data = sections(raw)
+    changes: list[Callable[[Any], object]] = [
+        lambda e: e["identity"].__setitem__("num_tokens", 33),
+        lambda e: e["identity"].__setitem__("namespace", "../" * 20),
+        lambda e: e["identity"].__setitem__("format_version", 2),
+        lambda e: e["identity"].__setitem__("salt", "s"),
+        lambda e: e["identity"]["model"].__setitem__("head_dim", -1),
+        lambda e: e["info"].__setitem__("created", None),
+        lambda e: e["info"].__setitem__("build_seconds", -1),
+        lambda e: e.pop("info"),
+    ]
+    for change in changes:
+        copy = msgspec.json.decode(msgspec.json.encode(entry))
+        change(copy)
+        with pytest.raises(IndexCorrupt, match=r"header entry|identity.format_version"):
+            IndexFile.from_buffer(rebuild(msgspec.json.encode(copy), msgspec.json.encode(table), data))
+
+
+def test_data_hidden_in_padding_is_found(raw: bytes) -> None:
+    entry, table, data = sections(raw)
+    hidden = bytearray(data)
+    hidden[4000] = 1
+    whole = rebuild(msgspec.json.encode(entry), msgspec.json.encode(table), bytes(hidden))
+    index = IndexFile.from_buffer(whole)
+    with pytest.raises(IndexCorrupt, match="padding after"):
+        index.verify()
+
+
+@settings(max_examples=400)
+@given(data=st.data())
+def test_random_bytes_never_crash(raw: bytes, data: st.DataObject) -> None:
+    changed = bytearray(raw)
+    for _ in range(data.draw(st.integers(1, 8))):
+        at = data.draw(st.integers(0, 2200) | st.integers(0, len(raw) - 1))
+        changed[at : at + 4] = data.draw(st.binary(min_size=1, max_size=8))
+    try:
+        read_all(bytes(changed[: data.draw(st.sampled_from([len(changed), 64, 4096, 9999]))]))
+    except IndexFormatError:
+        return
+    assert bytes(changed) == raw
+
+
+@given(st.binary(max_size=300))
+def test_random_sections_never_crash(raw: bytes, table: bytes) -> None:
+    entry, _, data = sections(raw)
+    with pytest.raises(IndexFormatError):
+        IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), table, data))
+    with pytest.raises(IndexFormatError):
+        IndexFile.from_buffer(rebuild(table, msgspec.json.encode({}), data))
+
+
+def test_hostile_headers_take_little_memory(raw: bytes) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    entry, table, data = sections(raw)
+    for change in HOSTILE_ROWS.values():
+        rows = msgspec.json.decode(msgspec.json.encode(table))
+        change(rows["arrays"])
+        with pytest.raises(IndexCorrupt):
+            IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), json.dumps(rows).encode(), data))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB

@@ -1,0 +1,213 @@
+"""Namespaces, page hashes and identities: equal everywhere, different wherever they have to be."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefix_index import (
+    IndexIdentity,
+    InvalidPayload,
+    ModelFingerprint,
+    canonical_digest,
+    model_mismatch,
+    namespace_digest,
+    page_hashes,
+)
+from prefix_index.testing import sample_identity, sample_model
+
+NAMESPACE_NONE = "a9852fe01ddf741f0777b3fff56bcb11a7e6582ef3782f47e089c5b31613c4c9"
+NAMESPACE_AB = "7f069bf76bd5584c85b293d9d8a452780d0e5b73679af3ab8cf2f0b559715895"
+PAGES_0_31 = [
+    "087c969470d93e64f73f324515abfc18c4e573f6ea8d24ae9f135c5cfe8dd09c",
+    "2509c4fd06644f94f4de430a08776c6e8a1467570cac9eb6f7a1631fd4be987f",
+]
+IDENTITY = "f4ff7d8f18aa707fd087679a5ce7514812bf4e45427ed3bf0c0ebe6a623bc041"
+FIELDS = st.dictionaries(st.text(max_size=8), st.none() | st.text(max_size=8), max_size=4)
+
+
+def test_golden_digests() -> None:
+    assert namespace_digest({}) == NAMESPACE_NONE
+    assert namespace_digest({"extra_key": "a", "cache_salt": "b"}) == NAMESPACE_AB
+    assert [h.hex() for h in page_hashes(range(32))] == PAGES_0_31
+    assert sample_identity().digest == IDENTITY
+
+
+def test_page_hash_is_the_documented_formula() -> None:
+    tokens = np.arange(100, 164)
+    first = hashlib.sha256(bytes(32) + tokens[:16].astype("<i8").tobytes()).digest()
+    second = hashlib.sha256(first + tokens[16:32].astype("<i8").tobytes()).digest()
+    assert page_hashes(tokens)[:2] == [first, second]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_only_full_pages_are_hashed(num_tokens: int, page_tokens: int) -> None:
+    assert len(page_hashes(list(range(num_tokens)), page_tokens)) == num_tokens // page_tokens
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=70), st.integers(1, 20))
+def test_hashes_depend_on_values_and_order_not_on_the_container(tokens: list[int], page: int) -> None:
+    expected = page_hashes(tokens, page)
+    assert page_hashes(np.array(tokens, dtype=np.int64), page) == expected
+    assert page_hashes(np.repeat(np.array(tokens, dtype=">i8"), 2)[::2], page) == expected
+    assert page_hashes(tuple(tokens), page) == expected
+    assert len(set(expected)) == len(expected)
+    for cut in range(len(tokens)):
+        assert page_hashes(tokens[:cut], page) == expected[: cut // page]
+
+
+def test_smaller_integer_dtypes_hash_the_same() -> None:
+    tokens = np.arange(48)
+    for dtype in (np.int32, np.uint32, np.uint64, np.int16):
+        assert page_hashes(tokens.astype(dtype)) == page_hashes(tokens)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[0.5] * 16, ["a"] * 16, [[1] * 16], [2**63] * 16, [2**70] * 16, [True] * 16, [[1], [2, 3]], [None] * 16],
+    ids=["float", "str", "nested", "uint64", "huge", "bool", "ragged", "none"],
+)
+def test_anything_but_flat_integers_is_refused(tokens: list[object]) -> None:
+    with pytest.raises(InvalidPayload, match=r"token ids: expected a flat sequence of int64 integers, found"):
+        page_hashes(tokens)  # type: ignore[arg-type]
+
+
+def test_page_of_no_tokens_is_refused() -> None:
+    with pytest.raises(InvalidPayload, match=r"page_tokens: expected 1 or more, found 0"):
+        page_hashes([1, 2], 0)
+
+
+def test_hashing_128k_tokens_is_quick() -> None:
+    tokens = list(range(131072))
+    best = min(_timed(tokens) for _ in range(5))
+    assert best < 0.1, f"{best * 1e3:.1f} ms; 9 ms on the machine of record"
+
+
+def _timed(tokens: list[int]) -> float:
+    start = time.perf_counter()
+    assert len(page_hashes(tokens)) == 8192
+    return time.perf_counter() - start
+
+
+@given(FIELDS, FIELDS)
+def test_namespaces_differ_unless_fields_agree(a: dict[str, str | None], b: dict[str, str | None]) -> None:
+    def present(fields: dict[str, str | None]) -> dict[str, str]:
+        return {name: value for name, value in fields.items() if value is not None}
+
+    assert (namespace_digest(a) == namespace_digest(b)) == (present(a) == present(b))
+
+
+def test_namespaces_of_joined_and_split_fields_differ() -> None:
+    spellings: list[dict[str, str | None]] = [
+        {"extra_key": "a", "cache_salt": "b"},
+        {"extra_key": "ab", "cache_salt": None},
+        {"extra_key": "ab", "cache_salt": ""},
+        {"extra_key": "", "cache_salt": "ab"},
+        {"extra_key": None, "cache_salt": "ab"},
+        {"extra_key": "b", "cache_salt": "a"},
+        {"extra_key": None, "cache_salt": None},
+        {"extra_key": "", "cache_salt": ""},
+        {"extra_key": "", "cache_salt": None},
+    ]
+    assert len({namespace_digest(fields) for fields in spellings}) == len(spellings)
+
+
+def test_namespace_does_not_depend_on_the_order_of_fields_and_stays_when_a_field_is_added() -> None:
+    assert namespace_digest({"a": "1", "b": "2"}) == namespace_digest({"b": "2", "a": "1"})
+    assert namespace_digest({"extra_key": "x"}) == namespace_digest({"extra_key": "x", "cache_salt": None})
+    assert namespace_digest({"extra_key": "\ud800"}) != namespace_digest({})
+
+
+def test_digests_are_equal_in_another_process() -> None:
+    program = (
+        "from prefix_index import *; from prefix_index.testing import *;"
+        "print(namespace_digest({'extra_key': 'a', 'cache_salt': 'b'}), page_hashes(range(32))[-1].hex(),"
+        " sample_identity(extra_key='k').digest, canonical_digest({'b': 1, 'a': [1.5, None]}))"
+    )
+    here = [
+        namespace_digest({"extra_key": "a", "cache_salt": "b"}),
+        page_hashes(range(32))[-1].hex(),
+        sample_identity(extra_key="k").digest,
+        canonical_digest({"a": [1.5, None], "b": 1}),
+    ]
+    for seed in ("0", "1", "4242"):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        out = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+        )
+        assert out.stdout.split() == here
+
+
+OTHER_IDENTITIES = {
+    "namespace": ("0" * 64, "namespace"),
+    "prefix_hash": ("1" * 64, "prefix_hash"),
+    "num_tokens": (48, "num_tokens"),
+    "page_tokens": (8, "page_tokens"),
+    "profile_digest": ("profile-2", "profile_digest"),
+    "format_version": (2, "format_version"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_IDENTITIES)
+def test_mismatch_names_the_field_and_both_values(name: str) -> None:
+    identity = sample_identity()
+    value, said = OTHER_IDENTITIES[name]
+    other = msgspec.structs.replace(identity, **{name: value})
+    assert identity.mismatch(other) == f"{said}: expected {getattr(identity, name)}, found {value}"
+    assert identity.digest != other.digest
+
+
+@pytest.mark.parametrize("name", ModelFingerprint.__struct_fields__)
+def test_model_mismatch_names_the_field_and_both_values(name: str) -> None:
+    identity = sample_identity()
+    old = getattr(identity.model, name)
+    new = old + 1 if isinstance(old, int) else "float32"
+    other = sample_identity(model=sample_model(**{name: new}))
+    assert identity.mismatch(other) == f"model.{name}: expected {old}, found {new}"
+    assert model_mismatch(identity.model, other.model) == f"model.{name}: expected {old}, found {new}"
+    assert identity.digest != other.digest
+
+
+def test_equal_identities_have_no_mismatch() -> None:
+    assert sample_identity().mismatch(sample_identity()) is None
+    assert sample_identity() == sample_identity()
+    assert hash(sample_identity()) == hash(sample_identity())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"namespace": "salt"}, "namespace: expected 64 lower-case hex digits, found 'salt'"),
+        ({"prefix_hash": "A" * 64}, "prefix_hash: expected 64"),
+        ({"num_tokens": 33}, "num_tokens: expected a multiple of page_tokens=16, found 33"),
+        ({"num_tokens": 0}, "num_tokens: expected a positive integer"),
+        ({"page_tokens": True}, "page_tokens: expected a positive integer"),
+        ({"profile_digest": ""}, "profile_digest: expected 1 to 256 printable characters"),
+        ({"profile_digest": "a\nb"}, "profile_digest: expected 1 to 256 printable characters"),
+    ],
+)
+def test_impossible_identities_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        msgspec.structs.replace(sample_identity(), **changes)
+
+
+def test_identity_needs_a_page() -> None:
+    with pytest.raises(InvalidPayload, match="prefix: expected at least one full page, found none"):
+        sample_identity(tokens=range(15))
+
+
+def test_identity_survives_json_and_rejects_unknown_fields() -> None:
+    raw = msgspec.json.encode(sample_identity())
+    assert msgspec.json.decode(raw, type=IndexIdentity) == sample_identity()
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(raw[:-1] + b',"salt":"s"}', type=IndexIdentity)

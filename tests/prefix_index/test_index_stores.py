@@ -1,0 +1,289 @@
+"""One conformance suite for every store. A new tier joins by a line in ``STORES``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from prefix_index import (
+    ArrayKey,
+    FileStore,
+    IndexCorrupt,
+    IndexEntry,
+    IndexNotFound,
+    IndexPayload,
+    IndexStore,
+    InvalidPayload,
+    LazyArray,
+    MemoryStore,
+    StoreClosed,
+    namespace_digest,
+    page_hashes,
+)
+from prefix_index.testing import sample_identity, sample_model, sample_payload
+
+STORES: dict[str, Callable[[Path], IndexStore]] = {
+    "memory": lambda tmp_path: MemoryStore(64 << 20),
+    "file": lambda tmp_path: FileStore(tmp_path / "store", create=True),
+}
+PROMPT = tuple(range(500, 628))  # 8 pages
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[IndexStore]:
+    store = STORES[request.param](tmp_path)
+    store.open()
+    yield store
+    store.check_integrity()
+    store.close()
+
+
+def same_arrays(store: IndexStore, payload: IndexPayload) -> bool:
+    index = store.get(payload.identity)
+    try:
+        arrays: Any = payload.arrays
+        return all(np.array_equal(index.array(*key), array) for key, array in arrays.items())
+    finally:
+        index.close()
+
+
+def find(
+    store: IndexStore, prompt: Any = PROMPT, extra_key: str | None = None, **changes: Any
+) -> IndexEntry | None:
+    return store.longest(
+        namespace_digest({"extra_key": extra_key}),
+        page_hashes(prompt),
+        changes.get("model", sample_model()),
+        changes.get("profile", "profile-1"),
+        page_tokens=changes.get("page_tokens", 16),
+    )
+
+
+def miss(store: IndexStore, extra_key: str | None = None, **changes: Any) -> str | None:
+    return store.near_miss(
+        namespace_digest({"extra_key": extra_key}),
+        page_hashes(PROMPT),
+        changes.get("model", sample_model()),
+        changes.get("profile", "profile-1"),
+    )
+
+
+def test_put_then_get(store: IndexStore) -> None:
+    payload = sample_payload()
+    entry = store.put(payload)
+    assert (entry.identity, entry.created, entry.build_seconds) == (payload.identity, 1_700_000_000.0, 1.5)
+    assert entry.nbytes % 4096 == 0
+    assert list(store.list()) == [entry]
+    for key in (payload.identity, payload.identity.digest):
+        index = store.get(key)
+        assert index.identity == payload.identity
+        assert index.spec == payload.spec
+        assert index.nbytes == entry.nbytes
+        index.verify()
+        index.close()
+    assert same_arrays(store, payload)
+    assert store.contains(payload.identity)
+    assert store.contains(entry.digest)
+
+
+def test_empty_store(store: IndexStore) -> None:
+    assert list(store.list()) == []
+    assert list(store.problems()) == []
+    assert find(store) is None
+    assert not store.contains(sample_identity())
+    assert not store.delete(sample_identity())
+    with pytest.raises(IndexNotFound, match="index: expected"):
+        store.get(sample_identity())
+
+
+def test_put_replaces_and_open_readers_keep_the_old(store: IndexStore) -> None:
+    store.put(sample_payload(fill=1))
+    old = store.get(sample_identity())
+    store.put(sample_payload(fill=2))
+    assert len(store.list()) == 1
+    assert same_arrays(store, sample_payload(fill=2))
+    assert old.array("channels")[0] == 1
+    old.verify()
+    old.close()
+
+
+def test_delete(store: IndexStore) -> None:
+    store.put(sample_payload())
+    reader = store.get(sample_identity())
+    assert store.delete(sample_identity())
+    assert not store.delete(sample_identity())
+    assert not store.contains(sample_identity())
+    assert find(store, range(32)) is None
+    with pytest.raises(IndexNotFound):
+        store.get(sample_identity())
+    reader.verify()
+    reader.close()
+
+
+def test_longest_takes_the_longest_prefix_of_the_prompt(store: IndexStore) -> None:
+    for pages in (2, 5, 7):
+        store.put(sample_payload(sample_identity(PROMPT[: 16 * pages])))
+    store.put(sample_payload(sample_identity((*PROMPT[:96], *range(32)))))
+    found = find(store)
+    assert found is not None
+    assert found.identity.num_tokens == 112
+    shorter = find(store, PROMPT[:111])
+    assert shorter is not None
+    assert shorter.identity.num_tokens == 80
+    assert find(store, PROMPT[:31]) is None
+    assert find(store, PROMPT[1:]) is None
+    assert find(store, ()) is None
+
+
+def test_longest_asks_for_the_exact_namespace_model_and_profile(store: IndexStore) -> None:
+    store.put(sample_payload(sample_identity(PROMPT, extra_key="tenant")))
+    other = sample_model(kv_dtype="float32")
+    assert find(store, extra_key="tenant") is not None
+    assert find(store) is None
+    assert find(store, extra_key="") is None
+    assert find(store, extra_key="tenant", model=other) is None
+    assert find(store, extra_key="tenant", profile="profile-2") is None
+    assert find(store, extra_key="tenant", page_tokens=8) is None
+
+
+@pytest.mark.parametrize("lie", [{"num_tokens": 112}, {"num_tokens": 144}, {"page_tokens": 8}], ids=str)
+def test_longest_never_offers_an_index_whose_length_contradicts_its_hash(
+    store: IndexStore, lie: dict[str, int]
+) -> None:
+    store.put(sample_payload(msgspec.structs.replace(sample_identity(PROMPT), **lie)))
+    assert find(store) is None
+    assert miss(store, model=sample_model(kv_dtype="float32")) is None
+
+
+def test_longest_falls_to_a_shorter_index_of_the_right_model(store: IndexStore) -> None:
+    store.put(sample_payload(sample_identity(PROMPT, model=sample_model(num_layers=3))))
+    store.put(sample_payload(sample_identity(PROMPT[:64])))
+    found = find(store)
+    assert found is not None
+    assert found.identity.num_tokens == 64
+
+
+def test_near_miss_names_the_field_but_never_another_namespace(store: IndexStore) -> None:
+    assert miss(store) is None
+    store.put(sample_payload(sample_identity(PROMPT, extra_key="tenant")))
+    assert miss(store) is None
+    assert miss(store, extra_key="tenant") is None
+    other = sample_model(kv_dtype="float32")
+    assert miss(store, extra_key="tenant", model=other) == "model.kv_dtype: expected float32, found bfloat16"
+    said = miss(store, extra_key="tenant", profile="profile-2")
+    assert said == "profile_digest: expected profile-2, found profile-1"
+
+
+def test_two_models_of_one_prefix_live_side_by_side(store: IndexStore) -> None:
+    a, b = sample_identity(PROMPT), sample_identity(PROMPT, model=sample_model(kv_dtype="float32"))
+    store.put(sample_payload(a, fill=1))
+    store.put(sample_payload(b, fill=2))
+    assert same_arrays(store, sample_payload(a, fill=1))
+    assert same_arrays(store, sample_payload(b, fill=2))
+    store.delete(a)
+    assert find(store) is None
+    assert find(store, model=sample_model(kv_dtype="float32")) is not None
+
+
+def test_report_takes_an_index_out_of_the_offer_until_replaced(store: IndexStore) -> None:
+    store.put(sample_payload(sample_identity(PROMPT)))
+    error = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
+    store.report(sample_identity(PROMPT), error)
+    store.rescan()
+    assert find(store) is None
+    assert [p.error for p in store.problems()] == [error]
+    store.put(sample_payload(sample_identity(PROMPT), fill=3))
+    assert find(store) is not None
+    assert list(store.problems()) == []
+
+
+def test_failed_put_leaves_the_old_index(store: IndexStore) -> None:
+    store.put(sample_payload(fill=1))
+
+    def fail() -> Any:
+        raise RuntimeError("the GPU went away")
+
+    lazy = LazyArray("uint8", (4096,), fail)
+    for arrays, error in (
+        ({ArrayKey("kv"): lazy}, RuntimeError),
+        ({ArrayKey("kv"): np.zeros(2, complex)}, InvalidPayload),
+    ):
+        with pytest.raises(error):
+            store.put(IndexPayload(sample_identity(), arrays))
+        assert same_arrays(store, sample_payload(fill=1))
+        assert list(store.problems()) == []
+        store.rescan()
+        assert len(store.list()) == 1
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "ab", "../" * 20 + "etcd", "A" * 64, "g" * 64, "0" * 63 + "\n", "0" * 1_000_000, None, 7, b"0" * 64],
+)
+def test_only_digests_are_keys(store: IndexStore, key: Any) -> None:
+    for method in (store.get, store.contains, store.delete):
+        with pytest.raises(InvalidPayload, match="index key: expected an IndexIdentity or its digest"):
+            method(key)
+
+
+def test_closed_store_says_so(store: IndexStore) -> None:
+    store.close()
+    store.close()
+    calls: list[Callable[[], object]] = [
+        lambda: store.put(sample_payload()),
+        lambda: store.get(sample_identity()),
+        lambda: store.contains(sample_identity()),
+        lambda: store.delete(sample_identity()),
+        lambda: store.report(sample_identity(), IndexCorrupt("a", expected="b", found="c", remedy="d")),
+        lambda: find(store),
+        lambda: miss(store),
+        store.list,
+        store.problems,
+        store.rescan,
+        store.check_integrity,
+    ]
+    for call in calls:
+        with pytest.raises(StoreClosed, match=r"store: expected open, found closed; call open\(\) first"):
+            call()
+    store.open()
+    store.open()
+
+
+def test_many_threads(store: IndexStore) -> None:
+    payloads = [sample_payload(sample_identity(PROMPT[: 16 * n]), fill=n) for n in range(1, 5)]
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(25):
+                payload = payloads[rng.integers(len(payloads))]
+                match rng.integers(4):
+                    case 0:
+                        store.put(payload)
+                    case 1:
+                        store.delete(payload.identity)
+                    case 2:
+                        find(store)
+                        store.rescan()
+                    case _:
+                        with contextlib.suppress(IndexNotFound):
+                            assert same_arrays(store, payload)
+        except BaseException as err:
+            errors.append(err)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    store.rescan()
+    assert list(store.problems()) == []

@@ -1,0 +1,163 @@
+"""Block and CSA scores, pooling, INT4, against loops and bounds."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefix_kernels.int4 import Int4Tensor
+from prefix_kernels.ops import (
+    Pooling,
+    block_scores_mean,
+    block_scores_minmax,
+    csa_scores,
+    dequantize_int4,
+    pack_int4,
+    pool_scores,
+    quantize_int4,
+    unpack_int4,
+)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_block_scores_mean_by_loop():
+    q, centroids = randn(3, 8, 16), randn(2, 5, 16, seed=1)
+    scores = block_scores_mean(q, centroids)
+    assert scores.shape == (2, 3, 4, 5)
+    for head in range(8):
+        expected = q[:, head] @ centroids[head // 4].T
+        torch.testing.assert_close(scores[head // 4, :, head % 4], expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 7])
+def test_quest_score_is_a_tight_upper_bound(block_size):
+    q, keys = randn(3, 8, 16), randn(2, 6, block_size, 16, seed=1)
+    low, high = keys.aminmax(dim=2)
+    bound = block_scores_minmax(q, low, high)
+    by_channel = torch.maximum(
+        q.view(3, 2, 4, 1, 16) * low[None, :, None], q.view(3, 2, 4, 1, 16) * high[None, :, None]
+    ).sum(-1)
+    torch.testing.assert_close(bound, by_channel.transpose(0, 1), atol=1e-5, rtol=1e-5)
+    true = torch.einsum("rhgd,hbnd->hrgbn", q.view(3, 2, 4, 16), keys).amax(-1)
+    assert bool((bound >= true - 1e-4).all())
+    if block_size == 1:
+        torch.testing.assert_close(bound, true, atol=1e-4, rtol=1e-4)
+
+
+def csa_by_loop(q, centroids, positions, scores, dims, prefix_len):
+    num_kv_heads = centroids.shape[0]
+    rows, heads, _ = q.shape
+    gqa = heads // num_kv_heads
+    out = torch.full((num_kv_heads, rows, gqa, prefix_len), -torch.inf)
+    for row in range(rows):
+        for head in range(heads):
+            kv_head, total = head // gqa, {}
+            for b in range(dims.shape[0]):
+                part = q[row, head, dims[b]].double()
+                cosine = centroids[kv_head, b].double() @ part / part.norm()
+                best = int(cosine.argmax())
+                for position, score in zip(
+                    positions[kv_head, b, best].tolist(), scores[kv_head, b, best].tolist(), strict=True
+                ):
+                    total[position] = total.get(position, 0.0) + float(part.norm() * cosine[best]) * score
+            for position, value in total.items():
+                out[kv_head, row, head % gqa, position] = value
+    return out
+
+
+@pytest.mark.parametrize("chunk", [1 << 24, 1])
+def test_csa_scores_by_loop(chunk, monkeypatch):
+    monkeypatch.setattr("prefix_kernels.csa_scores.reference.ELEMENTS_PER_CHUNK", chunk)
+    kv_heads, m, c, length, prefix_len = 2, 4, 5, 6, 23
+    q = randn(3, 8, 16)
+    centroids = torch.nn.functional.normalize(randn(kv_heads, m, c, 4, seed=1), dim=-1)
+    positions = randn(kv_heads, m, c, prefix_len, seed=2).topk(length).indices.int()
+    scores = randn(kv_heads, m, c, length, seed=3).half()
+    dims = torch.randperm(16, generator=torch.Generator().manual_seed(4)).view(m, 4)
+    got = csa_scores(q, centroids, positions, scores, dims, prefix_len)
+    torch.testing.assert_close(got, csa_by_loop(q, centroids, positions, scores, dims, prefix_len))
+    assert bool((got == -torch.inf).any())
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_pooling_is_after_the_softmax(pooling):
+    scores = randn(2, 3, 4, 9)
+    scores[0, 0, 0, 2:] = -torch.inf
+    prob = (scores * 0.7).softmax(-1).flatten(1, 2)
+    expected = prob.amax(1) if pooling is Pooling.MAX else prob.mean(1)
+    torch.testing.assert_close(pool_scores(scores, 0.7, pooling).exp(), expected)
+
+
+def test_pooling_ranks_far_tails_and_rows_without_scores():
+    scores = torch.tensor([[[[0.0, -500.0, -400.0]]]])
+    assert pool_scores(scores, 1.0).argsort(descending=True).tolist() == [[0, 2, 1]]
+    silent = torch.full((1, 1, 1, 3), -torch.inf)
+    both = torch.cat([scores, silent], dim=1)
+    assert torch.equal(pool_scores(both, 1.0), pool_scores(scores, 1.0))
+    assert bool((pool_scores(silent, 1.0) == -torch.inf).all())
+    assert bool((pool_scores(silent, 1.0, Pooling.MEAN) == -torch.inf).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 8), st.floats(-3, 3), st.integers(0, 2**31))
+def test_int4_error_is_at_most_half_a_step(rows, half_channels, log_size, seed):
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, rows, 2 * half_channels, generator=gen) * 10**log_size
+    x = x + 5 * torch.randn(2, 1, 2 * half_channels, generator=gen)
+    quantized = quantize_int4(x)
+    assert quantized.packed.shape == (2, rows, half_channels)
+    error = (dequantize_int4(quantized) - x).abs()
+    rounding = 1e-6 * x.abs().amax()
+    assert bool((error <= quantized.scale[:, None] / 2 + rounding).all())
+
+
+def test_int4_constant_channels_and_packing():
+    x = torch.full((3, 4), 0.3)
+    assert torch.equal(dequantize_int4(quantize_int4(x)), x)
+    codes = torch.arange(16, dtype=torch.uint8).view(2, 8)
+    packed = pack_int4(codes)
+    assert packed[0, 0] == 0 | 1 << 4
+    assert torch.equal(unpack_int4(packed), codes)
+
+
+def test_errors():
+    q = randn(3, 8, 16)
+    with pytest.raises(ValueError, match="dequantized"):
+        block_scores_mean(q, torch.zeros(2, 5, 16, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="head_dim=8"):
+        block_scores_mean(q, randn(2, 5, 8))
+    with pytest.raises(ValueError, match="block_max"):
+        block_scores_minmax(q, randn(2, 5, 16), randn(2, 4, 16))
+    with pytest.raises(ValueError, match="num_rows >= 1"):
+        pool_scores(torch.zeros(2, 0, 4, 5), 1.0)
+    with pytest.raises(ValueError, match="even num_channels"):
+        quantize_int4(randn(4, 3))
+    with pytest.raises(ValueError, match="even last dim"):
+        pack_int4(torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="packed uint8"):
+        unpack_int4(torch.zeros(3))
+    with pytest.raises(ValueError, match="packed uint8"):
+        dequantize_int4(Int4Tensor(torch.zeros(3, 2, dtype=torch.uint8), torch.zeros(3), torch.zeros(3)))
+    dims, cent = torch.arange(16).view(4, 4), randn(2, 4, 5, 4)
+    lists, vals = torch.zeros(2, 4, 5, 3, dtype=torch.int32), torch.zeros(2, 4, 5, 3)
+    with pytest.raises(ValueError, match="subspace_dims"):
+        csa_scores(q, cent, lists, vals, dims[:2], 9)
+    with pytest.raises(ValueError, match="list_positions"):
+        csa_scores(q, cent, lists[:, :2], vals, dims, 9)
+    with pytest.raises(ValueError, match="list_scores"):
+        csa_scores(q, cent, lists, vals[..., :1], dims, 9)
+    with pytest.raises(ValueError, match="another prefix"):
+        csa_scores(q, cent, lists, vals, dims, 2)
+    for call in (
+        lambda: block_scores_mean(q, randn(2, 5, 16), implementation="triton"),
+        lambda: csa_scores(q, cent, lists, vals, dims, 9, implementation="triton"),
+        lambda: quantize_int4(q, implementation="triton"),
+    ):
+        with pytest.raises(ValueError, match="Nothing is substituted"):
+            call()
+    assert math.isfinite(float(block_scores_mean(q, randn(2, 5, 16)).sum()))

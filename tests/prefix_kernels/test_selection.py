@@ -1,0 +1,108 @@
+"""Top-k selection and budgets: properties over random sizes, and the order of preference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefix_kernels.ops import BudgetGrowth, budget_for_group, num_blocks_for_budget, top_k_selection
+
+
+@st.composite
+def cases(draw):
+    prefix_len = draw(st.integers(0, 300))
+    budget = draw(st.integers(1, 320))
+    num_sink = draw(st.integers(0, min(budget, 40)))
+    num_recent = draw(st.integers(0, min(budget - num_sink, 70)))
+    block_size = draw(st.sampled_from([1, 3, 16, 64]))
+    scores = torch.randn(2, -(-prefix_len // block_size), generator=torch.Generator().manual_seed(budget))
+    kind = draw(st.sampled_from(["plain", "holes", "nothing", "nan", "ties"]))
+    if kind == "holes":
+        scores[scores < 0] = -torch.inf
+    elif kind != "plain":
+        scores.fill_({"nothing": -torch.inf, "nan": torch.nan, "ties": 0.0}[kind])
+    return scores, budget, num_sink, num_recent, block_size, prefix_len
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases())
+def test_properties(case):
+    scores, budget, num_sink, num_recent, block_size, prefix_len = case
+    selection = top_k_selection(*case)
+    selection.check_integrity(prefix_len)
+    assert selection.counts.tolist() == [min(budget, prefix_len)] * 2
+    for row, head_scores in zip(selection.positions.tolist(), scores, strict=True):
+        chosen = set(row)
+        assert len(chosen) == min(budget, prefix_len)
+        windows = set(range(min(num_sink, prefix_len))) | set(
+            range(max(prefix_len - num_recent, 0), prefix_len)
+        )
+        assert windows <= chosen
+        free = chosen - windows
+        # Whole blocks in the order of scores: no unchosen block outranks a chosen one, at most one is cut.
+        taken = {p // block_size for p in free}
+        cut = {
+            b
+            for b in taken
+            if any(p not in chosen for p in range(b * block_size, min((b + 1) * block_size, prefix_len)))
+        }
+        assert len(cut) <= 1
+        assert len(taken) <= num_blocks_for_budget(budget, block_size) + 2
+        left = {p // block_size for p in set(range(prefix_len)) - chosen} - cut
+        ranked = head_scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        if taken and left:
+            assert min(ranked[b] for b in taken) >= max(ranked[b] for b in left)
+
+
+def test_unscored_positions_come_last_and_recent_first():
+    scores = torch.full((1, 10), -torch.inf)
+    scores[0, 2] = -1e30
+    chosen = top_k_selection(scores, 4, 0, 0, 1, 10)
+    assert chosen.positions.tolist() == [[2, 7, 8, 9]]
+
+
+def test_large_prefix_without_ties_matches_topk():
+    scores = torch.randn(2, 4097, generator=torch.Generator().manual_seed(0))
+    chosen = top_k_selection(scores, 205, 0, 0, 1, 4097)
+    assert torch.equal(chosen.positions.long(), scores.topk(205).indices.sort().values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0, 0, 1, 10), "budget >= 1"),
+        ((5, -1, 0, 1, 10), "num_sink >= 0"),
+        ((5, 0, -1, 1, 10), "num_recent >= 0"),
+        ((5, 0, 0, 0, 10), "block_size >= 1"),
+        ((5, 0, 0, 1, -1), "prefix_len >= 0"),
+        ((5, 0, 0, 2, 10), r"ceil\(10 / 2\) = 5"),
+        ((5, 3, 3, 1, 10), "shrink the windows"),
+    ],
+)
+def test_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        top_k_selection(torch.zeros(1, 10), *arguments)
+
+
+def test_windows_may_exceed_a_budget_that_covers_the_prefix():
+    assert top_k_selection(torch.zeros(1, 10), 12, 8, 8, 1, 10).counts.tolist() == [10]
+
+
+def test_budget_for_group():
+    assert budget_for_group(100, 1) == 100
+    assert budget_for_group(100, 16) == 400
+    assert budget_for_group(100, 2) == 142
+    assert budget_for_group(100, 16, BudgetGrowth.NONE) == 100
+    assert budget_for_group(100, 16, BudgetGrowth.SQRT, cap=250) == 250
+    for arguments in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="budget >= 1"):
+            budget_for_group(*arguments)
+    with pytest.raises(ValueError, match="cap >= budget"):
+        budget_for_group(100, 4, cap=50)
+
+
+def test_num_blocks_for_budget():
+    assert [num_blocks_for_budget(4096, size) for size in (16, 32, 64)] == [256, 128, 64]
+    assert num_blocks_for_budget(17, 16) == 2
+    with pytest.raises(ValueError, match="block_size >= 1"):
+        num_blocks_for_budget(4, 0)

@@ -1,0 +1,59 @@
+"""Selections, states and paged buffers refuse what does not fit."""
+
+import pytest
+import torch
+
+from prefix_kernels import AttnState, PagedKV, Selection
+
+
+def int32(rows):
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("prefix_len", [0, 1, 17])
+def test_all_positions(prefix_len):
+    selection = Selection.all(prefix_len, 3)
+    selection.check_integrity(prefix_len)
+    assert selection.positions.tolist() == [list(range(prefix_len))] * 3
+    assert selection.counts.tolist() == [prefix_len] * 3
+
+
+@pytest.mark.parametrize(
+    ("positions", "counts", "rule"),
+    [
+        ([[0, 1]], [3], "0 <= count"),
+        ([[0, 9]], [2], "0 <= position"),
+        ([[-1, 1]], [2], "0 <= position"),
+        ([[1, 1]], [2], "ascending"),
+        ([[2, 1]], [2], "ascending"),
+        ([[1, 2]], [1], "padding"),
+    ],
+)
+def test_check_integrity_names_the_rule(positions, counts, rule):
+    with pytest.raises(ValueError, match=rule):
+        Selection(int32(positions), int32(counts)).check_integrity(5)
+
+
+def test_for_heads_is_many_to_one():
+    selection = Selection(int32([[1, -1], [2, 3]]), int32([1, 2]))
+    mapped = selection.for_heads(torch.tensor([1, 1, 0]))
+    mapped.check_integrity(5)
+    assert mapped.positions.tolist() == [[2, 3], [2, 3], [1, -1]]
+    assert mapped.counts.tolist() == [2, 2, 1]
+
+
+def test_shape_and_dtype_errors():
+    with pytest.raises(ValueError, match="positions"):
+        Selection(int32([[1]]), int32([1, 2]))
+    with pytest.raises(ValueError, match="int32"):
+        Selection(torch.tensor([[1]]), int32([1]))
+    with pytest.raises(ValueError, match="prefix_len >= 0"):
+        Selection.all(-1, 1)
+    with pytest.raises(ValueError, match="lse"):
+        AttnState(torch.zeros(1, 2, 3), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="natural log"):
+        AttnState(torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="num_slots"):
+        PagedKV(torch.zeros(4, 2, 8), torch.zeros(5, 2, 8))
+    with pytest.raises(ValueError, match="floating dtype"):
+        PagedKV(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8, dtype=torch.float16))

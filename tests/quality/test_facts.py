@@ -1,0 +1,76 @@
+"""Facts: layout errors, pools, and the training sequences that are made of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_ext.quality import vocabulary as vocab
+from sglang_ext.quality.facts import KINDS, FactMaker, Pool, ask, filler, lay_out, lines_length
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from needle_data import CODES, batch, sequence  # noqa: E402
+
+
+def generator(seed: int = 0) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def test_pool_repeats_only_when_used_up() -> None:
+    pool = Pool(generator(), range(10, 20))
+    assert sorted(pool.take(4) + pool.take(6)) == list(range(10, 20))
+    assert len(pool.take(25)) == 25
+
+
+def test_filler_breaks_only_between_sentences() -> None:
+    ids, offsets = filler(generator(), 500)
+    assert len(ids) == 500
+    assert offsets[0] == 0
+    assert all(ids[end - 1] == vocab.STOP for end in offsets[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lines_that_fill_the_document_fit_and_one_more_token_does_not(kind: str) -> None:
+    facts = FactMaker(generator()).make(kind, 3)
+    needed = 1 + lines_length(facts)
+    assert len(lay_out(generator(), facts, needed)) == needed
+    with pytest.raises(ValueError, match=f"the facts take {needed} tokens, the document has only"):
+        lay_out(generator(), facts, needed - 1)
+
+
+def test_limits_are_named() -> None:
+    maker = FactMaker(generator())
+    with pytest.raises(ValueError, match="unknown fact kind 'rumour'; expected one of note"):
+        maker.make("rumour", 1)
+    with pytest.raises(ValueError, match="a document has at most 1024 keys"):
+        maker.make("note", 1025)
+    with pytest.raises(ValueError, match="only notes can be asked several at once"):
+        ask(FactMaker(generator()).make("list", 2))
+
+
+@pytest.mark.parametrize("length", [128, 512, 2048, 36864])
+def test_training_sequences_are_exact_and_their_answers_stand_in_the_document(length: int) -> None:
+    rng = generator(3)
+    for _ in range(8):
+        ids, codes, others = sequence(rng, length)
+        assert len(ids) == len(codes) == length
+        first = int(np.flatnonzero(codes >= 0)[0])
+        document = set(ids[:first].tolist())
+        assert set(ids[codes > 0].tolist()) <= document
+        assert others.shape == (int((codes >= 0).sum()), 3)
+        assert set(others[others >= 0].tolist()) <= document
+
+
+def test_a_batch_points_at_the_token_before_each_target() -> None:
+    made = batch(generator(1), 4, 512)
+    flat = made.ids.reshape(-1)
+    assert made.ids.shape == (4, 512)
+    assert (flat[made.positions + 1] == made.targets).all()
+    assert made.codes.max() < len(CODES)
+    assert len(made.others) == len(made.codes) == len(made.targets)
+    assert (made.codes[(made.others >= 0).any(1)] == CODES.index("list")).all()
+    again = batch(generator(1), 4, 512)
+    assert (again.ids == made.ids).all()

@@ -1,0 +1,196 @@
+"""Tasks: documents are deterministic and exact, answers follow from them, scoring is strict.
+
+The oracle below reads the document's text alone; it shares no code with the generator.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.quality import vocabulary as vocab
+from sglang_ext.quality.tasks import TASKS, Document, Question, make_document
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LENGTHS = (1024, 1777, 4096, 8192)
+
+
+def lines_of(document: Document, marker: str) -> list[list[str]]:
+    """The words after `marker` up to the full stop, for every line of that kind."""
+    words = document.text.split()
+    found = []
+    for i, word in enumerate(words):
+        if word == marker:
+            found.append(words[i + 1 : words.index(".", i)])
+    return found
+
+
+def oracle(document: Document, question: Question) -> list[str]:
+    """The answer, read off the document."""
+    verb, *rest = question.text.split()
+    assert rest.pop() == "answer"
+    if verb == "ask":
+        notes = {line[0]: line for line in lines_of(document, "note")}
+        return [word if word == "then" else " ".join(notes[word]) for word in rest]
+    if verb == "gather":
+        number, key = rest
+        lines = [line for line in lines_of(document, "list") if line[0] == key]
+        assert len(lines) == {"two": 2, "three": 3, "four": 4}[number]
+        return [" ".join(line) for line in lines]
+    (key,) = rest
+    if verb == "trace":
+        links = dict(lines_of(document, "link"))
+        chain = [key]
+        while chain[-1] in links:
+            chain.append(links[chain[-1]])
+        return chain
+    if verb == "tally":
+        votes = Counter(word for name, word in lines_of(document, "vote") if name == key)
+        (winner, most), *others = votes.most_common()
+        assert not others or 2 * others[0][1] <= most
+        return [key, winner]
+    assert verb == "recite"
+    return next(line for line in lines_of(document, "quote") if line[0] == key)
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_answer_follows_from_the_document(task: str, num_tokens: int) -> None:
+    for seed in range(4):
+        document = make_document(task, seed, num_tokens, 24)
+        assert len(document.questions) == 24
+        for question in document.questions:
+            expected = " ".join(oracle(document, question))
+            assert question.score(expected)
+            assert question.recall(expected) == 1.0
+            if not question.any_order:
+                assert expected == " ".join(question.answer)
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("task", TASKS)
+def test_length_is_exact_and_every_word_is_known(task: str, num_tokens: int) -> None:
+    document = make_document(task, 5, num_tokens, 3)
+    texts = [document.text, *(q.text for q in document.questions)]
+    assert len(vocab.encode(document.text)) == num_tokens
+    for text in texts:
+        ids = vocab.encode(text)
+        assert vocab.UNK not in ids
+        assert vocab.decode(ids) == text
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_first_answer_word_stands_in_the_question(task: str) -> None:
+    for question in make_document(task, 2, 4096, 16).questions:
+        assert question.answer[0] in question.text.split()
+        assert not question.retrieved[0]
+        assert any(question.retrieved)
+        assert question.max_new_tokens == len(question.answer) + 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_of_a_document_differ(task: str) -> None:
+    questions = make_document(task, 3, 8192, 32).questions
+    assert len({q.text for q in questions}) == 32
+
+
+def test_equal_seeds_give_equal_documents_in_every_process() -> None:
+    program = (
+        "from sglang_ext.quality.tasks import TASKS, make_document\n"
+        "import hashlib\n"
+        "both = [make_document(t, 11, 2048, 4) for t in TASKS]\n"
+        "print(hashlib.sha256(repr(both).encode()).hexdigest())\n"
+    )
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=REPOSITORY,
+            env={"PYTHONHASHSEED": salt, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for salt in ("1", "2")
+    }
+    assert len(runs) == 1
+    first, second = make_document("many_keys", 1, 2048, 4), make_document("many_keys", 2, 2048, 4)
+    assert first.text != second.text
+
+
+def test_tasks_need_neither_torch_nor_sglang() -> None:
+    program = "import sys, sglang_ext.quality.tasks; print({'torch', 'sglang'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
+
+
+ORDERED = Question("ask bold-newt answer", ("bold-newt", "001", "002"), (False, True, True))
+PAIRS = Question(
+    "gather two bold-newt answer",
+    ("bold-newt", "001", "bold-newt", "002"),
+    (False, True, False, True),
+    any_order=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("output", "right", "recall"),
+    [
+        ("bold-newt 001 002", True, 1.0),
+        ("bold-newt 001 002 <end> more words", True, 1.0),
+        ("  bold-newt   001 002\n", True, 1.0),
+        ("bold-newt 001", False, 0.5),
+        ("bold-newt 002 001", False, 0.0),
+        ("bold-newt 001 002 003", False, 1.0),
+        ("calm-newt 001 002", False, 1.0),
+        ("001 002", False, 0.0),
+        ("", False, 0.0),
+        ("<end>", False, 0.0),
+    ],
+)
+def test_scoring_in_order(output: str, right: bool, recall: float) -> None:
+    assert ORDERED.score(output) is right
+    assert ORDERED.recall(output) == recall
+
+
+@pytest.mark.parametrize(
+    ("output", "right", "recall"),
+    [
+        ("bold-newt 001 bold-newt 002", True, 1.0),
+        ("bold-newt 002 bold-newt 001 <end>", True, 1.0),
+        ("bold-newt 001 bold-newt 001", False, 0.5),
+        ("bold-newt 001", False, 0.5),
+        ("bold-newt 001 bold-newt 002 bold-newt 003", False, 1.0),
+        ("bold-newt 001 002", False, 0.5),
+        ("", False, 0.0),
+    ],
+)
+def test_scoring_in_any_order(output: str, right: bool, recall: float) -> None:
+    assert PAIRS.score(output) is right
+    assert PAIRS.recall(output) == recall
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no_such_task", 1, 4096, 1), "unknown task 'no_such_task'; expected one of single_needle"),
+        (("single_needle", 1, 100, 1), "a document has 1024 tokens or more, not 100"),
+        (("single_needle", 1, 4096, 0), "num_questions must be 1 or more, not 0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: tuple[str, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_document(*arguments)
+
+
+def test_shipped_tokenizer_is_the_vocabulary() -> None:
+    path = REPOSITORY / "models" / "needle" / "tokenizer.json"
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    assert stored["model"]["vocab"] == vocab.WORD_TO_ID
+    assert len(set(vocab.VOCABULARY)) == len(vocab.VOCABULARY)
