@@ -85,9 +85,7 @@ def _exchanges(rng: np.random.Generator, facts: Sequence[Fact]) -> list[tuple[st
         taken, notes = notes[:size], notes[size:]
         groups.append(("notes" if len(taken) > 1 else "note", taken))
     groups += [
-        (fact.kind, [shuffle_list(rng, fact) if fact.kind == "list" else fact])
-        for fact in facts
-        if fact.kind != "note"
+        (fact.kind, [shuffle_list(rng, fact) if fact.kind == "list" else fact]) for fact in facts if fact.kind != "note"
     ]
     codes = [code for code, _ in groups]
     weight = np.array([_WEIGHT.get(code, 1.0) / codes.count(code) for code in codes])
@@ -154,7 +152,9 @@ class Stage:
     num_sequences: int
 
 
-def _work(seed: int, worker: int, stages: Sequence[Stage], level: Any, out: Any) -> None:
+def _work(seed: int, worker: int, stages: Sequence[Stage], emphasis: str | None, level: Any, out: Any) -> None:
+    if emphasis is not None:
+        _WEIGHT[emphasis] *= 4  # This process's own copy.
     rng = np.random.Generator(np.random.PCG64([seed, worker]))
     while True:
         top = int(level.value)
@@ -164,17 +164,19 @@ def _work(seed: int, worker: int, stages: Sequence[Stage], level: Any, out: Any)
 
 
 class Feeder:
-    """Processes that make batches ahead of the training loop; `close()` ends them."""
+    """Processes that make batches ahead of the training loop; `close()` ends them.
 
-    def __init__(self, seed: int, num_workers: int, stages: Sequence[Stage]) -> None:
+    Facts of the kind `emphasis` come four times as often. `level` holds the index of the longest
+    stage in use; the training loop raises it.
+    """
+
+    def __init__(self, seed: int, num_workers: int, stages: Sequence[Stage], emphasis: str | None = None) -> None:
         context = mp.get_context("spawn")
         self.level = context.Value("i", 0)
         # Short, so that a new level is felt within a few steps.
         self._queue: Any = context.Queue(maxsize=num_workers + 4)
         self._workers = [
-            context.Process(
-                target=_work, args=(seed, i, stages, self.level, self._queue), daemon=True
-            )
+            context.Process(target=_work, args=(seed, i, stages, emphasis, self.level, self._queue), daemon=True)
             for i in range(num_workers)
         ]
         for worker in self._workers:

@@ -74,7 +74,7 @@ def before_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key, value [tokens, heads, head_dim] of x [tokens, width]."""
     normed = rms_norm(x, w["attn_norm"], eps)
-    q, k, v = (F.linear(normed, w[name]).unflatten(-1, (-1, head_dim)) for name in "qkv")
+    q, k, v = (F.linear(normed, w[name]).view(len(x), -1, head_dim) for name in "qkv")
     q = rotate(rms_norm(q, w["q_norm"], eps), cos, sin)
     k = rotate(rms_norm(k, w["k_norm"], eps), cos, sin)
     return q, k, v
@@ -93,7 +93,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor
     `k`, `v` are [batch, kv_heads, new, dim]; the cache's are [1 or batch, kv_heads, old, dim].
     """
     batch, heads, new, dim = q.shape
-    grouped = q.float().unflatten(1, (k.shape[1], -1)) * dim**-0.5
+    grouped = q.float().view(batch, k.shape[1], -1, new, dim) * dim**-0.5
     old = torch.einsum("bkgtd,bkld->bkgtl", grouped, past[0].float().expand(batch, -1, -1, -1))
     own = torch.einsum("bkgtd,bkld->bkgtl", grouped, k.float())
     hidden = torch.ones(new, new, dtype=torch.bool, device=q.device).triu(1)
@@ -151,9 +151,7 @@ class Needle(nn.Module):
         angles = torch.arange(start, start + length, device=device)[:, None].float() * frequency
         return angles.cos(), angles.sin()
 
-    def forward(
-        self, ids: Tensor, cache: Cache | None = None, keep: bool = False
-    ) -> tuple[Tensor, Cache]:
+    def forward(self, ids: Tensor, cache: Cache | None = None, keep: bool = False) -> tuple[Tensor, Cache]:
         """Hidden states [batch, new, width] of ids [batch, new] that follow `cache`.
 
         The returned cache covers old and new tokens if `keep`, else it is empty; the old cache is
@@ -166,24 +164,23 @@ class Needle(nn.Module):
         kept: Cache = []
         for i, w in enumerate(self.layer_weights()):
             q, k, v = self.before(x, cos, sin, w, self.shape.head_dim, self.shape.eps)
-            q, k, v = (t.unflatten(0, (batch, new)).transpose(1, 2) for t in (q, k, v))
+            q, k, v = (t.view(batch, new, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
             if cache:
                 attended = cached_attention(q, k, v, cache[i])
             else:
-                attended = F.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, enable_gqa=True
-                )
+                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             if keep and cache:
                 k = torch.cat([cache[i][0].expand(batch, -1, -1, -1), k], dim=2)
                 v = torch.cat([cache[i][1].expand(batch, -1, -1, -1), v], dim=2)
             if keep:
                 kept.append((k, v))
             x = self.after(x, attended.transpose(1, 2).reshape(len(x), -1), w, self.shape.eps)
-        return rms_norm(x, self.final_norm, self.shape.eps).unflatten(0, (batch, new)), kept
+        return rms_norm(x, self.final_norm, self.shape.eps).view(batch, new, -1), kept
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [..., vocab_size] of hidden states [..., width]."""
-        return F.linear(hidden, self.embed.to(self.dtype)).float()
+        logits: Tensor = F.linear(hidden, self.embed.to(self.dtype))
+        return logits.float()
 
 
 class Muon(torch.optim.Optimizer):
@@ -193,9 +190,7 @@ class Muon(torch.optim.Optimizer):
     lets it share AdamW's learning rate.
     """
 
-    def __init__(
-        self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.02
-    ) -> None:
+    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.02) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
 
     @torch.no_grad()
@@ -215,7 +210,7 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalise(g: Tensor) -> Tensor:
     """Nearest semi-orthogonal matrices to g [layers, out, in], by five Newton-Schulz steps."""
-    x = g.bfloat16()
+    x: Tensor = g.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -282,9 +277,7 @@ def _configs(shape: Shape, dtype: str) -> dict[str, dict[str, object]]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {"id": i, "content": word, **flags, "special": True} for i, word in enumerate(special)
-        ],
+        "added_tokens": [{"id": i, "content": word, **flags, "special": True} for i, word in enumerate(special)],
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,

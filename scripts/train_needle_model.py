@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,6 +31,7 @@ from needle_data import CODES, Batch, Feeder, Stage
 from needle_network import Cache, Needle, Shape, export, load, optimizers
 
 from sglang_ext.quality import vocabulary as vocab
+from sglang_ext.quality.facts import KINDS
 from sglang_ext.quality.tasks import TASKS, Question, make_document
 
 STAGES = (
@@ -87,9 +91,7 @@ class Meter:
         parts = []
         for length, sums in sorted(self.sums.items()):
             right, total = sums.tolist()
-            shown = " ".join(
-                f"{code} {100 * r / t:.1f}" for code, r, t in zip(CODES, right, total, strict=True) if t
-            )
+            shown = " ".join(f"{code} {100 * r / t:.1f}" for code, r, t in zip(CODES, right, total, strict=True) if t)
             parts.append(f"[{length}] {shown}")
         self.sums.clear()
         return "  ".join(parts)
@@ -98,7 +100,7 @@ class Meter:
 def loss_of(model: Needle, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Mean loss over answer tokens, which of them are right, and their codes."""
 
-    def move(array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def move(array: npt.NDArray[np.integer[Any]]) -> Tensor:
         tensor = torch.from_numpy(array)
         if device.type == "cuda":
             tensor = tensor.pin_memory().to(device, non_blocking=True)
@@ -120,90 +122,96 @@ def rate(progress: float, step: int, warm_up: int, decay: float) -> float:
     return min(1.0, (step + 1) / warm_up, max(0.02, (1 - progress) / decay))
 
 
+def compute_dtype(device: str) -> torch.dtype:
+    """bfloat16 on a GPU, float32 elsewhere."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+
+
 def train(args: argparse.Namespace) -> None:
     """Train until the minutes are over, exporting every minute."""
     began = time.monotonic()
-    device = torch.device(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     stages = tuple(
         Stage(s.length, max(1, round(s.num_sequences * args.batch_scale)))
         for s in STAGES
         if s.length <= args.max_length
     )
-    shape = Shape(layers=args.layers, width=args.width, mlp=args.mlp)
     level = min(i for i, s in enumerate(stages) if s.length >= args.start_length)
-    feeder = Feeder(args.seed, args.workers, stages)
+    feeder = Feeder(args.seed, args.workers, stages, args.emphasis)
     feeder.level.value = level
     torch.set_float32_matmul_precision("high")
     try:
         seed = args.seed
-        while not _attempt(args, seed, shape, Curriculum(stages, level, args.threshold),
-                           feeder, device, dtype, began):
+        while not _attempt(args, seed, Curriculum(stages, level, args.threshold), feeder, began):
             seed += 1
             print(f"plateau: starting again with seed {seed}", flush=True)
     finally:
         feeder.close()
 
 
-def _attempt(
-    args: argparse.Namespace,
-    seed: int,
-    shape: Shape,
-    curriculum: Curriculum,
-    feeder: Feeder,
-    device: torch.device,
-    dtype: torch.dtype,
-    began: float,
-) -> bool:
+class Reader:
+    """Note accuracies of the last steps, read back rarely: every read waits for the GPU."""
+
+    def __init__(self, curriculum: Curriculum, feeder: Feeder) -> None:
+        self._curriculum = curriculum
+        self._feeder = feeder
+        self._pending: list[tuple[int, Tensor]] = []
+
+    def add(self, step: int, length: int, codes: Tensor, right: Tensor) -> None:
+        """Take in one step; every tenth moves the curriculum."""
+        is_note = codes == CODES.index("note")
+        self._pending.append((length, (right & is_note).sum() / is_note.sum()))
+        if len(self._pending) < 10:
+            return
+        seen = torch.stack([accuracy for _, accuracy in self._pending]).tolist()
+        for (at, _), accuracy in zip(self._pending, seen, strict=True):
+            if not math.isnan(accuracy) and self._curriculum.see(at, accuracy):
+                level = self._feeder.level.value = self._curriculum.level
+                print(f"step {step}: length {self._curriculum.stages[level].length}", flush=True)
+        self._pending.clear()
+
+
+def update(model: Needle, opts: list[torch.optim.Optimizer], loss: Tensor, lr: float) -> None:
+    """Backward pass and one step of all optimizers."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for opt in opts:
+        for group in opt.param_groups:
+            group["lr"] = lr
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+
+
+def _attempt(args: argparse.Namespace, seed: int, curriculum: Curriculum, feeder: Feeder, began: float) -> bool:
     """Train one seed; False if it stayed on the plateau of the first length."""
     torch.manual_seed(seed)
+    device, dtype = torch.device(args.device), compute_dtype(args.device)
+    shape = Shape(layers=args.layers, width=args.width, mlp=args.mlp)
     model = load(args.resume, dtype, args.device) if args.resume else Needle(shape, dtype)
     model.to(device)
     if device.type == "cuda":
         model.compile_blocks()
     opts = optimizers(model, args.lr)
-    meter, batches = Meter(device), iter(feeder)
+    meter, reader, batches = Meter(device), Reader(curriculum, feeder), iter(feeder)
     last_report = last_export = time.monotonic()
     tokens = step = 0
-    stages = curriculum.stages
-    pending: list[tuple[int, Tensor]] = []
-    note = CODES.index("note")
-    while True:
+    while step != args.max_steps:
         elapsed = time.monotonic() - began
         progress = elapsed / (60 * args.minutes)
-        if progress >= 1 or step == args.max_steps:
+        if progress >= 1:
             break
         batch = next(batches)
-        length = batch.ids.shape[1]
         loss, right, codes = loss_of(model, batch, device)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = args.lr * rate(progress, step, args.warm_up, args.decay)
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        meter.add(length, codes, right)
+        update(model, opts, loss, args.lr * rate(progress, step, args.warm_up, args.decay))
         step, tokens = step + 1, tokens + batch.ids.size
-        is_note = codes == note
-        pending.append((length, (right & is_note).sum() / is_note.sum()))
-        if len(pending) == 10:  # Read back rarely: every read waits for the GPU.
-            seen = torch.stack([accuracy for _, accuracy in pending]).tolist()
-            for (at, _), accuracy in zip(pending, seen, strict=True):
-                if accuracy == accuracy and curriculum.see(at, accuracy):
-                    feeder.level.value = curriculum.level
-                    print(f"step {step}: length {stages[curriculum.level].length}", flush=True)
-            pending.clear()
+        meter.add(batch.ids.shape[1], codes, right)
+        reader.add(step, batch.ids.shape[1], codes, right)
         if curriculum.level == 0 and step == args.plateau_steps and not args.resume:
             return False
         now = time.monotonic()
         if now - last_report >= args.report_seconds:
-            speed = tokens / (now - last_report)
-            print(
-                f"{elapsed:5.0f}s step {step} loss {loss.item():.4f} {speed / 1e6:.2f}M tok/s "
-                f"{meter.report()}",
-                flush=True,
-            )
+            speed = f"{tokens / (now - last_report) / 1e6:.2f}M tok/s"
+            line = f"{elapsed:5.0f}s step {step} loss {loss.item():.4f} {speed} {meter.report()}"
+            print(line, flush=True)
             last_report, tokens = now, 0
         if now - last_export >= 60:
             export(model, args.out)
@@ -214,9 +222,7 @@ def _attempt(
 
 
 @torch.inference_mode()
-def answer(
-    model: Needle, document: Cache, questions: list[list[int]], longest: int
-) -> list[list[int]]:
+def answer(model: Needle, document: Cache, questions: list[list[int]], longest: int) -> list[list[int]]:
     """Greedy answers to questions of one length after a prefilled document."""
     device = model.embed.device
     ids = torch.tensor(questions, device=device)
@@ -232,9 +238,7 @@ def answer(
 
 
 @torch.inference_mode()
-def measure(
-    model: Needle, task: str, length: int, seeds: range, num_questions: int
-) -> tuple[int, int]:
+def measure(model: Needle, task: str, length: int, seeds: range, num_questions: int) -> tuple[int, int]:
     """Right answers and questions asked over the documents of `seeds`."""
     right = total = 0
     for seed in seeds:
@@ -258,7 +262,7 @@ def _by_length(questions: tuple[Question, ...]) -> Iterator[list[Question]]:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Print greedy dense accuracy per task and length, as a Markdown table and as JSON."""
-    dtype = torch.bfloat16 if torch.device(args.device).type == "cuda" else torch.float32
+    dtype = compute_dtype(args.device)
     model = load(args.checkpoint, dtype, args.device)
     lengths = [int(length) for length in args.lengths.split(",")]
     seeds = range(args.first_seed, args.first_seed + args.documents)
@@ -268,9 +272,7 @@ def evaluate(args: argparse.Namespace) -> None:
     print("| task | " + " | ".join(map(str, lengths)) + " | questions per length |")
     print("|---|" + "---|" * (len(lengths) + 1))
     for task in args.tasks.split(","):
-        rows[task] = {
-            length: measure(model, task, length, seeds, args.questions) for length in lengths
-        }
+        rows[task] = {length: measure(model, task, length, seeds, args.questions) for length in lengths}
         shown = [f"{100 * right / total:.1f}" for right, total in rows[task].values()]
         print(f"| {task} | {' | '.join(shown)} | {rows[task][lengths[0]][1]} |", flush=True)
     if args.json:
@@ -297,9 +299,9 @@ def parser() -> argparse.ArgumentParser:
     t.add_argument("--threshold", type=float, default=0.985, help="note accuracy to go longer")
     t.add_argument("--plateau-steps", type=int, default=3000, help="steps until the next seed")
     t.add_argument("--max-steps", type=int, default=-1, help="stop after so many steps")
+    t.add_argument("--emphasis", choices=KINDS, help="a fact kind to train four times as often")
     t.add_argument("--batch-scale", type=float, default=1.0, help="factor on sequences per step")
-    t.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2),
-                   help="processes that make batches")
+    t.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that make batches")
     t.add_argument("--report-seconds", type=float, default=5.0, help="time between log lines")
     t.add_argument("--layers", type=int, default=Shape.layers, help="decoder layers")
     t.add_argument("--width", type=int, default=Shape.width, help="hidden size")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from prefix_kernels.budget import BudgetGrowth
 from prefix_kernels.pooling import Pooling
 
@@ -76,9 +77,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     num_recent_pages: int = 4
     min_sparse_prompt_len: int = 1024
     layer_plan: list[str | dict[str, Any]] = []
-    methods: dict[str, dict[str, Any]] = msgspec.field(
-        default_factory=lambda: {"ab_sparse": {}, "csattention": {}}
-    )
+    methods: dict[str, dict[str, Any]] = msgspec.field(default_factory=lambda: {"ab_sparse": {}, "csattention": {}})
     query_samples: int = 2048
     seed: int = 0
     build: Build = Build.OFF
@@ -141,9 +140,7 @@ def _check_methods(config: SparseAttnConfig) -> None:
 
     for name, spec in config.methods.items():
         if name not in METHODS:
-            raise _fail(
-                f"'methods' to name some of {sorted(METHODS)}", name, "Remove it or correct its spelling."
-            )
+            raise _fail(f"'methods' to name some of {sorted(METHODS)}", name, "Remove it or correct its spelling.")
         try:
             METHODS[name].spec.from_dict(spec)
         except (TypeError, ValueError) as error:
@@ -174,9 +171,7 @@ def parse_config(text: str | None) -> SparseAttnConfig:
             try:
                 source = path.read_text()
             except OSError as error:
-                raise _fail(
-                    "a readable file after '@'", str(path), f"{error.strerror}: check the path."
-                ) from error
+                raise _fail("a readable file after '@'", str(path), f"{error.strerror}: check the path.") from error
         try:
             raw = json.loads(source)
         except json.JSONDecodeError as error:

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+
 from prefix_kernels.types import Selection
 
 #: The words under which dense decode is counted (docs/architecture.md).
@@ -22,6 +23,7 @@ REASONS = (
     "quality_guard",
     "unsupported_layer",
     "unsupported_mode",
+    "by_request",
 )
 
 

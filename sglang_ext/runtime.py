@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import torch
-from prefix_index import FileStore, IndexIdentity, ModelFingerprint, namespace_digest, page_hashes
-from prefix_kernels.types import PagedKV
 from torch import Tensor
 
+from prefix_index import FileStore, IndexIdentity, ModelFingerprint, namespace_digest, page_hashes
+from prefix_kernels.types import PagedKV
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
 from sglang_ext.config import PAGE_TOKENS, Build, PrefetchPolicy, Settings
@@ -95,9 +96,7 @@ class SparseRuntime:
         self.recorder: QueryRecorder | None = None
         if config.build is Build.PREFILL:
             gqa = view.num_qo_heads // view.num_kv_heads
-            self.recorder = QueryRecorder(
-                view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed
-            )
+            self.recorder = QueryRecorder(view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed)
             self._factory = IndexFactory(self.store, config, view.head_dim**-0.5)
         self._identities: dict[str, IndexIdentity] = {}
         self._shared: dict[str, list[SharedSlots]] = {}
@@ -113,7 +112,7 @@ class SparseRuntime:
         rid: str,
         prompt: Sequence[int],
         namespace: Mapping[str, str | None],
-        unsupported: str | None = None,
+        refusal: tuple[str, str] | None = None,
     ) -> None:
         """Look a request up, once. Called at each prefix match of a waiting request; only the first counts.
 
@@ -122,12 +121,12 @@ class SparseRuntime:
             rid: its id.
             prompt: its own prompt's token ids.
             namespace: everything in its RadixKey that is not tokens.
-            unsupported: why this request must stay dense in any case.
+            refusal: (reason, detail) of a request that stays dense in any case.
         """
         if self.requests.known(request):
             return
-        if unsupported:
-            attachment = Attachment(rid, len(prompt), None, "unsupported_mode", unsupported)
+        if refusal:
+            attachment = Attachment(rid, len(prompt), None, *refusal)
         else:
             found = self.directory.lookup(namespace, prompt)
             if found.entry is not None:
@@ -139,17 +138,21 @@ class SparseRuntime:
                     logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)
         self.requests.add(request, attachment)
         if self.recorder is not None:
-            self._admit_build(rid, prompt, namespace, unsupported)
+            self._admit_build(rid, prompt, namespace, refusal)
 
     def _admit_build(
-        self, rid: str, prompt: Sequence[int], namespace: Mapping[str, str | None], unsupported: str | None
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        namespace: Mapping[str, str | None],
+        refusal: tuple[str, str] | None,
     ) -> None:
+        least = self.config.min_sparse_prompt_len
         tokens = covered_tokens(len(prompt), self.config.build_align)
-        if unsupported or tokens < self.config.min_sparse_prompt_len:
-            reason = "unsupported_mode" if unsupported else "short_prefix"
-            detail = unsupported or (
-                f"expected at least min_sparse_prompt_len={self.config.min_sparse_prompt_len} tokens, "
-                f"got {len(prompt)}"
+        if refusal or tokens < least:
+            reason, detail = refusal or (
+                "short_prefix",
+                f"expected at least min_sparse_prompt_len={least} tokens, got {len(prompt)}",
             )
             self._report(rid, status="skipped", reason=reason, detail=detail)
             return
@@ -316,16 +319,12 @@ class SparseRuntime:
         try:
             queries = capture.queries(self.view.num_kv_heads)
             slots = self.view.req_to_token[row, : identity.num_tokens].to(torch.int64)
-            entry, stats = self._factory.build(
-                identity, lambda layer: self.view.kv(layer).k_cache[slots], queries
-            )
+            entry, stats = self._factory.build(identity, lambda layer: self.view.kv(layer).k_cache[slots], queries)
         except Exception as error:  # one prompt must not end the job
             logger.exception("sparse attention: no index was built for request %s", rid)
             self._report(rid, status="failed", reason=type(error).__name__, detail=str(error))
             return
-        self._report(
-            rid, status="built", digest=entry.digest, num_tokens=identity.num_tokens, path=entry.path, **stats
-        )
+        self._report(rid, status="built", digest=entry.digest, num_tokens=identity.num_tokens, path=entry.path, **stats)
 
     def _report(self, rid: str, **fields: Any) -> None:
         if self.config.build_report:
@@ -339,6 +338,8 @@ class SparseRuntime:
         return {
             **self.counters.snapshot(),
             "method": self.config.method,
+            "model": msgspec.to_builtins(self.model),
+            "profile": self.profile,
             "indexes_in_store": len(self.store.list()),
             "store_problems": [str(problem.error) for problem in self.store.problems()],
             "resident_bytes": self.residency.resident_bytes(),

@@ -35,9 +35,7 @@ def budget_for_group(
     if budget < 1 or num_rows < 1:
         raise ValueError(f"expected budget >= 1 tokens and num_rows >= 1, got {budget} and {num_rows}")
     if cap is not None and cap < budget:
-        raise ValueError(
-            f"expected cap >= budget={budget} tokens, got {cap}; raise the cap or lower the budget"
-        )
+        raise ValueError(f"expected cap >= budget={budget} tokens, got {cap}; raise the cap or lower the budget")
     factor = math.sqrt(num_rows) if BudgetGrowth(growth) is BudgetGrowth.SQRT else 1.0
     grown = math.ceil(budget * factor)
     return grown if cap is None else min(grown, cap)

@@ -24,6 +24,5 @@ def resolve(op: str, requested: str, available: Mapping[str, F]) -> F:
     except KeyError:
         names = ", ".join(sorted(available))
         raise ValueError(
-            f"{op} has no implementation {requested!r}; expected one of: {names}. Nothing is substituted "
-            "for it"
+            f"{op} has no implementation {requested!r}; expected one of: {names}. Nothing is substituted for it"
         ) from None

@@ -44,8 +44,7 @@ def pool_scores(scores: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX)
     """
     if scores.dim() != 4 or 0 in scores.shape[:3]:
         raise ValueError(
-            "expected scores [num_kv_heads, num_rows >= 1, gqa >= 1, num_candidates], got "
-            f"{tuple(scores.shape)}"
+            f"expected scores [num_kv_heads, num_rows >= 1, gqa >= 1, num_candidates], got {tuple(scores.shape)}"
         )
     rows = scores.flatten(1, 2).float() * sm_scale
     if rows.shape[2] == 0:

@@ -137,14 +137,10 @@ def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     frequency = base ** (-torch.arange(half) / half)
     angle = positions[..., None] * frequency
     first, second = x[..., :half], x[..., half:]
-    return torch.cat(
-        [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1
-    )
+    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1)
 
 
-def paged_kv(
-    keys: Tensor, values: Tensor, *, num_slots: int | None = None, seed: int = 0
-) -> tuple[PagedKV, Tensor]:
+def paged_kv(keys: Tensor, values: Tensor, *, num_slots: int | None = None, seed: int = 0) -> tuple[PagedKV, Tensor]:
     """Put a prefix into a pool in random slots; every other slot holds NaN.
 
     Args:

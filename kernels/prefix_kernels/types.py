@@ -103,13 +103,10 @@ class Selection:
                 f"{tuple(self.positions.shape)} and {tuple(self.counts.shape)}"
             )
         if self.positions.dtype != torch.int32 or self.counts.dtype != torch.int32:
-            raise ValueError(
-                f"expected int32 positions and counts, got {self.positions.dtype} and {self.counts.dtype}"
-            )
+            raise ValueError(f"expected int32 positions and counts, got {self.positions.dtype} and {self.counts.dtype}")
         if self.positions.device != self.counts.device:
             raise ValueError(
-                "expected positions and counts on one device, got "
-                f"{self.positions.device} and {self.counts.device}"
+                f"expected positions and counts on one device, got {self.positions.device} and {self.counts.device}"
             )
 
     @classmethod
@@ -125,9 +122,7 @@ class Selection:
             ValueError: a negative `prefix_len` or no KV head.
         """
         if prefix_len < 0 or num_kv_heads < 1:
-            raise ValueError(
-                f"expected prefix_len >= 0 and num_kv_heads >= 1, got {prefix_len} and {num_kv_heads}"
-            )
+            raise ValueError(f"expected prefix_len >= 0 and num_kv_heads >= 1, got {prefix_len} and {num_kv_heads}")
         row = torch.arange(prefix_len, dtype=torch.int32, device=device)
         counts = torch.full((num_kv_heads,), prefix_len, dtype=torch.int32, device=device)
         return cls(row.expand(num_kv_heads, prefix_len).contiguous(), counts)

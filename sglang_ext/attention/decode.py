@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from prefix_kernels.ops import merge_state, prefix_attention, suffix_attention
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import AttnState, PagedKV, Selection
-from torch import Tensor
-
 from sglang_ext.attention.plan import DecodePlan, Group
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.indexing.base import Selector
@@ -26,9 +26,7 @@ class GroupedDecode:
         counters: receives the positions read.
     """
 
-    def __init__(
-        self, config: SparseAttnConfig, selector: Selector, layer_plan: LayerPlan, counters: Counters
-    ) -> None:
+    def __init__(self, config: SparseAttnConfig, selector: Selector, layer_plan: LayerPlan, counters: Counters) -> None:
         self._config = config
         self._selector = selector
         self._layer_plan = layer_plan

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from prefix_kernels.types import Selection
 from torch import Tensor
 
+from prefix_kernels.types import Selection
 from sglang_ext.prefix.requests import Attachment, SharedSlots
 from sglang_ext.prefix.residency import ResidentIndex
 

@@ -45,9 +45,7 @@ def alloc_extend(original: Callable[..., Any], allocator: Any, *args: Any, **kwa
         pages = ((seq_lens + page - 1) // page - (prefix_lens + page - 1) // page).sum()
         if int(pages) > len(free_pages):
             return  # the caller counts the pages itself, and gives up
-        paged.alloc_extend_naive(
-            prefix_lens, seq_lens, last_loc, free_pages, out, page, allocator.device
-        )
+        paged.alloc_extend_naive(prefix_lens, seq_lens, last_loc, free_pages, out, page, allocator.device)
 
     return _with_kernel(paged, "alloc_extend_kernel", launch, original, allocator, *args, **kwargs)
 
@@ -68,7 +66,12 @@ def alloc_decode(original: Callable[..., Any], allocator: Any, *args: Any, **kwa
 
 
 def _with_kernel(
-    module: Any, name: str, launch: Callable[..., None], original: Callable[..., Any], *args: Any, **kwargs: Any
+    module: Any,
+    name: str,
+    launch: Callable[..., None],
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call `original` while `module.name[grid](...)` runs `launch`; the scheduler is single-threaded here."""
 
@@ -84,14 +87,58 @@ def _with_kernel(
         setattr(module, name, kernel)
 
 
+def extend_new_rows(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """`TorchNativeAttnBackend._run_sdpa_forward_extend`, computing the new rows only.
+
+    SGLang's own form recomputes attention for all rows of a request whenever a few are added, N x N work for a
+    question of ten tokens behind a prompt of N. The rows it keeps are the same up to rounding. Only with
+    SGLANG_EXT_CPU_SHORT_EXTEND=1, and only for plain causal attention behind a cached prefix.
+    """
+    import inspect
+
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    bound = inspect.signature(original).bind(backend, *args, **kwargs)
+    bound.apply_defaults()
+    a = bound.arguments
+    window = a["sliding_window_size"]
+    plain = a["causal"] and a["encoder_lens"] is None and not a["is_cross_attn"] and (window is None or window < 0)
+    prefix_lens = a["extend_prefix_lens"].tolist()
+    if not plain or not any(prefix_lens):
+        return original(backend, *args, **kwargs)
+    query, output, row = a["query"], a["output"], 0
+    lens = zip(a["req_pool_indices"], a["seq_lens"].tolist(), prefix_lens, strict=True)
+    for pool_idx, seq_len, prefix_len in lens:
+        end = row + seq_len - prefix_len
+        slots = a["req_to_token"][pool_idx, :seq_len]
+        key = a["k_cache"][slots].movedim(0, 1).to(query.dtype)
+        value = a["v_cache"][slots].movedim(0, 1).to(query.dtype)
+        mask = torch.arange(seq_len)[None] <= torch.arange(prefix_len, seq_len)[:, None]
+        out = scaled_dot_product_attention(
+            query[row:end].movedim(0, 1)[None],
+            key[None],
+            value[None],
+            attn_mask=mask,
+            enable_gqa=a["enable_gqa"],
+            scale=a["scaling"],
+        )
+        output[row:end] = out[0].movedim(1, 0)
+        row = end
+    return output
+
+
 def register() -> None:
     """Entry point: mend what is missing, on machines without an accelerator only."""
     if not _no_accelerator():
         return
     _stub_rope_operation()
-    if versions.installed() == "0.5.16":
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if versions.installed() == "0.5.16":
         allocator = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
         HookRegistry.register(f"{allocator}.alloc_extend", alloc_extend, HookType.AROUND)
         HookRegistry.register(f"{allocator}.alloc_decode", alloc_decode, HookType.AROUND)
+    if os.environ.get("SGLANG_EXT_CPU_SHORT_EXTEND") == "1":
+        backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+        HookRegistry.register(f"{backend}._run_sdpa_forward_extend", extend_new_rows, HookType.AROUND)

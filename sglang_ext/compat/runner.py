@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from prefix_index import ModelFingerprint, canonical_digest
-from prefix_kernels.types import PagedKV
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from torch import Tensor
 
+from prefix_index import ModelFingerprint, canonical_digest
+from prefix_kernels.types import PagedKV
 from sglang_ext.fingerprint import model_fingerprint, resolve_folder, weights_digest
 
 _KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -79,7 +81,7 @@ class RunnerView:
         else:
             weights = weights_digest(resolve_folder(config.model_path, args.revision))
         return model_fingerprint(
-            config.hf_text_config.to_dict(),
+            _config_json(resolve_folder(config.model_path, args.revision), args.json_model_override_args),
             weights,
             quantization=getattr(config, "quantization", None),
             kv_dtype=str(self.runner.token_to_kv_pool.dtype).removeprefix("torch."),
@@ -88,6 +90,13 @@ class RunnerView:
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
         )
+
+
+def _config_json(folder: str, overrides: str) -> dict[str, Any]:
+    """The checkpoint's own config: SGLang releases differ in what they add to the parsed one."""
+    raw: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    raw.update(json.loads(overrides or "{}"))
+    return raw
 
 
 def layer_refusal(layer: Any, kwargs: dict[str, Any]) -> str | None:

@@ -102,18 +102,25 @@ def _admit(req: Any, key: Any) -> None:
     assert _runtime is not None
     if _runtime.requests.known(req):
         return
-    reason = None
-    if getattr(req, "lora_id", None) is not None:
-        reason = "a LoRA request"
-    elif getattr(req, "multimodal_inputs", None) is not None:
-        reason = "a multimodal request"
-    elif getattr(req, "input_embeds", None) is not None or getattr(
-        req, "positional_embed_overrides", None
-    ):
-        reason = "a request with its own embeddings"
-    elif getattr(key, "is_bigram", False):
-        reason = "a bigram prefix key (speculative decoding)"
-    _runtime.admit(req, req.rid, req.origin_input_ids, namespace_of(key), reason)
+    _runtime.admit(req, req.rid, req.origin_input_ids, namespace_of(key), _refusal(req, key))
+
+
+def _refusal(req: Any, key: Any) -> tuple[str, str] | None:
+    """(reason, detail) of a request that stays dense whatever is in the store."""
+    embeds = getattr(req, "input_embeds", None) or getattr(req, "positional_embed_overrides", None)
+    modes = (
+        (getattr(req, "lora_id", None) is not None, "a LoRA request"),
+        (getattr(req, "multimodal_inputs", None) is not None, "a multimodal request"),
+        (embeds is not None, "a request with its own embeddings"),
+        (bool(getattr(key, "is_bigram", False)), "a bigram prefix key (speculative decoding)"),
+    )
+    for present, what in modes:
+        if present:
+            return "unsupported_mode", what
+    custom = req.sampling_params.custom_params or {}
+    if custom.get("sparse_attn") is False:
+        return "by_request", "custom_params.sparse_attn is false"
+    return None
 
 
 def around_model_runner_forward(

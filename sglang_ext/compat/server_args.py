@@ -55,7 +55,7 @@ def after_add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
         "--sparse-attn-config",
         metavar="JSON|@FILE",
         default=os.environ.get(ENV_CONFIG),
-        help='Settings as a JSON object, for instance \'{"keep_ratio": 0.1}\', or @file. Unknown keys are '
+        help="Settings as a JSON object, for instance '{\"keep_ratio\": 0.1}', or @file. Unknown keys are "
         f"an error. Environment: {ENV_CONFIG}.",
     )
     group.add_argument(

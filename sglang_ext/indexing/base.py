@@ -93,9 +93,7 @@ def check_range(name: str, value: float, least: float, most: float) -> None:
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
-        raise ValueError(
-            f"expected {name} to be one of {', '.join(choices)}, got {value!r}; choose one of them"
-        )
+        raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}; choose one of them")
 
 
 class IndexBuilder(Protocol):
@@ -205,9 +203,7 @@ def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> Tensor:
             f"{tuple(queries.shape)}"
         )
     if not bool(torch.isfinite(queries).all()):
-        raise ValueError(
-            "expected finite queries, got NaN or infinity; the capture is unusable, take it again"
-        )
+        raise ValueError("expected finite queries, got NaN or infinity; the capture is unusable, take it again")
     return queries
 
 

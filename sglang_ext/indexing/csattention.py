@@ -1,15 +1,18 @@
 """CSAttention: query-centric tables per subspace, token scores by sparse accumulation.
 
-Source: CSAttention, 3.2 (build) and 3.3 (search). Two departures, both measured on planted data (benchmarks
-of the report; `baseline="none"` is the paper's form of the first):
+Source: CSAttention, 3.2 (build) and 3.3 (search). Two departures, both measured on planted data
+(`prefix_kernels.testing`, 8K tokens, m=8, C=64, alpha=0.2, 2% kept, one request; the oracle recalls 0.92
+without and 0.89 with RoPE):
 
 *Baseline.* The paper's sum gives a position that a list lacks 0 for that subspace. Where a subspace's partial
 scores are mostly negative (queries and keys shifted apart, the very case of the paper's 2.4), a listed
 position then scores *below* one that is not listed, and recall collapses. With `baseline="tail_mean"` each
 list stores its scores minus the mean score of the positions it lacks: a lacking position then counts as an
-average one. Search does not change, since the subtracted constant is the same for all positions.
+average one. Search does not change, since the subtracted constant is the same for all positions. Recall 0.90
+instead of 0.07 without RoPE, 0.82 instead of 0.56 with it; `baseline="none"` is the paper's form.
 
-*Weight.* Partial scores are weighted by the query's projection on the centroid (see `csa_scores`).
+*Weight.* Partial scores are weighted by the query's projection on the centroid (see `csa_scores`): recall
+0.83 with RoPE, 0.82 by the sub-query's length.
 """
 
 from __future__ import annotations
@@ -77,8 +80,7 @@ class CSAttentionSpec(IndexSpec):
         check_range("csattention.num_centroids", self.num_centroids, 1, 65536)
         if not 0.0 < self.list_ratio <= 1.0:
             raise ValueError(
-                f"expected csattention.list_ratio above 0 and at most 1, got {self.list_ratio}; 0.02 to "
-                "0.4 is usual"
+                f"expected csattention.list_ratio above 0 and at most 1, got {self.list_ratio}; 0.02 to 0.4 is usual"
             )
         check_range("csattention.iterations", self.iterations, 0, 1000)
         check_range("csattention.max_samples", self.max_samples, 1, 1 << 20)
@@ -132,9 +134,7 @@ class CSAttentionBuilder:
         m, num_centroids = self.spec.num_subspaces, self.spec.num_centroids
         channels = subspace_channels(head_dim, m, self.spec.layout).to(keys.device)
         points = samples.float()[:, :, channels].transpose(1, 2).flatten(0, 1)
-        centroids = cosine_kmeans(
-            points, num_centroids, iterations=self.spec.iterations, seed=self.spec.seed
-        ).half()
+        centroids = cosine_kmeans(points, num_centroids, iterations=self.spec.iterations, seed=self.spec.seed).half()
         key_parts = keys.float()[:, :, channels].permute(1, 2, 3, 0).flatten(0, 1)
         positions, scores = self._lists(centroids, key_parts)
         shape = (num_kv_heads, m, num_centroids, -1)
@@ -164,9 +164,7 @@ class CSAttentionBuilder:
         num_groups, num_centroids, _ = centroids.shape
         prefix_len = key_parts.shape[2]
         list_len = self.spec.list_len(prefix_len)
-        positions = torch.empty(
-            num_groups, num_centroids, list_len, dtype=torch.int32, device=centroids.device
-        )
+        positions = torch.empty(num_groups, num_centroids, list_len, dtype=torch.int32, device=centroids.device)
         scores = torch.empty_like(positions, dtype=torch.float16)
         step = max(1, SCORES_PER_CHUNK // (num_centroids * prefix_len))
         for first in range(0, num_groups, step):

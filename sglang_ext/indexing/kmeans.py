@@ -33,9 +33,7 @@ def cosine_kmeans(points: Tensor, num_centroids: int, *, iterations: int = 10, s
     if points.dim() != 3 or points.shape[1] == 0:
         raise ValueError(f"expected points [num_groups, num_points >= 1, dim], got {tuple(points.shape)}")
     if num_centroids < 1 or iterations < 0:
-        raise ValueError(
-            f"expected num_centroids >= 1 and iterations >= 0, got {num_centroids}, {iterations}"
-        )
+        raise ValueError(f"expected num_centroids >= 1 and iterations >= 0, got {num_centroids}, {iterations}")
     points = points.float()
     length = points.norm(dim=2, keepdim=True)
     unit = points / length.clamp_min(torch.finfo(torch.float32).tiny)

@@ -71,8 +71,7 @@ class LayerPlan:
             if not 0 <= layer < num_layers:
                 raise ValueError(f"expected dense layers in 0..{num_layers - 1}, got {layer}")
         roles = (
-            LayerRole(LayerMode.DENSE if layer in dense_layers else LayerMode.ANCHOR)
-            for layer in range(num_layers)
+            LayerRole(LayerMode.DENSE if layer in dense_layers else LayerMode.ANCHOR) for layer in range(num_layers)
         )
         return cls(tuple(roles), num_kv_heads)
 
@@ -98,9 +97,7 @@ class LayerPlan:
             return cls.default(num_layers, num_kv_heads)
         entries = data["layers"]
         if not isinstance(entries, list | tuple):
-            raise TypeError(
-                f"expected layers as a list of {num_layers} entries, got {type(entries).__name__}"
-            )
+            raise TypeError(f"expected layers as a list of {num_layers} entries, got {type(entries).__name__}")
         if len(entries) != num_layers:
             raise ValueError(
                 f"expected {num_layers} layers in the plan (the model's), got {len(entries)}; is the plan "
@@ -156,27 +153,21 @@ class LayerPlan:
             )
         if len(role.head_map) != self.num_kv_heads:
             raise ValueError(
-                f"layer {layer}: expected head_map of {self.num_kv_heads} KV heads, got "
-                f"{len(role.head_map)} entries"
+                f"layer {layer}: expected head_map of {self.num_kv_heads} KV heads, got {len(role.head_map)} entries"
             )
         for head in role.head_map:
             if not 0 <= head < self.num_kv_heads:
-                raise ValueError(
-                    f"layer {layer}: expected head_map entries in 0..{self.num_kv_heads - 1}, got {head}"
-                )
+                raise ValueError(f"layer {layer}: expected head_map entries in 0..{self.num_kv_heads - 1}, got {head}")
 
 
 def _parse_role(layer: int, entry: object, num_kv_heads: int) -> LayerRole:
     if isinstance(entry, str):
         if entry not in (LayerMode.DENSE.value, LayerMode.ANCHOR.value):
-            raise ValueError(
-                f'layer {layer}: expected "dense", "anchor" or {{"reuse": anchor_layer}}, got {entry!r}'
-            )
+            raise ValueError(f'layer {layer}: expected "dense", "anchor" or {{"reuse": anchor_layer}}, got {entry!r}')
         return LayerRole(LayerMode(entry))
     if not isinstance(entry, Mapping):
         raise TypeError(
-            f'layer {layer}: expected "dense", "anchor" or {{"reuse": anchor_layer}}, got '
-            f"{type(entry).__name__}"
+            f'layer {layer}: expected "dense", "anchor" or {{"reuse": anchor_layer}}, got {type(entry).__name__}'
         )
     unknown = sorted(str(key) for key in entry if key not in ("reuse", "head_map"))
     if unknown or "reuse" not in entry:

@@ -31,9 +31,7 @@ def parse_spec(data: Mapping[str, Any]) -> IndexSpec:
         raise TypeError(f'expected an object like {{"method": "csattention"}}, got {type(data).__name__}')
     name = data.get("method")
     if not isinstance(name, str) or name not in METHODS:
-        raise ValueError(
-            f"expected method to be one of {', '.join(METHODS)}, got {name!r}; choose one of them"
-        )
+        raise ValueError(f"expected method to be one of {', '.join(METHODS)}, got {name!r}; choose one of them")
     spec: IndexSpec = METHODS[name].spec.from_dict(data)
     return spec
 

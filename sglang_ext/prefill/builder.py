@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from prefix_index import (
     ArrayKey,
     BuildInfo,
@@ -15,10 +17,8 @@ from prefix_index import (
     IndexStore,
     canonical_digest,
 )
-from prefix_kernels.testing import attention_recall
 from prefix_kernels.pooling import Pooling
-from torch import Tensor
-
+from prefix_kernels.testing import attention_recall
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.indexing import METHODS
 from sglang_ext.indexing.base import IndexSpec
@@ -111,9 +111,7 @@ class IndexFactory:
             file.verify()
         return entry, {**stats, "index_bytes": entry.nbytes, "build_seconds": seconds, **self._sizes(arrays)}
 
-    def _recall(
-        self, name: str, spec: IndexSpec, built: Mapping[str, Tensor], keys: Tensor, queries: Tensor
-    ) -> float:
+    def _recall(self, name: str, spec: IndexSpec, built: Mapping[str, Tensor], keys: Tensor, queries: Tensor) -> float:
         num_kv_heads, samples, head_dim = queries.shape
         step = max(1, samples // _RECALL_ROWS)
         rows = queries[:, ::step][:, :_RECALL_ROWS].transpose(0, 1).contiguous()  # one query head per KV head
@@ -153,5 +151,3 @@ class IndexFactory:
 def covered_tokens(prompt_len: int, align: int) -> int:
     """Tokens of a prompt that an index covers: the largest multiple of `align` (a multiple of a page)."""
     return prompt_len // align * align
-
-

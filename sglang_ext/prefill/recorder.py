@@ -43,9 +43,7 @@ class Capture:
     def decide(self, count: int, already: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which of the next `count` tokens are kept, and where: (offsets, reservoir rows), rows unique."""
         index = already + np.arange(count)
-        target = np.where(
-            index < self.capacity, index, np.floor(self.rng.random(count) * (index + 1)).astype(np.int64)
-        )
+        target = np.where(index < self.capacity, index, np.floor(self.rng.random(count) * (index + 1)).astype(np.int64))
         offsets = np.flatnonzero(target < self.capacity)
         rows = target[offsets]
         # A row that is hit twice in this chunk keeps its last token, as one token at a time would.

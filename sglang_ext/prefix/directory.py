@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefix_index import IndexEntry, IndexStore, ModelFingerprint, namespace_digest, page_hashes
-
 from sglang_ext.config import PAGE_TOKENS
 
 

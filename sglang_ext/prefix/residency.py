@@ -10,8 +10,9 @@ from enum import Enum
 
 import numpy as np
 import torch
-from prefix_index import IndexEntry, IndexFile, IndexStore, IndexStoreError
 from torch import Tensor
+
+from prefix_index import IndexEntry, IndexFile, IndexStore, IndexStoreError
 
 logger = logging.getLogger(__name__)
 

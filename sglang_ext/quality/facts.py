@@ -18,6 +18,7 @@ Randomness comes from the caller's numpy Generator alone, so equal seeds give eq
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -120,10 +121,7 @@ class FactMaker:
     def _link(self) -> Fact:
         hops = int(self._rng.integers(2, 5))
         chain = (*self._keys(hops), *self._values.take(1))
-        lines = tuple(
-            (_MARKER["link"], here, there, vocab.STOP)
-            for here, there in zip(chain, chain[1:], strict=False)
-        )
+        lines = tuple((_MARKER["link"], here, there, vocab.STOP) for here, there in itertools.pairwise(chain))
         return Fact("link", chain[0], lines, chain, (False,) + (True,) * hops)
 
     def _vote(self) -> Fact:

@@ -159,12 +159,7 @@ def make_document(task: str, seed: int, num_tokens: int, num_questions: int) -> 
     maker = FactMaker(rng)
     wanted = spec.num_facts if spec.keys_per_question[1] > 1 else max(spec.num_facts, num_questions)
     facts = _that_fit(maker.make(spec.kind, wanted), num_tokens // 2)
-    others = [
-        fact
-        for kind in KINDS
-        if kind != spec.kind
-        for fact in maker.make(kind, _DISTRACTORS[kind])
-    ]
+    others = [fact for kind in KINDS if kind != spec.kind for fact in maker.make(kind, _DISTRACTORS[kind])]
     others = _that_fit(others, num_tokens // 4)
     ids = lay_out(rng, [*facts, *others], num_tokens)
     exchanges = _questions(rng, spec, facts, num_questions)
@@ -189,9 +184,7 @@ def _that_fit(facts: list[Fact], num_tokens: int) -> list[Fact]:
     return kept
 
 
-def _questions(
-    rng: np.random.Generator, spec: Task, facts: list[Fact], count: int
-) -> list[Exchange]:
+def _questions(rng: np.random.Generator, spec: Task, facts: list[Fact], count: int) -> list[Exchange]:
     fewest, most = spec.keys_per_question
     if most == 1:
         order = rng.permutation(len(facts)).tolist()

@@ -21,9 +21,7 @@ def build(keys, samples, **parameters):
 def test_lists_hold_the_best_keys_of_each_centroid(layout, chunk, monkeypatch):
     monkeypatch.setattr("sglang_ext.indexing.csattention.SCORES_PER_CHUNK", chunk)
     keys, samples = randn(101, 2, 16), randn(2, 60, 16, seed=1)
-    arrays = build(
-        keys, samples, num_subspaces=4, num_centroids=5, list_ratio=0.1, layout=layout, baseline="none"
-    )
+    arrays = build(keys, samples, num_subspaces=4, num_centroids=5, list_ratio=0.1, layout=layout, baseline="none")
     centered = build(keys, samples, num_subspaces=4, num_centroids=5, list_ratio=0.1, layout=layout)
     channels = subspace_channels(16, 4, layout)
     assert arrays["positions"].shape == (2, 4, 5, 11)

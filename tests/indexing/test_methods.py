@@ -150,8 +150,7 @@ def test_int4_blocks_rank_like_fp16():
         spec = parse_spec({"method": "ab_sparse", "quantization": bits})
         arrays = make_builder(spec).build_layer(planted.keys, None)
         chosen = [
-            choose(spec, arrays, q, 8192, 410, 4, 64, sm_scale=planted.sm_scale)
-            for q in planted.queries.split(1)
+            choose(spec, arrays, q, 8192, 410, 4, 64, sm_scale=planted.sm_scale) for q in planted.queries.split(1)
         ]
         recall[bits] = torch.stack(
             [

@@ -14,9 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def inputs(
-    prefix_len, dtype=torch.float32, device="cpu", rows=3, kv_heads=2, gqa=4, dim=16, v_dim=16, seed=0
-):
+def inputs(prefix_len, dtype=torch.float32, device="cpu", rows=3, kv_heads=2, gqa=4, dim=16, v_dim=16, seed=0):
     gen = torch.Generator().manual_seed(seed)
     q = torch.randn(rows, kv_heads * gqa, dim, generator=gen).to(device, dtype)
     keys = torch.randn(prefix_len, kv_heads, dim, generator=gen).to(device, dtype)
@@ -53,9 +51,7 @@ def test_heads_read_their_own_positions_and_counts():
     state = prefix_attention(q, kv, slots, selection, 0.3)
     for head, chosen in enumerate(own):
         part = slice(head * 4, head * 4 + 4)
-        oracle = dense_attention(
-            q[:, part], keys[chosen, head : head + 1], values[chosen, head : head + 1], 0.3
-        )
+        oracle = dense_attention(q[:, part], keys[chosen, head : head + 1], values[chosen, head : head + 1], 0.3)
         assert_state(AttnState(state.out[:, part], state.lse[:, part]), oracle)
 
 
@@ -133,10 +129,7 @@ def test_prefix_and_suffix_merge_to_dense(split):
 
 def test_merge_is_associative_and_ignores_empty_parts():
     gen = torch.Generator().manual_seed(1)
-    states = [
-        AttnState(torch.randn(4, 2, 8, generator=gen), 30 * torch.randn(4, 2, generator=gen))
-        for _ in range(3)
-    ]
+    states = [AttnState(torch.randn(4, 2, 8, generator=gen), 30 * torch.randn(4, 2, generator=gen)) for _ in range(3)]
     states[1].lse[0] = -torch.inf
     states[1].out[0] = torch.nan
     for state in states:

@@ -34,9 +34,7 @@ def test_properties(case):
     for row, head_scores in zip(selection.positions.tolist(), scores, strict=True):
         chosen = set(row)
         assert len(chosen) == min(budget, prefix_len)
-        windows = set(range(min(num_sink, prefix_len))) | set(
-            range(max(prefix_len - num_recent, 0), prefix_len)
-        )
+        windows = set(range(min(num_sink, prefix_len))) | set(range(max(prefix_len - num_recent, 0), prefix_len))
         assert windows <= chosen
         free = chosen - windows
         # Whole blocks in the order of scores: no unchosen block outranks a chosen one, at most one is cut.

@@ -12,7 +12,7 @@ from sglang_ext.quality import vocabulary as vocab
 from sglang_ext.quality.facts import KINDS, FactMaker, Pool, ask, filler, lay_out, lines_length
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from needle_data import CODES, batch, sequence  # noqa: E402
+from needle_data import CODES, batch, sequence
 
 
 def generator(seed: int = 0) -> np.random.Generator:

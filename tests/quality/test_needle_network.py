@@ -43,9 +43,7 @@ def test_logits_equal_transformers(exported: tuple[Needle, Path]) -> None:
     assert tokenizer.decode(ids[0]) == text
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(
-            model.logits(model(ids)[0]), theirs(ids).logits, atol=2e-4, rtol=2e-4
-        )
+        torch.testing.assert_close(model.logits(model(ids)[0]), theirs(ids).logits, atol=2e-4, rtol=2e-4)
 
 
 def test_cache_and_reload_change_nothing(exported: tuple[Needle, Path]) -> None:

@@ -124,9 +124,7 @@ def test_equal_seeds_give_equal_documents_in_every_process() -> None:
 
 def test_tasks_need_neither_torch_nor_sglang() -> None:
     program = "import sys, sglang_ext.quality.tasks; print({'torch', 'sglang'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 

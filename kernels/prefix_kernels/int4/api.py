@@ -86,9 +86,7 @@ def pack_int4(codes: Tensor) -> Tensor:
         ValueError: another dtype or an odd number of channels.
     """
     if codes.dtype != torch.uint8 or codes.shape[-1] % 2:
-        raise ValueError(
-            f"expected uint8 codes with an even last dim, got {codes.dtype} {tuple(codes.shape)}"
-        )
+        raise ValueError(f"expected uint8 codes with an even last dim, got {codes.dtype} {tuple(codes.shape)}")
     return pack_int4_reference(codes)
 
 

@@ -39,7 +39,5 @@ def merge_state(*states: AttnState, implementation: str = "reference") -> AttnSt
         raise ValueError("expected at least one state to merge, got none")
     shapes = {tuple(state.out.shape) for state in states}
     if len(shapes) > 1:
-        raise ValueError(
-            f"expected states of one shape [num_rows, num_qo_heads, head_dim], got {sorted(shapes)}"
-        )
+        raise ValueError(f"expected states of one shape [num_rows, num_qo_heads, head_dim], got {sorted(shapes)}")
     return run(states)

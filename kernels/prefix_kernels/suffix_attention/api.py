@@ -47,8 +47,7 @@ def suffix_attention(
     check_queries(q, kv.num_kv_heads, kv.head_dim)
     if kv_indptr.shape != (q.shape[0] + 1,) or kv_indptr.dtype.is_floating_point:
         raise ValueError(
-            f"expected kv_indptr [batch + 1 = {q.shape[0] + 1}] int32, got {tuple(kv_indptr.shape)} "
-            f"{kv_indptr.dtype}"
+            f"expected kv_indptr [batch + 1 = {q.shape[0] + 1}] int32, got {tuple(kv_indptr.shape)} {kv_indptr.dtype}"
         )
     if kv_indices.dim() != 1 or kv_indices.dtype.is_floating_point:
         raise ValueError(f"expected kv_indices [nnz] int32, got {tuple(kv_indices.shape)} {kv_indices.dtype}")

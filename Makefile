@@ -1,0 +1,57 @@
+# Everything a person types here. `make help` lists it.
+SGLANG_VERSIONS := 0.5.16 0.5.23
+SGLANG_VERSION ?= 0.5.16
+VENV := .venv-$(SGLANG_VERSION)
+OLD := .venv-$(firstword $(SGLANG_VERSIONS))
+NEW := .venv-$(lastword $(SGLANG_VERSIONS))
+
+MODEL ?= models/needle
+STORE ?= .demo/store
+PORT ?= 30000
+SPARSE_ATTN_CONFIG ?= {"keep_ratio": 0.1}
+# More SGLang flags for `make serve`.
+FLAGS ?=
+
+CPU_FLAGS := --device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch \
+  --grammar-backend none --disable-overlap-schedule --disable-cuda-graph --max-total-tokens 65536 \
+  --max-running-requests 16 --chunked-prefill-size 4096
+GPU_FLAGS := --attention-backend flashinfer --disable-decode-cuda-graph
+DEVICE_FLAGS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo '$(GPU_FLAGS)' || echo '$(CPU_FLAGS)')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: venv-$(SGLANG_VERSION) ## a real server, a shared document, dense against sparse (10 minutes with the install)
+	$(VENV)/bin/python scripts/demo.py
+
+test: venv ## the whole CPU suite, on both SGLang versions
+	$(OLD)/bin/python -m pytest
+	$(NEW)/bin/python -m pytest tests/compat
+	$(NEW)/bin/python -m pytest -m server --ignore=tests/compat
+
+serve: venv-$(SGLANG_VERSION) ## the server with the shipped model and --sparse-attn (STORE, PORT, SPARSE_ATTN_CONFIG, FLAGS)
+	@mkdir -p $(STORE)
+	$(VENV)/bin/python -m sglang.launch_server --model-path $(MODEL) $(DEVICE_FLAGS) --context-length 32768 \
+	  --page-size 16 --port $(PORT) --sparse-attn --sparse-attn-store $(STORE) \
+	  --sparse-attn-config '$(SPARSE_ATTN_CONFIG)' $(FLAGS)
+
+lint: venv-$(firstword $(SGLANG_VERSIONS)) ## style, types, import contracts
+	$(OLD)/bin/ruff check .
+	$(OLD)/bin/ruff format --check .
+	$(OLD)/bin/mypy
+	$(OLD)/bin/lint-imports
+
+format: venv-$(firstword $(SGLANG_VERSIONS)) ## rewrite the sources in the project's style
+	$(OLD)/bin/ruff check --fix .
+	$(OLD)/bin/ruff format .
+
+venv: $(SGLANG_VERSIONS:%=venv-%) ## one virtual environment per supported SGLang version
+
+$(SGLANG_VERSIONS:%=venv-%): venv-%:
+	@scripts/make_venv.sh $* .venv-$*
+
+clean: ## remove the demo's files and the tools' caches (not the virtual environments)
+	rm -rf .demo .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,217 @@
+"""Paired accuracy: the same questions, dense and sparse, to one real SGLang server.
+
+For each task and length it makes documents, prebuilds their indexes with `sglang-ext prebuild`, starts a server
+with `--sparse-attn`, asks every question once dense (per-request opt-out: SGLang's own backend) and once sparse,
+and writes one JSON line per task and length with both accuracies, the difference with its 95% interval, and the
+keep ratio that the server counted. `--table` prints the rows of result files as a Markdown table.
+
+    python benchmarks/accuracy.py --out results.jsonl --lengths 8192 --questions 512 \\
+        --config '{"keep_ratio": 0.1}' -- --device cpu --dtype float32 --attention-backend torch_native ...
+
+Rows that the result file holds already are skipped, so an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.quality.evaluate import ask_many, keep_ratio_between, paired, server_state
+from sglang_ext.quality.tasks import TASKS, Document, make_document
+
+#: Questions per document: of the tasks with few facts, fewer, so that "few" stays true.
+QUESTIONS_PER_DOCUMENT = {"single_needle": 16}
+
+
+def documents(task: str, num_tokens: int, questions: int, seed: int, per_document: int) -> list[Document]:
+    """Enough documents of one task for `questions` questions."""
+    each = QUESTIONS_PER_DOCUMENT.get(task, per_document)
+    count = -(-questions // each)
+    return [make_document(task, seed=seed + i, num_tokens=num_tokens, num_questions=each) for i in range(count)]
+
+
+def prebuild(args: argparse.Namespace, docs: dict[tuple[str, int], list[Document]], folder: Path) -> None:
+    """Index all documents by the project's own command; raises CalledProcessError when it fails."""
+    prompts = folder / "prompts.jsonl"
+    with prompts.open("w") as file:
+        for (task, length), group in docs.items():
+            for doc in group:
+                file.write(json.dumps({"id": f"{task}-{length}-{doc.seed}", "text": doc.text}) + "\n")
+    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", args.model_path]
+    command += ["--prompts", str(prompts), "--store", str(args.store), "--sparse-attn-config", args.config]
+    command += ["--report", str(folder / "prebuild.jsonl"), "--", *args.sglang_flags]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+@contextmanager
+def running_server(args: argparse.Namespace, log: Path) -> Iterator[str]:
+    """A server with --sparse-attn on a free port; ends with its whole process group."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model_path, "--port", str(port)]
+    command += ["--sparse-attn", "--sparse-attn-store", str(args.store), "--sparse-attn-config", args.config]
+    command += args.sglang_flags
+    with log.open("w") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait(url, server, log)
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def _wait(url: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise RuntimeError(f"the server stopped; the end of its log:\n{log.read_text()[-3000:]}")
+        try:
+            server_state(url)
+        except (OSError, ValueError):
+            time.sleep(0.5)
+        else:
+            return
+    raise RuntimeError(f"the server did not answer within {seconds:.0f} s:\n{log.read_text()[-3000:]}")
+
+
+def measure(url: str, docs: Sequence[Document], concurrency: int) -> dict[str, Any]:
+    """Ask all questions of these documents dense, then sparse."""
+    asked = [(doc, question) for doc in docs for question in doc.questions]
+    prompts = [f"{doc.text} {question.text}" for doc, question in asked]
+    outcome: dict[str, list[bool]] = {}
+    seconds: dict[str, float] = {}
+    tokens: dict[str, int] = {}
+    for name, sparse in (("dense", False), ("sparse", True)):
+        before, begun = server_state(url), time.perf_counter()
+        replies = ask_many(url, prompts, sparse=sparse, concurrency=concurrency)
+        after, seconds[name] = server_state(url), time.perf_counter() - begun
+        outcome[name] = [bool(q.score(reply.text)) for (_, q), reply in zip(asked, replies, strict=True)]
+        tokens[name] = sum(reply.completion_tokens for reply in replies)
+        rows = after["sparse_rows"] - before["sparse_rows"]
+        if sparse == (rows == 0):
+            raise RuntimeError(f"expected {'some' if sparse else 'no'} sparsely decoded tokens, got {rows}")
+    dense_rows = after["dense_rows"] - before["dense_rows"]
+    return {
+        **dataclasses.asdict(paired(outcome["dense"], outcome["sparse"])),
+        "keep_ratio": keep_ratio_between(before, after),
+        "sparse_rows": rows,
+        "dense_rows_in_sparse_pass": dense_rows,
+        "largest_group": after["largest_group"],
+        "seconds": seconds,
+        "completion_tokens": tokens,
+        "documents": len(docs),
+    }
+
+
+def provenance(args: argparse.Namespace) -> dict[str, Any]:
+    """What a row needs to be repeated."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
+    return {
+        "device": gpu,
+        "sglang": version("sglang"),
+        "torch": torch.__version__,
+        "config": json.loads(args.config),
+        "flags": args.sglang_flags,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def table(paths: Sequence[str]) -> str:
+    """Result files as one Markdown table."""
+    lines = [
+        "| task | tokens | backend | questions | dense | sparse | difference [95%] | keep ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for path in paths:
+        for text in Path(path).read_text().splitlines():
+            row = json.loads(text)
+            lines.append(
+                f"| {row['task']} | {row['num_tokens']} | {_backend(row['flags'])} | {row['count']} "
+                f"| {row['dense']:.1%} | {row['sparse']:.1%} "
+                f"| {row['difference']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}] | {row['keep_ratio']:.1%} |"
+            )
+    return "\n".join(lines)
+
+
+def _backend(flags: Sequence[str]) -> str:
+    return flags[flags.index("--attention-backend") + 1] if "--attention-backend" in flags else "default"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", default="models/needle")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS), metavar="TASK")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192], metavar="TOKENS")
+    parser.add_argument("--questions", type=int, default=512, help="per task and length")
+    parser.add_argument("--per-document", type=int, default=64, help="questions per document")
+    parser.add_argument("--seed", type=int, default=10_000, help="of the first document")
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--config", default="{}", help="as --sparse-attn-config")
+    parser.add_argument("--store", type=Path, help="index store to use and keep; default: a temporary one")
+    parser.add_argument("--out", default="accuracy.jsonl", help="result file; rows are appended")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measure what the result file does not hold yet."""
+    args = parse()
+    if args.table:
+        print(table(args.table))
+        return
+    out = Path(args.out)
+    done = set()
+    if out.exists():
+        rows = map(json.loads, out.read_text().splitlines())
+        done = {(r["task"], r["num_tokens"], json.dumps(r["config"]), tuple(r["flags"])) for r in rows}
+    origin = provenance(args)
+    wanted = [
+        (task, length)
+        for length in args.lengths
+        for task in args.tasks
+        if (task, length, json.dumps(origin["config"]), tuple(args.sglang_flags)) not in done
+    ]
+    docs = {key: documents(key[0], key[1], args.questions, args.seed, args.per_document) for key in wanted}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        args.store = args.store or folder / "store"
+        prebuild(args, docs, folder)
+        with running_server(args, folder / "server.log") as url:
+            for (task, length), group in docs.items():
+                row = {"task": task, "num_tokens": length, **measure(url, group, args.concurrency), **origin}
+                with out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(
+                    f"{task:18s} {length:6d} dense {row['dense']:.3f} sparse {row['sparse']:.3f} "
+                    f"diff {row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}] "
+                    f"keep {row['keep_ratio']:.3f} {row['seconds']['dense']:.0f}+{row['seconds']['sparse']:.0f} s",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

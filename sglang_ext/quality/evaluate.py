@@ -1,0 +1,150 @@
+"""Questions to a running server, and what paired answers say. Needs only a URL."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+#: z of a two-sided 95% interval.
+_Z = 1.959964
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer of a server. `seconds` is the whole request, as the client saw it."""
+
+    text: str
+    cached_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+
+
+def post(url: str, path: str, body: dict[str, Any], timeout: float = 600.0) -> Any:
+    """POST JSON, get JSON.
+
+    Raises:
+        OSError: no connection, or an HTTP error status; the server's text is in the message.
+    """
+    request = urllib.request.Request(
+        url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise OSError(f"{path}: HTTP {error.code}: {error.read()[:500].decode(errors='replace')}") from error
+
+
+def ask(url: str, prompt: str, *, sparse: bool, max_new_tokens: int = 64) -> Reply:
+    """One greedy answer. `sparse=False` makes this request decode dense on a server with --sparse-attn."""
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
+    if not sparse:
+        sampling["custom_params"] = {"sparse_attn": False}
+    begun = time.perf_counter()
+    reply = post(url, "/generate", {"text": prompt, "sampling_params": sampling})
+    meta = reply["meta_info"]
+    return Reply(
+        text=reply["text"],
+        cached_tokens=meta.get("cached_tokens", 0),
+        prompt_tokens=meta["prompt_tokens"],
+        completion_tokens=meta["completion_tokens"],
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def ask_many(
+    url: str,
+    prompts: Sequence[str],
+    *,
+    sparse: bool,
+    concurrency: int = 8,
+    max_new_tokens: int = 64,
+    on_reply: Callable[[], None] | None = None,
+) -> list[Reply]:
+    """Answers in the order of the prompts, `concurrency` of them in flight."""
+
+    def one(prompt: str) -> Reply:
+        reply = ask(url, prompt, sparse=sparse, max_new_tokens=max_new_tokens)
+        if on_reply:
+            on_reply()
+        return reply
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(one, prompts))
+
+
+def server_state(url: str) -> dict[str, Any]:
+    """The plugin's counters of a running server (`SparseRuntime.snapshot`).
+
+    Raises:
+        OSError: no connection.
+        RuntimeError: the server runs without --sparse-attn.
+    """
+    with urllib.request.urlopen(url.rstrip("/") + "/get_server_info", timeout=60) as response:
+        info = json.load(response)
+    state: dict[str, Any] | None = info["internal_states"][0].get("sparse_attn")
+    if state is None:
+        raise RuntimeError(
+            f"expected a server with --sparse-attn at {url}, found one without; restart it with the flag"
+        )
+    return state
+
+
+def keep_ratio_between(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """Mean over all layers of prefix tokens attended over prefix tokens, between two states of one server."""
+    ratios = [
+        (a1 - a0) / (p1 - p0)
+        for a0, a1, p0, p1 in zip(
+            before["attended_tokens_per_layer"],
+            after["attended_tokens_per_layer"],
+            before["prefix_tokens_per_layer"],
+            after["prefix_tokens_per_layer"],
+            strict=True,
+        )
+        if p1 > p0
+    ]
+    return sum(ratios) / len(ratios) if ratios else None
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The same questions answered twice. Accuracies and the difference (sparse - dense) are fractions.
+
+    `low` and `high` bound the difference with 95% confidence (Agresti and Min, Statistics in Medicine 24, 2005:
+    the Wald interval of paired proportions after half a count is added to each cell).
+    """
+
+    count: int
+    dense: float
+    sparse: float
+    difference: float
+    low: float
+    high: float
+
+
+def paired(dense: Sequence[bool], sparse: Sequence[bool]) -> Paired:
+    """Compare paired outcomes.
+
+    Raises:
+        ValueError: nothing to compare, or sequences of different lengths.
+    """
+    if not dense or len(dense) != len(sparse):
+        raise ValueError(f"expected two outcomes per question, got {len(dense)} dense and {len(sparse)} sparse")
+    count = len(dense)
+    gained = sum(s and not d for d, s in zip(dense, sparse, strict=True)) + 0.5
+    lost = sum(d and not s for d, s in zip(dense, sparse, strict=True)) + 0.5
+    total = count + 2
+    center = (gained - lost) / total
+    half = _Z * math.sqrt(max(gained + lost - (gained - lost) ** 2 / total, 0.0)) / total
+    accuracy_dense, accuracy_sparse = sum(dense) / count, sum(sparse) / count
+    return Paired(
+        count, accuracy_dense, accuracy_sparse, accuracy_sparse - accuracy_dense, center - half, center + half
+    )
