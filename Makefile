@@ -8,7 +8,7 @@ NEW := .venv-$(lastword $(SGLANG_VERSIONS))
 MODEL ?= models/needle
 STORE ?= .demo/store
 PORT ?= 30000
-SPARSE_ATTN_CONFIG ?= {"keep_ratio": 0.1}
+SPARSE_ATTN_CONFIG ?= @scripts/demo_config.json
 # More SGLang flags for `make serve`.
 FLAGS ?=
 
@@ -34,7 +34,7 @@ test: venv ## the whole CPU suite, on both SGLang versions
 
 serve: venv-$(SGLANG_VERSION) ## the server with the shipped model and --sparse-attn (STORE, PORT, SPARSE_ATTN_CONFIG, FLAGS)
 	@mkdir -p $(STORE)
-	$(VENV)/bin/python -m sglang.launch_server --model-path $(MODEL) $(DEVICE_FLAGS) --context-length 32768 \
+	SGLANG_EXT_CPU_SHORT_EXTEND=1 $(VENV)/bin/python -m sglang.launch_server --model-path $(MODEL) $(DEVICE_FLAGS) --context-length 32768 \
 	  --page-size 16 --port $(PORT) --sparse-attn --sparse-attn-store $(STORE) \
 	  --sparse-attn-config '$(SPARSE_ATTN_CONFIG)' $(FLAGS)
 

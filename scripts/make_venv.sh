@@ -80,7 +80,7 @@ if ! cmp -s <("$venv/bin/python" --version 2>/dev/null) <("$python" --version); 
 fi
 rm -f "$stamp"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-pip=("$venv/bin/python" -m pip install --quiet)
+pip=("$venv/bin/python" -m pip install -qq)
 
 if [ "$full" = 1 ]; then
   # Not tested by the project's CI, which has no GPU: the GPU runs use a machine that comes with its own torch.

@@ -58,11 +58,8 @@ def _forward(
 def refusal(backend: object) -> str | None:
     """Why this backend cannot be adopted; None if it can."""
     names = [type(backend).__name__]
-    names += [
-        type(child).__name__
-        for child in (getattr(backend, "prefill_backend", None), getattr(backend, "decode_backend", None))
-        if child is not None
-    ]
+    if names == ["HybridAttnBackend"]:  # only there are these attributes backends (FlashInfer's are names)
+        names += [type(getattr(backend, child)).__name__ for child in ("prefill_backend", "decode_backend")]
     for name in names:
         if name not in KNOWN_BACKENDS:
             return (
