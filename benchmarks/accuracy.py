@@ -101,11 +101,17 @@ def measure(url: str, docs: Sequence[Document], concurrency: int) -> dict[str, A
     outcome: dict[str, list[bool]] = {}
     seconds: dict[str, float] = {}
     tokens: dict[str, int] = {}
+    wrong: dict[str, list[dict[str, str]]] = {}
     for name, sparse in (("dense", False), ("sparse", True)):
         before, begun = server_state(url), time.perf_counter()
         replies = ask_many(url, prompts, sparse=sparse, concurrency=concurrency)
         after, seconds[name] = server_state(url), time.perf_counter() - begun
         outcome[name] = [bool(q.score(reply.text)) for (_, q), reply in zip(asked, replies, strict=True)]
+        wrong[name] = [
+            {"question": q.text, "expected": " ".join(q.answer), "got": reply.text}
+            for (_, q), reply, right in zip(asked, replies, outcome[name], strict=True)
+            if not right
+        ][:3]
         tokens[name] = sum(reply.completion_tokens for reply in replies)
         rows = after["sparse_rows"] - before["sparse_rows"]
         if sparse == (rows == 0):
@@ -120,6 +126,7 @@ def measure(url: str, docs: Sequence[Document], concurrency: int) -> dict[str, A
         "seconds": seconds,
         "completion_tokens": tokens,
         "documents": len(docs),
+        "wrong_examples": wrong,
     }
 
 

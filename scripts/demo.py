@@ -35,12 +35,15 @@ TASKS = ("single_needle", "many_keys", "multi_query", "variable_tracking")
 START_SECONDS = 300
 PREBUILD_SECONDS = 600
 
-CPU_FLAGS = (
-    "--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch "
-    "--grammar-backend none --disable-overlap-schedule --disable-cuda-graph --chunked-prefill-size 4096"
-).split()
+CPU_FLAGS = [
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-overlap-schedule"),
+    *("--disable-cuda-graph", "--chunked-prefill-size", "4096"),
+]
 # The server and the prebuild job live side by side on one GPU, so neither takes most of it.
-GPU_FLAGS = "--attention-backend flashinfer --disable-decode-cuda-graph --mem-fraction-static 0.4".split()
+GPU_FLAGS = [
+    *("--attention-backend", "flashinfer", "--disable-decode-cuda-graph", "--mem-fraction-static", "0.4"),
+]
 
 
 class DemoError(Exception):
@@ -76,9 +79,7 @@ class Pass:
 
     def attended(self) -> float:
         """Prefix tokens that one request attends per step, mean over all layers."""
-        pairs = zip(
-            self.before["attended_tokens_per_layer"], self.after["attended_tokens_per_layer"], strict=True
-        )
+        pairs = zip(self.before["attended_tokens_per_layer"], self.after["attended_tokens_per_layer"], strict=True)
         grown = [after - before for before, after in pairs]
         return sum(grown) / len(grown) / self.counted("sparse_rows")
 
@@ -112,9 +113,7 @@ def process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
     # Without it, SGLang's torch backend recomputes the whole document's attention for each question (CPU only).
     environment = {**os.environ, "SGLANG_EXT_CPU_SHORT_EXTEND": "1", "PYTHONUNBUFFERED": "1"}
     with open(log, "wb") as out:
-        child = subprocess.Popen(
-            command, stdout=out, stderr=out, cwd=ROOT, env=environment, start_new_session=True
-        )
+        child = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=environment, start_new_session=True)
     try:
         yield child
     finally:
@@ -241,12 +240,8 @@ def table(
     keep = keep_ratio_between(sparse.before, sparse.after) or 1.0
     rows.append(("keep ratio, mean over all layers", "100.0 %", f"{100 * keep:.1f} %"))
     rows.append(("prefix tokens attended per step", f"{tokens:.0f}", f"{sparse.attended():.0f}"))
-    rows.append(
-        ("cached tokens per request", f"{dense.cached_tokens:.0f}", f"{sparse.cached_tokens:.0f}")
-    )
-    rows.append(
-        ("tokens decoded sparsely", str(dense.counted("sparse_rows")), str(sparse.counted("sparse_rows")))
-    )
+    rows.append(("cached tokens per request", f"{dense.cached_tokens:.0f}", f"{sparse.cached_tokens:.0f}"))
+    rows.append(("tokens decoded sparsely", str(dense.counted("sparse_rows")), str(sparse.counted("sparse_rows"))))
     rows.append(
         (
             "tokens per second (see below)",
@@ -263,8 +258,7 @@ def table(
     lines += [
         rule,
         f"  documents                         {len(report)} of {tokens:.0f} tokens, built once, kept on disk",
-        f"  index size against KV size        {index / 1e6:.1f} MB / {kv / 1e6:.1f} MB "
-        f"= {100 * index / kv:.1f} %",
+        f"  index size against KV size        {index / 1e6:.1f} MB / {kv / 1e6:.1f} MB = {100 * index / kv:.1f} %",
         f"  build time                        {built:.1f} s in all, {built / len(report):.1f} s a document",
         rule,
     ]

@@ -67,7 +67,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
     """
 
-    method: str = "ab_sparse"
+    method: str = "csattention"
     keep_ratio: float = 0.1
     top_k: int | None = None
     max_keep_ratio: float = 1.0

@@ -125,6 +125,7 @@ class SparseRuntime:
         """
         if self.requests.known(request):
             return
+        self._sweep()
         if refusal:
             attachment = Attachment(rid, len(prompt), None, *refusal)
         else:
@@ -136,7 +137,8 @@ class SparseRuntime:
                 attachment = Attachment(rid, len(prompt), None, found.reason, found.detail)
                 if found.reason == "index_mismatch":
                     logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)
-        self.requests.add(request, attachment)
+        for twin in self.requests.add(request, attachment):
+            self._release(twin)
         if self.recorder is not None:
             self._admit_build(rid, prompt, namespace, refusal)
 
@@ -189,6 +191,14 @@ class SparseRuntime:
         if finished:
             self._release(attachment)
             self.requests.drop(request)
+
+    def _sweep(self) -> None:
+        """Take back what requests held that ended without ever having a slot."""
+        for attachment in self.requests.take_forgotten():
+            self._release(attachment)
+            if self.recorder is not None and self.requests.get(attachment.rid) is None:
+                self.recorder.discard(attachment.rid)
+                self._identities.pop(attachment.rid, None)
 
     def _release(self, attachment: Attachment) -> None:
         if attachment.index is not None:
@@ -328,13 +338,17 @@ class SparseRuntime:
 
     def _report(self, rid: str, **fields: Any) -> None:
         if self.config.build_report:
-            with open(self.config.build_report, "a") as file:
-                file.write(json.dumps({"rid": rid, **fields}) + "\n")
+            try:
+                with open(self.config.build_report, "a") as file:
+                    file.write(json.dumps({"rid": rid, **fields}) + "\n")
+            except OSError as error:  # the server must live on
+                logger.error("sparse attention: build_report cannot be written (%s): %s %s", error, rid, fields)
 
     # -- what others see -----------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
         """State and counters as plain values, for `/get_server_info`. Waits for the device."""
+        self._sweep()
         return {
             **self.counters.snapshot(),
             "method": self.config.method,
@@ -343,5 +357,6 @@ class SparseRuntime:
             "indexes_in_store": len(self.store.list()),
             "store_problems": [str(problem.error) for problem in self.store.problems()],
             "resident_bytes": self.residency.resident_bytes(),
+            "index_users": self.residency.num_users(),
             "requests": len(self.requests),
         }

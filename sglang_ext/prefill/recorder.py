@@ -40,6 +40,12 @@ class Capture:
     def __post_init__(self) -> None:
         self.seen = [0] * self.num_layers
 
+    @property
+    def complete(self) -> bool:
+        """Whether every layer saw the whole prompt: decode rows of mixed batches, and the prefill after a
+        retraction, then change nothing."""
+        return self.problem() is None
+
     def decide(self, count: int, already: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which of the next `count` tokens are kept, and where: (offsets, reservoir rows), rows unique."""
         index = already + np.arange(count)
@@ -140,7 +146,7 @@ class QueryRecorder:
         row = 0
         for rid, first, count in zip(rids, first_positions, num_tokens, strict=True):
             capture = self._captures.get(rid)
-            if capture is not None:
+            if capture is not None and not capture.complete:
                 if first == 0 and capture.seen[0]:
                     self.start(rid, capture.prompt_len)
                     capture = self._captures[rid]

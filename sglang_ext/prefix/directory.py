@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefix_index import IndexEntry, IndexStore, ModelFingerprint, namespace_digest, page_hashes
+from prefix_index import IndexEntry, IndexStore, IndexStoreError, ModelFingerprint, namespace_digest, page_hashes
 from sglang_ext.config import PAGE_TOKENS
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class PrefixDirectory:
         self._min_prefix_len = min_prefix_len
         self._rescan_seconds = rescan_seconds
         self._next_rescan = 0.0
+        self._rescan_error = ""
 
     def lookup(self, namespace_fields: Mapping[str, str | None], prompt: Sequence[int]) -> Lookup:
         """Find the longest index whose tokens all stand at the start of this prompt.
@@ -73,6 +77,14 @@ class PrefixDirectory:
 
     def _rescan(self) -> None:
         now = time.monotonic()
-        if now >= self._next_rescan:
+        if now < self._next_rescan:
+            return
+        self._next_rescan = now + self._rescan_seconds
+        try:
             self._store.rescan()
-            self._next_rescan = now + self._rescan_seconds
+        except IndexStoreError as error:  # the folder has gone: what is known stays known, the server lives on
+            if str(error) != self._rescan_error:
+                logger.error("sparse attention: the index store cannot be scanned for new indexes: %s", error)
+            self._rescan_error = str(error)
+        else:
+            self._rescan_error = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -58,19 +59,38 @@ class RequestTable:
     def __init__(self) -> None:
         self._requests: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
         self._attachments: weakref.WeakKeyDictionary[Hashable, Attachment] = weakref.WeakKeyDictionary()
+        self._forgotten: deque[Attachment] = deque()
 
     def known(self, request: Hashable) -> bool:
         """Whether this very request object was admitted before."""
         return request in self._attachments
 
-    def add(self, request: Hashable, attachment: Attachment) -> None:
-        """Admit a request. A second live request of the same id leaves both without an index."""
+    def add(self, request: Hashable, attachment: Attachment) -> list[Attachment]:
+        """Admit a request.
+
+        Returns:
+            Attachments that must not keep their index: a second live request of the same id makes its own and
+            the first one's ambiguous. Their reason is set; the caller takes the index back.
+        """
+        twins: list[Attachment] = []
         other = self._requests.get(attachment.rid)
         if other is not None and other is not request and other in self._attachments:
-            for twin in (self._attachments[other], attachment):
-                twin.index, twin.reason, twin.detail = None, "unsupported_mode", "two requests with one id"
+            twins = [self._attachments[other], attachment]
+        for twin in twins:
+            twin.reason, twin.detail = "unsupported_mode", "two requests with one id"
         self._requests[attachment.rid] = request
         self._attachments[request] = attachment
+        # A request aborted while it waits never gets a slot, so nobody says that it ended; its collection does.
+        # The finalizer only queues: it may run in any thread, in the middle of anything.
+        weakref.finalize(request, self._forgotten.append, attachment).atexit = False
+        return twins
+
+    def take_forgotten(self) -> list[Attachment]:
+        """Attachments whose requests SGLang forgot since the last call; most of them ended properly before."""
+        out = []
+        while self._forgotten:
+            out.append(self._forgotten.popleft())
+        return out
 
     def get(self, rid: str) -> Attachment | None:
         """The attachment of a live request id."""

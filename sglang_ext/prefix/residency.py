@@ -115,6 +115,11 @@ class Residency:
         with self._lock:
             return sum(index.nbytes for index in self._by_digest.values())
 
+    def num_users(self) -> int:
+        """Requests that hold a resident index now."""
+        with self._lock:
+            return sum(index.users for index in self._by_digest.values())
+
     def check_integrity(self) -> None:
         """Raise RuntimeError when the books do not balance: a negative user count, bytes that nobody holds."""
         with self._lock:

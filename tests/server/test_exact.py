@@ -1,0 +1,267 @@
+"""All positions selected: the sparse path runs for every decode step and equals dense attention. One server."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+LAYERS = 6
+STEPS = 12
+
+
+@pytest.fixture
+def server(serve: Any, store: Any, exact_config: Any) -> Any:
+    return serve(store, exact_config)
+
+
+def test_greedy_output_with_all_positions_selected_equals_dense(server: Any, texts: Any) -> None:
+    prompts = [texts.ask(texts.first, 0), texts.ask(texts.first, 1), texts.ask(texts.second, 0), texts.long]
+    dense = [server.generate(prompt, STEPS, sparse=False) for prompt in prompts]
+    delta = server.delta()
+    sparse = [server.generate(prompt, STEPS) for prompt in prompts]
+    server.done(delta)
+    assert [a.ids for a in sparse] == [a.ids for a in dense]
+    steps = sum(a.decode_steps for a in sparse)
+    assert steps == len(prompts) * (STEPS - 1)
+    assert (delta.sparse_rows, delta.dense_rows, delta.hits) == (steps, 0, len(prompts))
+    assert delta.fallbacks == {}
+    assert delta.per_layer("selections_per_layer") == [steps] * LAYERS  # one group a step: asked one by one
+    lengths = [1536, 1536, 1280, 2560]
+    attended = (STEPS - 1) * sum(lengths)
+    assert delta.per_layer("attended_tokens_per_layer") == [attended] * LAYERS
+    assert delta.per_layer("prefix_tokens_per_layer") == [attended] * LAYERS
+
+
+def test_logprobs_with_all_positions_selected_equal_dense(server: Any, texts: Any) -> None:
+    prompt = texts.ask(texts.first, 2)
+    dense, sparse = (server.generate(prompt, STEPS, sparse=s, return_logprob=True) for s in (False, True))
+    pairs = zip(dense.meta["output_token_logprobs"], sparse.meta["output_token_logprobs"], strict=True)
+    worst = max(abs(a[0] - b[0]) for a, b in pairs)
+    assert dense.ids == sparse.ids
+    assert worst < 1e-3
+
+
+def test_a_request_that_opts_out_decodes_dense_and_is_counted_by_request(server: Any, texts: Any) -> None:
+    delta = server.delta()
+    answer = server.generate(texts.ask(texts.first, 3), STEPS, sparse=False)
+    server.done(delta)
+    assert (delta.sparse_rows, delta.dense_rows, delta.hits) == (0, answer.decode_steps, 0)
+    assert delta.fallbacks == {"by_request": 1}
+
+
+def test_a_short_prompt_is_counted_short_prefix(server: Any, texts: Any) -> None:
+    delta = server.delta()
+    server.generate(texts.first.questions[0].text, 4)
+    assert server.done(delta).fallbacks == {"short_prefix": 1}
+
+
+def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_asking_alone(
+    server: Any, texts: Any
+) -> None:
+    prompts = [texts.ask(doc, n) for n in range(2) for doc in (texts.first, texts.unindexed, texts.second)]
+    prompts.append(texts.first.questions[1].text)
+    alone = [server.generate(prompt, 24, sparse=False) for prompt in prompts]
+    delta = server.delta()
+    batch = server.together([lambda p=p: server.generate(p, 24) for p in prompts])
+    server.done(delta)
+    assert [a.ids for a in batch] == [a.ids for a in alone]
+    assert (delta.sparse_rows, delta.dense_rows) == (4 * 23, 3 * 23)
+    assert delta.fallbacks == {"no_index": 2, "short_prefix": 1}
+    assert delta.sparse_steps < delta.sparse_rows, "some steps held several sparse rows"
+
+
+def test_requests_behind_one_cached_prefix_are_grouped(server: Any, texts: Any) -> None:
+    prompts = [texts.ask(texts.first, n) for n in range(4)]
+    alone = [server.generate(prompt, 24, sparse=False) for prompt in prompts]
+    delta = server.delta()
+    batch = server.together([lambda p=p: server.generate(p, 24) for p in prompts])
+    server.done(delta)
+    assert [a.ids for a in batch] == [a.ids for a in alone]
+    assert delta.after["largest_group"] >= 3
+    assert delta.per_layer("selections_per_layer")[0] < delta.sparse_rows, "a group selects once for all its rows"
+
+
+def test_a_private_suffix_longer_than_a_page_is_attended(server: Any, texts: Any) -> None:
+    suffix = " ".join(texts.unindexed.text.split()[:205])
+    prompt = f"{texts.first.text} {suffix} {texts.first.questions[4].text}"
+    dense = server.generate(prompt, STEPS, sparse=False)
+    delta = server.delta()
+    sparse = server.generate(prompt, STEPS)
+    server.done(delta)
+    assert sparse.ids == dense.ids
+    assert delta.sparse_rows == sparse.decode_steps
+    assert delta.per_layer("prefix_tokens_per_layer") == [1536 * sparse.decode_steps] * LAYERS
+
+
+@pytest.mark.parametrize(("shared", "used"), [(1000, 1536), (1023, 1536), (1024, 2560)])
+def test_an_index_longer_than_what_is_shared_is_not_used_and_the_shorter_one_is(
+    server: Any, texts: Any, shared: int, used: int
+) -> None:
+    # The longer prompt is in the radix cache as a whole, so the match alone would not tell.
+    server.generate(texts.long, 1)
+    words = texts.long.split()[: 1536 + shared]
+    prompt = f"{' '.join(words)} {texts.first.questions[5].text}"
+    dense = server.generate(prompt, STEPS, sparse=False)
+    delta = server.delta()
+    sparse = server.generate(prompt, STEPS)
+    server.done(delta)
+    assert sparse.ids == dense.ids
+    assert delta.per_layer("prefix_tokens_per_layer") == [used * sparse.decode_steps] * LAYERS
+
+
+def test_a_prompt_shorter_than_every_index_of_its_text_finds_none(server: Any, texts: Any) -> None:
+    server.generate(texts.first.text, 1)
+    delta = server.delta()
+    answer = server.generate(" ".join(texts.first.text.split()[:1535]), 4)
+    server.done(delta)
+    assert answer.cached_tokens >= 1520
+    assert (delta.hits, delta.fallbacks) == (0, {"no_index": 1})
+
+
+def test_a_prompt_of_exactly_the_index_is_served(server: Any, texts: Any) -> None:
+    dense = server.generate(texts.first.text, STEPS, sparse=False)
+    delta = server.delta()
+    sparse = server.generate(texts.first.text, STEPS)
+    server.done(delta)
+    assert sparse.ids == dense.ids
+    assert delta.sparse_rows == sparse.decode_steps
+
+
+def test_another_extra_key_does_not_see_the_index(server: Any, texts: Any) -> None:
+    prompt = texts.ask(texts.first, 0)
+    dense = server.generate(prompt, STEPS, sparse=False)
+    delta = server.delta()
+    other = server.generate(prompt, STEPS, extra_key="tenant-a")
+    server.done(delta)
+    assert (delta.hits, delta.sparse_rows, delta.fallbacks) == (0, 0, {"no_index": 1})
+    assert other.ids == dense.ids
+
+
+def test_an_index_of_an_extra_key_serves_that_key(server: Any, texts: Any) -> None:
+    prompt = texts.ask(texts.second, 0)
+    dense = server.generate(prompt, STEPS, sparse=False)
+    delta = server.delta()
+    named = server.generate(prompt, STEPS, extra_key="tenant-b")
+    server.done(delta)
+    assert (delta.hits, delta.sparse_rows, delta.fallbacks) == (1, STEPS - 1, {})
+    assert named.ids == dense.ids
+
+
+def test_another_cache_salt_does_not_see_the_index(server: Any, texts: Any, sglang_version: str) -> None:
+    prompt = texts.ask(texts.second, 0)
+    if sglang_version == "0.5.16":
+        pytest.skip("this release has no cache_salt in /generate: it joins it into extra_key (tested above)")
+    delta = server.delta()
+    server.generate(prompt, 4, cache_salt="salt")
+    server.generate(prompt, 4, cache_salt="tenant-b")  # the value of an extra_key, in the other field
+    server.generate(prompt, 4, cache_salt="salt", extra_key="tenant-b")
+    server.done(delta)
+    assert (delta.hits, delta.sparse_rows, delta.fallbacks) == (0, 0, {"no_index": 3})
+
+
+def test_two_simultaneous_cold_prefills_of_one_prompt_are_sparse_at_once_and_grouped_later(
+    server: Any, texts: Any
+) -> None:
+    prompts = [texts.ask(texts.second, n) for n in (2, 3)]
+    dense = [server.generate(prompt, 40, sparse=False) for prompt in prompts]
+    server.flush()
+    delta = server.delta()
+    both = server.together([lambda p=p: server.generate(p, 40) for p in prompts])
+    server.done(delta)
+    assert [a.cached_tokens for a in both] == [0, 0], "expected two cold prefills in one batch"
+    assert [a.ids for a in both] == [a.ids for a in dense]
+    assert (delta.sparse_rows, delta.dense_rows) == (2 * 39, 0)
+    # Grouped from the second step on, where both rows hold the shared slots: fewer groups than rows.
+    assert delta.after["largest_group"] >= 2
+    assert delta.per_layer("selections_per_layer") == [40] * LAYERS, "one step of two groups, then 38 of one"
+
+
+def test_a_flushed_cache_does_not_disturb_the_index(server: Any, texts: Any) -> None:
+    prompt = texts.ask(texts.first, 6)
+    warm = server.generate(prompt, STEPS)
+    server.flush()
+    delta = server.delta()
+    cold = server.generate(prompt, STEPS)
+    server.done(delta)
+    assert (warm.ids, cold.cached_tokens) == (cold.ids, 0)
+    assert delta.sparse_rows == STEPS - 1
+
+
+def test_an_aborted_running_request_leaves_nothing_behind(server: Any, texts: Any) -> None:
+    prompt = texts.ask(texts.first, 7)
+    dense = server.generate(prompt, STEPS, sparse=False)
+    delta = server.delta()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.generate, prompt, 4000, rid="to-abort")
+        deadline = time.monotonic() + 60
+        while server.state()["sparse_rows"] < delta.before["sparse_rows"] + 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        _post(server, "/abort_request", {"rid": "to-abort"})
+        try:
+            aborted = running.result(60)
+        except OSError:
+            pass
+        else:
+            assert aborted.meta["finish_reason"]["type"] == "abort"
+            assert len(aborted.ids) < 4000
+    server.done(delta)
+    assert server.generate(prompt, STEPS).ids == dense.ids
+
+
+def test_requests_aborted_while_they_wait_give_their_index_back(server: Any, texts: Any) -> None:
+    prompts = [texts.ask(texts.first, n) for n in range(12)]  # more than --max-running-requests
+    delta = server.delta()
+    with ThreadPoolExecutor(12) as pool:
+        running = [pool.submit(server.generate, p, 3000, rid=f"crowd-{n}") for n, p in enumerate(prompts)]
+        deadline = time.monotonic() + 120
+        while server.state()["index_users"] < 9:
+            assert time.monotonic() < deadline, "expected waiting requests to be admitted too"
+            time.sleep(0.05)
+        _post(server, "/abort_request", {"rid": "crowd-"})
+        for future in running:
+            future.exception(120)
+    server.done(delta)
+    assert server.generate(prompts[0], 4).decode_steps == 3
+
+
+def test_two_live_requests_with_one_id_do_not_harm_the_server(server: Any, texts: Any) -> None:
+    prompts = [texts.ask(texts.first, 0), texts.ask(texts.second, 0)]
+    dense = [server.generate(prompt, 32, sparse=False) for prompt in prompts]
+    delta = server.delta()
+
+    def ask(prompt: str) -> Any:
+        try:
+            return server.generate(prompt, 32, rid="same")
+        except OSError as error:
+            return error
+
+    replies = server.together([lambda p=p: ask(p) for p in prompts])
+    server.done(delta)
+    for reply, expected in zip(replies, dense, strict=True):
+        assert isinstance(reply, OSError) or reply.ids == expected.ids
+
+
+def test_parallel_samples_of_one_prompt_share_its_index(server: Any, texts: Any) -> None:
+    prompt = texts.ask(texts.first, 8)
+    dense = server.generate(prompt, STEPS, sparse=False)
+    delta = server.delta()
+    body = {"text": prompt, "sampling_params": {"n": 3, "temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}}
+    replies = _post(server, "/generate", body)
+    server.done(delta)
+    assert [tuple(reply["output_ids"]) for reply in replies] == [dense.ids] * 3
+    assert delta.sparse_rows >= 3 * (STEPS - 1)
+    assert delta.dense_rows == 0
+
+
+def _post(server: Any, path: str, body: dict[str, Any]) -> Any:
+    import json
+    import urllib.request
+
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        text = response.read()
+    return json.loads(text) if text.strip().startswith((b"{", b"[")) else None

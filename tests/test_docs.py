@@ -1,0 +1,207 @@
+"""The documents say what the code does: seams, commands, settings, counters, links."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The Markdown tables of a document: rows of cells, without header and rule."""
+    found: list[list[list[str]]] = []
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if not line.startswith("|"):
+            continue
+        if number == 0 or not lines[number - 1].startswith("|"):
+            found.append([])
+        # A bar inside backquotes would be a cell of its own to a Markdown renderer too.
+        found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+    return [table[2:] for table in found]
+
+
+def first_cells(table: list[list[str]]) -> list[str]:
+    return [name for row in table for name in re.findall(r"`([^`]+)`", row[0])]
+
+
+def table_with(text: str, name: str) -> list[list[str]]:
+    return next(table for table in tables(text) if name in first_cells(table))
+
+
+def shell_lines(text: str) -> list[str]:
+    """The lines of the bash blocks, continued lines joined."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    return [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def test_the_seam_table_is_the_list_of_seams() -> None:
+    pytest.importorskip("sglang")
+    from sglang_ext.compat.seams import SEAMS
+
+    documented = [tuple(cell.strip("`") for cell in row) for row in tables(text_of("docs/sglang-seams.md"))[0]]
+    wanted = [(seam.target, seam.kind.value.lower(), seam.process, " ".join(seam.reason.split())) for seam in SEAMS]
+    assert documented == wanted
+
+
+def test_the_cpu_table_is_what_the_cpu_plugin_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sglang")
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_ext.compat import cpu, versions
+
+    hooked: list[tuple[str, str]] = []
+    monkeypatch.setattr(cpu, "_no_accelerator", lambda: True)
+    monkeypatch.setattr(cpu, "_stub_rope_operation", lambda: None)
+    monkeypatch.setattr(versions, "installed", lambda: "0.5.16")
+    monkeypatch.setattr(
+        HookRegistry, "register", lambda target, hook, kind: hooked.append((target, kind.value.lower()))
+    )
+    monkeypatch.setenv("SGLANG_EXT_CPU_SHORT_EXTEND", "1")
+    cpu.register()
+    documented = [
+        (row[0].strip("`"), row[1])
+        for row in tables(text_of("docs/sglang-seams.md"))[-1]
+        if row[0].startswith("`sglang.")
+    ]
+    assert documented == hooked
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_make_target_in_the_documents_exists(document: Path) -> None:
+    makefile = text_of("Makefile")
+    mentioned = re.findall(r"`make ([a-z]+)`", document.read_text())
+    for line in shell_lines(document.read_text()):
+        mentioned += re.findall(r"^make ([a-z]+)", line)
+    for target in mentioned:
+        assert re.search(rf"^{target}:", makefile, re.M), f"{document.name} mentions make {target}"
+
+
+def test_make_help_lists_the_commands_of_the_readme() -> None:
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in re.findall(r"^make ([a-z]+)", "\n".join(shell_lines(text_of("README.md"))), re.M):
+        assert re.search(rf"^{target}\s", listed, re.M), target
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    from sglang_ext.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def commands(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    listed = help_of(capsys).split("COMMAND", 1)[-1]
+    return re.findall(r"^    ([a-z]+)", listed, re.M)
+
+
+def test_every_subcommand_is_documented_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    names = commands(capsys)
+    assert names
+    for name in names:
+        assert "usage" in help_of(capsys, name)
+        assert f"sglang-ext {name}" in text_of("README.md")
+        assert f"sglang-ext {name}" in text_of("docs/operating.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_sglang_ext_command_in_the_documents_is_accepted(
+    document: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = commands(capsys)
+    for line in shell_lines(document.read_text()):
+        if not line.startswith("sglang-ext "):
+            continue
+        ours = line.split(" -- ")[0].split()
+        assert ours[1] in known, line
+        described = help_of(capsys, ours[1])
+        for word in ours[2:]:
+            if word.startswith("--"):
+                assert re.search(rf"{word}\b", described), f"{document.name}: {word}"
+
+
+def test_every_flag_of_prebuild_stands_in_the_operating_guide(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in set(re.findall(r"--[a-z-]+", help_of(capsys, "prebuild"))) - {"--", "--help"}:
+        assert flag in text_of("docs/operating.md"), flag
+
+
+def test_server_flags_and_environment_are_documented() -> None:
+    from sglang_ext import config
+
+    readme = text_of("README.md")
+    for word in ("--sparse-attn ", "--sparse-attn-store", "--sparse-attn-config"):
+        assert word in readme
+    for name in (config.ENV_ENABLE, config.ENV_CONFIG, config.ENV_STORE):
+        assert name in readme
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    from sglang_ext.config import SparseAttnConfig
+
+    defaults: dict[str, Any] = msgspec.to_builtins(SparseAttnConfig())
+    documented = {row[0].strip("`"): row[1].strip("`") for row in table_with(text_of("README.md"), "keep_ratio")}
+    assert {name: json.loads(value) for name, value in documented.items()} == defaults
+
+
+def test_every_method_is_documented() -> None:
+    from sglang_ext.indexing import METHODS
+
+    for name in METHODS:
+        assert f"`{name}`" in text_of("README.md")
+        assert f"`{name}`" in text_of("docs/architecture.md")
+
+
+def test_every_fallback_reason_is_documented() -> None:
+    from sglang_ext.metrics import REASONS
+
+    documented = first_cells(table_with(text_of("docs/operating.md"), "no_index"))
+    assert sorted(documented) == sorted(REASONS)
+    for reason in REASONS:
+        assert f"`{reason}`" in text_of("docs/architecture.md")
+
+
+def test_every_counter_is_documented() -> None:
+    from sglang_ext.metrics import Counters
+
+    documented = first_cells(table_with(text_of("docs/operating.md"), "hits"))
+    assert set(Counters(2, torch.device("cpu")).snapshot()) <= set(documented)
+
+
+def test_the_supported_versions_are_the_same_everywhere() -> None:
+    pytest.importorskip("sglang")
+    from sglang_ext.compat.versions import SUPPORTED
+
+    assert re.search(r"^SGLANG_VERSIONS := (.*)$", text_of("Makefile"), re.M).group(1).split() == list(SUPPORTED)
+    for version in SUPPORTED:
+        assert version in text_of("README.md")
+        assert f".venv-{version}" in text_of("CONTRIBUTING.md")
+
+
+def test_the_demo_configuration_fits_the_shipped_model() -> None:
+    from sglang_ext.config import parse_config
+
+    config = parse_config(f"@{ROOT / 'scripts' / 'demo_config.json'}")
+    model = json.loads(text_of("models/needle/config.json"))
+    assert len(config.layer_plan) in (0, model["num_hidden_layers"])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"

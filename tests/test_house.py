@@ -1,0 +1,142 @@
+"""The house: source roots, sizes, and nothing in the sources that belongs to one machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Put together here, so that this file does not hold what it looks for.
+MACHINE_PATHS = [f"/{name}/" for name in ("work", "opt", "root", "mnt")]
+REGISTRIES = [
+    "pypi" + ".org",
+    "python" + "hosted",
+    "--index" + "-url",
+    "--extra-index" + "-url",
+    "download." + "pytorch",
+]
+
+MAX_LINES = {"kernels": 620}
+DEFAULT_MAX_LINES = 420
+MAX_FILE_BYTES = 16 << 20
+
+
+def project_files() -> list[Path]:
+    """What is in the repository or would be: tracked files and new ones that are not ignored."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def text_of(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+@pytest.mark.parametrize("folder", ["kernels", "index_store"])
+def test_source_roots_are_no_packages(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists(), (
+        f"{folder}/ is a source root; an __init__.py would shadow the distribution of that import name"
+    )
+
+
+def test_a_kernels_distribution_is_found_before_our_folder(tmp_path: Path) -> None:
+    """SGLang depends on a distribution that is imported as `kernels`; the checkout stands on sys.path before it."""
+    other = tmp_path / "site" / "kernels"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("owner = 'the other distribution'\n")
+    code = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.path.append({str(other.parent)!r}); import kernels; "
+        "print(getattr(kernels, '__file__', None))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = run.stdout.strip()
+    assert found != "None", "expected a regular package to win over the source root, got the source root"
+    assert ROOT / "kernels" not in Path(found).parents
+
+
+def test_nothing_in_the_sources_belongs_to_one_machine() -> None:
+    pattern = re.compile(
+        "|".join([*(rf"(?<![\w.]){re.escape(path)}" for path in MACHINE_PATHS), *map(re.escape, REGISTRIES)])
+    )
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+        for path in project_files()
+        if (text := text_of(path)) is not None
+        for number, line in enumerate(text.splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found, "machine paths or registry hosts:\n" + "\n".join(found)
+
+
+def test_modules_are_short() -> None:
+    too_long = []
+    for path in project_files():
+        if path.suffix == ".py":
+            lines = len(path.read_text().splitlines())
+            limit = MAX_LINES.get(path.relative_to(ROOT).parts[0], DEFAULT_MAX_LINES)
+            if lines > limit:
+                too_long.append(f"{path.relative_to(ROOT)}: {lines} lines, expected at most {limit}")
+    assert not too_long, "\n".join(too_long)
+
+
+def test_files_are_small() -> None:
+    too_big = [str(path.relative_to(ROOT)) for path in project_files() if path.stat().st_size > MAX_FILE_BYTES]
+    assert not too_big, f"expected files of at most {MAX_FILE_BYTES} bytes, got {too_big}"
+
+
+@pytest.mark.parametrize("script", [".ci/run", "scripts/make_venv.sh"])
+def test_scripts_can_be_run(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+    subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        ({}, [], "expected VERSION and DIR"),
+        ({"PYTHON": "no-such-python"}, ["0.5.16", "new"], "expected PYTHON to be Python 3.10 to 3.12"),
+        ({"PATH": "empty"}, ["0.5.16", "new"], "expected Python 3.10, 3.11 or 3.12"),
+        ({"PYTHON": sys.executable}, ["0.5.16", "taken"], "to be a virtual environment or absent"),
+    ],
+    ids=["arguments", "PYTHON", "no python", "folder taken"],
+)
+def test_make_venv_says_what_is_wrong(
+    environment: dict[str, str], arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    path = os.environ["PATH"]
+    if environment.get("PATH") == "empty":
+        tools = tmp_path / "bin"
+        tools.mkdir()
+        for tool in ("bash", "dirname", "cat"):
+            source = next(Path(part) / tool for part in path.split(":") if (Path(part) / tool).exists())
+            (tools / tool).symlink_to(source)
+        path = str(tools)
+    run = subprocess.run(
+        [str(ROOT / "scripts" / "make_venv.sh"), *arguments],
+        cwd=tmp_path,
+        env={**os.environ, **environment, "PATH": path, "SGLANG_EXT_FULL": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert message in run.stderr
