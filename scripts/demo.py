@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".demo"
 TASKS = ("single_needle", "many_keys", "multi_query", "variable_tracking")
 START_SECONDS = 300
-PREBUILD_SECONDS = 600
+PREBUILD_SECONDS = 1200
 
 CPU_FLAGS = [
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),

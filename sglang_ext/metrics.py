@@ -18,6 +18,7 @@ REASONS = (
     "index_loading",
     "index_mismatch",
     "index_corrupt",
+    "index_memory",
     "short_prefix",
     "cost_model",
     "quality_guard",
@@ -45,6 +46,8 @@ class Counters:
         self.dense_rows = 0
         self.hits = 0
         self.largest_group = 0
+        self.recorded_steps = 0
+        self.recorded_graph_steps = 0
         self.fallbacks: Counter[str] = Counter()
         self._prometheus = _Prometheus() if prometheus else None
 
@@ -91,6 +94,8 @@ class Counters:
             "sparse_rows": rows,
             "dense_rows": self.dense_rows,
             "largest_group": self.largest_group,
+            "recorded_steps": self.recorded_steps,
+            "recorded_graph_steps": self.recorded_graph_steps,
             "fallbacks": dict(self.fallbacks),
             "keep_ratio": sum(ratios) / len(ratios) if ratios else None,
             "keep_ratio_per_layer": [a / p if p else None for a, p in zip(attended, self._prefix, strict=True)],

@@ -222,8 +222,8 @@ class SparseRuntime:
 
     def _plan(self, forward_batch: Any) -> DecodePlan | None:
         rids = forward_batch.rids
-        if not rids or len(rids) != forward_batch.batch_size:
-            return None
+        if not rids or len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):
+            return None  # padded or beam batches: rows are not one request each
         attachments = [self.requests.get(rid) for rid in rids]
         ready = [self._usable(attachment) for attachment in attachments]
         sparse_rows = sum(index is not None for index in ready)
@@ -242,6 +242,12 @@ class SparseRuntime:
         largest = max((group.num_rows for group in plan.groups), default=0) if plan else 0
         self.counters.count_step(sparse_rows, len(rids) - sparse_rows, largest)
         return plan
+
+    def prefilled(self, *, in_graph: bool) -> None:
+        """The running forward is done; counts recorded prefill steps that a CUDA graph replayed."""
+        if self._step.chunks:
+            self.counters.recorded_steps += 1
+            self.counters.recorded_graph_steps += in_graph
 
     def _usable(self, attachment: Attachment | None) -> ResidentIndex | None:
         if attachment is None:

@@ -83,11 +83,13 @@ def make_plan(
         if attachment is None or index is None:
             continue
         starts[row] = index.prefix_len
-        own = req_to_token[req_pool_indices[row], : index.prefix_len].to(torch.int64)
-        if attachment.steps > 0 and attachment.shared is None:
-            _settle(attachment, index, own, shared_by_digest)
+        if attachment.shared is not None:
+            slots = attachment.shared.slots
+        else:
+            slots = req_to_token[req_pool_indices[row], : index.prefix_len].to(torch.int64)
+            if attachment.steps > 0:
+                slots = _settle(attachment, index, slots, shared_by_digest).slots
         attachment.steps += 1
-        slots = own if attachment.shared is None else attachment.shared.slots
         rows_of.setdefault(id(slots), (index, slots, []))[2].append(row)
     device = req_to_token.device
     groups = [
@@ -103,17 +105,18 @@ def _settle(
     index: ResidentIndex,
     own: Tensor,
     shared_by_digest: dict[str, list[SharedSlots]],
-) -> None:
+) -> SharedSlots:
     tables = shared_by_digest.setdefault(index.entry.digest, [])
     tables[:] = [table for table in tables if table.members > 0]
     for table in tables:
         if torch.equal(table.slots, own):  # waits for the device; once per request
-            attachment.shared = table
             break
     else:
-        attachment.shared = SharedSlots(own.clone())
-        tables.append(attachment.shared)
-    attachment.shared.members += 1
+        table = SharedSlots(own.clone())
+        tables.append(table)
+    table.members += 1
+    attachment.shared = table
+    return table
 
 
 def _suffixes(

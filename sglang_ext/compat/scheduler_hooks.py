@@ -130,7 +130,9 @@ def around_model_runner_forward(
     if _runtime is None or _runtime.view.runner is not runner:
         return original(runner, forward_batch, *args, **kwargs)
     with _runtime.step(forward_batch):
-        return original(runner, forward_batch, *args, **kwargs)
+        output = original(runner, forward_batch, *args, **kwargs)
+        _runtime.prefilled(in_graph=bool(getattr(output, "can_run_graph", False)))
+        return output
 
 
 def before_req_to_token_free(pool: Any, req: Any) -> None:

@@ -27,6 +27,14 @@ class State(Enum):
     FAILED = "failed"
 
 
+class UnusableIndexError(Exception):
+    """An intact index that cannot serve here: why, by a word of the fallback list."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
 class ResidentIndex:
     """One index in device memory. `layers[i]` maps array names to tensors with leading dim num_kv_heads.
 
@@ -143,6 +151,8 @@ class Residency:
         except IndexStoreError as error:
             self._store.report(index.entry.identity, error)
             self._fail(index, error.reason, str(error))
+        except UnusableIndexError as error:
+            self._fail(index, error.reason, str(error))
         except Exception as error:  # the server must live on, dense
             self._fail(index, "index_corrupt", f"{type(error).__name__}: {error}")
 
@@ -156,9 +166,10 @@ class Residency:
         names = sorted({key.name for key in file.keys if key.layer == layer and key.name.startswith(prefix)})
         if not names:
             found = sorted({key.name.split(".")[0] for key in file.keys})
-            raise ValueError(
+            raise UnusableIndexError(
+                "index_mismatch",
                 f"index {file.identity.digest[:12]} layer {layer}: expected arrays of method {self._method!r}, "
-                f"found methods {found}; prebuild it with this method under 'methods'"
+                f"found methods {found}; prebuild it with this method under 'methods'",
             )
         out = {}
         for name in names:
@@ -168,9 +179,10 @@ class Residency:
 
     def _make_room(self, incoming: ResidentIndex, nbytes: int) -> None:
         if nbytes > self._budget_bytes:
-            raise ValueError(
+            raise UnusableIndexError(
+                "index_memory",
                 f"index {incoming.entry.digest[:12]} needs {nbytes} bytes, index_gpu_bytes is "
-                f"{self._budget_bytes}; raise index_gpu_bytes in --sparse-attn-config"
+                f"{self._budget_bytes}; raise index_gpu_bytes in --sparse-attn-config",
             )
         with self._lock:
             held = sum(index.nbytes for index in self._by_digest.values())
@@ -181,7 +193,8 @@ class Residency:
                     held -= index.nbytes
                     del self._by_digest[digest]
             if held + nbytes > self._budget_bytes:
-                raise ValueError(
+                raise UnusableIndexError(
+                    "index_memory",
                     f"index {incoming.entry.digest[:12]} needs {nbytes} bytes and {held} of index_gpu_bytes="
-                    f"{self._budget_bytes} are in use by running requests; raise index_gpu_bytes"
+                    f"{self._budget_bytes} are in use by running requests; raise index_gpu_bytes",
                 )

@@ -51,6 +51,8 @@ DEFAULTS = {
     "--max-total-tokens": "24576",
     "--disable-overlap-schedule": "",
 }
+#: Threads that wait must not spin: the cores are few, and shared.
+THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
 START_SECONDS = 240.0
 STOP_SECONDS = 15.0
 
@@ -115,7 +117,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "2", **environment},
+                env={**os.environ, **THREADS, **environment},
             )
 
     def wait(self) -> None:
@@ -352,7 +354,7 @@ def run_prebuild(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "2"},
+            env={**os.environ, **THREADS},
         )
         try:
             status = job.wait(timeout)
@@ -403,6 +405,11 @@ def own_store(built: Prebuilt, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def sglang_version() -> str:
     return SGLANG
+
+
+@pytest.fixture(scope="session")
+def model_path() -> str:
+    return str(MODEL)
 
 
 @pytest.fixture(scope="session")

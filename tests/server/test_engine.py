@@ -1,0 +1,65 @@
+"""`sglang.Engine`: no command line, settings through `plugin.server_args` or the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_ENGINE = """
+import json, sys
+
+def main():
+    given = json.loads(sys.argv[1])
+    import sglang
+    from sglang_ext.plugin import server_args
+    engine = sglang.Engine(server_args=server_args(config=given["config"], store=given["store"], **given["kwargs"]))
+    greedy = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+    dense = engine.generate(given["prompt"], {**greedy, "custom_params": {"sparse_attn": False}})
+    sparse = engine.generate(given["prompt"], greedy)
+    state = engine.get_server_info()["internal_states"][0]["sparse_attn"]
+    engine.shutdown()
+    print("RESULT", json.dumps([dense["output_ids"], sparse["output_ids"], state["sparse_rows"], state["fallbacks"]]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_an_engine_made_by_server_args_decodes_sparsely_and_equals_dense(
+    serve: Any, store: Path, exact_config: Any, texts: Any, model_path: str, tmp_path: Path
+) -> None:
+    serve.close()
+    kwargs = {
+        "model_path": model_path,
+        "device": "cpu",
+        "dtype": "float32",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": True,
+        "max_total_tokens": 8192,
+        "max_running_requests": 4,
+        "context_length": 4096,
+        "page_size": 16,
+    }
+    given = {"config": exact_config, "store": str(store), "kwargs": kwargs, "prompt": texts.ask(texts.first, 0)}
+    script = tmp_path / "engine.py"
+    script.write_text(_ENGINE)
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(given)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "SGLANG_EXT_CPU_SHORT_EXTEND": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    dense, sparse, rows, fallbacks = json.loads(lines[0][7:])
+    assert sparse == dense
+    assert rows == 11
+    assert fallbacks == {"by_request": 1}

@@ -1,0 +1,138 @@
+"""`sglang-ext prebuild` and building while serving, on the real SGLang."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefix_index import FileStore
+
+
+def test_a_job_reports_each_prompt_and_says_why_not(built: Any) -> None:
+    statuses = {line["id"]: line["status"] for line in built.report}
+    good = dict.fromkeys(("first", "second", "long", "second-named"), "built")
+    assert statuses == {**good, "too-long": "failed", "short": "skipped"}
+    assert built.status == 1, "a failed prompt makes the job fail"
+    assert "4 built, 1 failed, 1 skipped" in built.output
+    too_long, short = built.line("too-long"), built.line("short")
+    assert too_long["reason"] == "too_long"
+    assert "--context-length" in too_long["detail"]
+    assert "12288" in too_long["detail"]
+    assert short["reason"] == "short_prefix"
+    assert "min_sparse_prompt_len" in short["detail"]
+
+
+def test_a_built_line_holds_sizes_time_and_recall(built: Any) -> None:
+    line = built.line("first")
+    assert line["num_tokens"] == line["prompt_tokens"] == 1536
+    assert line["kv_bytes"] == 6 * 1536 * 2 * 128 * 4
+    assert 0 < line["index_bytes"] < line["kv_bytes"]
+    assert line["build_seconds"] > 0
+    for value in line["recall"].values():
+        assert 0 < value <= 1.0 + 1e-6
+
+
+def test_one_text_in_two_namespaces_makes_two_indexes(built: Any) -> None:
+    assert built.line("second")["digest"] != built.line("second-named")["digest"]
+
+
+@pytest.fixture(scope="module")
+def resumed(built: Any, serve: Any, prebuild: Any, texts: Any, tmp_path_factory: Any) -> Any:
+    """The same job again without chunks, after one of its indexes was lost."""
+    import shutil
+
+    serve.close()
+    folder = tmp_path_factory.mktemp("resumed")
+    store = Path(shutil.copytree(built.store, folder / "store"))
+    lost = store / Path(built.line("first")["path"]).relative_to(built.store)
+    lost.unlink()
+    prompts = [{"id": "second", "text": texts.second.text}, {"id": "first", "text": texts.first.text}]
+    return prebuild(folder, prompts, store=store)
+
+
+def test_a_job_run_again_builds_only_what_is_missing(resumed: Any, built: Any) -> None:
+    assert resumed.status == 0, resumed.output[-3000:]
+    assert [line["status"] for line in resumed.report] == ["exists", "built"]
+    assert resumed.line("second")["digest"] == built.line("second")["digest"]
+    assert "seconds" not in resumed.line("second"), "no prefill"
+    assert "1 built, 1 exists" in resumed.output
+
+
+def test_a_chunked_prefill_leaves_the_same_arrays_as_one_chunk(resumed: Any, built: Any) -> None:
+    """The main job ran in chunks of 512 tokens, this one in one of 1536. Keys differ by rounding only."""
+    digest = built.line("first")["digest"]
+    assert resumed.line("first")["digest"] == digest
+    with FileStore(built.store) as one, FileStore(resumed.store) as two:
+        with one.get(digest) as chunked, two.get(digest) as whole:
+            assert chunked.keys == whole.keys
+            assert chunked.spec == whole.spec
+            for key in chunked.keys:
+                left, right = chunked.array(*key), whole.array(*key)
+                if left.dtype.kind == "f":
+                    np.testing.assert_allclose(left, right, rtol=2e-2, atol=2e-2, err_msg=str(key))
+                else:
+                    # A key on the edge of a quantization step may fall to either side.
+                    assert (left != right).mean() < 2e-2, key
+
+
+# -- building while serving --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def building(serve: Any, exact_config: Any, tmp_path_factory: Any) -> Any:
+    """(server that indexes what it prefills, path of its report)."""
+    folder = tmp_path_factory.mktemp("building")
+    (folder / "store").mkdir()
+    report = folder / "report.jsonl"
+    config = {**exact_config, "build": "prefill", "build_report": str(report)}
+    server = serve(folder / "store", config, enable_mixed_chunk="", chunked_prefill_size="512")
+    return server, report
+
+
+def _lines(report: Path) -> dict[str, dict[str, Any]]:
+    return {line["rid"]: line for line in map(json.loads, report.read_text().splitlines())}
+
+
+def test_a_server_that_builds_indexes_what_it_prefills_and_uses_it(building: Any, texts: Any) -> None:
+    server, report = building
+    prompt = texts.ask(texts.first, 0)
+    first = server.generate(prompt, 12, rid="cold")
+    line = _lines(report)["cold"]
+    assert (line["status"], line["num_tokens"]) == ("built", 1536)
+    delta = server.delta()
+    second = server.generate(prompt, 12)
+    server.done(delta)
+    assert (delta.sparse_rows, second.ids) == (11, first.ids)
+
+
+def test_a_capture_that_the_radix_cache_served_in_part_is_rejected_and_the_server_goes_on(
+    building: Any, texts: Any
+) -> None:
+    server, report = building
+    server.generate(texts.first.text, 1)
+    shared = " ".join(texts.first.text.split()[:1024])
+    dense = server.generate(f"{shared} {texts.second.text}", 8, sparse=False)
+    server.flush()
+    server.generate(texts.first.text, 1)
+    answer = server.generate(f"{shared} {texts.second.text}", 8, rid="partly-cached")
+    assert answer.cached_tokens >= 1008
+    line = _lines(report)["partly-cached"]
+    assert line["status"] == "failed"
+    assert "came from the prefix cache" in line["detail"]
+    assert answer.ids == dense.ids
+    assert server.generate(texts.ask(texts.second, 0), 4, rid="afterwards").decode_steps == 3
+    assert _lines(report)["afterwards"]["status"] == "built"
+
+
+def test_requests_in_one_mixed_batch_are_captured_apart(building: Any, texts: Any) -> None:
+    server, report = building
+    server.flush()
+    prompts = {"mixed-a": texts.ask(texts.unindexed, 0), "mixed-b": f"{texts.tail.text} {texts.tail.questions[0].text}"}
+    server.together([lambda r=rid, p=prompt: server.generate(p, 16, rid=r) for rid, prompt in prompts.items()])
+    lines = _lines(report)
+    assert [lines[rid]["status"] for rid in prompts] == ["built", "built"], lines
+    assert server.settled()["requests"] == 0

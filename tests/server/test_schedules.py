@@ -1,0 +1,108 @@
+"""Schedules that move requests about: overlap, mixed chunks, retraction under memory pressure."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+
+def _batch(server: Any, prompts: list[str], num_tokens: int) -> tuple[Any, list[Any], list[Any]]:
+    """(counters of the sparse pass, dense answers asked alone, sparse answers asked together)."""
+    alone = [server.generate(prompt, num_tokens, sparse=False) for prompt in prompts]
+    server.flush()
+    delta = server.delta()
+    batch = server.together([lambda p=p: server.generate(p, num_tokens) for p in prompts])
+    server.done(delta)
+    return delta, alone, batch
+
+
+def post_nothing(server: Any, path: str, body: dict[str, Any]) -> None:
+    """POST where no JSON comes back."""
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60):
+        pass
+
+
+def test_the_overlap_schedule_equals_dense(serve: Any, store: Any, exact_config: Any, texts: Any) -> None:
+    server = serve(store, exact_config, disable_overlap_schedule=None)
+    prompts = [texts.ask(texts.first, n) for n in range(3)]
+    prompts += [texts.ask(texts.second, 0), texts.ask(texts.unindexed, 0)]
+    delta, alone, batch = _batch(server, prompts, 24)
+    assert "disable_overlap_schedule=False" in server.log.read_text().replace("'", "").replace(": ", "=")
+    assert [a.ids for a in batch] == [a.ids for a in alone]
+    # The schedule runs one step ahead: a row may decode once more than it has tokens to give.
+    assert 4 * 23 <= delta.sparse_rows <= 4 * 24
+    assert delta.after["largest_group"] >= 2
+    assert delta.fallbacks == {"no_index": 1}
+
+
+def test_the_overlap_schedule_survives_requests_of_different_lengths(
+    serve: Any, store: Any, exact_config: Any, texts: Any
+) -> None:
+    """Rows of finished requests are given away while the step that still holds them runs."""
+    server = serve(store, exact_config, disable_overlap_schedule=None)
+    jobs = [(texts.ask(doc, n), 3 + 5 * n) for n in range(4) for doc in (texts.first, texts.second)]
+    alone = [server.generate(prompt, count, sparse=False) for prompt, count in jobs]
+    delta = server.delta()
+    batch = server.together([lambda p=p, c=c: server.generate(p, c) for p, c in jobs * 2])
+    server.done(delta)
+    assert [a.ids for a in batch] == [a.ids for a in alone] * 2
+
+
+def test_mixed_chunks_equal_dense(serve: Any, store: Any, exact_config: Any, texts: Any) -> None:
+    server = serve(store, exact_config, enable_mixed_chunk="", chunked_prefill_size="256")
+    prompts = [texts.ask(texts.first, 0), texts.ask(texts.first, 1), texts.ask(texts.second, 0)]
+    prompts += [texts.ask(texts.unindexed, 0), texts.ask(texts.first, 2)]
+    delta, alone, batch = _batch(server, prompts, 24)
+    assert [a.ids for a in batch] == [a.ids for a in alone]
+    assert 0 < delta.sparse_rows <= 4 * 23, "steps that ran inside a mixed batch are dense"
+    assert (delta.hits, delta.fallbacks) == (4, {"no_index": 1})
+
+
+def test_retraction_under_memory_pressure_equals_dense(
+    serve: Any, store: Any, exact_config: Any, texts: Any
+) -> None:
+    server = serve(store, exact_config, max_total_tokens="2048", schedule_conservativeness="0.1")
+    prompts = [texts.ask(texts.first, n) for n in range(6)]
+    delta, alone, batch = _batch(server, prompts, 110)
+    assert sum(a.num_retractions for a in batch) > 0, "expected the pool to be too small for six requests"
+    assert [a.ids for a in batch] == [a.ids for a in alone]
+    assert (delta.dense_rows, delta.hits, delta.fallbacks) == (0, 6, {})
+    retractions = sum(a.num_retractions for a in batch)
+    assert delta.sparse_rows == 6 * 109 - retractions, "a prefill after a retraction gives one token itself"
+
+
+def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(
+    serve: Any, store: Any, exact_config: Any, texts: Any
+) -> None:
+    """Such a request was matched and got its index, but never a slot: no slot is given back when it ends."""
+    server = serve(store, exact_config, max_total_tokens="2048", schedule_conservativeness="0.1")
+    words = texts.unindexed.text.split()
+    prompts = [f"{texts.first.text} {' '.join(words[n * 300 : n * 300 + 300])}" for n in range(3)]
+    server.flush()
+    delta = server.delta()
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(server.generate, p, 180, rid=f"crowd-{n}") for n, p in enumerate(prompts)]
+        waited = False
+        while not waited and not all(future.done() for future in running):
+            state = server.state()
+            waited = state["requests"] >= 2 and state["sparse_rows"] > delta.before["sparse_rows"]
+        assert waited, "expected one request to decode and another one to wait for memory"
+        post_nothing(server, "/abort_request", {"rid": "crowd-"})
+        for future in running:
+            future.exception(120)
+    server.done(delta)
+    assert server.generate(texts.ask(texts.first, 0), 4).decode_steps == 3
+
+
+def test_no_radix_cache_means_groups_of_one_and_equals_dense(
+    serve: Any, store: Any, exact_config: Any, texts: Any
+) -> None:
+    server = serve(store, exact_config, disable_radix_cache="")
+    prompts = [texts.ask(texts.second, n) for n in range(3)]
+    delta, alone, batch = _batch(server, prompts, 12)
+    assert [a.ids for a in batch] == [a.ids for a in alone]
+    assert delta.after["largest_group"] == 1
+    assert (delta.sparse_rows, delta.dense_rows) == (3 * 11, 0)

@@ -1,0 +1,50 @@
+"""Paired answers against numbers computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from sglang_ext.quality.evaluate import keep_ratio_between, paired
+
+
+def test_paired_against_hand_computed_numbers() -> None:
+    # 10 questions: 6 right in both, 2 only dense, 1 only sparse, 1 in neither.
+    dense = [True] * 6 + [True, True, False, False]
+    sparse = [True] * 6 + [False, False, True, False]
+    result = paired(dense, sparse)
+    assert (result.count, result.dense, result.sparse) == (10, 0.8, 0.7)
+    assert result.difference == pytest.approx(-0.1)
+    # Agresti and Min: gained 1.5, lost 2.5, n 12: center -1/12, half 1.96 sqrt(4 - 1/12) / 12.
+    half = 1.959964 * math.sqrt(4 - 1 / 12) / 12
+    assert (result.low, result.high) == pytest.approx((-1 / 12 - half, -1 / 12 + half))
+    assert result.high == pytest.approx(0.2399, abs=1e-3)
+
+
+def test_equal_outcomes_still_have_an_interval() -> None:
+    result = paired([True] * 500, [True] * 500)
+    assert result.difference == 0
+    assert result.low == pytest.approx(-result.high)
+    assert result.high == pytest.approx(1.959964 / 502)
+
+
+def test_the_interval_holds_the_difference_and_narrows() -> None:
+    for n in (50, 500):
+        result = paired([True] * n, [i % 10 != 0 for i in range(n)])
+        assert result.low < result.difference < result.high
+    wide = paired([True] * 50, [i % 10 != 0 for i in range(50)])
+    assert result.high - result.low < wide.high - wide.low
+
+
+@pytest.mark.parametrize(("dense", "sparse"), [([], []), ([True], []), ([True], [True, False])])
+def test_outcomes_that_do_not_pair_are_refused(dense: list[bool], sparse: list[bool]) -> None:
+    with pytest.raises(ValueError, match="two outcomes per question"):
+        paired(dense, sparse)
+
+
+def test_keep_ratio_between_two_states_is_the_mean_over_layers_of_what_came_between() -> None:
+    before = {"attended_tokens_per_layer": [100.0, 100.0], "prefix_tokens_per_layer": [100, 1000]}
+    after = {"attended_tokens_per_layer": [200.0, 110.0], "prefix_tokens_per_layer": [200, 1100]}
+    assert keep_ratio_between(before, after) == pytest.approx((1.0 + 0.1) / 2)
+    assert keep_ratio_between(before, before) is None

@@ -1,0 +1,126 @@
+"""What tells two models apart, and what does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext import fingerprint
+from sglang_ext.fingerprint import model_fingerprint, resolve_folder, weights_digest
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 64,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "transformers_version": "5.0",
+    "torch_dtype": "bfloat16",
+    "architectures": ["Qwen3ForCausalLM"],
+}
+
+
+def _fingerprint(config: dict[str, Any], **changes: Any) -> Any:
+    fields: dict[str, Any] = {
+        "weights": "w",
+        "quantization": None,
+        "kv_dtype": "float32",
+        "num_layers": 2,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "v_head_dim": 16,
+    }
+    fields.update(changes)
+    return model_fingerprint(config, fields.pop("weights"), **fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"hidden_size": 65}, "config_digest"),
+        ({"rms_norm_eps": 1e-5}, "config_digest"),
+        ({"attention_bias": True}, "config_digest"),
+        ({"rope_theta": 1e4}, "rope_digest"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_digest"),
+        ({"max_position_embeddings": 2048}, "rope_digest"),
+    ],
+)
+def test_what_the_model_computes_changes_the_fingerprint(change: dict[str, Any], field: str) -> None:
+    old, new = _fingerprint(CONFIG), _fingerprint({**CONFIG, **change})
+    assert getattr(old, field) != getattr(new, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("weights", "x"), ("quantization", "fp8"), ("kv_dtype", "bfloat16"), ("num_layers", 3), ("head_dim", 32)],
+)
+def test_what_sglang_makes_of_it_changes_the_fingerprint(field: str, value: Any) -> None:
+    assert _fingerprint(CONFIG) != _fingerprint(CONFIG, **{field: value})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"transformers_version": "6.0"}, {"torch_dtype": "float32"}, {"_name_or_path": "x"}, {"use_cache": False}],
+)
+def test_volatile_keys_do_not(change: dict[str, Any]) -> None:
+    assert _fingerprint(CONFIG) == _fingerprint({**CONFIG, **change})
+
+
+def test_the_order_of_keys_does_not() -> None:
+    assert _fingerprint(CONFIG) == _fingerprint(dict(reversed(CONFIG.items())))
+
+
+def test_a_config_that_json_wrote_is_the_same() -> None:
+    assert _fingerprint(json.loads(json.dumps(CONFIG))) == _fingerprint(CONFIG)
+
+
+def _checkpoint(folder: Path, size: int = 5000) -> Path:
+    folder.mkdir()
+    (folder / "model-1.safetensors").write_bytes(bytes(range(256)) * (size // 256))
+    (folder / "model-2.safetensors").write_bytes(b"x" * size)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_one_changed_byte_changes_the_weights_digest(tmp_path: Path) -> None:
+    folder = _checkpoint(tmp_path / "a")
+    before = weights_digest(str(folder))
+    raw = bytearray((folder / "model-2.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (folder / "model-2.safetensors").write_bytes(raw)
+    assert weights_digest(str(folder)) != before
+
+
+def test_names_sizes_and_split_points_count_and_other_files_do_not(tmp_path: Path) -> None:
+    one, two = _checkpoint(tmp_path / "a"), _checkpoint(tmp_path / "b")
+    assert weights_digest(str(one)) == weights_digest(str(two))
+    (two / "README.md").write_text("text")
+    assert weights_digest(str(one)) == weights_digest(str(two))
+    (two / "model-2.safetensors").rename(two / "model-3.safetensors")
+    assert weights_digest(str(one)) != weights_digest(str(two))
+
+
+def test_large_checkpoints_are_sampled_over_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(fingerprint, "_SAMPLE_BYTES", 64)
+    folder = _checkpoint(tmp_path / "a", 1 << 16)
+    before = weights_digest(str(folder))
+    file = folder / "model-2.safetensors"
+    for offset in (0, 40, (1 << 16) // 2 + 3, (1 << 16) - 1):
+        raw = bytearray(b"x" * (1 << 16))
+        raw[offset] = 0
+        file.write_bytes(raw)
+        assert weights_digest(str(folder)) != before, offset
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="expected weight files"):
+        weights_digest(str(tmp_path))
+
+
+def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match="neither"):
+        resolve_folder("nobody/nothing-here", None)

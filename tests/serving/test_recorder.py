@@ -1,0 +1,221 @@
+"""The recorder: a uniform sample of what passed, bounded, and nothing at all where something is missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from sglang_ext.prefill.recorder import QueryRecorder
+
+LAYERS, HEADS, DIM = 2, 4, 3
+CPU = torch.device("cpu")
+
+
+def _queries(num_tokens: int, layer: int) -> torch.Tensor:
+    """q[token, head, 0] tells the token, [.., 1] the layer, [.., 2] the head."""
+    q = torch.zeros(num_tokens, HEADS, DIM)
+    q[..., 0] = torch.arange(num_tokens)[:, None]
+    q[..., 1] = layer
+    q[..., 2] = torch.arange(HEADS)
+    return q
+
+
+def _recorder(capacity: int, seed: int = 0) -> QueryRecorder:
+    return QueryRecorder(LAYERS, HEADS, capacity * 2, 2, seed)
+
+
+def _feed(recorder: QueryRecorder, rid: str, num_tokens: int, chunks: list[int]) -> None:
+    first = 0
+    for size in chunks:
+        step = recorder.begin_step([rid], [first], [size], CPU)
+        for layer in range(LAYERS):
+            recorder.record(step, layer, _queries(num_tokens, layer)[first : first + size])
+        first += size
+
+
+def _sampled(num_tokens: int, capacity: int, chunks: list[int], seed: int) -> list[int]:
+    recorder = _recorder(capacity, seed)
+    recorder.start("a", num_tokens)
+    _feed(recorder, "a", num_tokens, chunks)
+    capture = recorder.take("a")
+    assert capture is not None
+    queries = capture.queries(num_kv_heads=2)
+    return [int(v) for v in queries[0, 0, ::2, 0]]
+
+
+def test_recorded_values_are_the_queries_of_the_kept_tokens_in_every_layer_and_head() -> None:
+    recorder = _recorder(8)
+    recorder.start("a", 50)
+    _feed(recorder, "a", 50, [20, 30])
+    capture = recorder.take("a")
+    assert capture is not None
+    queries = capture.queries(num_kv_heads=2)
+    assert queries.shape == (LAYERS, 2, 8 * 2, DIM)
+    tokens = queries[0, 0, ::2, 0]
+    assert len(set(tokens.tolist())) == 8
+    for layer in range(LAYERS):
+        for kv_head in range(2):
+            rows = queries[layer, kv_head].reshape(8, 2, DIM)
+            assert torch.equal(rows[:, 0, 0], tokens)
+            assert torch.equal(rows[:, 1, 0], tokens)
+            assert (rows[..., 1] == layer).all()
+            assert rows[0, :, 2].tolist() == [kv_head * 2, kv_head * 2 + 1], "the query heads of this KV head"
+    assert recorder.take("a") is None
+
+
+def test_a_prompt_no_longer_than_the_reservoir_is_kept_whole() -> None:
+    assert _sampled(8, 8, [3, 5], seed=0) == list(range(8))
+    assert _sampled(5, 8, [5], seed=0) == list(range(5))
+
+
+def _chi_square(counts: Counter[int], num_tokens: int, draws: int, capacity: int) -> float:
+    expected = draws * capacity / num_tokens
+    # Sampling without replacement: the variance of a cell is smaller by 1 - capacity / num_tokens.
+    return sum((counts[t] - expected) ** 2 for t in range(num_tokens)) / expected / (1 - capacity / num_tokens)
+
+
+@pytest.mark.parametrize("chunks", [[40], [7, 20, 13], [1] * 40, [39, 1]], ids=["one", "three", "forty", "late"])
+def test_the_reservoir_is_uniform_however_the_prefill_is_chunked(chunks: list[int]) -> None:
+    draws, capacity, num_tokens = 300 if len(chunks) > 10 else 1500, 6, 40
+    counts: Counter[int] = Counter()
+    for seed in range(draws):
+        kept = _sampled(num_tokens, capacity, chunks, seed)
+        assert len(set(kept)) == capacity
+        counts.update(kept)
+    # 39 degrees of freedom: mean 39, standard deviation 8.8; 85 is the 1 - 3e-5 quantile.
+    assert _chi_square(counts, num_tokens, draws, capacity) < 85
+
+
+def test_one_seed_gives_one_sample_and_another_seed_another() -> None:
+    assert _sampled(200, 10, [64, 136], 5) == _sampled(200, 10, [64, 136], 5)
+    assert _sampled(200, 10, [64, 136], 5) != _sampled(200, 10, [64, 136], 6)
+
+
+def test_memory_is_bounded_by_the_reservoir() -> None:
+    recorder = _recorder(16)
+    recorder.start("a", 5000)
+    _feed(recorder, "a", 5000, [1000] * 5)
+    capture = recorder.take("a")
+    assert capture is not None
+    assert capture.samples is not None
+    assert capture.samples.shape == (LAYERS, 16, HEADS, DIM)
+
+
+def test_a_gap_is_rejected_and_says_where() -> None:
+    recorder = _recorder(8)
+    recorder.start("a", 50)
+    step = recorder.begin_step(["a"], [16], [34], CPU)
+    assert step == []
+    capture = recorder.take("a")
+    assert capture is not None
+    with pytest.raises(ValueError, match="go on at token 0, got token 16"):
+        capture.queries(2)
+
+
+def test_too_few_tokens_are_rejected_with_both_counts() -> None:
+    recorder = _recorder(8)
+    recorder.start("a", 50)
+    _feed(recorder, "a", 50, [20])
+    capture = recorder.take("a")
+    assert capture is not None
+    with pytest.raises(ValueError, match="expected 50 recorded tokens in every layer, got 20 in layer 0"):
+        capture.queries(2)
+
+
+def test_a_layer_that_did_not_run_is_rejected() -> None:
+    recorder = _recorder(8)
+    recorder.start("a", 20)
+    step = recorder.begin_step(["a"], [0], [20], CPU)
+    recorder.record(step, 0, _queries(20, 0))
+    capture = recorder.take("a")
+    assert capture is not None
+    with pytest.raises(ValueError, match="got 0 in layer 1"):
+        capture.queries(2)
+
+
+def test_fewer_query_rows_than_the_batch_says_are_rejected() -> None:
+    recorder = _recorder(8)
+    recorder.start("a", 20)
+    step = recorder.begin_step(["a"], [0], [20], CPU)
+    recorder.record(step, 0, _queries(19, 0))
+    capture = recorder.take("a")
+    assert capture is not None
+    with pytest.raises(ValueError, match="expected at least 20 query rows, got 19"):
+        capture.queries(2)
+
+
+def test_a_prefill_that_starts_over_forgets_the_first_one() -> None:
+    recorder = _recorder(8)
+    recorder.start("a", 50)
+    _feed(recorder, "a", 50, [20])
+    _feed(recorder, "a", 50, [30, 20])
+    capture = recorder.take("a")
+    assert capture is not None
+    assert capture.problem() is None
+
+
+def test_decode_rows_of_a_mixed_batch_are_not_recorded_and_do_not_spoil_the_capture() -> None:
+    recorder = _recorder(8)
+    recorder.start("a", 50)
+    recorder.start("b", 30)
+    _feed(recorder, "a", 50, [50])
+    # Mixed batch: b's prompt first, then a's decoded tokens, three steps of them.
+    for position in (50, 51, 52):
+        begin = {50: 0, 51: 10, 52: 20}[position]
+        step = recorder.begin_step(["b", "a"], [begin, position], [10, 1], CPU)
+        assert [chunk.capture.rid for chunk in step] == ["b"]
+        for layer in range(LAYERS):
+            q = torch.cat([_queries(30, layer)[begin : begin + 10], torch.full((1, HEADS, DIM), -1.0)])
+            recorder.record(step, layer, q)
+    for rid in ("a", "b"):
+        capture = recorder.take(rid)
+        assert capture is not None
+        assert (capture.queries(2) >= 0).all()
+
+
+def test_a_prefill_repeated_after_a_retraction_leaves_a_complete_capture_alone() -> None:
+    recorder = _recorder(8)
+    recorder.start("a", 50)
+    _feed(recorder, "a", 50, [50])
+    before = recorder._captures["a"].samples
+    assert before is not None
+    for first, count in ((48, 7), (0, 55)):  # from the cache, and from the start, generated tokens included
+        assert recorder.begin_step(["a"], [first], [count], CPU) == []
+    capture = recorder.take("a")
+    assert capture is not None
+    assert capture.problem() is None
+    assert capture.samples is before
+
+
+def test_tokens_past_the_prompt_in_its_last_chunk_are_left_out() -> None:
+    recorder = _recorder(8)
+    recorder.start("a", 50)
+    _feed(recorder, "a", 60, [40, 20])
+    capture = recorder.take("a")
+    assert capture is not None
+    assert capture.queries(2)[..., 0].max() < 50
+
+
+def test_requests_of_one_step_are_told_apart_by_their_rows() -> None:
+    recorder = _recorder(64)
+    recorder.start("a", 20)
+    recorder.start("c", 10)
+    step = recorder.begin_step(["a", "b", "c"], [0, 0, 0], [20, 5, 10], CPU)
+    for layer in range(LAYERS):
+        recorder.record(step, layer, _queries(35, layer).reshape(35, HEADS * DIM))
+    kept = {}
+    for rid in ("a", "c"):
+        capture = recorder.take(rid)
+        assert capture is not None
+        kept[rid] = capture.queries(2)[0, 0, ::2, 0].tolist()
+    assert kept == {"a": list(range(20)), "c": list(range(25, 35))}
+
+
+def test_a_discarded_request_leaves_nothing() -> None:
+    recorder = _recorder(8)
+    recorder.start("a", 50)
+    recorder.discard("a")
+    recorder.discard("a")
+    assert recorder.take("a") is None
