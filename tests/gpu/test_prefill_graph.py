@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
 from prefix_index import FileStore, namespace_digest
-from sglang_ext.quality.tasks import make_document
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -36,8 +37,6 @@ if __name__ == "__main__":
 
 
 def build(store: Path, script: Path, *extra: str) -> subprocess.CompletedProcess[str]:
-    import json
-
     store.mkdir(exist_ok=True)
     script.write_text(_BUILD)
     flags = ["--model-path", MODEL, "--log-level", "error", *FLAGS, *extra, "--disable-decode-cuda-graph"]
@@ -48,8 +47,6 @@ def build(store: Path, script: Path, *extra: str) -> subprocess.CompletedProcess
 
 
 def test_recording_under_the_default_prefill_graph_equals_recording_without_graphs(tmp_path: Path) -> None:
-    import json
-
     states = {}
     for name, extra in (("graph", ()), ("eager", ("--disable-prefill-cuda-graph",))):
         done = build(tmp_path / name, tmp_path / "build.py", *extra)
@@ -84,7 +81,3 @@ def test_decode_cuda_graphs_are_refused_by_name(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert "add --disable-decode-cuda-graph" in done.stderr + done.stdout
-
-
-def test_the_document_is_long_enough_for_four_chunks() -> None:
-    assert len(make_document("many_keys", seed=3, num_tokens=8192, num_questions=16).text.split()) == 8192

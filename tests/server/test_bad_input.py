@@ -73,7 +73,9 @@ for name, flags in json.loads(sys.argv[1]).items():
     status = None
     with contextlib.redirect_stderr(err):
         try:
-            prepare_server_args(flags).check_server_args()
+            record = prepare_server_args(flags)
+            getattr(record, "resolve_once", lambda: None)()  # as 0.5.23 does when it launches
+            record.check_server_args()
         except SystemExit as error:
             status = error.code
         except BaseException as error:
