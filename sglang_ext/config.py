@@ -56,7 +56,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         min_sparse_prompt_len: shorter prefixes stay dense (`short_prefix`).
         layer_plan: per layer `"dense"`, `"anchor"` or `{"reuse": anchor layer, "head_map": [...]}`;
             empty: layer 0 dense, all others anchors.
-        methods: specs of the index parts that are built, by method name.
+        methods: specs of the index parts that are built, by method name; empty: `method` with its defaults.
         query_samples: recorded query rows per layer and KV head (reservoir size).
         seed: of the reservoir and of k-means.
         build: `off` (serve) or `prefill` (index every prompt this process prefills).
@@ -77,7 +77,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     num_recent_pages: int = 4
     min_sparse_prompt_len: int = 1024
     layer_plan: list[str | dict[str, Any]] = []
-    methods: dict[str, dict[str, Any]] = msgspec.field(default_factory=lambda: {"ab_sparse": {}, "csattention": {}})
+    methods: dict[str, dict[str, Any]] = {}
     query_samples: int = 2048
     seed: int = 0
     build: Build = Build.OFF
@@ -145,11 +145,11 @@ def _check_methods(config: SparseAttnConfig) -> None:
             METHODS[name].spec.from_dict(spec)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"--sparse-attn-config: methods.{name}: {error}") from error
-    if config.method not in config.methods:
+    if config.method not in (config.methods or METHODS):
         raise _fail(
-            f"'method' to be one of the methods built ({sorted(config.methods)})",
+            f"'method' to be one of {sorted(config.methods or METHODS)}",
             config.method,
-            "Name one of them, or add its spec under 'methods'.",
+            "Name one of them; with 'methods' given, add its spec there.",
         )
 
 

@@ -84,9 +84,7 @@ class Catalog:
             first = first or difference
         return first
 
-    def _of_prompt(
-        self, namespace: str, page_hashes: Sequence[bytes], page_tokens: int
-    ) -> Iterator[IndexEntry]:
+    def _of_prompt(self, namespace: str, page_hashes: Sequence[bytes], page_tokens: int) -> Iterator[IndexEntry]:
         prefixes = self._by_prefix.get(namespace)
         if prefixes is None:
             return

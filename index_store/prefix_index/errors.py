@@ -3,13 +3,16 @@
     IndexStoreError
     ├── InvalidPayload         the caller's arrays, spec or keys cannot be stored (nothing was written)
     ├── IndexNotFound          no index under that identity (any more)
-    ├── IndexUnreadable        a file whose bytes the operating system does not give us (permission, I/O
-    error) ├── IndexFormatError       a file or buffer that cannot be read as an index │   ├── IndexForeign
-    not one of our files │   ├── IndexTooNew        ours, whole, written by a newer version │   └──
-    IndexCorrupt       ours, but damaged or cut short ├── IndexMismatch          a good index of something
-    else (model, dtype, prefix, ...) ├── StoreFolderError       folder missing, not a folder, not writable ├──
-    StoreFull              byte budget or disk exhausted ├── StoreClosed            used before open() or
-    after close() └── StoreInconsistent      check_integrity() found the two sides of an equation apart
+    ├── IndexUnreadable        bytes that the operating system does not give us (permission, I/O error)
+    ├── IndexFormatError       a file or buffer that cannot be read as an index
+    │   ├── IndexForeign       not one of our files
+    │   ├── IndexTooNew        ours, whole, written by a newer version
+    │   └── IndexCorrupt       ours, but damaged or cut short
+    ├── IndexMismatch          a good index of something else (model, dtype, prefix, ...)
+    ├── StoreFolderError       folder missing, not a folder, not writable
+    ├── StoreFull              byte budget or disk exhausted
+    ├── StoreClosed            used before open() or after close()
+    └── StoreInconsistent      check_integrity() found the two sides of an equation apart
 
 Every message has the form "what: expected E, found F; remedy". ``reason`` is the word under which a serving
 process counts the dense fallback that the error leads to (DESIGN.md, "Words for fallbacks").

@@ -259,9 +259,7 @@ class FileStore:
             raise err.at(path) from None
         except OSError as err:
             found = err.strerror or str(err)
-            raise IndexNotFound(
-                "index", expected="a file", found=found, remedy="build it", path=path
-            ) from None
+            raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
 
     def _learn(self, digest: str, entry: Entry, signature: Signature) -> IndexEntry:
         path = self.path_of(digest)
@@ -351,9 +349,7 @@ def _signatures(dir_fd: int) -> dict[str, Signature]:
 
 
 def _foreign(expected: str, found: str) -> IndexForeign:
-    return IndexForeign(
-        "name in the store's folder", expected=expected, found=found[:100], remedy="move it elsewhere"
-    )
+    return IndexForeign("name in the store's folder", expected=expected, found=found[:100], remedy="move it elsewhere")
 
 
 def _renamed(digest: str, found: IndexIdentity) -> IndexMismatch:

@@ -55,9 +55,7 @@ def check_folder(folder: Path, *, create: bool) -> None:
     if not folder.is_dir():
         found = "something that is not a folder" if folder.exists() else "nothing"
         remedy = "create it, or correct the path" if found == "nothing" else "give another path"
-        raise StoreFolderError(
-            "index store", expected="an existing folder", found=found, remedy=remedy, path=folder
-        )
+        raise StoreFolderError("index store", expected="an existing folder", found=found, remedy=remedy, path=folder)
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         remedy = "change its owner or mode, or give another folder"
         raise StoreFolderError(
@@ -78,9 +76,7 @@ def os_errors(folder: Path) -> Iterator[None]:
             error = StoreFull("disk", expected="room for the index", found=found, remedy=remedy, path=folder)
         else:
             remedy = "check that the folder exists and is writable"
-            error = StoreFolderError(
-                "index store", expected="a usable folder", found=found, remedy=remedy, path=folder
-            )
+            error = StoreFolderError("index store", expected="a usable folder", found=found, remedy=remedy, path=folder)
         raise error from err
 
 
@@ -107,9 +103,7 @@ def _fsync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def replace_file(
-    dir_fd: int, name: str, writer: IndexWriter, payload: IndexPayload, *, mode: int
-) -> Signature:
+def replace_file(dir_fd: int, name: str, writer: IndexWriter, payload: IndexPayload, *, mode: int) -> Signature:
     """Writes a container and gives it its name, all or nothing: partial, fsync, rename, fsync of the folder.
 
     Raises OSError, and whatever the payload's lazy arrays raise; then no partial is left.

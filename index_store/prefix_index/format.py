@@ -169,9 +169,7 @@ def lay_out(shapes: Iterable[tuple[ArrayKey, str, Sequence[int]]]) -> list[Array
     offset = 0
     for key, tag, shape in shapes:
         if tag not in DTYPES:
-            raise invalid(
-                f"dtype of {tuple(key)}", f"one of {', '.join(DTYPES)}", tag, "cast it, or tag its raw bytes"
-            )
+            raise invalid(f"dtype of {tuple(key)}", f"one of {', '.join(DTYPES)}", tag, "cast it, or tag its raw bytes")
         dims = tuple(int(d) for d in shape)
         nbytes = math.prod(dims) * DTYPES[tag].itemsize
         records.append(ArrayRecord(key.name, key.layer, key.kv_head, tag, dims, offset, nbytes, "0" * 16))
@@ -196,9 +194,7 @@ def encode_sections(entry: Entry, table: Table) -> tuple[bytes, bytes]:
     raw_entry, raw_table = msgspec.json.encode(entry), msgspec.json.encode(table)
     for what, raw, limit in (("entry", raw_entry, MAX_ENTRY_NBYTES), ("table", raw_table, MAX_TABLE_NBYTES)):
         if len(raw) > limit:
-            raise invalid(
-                f"header {what} bytes", f"at most {limit}", len(raw), "store fewer arrays or a smaller spec"
-            )
+            raise invalid(f"header {what} bytes", f"at most {limit}", len(raw), "store fewer arrays or a smaller spec")
     return raw_entry, raw_table
 
 
@@ -230,9 +226,7 @@ def check_json(value: Any, where: str, depth: int = 0) -> None:
 def encode_prelude(raw_entry: bytes, raw_table: bytes, total_nbytes: int) -> bytes:
     """The 64 bytes before the two sections."""
     sums = xxhash.xxh3_64_intdigest(raw_entry), xxhash.xxh3_64_intdigest(raw_table)
-    raw = PRELUDE.pack(MAGIC, FORMAT_VERSION, len(raw_entry), len(raw_table), 0, total_nbytes, *sums, 0, 0)[
-        :-8
-    ]
+    raw = PRELUDE.pack(MAGIC, FORMAT_VERSION, len(raw_entry), len(raw_table), 0, total_nbytes, *sums, 0, 0)[:-8]
     return raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little")
 
 
@@ -256,9 +250,7 @@ def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:
         )
     if len(raw) < PRELUDE.size:
         raise corrupt("file length", f"at least {PRELUDE.size} bytes", len(raw))
-    _, version, entry_nbytes, table_nbytes, _, total, entry_xxh3, table_xxh3, _, checksum = PRELUDE.unpack(
-        raw
-    )
+    _, version, entry_nbytes, table_nbytes, _, total, entry_xxh3, table_xxh3, _, checksum = PRELUDE.unpack(raw)
     if xxhash.xxh3_64_intdigest(raw[:-8]) != checksum:
         raise corrupt("prelude checksum", f"{checksum:016x}", xxhash.xxh3_64_hexdigest(raw[:-8]))
     if version > FORMAT_VERSION:
@@ -270,9 +262,7 @@ def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:
         )
     if version != FORMAT_VERSION:
         raise corrupt("format version", FORMAT_VERSION, version)
-    again = PRELUDE.pack(
-        MAGIC, version, entry_nbytes, table_nbytes, 0, total, entry_xxh3, table_xxh3, 0, checksum
-    )
+    again = PRELUDE.pack(MAGIC, version, entry_nbytes, table_nbytes, 0, total, entry_xxh3, table_xxh3, 0, checksum)
     if again != raw:
         raise corrupt("reserved prelude fields", "zeros", "other values")
     if entry_nbytes > MAX_ENTRY_NBYTES or table_nbytes > MAX_TABLE_NBYTES:

@@ -86,9 +86,7 @@ class MemoryStore:
             self._check_open()
             buffer = self._buffers.get(digest)
             if buffer is None:
-                raise IndexNotFound(
-                    "index", expected=digest, found="none", remedy="build it, or raise the budget"
-                )
+                raise IndexNotFound("index", expected=digest, found="none", remedy="build it, or raise the budget")
             self._buffers.move_to_end(digest)
         index = IndexFile.from_buffer(buffer)
         if isinstance(key, IndexIdentity):

@@ -74,9 +74,7 @@ class IndexFile:
         return cls.from_fd(open_fd(path), path=path, expected=expected)
 
     @classmethod
-    def from_fd(
-        cls, fd: int, *, path: str | os.PathLike[str], expected: IndexIdentity | None = None
-    ) -> IndexFile:
+    def from_fd(cls, fd: int, *, path: str | os.PathLike[str], expected: IndexIdentity | None = None) -> IndexFile:
         """As ``open``, on a descriptor, which this object owns from now on (and closes when it raises)."""
         file = io.FileIO(fd, "rb", closefd=True) if stat.S_ISREG(os.fstat(fd).st_mode) else None
         try:
@@ -200,9 +198,7 @@ class IndexFile:
     def _open(self) -> _Source:
         if self._source is None:
             raise self._named(
-                StoreClosed(
-                    "index file", expected="open", found="closed", remedy="get it from the store again"
-                )
+                StoreClosed("index file", expected="open", found="closed", remedy="get it from the store again")
             )
         return self._source
 
@@ -250,9 +246,7 @@ def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: 
         if err.errno != errno.ELOOP:
             raise _unreadable(err).at(path) from err
         remedy = "replace the link by the file"
-        raise IndexForeign(
-            "file type", expected="a file", found="a symbolic link", remedy=remedy, path=path
-        ) from None
+        raise IndexForeign("file type", expected="a file", found="a symbolic link", remedy=remedy, path=path) from None
 
 
 def read_entry(fd: int) -> tuple[Entry, int]:
@@ -282,9 +276,7 @@ def _not_regular() -> IndexForeign:
 
 def _unreadable(err: OSError) -> IndexUnreadable:
     found = err.strerror or str(err)
-    return IndexUnreadable(
-        "file", expected="readable bytes", found=found, remedy="check its permissions and the disk"
-    )
+    return IndexUnreadable("file", expected="readable bytes", found=found, remedy="check its permissions and the disk")
 
 
 def _read_head(read_at: ReadAt, nbytes: int) -> tuple[Prelude, Entry]:

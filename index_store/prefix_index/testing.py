@@ -44,9 +44,7 @@ def sample_identity(
     )
 
 
-def sample_payload(
-    identity: IndexIdentity | None = None, *, fill: int = 0, values_per_array: int = 16
-) -> IndexPayload:
+def sample_payload(identity: IndexIdentity | None = None, *, fill: int = 0, values_per_array: int = 16) -> IndexPayload:
     """An index of 2 layers x 2 KV heads (int32 ids, bfloat16 scores) and one array of no layer.
 
     Every value is shifted by ``fill``: payloads of one identity that differ in ``fill`` differ in every

@@ -92,9 +92,7 @@ class IndexPayload:
 def _check_key(key: ArrayKey) -> None:
     ok = isinstance(key, ArrayKey) and isinstance(key.name, str)
     if not ok or type(key.layer) is not int or type(key.kv_head) is not int:
-        raise invalid(
-            "array key", "ArrayKey(name: str, layer: int, kv_head: int)", repr(key), "build an ArrayKey"
-        )
+        raise invalid("array key", "ArrayKey(name: str, layer: int, kv_head: int)", repr(key), "build an ArrayKey")
 
 
 class IndexWriter:
@@ -162,9 +160,7 @@ class IndexWriter:
         """Writes header and footer. Raises InvalidPayload while announced arrays are missing."""
         missing = [key for key in self._records if key not in self._sums]
         if missing:
-            raise invalid(
-                "arrays", f"{len(self._records)} written", f"{tuple(missing[0])} missing", "write it first"
-            )
+            raise invalid("arrays", f"{len(self._records)} written", f"{tuple(missing[0])} missing", "write it first")
         rows = [msgspec.structs.replace(r, xxh3=self._sums[r.key]) for r in self._table.arrays]
         raw_entry, raw_table = encode_sections(self._entry, Table(self._table.spec, self._table.stats, rows))
         prelude = encode_prelude(raw_entry, raw_table, self.nbytes)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prefix_index import (
@@ -18,18 +19,22 @@ from prefix_index import (
     canonical_digest,
 )
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.testing import attention_recall
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.indexing import METHODS
 from sglang_ext.indexing.base import IndexSpec
 
 #: Query rows per layer that the sampled recall is measured on.
-_RECALL_ROWS = 64
+_RECALL_ROWS = 16
+
+
+def built_methods(config: SparseAttnConfig) -> dict[str, dict[str, Any]]:
+    """Raw specs of the methods that an index holds: those named, or the serving method alone."""
+    return config.methods or {config.method: {}}
 
 
 def method_specs(config: SparseAttnConfig) -> dict[str, IndexSpec]:
     """The checked specs of all methods that an index of this configuration holds."""
-    return {name: METHODS[name].spec.from_dict(spec) for name, spec in sorted(config.methods.items())}
+    return {name: METHODS[name].spec.from_dict(spec) for name, spec in sorted(built_methods(config).items())}
 
 
 def profile_digest(config: SparseAttnConfig) -> str:
@@ -78,21 +83,24 @@ class IndexFactory:
             ValueError: a method needs queries and there are none, or the inputs are not finite.
             IndexStoreError: storing or verifying failed.
         """
-        begun = time.perf_counter()
+        seconds = 0.0
         arrays: dict[ArrayKey, Any] = {}
         recall: dict[str, list[float]] = {name: [] for name in self._specs}
         for layer in range(identity.model.num_layers):
             keys = keys_of(layer)
             layer_queries = None if queries is None else queries[layer]
             for name, spec in self._specs.items():
+                begun = time.perf_counter()
                 built = METHODS[name].builder(spec).build_layer(keys, layer_queries)
+                if keys.is_cuda:
+                    torch.cuda.synchronize()
+                seconds += time.perf_counter() - begun
                 if layer_queries is not None:
                     recall[name].append(self._recall(name, spec, built, keys, layer_queries))
                 for array, tensor in built.items():
                     host = tensor.cpu().numpy()
                     for head in range(host.shape[0]):
                         arrays[ArrayKey(f"{name}.{array}", layer, head)] = host[head]
-        seconds = time.perf_counter() - begun
         stats = {
             "kv_bytes": self._kv_bytes(identity, keys),
             "recall": {name: sum(r) / len(r) for name, r in recall.items() if r},
@@ -112,17 +120,17 @@ class IndexFactory:
         return entry, {**stats, "index_bytes": entry.nbytes, "build_seconds": seconds, **self._sizes(arrays)}
 
     def _recall(self, name: str, spec: IndexSpec, built: Mapping[str, Tensor], keys: Tensor, queries: Tensor) -> float:
-        num_kv_heads, samples, head_dim = queries.shape
-        step = max(1, samples // _RECALL_ROWS)
-        rows = queries[:, ::step][:, :_RECALL_ROWS].transpose(0, 1).contiguous()  # one query head per KV head
+        num_kv_heads, samples, _ = queries.shape
+        rows = queries[:, :: max(1, samples // _RECALL_ROWS)][:, :_RECALL_ROWS]
+        scores = torch.matmul(rows.float(), keys.float().permute(1, 2, 0)) * self._sm_scale
+        mass = scores.softmax(dim=-1)  # [num_kv_heads, rows, prefix_len]
         selector = METHODS[name].selector(spec)
         budget = self._config.budget(keys.shape[0])
         total = 0.0
-        for row in rows:
-            q = row.reshape(1, num_kv_heads, head_dim)
+        for row in range(rows.shape[1]):  # one query head per KV head, each with a selection of its own
             selection = selector.select(
                 built,
-                q,
+                rows[:, row][None],
                 prefix_len=keys.shape[0],
                 budget=budget,
                 num_sink=min(self._config.num_sink_tokens, budget),
@@ -130,8 +138,9 @@ class IndexFactory:
                 sm_scale=self._sm_scale,
                 pooling=Pooling.MAX,
             )
-            total += float(attention_recall(q, keys, selection, self._sm_scale).mean())
-        return total / len(rows)
+            taken = mass[:, row].gather(1, selection.positions.long().clamp(min=0))
+            total += float((taken * (selection.positions >= 0)).sum() / num_kv_heads)
+        return total / rows.shape[1]
 
     @staticmethod
     def _kv_bytes(identity: IndexIdentity, keys: Tensor) -> int:

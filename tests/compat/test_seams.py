@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_ext.compat import seams
 
 _LOADED = """
 import json

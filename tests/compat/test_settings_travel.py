@@ -95,3 +95,26 @@ def test_the_users_attention_backend_stays_the_users(records: Any) -> None:
 def test_a_bad_configuration_raises_for_people_who_write_python(records: Any) -> None:
     assert "nope" in records["bad config"]
     assert "/nowhere" in records["bad store"]
+
+
+_BAD_VALUES = {"disaggregation_mode": "prefill", "speculative_algorithm": "EAGLE", "dllm_algorithm": "x"}
+
+
+def test_every_mode_that_is_not_supported_is_refused_by_name() -> None:
+    import dataclasses
+    from types import SimpleNamespace
+
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_ext.compat.server_args import _UNSUPPORTED, unsupported
+
+    known = getattr(ServerArgs, "__struct_fields__", None) or [f.name for f in dataclasses.fields(ServerArgs)]
+    fine = {field: value for field, value, _ in _UNSUPPORTED}
+    assert unsupported(SimpleNamespace(**fine)) is None
+    for field, value, name in _UNSUPPORTED:
+        assert field in known, f"this SGLang has no {field}: the check never fires"
+        bad = _BAD_VALUES.get(field, 2 if value == 1 else True)
+        message = unsupported(SimpleNamespace(**{**fine, field: bad}))
+        assert message is not None
+        assert name in message
+        assert f"{field}={bad!r}" in message

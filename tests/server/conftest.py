@@ -6,6 +6,7 @@ flags, `Server` asks it, `stocked` is a store with prebuilt indexes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -41,10 +42,23 @@ SPARSE_CONFIG: dict[str, Any] = {
 #: All positions selected: the sparse path computes what dense attention does.
 EXACT_CONFIG: dict[str, Any] = {**SPARSE_CONFIG, "keep_ratio": 1.0}
 
-CPU_FLAGS = (
-    "--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
-    "--disable-cuda-graph --max-running-requests 8 --context-length 12288"
-).split()
+CPU_FLAGS = [
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--attention-backend",
+    "torch_native",
+    "--sampling-backend",
+    "pytorch",
+    "--grammar-backend",
+    "none",
+    "--disable-cuda-graph",
+    "--max-running-requests",
+    "8",
+    "--context-length",
+    "12288",
+]
 DEFAULTS = {
     "--page-size": "16",
     "--chunked-prefill-size": "4096",
@@ -359,10 +373,8 @@ def run_prebuild(
         try:
             status = job.wait(timeout)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
     lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     output = (folder / "prebuild.log").read_text(errors="replace")
     return Prebuilt(store, status, lines, output, time.monotonic() - begun)

@@ -58,7 +58,7 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "store is a file": (["--sparse-attn-store", "/etc/hostname"], ["/etc/hostname", "expected an existing folder"]),
     "tp": (["--tp-size", "2"], ["tensor parallelism (--tp-size)", "tp_size=2"]),
     "pp": (["--pp-size", "2"], ["pipeline parallelism (--pp-size)"]),
-    "two-batch overlap": (["--enable-two-batch-overlap"], ["--enable-two-batch-overlap"]),
+    "dp": (["--dp-size", "2"], ["data parallelism (--dp-size)"]),
     "torch.compile": (["--enable-torch-compile"], ["--enable-torch-compile"]),
 }
 

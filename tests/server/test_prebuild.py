@@ -66,17 +66,21 @@ def test_a_chunked_prefill_leaves_the_same_arrays_as_one_chunk(resumed: Any, bui
     """The main job ran in chunks of 512 tokens, this one in one of 1536. Keys differ by rounding only."""
     digest = built.line("first")["digest"]
     assert resumed.line("first")["digest"] == digest
-    with FileStore(built.store) as one, FileStore(resumed.store) as two:
-        with one.get(digest) as chunked, two.get(digest) as whole:
-            assert chunked.keys == whole.keys
-            assert chunked.spec == whole.spec
-            for key in chunked.keys:
-                left, right = chunked.array(*key), whole.array(*key)
-                if left.dtype.kind == "f":
-                    np.testing.assert_allclose(left, right, rtol=2e-2, atol=2e-2, err_msg=str(key))
-                else:
-                    # A key on the edge of a quantization step may fall to either side.
-                    assert (left != right).mean() < 2e-2, key
+    with (
+        FileStore(built.store) as one,
+        FileStore(resumed.store) as two,
+        one.get(digest) as chunked,
+        two.get(digest) as whole,
+    ):
+        assert chunked.keys == whole.keys
+        assert chunked.spec == whole.spec
+        for key in chunked.keys:
+            left, right = chunked.array(*key), whole.array(*key)
+            if left.dtype.kind == "f":
+                np.testing.assert_allclose(left, right, rtol=2e-2, atol=2e-2, err_msg=str(key))
+            else:
+                # A key on the edge of a quantization step may fall to either side.
+                assert (left != right).mean() < 2e-2, key
 
 
 # -- building while serving --------------------------------------------------------------------------------------------

@@ -7,6 +7,9 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+#: Room for the first document and 256 tokens more, and admission that hopes for the best.
+SMALL_POOL = {"max_total_tokens": "1792", "schedule_conservativeness": "0.1"}
+
 
 def _batch(server: Any, prompts: list[str], num_tokens: int) -> tuple[Any, list[Any], list[Any]]:
     """(counters of the sparse pass, dense answers asked alone, sparse answers asked together)."""
@@ -61,30 +64,28 @@ def test_mixed_chunks_equal_dense(serve: Any, store: Any, exact_config: Any, tex
     assert (delta.hits, delta.fallbacks) == (4, {"no_index": 1})
 
 
-def test_retraction_under_memory_pressure_equals_dense(
-    serve: Any, store: Any, exact_config: Any, texts: Any
-) -> None:
-    server = serve(store, exact_config, max_total_tokens="2048", schedule_conservativeness="0.1")
-    prompts = [texts.ask(texts.first, n) for n in range(6)]
-    delta, alone, batch = _batch(server, prompts, 110)
-    assert sum(a.num_retractions for a in batch) > 0, "expected the pool to be too small for six requests"
+def test_retraction_under_memory_pressure_equals_dense(serve: Any, store: Any, exact_config: Any, texts: Any) -> None:
+    server = serve(store, exact_config, **SMALL_POOL)
+    prompts = [texts.ask(texts.first, n) for n in range(4)]
+    delta, alone, batch = _batch(server, prompts, 100)
+    assert sum(a.num_retractions for a in batch) > 0, "expected the pool to be too small for four requests"
     assert [a.ids for a in batch] == [a.ids for a in alone]
-    assert (delta.dense_rows, delta.hits, delta.fallbacks) == (0, 6, {})
+    assert (delta.dense_rows, delta.hits, delta.fallbacks) == (0, 4, {})
     retractions = sum(a.num_retractions for a in batch)
-    assert delta.sparse_rows == 6 * 109 - retractions, "a prefill after a retraction gives one token itself"
+    assert delta.sparse_rows == 4 * 99 - retractions, "a prefill after a retraction gives one token itself"
 
 
 def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(
     serve: Any, store: Any, exact_config: Any, texts: Any
 ) -> None:
     """Such a request was matched and got its index, but never a slot: no slot is given back when it ends."""
-    server = serve(store, exact_config, max_total_tokens="2048", schedule_conservativeness="0.1")
+    server = serve(store, exact_config, **SMALL_POOL)
     words = texts.unindexed.text.split()
-    prompts = [f"{texts.first.text} {' '.join(words[n * 300 : n * 300 + 300])}" for n in range(3)]
+    prompts = [f"{texts.first.text} {' '.join(words[n * 130 : n * 130 + 130])}" for n in range(3)]
     server.flush()
     delta = server.delta()
     with ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(server.generate, p, 180, rid=f"crowd-{n}") for n, p in enumerate(prompts)]
+        running = [pool.submit(server.generate, p, 90, rid=f"crowd-{n}") for n, p in enumerate(prompts)]
         waited = False
         while not waited and not all(future.done() for future in running):
             state = server.state()

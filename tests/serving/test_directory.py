@@ -17,7 +17,9 @@ PROMPT = list(range(200))
 
 def _directory(bench: Any, **changes: Any) -> PrefixDirectory:
     fields = {"min_prefix_len": 16, "rescan_seconds": 0.0, **changes}
-    return PrefixDirectory(bench.store, fields.pop("model", bench.model), fields.pop("profile", bench.profile), **fields)
+    return PrefixDirectory(
+        bench.store, fields.pop("model", bench.model), fields.pop("profile", bench.profile), **fields
+    )
 
 
 def test_the_longest_index_of_the_prompt_wins(bench: Any) -> None:

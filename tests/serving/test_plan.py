@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -175,7 +176,7 @@ def test_two_prefixes_and_requests_without_index_in_one_batch(pool: Pool, reside
     assert _members(plan) == [[0, 3], [2, 4]]
     bounds = plan.kv_indptr.tolist()
     assert bounds[0] == 0
-    got = [plan.kv_indices[a:b].tolist() for a, b in zip(bounds, bounds[1:], strict=False)]
+    got = [plan.kv_indices[a:b].tolist() for a, b in itertools.pairwise(bounds)]
     assert got == suffixes
 
 
@@ -290,9 +291,7 @@ def test_the_groups_rows_share_one_selection_by_their_strongest_row(pool: Pool, 
         ({"top_k": 500}, 2, 64),
     ],
 )
-def test_the_budget_of_a_group(
-    pool: Pool, resident: Any, fields: dict[str, Any], num_rows: int, expected: int
-) -> None:
+def test_the_budget_of_a_group(pool: Pool, resident: Any, fields: dict[str, Any], num_rows: int, expected: int) -> None:
     plan, _ = _mixed(pool, resident)
     group = next(group for group in plan.groups if group.num_rows == num_rows)
     assert _decode(fields)[0].budget(group) == expected

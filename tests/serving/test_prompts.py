@@ -30,7 +30,10 @@ BAD = {
     "wrong type": ('{"input_ids": ["a"]}', "input_ids"),
     "neither": ('{"id": "a"}', "exactly one of text and input_ids"),
     "both": ('{"text": "x", "input_ids": [1]}', "exactly one of text and input_ids"),
-    "twice": ('{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}', ":2: expected ids that differ, got 'a' as in line 1"),
+    "twice": (
+        '{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}',
+        ":2: expected ids that differ, got 'a' as in line 1",
+    ),
     "empty": ("\n\n", "at least one prompt"),
 }
 
