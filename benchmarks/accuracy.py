@@ -149,16 +149,17 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
 def table(paths: Sequence[str]) -> str:
     """Result files as one Markdown table."""
     lines = [
-        "| task | tokens | backend | questions | dense | sparse | difference [95%] | keep ratio |",
-        "|---|---|---|---|---|---|---|---|",
+        "| task | tokens | backend | questions | dense | sparse | difference [95%] | keep ratio | sparse steps |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for path in paths:
         for text in Path(path).read_text().splitlines():
             row = json.loads(text)
+            share = row["sparse_rows"] / (row["sparse_rows"] + row["dense_rows_in_sparse_pass"])
             lines.append(
                 f"| {row['task']} | {row['num_tokens']} | {_backend(row['flags'])} | {row['count']} "
                 f"| {row['dense']:.1%} | {row['sparse']:.1%} "
-                f"| {row['difference']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}] | {row['keep_ratio']:.1%} |"
+                f"| {row['difference']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}] | {row['keep_ratio']:.1%} | {share:.1%} |"
             )
     return "\n".join(lines)
 

@@ -222,9 +222,15 @@ class SparseRuntime:
 
     def _plan(self, forward_batch: Any) -> DecodePlan | None:
         rids = forward_batch.rids
-        if not rids or len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):
-            return None  # padded or beam batches: rows are not one request each
+        if not rids:
+            return None
         attachments = [self.requests.get(rid) for rid in rids]
+        if len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):
+            # Padded or beam batches: rows are not one request each.
+            for attachment in attachments:
+                self._count_fallback(attachment, "unsupported_mode")
+            self.counters.count_step(0, len(rids), 0)
+            return None
         ready = [self._usable(attachment) for attachment in attachments]
         sparse_rows = sum(index is not None for index in ready)
         plan = None
@@ -262,10 +268,14 @@ class SparseRuntime:
                 attachment.reason, attachment.detail = index.reason, index.detail
                 self._release(attachment)
             reason = attachment.reason or "index_loading"
-        if reason is not None and reason not in attachment.reported:
+        self._count_fallback(attachment, reason)
+        return None
+
+    def _count_fallback(self, attachment: Attachment | None, reason: str | None) -> None:
+        """Count a request that decodes dense, once per reason."""
+        if attachment is not None and reason is not None and reason not in attachment.reported:
             attachment.reported.add(reason)
             self.counters.count_fallback(reason)
-        return None
 
     def _wait(self, index: ResidentIndex) -> None:
         policy = self.config.prefetch_policy

@@ -194,7 +194,7 @@ def test_two_simultaneous_cold_prefills_of_one_prompt_are_sparse_at_once_and_gro
     assert delta.per_layer("selections_per_layer") == [2 + 38] * LAYERS
 
 
-def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: Any) -> None:
+def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: Any, sglang_version: str) -> None:
     prompts = [texts.ask(texts.first, 9), texts.ask(texts.first, 10), texts.ask(texts.second, 9)]
     dense = [server.generate(prompt, 60, sparse=False) for prompt in prompts]
     delta = server.delta()
@@ -202,9 +202,12 @@ def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: A
         running = [pool.submit(server.generate, prompt, 60) for prompt in prompts]
         _until(lambda: server.state()["sparse_rows"] > delta.before["sparse_rows"] + 20)
         _post(server, "/pause_generation", {"mode": "retract"})
-        assert not any(future.done() for future in running), "expected to pause them halfway"
-        server.flush()  # their KV is gone: the prefix is prefilled again, into other slots
-        _post(server, "/continue_generation", {})
+        try:
+            assert not any(future.done() for future in running), "expected to pause them halfway"
+            if sglang_version != "0.5.16":  # which flushes only when nothing waits
+                server.flush()  # their KV is gone: the prefix is prefilled again, into other slots
+        finally:
+            _post(server, "/continue_generation", {})
         answers = [future.result(240) for future in running]
     server.done(delta)
     assert [a.ids for a in answers] == [a.ids for a in dense]

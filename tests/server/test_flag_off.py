@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 
 def _answers(server: Any, texts: Any) -> list[tuple[Any, Any]]:
     prompts = [texts.ask(texts.first, 0), texts.ask(texts.first, 1), texts.second.text, texts.first.questions[2].text]
@@ -23,7 +25,10 @@ def test_with_the_flag_off_output_and_logprobs_equal_a_server_without_the_plugin
     without = _answers(serve(environment={"SGLANG_PLUGINS": "sparse_attn_cpu"}), texts)
     server = serve(environment={"SGLANG_PLUGINS": "sparse_attn,sparse_attn_cpu"})
     with_plugin = _answers(server, texts)
-    assert with_plugin == without
+    assert [ids for ids, _ in with_plugin] == [ids for ids, _ in without]
+    for (_, ours), (_, theirs) in zip(with_plugin, without, strict=True):
+        # Two runs of one server differ as much: threads add up in another order.
+        assert ours == pytest.approx(theirs, rel=0, abs=1e-5)
     assert "sparse attention" not in server.log.read_text()
 
 

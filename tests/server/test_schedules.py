@@ -7,8 +7,12 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-#: Room for the first document and 256 tokens more, and admission that hopes for the best.
-SMALL_POOL = {"max_total_tokens": "1792", "schedule_conservativeness": "0.1"}
+#: Room for the first document and 256 tokens more, and an admission that expects short answers.
+SMALL_POOL: dict[str, Any] = {
+    "max_total_tokens": "1792",
+    "schedule_conservativeness": "0.1",
+    "environment": {"SGLANG_EXT_CPU_SHORT_EXTEND": "1", "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"},
+}
 
 
 def _batch(server: Any, prompts: list[str], num_tokens: int) -> tuple[Any, list[Any], list[Any]]:
