@@ -140,10 +140,21 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
         "device": gpu,
         "sglang": version("sglang"),
         "torch": torch.__version__,
+        "model": args.model_path,
+        "commit": _commit(),
+        "questions": args.questions,
+        "seed": args.seed,
         "config": json.loads(args.config),
         "flags": args.sglang_flags,
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _commit() -> str:
+    """The checkout's commit, `+` when files were changed; empty outside a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def table(paths: Sequence[str]) -> str:
@@ -159,7 +170,8 @@ def table(paths: Sequence[str]) -> str:
             lines.append(
                 f"| {row['task']} | {row['num_tokens']} | {_backend(row['flags'])} | {row['count']} "
                 f"| {row['dense']:.1%} | {row['sparse']:.1%} "
-                f"| {row['difference']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}] | {row['keep_ratio']:.1%} | {share:.1%} |"
+                f"| {row['difference']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}] "
+                f"| {row['keep_ratio']:.1%} | {share:.1%} |"
             )
     return "\n".join(lines)
 
@@ -178,7 +190,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--per-document", type=int, default=64, help="questions per document")
     parser.add_argument("--seed", type=int, default=10_000, help="of the first document")
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--config", default="{}", help="as --sparse-attn-config")
+    parser.add_argument("--config", default="{}", help="--sparse-attn-config as JSON")
     parser.add_argument("--store", type=Path, help="index store to use and keep; default: a temporary one")
     parser.add_argument("--out", default="accuracy.jsonl", help="result file; rows are appended")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
@@ -193,17 +205,16 @@ def main() -> None:
         print(table(args.table))
         return
     out = Path(args.out)
+    origin = provenance(args)
+    same = ("config", "flags", "sglang", "model", "questions", "seed")
     done = set()
     if out.exists():
         rows = map(json.loads, out.read_text().splitlines())
-        done = {(r["task"], r["num_tokens"], json.dumps(r["config"]), tuple(r["flags"])) for r in rows}
-    origin = provenance(args)
-    wanted = [
-        (task, length)
-        for length in args.lengths
-        for task in args.tasks
-        if (task, length, json.dumps(origin["config"]), tuple(args.sglang_flags)) not in done
-    ]
+        done = {(r["task"], r["num_tokens"]) for r in rows if all(r.get(key) == origin[key] for key in same)}
+    wanted = [(task, length) for length in args.lengths for task in args.tasks if (task, length) not in done]
+    if not wanted:
+        print(f"{out} holds all rows asked for; nothing to measure")
+        return
     docs = {key: documents(key[0], key[1], args.questions, args.seed, args.per_document) for key in wanted}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -153,6 +153,19 @@ def _check_methods(config: SparseAttnConfig) -> None:
         )
 
 
+def _check_layer_plan(config: SparseAttnConfig) -> None:
+    """Layer modes and shapes; how many layers and heads the model has is known only when it is loaded."""
+    for layer, entry in enumerate(config.layer_plan):
+        named = isinstance(entry, str) and entry in ("dense", "anchor")
+        reused = isinstance(entry, dict) and "reuse" in entry and set(entry) <= {"reuse", "head_map"}
+        if not named and not reused:
+            raise _fail(
+                'each entry of layer_plan to be "dense", "anchor" or {"reuse": layer, "head_map": [...]}',
+                entry,
+                f"Correct layer {layer}.",
+            )
+
+
 def parse_config(text: str | None) -> SparseAttnConfig:
     """Parse `--sparse-attn-config`.
 
@@ -170,8 +183,8 @@ def parse_config(text: str | None) -> SparseAttnConfig:
             path = Path(text[1:])
             try:
                 source = path.read_text()
-            except OSError as error:
-                raise _fail("a readable file after '@'", str(path), f"{error.strerror}: check the path.") from error
+            except (OSError, UnicodeDecodeError) as error:
+                raise _fail("a readable file after '@'", str(path), f"{error}: check the path.") from error
         try:
             raw = json.loads(source)
         except json.JSONDecodeError as error:
@@ -190,6 +203,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
         ) from error
     _check_ranges(config)
     _check_methods(config)
+    _check_layer_plan(config)
     return config
 
 
@@ -207,7 +221,13 @@ def make_settings(config_text: str | None, store: str | None) -> Settings:
     """
     if store is None:
         store = default_store()
-        os.makedirs(store, exist_ok=True)
+        try:
+            os.makedirs(store, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--sparse-attn-store: expected to be able to make the default folder {store!r}; got: {error}. "
+                "Name a folder that exists."
+            ) from error
     if not os.path.isdir(store):
         raise ConfigError(
             f"--sparse-attn-store: expected an existing folder; got {store!r}. "
@@ -216,8 +236,13 @@ def make_settings(config_text: str | None, store: str | None) -> Settings:
     return Settings(config=parse_config(config_text), store=os.path.abspath(store))
 
 
+def enabled_by_env(environ: Mapping[str, str]) -> bool:
+    """Whether the environment asks for sparse attention."""
+    return environ.get(ENV_ENABLE, "").strip().lower() in ("1", "true", "yes", "on")
+
+
 def settings_from_env(environ: Mapping[str, str]) -> Settings | None:
     """Settings of `sglang.Engine(...)` users, who have no command line; None when not enabled."""
-    if environ.get(ENV_ENABLE, "").strip().lower() not in ("1", "true", "yes", "on"):
+    if not enabled_by_env(environ):
         return None
     return make_settings(environ.get(ENV_CONFIG), environ.get(ENV_STORE))

@@ -101,8 +101,8 @@ def _pieces(size: int, *, whole: bool) -> Iterable[tuple[int, int]]:
     return ((offset, _SAMPLE_BYTES) for offset in sorted({0, *spaced, max(size - _SAMPLE_BYTES, 0)}))
 
 
-def resolve_folder(model_path: str, revision: str | None) -> str:
-    """The local folder of a model path; a hub name is looked up in the local cache.
+def resolve_folder(model_path: str, revision: str | None, cache_dir: str | None = None) -> str:
+    """The local folder of a model path; a hub name is looked up in the cache that SGLang loads from.
 
     Raises:
         FileNotFoundError: neither a folder nor in the cache.
@@ -112,8 +112,9 @@ def resolve_folder(model_path: str, revision: str | None) -> str:
     try:
         from huggingface_hub import snapshot_download
 
-        return str(snapshot_download(model_path, revision=revision, local_files_only=True))
+        return str(snapshot_download(model_path, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except Exception as error:
         raise FileNotFoundError(
-            f"expected {model_path!r} as a folder or in the local Hugging Face cache, found neither ({error})"
+            f"--sparse-attn: expected the model {model_path!r} as a folder, or as a name in the local Hugging Face "
+            f"cache (a single .gguf file and remote URLs are not supported); found neither ({error})"
         ) from error

@@ -11,12 +11,14 @@ import sys
 from typing import Any
 
 from sglang_ext.compat import versions
-from sglang_ext.config import ENV_ENABLE
+
+# Nothing else of ours is imported here: an import that fails in SGLang's loader would only be logged.
+_ENV_ENABLE = "SGLANG_SPARSE_ATTN"
 
 
 def _asked_for() -> bool:
     """Whether the user asked for sparse attention, as far as can be known before SGLang parses its flags."""
-    enabled = os.environ.get(ENV_ENABLE, "").strip().lower() in ("1", "true", "yes", "on")
+    enabled = os.environ.get(_ENV_ENABLE, "").strip().lower() in ("1", "true", "yes", "on")
     return enabled or any(arg.split("=")[0].startswith("--sparse-attn") for arg in sys.argv[1:])
 
 
@@ -51,6 +53,7 @@ def server_args(
 
     Raises:
         ConfigError: a bad configuration or a missing store folder.
+        RuntimeError: an SGLang that is not supported, or the plugin is not loaded (`SGLANG_PLUGINS`).
 
     Example:
         >>> engine = sglang.Engine(server_args=server_args(model_path="M", config={"keep_ratio": 0.1}))
@@ -59,14 +62,19 @@ def server_args(
 
     from sglang.srt.plugins import load_plugins
 
+    message = versions.unsupported_message(versions.installed())
+    if sparse_attn and message:
+        raise RuntimeError(message)
     load_plugins()
     from sglang.srt.server_args import ServerArgs
 
+    from sglang_ext.compat import seams
     from sglang_ext.compat.server_args import attach
     from sglang_ext.config import make_settings
 
     kwargs.setdefault("log_level", "error")
     record = ServerArgs(**kwargs)
     if sparse_attn:
+        seams.assert_in_place(seam for seam in seams.SEAMS if seam.process == "every")
         attach(record, make_settings(json.dumps(config) if config else None, store))
     return record

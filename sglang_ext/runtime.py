@@ -101,6 +101,7 @@ class SparseRuntime:
         self._identities: dict[str, IndexIdentity] = {}
         self._shared: dict[str, list[SharedSlots]] = {}
         self._step = Step()
+        self._stale: str | None = None
         for problem in self.store.problems():
             logger.warning("sparse attention: ignored in the store: %s", problem.error)
 
@@ -126,6 +127,8 @@ class SparseRuntime:
         if self.requests.known(request):
             return
         self._sweep()
+        if self._stale:
+            refusal = ("index_mismatch", self._stale)
         if refusal:
             attachment = Attachment(rid, len(prompt), None, *refusal)
         else:
@@ -137,9 +140,11 @@ class SparseRuntime:
                 attachment = Attachment(rid, len(prompt), None, found.reason, found.detail)
                 if found.reason == "index_mismatch":
                     logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)
-        for twin in self.requests.add(request, attachment):
+        twins = self.requests.add(request, attachment)
+        for twin in twins:
             self._release(twin)
-        if self.recorder is not None:
+            self._forget_capture(rid)
+        if self.recorder is not None and not twins:
             self._admit_build(rid, prompt, namespace, refusal)
 
     def _admit_build(
@@ -168,8 +173,22 @@ class SparseRuntime:
             self._report(rid, status="exists", digest=identity.digest, num_tokens=tokens)
             return
         assert self.recorder is not None
-        self.recorder.start(rid, len(prompt))
-        self._identities[rid] = identity
+        if self.recorder.start(rid, len(prompt)):
+            self._identities[rid] = identity
+        else:
+            detail = "expected fewer prompts being recorded at a time; send it again"
+            self._report(rid, status="skipped", reason="capture_memory", detail=detail)
+
+    def refuse(self, request: Hashable, rid: str, reason: str, detail: str) -> None:
+        """Keep a request dense that could not be looked up."""
+        self.requests.add(request, Attachment(rid, 0, None, reason, detail))
+
+    def weights_changed(self) -> None:
+        """The model's weights were replaced in place: from now on nothing is looked up, used or built."""
+        self._stale = "the weights were updated in place; restart the server to use indexes of the new ones"
+        logger.warning("sparse attention: off until a restart: %s", self._stale)
+        self.recorder = None
+        self._identities.clear()
 
     def slot_freed(self, request: Hashable, row: int, *, finished: bool) -> None:
         """A request gives its slot back: unbind, and build its index if it was recorded.
@@ -182,10 +201,7 @@ class SparseRuntime:
         attachment = self.requests.of(request)
         if attachment is None:
             return
-        if attachment.shared is not None:
-            attachment.shared.members -= 1
-            attachment.shared = None
-        attachment.steps = 0
+        self._leave_group(attachment)
         if self.recorder is not None and finished:
             self._build(attachment.rid, row)
         if finished:
@@ -196,11 +212,23 @@ class SparseRuntime:
         """Take back what requests held that ended without ever having a slot."""
         for attachment in self.requests.take_forgotten():
             self._release(attachment)
-            if self.recorder is not None and self.requests.get(attachment.rid) is None:
-                self.recorder.discard(attachment.rid)
-                self._identities.pop(attachment.rid, None)
+            if self.requests.get(attachment.rid) is None:
+                self._forget_capture(attachment.rid)
+
+    def _forget_capture(self, rid: str) -> None:
+        if self.recorder is not None:
+            self.recorder.discard(rid)
+        self._identities.pop(rid, None)
+
+    @staticmethod
+    def _leave_group(attachment: Attachment) -> None:
+        if attachment.shared is not None:
+            attachment.shared.members -= 1
+            attachment.shared = None
+        attachment.steps = 0
 
     def _release(self, attachment: Attachment) -> None:
+        self._leave_group(attachment)
         if attachment.index is not None:
             self.residency.release(attachment.index)
             attachment.index = None
@@ -232,19 +260,17 @@ class SparseRuntime:
             self.counters.count_step(0, len(rids), 0)
             return None
         ready = [self._usable(attachment) for attachment in attachments]
-        sparse_rows = sum(index is not None for index in ready)
         plan = None
-        if sparse_rows:
+        if any(ready):
             lens = forward_batch.seq_lens_cpu
-            lens = lens if lens is not None else forward_batch.seq_lens
-            plan = make_plan(
-                attachments,
-                ready,
-                self.view.req_to_token,
-                forward_batch.req_pool_indices,
-                lens.tolist(),
-                self._shared,
-            )
+            lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
+            for row, index in enumerate(ready):
+                if index is not None and lens[row] <= index.prefix_len:
+                    ready[row] = None  # shorter than its own prompt: nothing we know of does this
+                    self._count_fallback(attachments[row], "index_mismatch")
+            table, rows = self.view.req_to_token, forward_batch.req_pool_indices
+            plan = make_plan(attachments, ready, table, rows, lens, self._shared)
+        sparse_rows = sum(index is not None for index in ready)
         largest = max((group.num_rows for group in plan.groups), default=0) if plan else 0
         self.counters.count_step(sparse_rows, len(rids) - sparse_rows, largest)
         return plan
@@ -259,6 +285,8 @@ class SparseRuntime:
         if attachment is None:
             return None
         index, reason = attachment.index, attachment.reason
+        if self._stale:
+            index, reason = None, "index_mismatch"
         if index is not None:
             if index.state is State.LOADING and index.loaded is not None:
                 self._wait(index)
@@ -341,6 +369,10 @@ class SparseRuntime:
         capture = self.recorder.take(rid)
         identity = self._identities.pop(rid, None)
         if capture is None or identity is None:
+            return
+        problem = capture.problem()
+        if problem:
+            self._report(rid, status="failed", reason="capture_rejected", detail=problem)
             return
         try:
             queries = capture.queries(self.view.num_kv_heads)

@@ -85,7 +85,8 @@ def adopt(backend: Any, runtime: SparseRuntime, layer_refusal: LayerRefusal) -> 
         raise TypeError(message)
     inner = type(backend)
     # One base only: then the object's layout stays what it is, which assigning __class__ asks for.
-    backend.__class__ = type(f"SparseAttn{inner.__name__}", (inner,), {"forward": _forward, _INNER: inner})
+    members = {"forward": _forward, _INNER: inner, "__qualname__": inner.__qualname__, "__module__": inner.__module__}
+    backend.__class__ = type(inner.__name__, (inner,), members)
     setattr(backend, _RUNTIME, runtime)
     setattr(backend, _LAYER_REFUSAL, layer_refusal)
     return backend

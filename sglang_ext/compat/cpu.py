@@ -7,6 +7,7 @@ would otherwise stop with an ImportError or launch a Triton kernel without a GPU
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import types
@@ -19,12 +20,12 @@ from sglang_ext.compat import versions
 def _no_accelerator() -> bool:
     import torch
 
-    return not torch.cuda.is_available() and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1"
+    return not torch.accelerator.is_available() and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1"
 
 
 def _stub_rope_operation() -> None:
     """RoPE imports a vLLM operation on platforms it does not know; `forward_native` is what then runs."""
-    if "vllm._custom_ops" in sys.modules:
+    if "vllm._custom_ops" in sys.modules or importlib.util.find_spec("vllm") is not None:
         return
     stub = types.ModuleType("vllm._custom_ops")
 
@@ -58,9 +59,12 @@ def alloc_decode(original: Callable[..., Any], allocator: Any, *args: Any, **kwa
     def launch(seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, *_rest: Any) -> None:
         page = allocator.page_size
         new_page = (seq_lens - 1) % page == 0
+        if int(new_page.sum()) > len(free_pages):
+            return  # the caller counts the pages itself, and gives up
         rank = torch.cumsum(new_page.to(torch.int64), 0) - 1
-        fresh = free_pages[rank.clamp(0, max(len(free_pages) - 1, 0))] * page
-        out.copy_(torch.where(new_page, fresh, last_loc + 1))
+        fresh = last_loc + 1
+        fresh[new_page] = free_pages[rank[new_page]].to(fresh.dtype) * page
+        out.copy_(fresh)
 
     return _with_kernel(paged, "alloc_decode_kernel", launch, original, allocator, *args, **kwargs)
 

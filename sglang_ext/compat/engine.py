@@ -21,6 +21,11 @@ class PrebuildEngine:
         """Start the engine; takes as long as loading the model. Raises what SGLang raises."""
         from sglang.srt.plugins import load_plugins
 
+        from sglang_ext.compat import versions
+
+        message = versions.unsupported_message(versions.installed())
+        if message:
+            raise RuntimeError(message)
         load_plugins()
         from sglang.srt.entrypoints.engine import Engine
         from sglang.srt.server_args import prepare_server_args

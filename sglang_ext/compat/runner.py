@@ -76,12 +76,16 @@ class RunnerView:
         """Identity of the model served. Reads the checkpoint's files once."""
         args = self.runner.server_args
         config = self.runner.model_config
-        if str(args.load_format) == "dummy":
+        folder = resolve_folder(config.model_path, args.revision, args.download_dir)
+        if str(getattr(args.load_format, "value", args.load_format)) == "dummy":
             weights = canonical_digest({"dummy": int(args.random_seed or 0)})
         else:
-            weights = weights_digest(resolve_folder(config.model_path, args.revision))
+            weights = weights_digest(folder)
         return model_fingerprint(
-            _config_json(resolve_folder(config.model_path, args.revision), args.json_model_override_args),
+            {
+                **_config_json(folder, args.json_model_override_args),
+                "torchao_config": getattr(args, "torchao_config", "") or "",
+            },
             weights,
             quantization=getattr(config, "quantization", None),
             kv_dtype=str(self.runner.token_to_kv_pool.dtype).removeprefix("torch."),

@@ -28,9 +28,11 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     if settings is None or runner.is_draft_worker:
         return wrapped
     from sglang_ext.attention.backend import adopt, refusal
+    from sglang_ext.compat import seams
     from sglang_ext.compat.runner import RunnerView, layer_refusal
     from sglang_ext.runtime import SparseRuntime
 
+    seams.assert_in_place(seams.SEAMS)
     view = RunnerView(runner)
     for message in (
         unsupported(runner.server_args),
@@ -102,7 +104,11 @@ def _admit(req: Any, key: Any) -> None:
     assert _runtime is not None
     if _runtime.requests.known(req):
         return
-    _runtime.admit(req, req.rid, req.origin_input_ids, namespace_of(key), _refusal(req, key))
+    try:
+        _runtime.admit(req, req.rid, req.origin_input_ids, namespace_of(key), _refusal(req, key))
+    except Exception as error:  # one request must not end the server
+        logger.exception("sparse attention: request %s could not be looked up and stays dense", req.rid)
+        _runtime.refuse(req, req.rid, "unsupported_mode", f"{type(error).__name__}: {error}")
 
 
 def _refusal(req: Any, key: Any) -> tuple[str, str] | None:
@@ -113,12 +119,13 @@ def _refusal(req: Any, key: Any) -> tuple[str, str] | None:
         (getattr(req, "multimodal_inputs", None) is not None, "a multimodal request"),
         (embeds is not None, "a request with its own embeddings"),
         (bool(getattr(key, "is_bigram", False)), "a bigram prefix key (speculative decoding)"),
+        (bool(getattr(getattr(req, "session", None), "streaming", False)), "a streaming session's request"),
     )
     for present, what in modes:
         if present:
             return "unsupported_mode", what
-    custom = req.sampling_params.custom_params or {}
-    if custom.get("sparse_attn") is False:
+    custom = req.sampling_params.custom_params
+    if isinstance(custom, dict) and custom.get("sparse_attn") is False:
         return "by_request", "custom_params.sparse_attn is false"
     return None
 
@@ -137,13 +144,21 @@ def around_model_runner_forward(
 
 def before_req_to_token_free(pool: Any, req: Any) -> None:
     """Finish, abort and retraction all give the slot back here."""
-    if _runtime is None:
-        return
+    from sglang.srt.managers.schedule_batch import Req
+
+    if _runtime is None or not isinstance(req, Req):
+        return  # a streaming session gives back a slot that is no request's
     kv = getattr(req, "kv", None)
     row = getattr(kv, "req_pool_idx", None)
     if row is None:
         row = req.req_pool_idx
     _runtime.slot_freed(req, int(row), finished=req.finished())
+
+
+def after_weights_update(result: Any, _updater: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Weights changed in place: indexes of the old ones must neither be used nor built any more."""
+    if _runtime is not None and (not isinstance(result, tuple) or result[0] is not False):
+        _runtime.weights_changed()
 
 
 def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -81,6 +81,21 @@ SEAMS: tuple[Seam, ...] = (
         "scheduler",
         "a request gives its slot back: finish, abort and retraction alike",
     ),
+    *(
+        Seam(
+            f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{method}",
+            HookType.AFTER,
+            scheduler_hooks.after_weights_update,
+            "scheduler",
+            "weights replaced in place make every index of the served model stale",
+        )
+        for method in (
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+        )
+    ),
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.__init__",
         HookType.AFTER,
@@ -119,9 +134,20 @@ def missing(seams: Iterable[Seam]) -> list[str]:
         except (AttributeError, ImportError):
             out.append(seam.target)
             continue
-        if seam.target not in HookRegistry._patched or not hasattr(attribute, "__wrapped__"):
+        if not _carries(attribute, seam.hook):
             out.append(seam.target)
     return out
+
+
+def _carries(attribute: Any, hook: Callable[..., Any]) -> bool:
+    """Whether calling `attribute` reaches `hook`: SGLang's wrappers hold their hook in a closure cell."""
+    function = getattr(attribute, "__func__", attribute)
+    while function is not None:
+        cells = getattr(function, "__closure__", None) or ()
+        if any(cell.cell_contents is hook for cell in cells):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def assert_in_place(seams: Iterable[Seam]) -> None:

@@ -14,6 +14,7 @@ from sglang_ext.config import (
     ConfigError,
     Settings,
     default_store,
+    enabled_by_env,
     make_settings,
     settings_from_env,
 )
@@ -33,7 +34,11 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("disaggregation_mode", "null", "disaggregation (--disaggregation-mode)"),
     ("dllm_algorithm", None, "diffusion language models (--dllm-algorithm)"),
     ("encoder_only", False, "encoder-only serving (--encoder-only)"),
+    ("enable_deterministic_inference", False, "deterministic inference (--enable-deterministic-inference)"),
 )
+
+#: Formats whose weights are the files of the model's folder.
+_LOAD_FORMATS = ("auto", "safetensors", "pt", "sharded_state", "dummy")
 
 
 def refuse(message: str) -> NoReturn:
@@ -85,15 +90,18 @@ def settings_of(record: Any) -> Settings | None:
 
 def around_from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     """Check our flags before SGLang looks at its own, and attach the settings to the record."""
-    enabled = getattr(args, "sparse_attn", False)
     settings = None
-    try:
-        if enabled:
-            settings = make_settings(args.sparse_attn_config, args.sparse_attn_store)
-        else:
-            settings = settings_from_env(os.environ)
-    except ConfigError as error:
-        refuse(str(error))
+    config, store = getattr(args, "sparse_attn_config", None), getattr(args, "sparse_attn_store", None)
+    if getattr(args, "sparse_attn", False) or enabled_by_env(os.environ):
+        try:
+            settings = make_settings(config, store)
+        except ConfigError as error:
+            refuse(str(error))
+    elif (config, store) != (os.environ.get(ENV_CONFIG), os.environ.get(ENV_STORE)):
+        refuse(
+            "expected --sparse-attn together with --sparse-attn-config or --sparse-attn-store; got one of these "
+            "alone. Add --sparse-attn, or remove it."
+        )
     record = original(cls, args)
     if settings is not None:
         attach(record, settings)
@@ -102,6 +110,13 @@ def around_from_cli_args(original: Callable[..., Any], cls: type, args: argparse
 
 def unsupported(record: Any) -> str | None:
     """The first mode of this record that sparse attention does not work with, as a message; None if none."""
+    load_format = getattr(record, "load_format", "auto")
+    load_format = str(getattr(load_format, "value", load_format))  # an enum in some releases
+    if load_format not in _LOAD_FORMATS:
+        return (
+            f"--sparse-attn: expected --load-format {', '.join(_LOAD_FORMATS)}; got {load_format!r}. The model's "
+            "identity is taken from its folder, which may not be what this format loads: use one of these."
+        )
     for field, fine, name in _UNSUPPORTED:
         value = getattr(record, field, fine)
         if value is not None and value != fine:

@@ -23,6 +23,9 @@ from sglang_ext.config import SparseAttnConfig
 from sglang_ext.indexing import METHODS
 from sglang_ext.indexing.base import IndexSpec
 
+#: Raised whenever a builder changes what its arrays mean: older indexes are then another profile's.
+_BUILDERS_VERSION = 1
+
 #: Query rows per layer that the sampled recall is measured on.
 _RECALL_ROWS = 16
 
@@ -42,7 +45,7 @@ def profile_digest(config: SparseAttnConfig) -> str:
     methods = {name: spec.to_dict() for name, spec in method_specs(config).items()}
     sampled = any(METHODS[name].builder(spec).needs_queries for name, spec in method_specs(config).items())
     queries = {"query_samples": config.query_samples, "seed": config.seed} if sampled else {}
-    return canonical_digest({"methods": methods, "queries": queries})
+    return canonical_digest({"builders": _BUILDERS_VERSION, "methods": methods, "queries": queries})
 
 
 class IndexFactory:

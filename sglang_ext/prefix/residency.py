@@ -44,6 +44,7 @@ class ResidentIndex:
         layers: per layer; valid when READY.
         reason, detail: named fallback reason and text; set when FAILED.
         nbytes: device bytes of all tensors.
+        hopeless: failed for a reason that no later try can change (larger than the whole budget).
         users: requests that hold it; only an index without users is evicted.
     """
 
@@ -56,6 +57,7 @@ class ResidentIndex:
         self.nbytes = 0
         self.users = 0
         self.loaded: Future[None] | None = None
+        self.hopeless = False
 
     @property
     def prefix_len(self) -> int:
@@ -101,7 +103,7 @@ class Residency:
         """
         with self._lock:
             index = self._by_digest.get(entry.digest)
-            if index is None or index.state is State.FAILED:
+            if index is None or (index.state is State.FAILED and not index.hopeless):
                 index = ResidentIndex(entry)
                 self._by_digest[entry.digest] = index
                 index.loaded = self._worker.submit(self._load, index)
@@ -141,20 +143,26 @@ class Residency:
     def _load(self, index: ResidentIndex) -> None:
         try:
             with self._store.get(index.entry.identity) as file:
+                prefix = f"{self._method}."
+                self._make_room(index, sum(file.record(key).nbytes for key in file.keys if key.name.startswith(prefix)))
                 layers = [self._load_layer(file, layer) for layer in range(self._num_layers)]
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
-            self._make_room(index, nbytes)
-            index.layers, index.nbytes = layers, nbytes
+            self._wait_for_device()
+            index.layers = layers
+            index.nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
             index.state = State.READY
         except IndexStoreError as error:
             self._store.report(index.entry.identity, error)
             self._fail(index, error.reason, str(error))
         except UnusableIndexError as error:
             self._fail(index, error.reason, str(error))
+        except torch.OutOfMemoryError as error:
+            self._fail(index, "index_memory", f"the device has no memory left for this index: {error}")
         except Exception as error:  # the server must live on, dense
             self._fail(index, "index_corrupt", f"{type(error).__name__}: {error}")
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _fail(self, index: ResidentIndex, reason: str, detail: str) -> None:
         logger.error("sparse attention: an index cannot be used, its requests stay dense: %s", detail)
@@ -179,22 +187,28 @@ class Residency:
 
     def _make_room(self, incoming: ResidentIndex, nbytes: int) -> None:
         if nbytes > self._budget_bytes:
+            incoming.hopeless = True
             raise UnusableIndexError(
                 "index_memory",
                 f"index {incoming.entry.digest[:12]} needs {nbytes} bytes, index_gpu_bytes is "
                 f"{self._budget_bytes}; raise index_gpu_bytes in --sparse-attn-config",
             )
+        evicted = []
         with self._lock:
             held = sum(index.nbytes for index in self._by_digest.values())
             for digest, index in list(self._by_digest.items()):
                 if held + nbytes <= self._budget_bytes:
-                    return
+                    break
                 if index is not incoming and index.users == 0 and index.state is State.READY:
                     held -= index.nbytes
-                    del self._by_digest[digest]
+                    evicted.append(self._by_digest.pop(digest))
             if held + nbytes > self._budget_bytes:
                 raise UnusableIndexError(
                     "index_memory",
                     f"index {incoming.entry.digest[:12]} needs {nbytes} bytes and {held} of index_gpu_bytes="
                     f"{self._budget_bytes} are in use by running requests; raise index_gpu_bytes",
                 )
+        if evicted:
+            # A request that just ended may still be in a running step: its tensors must outlive that step, or the
+            # allocator would hand their memory to the index that comes in.
+            self._wait_for_device()

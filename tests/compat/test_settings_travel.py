@@ -109,7 +109,7 @@ def test_every_mode_that_is_not_supported_is_refused_by_name() -> None:
     from sglang_ext.compat.server_args import _UNSUPPORTED, unsupported
 
     known = getattr(ServerArgs, "__struct_fields__", None) or [f.name for f in dataclasses.fields(ServerArgs)]
-    fine = {field: value for field, value, _ in _UNSUPPORTED}
+    fine = {"load_format": "auto", **{field: value for field, value, _ in _UNSUPPORTED}}
     assert unsupported(SimpleNamespace(**fine)) is None
     for field, value, name in _UNSUPPORTED:
         assert field in known, f"this SGLang has no {field}: the check never fires"
@@ -118,3 +118,7 @@ def test_every_mode_that_is_not_supported_is_refused_by_name() -> None:
         assert message is not None
         assert name in message
         assert f"{field}={bad!r}" in message
+    message = unsupported(SimpleNamespace(**{**fine, "load_format": "remote"}))
+    assert message is not None
+    assert "--load-format" in message
+    assert "'remote'" in message

@@ -297,7 +297,7 @@ def test_a_retraction_does_not_build_and_an_incomplete_capture_fails(start: Any,
     _prefill(runtime, "a", 5, first=60)  # the rest came out of the cache
     runtime.slot_freed(request, 0, finished=True)
     (line,) = _built(runtime, report)
-    assert (line["status"], line["reason"]) == ("failed", "ValueError")
+    assert (line["status"], line["reason"]) == ("failed", "capture_rejected")
     assert runtime.store.list() == ()
 
 
