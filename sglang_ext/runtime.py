@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
@@ -289,7 +290,7 @@ class SparseRuntime:
             index, reason = None, "index_mismatch"
         if index is not None:
             if index.state is State.LOADING and index.loaded is not None:
-                self._wait(index)
+                self._wait(attachment, index)
             if index.state is State.READY:
                 return index
             if index.state is State.FAILED:
@@ -305,11 +306,16 @@ class SparseRuntime:
             attachment.reported.add(reason)
             self.counters.count_fallback(reason)
 
-    def _wait(self, index: ResidentIndex) -> None:
+    def _wait(self, attachment: Attachment, index: ResidentIndex) -> None:
         policy = self.config.prefetch_policy
         if policy is PrefetchPolicy.BEST_EFFORT or index.loaded is None:
             return
-        timeout = self.config.prefetch_timeout_s if policy is PrefetchPolicy.TIMEOUT else None
+        timeout = None
+        if policy is PrefetchPolicy.TIMEOUT:
+            now = time.monotonic()
+            if attachment.deadline is None:
+                attachment.deadline = now + self.config.prefetch_timeout_s
+            timeout = max(0.0, attachment.deadline - now)
         try:
             index.loaded.result(timeout)
         except FutureTimeout:

@@ -38,6 +38,7 @@ class Attachment:
         detail: the same for people.
         steps: decode steps seen since the request got its slot; 0 right after allocation.
         shared: set once its slots were compared and found equal to a group's (or start a new one).
+        deadline: monotonic time until which decode steps wait for the index; set at the first wait.
         reported: reasons that were already counted for this request.
     """
 
@@ -48,6 +49,7 @@ class Attachment:
     detail: str | None = None
     steps: int = 0
     shared: SharedSlots | None = None
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         self.reported: set[str] = set()

@@ -120,9 +120,7 @@ def test_full_disk_leaves_the_old_index(folder: Path, call: str, monkeypatch: py
         store.put(sample_payload(fill=1))
         with monkeypatch.context() as patch:
             patch.setattr(os, call, full)
-            with pytest.raises(
-                StoreFull, match=r"disk: expected room .* found No space left on device; free"
-            ):
+            with pytest.raises(StoreFull, match=r"disk: expected room .* found No space left on device; free"):
                 store.put(sample_payload(fill=2))
         with store.get(sample_identity()) as index:
             assert index.array("channels")[0] == 1

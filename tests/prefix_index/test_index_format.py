@@ -233,16 +233,12 @@ def test_writer_takes_arrays_in_any_order_and_each_once(tiny_payload: IndexPaylo
     out = io.BytesIO()
     writer = IndexWriter.of(tiny_payload)
     with pytest.raises(InvalidPayload, match=r"index writer: expected begin\(out\) first"):
-        IndexWriter.of(tiny_payload).write(
-            ArrayKey("csa.ids", 0, 1), np.arange(6, dtype=np.int32).reshape(2, 3)
-        )
+        IndexWriter.of(tiny_payload).write(ArrayKey("csa.ids", 0, 1), np.arange(6, dtype=np.int32).reshape(2, 3))
     writer.begin(out)
     items: list[tuple[ArrayKey, Any]] = list(tiny_payload.arrays.items())
     for key, array in items[:-1]:
         writer.write(key, array)
-    with pytest.raises(
-        InvalidPayload, match=r"arrays: expected 4 written, found \('empty', -1, -1\) missing"
-    ):
+    with pytest.raises(InvalidPayload, match=r"arrays: expected 4 written, found \('empty', -1, -1\) missing"):
         writer.finish()
     with pytest.raises(InvalidPayload, match="expected one write, found another"):
         writer.write(*items[0])

@@ -142,9 +142,7 @@ def test_digests_are_equal_in_another_process() -> None:
     ]
     for seed in ("0", "1", "4242"):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        out = subprocess.run(
-            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
-        )
+        out = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
         assert out.stdout.split() == here
 
 

@@ -46,9 +46,7 @@ def test_index_larger_than_the_budget_is_refused_and_evicts_nobody() -> None:
     one = nbytes_of_one()
     with MemoryStore(2 * one) as store:
         store.put(sample_payload())
-        with pytest.raises(
-            StoreFull, match=r"expected at most \d+ bytes, found an index of \d+ bytes; raise"
-        ):
+        with pytest.raises(StoreFull, match=r"expected at most \d+ bytes, found an index of \d+ bytes; raise"):
             store.put(sample_payload(sample_identity(range(1, 33)), values_per_array=1 << 20))
         assert len(store.list()) == 1
 

@@ -54,9 +54,7 @@ def same_arrays(store: IndexStore, payload: IndexPayload) -> bool:
         index.close()
 
 
-def find(
-    store: IndexStore, prompt: Any = PROMPT, extra_key: str | None = None, **changes: Any
-) -> IndexEntry | None:
+def find(store: IndexStore, prompt: Any = PROMPT, extra_key: str | None = None, **changes: Any) -> IndexEntry | None:
     return store.longest(
         namespace_digest({"extra_key": extra_key}),
         page_hashes(prompt),

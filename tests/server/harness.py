@@ -1,0 +1,356 @@
+"""A real SGLang server per set of flags, one at a time; documents, indexes and requests for it.
+
+Tests get everything through fixtures: `serve(...)` starts a server or hands out the one that runs with the same
+flags, `Server` asks it, `stocked` is a store with prebuilt indexes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.quality.evaluate import post, server_state
+from sglang_ext.quality.tasks import Document
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "models" / "needle"
+SGLANG = version("sglang")
+
+#: The configuration whose accuracy at a keep ratio of 10% over all layers is shown.
+SPARSE_CONFIG: dict[str, Any] = {
+    "method": "csattention",
+    "methods": {"csattention": {}},
+    "keep_ratio": 0.1,
+    "layer_plan": ["anchor"] * 6,
+    "prefetch_policy": "wait_complete",
+}
+#: All positions selected: the sparse path computes what dense attention does. The method is the one built fastest.
+EXACT_CONFIG: dict[str, Any] = {
+    **SPARSE_CONFIG,
+    "method": "ab_sparse",
+    "methods": {"ab_sparse": {}},
+    "keep_ratio": 1.0,
+}
+
+CPU_FLAGS = [
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--attention-backend",
+    "torch_native",
+    "--sampling-backend",
+    "pytorch",
+    "--grammar-backend",
+    "none",
+    "--disable-cuda-graph",
+    "--max-running-requests",
+    "8",
+    "--context-length",
+    "12288",
+]
+DEFAULTS = {
+    "--page-size": "16",
+    "--chunked-prefill-size": "4096",
+    "--max-total-tokens": "24576",
+    "--disable-overlap-schedule": "",
+}
+#: Threads that wait must not spin: the cores are few, and shared.
+THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+READY = "The server is fired up and ready to roll!"
+START_SECONDS = 240.0
+STOP_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One reply of /generate."""
+
+    text: str
+    ids: tuple[int, ...]
+    meta: dict[str, Any]
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self.meta["cached_tokens"])
+
+    @property
+    def num_retractions(self) -> int:
+        return int(self.meta.get("num_retractions") or 0)
+
+    @property
+    def decode_steps(self) -> int:
+        """Steps that ran as decode: the first token comes out of the prefill."""
+        return len(self.ids) - 1
+
+
+@dataclass
+class Delta:
+    """What the counters of a server did meanwhile."""
+
+    before: dict[str, Any]
+    after: dict[str, Any] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> int:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return int(self.after[name]) - int(self.before[name])
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        grown = {k: v - self.before["fallbacks"].get(k, 0) for k, v in self.after["fallbacks"].items()}
+        return {name: count for name, count in grown.items() if count}
+
+    def per_layer(self, name: str) -> list[float]:
+        return [after - before for before, after in zip(self.before[name], self.after[name], strict=True)]
+
+
+class Server:
+    """A running server: its URL, its log, its process group. Ends with `stop()`."""
+
+    def __init__(self, flags: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        self.log = log
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--port", str(self.port)]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*command, *flags],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=ROOT,
+                env={**os.environ, **THREADS, **environment},
+            )
+
+    def wait(self) -> None:
+        """Until it answers; raises with the end of the log when it stops or takes too long."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server stopped with {self.process.returncode}:\n{self.tail()}")
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=30):
+                    pass
+            except OSError:
+                time.sleep(0.3)
+                continue
+            if READY in self.log.read_text(errors="replace"):  # only then SGLang's own warm-up request is over
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"the server did not answer within {START_SECONDS:.0f} s:\n{self.tail()}")
+
+    def stop(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                break
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                continue
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def tail(self, size: int = 6000) -> str:
+        return self.log.read_text(errors="replace")[-size:] if self.log.exists() else "(no log)"
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        num_tokens: int = 12,
+        *,
+        sparse: bool = True,
+        to_the_end: bool = False,
+        timeout: float = 240.0,
+        **fields: Any,
+    ) -> Answer:
+        """One greedy answer of exactly `num_tokens` tokens, or up to `<end>` with `to_the_end`."""
+        sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": not to_the_end}
+        if not sparse:
+            sampling["custom_params"] = {"sparse_attn": False}
+        body = {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": sampling, **fields}
+        reply = post(self.url, "/generate", body, timeout)
+        return Answer(reply["text"], tuple(reply["output_ids"]), reply["meta_info"])
+
+    def together(self, calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
+        """Run calls at the same time; answers in their order."""
+        with ThreadPoolExecutor(len(calls)) as pool:
+            futures = [pool.submit(call) for call in calls]
+            return [future.result() for future in futures]
+
+    def state(self) -> dict[str, Any]:
+        return server_state(self.url)
+
+    def settled(self, seconds: float = 10.0) -> dict[str, Any]:
+        """The state once no request is known any more; a request leaves a moment after its last token does."""
+        deadline = time.monotonic() + seconds
+        while True:
+            state = self.state()
+            if (state["requests"] == 0 and state["index_users"] == 0) or time.monotonic() > deadline:
+                return state
+            time.sleep(0.1)
+
+    def delta(self) -> Delta:
+        return Delta(self.settled())
+
+    def done(self, delta: Delta) -> Delta:
+        """Close a delta; checks that nothing is left of the requests."""
+        delta.after = self.settled()
+        assert delta.after["requests"] == 0, "requests were left behind"
+        assert delta.after["index_users"] == 0, "requests that ended still hold indexes"
+        return delta
+
+    def flush(self) -> None:
+        """Empty the radix cache."""
+        for _ in range(50):
+            try:
+                request = urllib.request.Request(self.url + "/flush_cache", b"", method="POST")
+                with urllib.request.urlopen(request, timeout=30):
+                    return
+            except OSError:
+                time.sleep(0.2)
+        raise RuntimeError("the cache could not be flushed")
+
+
+def flags_of(store: Path | None, config: dict[str, Any] | None, changes: dict[str, str | None]) -> list[str]:
+    """SGLang's flags on a CPU, with changes (None removes a flag), and ours when there is a store."""
+    flags = list(CPU_FLAGS)
+    for name, value in {**DEFAULTS, **changes}.items():
+        if value is not None:
+            flags += [name, value] if value else [name]
+    if store is not None:
+        flags += ["--sparse-attn", "--sparse-attn-store", str(store)]
+        flags += ["--sparse-attn-config", json.dumps(config if config is not None else EXACT_CONFIG)]
+    return flags
+
+
+class Pool:
+    """At most one live server. The same flags again give the same server."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._key: Any = None
+        self._started = 0
+        self.server: Server | None = None
+
+    def __call__(
+        self,
+        store: Path | None = None,
+        config: dict[str, Any] | None = None,
+        *,
+        fresh: bool = False,
+        environment: dict[str, str] | None = None,
+        **changes: str | None,
+    ) -> Server:
+        """A server; `page_size="64"` sets --page-size, None removes a default flag."""
+        env = {"SGLANG_EXT_CPU_SHORT_EXTEND": "1"} if environment is None else environment
+        flags = flags_of(store, config, {"--" + k.replace("_", "-"): v for k, v in changes.items()})
+        key = (tuple(flags), tuple(sorted(env.items())))
+        if self.server is not None and (fresh or key != self._key or not self.server.alive):
+            self.close()
+        if self.server is None:
+            self._started += 1
+            server = Server(flags, env, self._folder / f"server-{self._started}.log")
+            try:
+                server.wait()
+            except BaseException:
+                server.stop()
+                raise
+            self.server, self._key = server, key
+        return self.server
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+        self.server, self._key = None, None
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The documents of this suite, 1 token a word. `long` begins with `first`, and both are indexed."""
+
+    first: Document
+    second: Document
+    tail: Document
+    unindexed: Document
+
+    @property
+    def long(self) -> str:
+        return f"{self.first.text} {self.tail.text}"
+
+    @staticmethod
+    def ask(document: Document, number: int) -> str:
+        return f"{document.text} {document.questions[number].text}"
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """A finished prebuild job."""
+
+    store: Path
+    status: int
+    report: list[dict[str, Any]]
+    output: str
+    seconds: float
+
+    def line(self, name: str) -> dict[str, Any]:
+        return next(line for line in self.report if line["id"] == name)
+
+
+def run_prebuild(
+    folder: Path,
+    prompts: Sequence[dict[str, Any]] | str,
+    *,
+    store: Path | None = None,
+    config: dict[str, Any] | None = None,
+    timeout: float = 420.0,
+    **changes: str | None,
+) -> Prebuilt:
+    """`sglang-ext prebuild` in a process of its own; `prompts` may be the text of the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store = store or folder / "store"
+    file, report = folder / "prompts.jsonl", folder / f"report-{time.monotonic_ns()}.jsonl"
+    file.write_text(prompts if isinstance(prompts, str) else "".join(json.dumps(line) + "\n" for line in prompts))
+    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(MODEL)]
+    command += ["--prompts", str(file), "--store", str(store), "--report", str(report)]
+    command += ["--sparse-attn-config", json.dumps(config if config is not None else EXACT_CONFIG), "--"]
+    command += flags_of(None, None, {"--" + k.replace("_", "-"): v for k, v in changes.items()})
+    begun = time.monotonic()
+    with (folder / "prebuild.log").open("w") as out:
+        job = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, **THREADS},
+        )
+        try:
+            status = job.wait(timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+    lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    output = (folder / "prebuild.log").read_text(errors="replace")
+    return Prebuilt(store, status, lines, output, time.monotonic() - begun)
