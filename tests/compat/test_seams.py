@@ -117,3 +117,19 @@ print("RESULT", json.dumps([
 """
     status, facts, output = _run(code)
     assert (status, facts) == (0, [True, True, True, {}, True]), output[-3000:]
+
+
+def test_a_slot_that_is_no_requests_may_be_freed() -> None:
+    """A streaming session gives back its own record: neither hashable nor finished, and none of our business."""
+    code = """
+import json
+import sglang.srt.managers.scheduler
+from sglang_ext.compat import scheduler_hooks as hooks
+class SessionSlot:
+    __hash__ = None
+hooks._runtime = SessionSlot()
+hooks.before_req_to_token_free(None, SessionSlot())
+print("RESULT", json.dumps(True))
+"""
+    status, fact, output = _run(code)
+    assert (status, fact) == (0, True), output[-3000:]

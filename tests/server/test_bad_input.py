@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -256,6 +257,16 @@ def test_an_odd_value_of_the_opt_out_does_no_harm(server: Any, texts: Any, value
     from sglang_ext.quality.evaluate import post
 
     assert post(server.url, "/generate", body)["meta_info"]["completion_tokens"] >= 1
+
+
+@pytest.mark.parametrize("custom", [[1], "x", 7])
+def test_custom_params_that_are_no_object_do_not_end_the_server(server: Any, texts: Any, custom: Any) -> None:
+    from sglang_ext.quality.evaluate import post
+
+    sampling = {"temperature": 0, "max_new_tokens": 3, "custom_params": custom}
+    with contextlib.suppress(OSError):  # a release may refuse the request; none may die of it
+        post(server.url, "/generate", {"text": texts.ask(texts.second, 2), "sampling_params": sampling}, 60)
+    assert server.generate(texts.ask(texts.second, 1), STEPS).decode_steps == STEPS - 1
 
 
 def test_a_store_that_disappears_leaves_the_server_alive(server: Any, faults: Faults, texts: Any) -> None:

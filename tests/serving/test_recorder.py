@@ -219,3 +219,14 @@ def test_a_discarded_request_leaves_nothing() -> None:
     recorder.discard("a")
     recorder.discard("a")
     assert recorder.take("a") is None
+
+
+def test_only_so_many_requests_are_recorded_at_a_time() -> None:
+    from sglang_ext.prefill.recorder import MAX_CAPTURES, QueryRecorder
+
+    recorder = QueryRecorder(num_layers=1, num_qo_heads=2, query_samples=4, gqa=2, seed=0)
+    assert all(recorder.start(str(i), 8) for i in range(MAX_CAPTURES))
+    assert not recorder.start("one too many", 8)
+    assert recorder.start("0", 8)  # starting again is no new one
+    recorder.discard("1")
+    assert recorder.start("one too many", 8)

@@ -329,3 +329,33 @@ def test_the_snapshot_is_plain_values(start: Any) -> None:
     assert state["indexes_in_store"] == 1
     assert state["store_problems"] == []
     assert state["model"]["num_layers"] == LAYERS
+
+
+def test_after_a_weight_update_nothing_is_used_or_looked_up(start: Callable[..., SparseRuntime]) -> None:
+    runtime = start([PROMPT])
+    first, second = Request(), Request()
+    runtime.admit(first, "a", [*PROMPT, 1], NAMESPACE)
+    assert runtime._plan(_decode_batch(runtime, ["a"], [66])) is not None
+    runtime.weights_changed()
+    assert runtime._plan(_decode_batch(runtime, ["a"], [67])) is None
+    runtime.admit(second, "b", [*PROMPT, 2], NAMESPACE)
+    assert runtime._plan(_decode_batch(runtime, ["b"], [66])) is None
+    assert runtime.counters.fallbacks == {"index_mismatch": 2}
+    assert runtime.counters.hits == 1
+
+
+def test_a_row_shorter_than_its_index_is_dense_and_counted(start: Callable[..., SparseRuntime]) -> None:
+    runtime = start([PROMPT])
+    request = Request()
+    runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
+    assert runtime._plan(_decode_batch(runtime, ["a"], [64])) is None
+    assert runtime.counters.fallbacks == {"index_mismatch": 1}
+
+
+def test_a_request_that_cannot_be_looked_up_is_dense(start: Callable[..., SparseRuntime]) -> None:
+    runtime = start([PROMPT])
+    request = Request()
+    runtime.refuse(request, "a", "unsupported_mode", "why")
+    runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
+    assert runtime._plan(_decode_batch(runtime, ["a"], [66])) is None
+    assert runtime.counters.fallbacks == {"unsupported_mode": 1}
