@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,3 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     status: int = args.run(args)
     return status
+
+
+def console() -> None:
+    """The console script.
+
+    SGLang ends its process tree, multiprocessing's resource tracker included, when an engine shuts down; the
+    interpreter's own exit would start another one and print its complaints. All of ours is closed by then.
+    """
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
