@@ -39,6 +39,7 @@ CPU_FLAGS = [
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
     *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-overlap-schedule"),
     *("--disable-cuda-graph", "--chunked-prefill-size", "4096"),
+    "--sleep-on-idle",  # an idle scheduler would keep one core busy while the indexes are built
 ]
 # The server and the prebuild job live side by side on one GPU, so neither takes most of it.
 GPU_FLAGS = [
