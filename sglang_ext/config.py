@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+import prefix_index
 from prefix_kernels.budget import BudgetGrowth
 from prefix_kernels.pooling import Pooling
 
@@ -19,7 +20,7 @@ ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
 ENV_STORE = "SGLANG_SPARSE_ATTN_STORE"
 
 #: Tokens of one page: the finest block, and the unit that prompts are hashed by.
-PAGE_TOKENS = 16
+PAGE_TOKENS = prefix_index.PAGE_TOKENS
 
 
 class ConfigError(ValueError):

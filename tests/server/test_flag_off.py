@@ -27,7 +27,7 @@ def test_with_the_flag_off_output_and_logprobs_equal_a_server_without_the_plugin
     with_plugin = _answers(server, texts)
     assert [ids for ids, _ in with_plugin] == [ids for ids, _ in without]
     for (_, ours), (_, theirs) in zip(with_plugin, without, strict=True):
-        # Two runs of one server differ as much: threads add up in another order.
+        # Bit equality does not hold (2e-7 was seen): it is not known whether two stock servers differ as much.
         assert ours == pytest.approx(theirs, rel=0, abs=1e-5)
     assert "sparse attention" not in server.log.read_text()
 
