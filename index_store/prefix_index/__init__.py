@@ -18,6 +18,7 @@ from .errors import (
     StoreFolderError,
     StoreFull,
     StoreInconsistent,
+    StoreUnavailable,
 )
 from .file import FileStore
 from .format import DTYPES, ArrayKey, ArrayRecord, BuildInfo
@@ -33,7 +34,7 @@ from .keys import (
 )
 from .memory import MemoryStore
 from .reader import IndexFile
-from .store import IndexEntry, IndexLookup, IndexStore, Problem
+from .store import BuildLease, IndexEntry, IndexLookup, IndexStore, Problem, Retention
 from .writer import IndexPayload, IndexWriter, LazyArray, write_index
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "ArrayKey",
     "ArrayRecord",
     "BuildInfo",
+    "BuildLease",
     "FileStore",
     "IndexCorrupt",
     "IndexEntry",
@@ -64,10 +66,12 @@ __all__ = [
     "MemoryStore",
     "ModelFingerprint",
     "Problem",
+    "Retention",
     "StoreClosed",
     "StoreFolderError",
     "StoreFull",
     "StoreInconsistent",
+    "StoreUnavailable",
     "canonical_digest",
     "model_mismatch",
     "namespace_digest",

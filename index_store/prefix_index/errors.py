@@ -11,6 +11,7 @@
     ├── IndexMismatch          a good index of something else (model, dtype, prefix, ...)
     ├── StoreFolderError       folder missing, not a folder, not writable
     ├── StoreFull              byte budget or disk exhausted
+    ├── StoreUnavailable       the service or the remote tier did not answer in time
     ├── StoreClosed            used before open() or after close()
     └── StoreInconsistent      check_integrity() found the two sides of an equation apart
 
@@ -99,6 +100,10 @@ class StoreFolderError(IndexStoreError):
 
 class StoreFull(IndexStoreError):
     """No room: the byte budget, or the disk."""
+
+
+class StoreUnavailable(IndexStoreError):
+    """The process or machine behind this store does not answer, or not in time. Asking again later may help."""
 
 
 class StoreClosed(IndexStoreError):

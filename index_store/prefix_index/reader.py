@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from .format import (
     xxh3_hex,
 )
 from .keys import IndexIdentity
+from .writer import IndexPayload, LazyArray
 
 ReadAt = Callable[[int, int], bytes]
 """(offset, nbytes) -> that many bytes, fewer at the end."""
@@ -171,6 +173,13 @@ class IndexFile:
             raise self._named(corrupt(f"bytes of {tuple(key)}", record.nbytes, got))
         if verify:
             self._compare(record, raw)
+
+    def payload(self) -> IndexPayload:
+        """This index as something to put into another store, checked while it is read. Written again, it gives the
+        same bytes. Use it while this file is open.
+        """
+        arrays = {key: LazyArray(r.dtype, r.shape, partial(self.array, *key)) for key, r in self._records.items()}
+        return IndexPayload(self.identity, arrays, spec=self.spec, stats=self.stats, info=self.info)
 
     def verify(self, *, threads: int = 1) -> None:
         """Checks every array and the padding behind it. Raises IndexCorrupt for the first that is wrong."""

@@ -6,6 +6,7 @@ A store maps an ``IndexIdentity`` to one container (``docs/index-format.md``). `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -20,6 +21,35 @@ IndexLookup: TypeAlias = str | IndexIdentity
 """An identity, or its ``digest`` (64 hex digits)."""
 
 
+class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How long an index should stay.
+
+    ``pinned``   a soft pin: it leaves only after everything that is not pinned
+    ``expires``  seconds since the Unix epoch; from then on it is a miss, and ``collect()`` removes it. None: never
+    """
+
+    pinned: bool = False
+    expires: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.expires is not None and not (math.isfinite(self.expires) and self.expires >= 0):
+            raise ValueError(f"expires: expected finite seconds, 0 or more, found {self.expires!r}")
+
+
+class BuildLease(Protocol):
+    """The right to build one index while nobody else does. Ends with ``release()`` or with the holder's life."""
+
+    digest: str
+
+    def release(self) -> None:
+        """Gives the right back. Twice does nothing."""
+        ...
+
+    def __enter__(self) -> BuildLease: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One index as a listing shows it. ``nbytes`` is the whole container; times are seconds."""
 
@@ -28,6 +58,7 @@ class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     created: float
     build_seconds: float
     path: str | None = None
+    retention: Retention = Retention()
 
     @property
     def digest(self) -> str:
@@ -52,11 +83,12 @@ class IndexStore(Protocol):
         """Ends using it. Indexes that were handed out stay usable. Closing twice does nothing."""
         ...
 
-    def put(self, payload: IndexPayload) -> IndexEntry:
+    def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         """Stores an index whole or not at all; an older one of the same identity is replaced.
 
-        When it returns the index is as durable as the store is. Raises InvalidPayload, StoreFull,
-        StoreFolderError; after an error the store holds what it held before.
+        ``retention`` None keeps that of the index it replaces, if there is one. When it returns the index is as
+        durable as the store is. Others may have been evicted to make room. Raises InvalidPayload, StoreFull,
+        StoreFolderError, StoreUnavailable; after an error the index of this identity is what it was before.
         """
         ...
 
@@ -74,6 +106,26 @@ class IndexStore(Protocol):
 
     def delete(self, key: IndexLookup) -> bool:
         """Removes an index, damaged or not. Returns whether there was one. Open ones stay readable."""
+        ...
+
+    def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
+        """Changes how long an index should stay. Raises IndexNotFound."""
+        ...
+
+    def lease(self, key: IndexLookup) -> BuildLease | None:
+        """The right to build this index, or None while somebody else holds it. Never blocks.
+
+        Whoever gets it looks first whether the index has come meanwhile (``contains``). A store that nobody else
+        can reach arbitrates within this process only.
+        """
+        ...
+
+    def prefetch(self, key: IndexLookup) -> None:
+        """Starts bringing an index to where ``get`` is fastest. Returns at once; what fails is no error here."""
+        ...
+
+    def collect(self) -> Sequence[IndexEntry]:
+        """Removes what has expired and what exceeds the store's limits; returns what was removed."""
         ...
 
     def list(self) -> Sequence[IndexEntry]:

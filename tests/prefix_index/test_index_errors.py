@@ -19,6 +19,7 @@ TREE = {
     "IndexMismatch": "IndexStoreError",
     "StoreFolderError": "IndexStoreError",
     "StoreFull": "IndexStoreError",
+    "StoreUnavailable": "IndexStoreError",
     "StoreClosed": "IndexStoreError",
     "StoreInconsistent": "IndexStoreError",
 }

@@ -1,4 +1,4 @@
-"""One conformance suite for every store. A new tier joins by a line in ``STORES``."""
+"""One conformance suite for every store. A new tier joins by a function in ``tiers.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 
 from prefix_index import (
     ArrayKey,
-    FileStore,
     IndexCorrupt,
     IndexEntry,
     IndexNotFound,
@@ -22,27 +21,23 @@ from prefix_index import (
     IndexStore,
     InvalidPayload,
     LazyArray,
-    MemoryStore,
     StoreClosed,
     namespace_digest,
     page_hashes,
 )
 from prefix_index.testing import sample_identity, sample_model, sample_payload
+from tests.prefix_index.tiers import TIERS
 
-STORES: dict[str, Callable[[Path], IndexStore]] = {
-    "memory": lambda tmp_path: MemoryStore(64 << 20),
-    "file": lambda tmp_path: FileStore(tmp_path / "store", create=True),
-}
 PROMPT = tuple(range(500, 628))  # 8 pages
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=TIERS)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[IndexStore]:
-    store = STORES[request.param](tmp_path)
-    store.open()
-    yield store
-    store.check_integrity()
-    store.close()
+    with TIERS[request.param](tmp_path) as store:
+        store.open()
+        yield store
+        store.check_integrity()
+        store.close()
 
 
 def same_arrays(store: IndexStore, payload: IndexPayload) -> bool:
