@@ -1,0 +1,114 @@
+"""Import of the head maps that microsoft/kascade publishes (`results/head_mappings/*.npy` of that repository).
+
+A file is named `<model>_layers_<anchors joined by _>.npy`, for instance `..._layers_0_2_8_13_14.npy`, and holds an
+int32 array [num_layers, num_kv_heads]: row j, entry h is the KV head of layer j's anchor whose Top-k KV head h of
+layer j takes; the anchor is the nearest layer of the name at or before j, and anchors' own rows are the identity.
+Layer 0 is always an anchor there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.calibration.head_map import plan_from_maps
+from sglang_ext.indexing.layer_plan import LayerPlan
+
+_NAME = re.compile(r"_layers_(\d+(?:_\d+)*)\.npy")
+
+
+def load_published_plan(
+    path: str | Path,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    anchors: Sequence[int] | None = None,
+    dense_layers: Sequence[int] = (0,),
+) -> LayerPlan:
+    """Read a published head map file.
+
+    Args:
+        path: the file.
+        num_layers, num_kv_heads: of the model that the plan is for, before tensor parallelism.
+        anchors: layers that select; None reads them from the file's name.
+        dense_layers: see `plan_from_published`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: no anchors in the name, no array in the file, or see `plan_from_published`.
+    """
+    path = Path(path)
+    if anchors is None:
+        found = _NAME.search(path.name)
+        if found is None:
+            raise ValueError(
+                f"expected a file name like MODEL_layers_0_2_8_13_14.npy, got {path.name!r}; keep the published "
+                "name or pass the anchors"
+            )
+        anchors = [int(part) for part in found[1].split("_")]
+    with path.open("rb") as file:
+        try:
+            head_map: Any = np.lib.format.read_array(file, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(
+                f"expected a .npy array of integers in {path.name}, got something else ({error}); download it again"
+            ) from error
+    return plan_from_published(
+        head_map, anchors, num_layers=num_layers, num_kv_heads=num_kv_heads, dense_layers=dense_layers
+    )
+
+
+def plan_from_published(
+    head_map: npt.NDArray[Any],
+    anchors: Sequence[int],
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    dense_layers: Sequence[int] = (0,),
+) -> LayerPlan:
+    """A layer plan from a published head map.
+
+    Args:
+        head_map: [num_layers, num_kv_heads] of an integer dtype, see the module.
+        anchors: ascending, the first is 0.
+        num_layers, num_kv_heads: of the model that the plan is for.
+        dense_layers: layers that read the whole prefix. A layer whose anchor is dense becomes an anchor, see
+            `plan_from_maps`: with layer 0 dense that is layer 1 of the published Llama and Qwen3 maps.
+
+    Raises:
+        ValueError: another shape or dtype, a head out of range, an anchor whose row is not the identity, or
+            anchors that break a rule.
+    """
+    if head_map.ndim != 2 or head_map.dtype.kind not in "iu":
+        raise ValueError(
+            "expected an integer array [num_layers, num_kv_heads], got "
+            f"{head_map.shape} {head_map.dtype}; is the file a head map?"
+        )
+    if head_map.shape != (num_layers, num_kv_heads):
+        raise ValueError(
+            f"expected a head map of {num_layers} layers and {num_kv_heads} KV heads (the model's), got "
+            f"{head_map.shape[0]} and {head_map.shape[1]}; take the file of this model"
+        )
+    wrong = np.argwhere((head_map < 0) | (head_map >= num_kv_heads))
+    if len(wrong):
+        layer, head = (int(i) for i in wrong[0])
+        raise ValueError(
+            f"layer {layer}, KV head {head}: expected a KV head in 0..{num_kv_heads - 1}, got "
+            f"{int(head_map[layer, head])}; the file is damaged or of another model"
+        )
+    rows: list[list[int]] = head_map.tolist()
+    for anchor in anchors:
+        if 0 <= anchor < num_layers and rows[anchor] != list(range(num_kv_heads)):
+            raise ValueError(
+                f"layer {anchor}: expected the identity map of an anchor, got {rows[anchor]}; the anchors "
+                f"{list(anchors)} do not belong to this file"
+            )
+    if not len(anchors) or anchors[0] != 0:
+        raise ValueError(f"expected layer 0 among the anchors, got {list(anchors)}; published maps begin with it")
+    maps = {layer: tuple(row) for layer, row in enumerate(rows)}
+    return plan_from_maps(anchors, maps, num_layers, num_kv_heads, dense_layers=dense_layers)
