@@ -1,9 +1,9 @@
 """Every public operation, in one place to import from."""
 
-from prefix_kernels.block_scores import block_scores_mean, block_scores_minmax
+from prefix_kernels.block_scores import block_scores_ball, block_scores_mean, block_scores_minmax
 from prefix_kernels.budget import BudgetGrowth, budget_for_group, num_blocks_for_budget
-from prefix_kernels.csa_scores import csa_scores
-from prefix_kernels.int4 import Int4Tensor, dequantize_int4, pack_int4, quantize_int4, unpack_int4
+from prefix_kernels.csa_scores import CompactLists, csa_scores, csa_scores_compact
+from prefix_kernels.low_bit import LowBitTensor, dequantize, pack_codes, quantize, unpack_codes
 from prefix_kernels.merge_state import merge_state
 from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.prefix_attention import prefix_attention
@@ -12,20 +12,23 @@ from prefix_kernels.top_k_selection import top_k_selection
 
 __all__ = [
     "BudgetGrowth",
-    "Int4Tensor",
+    "CompactLists",
+    "LowBitTensor",
     "Pooling",
+    "block_scores_ball",
     "block_scores_mean",
     "block_scores_minmax",
     "budget_for_group",
     "csa_scores",
-    "dequantize_int4",
+    "csa_scores_compact",
+    "dequantize",
     "merge_state",
     "num_blocks_for_budget",
-    "pack_int4",
+    "pack_codes",
     "pool_scores",
     "prefix_attention",
-    "quantize_int4",
+    "quantize",
     "suffix_attention",
     "top_k_selection",
-    "unpack_int4",
+    "unpack_codes",
 ]

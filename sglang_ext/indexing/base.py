@@ -1,9 +1,9 @@
 """What serving and prebuild know of a selection method: its spec, its builder, its selector.
 
 A *spec* is a frozen dataclass of the method's parameters. A *builder* turns one layer's keys (and sampled
-queries) into named arrays whose leading dimension is num_kv_heads, so that the store can cut them per KV
-head. A *selector* reads those arrays, for all or for some of the KV heads, and names the positions to attend
-in one step.
+queries) into named arrays that can be cut per KV head (`heads`): their leading dimension is num_kv_heads, or rows
+of all heads one after the other where heads differ in size. A *selector* reads those arrays, for all or for some
+of the KV heads, and names the positions to attend in one step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from prefix_kernels.pooling import Pooling
+from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.types import Selection
 
 S = TypeVar("S", bound="IndexSpec")
@@ -28,8 +28,9 @@ S = TypeVar("S", bound="IndexSpec")
 class IndexSpec:
     """Base of the methods' parameter sets: parsing, checking and writing them.
 
-    A subclass is a frozen dataclass whose fields are int, float, bool or str and have defaults; its
-    `__post_init__` checks ranges. `method` is the name under which it stands in `METHODS`.
+    A subclass is a frozen dataclass whose fields are int, float, bool, str or `IndexSpec` (the spec of any method,
+    for methods made of others) and have defaults; its `__post_init__` checks ranges. `method` is the name under
+    which it stands in `METHODS`.
     """
 
     method: ClassVar[str] = ""
@@ -40,7 +41,8 @@ class IndexSpec:
 
         Args:
             data: field name -> value; missing fields take their defaults. `method` may be given and must then
-                be this class's. An int is accepted for a float field, nothing else is converted.
+                be this class's. An int is accepted for a float field; a spec is an object that names its method;
+                nothing else is converted.
 
         Raises:
             ValueError: an unknown key, another method's name, or a value out of range.
@@ -67,12 +69,16 @@ class IndexSpec:
             values[name] = _checked(f"{cls.method}.{name}", value, hints[name])
         return cls(**values)
 
-    def to_dict(self) -> dict[str, int | float | bool | str]:
+    def to_dict(self) -> dict[str, Any]:
         """All parameters and the method's name, plain values; `from_dict` reads it back to an equal spec."""
-        return {"method": self.method, **dataclasses.asdict(self)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = {name: v.to_dict() if isinstance(v, IndexSpec) else v for name, v in values.items()}
+        return {"method": self.method, **plain}
 
 
 def _checked(name: str, value: object, wanted: type) -> object:
+    if wanted is IndexSpec:
+        return value if isinstance(value, IndexSpec) else _nested(name, value)
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
@@ -82,6 +88,34 @@ def _checked(name: str, value: object, wanted: type) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"expected {name} to be finite, got {value!r}")
     return value
+
+
+def _nested(name: str, value: object) -> IndexSpec:
+    if not isinstance(value, Mapping):
+        raise TypeError(f'expected {name} as an object like {{"method": "ab_sparse"}}, got {value!r}; name its method')
+    try:
+        return parse_spec(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
+def parse_spec(data: Mapping[str, Any]) -> IndexSpec:
+    """The spec of whichever method `data["method"]` names.
+
+    Args:
+        data: {"method": name, parameter: value, ...}.
+
+    Raises:
+        ValueError: no or an unknown method, an unknown parameter, or a value out of range.
+        TypeError: `data` is no mapping or a value has another type.
+    """
+    if not isinstance(data, Mapping):
+        raise TypeError(f'expected an object like {{"method": "csattention"}}, got {type(data).__name__}')
+    name = data.get("method")
+    if not isinstance(name, str) or name not in METHODS:
+        raise ValueError(f"expected method to be one of {', '.join(METHODS)}, got {name!r}; choose one of them")
+    spec: IndexSpec = METHODS[name].spec.from_dict(data)
+    return spec
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:
@@ -94,6 +128,22 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}; choose one of them")
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """What calibration found out about one layer, for the builders that use it; empty where it was not measured.
+
+    Attributes:
+        block_sizes: [num_kv_heads] tokens per block.
+        channels: [num_kv_heads][num_channels] ascending channel numbers of the token index.
+    """
+
+    block_sizes: tuple[int, ...] = ()
+    channels: tuple[tuple[int, ...], ...] = ()
+
+
+NO_PROFILE = LayerProfile()
 
 
 class IndexBuilder(Protocol):
@@ -119,8 +169,9 @@ class IndexBuilder(Protocol):
                 those of all query heads of a KV head's group together; None if no sample exists. Read only.
 
         Returns:
-            Name -> new array with leading dimension num_kv_heads, on the keys' device, in a dtype that numpy
-            has (uint8, int32, fp16, fp32). KV heads do not depend on each other.
+            Name -> new array, on the keys' device, in a dtype that numpy has (uint8, int16, int32, fp16, fp32).
+            Its leading dimension is num_kv_heads, but for the ragged arrays of `heads`. KV heads do not depend on
+            each other.
 
         Raises:
             ValueError: shapes do not fit, a value is NaN or infinite, or queries are needed and missing.
@@ -164,14 +215,56 @@ class Selector(Protocol):
         """
         ...
 
+    def token_scores(
+        self,
+        arrays: Mapping[str, Tensor],
+        q: Tensor,
+        *,
+        prefix_len: int,
+        sm_scale: float,
+        pooling: Pooling,
+        candidates: Tensor | None = None,
+    ) -> Tensor:
+        """One pooled score per position: what combined methods compare and rank.
+
+        Args:
+            arrays, q, prefix_len, sm_scale, pooling: as in `select`.
+            candidates: bool [num_kv_heads, prefix_len]; the softmax and the scores then cover these positions only.
+
+        Returns:
+            [num_kv_heads, prefix_len] fp32, natural log of the estimated attention probability (see
+            `pooling.pool_scores`), -inf where the method has none. The tokens of a block share its score.
+
+        Raises:
+            ValueError: as `select`.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Method(Generic[S]):
-    """A method's entry in the registry."""
+    """A method's entry in the registry.
+
+    Attributes:
+        spec: its parameters.
+        builder: called with a spec and, where it is known, a `LayerProfile`.
+        selector: called with a spec.
+    """
 
     spec: type[S]
-    builder: Callable[[S], IndexBuilder]
+    builder: Callable[..., IndexBuilder]
     selector: Callable[[S], Selector]
+
+
+METHODS: dict[str, Method[Any]] = {}
+"""The methods by name. `registry` fills it; it stands here so that methods made of others can look these up."""
+
+
+def pool_candidates(raw: Tensor, sm_scale: float, pooling: Pooling, candidates: Tensor | None) -> Tensor:
+    """`pool_scores` of token scores [num_kv_heads, num_rows, gqa, prefix_len], over the candidates if given."""
+    if candidates is not None:
+        raw = raw.masked_fill(~candidates[:, None, None], -torch.inf)
+    return pool_scores(raw, sm_scale, pooling)
 
 
 def check_keys(keys: Tensor) -> None:

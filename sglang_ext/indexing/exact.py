@@ -9,10 +9,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
-from prefix_kernels.pooling import Pooling, pool_scores
+from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
-from sglang_ext.indexing.base import IndexSpec, check_keys, require_arrays
+from sglang_ext.indexing.base import NO_PROFILE, IndexSpec, LayerProfile, check_keys, pool_candidates, require_arrays
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class ExactBuilder:
     """Keeps the keys themselves: `keys` [num_kv_heads, prefix_len, head_dim] fp32."""
 
     spec: ExactSpec
+    layer: LayerProfile = NO_PROFILE
     needs_queries: ClassVar[bool] = False
 
     def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
@@ -54,9 +55,22 @@ class ExactSelector:
         pooling: Pooling,
     ) -> Selection:
         """See `Selector.select`."""
+        scores = self.token_scores(arrays, q, prefix_len=prefix_len, sm_scale=sm_scale, pooling=pooling)
+        return top_k_selection(scores, budget, num_sink, num_recent, 1, prefix_len)
+
+    def token_scores(
+        self,
+        arrays: Mapping[str, Tensor],
+        q: Tensor,
+        *,
+        prefix_len: int,
+        sm_scale: float,
+        pooling: Pooling,
+        candidates: Tensor | None = None,
+    ) -> Tensor:
+        """See `Selector.token_scores`."""
         (keys,) = require_arrays(arrays, ("keys",), ExactSpec.method)
         if keys.shape[1] != prefix_len:
             raise ValueError(f"expected keys of prefix_len={prefix_len} positions, got {keys.shape[1]}")
         # A block of one key is its own mean.
-        scores = pool_scores(block_scores_mean(q, keys), sm_scale, pooling)
-        return top_k_selection(scores, budget, num_sink, num_recent, 1, prefix_len)
+        return pool_candidates(block_scores_mean(q, keys), sm_scale, pooling, candidates)

@@ -22,7 +22,7 @@ def test_registry_and_round_trip(name):
     assert parse_spec(json.loads(json.dumps(spec.to_dict()))) == spec
     assert METHODS[name].spec.from_dict({}) == spec
     assert make_builder(spec).spec == spec
-    assert make_builder(spec).needs_queries == (name == "csattention")
+    assert make_builder(spec).needs_queries == (name in ("csattention", "union"))
     assert hasattr(make_selector(spec), "select")
 
 
@@ -34,7 +34,7 @@ def test_an_int_is_a_float():
     ("data", "error", "message"),
     [
         ([], TypeError, "expected an object"),
-        ({}, ValueError, "one of csattention, ab_sparse, exact, got None"),
+        ({}, ValueError, "one of csattention, ab_sparse, token_index, two_level, union, exact, got None"),
         ({"method": "quest"}, ValueError, "got 'quest'"),
         ({"method": ["exact"]}, ValueError, "one of csattention"),
         ({"method": "exact", "budget": 3}, ValueError, "unknown parameter 'budget'"),
@@ -57,14 +57,39 @@ def test_an_int_is_a_float():
         ({"method": "csattention", "seed": -1}, ValueError, "seed in 0.."),
         ({"method": "csattention", "layout": "x"}, ValueError, "contiguous, rope_pairs, strided, got 'x'"),
         ({"method": "csattention", "baseline": "x"}, ValueError, "tail_mean, none"),
+        ({"method": "csattention", "weighting": "x"}, ValueError, "projection, contribution, uniform"),
+        ({"method": "csattention", "codec": "x"}, ValueError, "compact, paper"),
+        ({"method": "csattention", "score_bits": 2}, ValueError, "score_bits to be 4 or 8, got 2"),
+        ({"method": "token_index", "bits": 3}, ValueError, "2, 4 or 8, got 3"),
+        ({"method": "token_index", "num_channels": 6, "bits": 2}, ValueError, "multiple of 4"),
+        ({"method": "token_index", "num_channels": -2}, ValueError, "num_channels in 0.."),
+        ({"method": "two_level", "candidate_ratio": 0}, ValueError, "candidate_ratio above 0"),
+        ({"method": "two_level", "first": "exact"}, TypeError, "two_level.first as an object"),
+        ({"method": "two_level", "first": {"method": "x"}}, ValueError, "two_level.first: expected method"),
+        ({"method": "union", "second": {"method": "exact", "k": 1}}, ValueError, "union.second: unknown parameter 'k'"),
+        ({"method": "ab_sparse", "sizes": "x"}, ValueError, "uniform, profile"),
         ({"method": "ab_sparse", "block_size": 24}, ValueError, "16, 32, 64 tokens, got 24"),
-        ({"method": "ab_sparse", "representation": "x"}, ValueError, "mean, minmax"),
-        ({"method": "ab_sparse", "quantization": "x"}, ValueError, "int4, none"),
+        ({"method": "ab_sparse", "representation": "x"}, ValueError, "mean, minmax, ball"),
+        ({"method": "ab_sparse", "quantization": "x"}, ValueError, "int2, int4, int8, none"),
     ],
 )
 def test_spec_errors(data, error, message):
     with pytest.raises(error, match=message):
         parse_spec(data)
+
+
+def test_specs_nest():
+    data = {
+        "method": "two_level",
+        "first": {"method": "union", "first": {"method": "ab_sparse", "block_size": 32}},
+        "candidate_ratio": 1,
+    }
+    spec = parse_spec(data)
+    assert spec.first.first.block_size == 32
+    assert spec.first.second == parse_spec({"method": "ab_sparse"})
+    assert spec.candidate_ratio == 1.0
+    assert parse_spec(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert METHODS["union"].spec(first=spec.first) == parse_spec({"method": "union", "first": spec.first})
 
 
 def test_spec_of_another_method():

@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["merge_state", "prefix_attention", "int4"])
+@pytest.mark.parametrize("name", ["merge_state", "prefix_attention", "low_bit"])
 def test_docstring_examples(name):
     module = importlib.import_module(f"prefix_kernels.{name}.api")
     result = doctest.testmod(module)

@@ -1,23 +1,17 @@
-"""Block and CSA scores, pooling, INT4, against loops and bounds."""
+"""Block and CSA scores and pooling, against loops and bounds."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from prefix_kernels.int4 import Int4Tensor
 from prefix_kernels.ops import (
     Pooling,
+    block_scores_ball,
     block_scores_mean,
     block_scores_minmax,
     csa_scores,
-    dequantize_int4,
-    pack_int4,
     pool_scores,
-    quantize_int4,
-    unpack_int4,
 )
 
 
@@ -47,6 +41,29 @@ def test_quest_score_is_a_tight_upper_bound(block_size):
     assert bool((bound >= true - 1e-4).all())
     if block_size == 1:
         torch.testing.assert_close(bound, true, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [1, 7])
+def test_ball_score_is_an_upper_bound(block_size):
+    q, keys = randn(3, 8, 16), randn(2, 6, block_size, 16, seed=1)
+    centers = keys.mean(dim=2)
+    radii = (keys - centers[:, :, None]).norm(dim=3).amax(dim=2)
+    bound = block_scores_ball(q, centers, radii)
+    for head in range(8):
+        expected = q[:, head] @ centers[head // 4].T + q[:, head].norm(dim=1)[:, None] * radii[head // 4]
+        torch.testing.assert_close(bound[head // 4, :, head % 4], expected)
+    true = torch.einsum("rhgd,hbnd->hrgbn", q.view(3, 2, 4, 16), keys).amax(-1)
+    assert bool((bound >= true - 1e-4).all())
+    if block_size == 1:
+        torch.testing.assert_close(bound, true, atol=1e-4, rtol=1e-4)
+
+
+def test_ball_score_is_reached():
+    """A key at the ball's rim in the query's direction has exactly the bound."""
+    q, center = randn(1, 1, 16), randn(1, 1, 16, seed=1)
+    rim = center[0, 0] + 2.0 * q[0, 0] / q.norm()
+    bound = block_scores_ball(q, center, torch.tensor([[2.0]]))
+    torch.testing.assert_close(bound.flatten(), (q[0, 0] @ rim)[None])
 
 
 def csa_by_loop(q, centroids, positions, scores, dims, prefix_len):
@@ -103,28 +120,6 @@ def test_pooling_ranks_far_tails_and_rows_without_scores():
     assert bool((pool_scores(silent, 1.0, Pooling.MEAN) == -torch.inf).all())
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 8), st.floats(-3, 3), st.integers(0, 2**31))
-def test_int4_error_is_at_most_half_a_step(rows, half_channels, log_size, seed):
-    gen = torch.Generator().manual_seed(seed)
-    x = torch.randn(2, rows, 2 * half_channels, generator=gen) * 10**log_size
-    x = x + 5 * torch.randn(2, 1, 2 * half_channels, generator=gen)
-    quantized = quantize_int4(x)
-    assert quantized.packed.shape == (2, rows, half_channels)
-    error = (dequantize_int4(quantized) - x).abs()
-    rounding = 1e-6 * x.abs().amax()
-    assert bool((error <= quantized.scale[:, None] / 2 + rounding).all())
-
-
-def test_int4_constant_channels_and_packing():
-    x = torch.full((3, 4), 0.3)
-    assert torch.equal(dequantize_int4(quantize_int4(x)), x)
-    codes = torch.arange(16, dtype=torch.uint8).view(2, 8)
-    packed = pack_int4(codes)
-    assert packed[0, 0] == 0 | 1 << 4
-    assert torch.equal(unpack_int4(packed), codes)
-
-
 def test_errors():
     q = randn(3, 8, 16)
     with pytest.raises(ValueError, match="dequantized"):
@@ -133,16 +128,10 @@ def test_errors():
         block_scores_mean(q, randn(2, 5, 8))
     with pytest.raises(ValueError, match="block_max"):
         block_scores_minmax(q, randn(2, 5, 16), randn(2, 4, 16))
+    with pytest.raises(ValueError, match="expected radii"):
+        block_scores_ball(q, randn(2, 5, 16), randn(2, 4))
     with pytest.raises(ValueError, match="num_rows >= 1"):
         pool_scores(torch.zeros(2, 0, 4, 5), 1.0)
-    with pytest.raises(ValueError, match="even num_channels"):
-        quantize_int4(randn(4, 3))
-    with pytest.raises(ValueError, match="even last dim"):
-        pack_int4(torch.zeros(3, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="packed uint8"):
-        unpack_int4(torch.zeros(3))
-    with pytest.raises(ValueError, match="packed uint8"):
-        dequantize_int4(Int4Tensor(torch.zeros(3, 2, dtype=torch.uint8), torch.zeros(3), torch.zeros(3)))
     dims, cent = torch.arange(16).view(4, 4), randn(2, 4, 5, 4)
     lists, vals = torch.zeros(2, 4, 5, 3, dtype=torch.int32), torch.zeros(2, 4, 5, 3)
     with pytest.raises(ValueError, match="subspace_dims"):
@@ -156,7 +145,7 @@ def test_errors():
     for call in (
         lambda: block_scores_mean(q, randn(2, 5, 16), implementation="triton"),
         lambda: csa_scores(q, cent, lists, vals, dims, 9, implementation="triton"),
-        lambda: quantize_int4(q, implementation="triton"),
+        lambda: block_scores_ball(q, randn(2, 5, 16), randn(2, 5), implementation="triton"),
     ):
         with pytest.raises(ValueError, match="Nothing is substituted"):
             call()

@@ -1,15 +1,20 @@
-"""Public `block_scores_mean` and `block_scores_minmax`: validation and dispatch."""
+"""Public block scores: validation and dispatch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from prefix_kernels._tile import check_queries
-from prefix_kernels.block_scores.reference import block_scores_mean_reference, block_scores_minmax_reference
+from prefix_kernels.block_scores.reference import (
+    block_scores_ball_reference,
+    block_scores_mean_reference,
+    block_scores_minmax_reference,
+)
 from prefix_kernels.dispatch import resolve
 
 _MEAN = {"reference": block_scores_mean_reference}
 _MINMAX = {"reference": block_scores_minmax_reference}
+_BALL = {"reference": block_scores_ball_reference}
 
 
 def block_scores_mean(q: Tensor, centroids: Tensor, *, implementation: str = "reference") -> Tensor:
@@ -58,6 +63,34 @@ def block_scores_minmax(
             f"expected block_max of block_min's shape {tuple(block_min.shape)}, got {tuple(block_max.shape)}"
         )
     return run(q, block_min, block_max)
+
+
+def block_scores_ball(q: Tensor, centers: Tensor, radii: Tensor, *, implementation: str = "reference") -> Tensor:
+    """Upper bound of q.k over every block whose keys lie in a ball: q . center + |q| * radius.
+
+    Source: ArkVale (the sphere among its bounding volumes; AB-Sparse, 4.1, uses it as a block representation). The
+    bound is Cauchy's: q.k = q.c + q.(k - c) <= q.c + |q| |k - c|.
+
+    Args:
+        q: [num_rows, num_qo_heads, head_dim] post-RoPE queries, fp32, fp16 or bf16.
+        centers: [num_kv_heads, num_blocks, head_dim], any floating dtype.
+        radii: [num_kv_heads, num_blocks] floating, greatest distance of a key of the block from its center.
+        implementation: "reference".
+
+    Returns:
+        [num_kv_heads, num_rows, gqa, num_blocks] fp32, before sm_scale and softmax.
+
+    Raises:
+        ValueError: shapes do not fit, or an unknown implementation.
+    """
+    run = resolve("block_scores_ball", implementation, _BALL)
+    _check(q, centers, "centers")
+    if radii.shape != centers.shape[:2] or not radii.dtype.is_floating_point:
+        raise ValueError(
+            f"expected radii [num_kv_heads, num_blocks] = {tuple(centers.shape[:2])} in a floating dtype, got "
+            f"{tuple(radii.shape)} {radii.dtype}"
+        )
+    return run(q, centers, radii)
 
 
 def _check(q: Tensor, blocks: Tensor, name: str) -> None:

@@ -24,3 +24,10 @@ def block_scores_minmax_reference(q: Tensor, block_min: Tensor, block_max: Tenso
     scores += tile.clamp_max(0.0) @ block_min.float().transpose(1, 2)
     num_kv_heads, num_blocks = block_min.shape[:2]
     return scores.view(num_kv_heads, q.shape[0], q.shape[1] // num_kv_heads, num_blocks)
+
+
+def block_scores_ball_reference(q: Tensor, centers: Tensor, radii: Tensor) -> Tensor:
+    """score = q . center + |q| * radius, in fp32."""
+    lengths = to_tile(q, centers.shape[0]).norm(dim=2).view(centers.shape[0], q.shape[0], -1, 1)
+    scores = block_scores_mean_reference(q, centers)
+    return scores.add_(lengths * radii.float()[:, None, None])

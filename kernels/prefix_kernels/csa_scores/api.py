@@ -1,14 +1,16 @@
-"""Public `csa_scores`: validation and dispatch."""
+"""Public `csa_scores` and `csa_scores_compact`: validation and dispatch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from prefix_kernels._tile import check_queries
-from prefix_kernels.csa_scores.reference import csa_scores_reference
+from prefix_kernels.csa_scores.compact import BLOCK_POSITIONS, CompactLists, bitmap_is_smaller
+from prefix_kernels.csa_scores.reference import csa_scores_compact_reference, csa_scores_reference
 from prefix_kernels.dispatch import resolve
 
 _IMPLEMENTATIONS = {"reference": csa_scores_reference}
+_COMPACT = {"reference": csa_scores_compact_reference}
 
 
 def csa_scores(
@@ -18,6 +20,7 @@ def csa_scores(
     list_scores: Tensor,
     subspace_dims: Tensor,
     prefix_len: int,
+    subspace_weights: Tensor | None = None,
     *,
     implementation: str = "reference",
 ) -> Tensor:
@@ -34,6 +37,8 @@ def csa_scores(
         subspace_dims: [num_subspaces, subspace_dim] int64, the channels of each subspace; together a
             permutation of range(head_dim).
         prefix_len: tokens of the prefix.
+        subspace_weights: [num_kv_heads, num_subspaces] floating, the paper's w_b times |q|; None for the length of
+            the query's projection on each nearest centroid.
         implementation: "reference".
 
     Returns:
@@ -44,11 +49,7 @@ def csa_scores(
         ValueError: shapes do not fit, or an unknown implementation.
     """
     run = resolve("csa_scores", implementation, _IMPLEMENTATIONS)
-    if centroids.dim() != 4 or subspace_dims.shape != (centroids.shape[1], centroids.shape[3]):
-        raise ValueError(
-            "expected centroids [num_kv_heads, num_subspaces, num_centroids, subspace_dim] and subspace_dims "
-            f"[num_subspaces, subspace_dim], got {tuple(centroids.shape)} and {tuple(subspace_dims.shape)}"
-        )
+    _check(q, centroids, subspace_dims, subspace_weights)
     if list_positions.dim() != 4 or list_positions.shape[:3] != centroids.shape[:3]:
         raise ValueError(
             f"expected list_positions [{', '.join(str(n) for n in centroids.shape[:3])}, list_len], got "
@@ -59,10 +60,74 @@ def csa_scores(
             f"expected list_scores of list_positions' shape {tuple(list_positions.shape)}, got "
             f"{tuple(list_scores.shape)}"
         )
-    if prefix_len < list_positions.shape[3]:
+    _check_len(list_positions.shape[3], prefix_len)
+    return run(q, centroids, list_positions, list_scores, subspace_dims, prefix_len, subspace_weights)
+
+
+def csa_scores_compact(
+    q: Tensor,
+    centroids: Tensor,
+    lists: CompactLists,
+    list_len: int,
+    bits: int,
+    subspace_dims: Tensor,
+    prefix_len: int,
+    subspace_weights: Tensor | None = None,
+    *,
+    implementation: str = "reference",
+) -> Tensor:
+    """`csa_scores` on compact lists.
+
+    Args:
+        q, centroids, subspace_dims, prefix_len, subspace_weights, implementation: as in `csa_scores`.
+        lists: leading dims [num_kv_heads, num_subspaces, num_centroids], see `CompactLists`.
+        list_len: entries of a list.
+        bits: of a score, 4 or 8.
+
+    Returns:
+        As `csa_scores` of the decoded lists.
+
+    Raises:
+        ValueError: shapes do not fit, or an unknown implementation.
+    """
+    run = resolve("csa_scores_compact", implementation, _COMPACT)
+    _check(q, centroids, subspace_dims, subspace_weights)
+    _check_len(list_len, prefix_len)
+    bitmap = bitmap_is_smaller(list_len, prefix_len)
+    expected: tuple[tuple[int, ...] | None, ...] = (
+        (-(-prefix_len // 8),) if bitmap else (list_len,),
+        None if bitmap else (-(-prefix_len // BLOCK_POSITIONS),),
+        (-(-list_len * bits // 8),),
+        (),
+        (),
+    )
+    for name, part, shape in zip(CompactLists._fields, lists, expected, strict=True):
+        wanted = None if shape is None else (*centroids.shape[:3], *shape)
+        came = None if part is None else tuple(part.shape)
+        if came != wanted:
+            raise ValueError(
+                f"expected {name} of compact lists as {wanted} for list_len={list_len}, prefix_len={prefix_len} and "
+                f"{bits} bits, got {came}; is the table of another prefix or spec?"
+            )
+    return run(q, centroids, lists, list_len, bits, subspace_dims, prefix_len, subspace_weights)
+
+
+def _check(q: Tensor, centroids: Tensor, subspace_dims: Tensor, subspace_weights: Tensor | None) -> None:
+    if centroids.dim() != 4 or subspace_dims.shape != (centroids.shape[1], centroids.shape[3]):
         raise ValueError(
-            f"expected prefix_len >= list_len={list_positions.shape[3]}, got {prefix_len}; is the table of "
-            "another prefix?"
+            "expected centroids [num_kv_heads, num_subspaces, num_centroids, subspace_dim] and subspace_dims "
+            f"[num_subspaces, subspace_dim], got {tuple(centroids.shape)} and {tuple(subspace_dims.shape)}"
+        )
+    if subspace_weights is not None and subspace_weights.shape != centroids.shape[:2]:
+        raise ValueError(
+            f"expected subspace_weights [num_kv_heads, num_subspaces] = {tuple(centroids.shape[:2])}, got "
+            f"{tuple(subspace_weights.shape)}"
         )
     check_queries(q, centroids.shape[0], subspace_dims.numel())
-    return run(q, centroids, list_positions, list_scores, subspace_dims, prefix_len)
+
+
+def _check_len(list_len: int, prefix_len: int) -> None:
+    if prefix_len < list_len:
+        raise ValueError(
+            f"expected prefix_len >= list_len={list_len}, got {prefix_len}; is the table of another prefix?"
+        )

@@ -1,0 +1,130 @@
+"""The compact form of CSAttention's lists: exact positions in about a byte, scores in 4 or 8 bits.
+
+Positions of a list ascend. With *offsets* they are cut into blocks of 256 positions: a list stores how many entries
+each block has (two bytes a block) and every entry's place in its block (one byte): L + 2 ceil(N / 256) bytes. A
+*bitmap* has one bit a position: ceil(N / 8) bytes. It is the smaller one from alpha = L / N = 0.117 on. Scores are
+codes of `bits` bits between the list's own minimum and maximum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.low_bit import pack_codes, unpack_codes
+
+BLOCK_POSITIONS = 256
+"""Positions whose offset fits one byte."""
+
+
+class CompactLists(NamedTuple):
+    """Lists of equally many entries; leading dims are any, for instance [num_kv_heads, num_subspaces, num_centroids].
+
+    Attributes:
+        places: where the entries are, uint8. Offsets: [..., list_len], position mod 256 in ascending order of
+            positions. Bitmap: [..., ceil(prefix_len / 8)], position p is bit p mod 8 of byte p // 8.
+        counts: [..., ceil(prefix_len / 256)] int16, entries of each block of 256 positions; None for a bitmap.
+        codes: [..., ceil(list_len * bits / 8)] uint8, scores in ascending order of positions, the first of a byte in
+            its low bits; padding is 0.
+        scale: [...] fp16, at least 0; score = code * scale + zero.
+        zero: [...] fp16, score of code 0.
+    """
+
+    places: Tensor
+    counts: Tensor | None
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+def bitmap_is_smaller(list_len: int, prefix_len: int) -> bool:
+    """Whether a bitmap of the prefix takes fewer bytes than offsets and counts."""
+    return -(-prefix_len // 8) < list_len + 2 * -(-prefix_len // BLOCK_POSITIONS)
+
+
+def list_bytes(list_len: int, prefix_len: int, bits: int) -> int:
+    """Bytes of one list: places, counts, codes, scale and zero."""
+    offsets = list_len + 2 * -(-prefix_len // BLOCK_POSITIONS)
+    return min(offsets, -(-prefix_len // 8)) + -(-list_len * bits // 8) + 4
+
+
+def encode_lists(positions: Tensor, scores: Tensor, prefix_len: int, bits: int) -> CompactLists:
+    """The compact form; positions are kept exactly, scores to within half a step of `scale`.
+
+    Args:
+        positions: [..., list_len] integer, ascending and unique within a list, in [0, prefix_len).
+        scores: same shape, floating, within fp16's range.
+        prefix_len: tokens of the prefix.
+        bits: 4 or 8.
+
+    Returns:
+        New tensors.
+
+    Raises:
+        ValueError: shapes do not fit, or bits is another number.
+    """
+    if positions.shape != scores.shape or positions.dim() == 0 or not 1 <= positions.shape[-1] <= prefix_len:
+        raise ValueError(
+            f"expected positions and scores [..., list_len in 1..{prefix_len}] of one shape, got "
+            f"{tuple(positions.shape)} and {tuple(scores.shape)}"
+        )
+    if bits not in (4, 8):
+        raise ValueError(f"expected scores of 4 or 8 bits, got {bits}; choose one of them")
+    lead = positions.shape[:-1]
+    positions = positions.long()
+    counts = None
+    if bitmap_is_smaller(positions.shape[-1], prefix_len):
+        marks = torch.zeros(*lead, -(-prefix_len // 8) * 8, dtype=torch.uint8, device=positions.device)
+        marks.scatter_(-1, positions, 1)
+        places = sum((marks[..., bit::8] << bit for bit in range(1, 8)), marks[..., 0::8])
+    else:
+        places = (positions % BLOCK_POSITIONS).to(torch.uint8)
+        counts = torch.zeros(*lead, -(-prefix_len // BLOCK_POSITIONS), dtype=torch.int32, device=positions.device)
+        block = positions // BLOCK_POSITIONS
+        counts = counts.scatter_add_(-1, block, torch.ones_like(block, dtype=torch.int32)).short()
+    return CompactLists(places, counts, *_encode_scores(scores.float(), bits))
+
+
+def decode_lists(lists: CompactLists, list_len: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Positions [..., list_len] int64, ascending, and scores of that shape in fp32. Shapes depend on sizes only.
+
+    Args:
+        lists: what `encode_lists` made, or any of its lists.
+        list_len: entries of a list.
+        bits: of its scores.
+    """
+    rank = torch.arange(1, list_len + 1, device=lists.places.device).expand(*lists.places.shape[:-1], -1).contiguous()
+    if lists.counts is None:
+        marks = unpack_bits(lists.places)
+        positions = torch.searchsorted(marks.cumsum(dim=-1), rank)
+    else:
+        block = torch.searchsorted(lists.counts.cumsum(dim=-1), rank)
+        positions = block * BLOCK_POSITIONS + lists.places.long()
+    codes = unpack_codes(lists.codes, bits)[..., :list_len].float()
+    return positions, codes * lists.scale.float()[..., None] + lists.zero.float()[..., None]
+
+
+def unpack_bits(places: Tensor) -> Tensor:
+    """uint8 [..., n] -> uint8 [..., 8 * n] of 0 and 1, the low bit first."""
+    return torch.stack([(places >> bit) & 1 for bit in range(8)], dim=-1).flatten(-2)
+
+
+def _encode_scores(scores: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes against the fp16 scale and zero that are stored, which are rounded outwards to span all scores."""
+    levels = (1 << bits) - 1
+    low, high = scores.aminmax(dim=-1)
+    zero = _round_half(low, -torch.inf)
+    scale = _round_half((high - zero.float()) / levels, torch.inf)
+    step = scale.float().masked_fill(scale == 0, 1.0)[..., None]
+    codes = ((scores - zero.float()[..., None]) / step).round_().clamp_(0, levels).to(torch.uint8)
+    spare = -codes.shape[-1] % (8 // bits)
+    return pack_codes(torch.nn.functional.pad(codes, (0, spare)), bits), scale, zero
+
+
+def _round_half(x: Tensor, towards: float) -> Tensor:
+    """x in fp16, rounded up or down (`towards` is +inf or -inf)."""
+    half = x.half()
+    short = half.float() < x if towards > 0 else half.float() > x
+    return torch.where(short, torch.nextafter(half, torch.full_like(half, towards)), half)

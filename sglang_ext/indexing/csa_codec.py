@@ -1,0 +1,90 @@
+"""How CSAttention's tables are kept: the paper's layout, the compact codec, and the bytes of both.
+
+Paper (B.1): int32 position and fp16 score, 6 bytes an entry. Compact: see `prefix_kernels.csa_scores.compact`;
+of N positions a list of L = alpha * N entries takes L * (1 + bits / 8) + N / 128 bytes with offsets and L * bits / 8
++ N / 8 with a bitmap, whichever is less (the bitmap from alpha = 0.117 on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from prefix_kernels.csa_scores import BLOCK_POSITIONS, CompactLists, encode_lists, list_bytes
+from sglang_ext.indexing.base import require_arrays
+
+CODECS = ("compact", "paper")
+SCORE_BITS = (4, 8)
+PAPER_ENTRY_BYTES = 6
+
+
+def encode_tables(positions: Tensor, scores: Tensor, prefix_len: int, codec: str, score_bits: int) -> dict[str, Tensor]:
+    """The arrays that hold the lists of a layer.
+
+    Args:
+        positions: [num_kv_heads, num_subspaces, num_centroids, list_len] int32, ascending within a list.
+        scores: same shape, fp16.
+        prefix_len: tokens of the prefix.
+        codec: "paper" or "compact".
+        score_bits: of the compact codec, 4 or 8.
+
+    Returns:
+        paper: `positions` and `scores`. compact: the fields of `CompactLists` by name, `counts` only with offsets.
+    """
+    if codec == "paper":
+        return {"positions": positions, "scores": scores}
+    lists = encode_lists(positions, scores, prefix_len, score_bits)
+    return {name: part for name, part in lists._asdict().items() if part is not None}
+
+
+def compact_lists(arrays: Mapping[str, Tensor], method: str) -> CompactLists:
+    """The lists of a compact index; shapes are checked where they are read, by `csa_scores_compact`.
+
+    Raises:
+        ValueError: an array is missing.
+    """
+    places, codes, scale, zero = require_arrays(arrays, ("places", "codes", "scale", "zero"), method)
+    return CompactLists(places, arrays.get("counts"), codes, scale, zero)
+
+
+def table_bytes(
+    num_subspaces: int,
+    num_centroids: int,
+    list_len: int,
+    prefix_len: int,
+    head_dim: int,
+    codec: str,
+    score_bits: int,
+) -> int:
+    """Bytes of one KV head's lists and centroids.
+
+    Args:
+        num_subspaces, num_centroids: m and C.
+        list_len: L, entries of a list.
+        prefix_len: tokens of the prefix.
+        head_dim: channels of a key.
+        codec, score_bits: as in `encode_tables`.
+    """
+    one = list_len * PAPER_ENTRY_BYTES if codec == "paper" else list_bytes(list_len, prefix_len, score_bits)
+    return num_subspaces * num_centroids * one + num_centroids * head_dim * 2
+
+
+def entries_bytes_per_token(list_ratio: float, codec: str, score_bits: int) -> float:
+    """Bytes per token of one list, the part that is linear in the prefix's length."""
+    if codec == "paper":
+        return PAPER_ENTRY_BYTES * list_ratio
+    return min(list_ratio + 2 / BLOCK_POSITIONS, 1 / 8) + list_ratio * score_bits / 8
+
+
+def paper_table_ratio(
+    num_subspaces: int, num_centroids: int, list_ratio: float, head_dim: int, element_bytes: int = 2
+) -> float:
+    """Bytes of the paper's lists over those of the KV: 6 m C alpha / (2 d B). Source: CSAttention, Eq. B.1.
+
+    Args:
+        num_subspaces, num_centroids, list_ratio: m, C and alpha.
+        head_dim: d.
+        element_bytes: B, bytes of one element of K or V: 2 (fp16, bf16) or 4 (fp32).
+    """
+    return PAPER_ENTRY_BYTES * num_subspaces * num_centroids * list_ratio / (2 * head_dim * element_bytes)

@@ -1,0 +1,133 @@
+"""The compact form of CSA lists: exact positions, scores within half a step, scores equal to the decoded tables'."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefix_kernels.csa_scores import CompactLists, bitmap_is_smaller, decode_lists, encode_lists, list_bytes
+from prefix_kernels.ops import csa_scores, csa_scores_compact
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def lists_of(shape, list_len, prefix_len, seed=0):
+    positions = randn(*shape, prefix_len, seed=seed).topk(list_len).indices.sort(dim=-1).values.int()
+    return positions, randn(*shape, list_len, seed=seed + 1)
+
+
+def by_hand(lists, list_len, prefix_len, bits):
+    """One list, decoded entry by entry with Python integers."""
+    places = lists.places.tolist()
+    if lists.counts is None:
+        positions = [p for p in range(prefix_len) if places[p // 8] >> (p % 8) & 1]
+    else:
+        positions, at = [], 0
+        for block, count in enumerate(lists.counts.tolist()):
+            positions += [256 * block + place for place in places[at : at + count]]
+            at += count
+    codes = lists.codes.tolist()
+    per_byte = 8 // bits
+    code = [codes[i // per_byte] >> (i % per_byte * bits) & (2**bits - 1) for i in range(list_len)]
+    return positions, [c * float(lists.scale) + float(lists.zero) for c in code]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 1500), st.floats(0, 1), st.sampled_from([4, 8]), st.floats(-3, 3), st.integers(0, 2**31))
+def test_round_trip(prefix_len, ratio, bits, log_size, seed):
+    list_len = max(1, int(ratio * prefix_len))
+    positions, scores = lists_of((2, 3), list_len, prefix_len, seed)
+    scores = (scores + 2) * 10**log_size
+    lists = encode_lists(positions, scores, prefix_len, bits)
+    got_positions, got_scores = decode_lists(lists, list_len, bits)
+    assert torch.equal(got_positions.int(), positions)
+    rounding = 1e-6 * scores.abs().amax()
+    assert bool(((got_scores - scores).abs() <= lists.scale.float()[..., None] / 2 + rounding).all())
+    one = CompactLists(*(None if part is None else part[1, 2] for part in lists))
+    hand_positions, hand_scores = by_hand(one, list_len, prefix_len, bits)
+    assert hand_positions == positions[1, 2].tolist()
+    torch.testing.assert_close(got_scores[1, 2], torch.tensor(hand_scores))
+    assert sum(part.nbytes for part in lists if part is not None) == 6 * list_bytes(list_len, prefix_len, bits)
+
+
+def test_steps_are_those_of_the_span():
+    """fp16 of scale and zero costs little: a step is at most 0.3% wider than the span asks for."""
+    positions, scores = lists_of((5,), 40, 400)
+    lists = encode_lists(positions, scores, 400, 4)
+    span = scores.amax(-1) - scores.amin(-1)
+    assert bool((lists.scale.float() * 15 <= 1.003 * span).all())
+
+
+def test_constant_scores_and_full_lists():
+    positions = torch.arange(300).expand(2, 300)
+    lists = encode_lists(positions, torch.full((2, 300), 0.5), 300, 4)
+    assert lists.counts is None
+    got_positions, got_scores = decode_lists(lists, 300, 4)
+    assert torch.equal(got_positions, positions)
+    assert torch.equal(got_scores, torch.full((2, 300), 0.5))
+
+
+def test_a_full_block_and_empty_blocks():
+    """256 entries of one block: a count that a byte could not hold."""
+    positions = torch.arange(256, 512)[None]
+    lists = encode_lists(positions, torch.zeros(1, 256), 40960, 8)
+    assert lists.counts.tolist() == [[0, 256] + [0] * 158]
+    assert torch.equal(decode_lists(lists, 256, 8)[0], positions)
+
+
+@pytest.mark.parametrize("prefix_len", [1, 300, 8192, 131072])
+def test_the_smaller_form_is_chosen(prefix_len):
+    for list_len in {1, *(-(-prefix_len * i // 50) for i in range(1, 51))}:
+        offsets = list_len + 2 * -(-prefix_len // 256)
+        bitmap = -(-prefix_len // 8)
+        assert bitmap_is_smaller(list_len, prefix_len) == (bitmap < offsets)
+        assert list_bytes(list_len, prefix_len, 8) == min(offsets, bitmap) + list_len + 4
+
+
+@pytest.mark.parametrize("chunk", [1 << 24, 1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("list_len", "prefix_len", "bits"), [(5, 600, 4), (7, 23, 4), (50, 600, 8), (600, 600, 4)])
+def test_scores_are_those_of_the_decoded_lists(list_len, prefix_len, bits, weighted, chunk, monkeypatch):
+    monkeypatch.setattr("prefix_kernels.csa_scores.reference.ELEMENTS_PER_CHUNK", chunk)
+    q = randn(3, 8, 16)
+    centroids = torch.nn.functional.normalize(randn(2, 4, 5, 4, seed=1), dim=-1)
+    lists = encode_lists(*lists_of((2, 4, 5), list_len, prefix_len, seed=2), prefix_len, bits)
+    dims = torch.randperm(16, generator=torch.Generator().manual_seed(4)).view(4, 4)
+    weights = randn(2, 4, seed=5).abs() if weighted else None
+    got = csa_scores_compact(q, centroids, lists, list_len, bits, dims, prefix_len, weights)
+    positions, scores = decode_lists(lists, list_len, bits)
+    assert torch.equal(got, csa_scores(q, centroids, positions.int(), scores, dims, prefix_len, weights))
+
+
+def test_weights_replace_the_projection():
+    """With one subspace and one centroid the score is |q| * weight * list score."""
+    q, centroids = randn(2, 1, 4), torch.nn.functional.normalize(randn(1, 1, 1, 4, seed=1), dim=-1)
+    positions, scores = torch.tensor([[[[0, 2]]]], dtype=torch.int32), torch.tensor([[[[1.0, -3.0]]]])
+    got = csa_scores(q, centroids, positions, scores, torch.arange(4)[None], 3, torch.tensor([[0.5]]))
+    expected = q[:, 0].norm(dim=1)[:, None] * 0.5 * torch.tensor([1.0, -3.0])
+    torch.testing.assert_close(got[0, :, 0, ::2], expected)
+    assert bool((got[..., 1] == -torch.inf).all())
+
+
+def test_errors():
+    positions, scores = lists_of((2, 4, 5), 5, 600)
+    with pytest.raises(ValueError, match=r"list_len in 1\.\.4"):
+        encode_lists(positions, scores, 4, 4)
+    with pytest.raises(ValueError, match="4 or 8 bits, got 2"):
+        encode_lists(positions, scores, 600, 2)
+    lists = encode_lists(positions, scores, 600, 4)
+    q, centroids, dims = randn(3, 8, 16), randn(2, 4, 5, 4), torch.arange(16).view(4, 4)
+    with pytest.raises(ValueError, match="expected counts of compact lists"):
+        csa_scores_compact(q, centroids, lists, 5, 4, dims, 900)
+    with pytest.raises(ValueError, match="expected codes of compact lists"):
+        csa_scores_compact(q, centroids, lists, 5, 8, dims, 600)
+    with pytest.raises(ValueError, match="expected places of compact lists"):
+        csa_scores_compact(q, centroids, lists, 6, 4, dims, 600)
+    with pytest.raises(ValueError, match="another prefix"):
+        csa_scores_compact(q, centroids, lists, 5, 4, dims, 2)
+    with pytest.raises(ValueError, match="subspace_weights"):
+        csa_scores_compact(q, centroids, lists, 5, 4, dims, 600, randn(2, 3))
+    with pytest.raises(ValueError, match="Nothing is substituted"):
+        csa_scores_compact(q, centroids, lists, 5, 4, dims, 600, implementation="triton")

@@ -1,0 +1,106 @@
+"""INT2, INT4 and INT8 against their definition, value by value."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefix_kernels.ops import LowBitTensor, dequantize, pack_codes, quantize, unpack_codes
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_definition(values, bits, symmetric):
+    """One channel's values after rounding to the nearest level, in Python floats."""
+    if symmetric:
+        most = 2 ** (bits - 1) - 1
+        step = max(abs(v) for v in values) / most
+        levels = [step * i for i in range(-most, most + 1)]
+    else:
+        step = (max(values) - min(values)) / (2**bits - 1)
+        levels = [min(values) + step * i for i in range(2**bits)]
+    return [min(levels, key=lambda level: abs(level - v)) for v in values]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_values_are_the_nearest_levels(bits, symmetric):
+    x = randn(2, 30, 8) + 3 * randn(2, 1, 8, seed=1)
+    restored = dequantize(quantize(x, bits, symmetric))
+    for batch in range(2):
+        for channel in range(8):
+            expected = by_definition(x[batch, :, channel].tolist(), bits, symmetric)
+            torch.testing.assert_close(restored[batch, :, channel], torch.tensor(expected), atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([2, 4, 8]),
+    st.booleans(),
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.floats(-3, 3),
+    st.integers(0, 2**31),
+)
+def test_error_is_at_most_half_a_step(bits, symmetric, rows, quads, log_size, seed):
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, rows, 4 * quads, generator=gen) * 10**log_size
+    x = x + 5 * torch.randn(2, 1, 4 * quads, generator=gen)
+    quantized = quantize(x, bits, symmetric)
+    assert quantized.packed.shape == (2, rows, 4 * quads * bits // 8)
+    assert quantized.bits == bits
+    error = (dequantize(quantized) - x).abs()
+    assert bool((error <= quantized.scale[:, None] / 2 + 1e-6 * x.abs().amax()).all())
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_symmetric_keeps_zero_and_signs(bits):
+    x = randn(50, 8)
+    x[::3] = 0.0
+    restored = dequantize(quantize(x, bits, symmetric=True))
+    assert torch.equal(restored[::3], torch.zeros_like(restored[::3]))
+    torch.testing.assert_close(dequantize(quantize(-x, bits, symmetric=True)), -restored)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_constant_channels(bits, symmetric):
+    for value in (0.3, 0.0, -2.0):
+        x = torch.full((3, 4), value)
+        torch.testing.assert_close(dequantize(quantize(x, bits, symmetric)), x)
+
+
+@pytest.mark.parametrize(("bits", "byte"), [(2, 0b11100100), (4, 0b00010000), (8, 0)])
+def test_packing_puts_the_first_code_in_the_low_bits(bits, byte):
+    codes = torch.arange(1 << bits, dtype=torch.uint8)
+    packed = pack_codes(codes, bits)
+    assert packed[0] == byte
+    assert packed.numel() == codes.numel() * bits // 8
+    assert torch.equal(unpack_codes(packed, bits), codes)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="multiple of 2 for 4 bits"):
+        quantize(randn(4, 3), 4)
+    with pytest.raises(ValueError, match="multiple of 4 for 2 bits"):
+        quantize(randn(4, 6), 2)
+    with pytest.raises(ValueError, match="num_rows >= 1"):
+        quantize(randn(0, 4), 4)
+    with pytest.raises(ValueError, match="2, 4 or 8, got 3"):
+        quantize(randn(4, 4), 3)
+    with pytest.raises(ValueError, match="multiple of 2, got"):
+        pack_codes(torch.zeros(3, dtype=torch.uint8), 4)
+    with pytest.raises(ValueError, match="2, 4 or 8, got 1"):
+        pack_codes(torch.zeros(8, dtype=torch.uint8), 1)
+    with pytest.raises(ValueError, match="packed uint8"):
+        unpack_codes(torch.zeros(3), 4)
+    with pytest.raises(ValueError, match="quantized in another way"):
+        dequantize(LowBitTensor(torch.zeros(3, 2, dtype=torch.uint8), torch.zeros(3), torch.zeros(3)))
+    for call in (
+        lambda: quantize(randn(4, 4), 4, implementation="triton"),
+        lambda: dequantize(quantize(randn(4, 4), 4), implementation="triton"),
+    ):
+        with pytest.raises(ValueError, match="Nothing is substituted"):
+            call()
