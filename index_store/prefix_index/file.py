@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
 
 from .books import FolderBooks, renamed
 from .errors import IndexNotFound, IndexStoreError, StoreClosed
@@ -37,8 +36,6 @@ from .retention import publish, remove_orphans, remove_retention, write_retentio
 from .room import FolderLimits
 from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter
-
-_LOCKS_WITHIN_S: Final = 1.0
 
 
 class FileStore:
@@ -119,8 +116,8 @@ class FileStore:
             shard_fd(self.folder, shard_of(digest), create=True) as fd,
             PartialFile(fd, writer, mode=self._file_mode) as partial,
         ):
-            with exclusive(self.folder) as alone:
-                self._make_room(writer.nbytes, digest, alone=alone)
+            with exclusive(self.folder):
+                self._make_room(writer.nbytes, digest)
                 partial.reserve()
             partial.write(payload)
             with self._lock:
@@ -369,7 +366,7 @@ class FileStore:
         except OSError:
             return False
 
-    def _make_room(self, nbytes: int, replaced: str, *, alone: bool) -> None:
+    def _make_room(self, nbytes: int, replaced: str) -> None:
         """Evicts until ``nbytes`` fit within the limits. Raises StoreFull, having evicted nothing."""
         if not self._limits.any:
             return
@@ -377,8 +374,8 @@ class FileStore:
         with self._lock:
             short = self._limits.shortage(self._books, self.folder, nbytes, replaced)
         if short > 0:
-            # Alone, only a writer that waited in vain for its turn can be between making a partial and locking it.
-            self.clean_partials(grace_s=_LOCKS_WITHIN_S if alone else None)
+            # Dead writers' partials count as used: no index leaves for them.
+            self.clean_partials(grace_s=0.0)
             self.rescan()
         with self._lock:
             victims = self._limits.victims(self._books, self.folder, nbytes, replaced)

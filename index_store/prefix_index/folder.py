@@ -119,7 +119,7 @@ class PartialFile:
         self._dir_fd = dir_fd
         self._writer = writer
         self._mode = mode
-        self._name = partial_name()
+        self._name = ""
         self._out: io.FileIO | None = None
         self._published = False
 
@@ -135,9 +135,8 @@ class PartialFile:
 
     def reserve(self) -> None:
         """Raises OSError where the disk has no room: before gigabytes are written."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._out = io.FileIO(os.open(self._name, flags, self._mode, dir_fd=self._dir_fd), "wb")
-        try_lock(self._out.fileno())
+        self._name, fd = create_partial(self._dir_fd, mode=self._mode)
+        self._out = io.FileIO(fd, "wb")
         _reserve(self._out.fileno(), self._writer.nbytes)
 
     def write(self, payload: IndexPayload) -> None:
@@ -166,9 +165,24 @@ def replace_file(dir_fd: int, name: str, writer: IndexWriter, payload: IndexPayl
     return signature
 
 
-def partial_name() -> str:
-    """A name that no reader looks at and nobody else makes."""
-    return f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
+def create_partial(dir_fd: int, *, mode: int, access: int = os.O_WRONLY, lock: int = fcntl.LOCK_EX) -> tuple[str, int]:
+    """(name, descriptor) of a new file that no reader looks at, locked by ``lock`` for as long as its writer lives.
+
+    Once it is locked nobody clears it away; what was cleared away before that is made anew. Raises OSError.
+    """
+    flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        name = f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
+        fd = os.open(name, flags, mode, dir_fd=dir_fd)
+        try:
+            fcntl.flock(fd, lock | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return name, fd
+        except BlockingIOError:
+            pass  # somebody is about to clear it away
+        except OSError:
+            return name, fd  # no locks here, so nobody clears away either
+        os.close(fd)
 
 
 def touch(fd: int, used: float) -> None:
@@ -266,8 +280,8 @@ def _reserve(fd: int, nbytes: int) -> None:
 def remove_partials(dir_fd: int, *, grace_s: float) -> int:
     """Removes what writers left that died. Returns how many.
 
-    Alive is who holds the lock (process ids of another container mean nothing here); a file touched within
-    ``grace_s`` seconds is left alone, since its writer may not have locked it yet.
+    Alive is who holds the lock (process ids of another container mean nothing here). A file touched within
+    ``grace_s`` seconds is left alone: a new writer then need not begin again (``create_partial``).
     """
     removed = 0
     with os.scandir(dir_fd) as items:

@@ -19,7 +19,7 @@ import msgspec
 
 from .errors import IndexCorrupt, IndexForeign, IndexStoreError, IndexUnreadable
 from .eviction import has_expired
-from .folder import SUFFIX, PartialFile, Signature, partial_name, try_lock
+from .folder import SUFFIX, PartialFile, Signature, create_partial
 from .format import xxh3_hex
 from .keys import is_digest
 from .store import Retention
@@ -76,18 +76,15 @@ def write_retention(dir_fd: int, digest: str, retention: Retention, *, mode: int
     if retention == DEFAULT:
         remove_retention(dir_fd, digest)
         return
-    partial = partial_name()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    partial, fd = create_partial(dir_fd, mode=mode)
     try:
-        fd = os.open(partial, flags, mode, dir_fd=dir_fd)
         try:
-            try_lock(fd)  # as every partial: whoever cleans up sees that its writer lives
             kept = msgspec.json.encode(retention)
             os.write(fd, kept + b"\n" + _checksum(digest, kept).encode() + b"\n")
             os.fsync(fd)
+            os.rename(partial, digest + KEEP_SUFFIX, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         finally:
             os.close(fd)
-        os.rename(partial, digest + KEEP_SUFFIX, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(partial, dir_fd=dir_fd)

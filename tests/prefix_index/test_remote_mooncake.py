@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 def test_everything_over_mooncake_in_a_network_namespace(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "mooncake", f"--junitxml={report}"]
-    command += [str(HERE / "mooncake_cases.py"), str(HERE / "test_index_stores.py"), "--durations=8"]
+    modules = ("mooncake_cases.py", "test_index_stores.py", "test_index_store_lifetimes.py")
+    command += [*(str(HERE / name) for name in modules), "--durations=8"]
     done = mooncake_cluster.run_inside(command, timeout_s=240)
     assert done.returncode == 0, done.stdout[-20_000:]
     suites = ET.parse(report).getroot().findall("testsuite")

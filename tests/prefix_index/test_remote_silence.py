@@ -23,7 +23,12 @@ from tests.prefix_index.remote_stores import (
     DIGEST,
 )
 
-# A store that does not answer
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any, obstore would ask the cloud's metadata service for some."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
 
 
 @pytest.fixture

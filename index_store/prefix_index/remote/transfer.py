@@ -7,7 +7,7 @@ import mmap
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from ..errors import IndexFormatError, IndexNotFound, StoreFull, StoreUnavailable
 from ..format import corrupt
@@ -26,7 +26,6 @@ from .values import (
 
 _NAME = re.compile(r"([0-9a-f]{64})\.(?:(manifest)|(lease)|([0-9a-f]{16})\.([0-9]{6}))")
 _BATCH: Final = 16
-_T = TypeVar("_T")
 
 
 class Found(NamedTuple):

@@ -17,9 +17,9 @@ from ..folder import (
     SUFFIX,
     PartialFile,
     Signature,
+    create_partial,
     exclusive,
     os_errors,
-    partial_name,
     shard_fd,
     shard_of,
     touch,
@@ -29,7 +29,6 @@ from ..reader import IndexFile
 from ..retention import publish
 from ..store import IndexEntry, Retention
 
-_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NOT_HERE: Final = frozenset((errno.EOPNOTSUPP, errno.EINVAL))
 
@@ -93,13 +92,12 @@ class ServedFolder(FileStore):
         with (
             os_errors(self.folder),
             shard_fd(self.folder, shard_of(digest), create=True) as dir_fd,
-            exclusive(self.folder) as alone,
+            exclusive(self.folder),
         ):
-            self._make_room(nbytes, digest, alone=alone)
-            name = partial_name()
-            fd = os.open(name, _NEW, self._file_mode, dir_fd=dir_fd)
+            self._make_room(nbytes, digest)
+            # Shared by the server and the writer: as long as one of them lives, the file stays.
+            name, fd = create_partial(dir_fd, mode=self._file_mode, access=os.O_RDWR, lock=fcntl.LOCK_SH)
             try:
-                lock_shared(fd)
                 try:
                     os.posix_fallocate(fd, 0, max(nbytes, 1))
                 except OSError as err:

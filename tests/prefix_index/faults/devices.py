@@ -56,12 +56,12 @@ def verified(index: IndexFile) -> dict[Any, Any]:
 
 READS: Final[dict[str, Callable[[IndexFile], dict[Any, Any]]]] = {
     "read_into": by_read_into,
+    "verify": verified,
     "read_many": lambda index: index.read_many(),
     "read_many without O_DIRECT": lambda index: index.read_many(direct=False),
 }
 MAPPED: Final[dict[str, Callable[[IndexFile], dict[Any, Any]]]] = {
     "array": lambda index: {key: index.array(*key) for key in index.keys},
-    "verify": verified,
 }
 
 
@@ -78,7 +78,7 @@ def read_once(open_index: Callable[[], IndexFile], number: int, read: Callable[[
 
 
 def io_error(count: int, seed: int) -> Outcome:
-    """Sectors that cannot be read: the right bytes or an error; mapped reads may end by SIGBUS."""
+    """Sectors that cannot be read: the right bytes or an error; array() alone may end by SIGBUS."""
     tally, rng, seen = Tally("io_error"), random.Random(seed), Counter[str]()
     if not (can_mount() and shutil.which("mkfs.ext4")):
         return Outcome("io_error", 1, detail=NEEDS_ROOT)
