@@ -12,12 +12,32 @@ from typing import Any
 import msgspec
 
 import prefix_index
+from prefix_index.connect import locate
 from prefix_kernels.budget import BudgetGrowth
 from prefix_kernels.pooling import Pooling
+from sglang_ext.storage import ENV_STORE, default_store, remote_addresses
+
+__all__ = [
+    "ENV_CONFIG",
+    "ENV_ENABLE",
+    "ENV_STORE",
+    "PAGE_TOKENS",
+    "Build",
+    "ConfigError",
+    "Eviction",
+    "PrefetchPolicy",
+    "Settings",
+    "SparseAttnConfig",
+    "config_from_dict",
+    "default_store",
+    "enabled_by_env",
+    "make_settings",
+    "parse_config",
+    "settings_from_env",
+]
 
 ENV_ENABLE = "SGLANG_SPARSE_ATTN"
 ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
-ENV_STORE = "SGLANG_SPARSE_ATTN_STORE"
 
 #: Tokens of one page: the finest block, and the unit that prompts are hashed by.
 PAGE_TOKENS = prefix_index.PAGE_TOKENS
@@ -40,6 +60,15 @@ class PrefetchPolicy(str, Enum):
     BEST_EFFORT = "best_effort"
     WAIT_COMPLETE = "wait_complete"
     TIMEOUT = "timeout"
+
+
+class Eviction(str, Enum):
+    """Which index leaves a full store first: the least recently used, or the one that is cheapest to build again
+    for its bytes and idle time.
+    """
+
+    LRU = "lru"
+    COST_AWARE = "cost_aware"
 
 
 class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,6 +95,13 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         prefetch_policy: what a decode step does while the index is loading.
         prefetch_timeout_s: seconds waited under `timeout`.
         index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
+        store_max_bytes: most bytes of all indexes in the store's folder; null: no bound of its own.
+        store_min_free_bytes: bytes of the store's disk that indexes leave free.
+        store_eviction: which index leaves first when one of these two is reached (`lru` or `cost_aware`).
+        store_remote: URL of a remote store, or several, fastest first; the last one is the truth, and the folder
+            holds copies of its indexes only.
+        store_wait: what loading an index from the remote store waits for (SGLang's words).
+        store_timeout_s: seconds that an answer of a service or the remote store may take.
     """
 
     method: str = "csattention"
@@ -87,6 +123,12 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
     prefetch_timeout_s: float = 5.0
     index_gpu_bytes: int = 4 << 30
+    store_max_bytes: int | None = None
+    store_min_free_bytes: int = 1 << 30
+    store_eviction: Eviction = Eviction.LRU
+    store_remote: str | list[str] | None = None
+    store_wait: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    store_timeout_s: float = 5.0
 
     def budget(self, prefix_len: int) -> int:
         """Prefix tokens that one request attends per KV head, sink and recent window included."""
@@ -95,7 +137,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the flags say: the configuration and the folder of the index store."""
+    """What the flags say: the configuration, and the index store (a folder, or a service's ipc:// URL)."""
 
     config: SparseAttnConfig
     store: str
@@ -130,6 +172,13 @@ def _check_ranges(config: SparseAttnConfig) -> None:
         ),
         ("prefetch_timeout_s", config.prefetch_timeout_s >= 0.0, "0 or more seconds"),
         ("index_gpu_bytes", config.index_gpu_bytes > 0, "a positive number of bytes"),
+        (
+            "store_max_bytes",
+            config.store_max_bytes is None or config.store_max_bytes > 0,
+            "a positive number of bytes, or null",
+        ),
+        ("store_min_free_bytes", config.store_min_free_bytes >= 0, "0 or more bytes"),
+        ("store_timeout_s", 0.0 < config.store_timeout_s < float("inf"), "a finite time above 0 seconds"),
     )
     for name, good, expected in rules:
         if not good:
@@ -165,6 +214,28 @@ def _check_layer_plan(config: SparseAttnConfig) -> None:
                 entry,
                 f"Correct layer {layer}.",
             )
+
+
+def _check_remote(config: SparseAttnConfig) -> None:
+    addresses = remote_addresses(config)
+    for address in addresses:
+        try:
+            good = locate(address).kind in ("objects", "mooncake") or address.startswith("file://")
+        except prefix_index.InvalidPayload:
+            good = False
+        if not good:
+            raise _fail(
+                "store_remote to be s3://BUCKET/PREFIX, gs://..., az://..., file:///SHARED/FOLDER, memory:///, "
+                "mooncake://HOST:PORT or a list of these",
+                address,
+                "Correct it; this machine's folder or service is named by --sparse-attn-store.",
+            )
+    if addresses and locate(addresses[-1]).kind == "mooncake":
+        raise _fail(
+            "store_remote to end with a store that keeps what it was given",
+            addresses[-1],
+            "Mooncake may lose values and must not hold the only copy: put s3://... behind it, in a list.",
+        )
 
 
 def parse_config(text: str | None) -> SparseAttnConfig:
@@ -205,20 +276,15 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     _check_ranges(config)
     _check_methods(config)
     _check_layer_plan(config)
+    _check_remote(config)
     return config
 
 
-def default_store() -> str:
-    """The store folder when none is named: below the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "sglang-ext", "store")
-
-
 def make_settings(config_text: str | None, store: str | None) -> Settings:
-    """Settings from the flags' values; a store folder that was named must exist.
+    """Settings from the flags' values; a store folder that was named must exist (a service is asked later).
 
     Raises:
-        ConfigError: see `parse_config`; or the named store folder is missing.
+        ConfigError: see `parse_config`; or the store is no folder that exists and no ipc:// URL.
     """
     if store is None:
         store = default_store()
@@ -229,12 +295,38 @@ def make_settings(config_text: str | None, store: str | None) -> Settings:
                 f"--sparse-attn-store: expected to be able to make the default folder {store!r}; got: {error}. "
                 "Name a folder that exists."
             ) from error
-    if not os.path.isdir(store):
+    config = parse_config(config_text)
+    return Settings(config=config, store=_checked_store(store, config))
+
+
+def _checked_store(store: str, config: SparseAttnConfig) -> str:
+    """The folder as an absolute path, or the service's URL."""
+    try:
+        kind, value, _ = locate(store)
+    except prefix_index.InvalidPayload:
+        kind, value = None, store
+    if kind == "service":
+        own = SparseAttnConfig()
+        keys = ("store_max_bytes", "store_min_free_bytes", "store_eviction", "store_remote")
+        for key in keys:
+            if getattr(config, key) != getattr(own, key):
+                raise _fail(
+                    f"no {key!r} together with a store service",
+                    getattr(config, key),
+                    "Remove it: the service has its own limits and tiers (sglang-ext store serve).",
+                )
+        return value
+    if kind != "file":
+        raise ConfigError(
+            f"--sparse-attn-store: expected a folder or a service's ipc://SOCKET; got {store!r}. "
+            "A remote store goes into 'store_remote' of --sparse-attn-config, below a folder."
+        )
+    if not os.path.isdir(value):
         raise ConfigError(
             f"--sparse-attn-store: expected an existing folder; got {store!r}. "
             "Create it (mkdir -p) or correct the path."
         )
-    return Settings(config=parse_config(config_text), store=os.path.abspath(store))
+    return os.path.abspath(value)
 
 
 def enabled_by_env(environ: Mapping[str, str]) -> bool:

@@ -19,6 +19,7 @@ REASONS = (
     "index_mismatch",
     "index_corrupt",
     "index_memory",
+    "store_unavailable",
     "short_prefix",
     "cost_model",
     "quality_guard",
@@ -79,6 +80,12 @@ class Counters:
         if self._prometheus:
             self._prometheus.fallbacks.labels(reason=reason).inc()
 
+    def set_store(self, indexes: int, nbytes: int) -> None:
+        """What the store holds now. May be called from another thread."""
+        if self._prometheus:
+            self._prometheus.store_indexes.set(indexes)
+            self._prometheus.store_bytes.set(nbytes)
+
     def snapshot(self) -> dict[str, Any]:
         """All counters as plain values. Waits for the device.
 
@@ -111,6 +118,7 @@ class _Prometheus:
 
     def __init__(self) -> None:
         from prometheus_client import Counter as PrometheusCounter
+        from prometheus_client import Gauge
 
         self.hits = PrometheusCounter("sglang:sparse_attn_hit", "Requests that found an index of their prompt.")
         self.rows = PrometheusCounter(
@@ -118,4 +126,10 @@ class _Prometheus:
         )
         self.fallbacks = PrometheusCounter(
             "sglang:sparse_attn_fallback", "Requests decoded dense, by reason.", ["reason"]
+        )
+        self.store_indexes = Gauge(
+            "sglang:sparse_attn_store_indexes", "Usable indexes in the store.", multiprocess_mode="mostrecent"
+        )
+        self.store_bytes = Gauge(
+            "sglang:sparse_attn_store_bytes", "Bytes of the indexes in the store.", multiprocess_mode="mostrecent"
         )

@@ -5,7 +5,6 @@ Knows SGLang only through the view it is given; the hooks that call it live in `
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -18,19 +17,21 @@ import msgspec
 import torch
 from torch import Tensor
 
-from prefix_index import FileStore, IndexIdentity, ModelFingerprint, namespace_digest, page_hashes
+from prefix_index import ModelFingerprint
 from prefix_kernels.types import PagedKV
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
-from sglang_ext.config import PAGE_TOKENS, Build, PrefetchPolicy, Settings
+from sglang_ext.config import Build, PrefetchPolicy, Settings
 from sglang_ext.indexing import METHODS
 from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
-from sglang_ext.prefill.builder import IndexFactory, covered_tokens, method_specs, profile_digest
-from sglang_ext.prefill.recorder import Chunk, QueryRecorder
+from sglang_ext.prefill.builder import method_specs, profile_digest
+from sglang_ext.prefill.builds import PrefillBuilds
+from sglang_ext.prefill.recorder import Chunk
 from sglang_ext.prefix.directory import PrefixDirectory
 from sglang_ext.prefix.requests import Attachment, RequestTable, SharedSlots
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
+from sglang_ext.prefix.watch import StoreWatch
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class SparseRuntime:
         prometheus: export counters.
 
     Raises:
-        StoreFolderError: the store cannot be used.
+        IndexStoreError: the store cannot be used, or its service does not answer.
         ValueError: the layer plan does not fit the model.
     """
 
@@ -78,11 +79,13 @@ class SparseRuntime:
         self.view = view
         self.counters = Counters(view.num_layers, view.device, prometheus)
         self.requests = RequestTable()
-        self.store = FileStore(settings.store)
-        self.store.open()
+        self.watch = StoreWatch(settings, self.counters.set_store if prometheus else None)
+        self.store = self.watch.store
         self.model = view.fingerprint()
         self.profile = profile_digest(config)
-        self.directory = PrefixDirectory(self.store, self.model, self.profile, config.min_sparse_prompt_len)
+        self.directory = PrefixDirectory(
+            self.store, self.model, self.profile, config.min_sparse_prompt_len, rescan=self.watch.rescan
+        )
         self.residency = Residency(
             self.store, config.method, view.num_layers, view.num_kv_heads, view.device, config.index_gpu_bytes
         )
@@ -94,17 +97,12 @@ class SparseRuntime:
             LayerPlan.from_dict(plan, num_layers=view.num_layers, num_kv_heads=view.num_kv_heads),
             self.counters,
         )
-        self.recorder: QueryRecorder | None = None
+        self.builds: PrefillBuilds | None = None
         if config.build is Build.PREFILL:
-            gqa = view.num_qo_heads // view.num_kv_heads
-            self.recorder = QueryRecorder(view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed)
-            self._factory = IndexFactory(self.store, config, view.head_dim**-0.5)
-        self._identities: dict[str, IndexIdentity] = {}
+            self.builds = PrefillBuilds(self.store, config, view, self.model)
         self._shared: dict[str, list[SharedSlots]] = {}
         self._step = Step()
         self._stale: str | None = None
-        for problem in self.store.problems():
-            logger.warning("sparse attention: ignored in the store: %s", problem.error)
 
     # -- admission and the life of a request ---------------------------------------------------------------
 
@@ -145,40 +143,8 @@ class SparseRuntime:
         for twin in twins:
             self._release(twin)
             self._forget_capture(rid)
-        if self.recorder is not None and not twins:
-            self._admit_build(rid, prompt, namespace, refusal)
-
-    def _admit_build(
-        self,
-        rid: str,
-        prompt: Sequence[int],
-        namespace: Mapping[str, str | None],
-        refusal: tuple[str, str] | None,
-    ) -> None:
-        least = self.config.min_sparse_prompt_len
-        tokens = covered_tokens(len(prompt), self.config.build_align)
-        if refusal or tokens < least:
-            reason, detail = refusal or (
-                "short_prefix",
-                f"expected at least min_sparse_prompt_len={least} tokens, got {len(prompt)}",
-            )
-            self._report(rid, status="skipped", reason=reason, detail=detail)
-            return
-        identity = IndexIdentity.for_prefix(
-            namespace=namespace_digest(namespace),
-            page_hashes=page_hashes(prompt[:tokens], PAGE_TOKENS),
-            model=self.model,
-            profile_digest=self.profile,
-        )
-        if self.store.contains(identity):
-            self._report(rid, status="exists", digest=identity.digest, num_tokens=tokens)
-            return
-        assert self.recorder is not None
-        if self.recorder.start(rid, len(prompt)):
-            self._identities[rid] = identity
-        else:
-            detail = "expected fewer prompts being recorded at a time; send it again"
-            self._report(rid, status="skipped", reason="capture_memory", detail=detail)
+        if self.builds is not None and not twins:
+            self.builds.admit(rid, prompt, namespace, refusal)
 
     def refuse(self, request: Hashable, rid: str, reason: str, detail: str) -> None:
         """Keep a request dense that could not be looked up."""
@@ -188,8 +154,9 @@ class SparseRuntime:
         """The model's weights were replaced in place: from now on nothing is looked up, used or built."""
         self._stale = "the weights were updated in place; restart the server to use indexes of the new ones"
         logger.warning("sparse attention: off until a restart: %s", self._stale)
-        self.recorder = None
-        self._identities.clear()
+        if self.builds is not None:
+            self.builds.close()
+            self.builds = None
 
     def slot_freed(self, request: Hashable, row: int, *, finished: bool) -> None:
         """A request gives its slot back: unbind, and build its index if it was recorded.
@@ -203,8 +170,8 @@ class SparseRuntime:
         if attachment is None:
             return
         self._leave_group(attachment)
-        if self.recorder is not None and finished:
-            self._build(attachment.rid, row)
+        if self.builds is not None and finished:
+            self.builds.finish(attachment.rid, row)
         if finished:
             self._release(attachment)
             self.requests.drop(request)
@@ -217,9 +184,8 @@ class SparseRuntime:
                 self._forget_capture(attachment.rid)
 
     def _forget_capture(self, rid: str) -> None:
-        if self.recorder is not None:
-            self.recorder.discard(rid)
-        self._identities.pop(rid, None)
+        if self.builds is not None:
+            self.builds.discard(rid)
 
     @staticmethod
     def _leave_group(attachment: Attachment) -> None:
@@ -242,7 +208,7 @@ class SparseRuntime:
         mode = forward_batch.forward_mode
         if mode.is_decode():
             self._step = Step(plan=self._plan(forward_batch))
-        elif self.recorder is not None and mode.is_extend():
+        elif self.builds is not None and mode.is_extend():
             self._step = Step(chunks=self._chunks(forward_batch))
         try:
             yield
@@ -322,13 +288,13 @@ class SparseRuntime:
             return
 
     def _chunks(self, forward_batch: Any) -> list[Chunk]:
-        assert self.recorder is not None
+        assert self.builds is not None
         if not forward_batch.rids:
             return []
         lens, firsts = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
         lens = lens if isinstance(lens, list) else torch.as_tensor(lens).tolist()
         firsts = firsts if isinstance(firsts, list) else torch.as_tensor(firsts).tolist()
-        return self.recorder.begin_step(forward_batch.rids, firsts, lens, self.view.device)
+        return self.builds.recorder.begin_step(forward_batch.rids, firsts, lens, self.view.device)
 
     def attend(
         self,
@@ -347,8 +313,8 @@ class SparseRuntime:
             refusal: why this layer must stay dense, from `compat.runner.layer_refusal`.
         """
         step = self._step
-        if step.chunks and self.recorder is not None:
-            self.recorder.record(step.chunks, layer.layer_id, q)
+        if step.chunks and self.builds is not None:
+            self.builds.recorder.record(step.chunks, layer.layer_id, q)
         plan = step.plan
         if plan is None or not forward_batch.forward_mode.is_decode():
             return None
@@ -368,36 +334,6 @@ class SparseRuntime:
         """Whether the running forward is a decode step with at least one group."""
         return self._step.plan is not None
 
-    # -- building ------------------------------------------------------------------------------------------
-
-    def _build(self, rid: str, row: int) -> None:
-        assert self.recorder is not None
-        capture = self.recorder.take(rid)
-        identity = self._identities.pop(rid, None)
-        if capture is None or identity is None:
-            return
-        problem = capture.problem()
-        if problem:
-            self._report(rid, status="failed", reason="capture_rejected", detail=problem)
-            return
-        try:
-            queries = capture.queries(self.view.num_kv_heads)
-            slots = self.view.req_to_token[row, : identity.num_tokens].to(torch.int64)
-            entry, stats = self._factory.build(identity, lambda layer: self.view.kv(layer).k_cache[slots], queries)
-        except Exception as error:  # one prompt must not end the job
-            logger.exception("sparse attention: no index was built for request %s", rid)
-            self._report(rid, status="failed", reason=type(error).__name__, detail=str(error))
-            return
-        self._report(rid, status="built", digest=entry.digest, num_tokens=identity.num_tokens, path=entry.path, **stats)
-
-    def _report(self, rid: str, **fields: Any) -> None:
-        if self.config.build_report:
-            try:
-                with open(self.config.build_report, "a") as file:
-                    file.write(json.dumps({"rid": rid, **fields}) + "\n")
-            except OSError as error:  # the server must live on
-                logger.error("sparse attention: build_report cannot be written (%s): %s %s", error, rid, fields)
-
     # -- what others see -----------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
@@ -408,9 +344,15 @@ class SparseRuntime:
             "method": self.config.method,
             "model": msgspec.to_builtins(self.model),
             "profile": self.profile,
-            "indexes_in_store": len(self.store.list()),
-            "store_problems": [str(problem.error) for problem in self.store.problems()],
+            **self.watch.snapshot(),
             "resident_bytes": self.residency.resident_bytes(),
             "index_users": self.residency.num_users(),
             "requests": len(self.requests),
         }
+
+    def close(self) -> None:
+        """Stop loading and building, and close the store. SGLang never does: a process that ends needs none of it."""
+        if self.builds is not None:
+            self.builds.close()
+        self.residency.close()
+        self.watch.close()

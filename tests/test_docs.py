@@ -105,8 +105,9 @@ def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def commands(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    listed = help_of(capsys).split("COMMAND", 1)[-1]
+def commands(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The subcommands of a command; none for one that has none."""
+    listed = help_of(capsys, *words).split("positional arguments:", 1)[-1].split("options:")[0]
     return re.findall(r"^    ([a-z]+)", listed, re.M)
 
 
@@ -119,20 +120,58 @@ def test_every_subcommand_is_documented_and_has_help(capsys: pytest.CaptureFixtu
         assert f"sglang-ext {name}" in text_of("docs/operating.md")
 
 
+def test_every_command_on_indexes_is_documented_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    names = commands(capsys, "index")
+    assert len(names) >= 10
+    assert sorted(first_cells(table_with(text_of("docs/operating.md"), "ls"))) == sorted(names)
+    for name in names:
+        described = help_of(capsys, "index", name)
+        assert "usage" in described
+        row = next(row for row in table_with(text_of("docs/operating.md"), "ls") if f"`{name}`" in row[0])
+        for flag in set(re.findall(r"--[a-z-]+", described)) - {"--help", "--store", "--json", "--replace"}:
+            assert flag in row[1], f"{name} {flag}"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_sglang_ext_command_in_the_documents_is_accepted(
     document: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = commands(capsys)
-    for line in shell_lines(document.read_text()):
+    text = document.read_text()
+    for line in [*shell_lines(text), *(found.replace("$ ", "") for found in re.findall(r"^\$ .*", text, re.M))]:
         if not line.startswith("sglang-ext "):
             continue
-        ours = line.split(" -- ")[0].split()
+        ours = line.split(" #")[0].split(" -- ")[0].split()
         assert ours[1] in known, line
-        described = help_of(capsys, ours[1])
+        nested = commands(capsys, ours[1])
+        assert not nested or ours[2] in nested, line
+        described = help_of(capsys, *ours[1 : 3 if nested else 2])
         for word in ours[2:]:
             if word.startswith("--"):
                 assert re.search(rf"{word}\b", described), f"{document.name}: {word}"
+
+
+def test_the_keys_of_an_index_in_json_are_documented() -> None:
+    from prefix_index import IndexEntry
+    from prefix_index.testing import sample_identity
+    from sglang_ext.cli.index.targets import fields
+
+    entry = IndexEntry(identity=sample_identity(), nbytes=4096, created=0.0, build_seconds=0.0)
+    documented = first_cells(table_with(text_of("docs/operating.md"), "digest"))
+    assert sorted(documented) == sorted(fields(entry))
+
+
+def test_the_settings_of_the_store_have_their_defaults_in_the_operating_guide() -> None:
+    from sglang_ext.config import SparseAttnConfig
+
+    defaults: dict[str, Any] = msgspec.to_builtins(SparseAttnConfig())
+    documented = {
+        row[0].strip("`"): json.loads(row[1].strip("`"))
+        for table in tables(text_of("docs/operating.md"))
+        for row in table
+        if row[0].startswith("`store_") and row[1].startswith("`")
+    }
+    assert documented == {name: value for name, value in defaults.items() if name.startswith("store_")}
 
 
 def test_every_flag_of_prebuild_stands_in_the_operating_guide(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +219,23 @@ def test_every_counter_is_documented() -> None:
 
     documented = first_cells(table_with(text_of("docs/operating.md"), "hits"))
     assert set(Counters(2, torch.device("cpu")).snapshot()) <= set(documented)
+
+
+def test_every_figure_of_the_store_is_documented(tmp_path: Path) -> None:
+    from sglang_ext.config import make_settings
+    from sglang_ext.prefix.watch import StoreWatch
+
+    watch = StoreWatch(make_settings(None, str(tmp_path)))
+    documented = first_cells(table_with(text_of("docs/operating.md"), "hits"))
+    assert set(watch.snapshot()) <= set(documented)
+    watch.close()
+
+
+def test_every_exported_metric_is_documented() -> None:
+    exported = set(re.findall(r"sglang:sparse_attn_\w+", text_of("sglang_ext/metrics.py"))) - {"sglang:sparse_attn_"}
+    assert len(exported) == 5
+    for name in exported:
+        assert name in text_of("docs/operating.md"), name
 
 
 def test_the_supported_versions_are_the_same_everywhere() -> None:

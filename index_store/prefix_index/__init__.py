@@ -1,9 +1,12 @@
 """Where prefix indexes live: their identity, their file format, and the stores that keep them.
 
 Knows no torch, no GPU and no SGLang. Start with ``FileStore``; the format is on one page,
-docs/index-format.md.
+docs/index-format.md. ``open_store`` makes any store of its address; the service is in ``prefix_index.service``, stores
+on other machines in ``prefix_index.remote``.
 """
 
+from .connect import open_store
+from .copies import TierCounters
 from .errors import (
     IndexCorrupt,
     IndexForeign,
@@ -35,6 +38,7 @@ from .keys import (
 from .memory import MemoryStore
 from .reader import IndexFile
 from .store import BuildLease, IndexEntry, IndexLookup, IndexStore, Problem, Retention
+from .tiered import TieredStore, Wait
 from .writer import IndexPayload, IndexWriter, LazyArray, write_index
 
 __all__ = [
@@ -72,9 +76,13 @@ __all__ = [
     "StoreFull",
     "StoreInconsistent",
     "StoreUnavailable",
+    "TierCounters",
+    "TieredStore",
+    "Wait",
     "canonical_digest",
     "model_mismatch",
     "namespace_digest",
+    "open_store",
     "page_hashes",
     "write_index",
 ]

@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from .errors import StoreInconsistent
+from .eviction import has_expired
 from .keys import IndexIdentity, ModelFingerprint, model_mismatch
 from .store import IndexEntry
 
 
 class Catalog:
-    """Entries by digest and, per namespace, by the hash of the prefix's last page."""
+    """Entries by digest and, per namespace, by the hash of the prefix's last page.
 
-    def __init__(self) -> None:
+    ``clock`` gives the seconds since the Unix epoch by which entries expire. One that has expired is held until it
+    is removed, but no look-up of the ``IndexStore`` protocol shows it: those that do are ``held`` and ``all_held``.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self._entries: dict[str, IndexEntry] = {}
-        self._by_prefix: dict[str, dict[bytes, dict[str, IndexEntry]]] = {}
+        self._by_prefix: dict[str, dict[bytes, tuple[str, ...]]] = {}
 
     def __contains__(self, digest: str) -> bool:
-        return digest in self._entries
+        return self.get(digest) is not None
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, digest: str) -> IndexEntry | None:
+        entry = self._entries.get(digest)
+        return None if entry is None or has_expired(entry.retention, self._clock()) else entry
+
+    def held(self, digest: str) -> IndexEntry | None:
+        """The entry, expired or not."""
         return self._entries.get(digest)
 
     def entries(self) -> tuple[IndexEntry, ...]:
-        """All entries, ordered by digest."""
-        return tuple(entry for _, entry in sorted(self._entries.items()))
+        """All entries that have not expired, ordered by digest."""
+        now = self._clock()
+        return tuple(entry for _, entry in sorted(self._entries.items()) if not has_expired(entry.retention, now))
+
+    def all_held(self) -> tuple[tuple[str, IndexEntry], ...]:
+        """(digest, entry) of all entries, expired or not, ordered by digest."""
+        return tuple(sorted(self._entries.items()))
 
     def add(self, digest: str, entry: IndexEntry) -> None:
         """Adds or replaces. ``digest`` is the entry's own (the caller has it at hand)."""
+        known = digest in self._entries
         self._entries[digest] = entry
-        prefixes = self._by_prefix.setdefault(entry.identity.namespace, {})
-        prefixes.setdefault(bytes.fromhex(entry.identity.prefix_hash), {})[digest] = entry
+        if not known:
+            prefixes = self._by_prefix.setdefault(entry.identity.namespace, {})
+            prefix = bytes.fromhex(entry.identity.prefix_hash)
+            prefixes[prefix] = tuple(sorted((*prefixes.get(prefix, ()), digest)))
 
     def remove(self, digest: str) -> bool:
         """Returns whether it was there."""
@@ -41,12 +61,13 @@ class Catalog:
         if entry is None:
             return False
         namespace, prefix = entry.identity.namespace, bytes.fromhex(entry.identity.prefix_hash)
-        same_prefix = self._by_prefix[namespace][prefix]
-        del same_prefix[digest]
-        if not same_prefix:
-            del self._by_prefix[namespace][prefix]
-            if not self._by_prefix[namespace]:
-                del self._by_prefix[namespace]
+        rest = tuple(d for d in self._by_prefix[namespace][prefix] if d != digest)
+        if rest:
+            self._by_prefix[namespace][prefix] = rest
+            return True
+        del self._by_prefix[namespace][prefix]
+        if not self._by_prefix[namespace]:
+            del self._by_prefix[namespace]
         return True
 
     def clear(self) -> None:
@@ -89,11 +110,15 @@ class Catalog:
         if prefixes is None:
             return
         pages = len(page_hashes)
+        now = self._clock()
         for i, page_hash in enumerate(reversed(page_hashes)):
             if page_hash not in prefixes:
                 continue
-            for _, entry in sorted(prefixes[page_hash].items()):
+            for digest in prefixes[page_hash]:
+                entry = self._entries[digest]
                 identity = entry.identity
+                if has_expired(entry.retention, now):
+                    continue
                 if identity.page_tokens == page_tokens and identity.num_tokens == (pages - i) * page_tokens:
                     yield entry
 

@@ -105,6 +105,8 @@ class StoreFull(IndexStoreError):
 class StoreUnavailable(IndexStoreError):
     """The process or machine behind this store does not answer, or not in time. Asking again later may help."""
 
+    reason = "store_unavailable"
+
 
 class StoreClosed(IndexStoreError):
     """The store or index file is not open."""

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
 
-from .catalog import Catalog, inconsistent
-from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, StoreClosed
+from .books import FolderBooks, renamed
+from .errors import IndexNotFound, IndexStoreError, StoreClosed
+from .eviction import has_expired, policy_of
 from .folder import (
     SUFFIX,
+    PartialFile,
     Signature,
     check_folder,
-    is_shard,
+    exclusive,
+    open_index,
     os_errors,
+    read_ahead,
     remove_partials,
-    replace_file,
     shard_fd,
     shard_of,
+    touch,
 )
 from .format import Entry
-from .keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint, is_digest
-from .reader import IndexFile, open_fd, read_entry
-from .store import IndexEntry, IndexLookup, Problem, digest_of
+from .keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint
+from .lease import FolderLeases, remove_leases
+from .reader import IndexFile, read_entry
+from .retention import publish, remove_orphans, remove_retention, write_retention
+from .room import FolderLimits
+from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter
-
-_MTIME_SETTLES_NS: Final = 2_000_000_000
-
-
-@dataclass
-class _Shard:
-    """What the last scan saw. ``mtime_ns`` is None while a change in the same clock tick could go unseen."""
-
-    mtime_ns: int | None = None
-    files: dict[str, Signature] = field(default_factory=dict)
 
 
 class FileStore:
@@ -47,6 +45,12 @@ class FileStore:
     and reads the header of every index. Look-ups then do no I/O; ``rescan()`` learns of other processes'
     changes. Files are made with ``file_mode``: an index may hold keys and values of a prompt, so by default
     they are the owner's alone. Two writers of one identity: the last rename wins, both files are valid.
+
+    ``max_bytes`` bounds all index files together, those being written included (an index that is replaced counts as
+    gone, but stays until the new one is whole); ``min_free_bytes`` is left free on the disk. ``put`` and
+    ``collect`` evict for them in the order of ``eviction`` (``lru`` or ``cost_aware``, ``eviction.py``); with
+    neither, nothing is ever evicted. Evicted indexes that are open stay readable, and keep their disk space, until
+    they are closed. Recency is the files' access time, set by ``get``. ``clock`` gives seconds since the Unix epoch.
     """
 
     def __init__(
@@ -56,16 +60,28 @@ class FileStore:
         create: bool = False,
         file_mode: int = 0o600,
         partial_grace_s: float = 60.0,
+        max_bytes: int | None = None,
+        min_free_bytes: int = 0,
+        eviction: str = "lru",
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.folder = Path(folder)
         self._create = create
         self._file_mode = file_mode
         self._partial_grace_s = partial_grace_s
+        self._clock = clock
+        self._limits = FolderLimits(max_bytes, min_free_bytes, policy_of(eviction), clock)
         self._lock = threading.RLock()
-        self._catalog = Catalog()
-        self._shards: dict[str, _Shard] = {}
-        self._problems: dict[str, IndexStoreError] = {}
+        self._books = FolderBooks(self.folder, clock)
+        self._leases = FolderLeases(self.folder, file_mode=file_mode)
+        self._prefetches: ThreadPoolExecutor | None = None
         self._is_open = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all index files and of those being written, as the last scan saw them."""
+        with self._lock:
+            return self._books.used_bytes
 
     def open(self) -> None:
         with self._lock:
@@ -79,9 +95,10 @@ class FileStore:
     def close(self) -> None:
         with self._lock:
             self._is_open = False
-            self._catalog.clear()
-            self._shards.clear()
-            self._problems.clear()
+            self._books.clear()
+            if self._prefetches is not None:
+                self._prefetches.shutdown(wait=False, cancel_futures=True)
+                self._prefetches = None
 
     def __enter__(self) -> FileStore:
         self.open()
@@ -90,35 +107,52 @@ class FileStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def put(self, payload: IndexPayload) -> IndexEntry:
+    def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         self._check_open()
         writer = IndexWriter.of(payload)
         digest = payload.identity.digest
-        with os_errors(self.folder), shard_fd(self.folder, shard_of(digest), create=True) as fd:
-            signature = replace_file(fd, digest + SUFFIX, writer, payload, mode=self._file_mode)
+        with (
+            os_errors(self.folder),
+            shard_fd(self.folder, shard_of(digest), create=True) as fd,
+            PartialFile(fd, writer, mode=self._file_mode) as partial,
+        ):
+            with exclusive(self.folder):
+                self._make_room(writer.nbytes, digest)
+                partial.reserve()
+            partial.write(payload)
+            with self._lock:
+                used = self._books.time_of_use()
+            with exclusive(self.folder):
+                signature, kept = publish(
+                    fd, digest, partial, retention, mode=self._file_mode, now=self._clock(), used=used
+                )
+            os.fsync(fd)
         with self._lock:
-            return self._learn(digest, Entry(payload.identity, payload.info), signature)
+            self._books.retained(digest, kept)
+            return self._books.learn(digest, Entry(payload.identity, payload.info), signature)
 
     def get(self, key: IndexLookup) -> IndexFile:
         digest = digest_of(key)
         self._check_open()
         path = self.path_of(digest)
         try:
-            index = IndexFile.from_fd(
-                self._open_file(digest), path=path, expected=key if isinstance(key, IndexIdentity) else None
-            )
+            fd = self._open_file(digest)
+            self._touch(fd)
+            index = IndexFile.from_fd(fd, path=path, expected=key if isinstance(key, IndexIdentity) else None)
             if index.identity.digest != digest:
                 index.close()
-                raise _renamed(digest, index.identity).at(path)
+                raise renamed(digest, index.identity).at(path)
         except IndexNotFound:
             with self._lock:
-                self._forget(digest)
+                self._books.forget(digest)
             raise
         except IndexStoreError as err:
             self.report(digest, err)
             raise
-        if digest not in self._catalog:
-            self._look_again(digest)
+        if self._has_expired(digest):
+            index.close()
+            remedy = "build it again"
+            raise IndexNotFound("index", expected="one in time", found="one that expired", remedy=remedy, path=path)
         return index
 
     def contains(self, key: IndexLookup) -> bool:
@@ -127,7 +161,7 @@ class FileStore:
         try:
             fd = self._open_file(digest)
             try:
-                return read_entry(fd)[0].identity.digest == digest
+                return read_entry(fd)[0].identity.digest == digest and not self._has_expired(digest)
             finally:
                 os.close(fd)
         except IndexStoreError:
@@ -136,33 +170,81 @@ class FileStore:
     def delete(self, key: IndexLookup) -> bool:
         digest = digest_of(key)
         self._check_open()
+        with os_errors(self.folder), exclusive(self.folder):
+            return self._remove(digest, sync=True)
+
+    def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
+        digest = digest_of(key)
+        self._check_open()
+        with os_errors(self.folder), exclusive(self.folder):
+            with self._lock:
+                self._books.look_again(digest)
+                there = digest in self._books.catalog
+            if there:
+                with shard_fd(self.folder, shard_of(digest)) as fd:
+                    write_retention(fd, digest, retention, mode=self._file_mode)
+                    os.fsync(fd)
         with self._lock:
-            self._forget(digest)
-            with os_errors(self.folder):
-                try:
-                    with shard_fd(self.folder, shard_of(digest)) as fd:
-                        os.unlink(digest + SUFFIX, dir_fd=fd)
-                        os.fsync(fd)
-                except FileNotFoundError:
-                    return False
-            return True
+            entry = self._books.retained(digest, retention) if there else None
+        if entry is None:
+            path = self.path_of(digest)
+            raise IndexNotFound("index", expected="a usable file", found="none", remedy="build it", path=path)
+        return entry
+
+    def lease(self, key: IndexLookup) -> BuildLease | None:
+        digest = digest_of(key)
+        self._check_open()
+        return self._leases.acquire(digest)
+
+    def prefetch(self, key: IndexLookup) -> None:
+        """Asks the kernel, from a thread of its own, to read the file into the page cache."""
+        digest = digest_of(key)
+        with self._lock:
+            self._check_open()
+            if self._prefetches is None:
+                self._prefetches = ThreadPoolExecutor(1, thread_name_prefix="prefix_index-prefetch")
+            self._prefetches.submit(self._read_ahead, digest)
+
+    def _read_ahead(self, digest: str) -> None:
+        with contextlib.suppress(IndexStoreError, OSError):
+            fd = self._open_file(digest)
+            try:
+                read_ahead(fd)
+            finally:
+                os.close(fd)
+
+    def collect(self) -> Sequence[IndexEntry]:
+        """As in the protocol; also clears away what dead writers, builders and deleters left."""
+        with os_errors(self.folder), exclusive(self.folder) as alone:
+            self.rescan()
+            self._clean_leftovers(alone=alone)
+            self.rescan()
+            with self._lock:
+                now = self._clock()
+                expired = [e for _, e in self._books.catalog.all_held() if has_expired(e.retention, now)]
+            removed = [entry for entry in expired if self._remove_unchanged(entry)]
+            if self._limits.any:
+                with self._lock:
+                    victims = self._limits.victims(self._books, self.folder, 0, None)
+                removed += [entry for entry in victims or () if self._remove_unchanged(entry)]
+        return tuple(removed)
 
     def list(self) -> Sequence[IndexEntry]:
         with self._lock:
             self._check_open()
-            return self._catalog.entries()
+            return self._books.catalog.entries()
 
     def problems(self) -> Sequence[Problem]:
         with self._lock:
             self._check_open()
-            return tuple(Problem(path, error) for path, error in sorted(self._problems.items()))
+            return tuple(Problem(path, error) for path, error in sorted(self._books.problems.items()))
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
         digest = digest_of(key)
         with self._lock:
             self._check_open()
-            self._catalog.remove(digest)
-            self._problems[str(self.path_of(digest))] = error
+            self._books.catalog.remove(digest)
+            self._books.problems[self._books.path_of(digest)] = error
 
     def longest(
         self,
@@ -175,7 +257,7 @@ class FileStore:
     ) -> IndexEntry | None:
         with self._lock:
             self._check_open()
-            return self._catalog.longest(namespace, page_hashes, model, profile_digest, page_tokens)
+            return self._books.catalog.longest(namespace, page_hashes, model, profile_digest, page_tokens)
 
     def near_miss(
         self,
@@ -188,7 +270,7 @@ class FileStore:
     ) -> str | None:
         with self._lock:
             self._check_open()
-            return self._catalog.near_miss(namespace, page_hashes, model, profile_digest, page_tokens)
+            return self._books.catalog.near_miss(namespace, page_hashes, model, profile_digest, page_tokens)
 
     def rescan(self, *, full: bool = False) -> None:
         """Reads the headers of files that are new since the last scan; a folder whose mtime stands is
@@ -198,53 +280,29 @@ class FileStore:
         """
         with self._lock:
             self._check_open()
-            with os_errors(self.folder), os.scandir(self.folder) as items:
-                found = {item.name: item.is_dir(follow_symlinks=False) for item in items}
-            names = {name for name, is_folder in found.items() if is_shard(name) and is_folder}
-            for path in [p for p in self._problems if Path(p).parent == self.folder]:
-                del self._problems[path]
-            for name in found:
-                if name not in names and not name.startswith("."):
-                    path = str(self.folder / name)
-                    self._problems[path] = _foreign("a folder named by two hex digits", name).at(path)
-            for gone in self._shards.keys() - names:
-                self._scan_shard(gone, full=True)
-                del self._shards[gone]
-            for name in sorted(names):
-                self._scan_shard(name, full=full)
+            with os_errors(self.folder):
+                self._books.rescan(full=full)
 
     def check_integrity(self) -> None:
         """As in the protocol: books against files. Meaningful while no other process changes the folder."""
         with self._lock:
-            self._check_open()
             self.rescan()
-            self._catalog.check_integrity()
-            on_disk = {
-                str(path): path.lstat().st_size
-                for path in self.folder.glob(f"[0-9a-f][0-9a-f]/*{SUFFIX}")
-                if str(path) not in self._problems and not path.name.startswith(".")
-            }
-            listed = {str(self.path_of(e.digest)): e.nbytes for e in self._catalog.entries()}
-            if listed != on_disk:
-                raise inconsistent("files", on_disk, listed)
+            self._books.check_integrity()
 
-    def clean_partials(self) -> int:
+    def clean_partials(self, *, grace_s: float | None = None) -> int:
         """Removes partial files whose writer is dead and that are older than the grace. Returns how many."""
         with self._lock:
             self._check_open()
-            removed = 0
-            for shard in tuple(self._shards):
-                try:
-                    with shard_fd(self.folder, shard) as fd:
-                        removed += remove_partials(fd, grace_s=self._partial_grace_s)
-                except OSError:
-                    continue
-            return removed
+            shards = self._books.shards
+        removed = 0
+        for shard in shards:
+            with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
+                removed += remove_partials(fd, grace_s=self._partial_grace_s if grace_s is None else grace_s)
+        return removed
 
     def path_of(self, key: IndexLookup) -> Path:
         """Where the index is, or would be."""
-        digest = digest_of(key)
-        return self.folder / shard_of(digest) / (digest + SUFFIX)
+        return Path(self._books.path_of(digest_of(key)))
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -254,104 +312,84 @@ class FileStore:
         path = self.path_of(digest)
         try:
             with shard_fd(self.folder, shard_of(digest)) as fd:
-                return open_fd(path.name, dir_fd=fd, follow=False)
+                return open_index(path.name, fd)
         except IndexStoreError as err:
             raise err.at(path) from None
         except OSError as err:
             found = err.strerror or str(err)
             raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
 
-    def _learn(self, digest: str, entry: Entry, signature: Signature) -> IndexEntry:
-        path = self.path_of(digest)
-        listed = IndexEntry(
-            identity=entry.identity,
-            nbytes=signature.nbytes,
-            created=entry.info.created,
-            build_seconds=entry.info.build_seconds,
-            path=str(path),
-        )
-        self._problems.pop(str(path), None)
-        self._catalog.add(digest, listed)
-        self._shards.setdefault(shard_of(digest), _Shard()).files[path.name] = signature
-        return listed
-
-    def _forget(self, digest: str) -> None:
-        path = self.path_of(digest)
-        self._catalog.remove(digest)
-        self._problems.pop(str(path), None)
-        shard = self._shards.get(shard_of(digest))
-        if shard is not None:
-            shard.files.pop(path.name, None)
-
-    def _look_again(self, digest: str) -> None:
+    def _touch(self, fd: int) -> None:
+        status = os.fstat(fd)
         with self._lock:
-            if self._is_open:
-                self._shards.setdefault(shard_of(digest), _Shard()).mtime_ns = None
-                self._scan_shard(shard_of(digest), full=False)
+            before = status.st_atime_ns / 1e9
+            used = self._books.time_of_use(before)
+        if stat.S_ISREG(status.st_mode) and used != before:
+            touch(fd, used)
 
-    def _scan_shard(self, name: str, *, full: bool) -> None:
-        known = self._shards.setdefault(name, _Shard())
+    def _has_expired(self, digest: str) -> bool:
+        """Of an index whose file is there. What the books do not know, or know as expired, is looked up again."""
+        with self._lock:
+            if self._is_open and digest not in self._books.catalog:
+                self._books.look_again(digest)
+                return self._books.catalog.held(digest) is not None and digest not in self._books.catalog
+            return False
+
+    def _remove(self, digest: str, *, sync: bool) -> bool:
+        """Removes an index and its retention. Returns whether there was an index. Raises OSError."""
         try:
-            with shard_fd(self.folder, name) as fd:
-                mtime_ns = os.fstat(fd).st_mtime_ns
-                if mtime_ns == known.mtime_ns and not full:
-                    return
-                age_ns = time.time_ns() - mtime_ns
-                found = _signatures(fd)
-                self._take_in(name, fd, found, full=full)
-        except OSError:
-            found, mtime_ns, age_ns = {}, 0, 0
-            self._take_in(name, -1, found, full=full)
-        known.files = found
-        known.mtime_ns = mtime_ns if age_ns > _MTIME_SETTLES_NS else None
-
-    def _take_in(self, shard: str, dir_fd: int, found: dict[str, Signature], *, full: bool) -> None:
-        known = self._shards[shard].files
-        for name in known.keys() - found.keys():
-            self._problems.pop(str(self.folder / shard / name), None)
-            self._catalog.remove(name.removesuffix(SUFFIX))
-        for name, signature in found.items():
-            if full or known.get(name) != signature:
-                self._read_header(shard, dir_fd, name, signature)
-
-    def _read_header(self, shard: str, dir_fd: int, name: str, signature: Signature) -> None:
-        path = self.folder / shard / name
-        digest = name.removesuffix(SUFFIX)
-        try:
-            if digest == name or not is_digest(digest) or shard_of(digest) != shard:
-                raise _foreign(f"{shard}<62 hex digits>{SUFFIX}", name)
-            fd = open_fd(name, dir_fd=dir_fd, follow=False)
-            try:
-                entry, _ = read_entry(fd)
-                signature = Signature.of(os.fstat(fd))
-            finally:
-                os.close(fd)
-            if entry.identity.digest != digest:
-                raise _renamed(digest, entry.identity)
-            self._learn(digest, entry, signature)
-        except IndexNotFound:
-            self._catalog.remove(digest)
-        except IndexStoreError as err:
-            self._catalog.remove(digest)
-            self._problems[str(path)] = err.at(path)
-
-
-def _signatures(dir_fd: int) -> dict[str, Signature]:
-    found = {}
-    with os.scandir(dir_fd) as items:
-        for item in items:
-            if not item.name.startswith("."):
+            with shard_fd(self.folder, shard_of(digest)) as fd:
                 try:
-                    found[item.name] = Signature.of(item.stat(follow_symlinks=False))
+                    os.unlink(digest + SUFFIX, dir_fd=fd)
+                    there = True
                 except FileNotFoundError:
-                    continue
-    return found
+                    there = False
+                with contextlib.suppress(OSError):
+                    remove_retention(fd, digest)
+                if sync:
+                    os.fsync(fd)
+        except FileNotFoundError:
+            there = False
+        with self._lock:
+            self._books.forget(digest)
+        return there
 
+    def _remove_unchanged(self, entry: IndexEntry) -> bool:
+        """Removes what the books know, but not what has replaced it meanwhile."""
+        digest = entry.digest
+        with self._lock:
+            known = self._books.signature(digest)
+        try:
+            if known is None or Signature.of(os.lstat(self.path_of(digest))) != known:
+                return False
+            return self._remove(digest, sync=False)
+        except OSError:
+            return False
 
-def _foreign(expected: str, found: str) -> IndexForeign:
-    return IndexForeign("name in the store's folder", expected=expected, found=found[:100], remedy="move it elsewhere")
+    def _make_room(self, nbytes: int, replaced: str) -> None:
+        """Evicts until ``nbytes`` fit within the limits. Raises StoreFull, having evicted nothing."""
+        if not self._limits.any:
+            return
+        self.rescan()
+        with self._lock:
+            short = self._limits.shortage(self._books, self.folder, nbytes, replaced)
+        if short > 0:
+            # Dead writers' partials count as used: no index leaves for them.
+            self.clean_partials(grace_s=0.0)
+            self.rescan()
+        with self._lock:
+            victims = self._limits.victims(self._books, self.folder, nbytes, replaced)
+            if victims is None:
+                raise self._limits.full(self._books, self.folder, nbytes, replaced)
+        for entry in victims:
+            self._remove_unchanged(entry)
 
-
-def _renamed(digest: str, found: IndexIdentity) -> IndexMismatch:
-    remedy = "delete the file: it was renamed or misplaced"
-    return IndexMismatch("identity digest", expected=digest, found=found.digest, remedy=remedy)
+    def _clean_leftovers(self, *, alone: bool) -> None:
+        self.clean_partials()
+        for shard in self._books.shards:
+            with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
+                remove_leases(fd, grace_s=self._partial_grace_s)
+                with self._lock:
+                    keeps, indexes = self._books.keeps(shard), self._books.indexes(shard)
+                # Alone, nobody is between writing a retention and naming its index.
+                remove_orphans(fd, keeps, indexes, grace_s=0.0 if alone else self._partial_grace_s)

@@ -19,12 +19,17 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from .errors import IndexStoreError, StoreFolderError, StoreFull
+from .reader import open_fd
 from .writer import IndexPayload, IndexWriter
 
 SUFFIX: Final = ".pfxindex"
 PARTIAL: Final = ".partial-"
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _HEX = "0123456789abcdef"
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NOATIME = getattr(os, "O_NOATIME", 0)
+_READ_AHEAD: Final = 2 << 20
+_EXCLUSIVE_WAIT_S: Final = 5.0
 
 
 class Signature(NamedTuple):
@@ -103,31 +108,158 @@ def _fsync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def replace_file(dir_fd: int, name: str, writer: IndexWriter, payload: IndexPayload, *, mode: int) -> Signature:
-    """Writes a container and gives it its name, all or nothing: partial, fsync, rename, fsync of the folder.
+class PartialFile:
+    """A container on its way into a shard folder, all or nothing: partial, fsync, rename, fsync of the folder.
 
-    Raises OSError, and whatever the payload's lazy arrays raise; then no partial is left.
+    ``reserve()`` makes the file and takes its space, ``write()`` fills it, ``publish()`` gives it its name. As a
+    context manager it leaves nothing behind that was not published.
     """
-    partial = f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with io.FileIO(os.open(partial, flags, mode, dir_fd=dir_fd), "wb") as out:
-            _lock(out.fileno())
-            _reserve(out.fileno(), writer.nbytes)
-            writer.begin(out)
-            writer.write_all(payload)
-            os.fsync(out.fileno())
-            os.rename(partial, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-            signature = Signature.of(os.fstat(out.fileno()))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial, dir_fd=dir_fd)
-        raise
+
+    def __init__(self, dir_fd: int, writer: IndexWriter, *, mode: int) -> None:
+        self._dir_fd = dir_fd
+        self._writer = writer
+        self._mode = mode
+        self._name = ""
+        self._out: io.FileIO | None = None
+        self._published = False
+
+    def __enter__(self) -> PartialFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._out is not None:
+            if not self._published:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._name, dir_fd=self._dir_fd)
+            self._out.close()
+
+    def reserve(self) -> None:
+        """Raises OSError where the disk has no room: before gigabytes are written."""
+        self._name, fd = create_partial(self._dir_fd, mode=self._mode)
+        self._out = io.FileIO(fd, "wb")
+        _reserve(self._out.fileno(), self._writer.nbytes)
+
+    def write(self, payload: IndexPayload) -> None:
+        """Raises OSError, and whatever the payload's lazy arrays raise."""
+        assert self._out is not None, "reserve() first"
+        self._writer.begin(self._out)
+        self._writer.write_all(payload)
+        os.fsync(self._out.fileno())
+
+    def publish(self, name: str, *, used: float) -> Signature:
+        """Gives the file its name; it counts as used at ``used`` (seconds). The caller syncs the folder."""
+        assert self._out is not None, "reserve() first"
+        touch(self._out.fileno(), used)
+        os.rename(self._name, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+        self._published = True
+        return Signature.of(os.fstat(self._out.fileno()))
+
+
+def replace_file(dir_fd: int, name: str, writer: IndexWriter, payload: IndexPayload, *, mode: int) -> Signature:
+    """Writes a container and gives it its name, in one go. Raises as ``PartialFile``."""
+    with PartialFile(dir_fd, writer, mode=mode) as partial:
+        partial.reserve()
+        partial.write(payload)
+        signature = partial.publish(name, used=time.time())
     os.fsync(dir_fd)
     return signature
 
 
-def _lock(fd: int) -> bool:
+def create_partial(dir_fd: int, *, mode: int, access: int = os.O_WRONLY, lock: int = fcntl.LOCK_EX) -> tuple[str, int]:
+    """(name, descriptor) of a new file that no reader looks at, locked by ``lock`` for as long as its writer lives.
+
+    Once it is locked nobody clears it away; what was cleared away before that is made anew. Raises OSError.
+    """
+    flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        name = f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
+        fd = os.open(name, flags, mode, dir_fd=dir_fd)
+        try:
+            fcntl.flock(fd, lock | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return name, fd
+        except BlockingIOError:
+            pass  # somebody is about to clear it away
+        except OSError:
+            return name, fd  # no locks here, so nobody clears away either
+        os.close(fd)
+
+
+def touch(fd: int, used: float) -> None:
+    """Records when an index was last used (seconds) as its access time; its modification time stays.
+
+    The kernel's own access times will not do: they follow mounts' options, and a scan of headers is no use. Where
+    the file is not ours, or its disk not writable, it keeps the time it has.
+    """
+    with contextlib.suppress(OSError):
+        os.utime(fd, ns=(max(int(used * 1e9), 0), os.fstat(fd).st_mtime_ns))
+
+
+def open_index(name: str, dir_fd: int) -> int:
+    """Opens an index for reading, never through a link, never blocking, without making it look used.
+
+    Raises as ``reader.open_fd``.
+    """
+    try:
+        return os.open(name, _READ | _NOATIME, dir_fd=dir_fd)
+    except OSError:
+        return open_fd(name, dir_fd=dir_fd, follow=False)  # not the owner, or a real error: this one names it
+
+
+def read_ahead(fd: int) -> None:
+    """Asks the kernel for the whole file, step by step: of one large request it reads only the first few MiB.
+
+    Waits where the disk's queue is full. Raises OSError.
+    """
+    for start in range(0, os.fstat(fd).st_size, _READ_AHEAD):
+        os.posix_fadvise(fd, start, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[bool]:
+    """Keeps other processes, and other threads, from changing names in the folder meanwhile (flock of the folder).
+
+    Nothing hangs on it: after ``_EXCLUSIVE_WAIT_S``, or where the file system has no locks, the block runs without.
+    It then costs at most a cached index or a byte cap exceeded, never a wrong byte. Gives whether it is locked. Do
+    not nest.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield False  # what the block does in that folder says what is wrong with it
+        return
+    locked = _lock_soon(fd)
+    try:
+        yield locked
+    finally:
+        if locked:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
+        os.close(fd)
+
+
+def _lock_soon(fd: int) -> bool:
+    until = time.monotonic() + _EXCLUSIVE_WAIT_S
+    pause = 0.0002
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 2, 0.002)
+        except OSError:
+            return False
+
+
+def free_bytes(folder: Path) -> int:
+    """What the file system has left for this user. Raises OSError."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def try_lock(fd: int) -> bool:
     """Whether this process could lock the file; a file system without locks says no."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,8 +280,8 @@ def _reserve(fd: int, nbytes: int) -> None:
 def remove_partials(dir_fd: int, *, grace_s: float) -> int:
     """Removes what writers left that died. Returns how many.
 
-    Alive is who holds the lock (process ids of another container mean nothing here); a file touched within
-    ``grace_s`` seconds is left alone, since its writer may not have locked it yet.
+    Alive is who holds the lock (process ids of another container mean nothing here). A file touched within
+    ``grace_s`` seconds is left alone: a new writer then need not begin again (``create_partial``).
     """
     removed = 0
     with os.scandir(dir_fd) as items:
@@ -158,7 +290,7 @@ def remove_partials(dir_fd: int, *, grace_s: float) -> int:
         with contextlib.suppress(OSError):
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
             try:
-                if time.time() - os.fstat(fd).st_mtime >= grace_s and _lock(fd):
+                if time.time() - os.fstat(fd).st_mtime >= grace_s and try_lock(fd):
                     os.unlink(name, dir_fd=dir_fd)
                     removed += 1
             finally:

@@ -11,6 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -52,7 +53,8 @@ elements:
 ``bfloat16`` is held as raw 16 bits, ``int4x2`` as bytes of two 4-bit values, the first in the low half."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
-_XXH3 = re.compile(r"[0-9a-f]{16}")
+_HEX_DIGITS = "0123456789abcdef"
+_ADDRESS = attrgetter("name", "layer", "kv_head")
 _REBUILD = "delete the file and build the index again"
 
 
@@ -77,8 +79,11 @@ class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 raise ValueError(f"{name}: expected finite seconds, 0 or more, found {value!r}")
 
 
-class ArrayRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One row of the array table. ``offset`` is from the first byte of data; ``xxh3`` is 16 hex digits."""
+class ArrayRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """One row of the array table. ``offset`` is from the first byte of data; ``xxh3`` is 16 hex digits.
+
+    Not tracked by the garbage collector: it cannot be part of a cycle, and an index may have 50,000 of them.
+    """
 
     name: str
     layer: int
@@ -318,26 +323,46 @@ def table_problem(records: Sequence[ArrayRecord], data_nbytes: int) -> tuple[str
     """
     if len(records) > MAX_ARRAYS:
         return "number of arrays", f"at most {MAX_ARRAYS}", len(records)
-    seen: set[ArrayKey] = set()
+    # Tens of thousands of rows, few different names and shapes: each of those is checked once.
+    names: set[str] = set()
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    seen: set[tuple[str, int, int]] = set()
     offset = 0
     for r in records:
-        key = r.key
-        if not _NAME.fullmatch(r.name):
-            return "array name", _NAME.pattern, repr(r.name)
-        if not (-1 <= r.layer < 1 << 16 and -1 <= r.kv_head < 1 << 16):
-            return f"address of array {r.name}", "layer and kv_head of -1 to 65535", (r.layer, r.kv_head)
+        name, layer, kv_head, nbytes, form = r.name, r.layer, r.kv_head, r.nbytes, (r.dtype, r.shape)
+        key = (name, layer, kv_head)
+        if name not in names:
+            if not _NAME.fullmatch(name):
+                return "array name", _NAME.pattern, repr(name)
+            names.add(name)
+        if not (-1 <= layer < 1 << 16 and -1 <= kv_head < 1 << 16):
+            return f"address of array {name}", "layer and kv_head of -1 to 65535", (layer, kv_head)
         if key in seen:
-            return f"array {tuple(key)}", "one row", "two"
+            return f"array {key}", "one row", "two"
         seen.add(key)
-        if r.dtype not in DTYPES:
-            return f"dtype of {tuple(key)}", f"one of {', '.join(DTYPES)}", r.dtype
-        if len(r.shape) > MAX_DIMS or any(not 0 <= d <= MAX_NBYTES for d in r.shape):
-            return f"shape of {tuple(key)}", f"at most {MAX_DIMS} sizes of 0 or more", r.shape
-        if math.prod(r.shape) * DTYPES[r.dtype].itemsize != r.nbytes or r.nbytes > MAX_NBYTES:
-            return f"bytes of {tuple(key)}", f"shape {r.shape} of {r.dtype}, at most {MAX_NBYTES}", r.nbytes
+        if form not in sizes:
+            problem = _form_problem(key, *form)
+            if problem is not None:
+                return problem
+            sizes[form] = math.prod(r.shape) * DTYPES[r.dtype].itemsize
+        if sizes[form] != nbytes or nbytes > MAX_NBYTES:
+            return f"bytes of {key}", f"shape {r.shape} of {r.dtype}, at most {MAX_NBYTES}", nbytes
         if r.offset != offset:
-            return f"offset of {tuple(key)}", offset, r.offset
-        if not _XXH3.fullmatch(r.xxh3):
-            return f"checksum of {tuple(key)}", "16 hex digits", repr(r.xxh3)
-        offset += aligned(r.nbytes)
+            return f"offset of {key}", offset, r.offset
+        if len(r.xxh3) != 16 or r.xxh3.strip(_HEX_DIGITS):
+            return f"checksum of {key}", "16 hex digits", repr(r.xxh3)
+        offset += -(-nbytes // ALIGN) * ALIGN
     return None if offset == data_nbytes else ("bytes of data", offset, data_nbytes)
+
+
+def _form_problem(key: tuple[str, int, int], dtype: str, shape: tuple[int, ...]) -> tuple[str, object, object] | None:
+    if dtype not in DTYPES:
+        return f"dtype of {key}", f"one of {', '.join(DTYPES)}", dtype
+    if len(shape) > MAX_DIMS or any(not 0 <= d <= MAX_NBYTES for d in shape):
+        return f"shape of {key}", f"at most {MAX_DIMS} sizes of 0 or more", shape
+    return None
+
+
+def records_by_key(records: Sequence[ArrayRecord]) -> dict[ArrayKey, ArrayRecord]:
+    """Address -> row, in the order of the rows."""
+    return dict(zip(map(ArrayKey._make, map(_ADDRESS, records)), records, strict=True))

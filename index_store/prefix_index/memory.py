@@ -1,35 +1,57 @@
-"""Indexes in memory, within a byte budget: the least recently used leaves first."""
+"""Indexes in memory, within a byte budget: when it is full, the eviction policy says who leaves."""
 
 from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
 
 from .catalog import Catalog, inconsistent
 from .errors import IndexNotFound, IndexStoreError, StoreClosed, StoreFull
+from .eviction import Candidate, choose_victims, has_expired, policy_of
 from .keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint
+from .lease import LocalLeases
 from .reader import IndexFile, check_identity
-from .store import IndexEntry, IndexLookup, Problem, digest_of
+from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter
+
+_OTHER_PUTS_S: Final = 30.0
+
+
+class _Held(NamedTuple):
+    buffer: mmap.mmap
+    last_used: float
 
 
 class MemoryStore:
     """An ``IndexStore`` in this process. Holds containers, the same bytes as a file, in page-aligned memory.
 
-    ``budget_bytes`` bounds the containers that the store holds; one that was handed out and then evicted
-    lives on until its last user drops it. ``put`` copies the arrays in; ``get`` copies nothing. Contents end
-    with ``close()``.
+    ``budget_bytes`` bounds the containers that the store holds or that are being put, not counting for each put the
+    one that it replaces; one that was handed out and then evicted lives on until its last user drops it. ``put``
+    copies the arrays in, while others go on; ``get`` copies nothing. Contents end with ``close()``.
+
+    ``eviction`` is ``lru`` or ``cost_aware`` (``eviction.py``); ``clock`` gives seconds since the Unix epoch, for
+    expiry. Recency stands still where the clock goes backwards.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, *, eviction: str = "lru", clock: Callable[[], float] = time.time) -> None:
         self.budget_bytes = budget_bytes
+        self._policy = policy_of(eviction)
+        self._clock = clock
+        self._latest = 0.0
         self._lock = threading.RLock()
-        self._catalog = Catalog()
-        self._buffers: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._put_ended = threading.Condition(self._lock)
+        self._catalog = Catalog(clock)
+        self._held: OrderedDict[str, _Held] = OrderedDict()
         self._problems: dict[str, IndexStoreError] = {}
+        self._leases = LocalLeases()
         self._used = 0
+        self._reserved = 0
         self._is_open = False
 
     @property
@@ -45,9 +67,10 @@ class MemoryStore:
         with self._lock:
             self._is_open = False
             self._catalog.clear()
-            self._buffers.clear()
+            self._held.clear()
             self._problems.clear()
             self._used = 0
+            self._put_ended.notify_all()
 
     def __enter__(self) -> MemoryStore:
         self.open()
@@ -56,38 +79,31 @@ class MemoryStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def put(self, payload: IndexPayload) -> IndexEntry:
-        digest = payload.identity.digest
-        with self._lock:
-            self._check_open()
-            writer = IndexWriter.of(payload)
-            nbytes = writer.nbytes
-            self._make_room(nbytes, digest)
+    def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
+        """As in the protocol. A put that only fits once others under way have ended waits for them, up to 30 s."""
+        self._check_open()
+        writer = IndexWriter.of(payload)
+        digest, nbytes = payload.identity.digest, writer.nbytes
+        self._reserve(nbytes, digest)
+        try:
             buffer = mmap.mmap(-1, nbytes)
             writer.begin(buffer)
             writer.write_all(payload)
-            self._drop(digest)
-            self._problems.pop(digest, None)
-            info = payload.info
-            entry = IndexEntry(
-                identity=payload.identity,
-                nbytes=nbytes,
-                created=info.created,
-                build_seconds=info.build_seconds,
-            )
-            self._catalog.add(digest, entry)
-            self._buffers[digest] = buffer
-            self._used += nbytes
-            return entry
+            with self._lock:
+                self._check_open()
+                return self._publish(digest, payload, buffer, retention)
+        finally:
+            with self._lock:
+                self._reserved -= nbytes
+                self._put_ended.notify_all()
 
     def get(self, key: IndexLookup) -> IndexFile:
         digest = digest_of(key)
         with self._lock:
             self._check_open()
-            buffer = self._buffers.get(digest)
-            if buffer is None:
-                raise IndexNotFound("index", expected=digest, found="none", remedy="build it, or raise the budget")
-            self._buffers.move_to_end(digest)
+            self._live(digest)
+            buffer = self._held[digest].buffer
+            self._use(digest, buffer)
         index = IndexFile.from_buffer(buffer)
         if isinstance(key, IndexIdentity):
             check_identity(key, index.identity)
@@ -103,6 +119,33 @@ class MemoryStore:
             self._check_open()
             self._problems.pop(digest_of(key), None)
             return self._drop(digest_of(key))
+
+    def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
+        digest = digest_of(key)
+        with self._lock:
+            self._check_open()
+            entry = msgspec.structs.replace(self._live(digest), retention=retention)
+            self._catalog.add(digest, entry)
+            return entry
+
+    def lease(self, key: IndexLookup) -> BuildLease | None:
+        digest = digest_of(key)
+        self._check_open()
+        return self._leases.acquire(digest)
+
+    def prefetch(self, key: IndexLookup) -> None:
+        """Nothing to do: it is in memory already, or nowhere."""
+        digest_of(key)
+        self._check_open()
+
+    def collect(self) -> Sequence[IndexEntry]:
+        with self._lock:
+            self._check_open()
+            now = self._clock()
+            removed = [(d, e) for d, e in self._catalog.all_held() if has_expired(e.retention, now)]
+            for digest, _ in removed:
+                self._drop(digest)
+            return tuple(entry for _, entry in removed)
 
     def list(self) -> Sequence[IndexEntry]:
         with self._lock:
@@ -155,41 +198,91 @@ class MemoryStore:
         with self._lock:
             self._check_open()
             self._catalog.check_integrity()
-            listed = {entry.digest: entry.nbytes for entry in self._catalog.entries()}
-            held = {digest: len(buffer) for digest, buffer in self._buffers.items()}
+            listed = {digest: entry.nbytes for digest, entry in self._catalog.all_held()}
+            held = {digest: len(item.buffer) for digest, item in self._held.items()}
             if listed != held:
                 raise inconsistent("bytes per index", listed, held)
             if sum(held.values()) != self._used:
                 raise inconsistent("used_bytes", sum(held.values()), self._used)
             if self._used > self.budget_bytes:
                 raise inconsistent("used_bytes", f"at most {self.budget_bytes}", self._used)
+            if self._reserved < 0:
+                raise inconsistent("bytes of puts under way", "0 or more", self._reserved)
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise StoreClosed("memory store", expected="open", found="closed", remedy="call open() first")
 
+    def _live(self, digest: str) -> IndexEntry:
+        entry = self._catalog.get(digest)
+        if entry is None:
+            found = "none" if self._catalog.held(digest) is None else "one that has expired"
+            raise IndexNotFound("index", expected=digest, found=found, remedy="build it, or raise the budget")
+        return entry
+
+    def _use(self, digest: str, buffer: mmap.mmap) -> None:
+        self._latest = max(self._latest, self._clock())
+        self._held[digest] = _Held(buffer, self._latest)
+        self._held.move_to_end(digest)
+
+    def _publish(
+        self, digest: str, payload: IndexPayload, buffer: mmap.mmap, retention: Retention | None
+    ) -> IndexEntry:
+        if retention is None:
+            replaced = self._catalog.get(digest)
+            retention = Retention() if replaced is None else replaced.retention
+        self._drop(digest)
+        self._problems.pop(digest, None)
+        entry = IndexEntry(
+            identity=payload.identity,
+            nbytes=len(buffer),
+            created=payload.info.created,
+            build_seconds=payload.info.build_seconds,
+            retention=retention,
+        )
+        self._catalog.add(digest, entry)
+        self._use(digest, buffer)
+        self._used += len(buffer)
+        return entry
+
     def _drop(self, digest: str) -> bool:
-        buffer = self._buffers.pop(digest, None)
-        if buffer is None:
+        held = self._held.pop(digest, None)
+        if held is None:
             return False
-        self._used -= len(buffer)
+        self._used -= len(held.buffer)
         return self._catalog.remove(digest)
 
-    def _make_room(self, nbytes: int, replaced: str) -> None:
-        """Evicts until ``nbytes`` fit; the index to be replaced counts as gone but is kept until then."""
+    def _reserve(self, nbytes: int, replaced: str) -> None:
+        """Evicts until ``nbytes`` fit, and keeps them for this put; the index to be replaced counts as gone but stays
+        until then. Raises StoreFull, having evicted nothing.
+        """
+        with self._lock:
+            until = time.monotonic() + _OTHER_PUTS_S
+            while True:
+                self._check_open()
+                victims = self._victims(nbytes, replaced)
+                if victims is not None:
+                    break
+                if not self._reserved or not self._put_ended.wait(until - time.monotonic()):
+                    raise self._full(nbytes)
+            for victim in victims:
+                self._drop(victim.digest)
+            self._reserved += nbytes
+
+    def _victims(self, nbytes: int, replaced: str) -> Sequence[IndexEntry] | None:
         if nbytes > self.budget_bytes:
-            found = f"an index of {nbytes} bytes"
-            raise StoreFull(
-                "memory store",
-                expected=f"at most {self.budget_bytes} bytes",
-                found=found,
-                remedy="raise the budget",
-            )
-        old = self._buffers.get(replaced)
-        free = self.budget_bytes - self._used + (0 if old is None else len(old))
-        for digest in tuple(self._buffers):
-            if free >= nbytes:
-                return
-            if digest != replaced:
-                free += len(self._buffers[digest])
-                self._drop(digest)
+            raise self._full(nbytes)
+        old = self._held.get(replaced)
+        free = self.budget_bytes - self._used - self._reserved + (0 if old is None else len(old.buffer))
+        if free >= nbytes:
+            return ()
+        entries = ((d, held, self._catalog.held(d)) for d, held in self._held.items() if d != replaced)
+        candidates = [Candidate(e, held.last_used) for _, held, e in entries if e is not None]
+        self._latest = now = max(self._latest, self._clock())
+        return choose_victims(candidates, nbytes - free, policy=self._policy, now=now)
+
+    def _full(self, nbytes: int) -> StoreFull:
+        expected = f"at most {self.budget_bytes} bytes"
+        under_way = f", with {self._reserved} bytes of puts under way" if self._reserved else ""
+        found = f"an index of {nbytes} bytes{under_way}"
+        return StoreFull("memory store", expected=expected, found=found, remedy="raise the budget")

@@ -8,14 +8,14 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Container, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, IndexUnreadable, StoreClosed
+from .direct import THREADS, ReadPlan, flat_buffer, fresh_buffer, run
+from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, StoreClosed
 from .format import (
     ALIGN,
     DTYPES,
@@ -33,10 +33,14 @@ from .format import (
     parse_entry,
     parse_prelude,
     parse_table,
+    records_by_key,
     xxh3_hex,
 )
 from .keys import IndexIdentity
+from .source import BufferSource, FileSource, Source, not_regular, pread, regular_size, unreadable
 from .writer import IndexPayload, LazyArray
+
+_VERIFY_NBYTES: Final = 64 << 20
 
 ReadAt = Callable[[int, int], bytes]
 """(offset, nbytes) -> that many bytes, fewer at the end."""
@@ -47,26 +51,29 @@ class IndexFile:
 
     Opening reads the header only. ``array()`` gives read-only views of a shared mapping and checks each
     array's checksum the first time; the views stay valid after ``close()``. ``read_into()`` copies into
-    memory of the caller (a pinned staging buffer) without mapping the file.
+    memory of the caller (a pinned staging buffer) without mapping the file, and ``read_many()`` does so for many
+    arrays with several threads: the fastest way to all of an index, one layer, or one rank's heads.
 
     Stored files are never changed in place, only replaced and unlinked, which leaves open ones whole. Whoever
-    truncates a file under a mapping kills its readers (SIGBUS), as with every mapped file; ``read_into``
-    reports that as IndexCorrupt.
+    truncates a file under a mapping kills its readers (SIGBUS), as with every mapped file; ``read_into`` and
+    ``read_many`` report that as IndexCorrupt.
     """
 
-    def __init__(self, source: _Source, *, path: str | None = None) -> None:
+    def __init__(self, source: Source, *, path: str | None = None) -> None:
         self.path = path
-        self._source: _Source | None = source
+        self._source: Source | None = source
         self._verified: set[ArrayKey] = set()
         self.nbytes = source.nbytes
         prelude, entry = _read_head(source.read_at, source.nbytes)
+        self.checksum = f"{prelude.prelude_xxh3:016x}"
+        """xxh3-64 (16 hex digits) over length, header and so every array's checksum: equal for equal containers."""
         table = _read_table(source.read_at, prelude)
         self.identity: IndexIdentity = entry.identity
         self.info: BuildInfo = entry.info
         self.spec: dict[str, Any] = table.spec
         self.stats: dict[str, Any] = table.stats
         self._data_offset = prelude.data_offset
-        self._records = {r.key: r for r in table.arrays}
+        self._records = records_by_key(table.arrays)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, expected: IndexIdentity | None = None) -> IndexFile:
@@ -82,8 +89,8 @@ class IndexFile:
         try:
             if file is None:
                 os.close(fd)
-                raise _not_regular()
-            index = cls(_FileSource(file), path=os.fspath(path))
+                raise not_regular()
+            index = cls(FileSource(file), path=os.fspath(path))
             if expected is not None:
                 check_identity(expected, index.identity)
             return index
@@ -97,7 +104,7 @@ class IndexFile:
     @classmethod
     def from_buffer(cls, buffer: bytes | memoryview | mmap.mmap) -> IndexFile:
         """Opens a container that lies in memory. The buffer is kept alive, and must not change."""
-        return cls(_BufferSource(buffer))
+        return cls(BufferSource(buffer))
 
     @property
     def keys(self) -> tuple[ArrayKey, ...]:
@@ -174,6 +181,47 @@ class IndexFile:
         if verify:
             self._compare(record, raw)
 
+    def read_many(
+        self,
+        keys: Iterable[ArrayKey] | None = None,
+        *,
+        out: NDArray[Any] | None = None,
+        threads: int = THREADS,
+        direct: bool | None = None,
+        verify: bool = True,
+    ) -> dict[ArrayKey, NDArray[Any]]:
+        """Copies of arrays (None: all), read and checked by several threads, without mapping the file.
+
+        All lie in one buffer, each from a 4 KiB boundary: the caller's ``out`` (``read_nbytes()`` bytes or more,
+        contiguous, writable, page-aligned for the best speed), else new memory that lives as long as an array
+        that views it. The arrays are writable and the caller's own, in the order of ``keys``.
+
+        ``direct``  None: O_DIRECT for what the page cache does not hold, where the file system has it; False:
+                    never; True: always, or an error
+        ``threads`` at most this many at a time; a stretch of up to 4 MiB is read in the calling thread
+
+        Every array's checksum and padding are compared while the next bytes arrive (not with ``verify=False``).
+        Raises IndexNotFound for an address that is not there, IndexCorrupt for other bytes than were written and
+        for a file that somebody cut, IndexUnreadable for an I/O error and for a refused ``direct=True``,
+        InvalidPayload for an ``out`` that cannot take the bytes, StoreClosed, MemoryError. After an error
+        ``out`` holds garbage.
+        """
+        wanted = self._records if keys is None else {key: self.record(key) for key in keys}
+        plan = ReadPlan.of(wanted.values(), self._data_offset)
+        try:
+            with self._open().bulk(direct) as fetch:
+                flat = fresh_buffer(plan.nbytes) if out is None else flat_buffer(out, plan.nbytes, direct=direct)
+                run(plan, fetch, flat.data, threads=threads, verify=verify)
+        except IndexStoreError as err:
+            raise self._named(err) from err.__cause__
+        starts = {record.offset: at for record, at in plan.places if record.nbytes}
+        return {key: _shaped(flat, starts.get(record.offset, 0), record) for key, record in wanted.items()}
+
+    def read_nbytes(self, keys: Iterable[ArrayKey] | None = None) -> int:
+        """Bytes of the buffer that ``read_many(keys)`` fills: a multiple of 4 KiB. Raises IndexNotFound."""
+        wanted = self.keys if keys is None else dict.fromkeys(keys)
+        return sum(aligned(self.record(key).nbytes) for key in wanted)
+
     def payload(self) -> IndexPayload:
         """This index as something to put into another store, checked while it is read. Written again, it gives the
         same bytes. Use it while this file is open.
@@ -182,15 +230,24 @@ class IndexFile:
         return IndexPayload(self.identity, arrays, spec=self.spec, stats=self.stats, info=self.info)
 
     def verify(self, *, threads: int = 1) -> None:
-        """Checks every array and the padding behind it. Raises IndexCorrupt for the first that is wrong."""
-        pending = [r for r in self._records.values() if r.key not in self._verified]
-        if threads <= 1:
-            for record in pending:
-                self._verify(record)
-            return
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(self._verify, pending):
-                pass
+        """Checks every array and the padding behind it, by bulk reads: nothing is mapped, the page cache stays as it
+        is. Holds up to 64 MiB, or the longest array. Raises as ``read_many``, for the first array that is wrong.
+        """
+        batch: list[ArrayKey] = []
+        nbytes = 0
+        for key, record in self._records.items():
+            if key in self._verified:
+                continue
+            if batch and nbytes + record.nbytes > _VERIFY_NBYTES:
+                self._verify_batch(batch, threads)
+                batch, nbytes = [], 0
+            batch.append(key)
+            nbytes += aligned(record.nbytes)
+        self._verify_batch(batch, threads)
+
+    def _verify_batch(self, keys: list[ArrayKey], threads: int) -> None:
+        self.read_many(keys, threads=threads)
+        self._verified.update(keys)
 
     def close(self) -> None:
         """Closes the file. Arrays that were handed out stay valid."""
@@ -204,7 +261,7 @@ class IndexFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> _Source:
+    def _open(self) -> Source:
         if self._source is None:
             raise self._named(
                 StoreClosed("index file", expected="open", found="closed", remedy="get it from the store again")
@@ -231,6 +288,10 @@ class IndexFile:
         return err if self.path is None else err.at(self.path)
 
 
+def _shaped(flat: NDArray[np.uint8], at: int, record: ArrayRecord) -> NDArray[Any]:
+    return np.ndarray(record.shape, DTYPES[record.dtype], flat[at : at + record.nbytes])
+
+
 def check_identity(expected: IndexIdentity, found: IndexIdentity) -> None:
     """Raises IndexMismatch that names the first field that differs."""
     difference = expected.mismatch(found)
@@ -253,39 +314,15 @@ def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: 
         raise IndexNotFound("index", expected="a file", found="none", remedy=remedy, path=path) from None
     except OSError as err:
         if err.errno != errno.ELOOP:
-            raise _unreadable(err).at(path) from err
+            raise unreadable(err).at(path) from err
         remedy = "replace the link by the file"
         raise IndexForeign("file type", expected="a file", found="a symbolic link", remedy=remedy, path=path) from None
 
 
 def read_entry(fd: int) -> tuple[Entry, int]:
     """(first header section, file length) of an open file: two small reads. Raises as ``IndexFile.open``."""
-    nbytes = _regular_size(fd)
-    return _read_head(lambda offset, n: _pread(fd, n, offset), nbytes)[1], nbytes
-
-
-def _pread(fd: int, nbytes: int, offset: int) -> bytes:
-    try:
-        return os.pread(fd, nbytes, max(offset, 0))
-    except OSError as err:
-        raise _unreadable(err) from err
-
-
-def _regular_size(fd: int) -> int:
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise _not_regular()
-    return status.st_size
-
-
-def _not_regular() -> IndexForeign:
-    found = "a folder, pipe, socket or device"
-    return IndexForeign("file type", expected="a regular file", found=found, remedy="move it elsewhere")
-
-
-def _unreadable(err: OSError) -> IndexUnreadable:
-    found = err.strerror or str(err)
-    return IndexUnreadable("file", expected="readable bytes", found=found, remedy="check its permissions and the disk")
+    nbytes = regular_size(fd)
+    return _read_head(lambda offset, n: pread(fd, n, offset), nbytes)[1], nbytes
 
 
 def _read_head(read_at: ReadAt, nbytes: int) -> tuple[Prelude, Entry]:
@@ -302,80 +339,3 @@ def _read_table(read_at: ReadAt, prelude: Prelude) -> Table:
     if raw.count(0, prelude.table_nbytes) != len(raw) - prelude.table_nbytes:
         raise corrupt("padding after the header", "zeros", "other bytes")
     return parse_table(raw[: prelude.table_nbytes], prelude)
-
-
-class _Source:
-    """Where a container's bytes come from."""
-
-    nbytes: int
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        raise NotImplementedError
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        raise NotImplementedError
-
-    def mapping(self) -> Any:
-        """A read-only buffer over the whole container."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-
-class _BufferSource(_Source):
-    def __init__(self, buffer: bytes | memoryview | mmap.mmap) -> None:
-        self._view = memoryview(buffer).cast("B").toreadonly()
-        self.nbytes = len(self._view)
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return bytes(self._view[offset : offset + nbytes])
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        part = self._view[offset : offset + len(out)]
-        out[: len(part)] = part
-        return len(part)
-
-    def mapping(self) -> memoryview:
-        return self._view
-
-    def close(self) -> None:
-        """Views that were handed out keep the buffer; there is nothing else to release."""
-
-
-class _FileSource(_Source):
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self.nbytes = _regular_size(file.fileno())
-        self._mapping: mmap.mmap | None = None
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return _pread(self._file.fileno(), nbytes, offset)
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        done = 0
-        while done < len(out):
-            try:
-                got = os.preadv(self._file.fileno(), [out[done:]], offset + done)
-            except OSError as err:
-                raise _unreadable(err) from err
-            if got == 0:
-                break
-            done += got
-        return done
-
-    def mapping(self) -> mmap.mmap:
-        if self._mapping is None:
-            try:
-                self._mapping = mmap.mmap(self._file.fileno(), self.nbytes, access=mmap.ACCESS_READ)
-            except ValueError:
-                found = _regular_size(self._file.fileno())
-                raise corrupt("file length", self.nbytes, f"{found}: somebody cut the file") from None
-            except OSError as err:
-                raise _unreadable(err) from err
-        return self._mapping
-
-    def close(self) -> None:
-        """The mapping is not closed but dropped: it ends with the last array that views it."""
-        self._file.close()
-        self._mapping = None

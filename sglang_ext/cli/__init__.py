@@ -3,25 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from sglang_ext import __version__
+from sglang_ext.cli.arguments import BROKEN_PIPE, INTERRUPTED
+
+#: Modules by subcommand. Only the one that is asked for is imported: a listing must not wait for torch.
+COMMANDS = {
+    "prebuild": "sglang_ext.cli.prebuild",
+    "index": "sglang_ext.cli.index",
+    "store": "sglang_ext.cli.store",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status (0 good, 1 something failed, 2 wrong usage)."""
-    from sglang_ext.cli import prebuild
+    """Run a subcommand.
 
+    Returns the exit status: 0 good, 1 something failed, 2 wrong usage, 130 interrupted, 141 nobody reads the
+    output any more.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
-        prog="sglang-ext", description="Sparse attention for shared prefixes on SGLang: offline jobs."
+        prog="sglang-ext", description="Sparse attention for shared prefixes on SGLang: offline jobs, and the store."
     )
     parser.add_argument("--version", action="version", version=f"sglang-ext {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    prebuild.add_parser(commands)
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    status: int = args.run(args)
+    wanted = [words[0]] if words and words[0] in COMMANDS else list(COMMANDS)
+    for name in wanted:
+        importlib.import_module(COMMANDS[name]).add_parser(commands)
+    try:
+        args = parser.parse_args(words)
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("sglang-ext: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered has no reader; the interpreter would complain when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     return status
 
 

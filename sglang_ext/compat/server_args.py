@@ -65,9 +65,9 @@ def after_add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--sparse-attn-store",
-        metavar="DIR",
+        metavar="DIR|ipc://SOCKET",
         default=os.environ.get(ENV_STORE),
-        help="Folder of the index store; it must exist. Default: "
+        help="Index store: a folder, which must exist, or the socket of a service (sglang-ext store serve). Default: "
         f"{default_store().replace('%', '%%')}. Environment: {ENV_STORE}.",
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prefix_index import IndexEntry, IndexStore, IndexStoreError, ModelFingerprint, namespace_digest, page_hashes
@@ -37,6 +37,7 @@ class PrefixDirectory:
         profile_digest: digest of how this server expects indexes to be built.
         min_prefix_len: tokens; shorter prefixes are `short_prefix`.
         rescan_seconds: how often, at most, a look-up that found nothing looks for files of other processes.
+        rescan: how it looks, without blocking for long; the store's own `rescan` when None.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class PrefixDirectory:
         profile_digest: str,
         min_prefix_len: int,
         rescan_seconds: float = 0.2,
+        rescan: Callable[[], None] | None = None,
     ) -> None:
         self._store = store
+        self._look_again = rescan or store.rescan
         self._model = model
         self._profile_digest = profile_digest
         self._min_prefix_len = min_prefix_len
@@ -81,7 +84,7 @@ class PrefixDirectory:
             return
         self._next_rescan = now + self._rescan_seconds
         try:
-            self._store.rescan()
+            self._look_again()
         except IndexStoreError as error:  # the folder has gone: what is known stays known, the server lives on
             if str(error) != self._rescan_error:
                 logger.error("sparse attention: the index store cannot be scanned for new indexes: %s", error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 
@@ -12,11 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefix_index import IndexEntry, IndexFile, IndexStore, IndexStoreError
+from prefix_index import (
+    ArrayKey,
+    IndexEntry,
+    IndexFile,
+    IndexFormatError,
+    IndexMismatch,
+    IndexStore,
+    IndexStoreError,
+    IndexUnreadable,
+)
 
 logger = logging.getLogger(__name__)
 
 LayerArrays = dict[str, Tensor]
+
+#: Host memory of one bulk read, about: enough to keep the disk busy, little beside a whole index.
+STAGING_BYTES = 256 << 20
+
+#: What the store must not offer again. One that has gone, or whose store does not answer now, may come back.
+_DAMAGE = (IndexFormatError, IndexMismatch, IndexUnreadable)
 
 
 class State(Enum):
@@ -145,13 +161,14 @@ class Residency:
             with self._store.get(index.entry.identity) as file:
                 prefix = f"{self._method}."
                 self._make_room(index, sum(file.record(key).nbytes for key in file.keys if key.name.startswith(prefix)))
-                layers = [self._load_layer(file, layer) for layer in range(self._num_layers)]
+                layers = self._load_layers(file)
             self._wait_for_device()
             index.layers = layers
             index.nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
             index.state = State.READY
         except IndexStoreError as error:
-            self._store.report(index.entry.identity, error)
+            if isinstance(error, _DAMAGE):
+                self._store.report(index.entry.identity, error)
             self._fail(index, error.reason, str(error))
         except UnusableIndexError as error:
             self._fail(index, error.reason, str(error))
@@ -169,21 +186,36 @@ class Residency:
         index.reason, index.detail = reason, detail
         index.state = State.FAILED
 
-    def _load_layer(self, file: IndexFile, layer: int) -> LayerArrays:
-        prefix = f"{self._method}."
-        names = sorted({key.name for key in file.keys if key.layer == layer and key.name.startswith(prefix)})
-        if not names:
+    def _load_layers(self, file: IndexFile) -> list[LayerArrays]:
+        """All layers, checked while they are read; a batch of layers at a time lies in host memory."""
+        names = self._names_of_layers(file)
+        heads = range(self._num_kv_heads)
+        keys = [[ArrayKey(name, layer, head) for name in some for head in heads] for layer, some in enumerate(names)]
+        layers: list[LayerArrays] = []
+        for batch in _batches([file.read_nbytes(wanted) for wanted in keys]):
+            arrays = file.read_many(key for layer in batch for key in keys[layer])
+            for layer in batch:
+                out = {}
+                for name in names[layer]:
+                    stacked = np.stack([arrays[ArrayKey(name, layer, head)] for head in heads])
+                    out[name.removeprefix(f"{self._method}.")] = torch.from_numpy(stacked).to(self._device)
+                layers.append(out)
+        return layers
+
+    def _names_of_layers(self, file: IndexFile) -> list[list[str]]:
+        """Names of this method's arrays, per layer. Raises UnusableIndexError for a layer that has none."""
+        names: list[set[str]] = [set() for _ in range(self._num_layers)]
+        for key in file.keys:
+            if key.name.startswith(f"{self._method}.") and 0 <= key.layer < self._num_layers:
+                names[key.layer].add(key.name)
+        if not all(names):
             found = sorted({key.name.split(".")[0] for key in file.keys})
             raise UnusableIndexError(
                 "index_mismatch",
-                f"index {file.identity.digest[:12]} layer {layer}: expected arrays of method {self._method!r}, "
-                f"found methods {found}; prebuild it with this method under 'methods'",
+                f"index {file.identity.digest[:12]} layer {names.index(set())}: expected arrays of method "
+                f"{self._method!r}, found methods {found}; prebuild it with this method under 'methods'",
             )
-        out = {}
-        for name in names:
-            heads = [np.asarray(file.array(name, layer, head)) for head in range(self._num_kv_heads)]
-            out[name.removeprefix(prefix)] = torch.from_numpy(np.stack(heads)).to(self._device)
-        return out
+        return [sorted(some) for some in names]
 
     def _make_room(self, incoming: ResidentIndex, nbytes: int) -> None:
         if nbytes > self._budget_bytes:
@@ -212,3 +244,14 @@ class Residency:
             # A request that just ended may still be in a running step: its tensors must outlive that step, or the
             # allocator would hand their memory to the index that comes in.
             self._wait_for_device()
+
+
+def _batches(layer_nbytes: Sequence[int]) -> Iterator[range]:
+    """Runs of neighbouring layers of up to STAGING_BYTES together, or of one layer that has more."""
+    begin = total = 0
+    for layer, nbytes in enumerate(layer_nbytes):
+        if layer > begin and total + nbytes > STAGING_BYTES:
+            yield range(begin, layer)
+            begin, total = layer, 0
+        total += nbytes
+    yield range(begin, len(layer_nbytes))

@@ -1,20 +1,46 @@
-"""Settings of the store's tests, and the tiny index whose bytes are the format's golden ones."""
+"""Settings of the store's tests, what several of their modules ask for, and the index of the golden bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from prefix_index import ArrayKey, BuildInfo, IndexPayload
+from prefix_index import ArrayKey, BuildInfo, IndexPayload, IndexStore
 from prefix_index.testing import sample_identity
 
 settings.register_profile(
     "prefix_index", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("prefix_index")
+
+# Not before: machine.py makes its own settings out of the profile that is loaded.
+from tests.prefix_index.machine import Clock  # noqa: E402
+from tests.prefix_index.tiers import TIERS  # noqa: E402
+
+
+@pytest.fixture(params=TIERS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[IndexStore]:
+    """Of the conformance suite: each tier in turn, open, and looked over when the test is done."""
+    with TIERS[request.param](tmp_path) as store:
+        store.open()
+        yield store
+        store.check_integrity()
+        store.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a test's store is: not there yet."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture(scope="session")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefix_index import (
+    BuildLease,
     IndexCorrupt,
     IndexIdentity,
     IndexNotFound,
     IndexStore,
+    Retention,
     namespace_digest,
     page_hashes,
 )
@@ -30,15 +33,42 @@ def identity_of(pages: int, tenant: str | None) -> IndexIdentity:
     return sample_identity(PROMPT[: 16 * pages], extra_key=tenant)
 
 
+class Clock:
+    """Seconds since the Unix epoch that pass when a test says so."""
+
+    def __init__(self, now: float = 1_700_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+Key = tuple[int, str | None]
+DEFAULT = Retention()
+RETENTION = st.sampled_from(("default", "pinned", "an hour", "pinned an hour", "expired"))
+
+
 class StoreMachine(RuleBasedStateMachine):
-    """The store against ``model``: (pages, tenant) -> fill, in order of use."""
+    """The store against ``model``: (pages, tenant) -> fill, in order of use.
+
+    ``expired`` are indexes that the store may still hold but must not show. A subclass whose store takes a ``clock``
+    sets ``self.clock`` in ``make()``: then time passes. Rules of a subclass that change the store behind its back tell
+    the model by ``holds()`` and ``drop()``. ``max_entries`` is the store's room, for one that evicts in
+    the order of least recent use.
+    """
 
     max_entries = 1000
 
     def __init__(self) -> None:
         super().__init__()
-        self.model: OrderedDict[tuple[int, str | None], int] = OrderedDict()
-        self.reported: set[tuple[int, str | None]] = set()
+        self.model: OrderedDict[Key, int] = OrderedDict()
+        self.retention: dict[Key, Retention] = {}
+        self.expired: set[Key] = set()
+        self.used: dict[Key, int] = {}
+        self.reported: set[Key] = set()
+        self.leases: dict[Key, BuildLease] = {}
+        self.clock: Clock | None = None
+        self.uses = 0
         self.store = self.make()
         self.store.open()
 
@@ -46,19 +76,107 @@ class StoreMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def teardown(self) -> None:
+        for lease in self.leases.values():
+            lease.release()
         self.store.close()
 
-    @rule(pages=PAGES, tenant=TENANT, fill=FILL)
-    def put(self, pages: int, tenant: str | None, fill: int) -> None:
-        self.store.put(sample_payload(identity_of(pages, tenant), fill=fill))
-        self.model.pop((pages, tenant), None)
-        self.reported.discard((pages, tenant))
-        while len(self.model) >= self.max_entries:
-            self.model.popitem(last=False)
-        self.model[pages, tenant] = fill
+    def now(self) -> float:
+        return time.time() if self.clock is None else self.clock()
+
+    def retention_of(self, name: str) -> Retention:
+        expires = {"an hour": self.now() + 3600, "expired": self.now() - 3600}.get(name.removeprefix("pinned "))
+        return Retention(pinned=name.startswith("pinned"), expires=expires)
+
+    def pass_time(self, seconds: float) -> None:
+        if self.clock is not None:
+            self.clock.now += seconds
+        for key in tuple(self.model):
+            if self.is_over(self.retention.get(key, DEFAULT)):
+                del self.model[key]
+                self.expired.add(key)
+
+    def is_over(self, retention: Retention) -> bool:
+        return retention.expires is not None and retention.expires <= self.now()
+
+    def use(self, key: Key) -> None:
+        self.uses += 1
+        self.used[key] = self.uses
+        self.model.move_to_end(key)
+
+    def holds(self, key: Key, fill: int, retention: Retention) -> None:
+        """The store has it now; older ones may have had to leave."""
+        self.drop(key)
+        while len(self.model) + len(self.expired) >= self.max_entries:
+            self.drop(min((*self.model, *self.expired), key=self.leaving_order))
+        self.model[key] = fill
+        self.retention[key] = retention
+        self.use(key)
+        self.pass_time(0)
+
+    def leaving_order(self, key: Key) -> tuple[bool, bool, int]:
+        return key not in self.expired, self.retention[key].pinned, self.used[key]
+
+    def drop(self, key: Key) -> None:
+        self.model.pop(key, None)
+        self.expired.discard(key)
+        self.reported.discard(key)
+        self.retention.pop(key, None)
+
+    @rule(pages=PAGES, tenant=TENANT, fill=FILL, name=st.none() | RETENTION)
+    def put(self, pages: int, tenant: str | None, fill: int, name: str | None) -> None:
+        self.pass_time(10)
+        key = (pages, tenant)
+        retention = None if name is None else self.retention_of(name)
+        entry = self.store.put(sample_payload(identity_of(pages, tenant), fill=fill), retention=retention)
+        if retention is None:
+            retention = self.retention.get(key, DEFAULT) if key in self.model else DEFAULT
+            if key in self.reported:  # a store may, or may not, remember that of an index that went bad
+                retention = entry.retention
+        assert entry.retention == retention
+        self.holds(key, fill, retention)
+
+    @rule(pages=PAGES, tenant=TENANT, name=RETENTION)
+    def retain(self, pages: int, tenant: str | None, name: str) -> None:
+        key, identity = (pages, tenant), identity_of(pages, tenant)
+        retention = self.retention_of(name)
+        if key in self.model:
+            assert self.store.retain(identity, retention).retention == retention
+            self.retention[key] = retention
+            self.pass_time(0)
+        elif key not in self.reported:
+            with pytest.raises(IndexNotFound):
+                self.store.retain(identity, retention)
+
+    @precondition(lambda self: self.clock is not None)
+    @rule(seconds=st.sampled_from((1.5, 1800.0, 3601.0)))
+    def later(self, seconds: float) -> None:
+        self.pass_time(seconds)
+
+    @rule()
+    def collect(self) -> None:
+        assert {e.digest for e in self.store.collect()} == {identity_of(*key).digest for key in self.expired}
+        for key in tuple(self.expired):
+            self.drop(key)
+
+    @rule(pages=PAGES, tenant=TENANT)
+    def lease(self, pages: int, tenant: str | None) -> None:
+        lease = self.store.lease(identity_of(pages, tenant))
+        assert (lease is None) == ((pages, tenant) in self.leases)
+        if lease is not None:
+            self.leases[pages, tenant] = lease
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.leases.pop(data.draw(st.sampled_from(sorted(self.leases, key=repr)))).release()
+
+    @rule(pages=PAGES, tenant=TENANT)
+    def prefetch(self, pages: int, tenant: str | None) -> None:
+        self.store.prefetch(identity_of(pages, tenant))
 
     @rule(pages=PAGES, tenant=TENANT)
     def get(self, pages: int, tenant: str | None) -> None:
+        self.pass_time(10)
         identity = identity_of(pages, tenant)
         if (pages, tenant) not in self.model:
             if (pages, tenant) in self.reported:
@@ -69,17 +187,17 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert self.store.contains(identity)
         with self.store.get(identity.digest) as index:
-            self.model.move_to_end((pages, tenant))
+            self.use((pages, tenant))
             assert index.identity == identity
             assert index.array("channels")[0] == self.model[pages, tenant]
             index.verify()
 
     @rule(pages=PAGES, tenant=TENANT)
     def delete(self, pages: int, tenant: str | None) -> None:
-        there = self.model.pop((pages, tenant), None) is not None
+        key = (pages, tenant)
         deleted = self.store.delete(identity_of(pages, tenant))
-        assert deleted == there or (pages, tenant) in self.reported
-        self.reported.discard((pages, tenant))
+        assert deleted == (key in self.model) or key in self.reported or key in self.expired
+        self.drop(key)
 
     @rule(pages=PAGES, tenant=TENANT)
     def report(self, pages: int, tenant: str | None) -> None:
@@ -102,14 +220,22 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
+        """A store that outlives nothing: all is gone. One that does overrides this."""
+        self.release_all()
         self.store.close()
         self.store.open()
-        self.model.clear()
-        self.reported.clear()
+        for key in (*self.model, *self.expired, *self.reported):
+            self.drop(key)
+
+    def release_all(self) -> None:
+        while self.leases:
+            self.leases.popitem()[1].release()
 
     @invariant()
     def listing_is_the_model(self) -> None:
-        assert {e.digest for e in self.store.list()} == {identity_of(*key).digest for key in self.model}
+        assert {e.digest: e.retention for e in self.store.list()} == {
+            identity_of(*key).digest: self.retention.get(key, DEFAULT) for key in self.model
+        }
         assert len(self.store.problems()) == len(self.reported)
 
     @invariant()

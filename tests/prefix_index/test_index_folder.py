@@ -155,7 +155,7 @@ def test_quiet_folders_are_not_listed_again(folder: Path, monkeypatch: pytest.Mo
     os.utime(path.parent, ns=(long_ago, long_ago))
     with opened(folder) as store:
         with monkeypatch.context() as patch:
-            patch.setattr("prefix_index.file._signatures", lambda fd: pytest.fail("listed again"))
+            patch.setattr("prefix_index.books._list_shard", lambda *_: pytest.fail("listed again"))
             store.rescan()
             store.rescan()
         path.unlink()
@@ -288,7 +288,7 @@ def test_lost_file_is_an_inconsistency_only_when_the_books_are_wrong(folder: Pat
     put_file(folder)
     with opened(folder) as store:
         store.check_integrity()
-        store._catalog.clear()
+        store._books.catalog.clear()
         with pytest.raises(StoreInconsistent, match=r"files: expected .*, found {}; this is a defect"):
             store.check_integrity()
 

@@ -229,6 +229,24 @@ def test_lazy_arrays_are_made_one_at_a_time() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("order", ["forward", "backward"])
+def test_a_file_and_a_buffer_get_the_same_bytes(order: str, tmp_path: Path) -> None:
+    """To files, long arrays go in parts, and the kernel is told to begin writing them; nothing of that shows."""
+    sizes = [0, 1, 65_536, 65_537, (8 << 20) - 4096, (8 << 20) + 1, 20_000_000, 5]
+    make = np.random.default_rng(0).integers
+    arrays = {ArrayKey("a", i): make(0, 256, n, np.uint8) for i, n in enumerate(sizes)}
+    payload = IndexPayload(sample_identity(), arrays, info=BuildInfo(created=1.0))
+    path = tmp_path / "x"
+    writer = IndexWriter.of(payload)
+    with io.FileIO(path, "wb") as out:
+        writer.begin(out)
+        for key in arrays if order == "forward" else reversed(arrays):
+            writer.write(key, arrays[key])
+        writer.finish()
+    assert path.stat().st_size == writer.nbytes
+    assert path.read_bytes() == dump(payload)
+
+
 def test_writer_takes_arrays_in_any_order_and_each_once(tiny_payload: IndexPayload) -> None:
     out = io.BytesIO()
     writer = IndexWriter.of(tiny_payload)

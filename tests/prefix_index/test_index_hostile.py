@@ -7,7 +7,7 @@ import io
 import json
 import resource
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from prefix_index import (
     IndexTooNew,
     write_index,
 )
-from prefix_index.format import ALIGN, PRELUDE, aligned, encode_footer
+from prefix_index.format import ALIGN, PRELUDE, ArrayRecord, aligned, encode_footer, table_problem
 
 
 @pytest.fixture(scope="module")
@@ -40,27 +40,52 @@ def read_all(data: bytes) -> None:
     IndexFile.from_buffer(data).verify()
 
 
-@pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
-def test_every_flipped_byte_is_detected(raw: bytes, mask: int) -> None:
+def survivors(raw: bytes, bits: Iterable[int], use: Callable[[bytes], object]) -> list[int]:
+    """Those of the single-bit flips after which `use` raises nothing."""
     data = bytearray(raw)
     undetected = []
-    for i in range(len(data)):
-        data[i] ^= mask
+    for bit in bits:
+        data[bit // 8] ^= 1 << bit % 8
         try:
-            read_all(bytes(data))
-            undetected.append(i)
+            use(bytes(data))
+            undetected.append(bit)
         except IndexFormatError:
             pass
-        data[i] ^= mask
-    assert undetected == []
-    assert bytes(data) == raw
-
-
-def test_every_bit_of_the_header_is_detected(raw: bytes) -> None:
-    head = PRELUDE.size + sum(struct.unpack_from("<II", raw, 12))
-    for bit in range(head * 8):
-        data = bytearray(raw)
         data[bit // 8] ^= 1 << bit % 8
+    assert bytes(data) == raw
+    return undetected
+
+
+def test_every_bit_of_header_and_footer_is_detected_by_opening(raw: bytes) -> None:
+    """Prelude, entry, table, the padding behind them, and the footer with its zeros: 65,536 flips."""
+    entry_nbytes, table_nbytes = struct.unpack_from("<II", raw, 12)
+    header = aligned(PRELUDE.size + entry_nbytes + table_nbytes)
+    bits = [*range(header * 8), *range((len(raw) - ALIGN) * 8, len(raw) * 8)]
+    assert len(bits) == 65_536
+    assert survivors(raw, bits, IndexFile.from_buffer) == []
+
+
+@pytest.mark.parametrize("read", [read_all, lambda data: IndexFile.from_buffer(data).read_many()], ids=["map", "bulk"])
+def test_every_bit_of_arrays_and_every_byte_of_their_padding_is_detected(
+    raw: bytes, read: Callable[[bytes], object]
+) -> None:
+    index = IndexFile.from_buffer(raw)
+    start = len(raw) - ALIGN - sum(aligned(index.record(k).nbytes) for k in index.keys)
+    bits: list[int] = []
+    for record in map(index.record, index.keys):
+        first = start + record.offset
+        bits += range(first * 8, (first + record.nbytes) * 8)
+        padding = range(first + record.nbytes, first + aligned(record.nbytes))
+        bits += [byte * 8 + byte % 8 for byte in padding]
+    assert len(bits) > 12_000
+    assert survivors(raw, bits, read) == []
+
+
+def test_any_number_of_flipped_bits_in_one_byte_of_the_header_is_detected(raw: bytes) -> None:
+    head = PRELUDE.size + sum(struct.unpack_from("<II", raw, 12))
+    for i in range(head):
+        data = bytearray(raw)
+        data[i] ^= 0xFF
         with pytest.raises(IndexFormatError):
             IndexFile.from_buffer(bytes(data))
 
@@ -192,6 +217,11 @@ HOSTILE_ROWS: dict[str, Callable[[list[list[Any]]], object]] = {
     "negative layer": lambda rows: rows[1].__setitem__(LAYER, -2),
     "huge head": lambda rows: rows[1].__setitem__(KV_HEAD, 2**40),
     "checksum not hex": lambda rows: rows[1].__setitem__(XXH3, "z" * 16),
+    "checksum not hex in the middle": lambda rows: rows[1].__setitem__(XXH3, "0" * 7 + "g" + "0" * 8),
+    "checksum in upper case": lambda rows: rows[1].__setitem__(XXH3, "A" * 16),
+    "checksum of other digits": lambda rows: rows[1].__setitem__(XXH3, "\uff11" * 16),
+    "long checksum": lambda rows: rows[1].__setitem__(XXH3, "0" * 17),
+    "checksum with a newline": lambda rows: rows[1].__setitem__(XXH3, "0" * 15 + "\n"),
     "short row": lambda rows: rows[1].pop(),
     "long row": lambda rows: rows[1].append(0),
     "float offset": lambda rows: rows[1].__setitem__(OFFSET, 0.5),
@@ -207,6 +237,50 @@ def test_hostile_rows_with_right_checksums(raw: bytes, name: str) -> None:
     HOSTILE_ROWS[name](table["arrays"])
     with pytest.raises(IndexCorrupt):
         IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), json.dumps(table).encode(), data))
+
+
+def rows_of(count: int) -> list[ArrayRecord]:
+    """A right table of many arrays, two names and two shapes in turn."""
+    forms = [("csa.ids", "int32", (3, 4), 48), ("csa.scores", "uint16", (5000,), 10_000)]
+    rows, offset = [], 0
+    for i in range(count):
+        name, dtype, shape, nbytes = forms[i % 2]
+        rows.append(ArrayRecord(name, i // 16, i // 2 % 8, dtype, shape, offset, nbytes, f"{i:016x}"))
+        offset += aligned(nbytes)
+    return rows
+
+
+LATE_PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
+    "array name": ({"name": "csa.Ids"}, "array name"),
+    "address": ({"layer": 1 << 16}, "address of array csa.ids"),
+    "known shape, other bytes": ({"nbytes": 49}, "bytes of"),
+    "known shape, other dtype": ({"dtype": "int64"}, "bytes of"),
+    "negative shape of the same product": ({"shape": (-3, -4)}, "shape of"),
+    "unknown dtype": ({"dtype": "bool"}, "dtype of"),
+    "offset": ({"offset": 4096}, "offset of"),
+    "checksum": ({"xxh3": "0" * 15}, "checksum of"),
+    "twice": ({"layer": 0, "kv_head": 0}, "array ('csa.ids', 0, 0)"),
+}
+
+
+@pytest.mark.parametrize("name", LATE_PROBLEMS)
+@pytest.mark.parametrize("at", [2, 25_000, 49_998])
+def test_a_bad_row_among_fifty_thousand_good_ones(name: str, at: int) -> None:
+    rows = rows_of(50_000)
+    total = rows[-1].offset + aligned(rows[-1].nbytes)
+    assert table_problem(rows, total) is None
+    changes, what = LATE_PROBLEMS[name]
+    rows[at] = msgspec.structs.replace(rows[at], **changes)
+    problem = table_problem(rows, total)
+    assert problem is not None
+    assert problem[0].startswith(what)
+
+
+def test_rows_that_do_not_fill_the_data() -> None:
+    rows = rows_of(100)
+    total = rows[-1].offset + aligned(rows[-1].nbytes)
+    for wrong in (0, total - 4096, total + 4096):
+        assert table_problem(rows, wrong) == ("bytes of data", total, wrong)
 
 
 @pytest.mark.parametrize(

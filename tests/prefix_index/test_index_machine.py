@@ -7,17 +7,24 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from prefix_index import FileStore, IndexNotFound, IndexStore, MemoryStore
 from prefix_index.testing import sample_payload
-from tests.prefix_index.machine import FILL, PAGES, STEPS, TENANT, StoreMachine, identity_of
+from tests.prefix_index.machine import DEFAULT, FILL, PAGES, RETENTION, STEPS, TENANT, Clock, StoreMachine, identity_of
+
+
+def nbytes_of_one() -> int:
+    with MemoryStore(1 << 30) as store:
+        return store.put(sample_payload()).nbytes
 
 
 class MemoryMachine(StoreMachine):
     def make(self) -> IndexStore:
-        return MemoryStore(1 << 30)
+        self.clock = Clock()
+        return MemoryStore(1 << 30, clock=self.clock)
 
 
 class SmallMemoryMachine(StoreMachine):
@@ -26,19 +33,21 @@ class SmallMemoryMachine(StoreMachine):
     max_entries = 3
 
     def make(self) -> IndexStore:
-        with MemoryStore(1 << 30) as store:
-            one = store.put(sample_payload()).nbytes
-        return MemoryStore(3 * one)
+        self.clock = Clock()
+        return MemoryStore(3 * nbytes_of_one(), clock=self.clock)
 
 
 class FileMachine(StoreMachine):
-    """Two stores in one folder; the second one's writes are known to the first after a rescan."""
+    """Two stores in one folder; the second one's changes are known to the first after a rescan."""
+
+    max_bytes: int | None = None
 
     def make(self) -> IndexStore:
+        self.clock = Clock()
         self.folder = Path(tempfile.mkdtemp())
-        self.other = FileStore(self.folder)
+        self.other = FileStore(self.folder, max_bytes=self.max_bytes, clock=self.clock)
         self.other.open()
-        return FileStore(self.folder)
+        return FileStore(self.folder, max_bytes=self.max_bytes, clock=self.clock)
 
     def teardown(self) -> None:
         super().teardown()
@@ -47,37 +56,86 @@ class FileMachine(StoreMachine):
 
     @rule(pages=PAGES, tenant=TENANT, fill=FILL)
     def put_elsewhere(self, pages: int, tenant: str | None, fill: int) -> None:
-        self.other.put(sample_payload(identity_of(pages, tenant), fill=fill))
+        self.pass_time(10)
+        key = (pages, tenant)
+        entry = self.other.put(sample_payload(identity_of(pages, tenant), fill=fill))
+        kept = key in self.model or (key in self.reported and not self.is_over(self.retention[key]))
+        assert entry.retention == (self.retention[key] if kept else DEFAULT)
         self.store.rescan()
-        self.model[pages, tenant] = fill
-        self.reported.discard((pages, tenant))
+        self.holds(key, fill, entry.retention)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), name=RETENTION)
+    def retain_elsewhere(self, data: st.DataObject, name: str) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+        self.retention[key] = self.retention_of(name)
+        self.other.retain(identity_of(*key), self.retention[key])
+        self.store.rescan()
+        self.pass_time(0)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def get_elsewhere(self, data: st.DataObject) -> None:
+        self.pass_time(10)
+        if self.model:
+            key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+            self.other.get(identity_of(*key)).close()
+            self.use(key)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def delete_elsewhere(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
         assert self.other.delete(identity_of(*key))
-        del self.model[key]
+        self.drop(key)
         if data.draw(st.booleans()):
             self.store.rescan()
         else:
             with pytest.raises(IndexNotFound):
                 self.store.get(identity_of(*key))
 
+    @rule(pages=PAGES, tenant=TENANT)
+    def lease_elsewhere(self, pages: int, tenant: str | None) -> None:
+        lease = self.other.lease(identity_of(pages, tenant))
+        assert (lease is None) == ((pages, tenant) in self.leases)
+        if lease is not None:
+            self.leases[pages, tenant] = lease
+
     @rule()
     def reopen(self) -> None:
         """Everything is still there, and what was only reported is offered again."""
-        for key in self.reported:
+        for key in tuple(self.reported):
+            self.reported.discard(key)
+            if self.is_over(self.retention[key]):
+                self.expired.add(key)
+                continue
             with self.store.get(identity_of(*key)) as index:
                 self.model[key] = int(index.array("channels")[0])
-        self.reported.clear()
+                self.use(key)
         self.store.close()
         self.store.open()
 
 
+class SmallFileMachine(FileMachine):
+    """Room for three indexes in the folder, whichever of the two stores writes or reads them."""
+
+    max_entries = 3
+
+    def make(self) -> IndexStore:
+        self.max_bytes = 3 * nbytes_of_one()
+        return super().make()
+
+    @rule(pages=PAGES, tenant=TENANT)
+    def report(self, pages: int, tenant: str | None) -> None:
+        """A reported file keeps its place, and only its replacement frees it: too much for this model."""
+
+
+MORE_STEPS = settings(STEPS, max_examples=40, stateful_step_count=60)  # a full store needs many puts
 TestMemoryMachine = MemoryMachine.TestCase
 TestMemoryMachine.settings = STEPS
 TestSmallMemoryMachine = SmallMemoryMachine.TestCase
-TestSmallMemoryMachine.settings = STEPS
+TestSmallMemoryMachine.settings = MORE_STEPS
 TestFileMachine = FileMachine.TestCase
 TestFileMachine.settings = STEPS
+TestSmallFileMachine = SmallFileMachine.TestCase
+TestSmallFileMachine.settings = MORE_STEPS

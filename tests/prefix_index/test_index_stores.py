@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,57 +14,16 @@ import pytest
 from prefix_index import (
     ArrayKey,
     IndexCorrupt,
-    IndexEntry,
     IndexNotFound,
     IndexPayload,
     IndexStore,
     InvalidPayload,
     LazyArray,
+    Retention,
     StoreClosed,
-    namespace_digest,
-    page_hashes,
 )
 from prefix_index.testing import sample_identity, sample_model, sample_payload
-from tests.prefix_index.tiers import TIERS
-
-PROMPT = tuple(range(500, 628))  # 8 pages
-
-
-@pytest.fixture(params=TIERS)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[IndexStore]:
-    with TIERS[request.param](tmp_path) as store:
-        store.open()
-        yield store
-        store.check_integrity()
-        store.close()
-
-
-def same_arrays(store: IndexStore, payload: IndexPayload) -> bool:
-    index = store.get(payload.identity)
-    try:
-        arrays: Any = payload.arrays
-        return all(np.array_equal(index.array(*key), array) for key, array in arrays.items())
-    finally:
-        index.close()
-
-
-def find(store: IndexStore, prompt: Any = PROMPT, extra_key: str | None = None, **changes: Any) -> IndexEntry | None:
-    return store.longest(
-        namespace_digest({"extra_key": extra_key}),
-        page_hashes(prompt),
-        changes.get("model", sample_model()),
-        changes.get("profile", "profile-1"),
-        page_tokens=changes.get("page_tokens", 16),
-    )
-
-
-def miss(store: IndexStore, extra_key: str | None = None, **changes: Any) -> str | None:
-    return store.near_miss(
-        namespace_digest({"extra_key": extra_key}),
-        page_hashes(PROMPT),
-        changes.get("model", sample_model()),
-        changes.get("profile", "profile-1"),
-    )
+from tests.prefix_index.conformance import PINNED, PROMPT, find, miss, same_arrays
 
 
 def test_put_then_get(store: IndexStore) -> None:
@@ -221,9 +179,17 @@ def test_failed_put_leaves_the_old_index(store: IndexStore) -> None:
     ["", "ab", "../" * 20 + "etcd", "A" * 64, "g" * 64, "0" * 63 + "\n", "0" * 1_000_000, None, 7, b"0" * 64],
 )
 def test_only_digests_are_keys(store: IndexStore, key: Any) -> None:
-    for method in (store.get, store.contains, store.delete):
+    calls: list[Callable[[Any], object]] = [
+        store.get,
+        store.contains,
+        store.delete,
+        store.lease,
+        store.prefetch,
+        lambda key: store.retain(key, Retention()),
+    ]
+    for call in calls:
         with pytest.raises(InvalidPayload, match="index key: expected an IndexIdentity or its digest"):
-            method(key)
+            call(key)
 
 
 def test_closed_store_says_so(store: IndexStore) -> None:
@@ -237,6 +203,10 @@ def test_closed_store_says_so(store: IndexStore) -> None:
         lambda: store.report(sample_identity(), IndexCorrupt("a", expected="b", found="c", remedy="d")),
         lambda: find(store),
         lambda: miss(store),
+        lambda: store.retain(sample_identity(), Retention()),
+        lambda: store.lease(sample_identity()),
+        lambda: store.prefetch(sample_identity()),
+        store.collect,
         store.list,
         store.problems,
         store.rescan,
@@ -249,6 +219,16 @@ def test_closed_store_says_so(store: IndexStore) -> None:
     store.open()
 
 
+def test_prefetch_changes_nothing_one_can_see(store: IndexStore) -> None:
+    store.prefetch(sample_identity(PROMPT))
+    store.put(sample_payload())
+    store.prefetch(sample_identity())
+    store.prefetch(sample_identity().digest)
+    assert same_arrays(store, sample_payload())
+    assert [e.identity for e in store.list()] == [sample_identity()]
+    assert list(store.problems()) == []
+
+
 def test_many_threads(store: IndexStore) -> None:
     payloads = [sample_payload(sample_identity(PROMPT[: 16 * n]), fill=n) for n in range(1, 5)]
     errors: list[BaseException] = []
@@ -258,9 +238,14 @@ def test_many_threads(store: IndexStore) -> None:
         try:
             for _ in range(25):
                 payload = payloads[rng.integers(len(payloads))]
-                match rng.integers(4):
+                match rng.integers(6):
                     case 0:
                         store.put(payload)
+                    case 3:
+                        store.collect()
+                    case 4:
+                        with contextlib.suppress(IndexNotFound):
+                            store.retain(payload.identity, PINNED)
                     case 1:
                         store.delete(payload.identity)
                     case 2:

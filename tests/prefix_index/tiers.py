@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from prefix_index import FileStore, IndexStore, MemoryStore
+from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.service import Depot, ServedFolder, StoreClient, StoreServer
+from prefix_index.tiered import TieredStore
+from tests.prefix_index import mooncake_cluster, s3_server
 
 Tier: TypeAlias = Callable[[Path], AbstractContextManager[IndexStore]]
 
@@ -23,4 +29,83 @@ def file(tmp_path: Path) -> Iterator[IndexStore]:
     yield FileStore(tmp_path / "store", create=True)
 
 
-TIERS: dict[str, Tier] = {"memory": memory, "file": file}
+@contextlib.contextmanager
+def tiered_memory_file(tmp_path: Path) -> Iterator[IndexStore]:
+    """Room for two of the suite's indexes in front."""
+    yield TieredStore(MemoryStore(100 << 10), FileStore(tmp_path / "store", create=True))
+
+
+@contextlib.contextmanager
+def tiered_tmpfs_file(tmp_path: Path) -> Iterator[IndexStore]:
+    """A small folder, in real life in a tmpfs, in front of a large one; every get waits for its copy."""
+    fast = FileStore(tmp_path / "fast", create=True, max_bytes=150 << 10)
+    yield TieredStore(fast, FileStore(tmp_path / "store", create=True), wait="wait_complete")
+
+
+@contextlib.contextmanager
+def tiered_memory_tmpfs_file(tmp_path: Path) -> Iterator[IndexStore]:
+    """Three deep."""
+    with tiered_tmpfs_file(tmp_path) as below:
+        yield TieredStore(MemoryStore(100 << 10), below, wait="timeout", timeout_s=0.5)
+
+
+@contextlib.contextmanager
+def remote_memory(tmp_path: Path) -> Iterator[IndexStore]:
+    """Several chunks an index, as in all remote tiers here."""
+    yield RemoteStore(ObjectBlobs("memory:///"), chunk_nbytes=16 << 10)
+
+
+@contextlib.contextmanager
+def remote_file(tmp_path: Path) -> Iterator[IndexStore]:
+    yield RemoteStore(ObjectBlobs((tmp_path / "objects").as_uri()), chunk_nbytes=16 << 10)
+
+
+@contextlib.contextmanager
+def remote_s3(tmp_path: Path) -> Iterator[IndexStore]:
+    yield RemoteStore(s3_server.new_bucket(), chunk_nbytes=16 << 10, timeout_s=20)
+
+
+@contextlib.contextmanager
+def remote_mooncake(tmp_path: Path) -> Iterator[IndexStore]:
+    """Only where a cluster is: test_remote_mooncake.py runs the suite again in a network namespace of its own."""
+    yield RemoteStore(mooncake_cluster.shared_blobs(), folder=tmp_path.name, chunk_nbytes=16 << 10, timeout_s=20)
+
+
+@contextlib.contextmanager
+def service(tmp_path: Path) -> Iterator[IndexStore]:
+    """A client of a service in another thread, with both of its tiers."""
+    with serving(tmp_path) as endpoint:
+        yield StoreClient(endpoint)
+
+
+@contextlib.contextmanager
+def serving(tmp_path: Path, fast_bytes: int = 150 << 10, **options: Any) -> Iterator[str]:
+    """A running service on ``tmp_path/store``; ``options`` are those of its durable tier. Gives the endpoint."""
+    slow = ServedFolder(tmp_path / "store", create=True, **options)
+    fast = ServedFolder(tmp_path / "dram", create=True, max_bytes=fast_bytes)
+    with tempfile.TemporaryDirectory(prefix="svc-") as folder:  # a socket's path must be short
+        endpoint = f"ipc://{folder}/socket"
+        server = StoreServer(Depot(slow, fast), endpoint)
+        server.open()
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        try:
+            yield endpoint
+        finally:
+            server.stop()
+            thread.join()
+            server.close()
+
+
+TIERS: dict[str, Tier] = {
+    "memory": memory,
+    "file": file,
+    "tiered-memory-file": tiered_memory_file,
+    "tiered-tmpfs-file": tiered_tmpfs_file,
+    "tiered-memory-tmpfs-file": tiered_memory_tmpfs_file,
+    "remote-memory": remote_memory,
+    "remote-file": remote_file,
+    "remote-s3": remote_s3,
+    "service": service,
+    **({"remote-mooncake": remote_mooncake} if mooncake_cluster.is_inside() else {}),
+}

@@ -48,6 +48,18 @@ def test_a_file_gives_what_its_text_gives(tmp_path: Path) -> None:
         ('{"build_align": 24}', ["build_align", "multiple of 16", "24"]),
         ('{"prefetch_timeout_s": -1}', ["prefetch_timeout_s"]),
         ('{"index_gpu_bytes": 0}', ["index_gpu_bytes"]),
+        ('{"store_max_bytes": 0}', ["store_max_bytes", "positive number of bytes, or null"]),
+        ('{"store_max_bytes": "50G"}', ["store_max_bytes", "int"]),
+        ('{"store_min_free_bytes": -1}', ["store_min_free_bytes", "0 or more bytes"]),
+        ('{"store_timeout_s": 0}', ["store_timeout_s", "above 0 seconds"]),
+        ('{"store_timeout_s": NaN}', ["store_timeout_s", "nan"]),
+        ('{"store_eviction": "random"}', ["store_eviction", "random"]),
+        ('{"store_wait": "never"}', ["store_wait", "never"]),
+        ('{"store_remote": "ftp://host"}', ["store_remote", "s3://BUCKET/PREFIX", "ftp://host"]),
+        ('{"store_remote": "/a/folder"}', ["store_remote", "folder or service is named by --sparse-attn-store"]),
+        ('{"store_remote": ["s3://b", 3]}', ["store_remote", "str"]),
+        ('{"store_remote": "mooncake://m:1"}', ["store_remote", "Mooncake may lose", "put s3://... behind it"]),
+        ('{"store_remote": ["s3://b", "mooncake://m:1"]}', ["store_remote", "must not hold the only copy"]),
         ('{"prefetch_policy": "eager"}', ["prefetch_policy", "eager"]),
         ('{"pooling": "median"}', ["pooling", "median"]),
         ('{"build": true}', ["build", "bool"]),
@@ -88,6 +100,33 @@ def test_a_missing_store_folder_is_refused_and_not_made(tmp_path: Path) -> None:
         make_settings(None, str(tmp_path / "none"))
     assert "mkdir -p" in str(caught.value)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("store", ["s3://bucket/prefix", "mooncake://m:1", "http://host", "ipc://"])
+def test_a_store_that_is_neither_folder_nor_service_is_refused(store: str) -> None:
+    with pytest.raises(ConfigError, match="expected a folder or a service's ipc://SOCKET") as caught:
+        make_settings(None, store)
+    assert "'store_remote'" in str(caught.value)
+
+
+def test_a_service_is_taken_as_it_is_and_a_file_url_as_its_folder(tmp_path: Path) -> None:
+    assert make_settings(None, f"ipc://{tmp_path}/none.sock").store == f"ipc://{tmp_path}/none.sock"
+    assert make_settings(None, f"file://{tmp_path}").store == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"store_max_bytes": 5000000}',
+        '{"store_min_free_bytes": 0}',
+        '{"store_eviction": "cost_aware"}',
+        '{"store_remote": "s3://bucket"}',
+    ],
+)
+def test_limits_and_tiers_of_a_service_are_its_own(text: str) -> None:
+    with pytest.raises(ConfigError, match="together with a store service") as caught:
+        make_settings(text, "ipc:///run/none.sock")
+    assert "sglang-ext store serve" in str(caught.value)
 
 
 def test_without_a_store_the_default_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

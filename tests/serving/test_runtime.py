@@ -89,8 +89,7 @@ def start(make_bench: Callable[..., Any]) -> Iterator[Callable[..., SparseRuntim
 
     yield make
     for runtime in started:
-        runtime.residency.close()
-        runtime.store.close()
+        runtime.close()
 
 
 PROMPT = list(range(64))
@@ -314,8 +313,8 @@ def test_a_captured_request_that_vanishes_leaves_no_capture(start: Any) -> None:
     del request
     gc.collect()
     runtime.admit(other, "b", [1, 2], NAMESPACE)
-    assert runtime.recorder is not None
-    assert (runtime.recorder.take("a"), runtime._identities) == (None, {})
+    assert runtime.builds is not None
+    assert (runtime.builds.recorder.take("a"), len(runtime.builds)) == (None, 0)
 
 
 def test_a_layer_plan_of_another_model_is_refused(start: Any) -> None:

@@ -1,0 +1,392 @@
+"""The index store against the disk and the memory below it: reading, writing, checking, listing, latency.
+
+Each row is one JSON line: medians and [min, max] over the repeats, the figure it is compared with from the same
+run, and what is needed to repeat it. A row is written only after what was measured gave the right bytes.
+
+    python benchmarks/store.py                      # all rows, about 5 minutes, 3 GB of disk
+    python benchmarks/store.py --only read warm --dir FOLDER_ON_THE_DISK --repeats 9
+
+`read`, `write`  cold reads and durable writes against `fio` on the same disk, in turn; without `fio`, against a plain
+                 reader and writer of our own, which the row's `reference` then names
+`warm`           from the page cache, against memcpy and xxh3
+`verify`         what the checksums cost;  `header`  opening an index of many arrays
+`scan`           start-up with many entries, and memory per entry;  `latency`  get and read of a 1 MB index
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+from accuracy import _commit as commit
+from disk import Row, disk_reference, in_turn, rates, seconds_of, summary
+
+from prefix_index import (
+    ArrayKey,
+    BuildInfo,
+    FileStore,
+    IndexCorrupt,
+    IndexFile,
+    IndexPayload,
+    IndexStore,
+    IndexUnreadable,
+    MemoryStore,
+    write_index,
+)
+from prefix_index.direct import PIECE_NBYTES, THREADS, fresh_buffer
+from prefix_index.testing import sample_identity
+
+LAYERS, HEADS, NAMES = 32, 8, 6
+
+
+def payload_of(nbytes: int, *, names: int = NAMES, layers: int = LAYERS, heads: int = HEADS, seed: int = 0) -> Any:
+    """An index of about `nbytes` bytes in the shape of an 8B model's: 32 layers, 8 KV heads, 6 arrays of each."""
+    each = max(nbytes // (names * layers * heads) // 8, 1)
+    rng = np.random.default_rng(seed)
+    arrays = {
+        ArrayKey(f"bench.a{n}", layer, head): rng.integers(0, 1 << 63, each, np.int64)
+        for layer in range(layers)
+        for n in range(names)
+        for head in range(heads)
+    }
+    tokens = np.arange(32) + seed
+    return IndexPayload(sample_identity(tokens), arrays, info=BuildInfo(created=1.7e9, build_seconds=60.0))
+
+
+def write_plainly(path: Path, payload: IndexPayload) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb", buffering=0) as out:
+        write_index(out, payload)
+        os.fsync(out.fileno())
+
+
+def drop_from_page_cache(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def check_read(path: Path, payload: IndexPayload) -> None:
+    """What is measured reads the right bytes, and notices wrong ones. Raises RuntimeError."""
+    with IndexFile.open(path) as index:
+        found = index.read_many()
+    if found.keys() != payload.arrays.keys() or not all(np.array_equal(found[k], payload.arrays[k]) for k in found):
+        raise RuntimeError(f"{path}: expected the arrays that were written, found others")
+    at = path.stat().st_size // 2
+    with path.open("r+b", buffering=0) as file:
+        right = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([right[0] ^ 1]), at)
+        try:
+            with IndexFile.open(path) as index:
+                index.read_many()
+            raise RuntimeError(f"{path}: expected IndexCorrupt for a flipped bit, found none")
+        except IndexCorrupt:
+            os.pwrite(file.fileno(), right, at)
+            os.fsync(file.fileno())
+
+
+def read_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    if not has_direct(folder):
+        print("cold reads: not measured, this file system has no O_DIRECT (choose another by --dir)", file=sys.stderr)
+        return
+    for size in args.sizes:
+        yield cold_row(stored(folder / "cold", payload_of(size)), args.repeats)
+
+
+def stored(path: Path, payload: IndexPayload) -> Path:
+    """The payload in a file, and checked: reads right, damage found."""
+    write_plainly(path, payload)
+    check_read(path, payload)
+    return path
+
+
+def cold_row(path: Path, repeats: int) -> Row:
+    name, reference = disk_reference()
+    nbytes = path.stat().st_size
+
+    def cold(direct: bool | None) -> float:
+        drop_from_page_cache(path)
+        return seconds_of(lambda: read_all(path, direct=direct))
+
+    values = in_turn(
+        repeats,
+        ours=lambda: cold(None),
+        reference=lambda: reference(path, nbytes, "read"),
+        through_page_cache=lambda: cold(False),
+    )
+    return {"bench": "cold_read_verified", "nbytes": nbytes, "reference": name, **rates(values, nbytes)}
+
+
+def read_all(path: Path, **how: Any) -> Any:
+    with IndexFile.open(path) as index:
+        return index.read_many(**how)
+
+
+def warm_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    for size in args.sizes:
+        path = stored(folder / "warm", payload_of(size))
+        for buffer in ("new", "reused"):
+            yield warm_row(path, buffer, args.repeats)
+
+
+def warm_row(path: Path, buffer: str, repeats: int) -> Row:
+    source = np.frombuffer(path.read_bytes(), np.uint8)
+    ours, theirs = [fresh_buffer(len(source)) if buffer == "reused" else None for _ in range(2)]
+
+    def copy() -> Any:
+        out = fresh_buffer(len(source)) if theirs is None else theirs
+        np.copyto(out, source)
+        xxhash.xxh3_64_intdigest(out)
+        return out
+
+    values = in_turn(
+        repeats, ours=lambda: seconds_of(lambda: read_all(path, out=ours)), reference=lambda: seconds_of(copy)
+    )
+    reference = "one thread: memcpy, then xxh3-64 of the copy"
+    row = {"bench": "warm_read_verified", "buffer": buffer, "nbytes": len(source), "reference": reference}
+    return {**row, **rates(values, len(source))}
+
+
+def verify_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    path = stored(folder / "verify", payload_of(args.sizes[-1]))
+    nbytes = path.stat().st_size
+    for state in ("cold", "warm"):
+
+        def read(verify: bool, state: str = state) -> float:
+            if state == "cold":
+                drop_from_page_cache(path)
+            return seconds_of(lambda: read_all(path, verify=verify))
+
+        if state == "warm":
+            path.read_bytes()
+        values = in_turn(args.repeats, ours=lambda: read(True), reference=lambda: read(False))
+        row = {"bench": "verify_cost", "state": state, "nbytes": nbytes, "reference": "the same without verification"}
+        yield {**row, **rates(values, nbytes)}
+
+
+def write_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    name, reference = disk_reference()
+    payload = payload_of(args.write_size)
+    nbytes = sum(array.nbytes for array in payload.arrays.values())
+    with FileStore(folder / "write", create=True) as store:
+
+        def put() -> float:
+            store.delete(payload.identity)
+            return seconds_of(lambda: store.put(payload))
+
+        def plainly() -> float:
+            path = folder / "plain"
+            took = reference(path, nbytes, "write")
+            path.unlink()
+            return took
+
+        put()
+        check_read(store.path_of(payload.identity), payload)
+        values = in_turn(args.repeats, ours=put, reference=plainly)
+        check_read(store.path_of(payload.identity), payload)
+    yield {"bench": "write_durable", "nbytes": nbytes, "reference": name, **rates(values, nbytes)}
+
+
+def header_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    for layers, heads in ((32, 8), (1042, 8)):
+        path, payload = folder / "header", payload_of(8, layers=layers, heads=heads)
+        write_plainly(path, payload)
+        with IndexFile.open(path) as index:
+            if set(index.keys) != set(payload.arrays):
+                raise RuntimeError(f"{path}: expected the addresses that were written, found others")
+        values = [seconds_of(lambda p=path: header_of(p)) * 1e3 for _ in range(4 * args.repeats)]
+        yield {"bench": "open_header", "arrays": len(payload.arrays), "ms": summary(values)}
+
+
+def header_of(path: Path) -> IndexFile:
+    with IndexFile.open(path) as index:
+        return index
+
+
+def scan_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    store, payload = FileStore(folder / "scan", create=True), payload_of(64, names=1, layers=1, heads=1)
+    store.open()
+    first = payload.identity
+    identities = [msgspec.structs.replace(first, prefix_hash=f"{i:064x}") for i in range(args.entries)]
+    for identity in identities:  # as put() would, without 10,000 times fsync
+        path = store.path_of(identity)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("wb", buffering=0) as out:
+            write_index(out, IndexPayload(identity, payload.arrays, info=payload.info))
+    store.close()
+    paths = [store.path_of(identity) for identity in identities]
+    for state in ("cached", "cold"):
+        seconds = []
+        for _ in range(args.repeats):
+            if state == "cold":
+                os.sync()
+                for path in paths:
+                    drop_from_page_cache(path)
+            seconds.append(seconds_of(store.open))
+            if {entry.digest for entry in store.list()} != {identity.digest for identity in identities}:
+                raise RuntimeError("scan: expected all entries, found others")
+            store.close()
+        yield {"bench": "startup_scan", "entries": args.entries, "headers": state, "seconds": summary(seconds)}
+    del identities, paths
+    gc.collect()
+    tracemalloc.start()
+    store.open()
+    gc.collect()
+    each = tracemalloc.get_traced_memory()[0] / len(store.list())
+    tracemalloc.stop()
+    store.close()
+    yield {"bench": "memory_per_entry", "entries": args.entries, "bytes": round(each)}
+
+
+def latency_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    payload = payload_of(1 << 20, names=1, layers=4, heads=8)
+    with MemoryStore(64 << 20) as memory:
+        yield {"bench": "get_latency", "store": "memory", **get_latency(memory, payload, args.gets)}
+    with FileStore(folder / "latency", create=True) as embedded:
+        yield {"bench": "get_latency", "store": "embedded file", **get_latency(embedded, payload, args.gets)}
+    try:
+        import prefix_index.service as service
+    except ImportError as error:
+        print(f"get_latency through the service: not measured, {error}", file=sys.stderr)
+        return
+    with running_service(folder) as endpoint, contextlib.closing(service.StoreClient(endpoint)) as client:
+        client.open()
+        yield {"bench": "get_latency", "store": "service", **get_latency(client, payload, args.gets)}
+
+
+def get_latency(store: IndexStore, payload: IndexPayload, count: int) -> Row:
+    """Milliseconds of `count` gets, and of the reading of all arrays after each, from an open store of any kind."""
+    store.put(payload)
+    got, read = [], []
+    for _ in range(count + 20):
+        begun = time.perf_counter()
+        with store.get(payload.identity) as index:
+            opened = time.perf_counter()
+            found = index.read_many()
+        done = time.perf_counter()
+        if found.keys() != payload.arrays.keys() or not all(np.array_equal(found[k], payload.arrays[k]) for k in found):
+            raise RuntimeError("get: expected the arrays that were put, found others")
+        got.append(opened - begun)
+        read.append(done - begun)
+    cases = {"get": got[20:], "get_and_read": read[20:]}
+    row: Row = {"nbytes": sum(a.nbytes for a in found.values()), "arrays": len(found), "gets": count}
+    for name, seconds in cases.items():
+        row[f"{name}_ms"] = {f"p{q}": round(float(np.percentile(seconds, q)) * 1e3, 3) for q in (50, 99)}
+    return row
+
+
+@contextlib.contextmanager
+def running_service(folder: Path) -> Iterator[str]:
+    """A store service in a process of its own; gives its endpoint."""
+    code = """
+import sys
+from prefix_index.service import Depot, ServedFolder, StoreServer
+server = StoreServer(Depot(ServedFolder(sys.argv[1], create=True)), sys.argv[2])
+server.open()
+print("ready", flush=True)
+server.serve()
+"""
+    endpoint = f"ipc://{folder / 'socket'}"
+    command = [sys.executable, "-c", code, str(folder / "served"), endpoint]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            if server.stdout is None or server.stdout.readline().strip() != "ready":
+                raise RuntimeError("store service: expected it to start, found that it ended")
+            yield endpoint
+        finally:
+            server.terminate()
+
+
+BENCHES: dict[str, Callable[[argparse.Namespace, Path], Iterator[Row]]] = {
+    "read": read_rows,
+    "warm": warm_rows,
+    "verify": verify_rows,
+    "write": write_rows,
+    "header": header_rows,
+    "scan": scan_rows,
+    "latency": latency_rows,
+}
+
+
+def provenance(args: argparse.Namespace, folder: Path) -> Row:
+    """What a row needs to be repeated."""
+    cpu = [line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    mounts = [line.split()[:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    above = [(Path(where), kind, what) for what, where, kind in mounts if folder.resolve().is_relative_to(where)]
+    _, filesystem, disk = max(above, key=lambda mount: len(mount[0].parts))
+    return {
+        "config": {"threads": THREADS, "piece_nbytes": PIECE_NBYTES, "repeats": args.repeats, "quick": args.quick},
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "cpu": f"{len(os.sched_getaffinity(0))} x {cpu[0] if cpu else platform.machine()}",
+        "kernel": platform.release(),
+        "filesystem": filesystem,
+        "disk": disk,
+        "direct": has_direct(folder),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("msgspec", "numpy", "xxhash")},
+    }
+
+
+def has_direct(folder: Path) -> bool:
+    """Whether this file system reads with O_DIRECT; without it, `cold` rows compare reads through the page cache."""
+    path = folder / "direct"
+    write_plainly(path, payload_of(4096, names=1, layers=1, heads=1))
+    try:
+        read_all(path, direct=True)
+    except IndexUnreadable:
+        return False
+    return True
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(BENCHES), choices=list(BENCHES), metavar="BENCH")
+    parser.add_argument("--dir", type=Path, help="folder on the disk to measure; default: where temporary files go")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "store.jsonl")
+    parser.add_argument("--repeats", type=int, default=7, help="of each measurement, after one that does not count")
+    parser.add_argument("--quick", action="store_true", help="small and few: does it run at all?")
+    args = parser.parse_args(argv)
+    args.sizes = [4 << 20, 20 << 20] if args.quick else [64 << 20, 256 << 20, 1 << 30]
+    args.write_size = 8 << 20 if args.quick else 512 << 20
+    args.entries, args.gets = (200, 50) if args.quick else (10_000, 1000)
+    args.repeats = 2 if args.quick else args.repeats
+    return args
+
+
+def main() -> None:
+    """Measure, and append the rows."""
+    args = parse()
+    with tempfile.TemporaryDirectory(dir=args.dir) as name:
+        folder = Path(name)
+        for bench in args.only:
+            origin = provenance(args, folder)
+            for row in BENCHES[bench](args, folder):
+                with args.out.open("a") as file:
+                    file.write(json.dumps({**row, **origin}) + "\n")
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

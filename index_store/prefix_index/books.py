@@ -1,0 +1,313 @@
+"""What a store's folder holds, as the last look at it saw: entries, retention, recency, and what is wrong there.
+
+``FileStore`` locks around it. Nothing here changes the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from .catalog import Catalog, inconsistent
+from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError
+from .eviction import Candidate
+from .folder import PARTIAL, SUFFIX, Signature, is_shard, open_index, shard_fd, shard_of
+from .format import Entry
+from .keys import IndexIdentity, ModelFingerprint, is_digest
+from .reader import read_entry
+from .retention import DEFAULT, KEEP_SUFFIX, read_retention
+from .store import IndexEntry, Retention
+
+_MTIME_SETTLES_NS: Final = 2_000_000_000
+_SAME_USE_S: Final = 1.0
+
+
+@dataclass
+class _Listing:
+    """One reading of a shard folder. ``used_ns`` are access times; ``foreign`` are names that mean nothing here."""
+
+    indexes: dict[str, Signature] = field(default_factory=dict)
+    keeps: dict[str, Signature] = field(default_factory=dict)
+    used_ns: dict[str, int] = field(default_factory=dict)
+    partials: dict[str, int] = field(default_factory=dict)
+    foreign: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Shard:
+    """What the last scan saw. ``mtime_ns`` is None while a change in the same clock tick could go unseen."""
+
+    mtime_ns: int | None = None
+    seen: _Listing = field(default_factory=_Listing)
+    retention: dict[str, Retention] = field(default_factory=dict)
+
+
+class FolderBooks:
+    """The catalog of a folder (layout: ``folder.py``, ``retention.py``) and its problems, by path."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
+        self.catalog = Catalog(clock)
+        self.problems: dict[str, IndexStoreError] = {}
+        self._root = str(folder)
+        self._folder = folder
+        self._shards: dict[str, _Shard] = {}
+        self._models: dict[ModelFingerprint, ModelFingerprint] = {}
+        self._clock = clock
+        self.latest_use = 0.0
+        """When any index was used last (seconds), as far as this process knows."""
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        return tuple(self._shards)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all index files, usable or not, and of those that are being written."""
+        listings = [shard.seen for shard in self._shards.values()]
+        indexes = sum(s.nbytes for seen in listings for s in seen.indexes.values())
+        return indexes + sum(nbytes for seen in listings for nbytes in seen.partials.values())
+
+    def clear(self) -> None:
+        self.catalog.clear()
+        self.problems.clear()
+        self._shards.clear()
+        self._models.clear()
+        self.latest_use = 0.0
+
+    def time_of_use(self, before: float = 0.0) -> float:
+        """The time (seconds) to write down for a use now of what was last used at ``before``.
+
+        The clock's; but where that was set back behind the last use that is known, a second after that one, so that
+        the order of uses stays what it was. ``before`` itself where that is the last use, or less than a second ago.
+        """
+        now = self._clock()
+        if self.latest_use <= now:
+            used = before if 0 <= now - before < _SAME_USE_S else now
+        else:
+            used = before if before > self.latest_use - _SAME_USE_S else self.latest_use + _SAME_USE_S
+        self.latest_use = max(self.latest_use, used)
+        return used
+
+    def path_of(self, digest: str, suffix: str = SUFFIX) -> str:
+        return f"{self._root}/{shard_of(digest)}/{digest}{suffix}"
+
+    def signature(self, digest: str) -> Signature | None:
+        """Of the index's file, when it was last seen."""
+        shard = self._shards.get(shard_of(digest))
+        return None if shard is None else shard.seen.indexes.get(digest)
+
+    def candidates(self) -> Iterator[tuple[str, Candidate]]:
+        """(digest, candidate) of every usable index, with the last use that is known: it may be more recent."""
+        for digest, entry in self.catalog.all_held():
+            yield digest, Candidate(entry, self._shards[shard_of(digest)].seen.used_ns.get(digest, 0) / 1e9)
+
+    def keeps(self, shard: str) -> tuple[str, ...]:
+        """Digests of all sidecars in a shard folder."""
+        return tuple(self._shards[shard].seen.keeps)
+
+    def indexes(self, shard: str) -> tuple[str, ...]:
+        """Digests of all index files in a shard folder, usable or not."""
+        return tuple(self._shards[shard].seen.indexes)
+
+    def learn(self, digest: str, entry: Entry, signature: Signature) -> IndexEntry:
+        """Takes in an index whose header was read, or just written."""
+        path = self.path_of(digest)
+        shard = self._shards.setdefault(shard_of(digest), _Shard())
+        listed = IndexEntry(
+            identity=entry.identity,
+            nbytes=signature.nbytes,
+            created=entry.info.created,
+            build_seconds=entry.info.build_seconds,
+            path=path,
+            retention=shard.retention.get(digest, DEFAULT),
+        )
+        self.problems.pop(path, None)
+        self.catalog.add(digest, listed)
+        shard.seen.indexes[digest] = signature
+        return listed
+
+    def retained(self, digest: str, retention: Retention) -> IndexEntry | None:
+        """Takes in a retention that was just written. Returns the entry that has it now, if there is one."""
+        shard = self._shards.get(shard_of(digest))
+        if shard is not None:
+            shard.seen.keeps.pop(digest, None)  # the next scan reads what is really there
+        return self._set_retention(digest, retention)
+
+    def _set_retention(self, digest: str, retention: Retention) -> IndexEntry | None:
+        self.problems.pop(self.path_of(digest, KEEP_SUFFIX), None)
+        shard = self._shards.setdefault(shard_of(digest), _Shard())
+        if retention == DEFAULT:
+            shard.retention.pop(digest, None)
+        else:
+            shard.retention[digest] = retention
+        entry = self.catalog.held(digest)
+        if entry is not None and entry.retention != retention:
+            entry = msgspec.structs.replace(entry, retention=retention)
+            self.catalog.add(digest, entry)
+        return entry
+
+    def forget(self, digest: str) -> None:
+        """Takes out an index whose file has gone."""
+        self.catalog.remove(digest)
+        self.problems.pop(self.path_of(digest), None)
+        shard = self._shards.get(shard_of(digest))
+        if shard is not None:
+            shard.seen.indexes.pop(digest, None)
+            shard.seen.used_ns.pop(digest, None)
+
+    def rescan(self, *, full: bool = False) -> None:
+        """Reads the headers of files that are new since the last scan; a folder whose mtime stands is skipped.
+
+        Raises OSError when the store's folder has gone.
+        """
+        with os.scandir(self._root) as items:
+            found = {item.name: item.is_dir(follow_symlinks=False) for item in items}
+        names = {name for name, is_folder in found.items() if is_shard(name) and is_folder}
+        for path in [p for p in self.problems if os.path.dirname(p) == self._root]:
+            del self.problems[path]
+        for name in found:
+            if name not in names and not name.startswith("."):
+                path = f"{self._root}/{name}"
+                self.problems[path] = _foreign("a folder named by two hex digits", name).at(path)
+        for gone in self._shards.keys() - names:
+            self.scan_shard(gone, full=True)
+            del self._shards[gone]
+        for name in sorted(names):
+            self.scan_shard(name, full=full)
+
+    def look_again(self, digest: str) -> None:
+        """Lists the digest's shard folder now, whatever its mtime says."""
+        self._shards.setdefault(shard_of(digest), _Shard()).mtime_ns = None
+        self.scan_shard(shard_of(digest))
+
+    def scan_shard(self, name: str, *, full: bool = False) -> None:
+        shard = self._shards.setdefault(name, _Shard())
+        try:
+            with shard_fd(self._folder, name) as fd:
+                mtime_ns = os.fstat(fd).st_mtime_ns
+                if mtime_ns == shard.mtime_ns and not full:
+                    return
+                age_ns = time.time_ns() - mtime_ns
+                self._take_in(name, fd, _list_shard(fd, name, shard.seen), full=full)
+        except OSError:
+            self._take_in(name, -1, _Listing(), full=full)
+            mtime_ns, age_ns = 0, 0
+        shard.mtime_ns = mtime_ns if age_ns > _MTIME_SETTLES_NS else None
+
+    def _take_in(self, name: str, dir_fd: int, found: _Listing, *, full: bool) -> None:
+        shard = self._shards[name]
+        known, shard.seen = shard.seen, found
+        self.latest_use = max(self.latest_use, max(found.used_ns.values(), default=0) / 1e9)
+        for foreign in known.foreign - found.foreign:
+            self.problems.pop(f"{self._root}/{name}/{foreign}", None)
+        for foreign in found.foreign - (set() if full else known.foreign):
+            path = f"{self._root}/{name}/{foreign}"
+            self.problems[path] = _foreign(f"{name}<62 hex digits>{SUFFIX} or {KEEP_SUFFIX}", foreign).at(path)
+        for digest in known.indexes.keys() - found.indexes.keys():
+            self.problems.pop(self.path_of(digest), None)
+            self.catalog.remove(digest)
+        for digest in (known.keeps.keys() | shard.retention.keys()) - found.keeps.keys():
+            self._set_retention(digest, DEFAULT)
+        for digest, signature in found.keeps.items():
+            if full or known.keeps.get(digest) != signature:
+                self._read_retention(dir_fd, digest)
+        for digest, signature in found.indexes.items():
+            if full or known.indexes.get(digest) != signature:
+                self._read_header(dir_fd, digest)
+
+    def _read_retention(self, dir_fd: int, digest: str) -> None:
+        try:
+            self._set_retention(digest, read_retention(dir_fd, digest))
+        except IndexStoreError as err:
+            self._set_retention(digest, DEFAULT)
+            path = self.path_of(digest, KEEP_SUFFIX)
+            self.problems[path] = err.at(path)
+
+    def _read_header(self, dir_fd: int, digest: str) -> None:
+        try:
+            fd = open_index(digest + SUFFIX, dir_fd)
+            try:
+                entry, _ = read_entry(fd)
+                signature = Signature.of(os.fstat(fd))
+            finally:
+                os.close(fd)
+            if entry.identity.digest != digest:
+                raise renamed(digest, entry.identity)
+            # Thousands of indexes belong to a handful of models: one copy of those.
+            model = self._models.setdefault(entry.identity.model, entry.identity.model)
+            msgspec.structs.force_setattr(entry.identity, "model", model)
+            self.learn(digest, entry, signature)
+        except IndexNotFound:
+            self.catalog.remove(digest)
+        except IndexStoreError as err:
+            self.catalog.remove(digest)
+            path = self.path_of(digest)
+            self.problems[path] = err.at(path)
+
+    def check_integrity(self) -> None:
+        """Raises StoreInconsistent where the books, just brought up to date, differ from the files."""
+        self.catalog.check_integrity()
+        on_disk = {path: nbytes for path, nbytes in self._sizes_on_disk() if path not in self.problems}
+        held = self.catalog.all_held()
+        listed = {self.path_of(digest): entry.nbytes for digest, entry in held}
+        if listed != on_disk:
+            raise inconsistent("files", on_disk, listed)
+        for digest, entry in held:
+            if self.path_of(digest, KEEP_SUFFIX) in self.problems:
+                kept = DEFAULT
+            else:
+                with shard_fd(self._folder, shard_of(digest)) as fd:
+                    kept = read_retention(fd, digest)
+            if entry.retention != kept:
+                raise inconsistent(f"retention of {digest}", kept, entry.retention)
+
+    def _sizes_on_disk(self) -> Iterator[tuple[str, int]]:
+        """(path, bytes) of what has an index's name in a shard folder that is one (a link to a folder is not)."""
+        with os.scandir(self._root) as shards:
+            names = [item.name for item in shards if is_shard(item.name) and item.is_dir(follow_symlinks=False)]
+        for name in names:
+            with os.scandir(f"{self._root}/{name}") as items:
+                for item in items:
+                    if item.name.endswith(SUFFIX) and not item.name.startswith("."):
+                        yield item.path, item.stat(follow_symlinks=False).st_size
+
+
+def _list_shard(dir_fd: int, shard: str, known: _Listing) -> _Listing:
+    seen = _Listing()
+    with os.scandir(dir_fd) as items:
+        for item in items:
+            name = item.name
+            try:
+                if name.startswith("."):
+                    if name.startswith(PARTIAL):
+                        seen.partials[name] = item.stat(follow_symlinks=False).st_size
+                    continue
+                digest, suffix = (name[:64], name[64:]) if len(name) > 64 else (name, "")
+                ours = digest in known.indexes or (is_digest(digest) and shard_of(digest) == shard)
+                if not ours or suffix not in (SUFFIX, KEEP_SUFFIX):
+                    seen.foreign.add(name)
+                    continue
+                status = item.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if suffix == KEEP_SUFFIX:
+                seen.keeps[digest] = Signature.of(status)
+            else:
+                seen.indexes[digest] = Signature.of(status)
+                seen.used_ns[digest] = status.st_atime_ns
+    return seen
+
+
+def _foreign(expected: str, found: str) -> IndexForeign:
+    return IndexForeign("name in the store's folder", expected=expected, found=found[:100], remedy="move it elsewhere")
+
+
+def renamed(digest: str, found: IndexIdentity) -> IndexMismatch:
+    remedy = "delete the file: it was renamed or misplaced"
+    return IndexMismatch("identity digest", expected=digest, found=found.digest, remedy=remedy)

@@ -1,0 +1,239 @@
+"""Values in Mooncake Store, which SGLang's users run below HiCache.
+
+Mooncake has neither authentication nor encryption: use it, and this, on trusted networks only. What it holds may
+vanish at any time. Its client library hangs on a dead machine for up to 30 s and crashes when it is called after
+``close``; ``RemoteStore`` keeps both away from its callers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib
+import mmap
+import os
+import socket
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ..errors import InvalidPayload
+from .blobs import BlobMissing, BlobsFailed, BlobsFull, BlobTooShort
+
+_MISSING: Final = -704
+_BEING_WRITTEN: Final = -703
+_NO_ROOM: Final = (-200, -2)
+_OUT_OF_RANGE: Final = -600
+_RACES: Final = 20
+_MAX_LISTING_NBYTES: Final = 1 << 30
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class MooncakeBlobs:
+    """A ``Blobs`` in the Mooncake Store of the master at ``master`` (``host:port``).
+
+    ``metadata``     address of the metadata service, or ``P2PHANDSHAKE``
+    ``listing_url``  the master's HTTP port, which can list names (``--metrics_port``; its client library cannot)
+    ``host``         this machine's address for the others; by default the one that reaches the master
+    ``protocol``     ``tcp``, or ``rdma`` with ``devices``
+    ``segment_nbytes``  memory of this process that it lends to the store; 0 lends none
+    ``replicas``     copies of each value, on different machines
+
+    The constructor raises InvalidPayload for an address that is none.
+    """
+
+    def __init__(
+        self,
+        master: str,
+        metadata: str = "P2PHANDSHAKE",
+        *,
+        listing_url: str | None = None,
+        host: str | None = None,
+        protocol: str = "tcp",
+        devices: str = "",
+        segment_nbytes: int = 0,
+        local_buffer_nbytes: int = 16 << 20,
+        replicas: int = 1,
+    ) -> None:
+        _address(master)
+        self.name = f"mooncake://{master}"
+        self._master, self._metadata, self._host = master, metadata, host
+        self._listing_url = listing_url or f"http://{master.rpartition(':')[0]}:9003"
+        self._protocol, self._devices = protocol, devices
+        self._segment_nbytes, self._local_buffer_nbytes = segment_nbytes, local_buffer_nbytes
+        self._replicas = replicas
+        self._timeout_s = 5.0
+        self._client: Any = None
+        self._config: Any = None
+
+    def open(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        try:
+            library = importlib.import_module("mooncake.store")
+        except ImportError as err:
+            raise BlobsFailed(f"{err}: install mooncake-transfer-engine and libibverbs1") from None
+        # ``setup`` asks an absent master for 90 s and stops every thread of this process meanwhile.
+        self._ask("health")
+        self._check_port()
+        config = library.ReplicateConfig()
+        config.replica_num = self._replicas
+        client = library.MooncakeDistributedStore()
+        code = client.setup(
+            self._host or _address_towards(self._master),
+            self._metadata,
+            self._segment_nbytes,
+            self._local_buffer_nbytes,
+            self._protocol,
+            self._devices,
+            self._master,
+        )
+        if code:
+            raise BlobsFailed(f"setup of the client: error {code}")
+        self._client, self._config = client, config
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def fetch(self, name: str, limit: int) -> bytes:
+        for _ in range(_RACES):
+            nbytes = self.size(name)
+            if nbytes > limit:
+                raise BlobTooShort(f"{nbytes} bytes")
+            buffer = mmap.mmap(-1, nbytes + mmap.PAGESIZE)
+            with self._registered([memoryview(buffer)]) as (pointer,):
+                got = _patiently(lambda p, n: self._open().get_into(name, p, n), pointer, len(buffer))
+            if got >= 0:
+                return bytes(buffer[:got])
+            if got != _OUT_OF_RANGE:
+                raise _failed(got)
+            # Replaced by a longer one since it was asked for its size.
+        raise BlobsFailed(f"{name} changes faster than it can be read")
+
+    def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
+        sizes = [len(part) for part in parts]
+        starts = [offset + sum(sizes[:i]) for i in range(len(parts))]
+        names, targets = [[name]] * len(parts), [[[0]]] * len(parts)
+
+        with self._registered(parts) as pointers:
+
+            def get() -> int:
+                found = self._open().get_into_ranges(
+                    pointers, names, targets, [[[start]] for start in starts], [[[size]] for size in sizes]
+                )
+                codes = [one for ((one,),) in found]
+                return min(codes) if min(codes) < 0 else sum(codes)
+
+            got = _patiently(get)
+        if got == _OUT_OF_RANGE and (nbytes := self.size(name)) < offset + sum(sizes):
+            raise BlobTooShort(f"{nbytes} bytes")
+        if got != sum(sizes):
+            raise _failed(got)
+
+    def size(self, name: str) -> int:
+        nbytes = _patiently(lambda: self._open().get_size(name))
+        if nbytes < 0:
+            raise _failed(nbytes)
+        return nbytes
+
+    def write(self, name: str, value: memoryview) -> None:
+        deadline = time.monotonic() + self._timeout_s / 2
+        with self._registered([value]) as (pointer,):
+            # ``put`` would keep an old value. A full store evicts when it is asked, but answers before it has.
+            while code := _patiently(lambda: self._open().upsert_from(name, pointer, len(value), self._config)):
+                if code not in _NO_ROOM:
+                    raise _failed(code)
+                if time.monotonic() > deadline:
+                    raise BlobsFull(f"error {code}: no segment has room")
+                time.sleep(0.05)
+
+    def create(self, name: str, value: memoryview) -> bool | None:
+        """None: a put on an existing value succeeds without a word, and values may vanish."""
+        return None
+
+    def delete(self, name: str) -> None:
+        # Forced: a value that was read lately could not be removed otherwise.
+        code = _patiently(lambda: self._open().remove(name, True))
+        if code not in (0, _MISSING):
+            raise _failed(code)
+
+    def names(self, folder: str) -> Mapping[str, str]:
+        start = f"{folder}/".encode()
+        names = (line for line in self._ask("get_all_keys").split(b"\n") if line.startswith(start))
+        return {name.decode("ascii", "replace"): "" for name in names}
+
+    def _ask(self, what: str) -> bytes:
+        url = f"{self._listing_url}/{what}"
+        try:
+            with _OPENER.open(url, timeout=self._timeout_s) as reply:
+                raw: bytes = reply.read(_MAX_LISTING_NBYTES + 1)
+        except (OSError, http.client.HTTPException) as err:
+            raise BlobsFailed(f"{url}: {err}") from None
+        if len(raw) > _MAX_LISTING_NBYTES:
+            raise BlobsFailed(f"{url}: more than {_MAX_LISTING_NBYTES} bytes")
+        return raw
+
+    def _check_port(self) -> None:
+        parts = _address(self._master)
+        try:
+            socket.create_connection(parts, timeout=self._timeout_s).close()
+        except OSError as err:
+            raise BlobsFailed(f"no master at {self._master}: {err}") from None
+
+    def _open(self) -> Any:
+        if self._client is None:
+            raise BlobsFailed("the client is closed")
+        return self._client
+
+    @contextlib.contextmanager
+    def _registered(self, parts: Sequence[memoryview]) -> Iterator[list[int]]:
+        """Addresses of the parts, known to the transfer engine while the block runs."""
+        client = self._open()
+        pointers = [np.frombuffer(part, np.uint8).ctypes.data for part in parts]
+        done = []
+        try:
+            for pointer, part in zip(pointers, parts, strict=True):
+                if code := client.register_buffer(pointer, len(part)):
+                    raise BlobsFailed(f"registering {len(part)} bytes: error {code}")
+                done.append(pointer)
+            yield pointers
+        finally:
+            for pointer in done:
+                client.unregister_buffer(pointer)
+
+
+def _address(master: str) -> tuple[str, int]:
+    host, _, port = master.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()):
+        remedy = "give the master's address, for instance 10.0.0.1:50051"
+        raise InvalidPayload("Mooncake master", expected="host:port", found=repr(master)[:100], remedy=remedy)
+    return host.strip("[]"), int(port)
+
+
+def _address_towards(master: str) -> str:
+    if bound := os.environ.get("MC_TCP_BIND_ADDRESS"):
+        return bound
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(_address(master))
+            return str(probe.getsockname()[0])
+    except OSError as err:
+        raise BlobsFailed(f"no way to {master}: {err}") from None
+
+
+def _patiently(call: Callable[..., int], *args: Any) -> int:
+    """The call's code, asked again for half a second while somebody else is writing the value."""
+    deadline = time.monotonic() + 0.5
+    while (code := int(call(*args))) == _BEING_WRITTEN and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return code
+
+
+def _failed(code: int) -> BlobMissing | BlobsFailed:
+    if code in (_MISSING, _BEING_WRITTEN):
+        return BlobMissing("no such value, or not yet")
+    return BlobsFailed(f"error {code} of Mooncake")

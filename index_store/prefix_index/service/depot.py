@@ -1,0 +1,383 @@
+"""What a service keeps: the tiers of a host, what clients are writing, and the listing that they mirror."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from ..catalog import inconsistent
+from ..errors import IndexNotFound, IndexStoreError, StoreFolderError, StoreInconsistent
+from ..eviction import has_expired
+from ..folder import SUFFIX, Signature, is_shard
+from ..lease import LEASE
+from ..store import IndexEntry, IndexStore
+from ..tiered import TieredStore
+from .changes import ChangeLog
+from .folder import Reservation, ServedFolder, has_writer
+from .messages import (
+    MAX_TEXT,
+    PAGE_NBYTES,
+    Answer,
+    Check,
+    Checked,
+    Collect,
+    Commit,
+    Delete,
+    Done,
+    ErrorText,
+    Locate,
+    Located,
+    Prefetch,
+    ProblemPage,
+    Problems,
+    Release,
+    Removed,
+    Report,
+    Request,
+    Rescan,
+    Reserve,
+    Reserved,
+    Retain,
+    Status,
+    Stored,
+    TierEntry,
+    TierStatus,
+    encode,
+    entry_out,
+    error_of,
+    problem_out,
+    unavailable,
+)
+
+_MAX_RESERVATIONS: Final = 256
+_WANT_AGAIN_S: Final = 10.0
+_MAX_WANTED: Final = 10_000
+_SYNC_TRIES: Final = 20
+"""Under a storm of puts a listing may be outdated each time; the next rescan tries again."""
+
+
+class Depot:
+    """``slow`` is the durable tier that clients write into, ``fast`` a folder in memory (tmpfs) for copies of it.
+
+    Owns both. ``grace_s``: seconds that a writer may take to open the file that was reserved for it. ``locate_now``
+    and ``log`` are for the service's loop and wait for nothing; ``do`` is for its workers.
+    """
+
+    def __init__(self, slow: ServedFolder, fast: ServedFolder | None = None, *, grace_s: float = 5.0) -> None:
+        self.log = ChangeLog()
+        self._grace_s = grace_s
+        self.slow = slow
+        self.fast = fast
+        self.store: IndexStore = slow if fast is None else TieredStore(fast, slow)
+        tiers: list[ServedFolder] = [slow] if fast is None else [fast, slow]
+        self.folders = [str(tier.folder.absolute()) for tier in tiers]
+        self._tiers = tiers
+        self._hits = [0] * len(tiers)
+        self._evicted = 0
+        self._lock = threading.Lock()
+        self._sync_lock = threading.Lock()
+        self._reservations: dict[str, Reservation] = {}
+        self._copies: dict[str, Signature] = {}
+        self._wanted: dict[str, float] = {}
+        self._error: str | None = None
+
+    def open(self) -> None:
+        """Raises StoreFolderError."""
+        for folder in self.folders:
+            if not folder.isprintable():
+                remedy = "give a folder whose name is plain text"
+                raise StoreFolderError("index store", expected="a printable path", found=repr(folder), remedy=remedy)
+        self.store.open()
+        self.sync()
+
+    def close(self) -> None:
+        with self._lock:
+            left, self._reservations = list(self._reservations.values()), {}
+        for reservation in left:
+            os.close(reservation.fd)  # its writer may live on, and commit to the next service
+        self.store.close()
+
+    # ---- for the loop ----
+
+    def locate_now(self, digest: str, skip: int, *, touch: bool) -> int | None:
+        """The tier to open, where that takes no more than a look at the files; None: ask ``do``."""
+        entry = self.log.get(digest)
+        if entry is None or has_expired(entry.retention, time.time()):
+            return None
+        signature = self.slow.see(digest, use=touch)
+        if signature is None:
+            return None
+        last = len(self._tiers) - 1
+        if self.fast is not None and not skip & 1:
+            if self._copies.get(digest) == signature and self.fast.see(digest, use=touch) is not None:
+                self._hits[0] += 1
+                return 0
+            self._copies.pop(digest, None)
+            if self.fast.see(digest) is not None:
+                return None  # is it of this version? That takes reading both headers
+            if touch:
+                self._want(digest)
+        self._hits[last] += 1
+        return last
+
+    # ---- for the workers ----
+
+    def do(self, request: Request) -> Answer:
+        """Anything that may take a disk's time. Raises what the store raises."""
+        match request:
+            case Locate():
+                return Located(tier=self._locate(request.digest, touch=request.touch))
+            case Reserve():
+                return self._reserve(request)
+            case Commit():
+                return self._commit(request)
+            case Release():
+                self._drop(request.partial)
+                return Done()
+            case Delete():
+                deleted = self.store.delete(request.digest)
+                self.log.remove(request.digest)
+                return Done(value=deleted)
+            case Retain():
+                entry = self.store.retain(request.digest, request.retention)
+                self.log.put(request.digest, entry)
+                return Stored(entry=entry_out(entry))
+            case Report():
+                return Done(value=self._report(request))
+            case Prefetch():
+                self.store.prefetch(request.digest)
+                return Done()
+            case Collect():
+                return self._collect()
+            case Rescan():
+                self.store.rescan(full=request.full)
+                self.sync()
+                return Done()
+            case Problems():
+                return self._problems(request.start)
+            case Check():
+                return self._check()
+        raise unavailable(type(request).__name__, expected="a request for the store")
+
+    def sync(self) -> None:
+        """Makes the clients' listing that of the store, expired indexes included until they are removed."""
+        with self._sync_lock:
+            gone = None
+            for _ in range(_SYNC_TRIES):
+                seq = self.log.totals()[0]
+                gone = self.log.become({_digest_in(entry): entry for entry in self.store.list()}, seq)
+                if gone is not None:
+                    break
+        for digest in gone or ():
+            self._copies.pop(digest, None)
+
+    def tend(self, *, collect: bool) -> None:
+        """What is due from time to time. Raises StoreFolderError while the folder is gone."""
+        self._sweep()
+        try:
+            self.store.rescan()
+            if collect:
+                self._evicted += len(self.store.collect())
+            self.sync()
+            self._error = None
+        except IndexStoreError as err:
+            self._error = str(err)
+            if not os.path.isdir(self.slow.folder):
+                self.log.become({})
+            raise
+
+    def _locate(self, digest: str, *, touch: bool) -> int:
+        last = len(self._tiers) - 1
+        if not touch:
+            if self.store.contains(digest):
+                return last
+            raise IndexNotFound("index", expected=digest, found="none", remedy="build it")
+        before = self.slow.see(digest)
+        try:
+            with self.store.get(digest) as index:
+                tier = 0 if self.fast is not None and index.path == str(self.fast.path_of(digest)) else last
+        except IndexStoreError:
+            self.sync()
+            raise
+        if tier < last and before is not None and before == self.slow.see(digest):
+            self._copies[digest] = before
+        if self.log.get(digest) is None:
+            self.sync()
+        self._hits[tier] += 1
+        return tier
+
+    def _want(self, digest: str) -> None:
+        """A copy in the fast tier, please; asked for now and then only, since it may not fit."""
+        now = time.monotonic()
+        if now >= self._wanted.get(digest, 0.0):
+            if len(self._wanted) >= _MAX_WANTED:
+                self._wanted.clear()
+            self._wanted[digest] = now + _WANT_AGAIN_S
+            self.store.prefetch(digest)
+
+    def _reserve(self, request: Reserve) -> Reserved:
+        with self._lock:
+            if len(self._reservations) >= _MAX_RESERVATIONS:
+                found = f"{len(self._reservations)} already"
+                raise unavailable(found, expected=f"at most {_MAX_RESERVATIONS} indexes being written")
+        reservation = self.slow.reserve(request.digest, request.nbytes)
+        with self._lock:
+            self._reservations[reservation.name] = reservation
+        if self.slow.evicts:
+            self._sync_evicted()
+        return Reserved(partial=reservation.name, file_mode=self.slow.file_mode)
+
+    def _commit(self, request: Commit) -> Stored:
+        entry = self.slow.adopt(request.digest, request.partial, request.nbytes, request.inode, request.retention)
+        self._drop(request.partial)
+        self.log.put(request.digest, entry)
+        if self.fast is not None and not has_expired(entry.retention, time.time()):
+            self.store.prefetch(request.digest)
+        return Stored(entry=entry_out(entry))
+
+    def _drop(self, partial: str) -> None:
+        with self._lock:
+            reservation = self._reservations.pop(partial, None)
+        if reservation is not None:
+            self.slow.abandon(reservation)
+
+    def _sweep(self) -> None:
+        """Removes what writers left that died, or never came."""
+        now = time.monotonic()
+        with self._lock:
+            old = [r for r in self._reservations.values() if now - r.began > self._grace_s]
+        for reservation in old:
+            with contextlib.suppress(OSError):  # committed meanwhile: the descriptor is closed
+                if not has_writer(reservation.fd):
+                    self._drop(reservation.name)
+
+    def _sync_evicted(self) -> None:
+        before = self.log.totals()[1]
+        self.sync()
+        self._evicted += max(before - self.log.totals()[1], 0)
+
+    def _report(self, request: Report) -> bool:
+        """Whether another copy is offered."""
+        if request.tier is not None and request.tier < len(self._tiers) - 1 and self.fast is not None:
+            self._copies.pop(request.digest, None)
+            self._wanted.pop(request.digest, None)
+            self.fast.delete(request.digest)
+            return True
+        if self.slow.see(request.digest) is None:
+            return False  # there is nothing that could be damaged, and nothing to remember
+        self.slow.report(request.digest, error_of(request.error))
+        self._copies.pop(request.digest, None)
+        if self.fast is not None:
+            with contextlib.suppress(IndexStoreError):
+                self.fast.delete(request.digest)
+        self.log.remove(request.digest)
+        return False
+
+    def _collect(self) -> Removed:
+        removed = self.store.collect()
+        self._evicted += len(removed)
+        self.sync()
+        entries: list[TierEntry] = []
+        nbytes = 0
+        for entry in removed:
+            nbytes += len(encode(entry_out(entry)))
+            if nbytes > PAGE_NBYTES:
+                break
+            entries.append(entry_out(entry))
+        return Removed(entries=entries, left_out=len(removed) - len(entries))
+
+    def _problems(self, start: int) -> ProblemPage:
+        problems = self.store.problems()
+        page: list[tuple[str, ErrorText]] = []
+        nbytes = 0
+        for problem in problems[start:]:
+            if nbytes > PAGE_NBYTES:
+                return ProblemPage(problems=page, next=start + len(page))
+            page.append(problem_out(problem))
+            nbytes += len(encode(page[-1]))
+        return ProblemPage(problems=page)
+
+    def _check(self) -> Checked:
+        self._check_store()
+        for _ in range(_SYNC_TRIES):
+            self.sync()
+            seq, count, nbytes = self.log.totals()
+            held, listed = self.log.entries().keys(), {_digest_in(entry) for entry in self.store.list()}
+            if held == listed:
+                return Checked(seq=seq, count=count, nbytes=nbytes)
+            if seq == self.log.totals()[0]:
+                break
+        raise inconsistent("listing of the service", sorted(listed), sorted(held))
+
+    def _check_store(self) -> None:
+        """Books are compared with files while clients write: only what does not go away is a defect."""
+        for _ in range(_SYNC_TRIES):
+            try:
+                self.store.check_integrity()
+                return
+            except StoreInconsistent:
+                time.sleep(0.02)
+        self.store.check_integrity()
+
+    # ---- what is going on ----
+
+    def status(self, *, endpoint: str, uptime_s: float, clients: list[str], counts: dict[str, int]) -> Status:
+        tiers = []
+        for tier, hits, name in zip(self._tiers, self._hits, self._names, strict=True):
+            listed = tier.list()
+            tiers.append(
+                TierStatus(
+                    name=name,
+                    folder=str(tier.folder),
+                    indexes=len(listed),
+                    nbytes=sum(entry.nbytes for entry in listed),
+                    max_bytes=tier.max_bytes,
+                    hits=hits,
+                    evicted=self._evicted if tier is self.slow else None,
+                    error=self._error[:MAX_TEXT] if self._error and tier is self.slow else None,
+                )
+            )
+        with self._lock:
+            reserved = [r.nbytes for r in self._reservations.values()]
+        return Status(
+            pid=os.getpid(),
+            epoch=self.log.epoch,
+            uptime_s=uptime_s,
+            endpoint=endpoint,
+            tiers=tiers,
+            indexes=self.log.totals()[1],
+            problems=len(self.store.problems()),
+            clients=clients,
+            reserved_bytes=sum(reserved),
+            reservations=len(reserved),
+            leases=_leases(self.slow.folder)[:1000],
+            promoted=self.store.counters.promotions if isinstance(self.store, TieredStore) else 0,
+            counts=counts,
+        )
+
+    @property
+    def _names(self) -> list[str]:
+        return ["ssd"] if self.fast is None else ["dram", "ssd"]
+
+
+def _digest_in(entry: IndexEntry) -> str:
+    """From the file's name: computing the digest of an identity takes longer than all the rest of a listing."""
+    return entry.path[-64 - len(SUFFIX) : -len(SUFFIX)] if entry.path else entry.digest
+
+
+def _leases(folder: Path) -> list[str]:
+    """Digests whose lease somebody holds, by the kernel's list of locks: trying a lock could take one away."""
+    try:
+        locked = {line.split()[5].split(":")[2] for line in Path("/proc/locks").read_text().splitlines()}
+        shards = [path for path in folder.iterdir() if is_shard(path.name)]
+    except (OSError, IndexError):
+        return []
+    found = []
+    for shard in shards:
+        with contextlib.suppress(OSError), os.scandir(shard) as items:
+            found += [i.name[len(LEASE) :] for i in items if i.name.startswith(LEASE) and str(i.inode()) in locked]
+    return sorted(found)

@@ -1,0 +1,126 @@
+"""Where a service listens: a socket file of its owner's alone, and one service per socket."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from ..errors import InvalidPayload, StoreFolderError
+
+SCHEME: Final = "ipc://"
+_LONGEST_PATH: Final = 107
+"""Of a Unix socket's address; a longer one cannot be bound."""
+
+
+def socket_path(endpoint: str) -> Path:
+    """The socket file of ``ipc:///FOLDER/NAME``. Raises InvalidPayload for anything else, TCP by name."""
+    text = endpoint if isinstance(endpoint, str) else repr(endpoint)
+    remedy = "give ipc:///FOLDER/NAME, FOLDER being the owner's alone"
+    if text.split("://", 1)[0] in ("tcp", "udp", "ws", "wss", "pgm", "epgm", "vmci"):
+        found = f"{text[:100]!r}, a network address: the service knows no authentication"
+        raise InvalidPayload("service endpoint", expected="a Unix socket", found=found, remedy=remedy)
+    path = text.removeprefix(SCHEME)
+    if not text.startswith(SCHEME) or not path.startswith("/") or path.endswith("/") or not path.isprintable():
+        expected = "ipc:// and an absolute path"
+        raise InvalidPayload("service endpoint", expected=expected, found=repr(text)[:200], remedy=remedy)
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        found = f"{len(os.fsencode(path))} bytes"
+        remedy = "use a shorter folder, such as $XDG_RUNTIME_DIR"
+        raise InvalidPayload(
+            "service endpoint", expected=f"a path of at most {_LONGEST_PATH} bytes", found=found, remedy=remedy
+        )
+    return Path(path)
+
+
+def check_owner(path: Path) -> None:
+    """Raises StoreFolderError where a socket belongs to somebody else, who could then answer in our name."""
+    with contextlib.suppress(FileNotFoundError):
+        owner = path.lstat().st_uid
+        if owner not in (os.geteuid(), 0):
+            remedy = "give the socket of your own service"
+            raise StoreFolderError(
+                "service socket",
+                expected=f"owner {os.geteuid()}",
+                found=f"owner {owner}",
+                remedy=remedy,
+                path=path,
+            )
+
+
+class SocketPlace:
+    """A service's hold on its socket file: the folder is private, the lock file beside it is ours.
+
+    The lock (flock) ends with the process, so a socket file without a locked lock file is a dead service's and is
+    replaced. The lock file itself stays.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd = -1
+
+    def take(self) -> None:
+        """Raises StoreFolderError: the folder is open to others, or a service listens there."""
+        folder = self.path.parent
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+        except OSError as err:
+            raise _unusable(folder, err) from err
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            found = f"mode {stat.S_IMODE(status.st_mode):04o} of user {status.st_uid}"
+            remedy = f"chmod 700 {folder}, or give another folder"
+            expected = f"mode 0700 of user {os.geteuid()}"
+            raise StoreFolderError("socket's folder", expected=expected, found=found, remedy=remedy, path=folder)
+        lock_path = self.path.with_name(self.path.name + ".lock")
+        try:
+            fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as err:
+            raise _unusable(folder, err) from err
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            pid = os.pread(fd, 20, 0).decode(errors="replace").strip()
+            os.close(fd)
+            remedy = "use that one, end it, or give another endpoint"
+            raise StoreFolderError(
+                "service socket", expected="no running service", found=f"process {pid}", remedy=remedy, path=self.path
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._lock_fd = fd
+        try:
+            self._remove_socket()
+        except BaseException:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Removes the socket file and frees the lock. Twice does nothing."""
+        if self._lock_fd >= 0:
+            with contextlib.suppress(OSError, StoreFolderError):
+                self._remove_socket()
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _remove_socket(self) -> None:
+        try:
+            mode = self.path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(mode):
+            remedy = "move it elsewhere, or give another endpoint"
+            raise StoreFolderError(
+                "service socket", expected="a socket or nothing", found="another file", remedy=remedy, path=self.path
+            )
+        self.path.unlink()
+
+
+def _unusable(folder: Path, err: OSError) -> StoreFolderError:
+    found = err.strerror or str(err)
+    return StoreFolderError(
+        "socket's folder", expected="a usable folder", found=found, remedy="give another endpoint", path=folder
+    )

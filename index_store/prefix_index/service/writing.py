@@ -1,0 +1,43 @@
+"""The client's side of a put: an index goes straight into the file that the service reserved in its folder.
+
+No reader looks at that file before the service has checked it and given it its name. The writer holds a shared lock
+on it (flock) until then, or until it dies: so the service knows whose partial files to leave alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from ..folder import shard_fd, shard_of
+from ..writer import IndexPayload, IndexWriter
+from .folder import lock_shared
+
+_FLAGS: Final = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class SweptError(Exception):
+    """The reserved file is gone: the service took this writer for dead."""
+
+
+@contextlib.contextmanager
+def written_partial(folder: Path, digest: str, name: str, writer: IndexWriter, payload: IndexPayload) -> Iterator[int]:
+    """Fills and syncs a reserved file; gives its inode. At the end of the block its lock is free.
+
+    Raises SweptError, OSError, and whatever the payload's lazy arrays raise.
+    """
+    with shard_fd(folder, shard_of(digest)) as dir_fd:
+        try:
+            fd = os.open(name, _FLAGS, dir_fd=dir_fd)
+        except FileNotFoundError:
+            raise SweptError from None
+    with io.FileIO(fd, "wb") as out:
+        lock_shared(fd)
+        writer.begin(out)
+        writer.write_all(payload)
+        os.fsync(fd)
+        yield os.fstat(fd).st_ino

@@ -1,0 +1,39 @@
+"""What commands share: exit statuses, and arguments with units."""
+
+from __future__ import annotations
+
+import argparse
+
+#: As a shell reports a process that SIGINT or SIGPIPE ended.
+INTERRUPTED, BROKEN_PIPE = 130, 141
+
+
+def parse_bytes(text: str) -> int:
+    """argparse type of sizes: bytes, or a number with K, M, G, T (of 1024)."""
+    number, factor = text, 1
+    for power, unit in enumerate("KMGT", 1):
+        for ending in (f"{unit}iB", f"{unit}B", unit):
+            if text.upper().endswith(ending.upper()):
+                number, factor = text[: -len(ending)], 1024**power
+                break
+        if factor > 1:
+            break
+    try:
+        nbytes = int(float(number) * factor)
+    except (ValueError, OverflowError):
+        nbytes = -1
+    if nbytes < 0:
+        raise argparse.ArgumentTypeError(f"expected bytes, or a size such as 50G; found {text!r}")
+    return nbytes
+
+
+def parse_seconds(text: str) -> float:
+    """argparse type of durations: seconds, or a number with m, h, d."""
+    factor = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}.get(text[-1:], 0.0)
+    try:
+        seconds = float(text[:-1]) * factor if factor else float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < 1e10:
+        raise argparse.ArgumentTypeError(f"expected seconds, or a time such as 90m, 12h or 30d; found {text!r}")
+    return seconds

@@ -1,0 +1,195 @@
+"""`index ls`, `show` and `du`: what is there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from prefix_index import IndexEntry, IndexFile, IndexStore, canonical_digest
+from prefix_index.keys import is_digest
+from sglang_ext.cli.index.targets import HEADER, RIGHT, digest_in, fields, find, opened, row, store_address
+from sglang_ext.cli.index.text import TAG, emit, retention, size, span, table, wrapped
+
+
+def run_ls(args: argparse.Namespace) -> int:
+    """One line per usable index, ordered by digest."""
+    with opened(args) as store:
+        entries, damaged = store.list(), len(store.problems())
+    if args.json:
+        for entry in entries:
+            emit(fields(entry))
+    elif entries:
+        now = time.time()
+        for line in table(HEADER, [row(entry, now) for entry in entries], RIGHT):
+            print(line)
+        print(f"{count(len(entries))}, {size(sum(entry.nbytes for entry in entries))}")
+    else:
+        print(wrapped(f"no indexes in {store_address(args)}"))
+    if damaged:
+        sys.stdout.flush()
+        print(f"{damaged} more cannot be used: see sglang-ext index verify", file=sys.stderr)
+    return 0
+
+
+def count(number: int) -> str:
+    """`1 index`, `2 indexes`."""
+    return f"{number} index" if number == 1 else f"{number} indexes"
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Everything known of the named indexes; 1 when one of them cannot be used."""
+    damaged = False
+    with opened(args) as store:
+        for number, target in enumerate(find(store, args.index)):
+            if number and not args.json:
+                print()
+            if target.entry is None:
+                damaged = True
+                _show_damaged(target.digest, str(target.error), as_json=args.json)
+                continue
+            with store.get(target.digest) as index:
+                details = _details(target.entry, index)
+            if args.json:
+                emit(details)
+            else:
+                for line in _described(details):
+                    print(line)
+    return 1 if damaged else 0
+
+
+def _show_damaged(digest: str, error: str, *, as_json: bool) -> None:
+    if as_json:
+        emit({"digest": digest, "error": error})
+    else:
+        print(f"index     {digest}")
+        print(wrapped(error, "error     ", " " * 10))
+
+
+def _details(entry: IndexEntry, index: IndexFile) -> dict[str, Any]:
+    arrays: dict[tuple[str, str], dict[str, Any]] = {}
+    for key in index.keys:
+        record = index.record(key)
+        group = arrays.setdefault(
+            (key.name, record.dtype),
+            {"name": key.name, "dtype": record.dtype, "shapes": [], "count": 0, "nbytes": 0},
+        )
+        if list(record.shape) not in group["shapes"]:
+            group["shapes"].append(list(record.shape))
+        group["count"] += 1
+        group["nbytes"] += record.nbytes
+    return {
+        **fields(entry),
+        "prefix_hash": entry.identity.prefix_hash,
+        "page_tokens": entry.identity.page_tokens,
+        "format_version": entry.identity.format_version,
+        "model_fields": msgspec.to_builtins(entry.identity.model),
+        "spec": index.spec,
+        "stats": index.stats,
+        "arrays": list(arrays.values()),
+    }
+
+
+def _described(details: Mapping[str, Any]) -> Iterator[str]:
+    def line(label: str, value: str) -> str:
+        return wrapped(value, f"{label:<10}", " " * 10)
+
+    now = time.time()
+    made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(details["created"]))
+    kept = retention(details["pinned"], details["expires"], now)
+    yield line("index", details["digest"])
+    yield line("prefix", f"{details['num_tokens']} tokens, hash {details['prefix_hash'][:32]}...")
+    yield line("namespace", details["namespace"])
+    yield line("profile", details["profile"])
+    yield line("size", f"{size(details['nbytes'])} ({details['nbytes']} bytes), format {details['format_version']}")
+    yield line("made", f"{made}, {span(now - details['created'])} ago, in {details['build_seconds']:.1f} s")
+    yield line("kept", "until it must leave" if kept == "-" else kept)
+    if details["path"]:
+        yield line("path", details["path"])
+    for label, value in (("model", details["model_fields"]), ("spec", details["spec"]), ("stats", details["stats"])):
+        yield line(label, ", ".join(f"{key} {_plain(part)}" for key, part in value.items()) or "-")
+    rows = [
+        (
+            group["name"],
+            str(group["count"]),
+            group["dtype"],
+            "x".join(map(str, group["shapes"][0])) + (" ..." if len(group["shapes"]) > 1 else ""),
+            size(group["nbytes"]),
+        )
+        for group in details["arrays"]
+    ]
+    yield from table(("ARRAY", "COUNT", "DTYPE", "SHAPE", "SIZE"), rows, (1, 4))
+
+
+def _plain(value: Any) -> str:
+    """A value for people: digests cut, objects with spaces where a line may break."""
+    if isinstance(value, str):
+        return value[:16] if is_digest(value) else value
+    return json.dumps(value)
+
+
+def run_du(args: argparse.Namespace) -> int:
+    """Bytes by model, profile and namespace."""
+    with opened(args) as store:
+        usage = _usage(store)
+    if args.json:
+        emit(usage)
+        return 0
+    for by in ("model", "profile", "namespace"):
+        rows = [(group[by][: 2 * TAG], str(group["indexes"]), size(group["nbytes"])) for group in usage[f"by_{by}"]]
+        for line in table((by.upper().ljust(2 * TAG), "INDEXES", "      SIZE"), rows, (1, 2)):
+            print(line)
+        print()
+    print(f"total      {count(usage['indexes'])}, {size(usage['nbytes'])}")
+    if usage["unusable"]:
+        print(f"unusable   {usage['unusable']}, {size(usage['unusable_nbytes'])}")
+    if usage["free_bytes"] is not None:
+        print(f"free disk  {size(usage['free_bytes'])} of {size(usage['disk_bytes'])}")
+    return 0
+
+
+def _usage(store: IndexStore) -> dict[str, Any]:
+    entries, problems = store.list(), store.problems()
+    free, disk = _disk(store)
+    return {
+        "indexes": len(entries),
+        "nbytes": sum(entry.nbytes for entry in entries),
+        "unusable": len(problems),
+        "unusable_nbytes": sum(_length(path) for path, _ in problems),
+        "free_bytes": free,
+        "disk_bytes": disk,
+        "by_model": _grouped(entries, "model", lambda entry: canonical_digest(entry.identity.model)),
+        "by_profile": _grouped(entries, "profile", lambda entry: entry.identity.profile_digest),
+        "by_namespace": _grouped(entries, "namespace", lambda entry: entry.identity.namespace),
+    }
+
+
+def _length(path: str) -> int:
+    try:
+        return 0 if digest_in(path) is None else os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
+def _disk(store: IndexStore) -> tuple[int | None, int | None]:
+    """(free, all) bytes of the disk below a store in a folder; None where there is no folder to ask for."""
+    folder = getattr(store, "folder", None)
+    if folder is None:
+        return None, None
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+
+
+def _grouped(entries: Sequence[IndexEntry], name: str, key: Callable[[IndexEntry], str]) -> list[dict[str, Any]]:
+    groups: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        group = groups.setdefault(key(entry), {name: key(entry), "indexes": 0, "nbytes": 0})
+        group["indexes"] += 1
+        group["nbytes"] += entry.nbytes
+    return sorted(groups.values(), key=lambda group: (-group["nbytes"], group[name]))

@@ -1,0 +1,160 @@
+"""`index export` and `import`: containers out of a store and into one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from prefix_index import (
+    IndexEntry,
+    IndexFile,
+    IndexNotFound,
+    IndexPayload,
+    IndexStore,
+    IndexStoreError,
+    LazyArray,
+    StoreUnavailable,
+)
+from prefix_index.folder import SUFFIX, os_errors, replace_file
+from prefix_index.writer import IndexWriter
+from sglang_ext.cli.index.checking import check_arrays, status_of
+from sglang_ext.cli.index.targets import find, opened
+from sglang_ext.cli.index.text import SHORT, complain, emit, progress, size, wrapped
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Writes containers; 1 when one of them could not be written."""
+    if bool(args.index) == args.all:
+        complain("export", "expected indexes, or --all; found both or neither")
+        return 2
+    to = Path(args.to)
+    with opened(args) as store:
+        targets = find(store, args.index)
+        entries = list(store.list()) if args.all else [t.entry for t in targets if t.entry is not None]
+        for target in targets:
+            if target.entry is None:
+                complain("export", f"{target.digest[:SHORT]} is damaged and was left out: {target.error}")
+        into_folder = args.all or len(entries) > 1 or to.is_dir() or args.to.endswith("/")
+        if into_folder:
+            with os_errors(to):
+                to.mkdir(parents=True, exist_ok=True)
+        elif os.path.lexists(to) and not args.replace:
+            complain("export", f"expected no file at {to}, found one; name another, or give --replace")
+            return 1
+        statuses: Counter[str] = Counter({"damaged": sum(target.entry is None for target in targets)})
+        with progress(sum(entry.nbytes for entry in entries), "export") as add:
+            for entry in entries:
+                path = to / f"{entry.digest}{SUFFIX}" if into_folder else to
+                status, detail = _export_one(store, entry, path, add, replace_it=args.replace)
+                statuses[status] += 1
+                _say(args, entry.digest, str(path), status, detail, entry.nbytes)
+    return _summary(args, statuses, ("exported", "exists"))
+
+
+def _export_one(
+    store: IndexStore, entry: IndexEntry, path: Path, add: Callable[[int], None], *, replace_it: bool
+) -> tuple[str, str | None]:
+    if os.path.lexists(path) and not replace_it:
+        return "exists", "give --replace to write it anew"
+    try:
+        with store.get(entry.digest) as index:
+            payload = _counted(index.payload(), add)
+            with os_errors(path.parent):
+                fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    replace_file(fd, path.name, IndexWriter.of(payload), payload, mode=0o600)
+                finally:
+                    os.close(fd)
+    except StoreUnavailable:
+        raise
+    except IndexStoreError as error:
+        return "failed", str(error)
+    return "exported", None
+
+
+def _counted(payload: IndexPayload, add: Callable[[int], None]) -> IndexPayload:
+    """The same payload; each array's bytes are counted when it is read."""
+
+    def counted(array: Any) -> LazyArray:
+        def load() -> Any:
+            loaded = array.load()
+            add(loaded.nbytes)
+            return loaded
+
+        return LazyArray(array.dtype, array.shape, load)
+
+    return replace(payload, arrays={key: counted(array) for key, array in payload.arrays.items()})
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Takes containers in, each checked as a whole before it is stored; 1 when one of them was refused."""
+    statuses: Counter[str] = Counter()
+    with opened(args, create=True) as store:
+        files = list(_files(args.file))
+        with progress(sum(_length(path) for path in files), "import") as add:
+            for path in files:
+                digest, status, detail, nbytes = _import_one(store, path, add, replace_it=args.replace)
+                statuses[status] += 1
+                _say(args, digest, str(path), status, detail, nbytes)
+    return _summary(args, statuses, ("imported", "exists"))
+
+
+def _files(paths: Sequence[str]) -> Iterator[Path]:
+    """The files named; of a folder (a store's too) all containers in it, or the folder itself if there are none."""
+    for text in paths:
+        path = Path(text)
+        inside = [*path.glob(f"[!.]*{SUFFIX}"), *path.glob(f"[0-9a-f][0-9a-f]/[!.]*{SUFFIX}")]
+        yield from sorted(inside) or [path]
+
+
+def _length(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _import_one(
+    store: IndexStore, path: Path, add: Callable[[int], None], *, replace_it: bool
+) -> tuple[str | None, str, str | None, int]:
+    """(digest, status, detail, bytes) of one file."""
+    digest = None
+    if path.is_dir():
+        return None, "missing", f"expected files named *{SUFFIX} in this folder, found none", 0
+    try:
+        with IndexFile.open(path) as index:
+            digest = index.identity.digest
+            if not replace_it and store.contains(digest):
+                return digest, "exists", "give --replace to take this one", index.nbytes
+            check_arrays(index, add, threading.Event())
+            return digest, "imported", None, store.put(index.payload()).nbytes
+    except StoreUnavailable:
+        raise
+    except IndexNotFound as error:
+        return None, "missing", str(error), 0
+    except IndexStoreError as error:
+        return digest, status_of(error), str(error), 0
+
+
+def _say(args: argparse.Namespace, digest: str | None, path: str, status: str, detail: str | None, nbytes: int) -> None:
+    if args.json:
+        emit({"digest": digest, "path": path, "status": status, "detail": detail, "nbytes": nbytes})
+        return
+    name = digest[:SHORT] if digest else os.path.basename(path)
+    print(wrapped(f"{status:<9} {name}  {size(nbytes) if nbytes else ''}".rstrip(), hanging=" " * 10))
+    if detail:
+        print(wrapped(detail.removeprefix(f"{path}: "), " " * 10))
+
+
+def _summary(args: argparse.Namespace, statuses: Counter[str], fine: Sequence[str]) -> int:
+    bad = {status: number for status, number in statuses.items() if number and status not in fine}
+    if not args.json:
+        found = ", ".join(f"{number} {status}" for status, number in sorted(statuses.items()) if number)
+        print(found or "nothing to do")
+    return 1 if bad else 0

@@ -1,0 +1,114 @@
+"""The store that a command works on, and the indexes that its arguments name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from prefix_index import IndexEntry, IndexStore, IndexStoreError, canonical_digest
+from prefix_index.connect import open_store
+from prefix_index.keys import is_digest
+from sglang_ext.cli.index.text import SHORT, TAG, retention, size, span
+from sglang_ext.storage import ENV_STORE, default_store
+
+_LEAST_DIGITS = 4
+
+
+class UnknownIndex(Exception):  # noqa: N818 (as in prefix_index: a name says what is the matter)
+    """An argument names no index, or several."""
+
+
+class Target(NamedTuple):
+    """An index that was named: usable (`entry`), or damaged (`error`)."""
+
+    digest: str
+    entry: IndexEntry | None
+    error: IndexStoreError | None
+
+
+def store_address(args: argparse.Namespace) -> str:
+    """What --store says, else the environment, else the default folder."""
+    return args.store or os.environ.get(ENV_STORE) or default_store()
+
+
+@contextmanager
+def opened(args: argparse.Namespace, *, create: bool = False) -> Iterator[IndexStore]:
+    """The store of a command, open for its length. Raises what the store raises."""
+    store = open_store(store_address(args), create=create)
+    store.open()
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def digest_in(path: str) -> str | None:
+    """The digest that a problem's path is about; None for a file whose name holds none."""
+    name = os.path.basename(path).split(".")[0]
+    return name if is_digest(name) else None
+
+
+def find(store: IndexStore, words: Sequence[str]) -> list[Target]:
+    """The indexes that digests, or unique beginnings of them, name; each once. Raises UnknownIndex."""
+    known = {entry.digest: Target(entry.digest, entry, None) for entry in store.list()}
+    for path, error in store.problems():
+        digest = digest_in(path)
+        if digest is not None and digest not in known:
+            known[digest] = Target(digest, None, error)
+    found: dict[str, Target] = {}
+    for word in words:
+        start = word.lower()
+        if len(start) < _LEAST_DIGITS or not set(start) <= set("0123456789abcdef"):
+            raise UnknownIndex(
+                f"expected a digest or at least {_LEAST_DIGITS} digits of its beginning, found {word[:80]!r}; "
+                "`sglang-ext index ls` lists them"
+            )
+        fits = sorted(digest for digest in known if digest.startswith(start))
+        if len(fits) != 1:
+            some = ", ".join(digest[: max(SHORT, len(start) + 4)] for digest in fits[:4])
+            what = f"{len(fits)} of them ({some}{', ...' if len(fits) > 4 else ''})" if fits else "none"
+            raise UnknownIndex(
+                f"expected one index that begins with {word[:80]!r}, found {what}; "
+                + ("give more digits" if fits else "`sglang-ext index ls` lists them")
+            )
+        found[fits[0]] = known[fits[0]]
+    return list(found.values())
+
+
+HEADER = ("INDEX", "TOKENS", "SIZE", "AGE", "BUILD", "MODEL", "PROFILE", "KEPT")
+RIGHT = (1, 2, 3, 4)
+
+
+def row(entry: IndexEntry, now: float) -> tuple[str, ...]:
+    """One index in a table: 80 columns at most."""
+    return (
+        entry.digest[:SHORT],
+        str(entry.identity.num_tokens),
+        size(entry.nbytes),
+        span(now - entry.created),
+        span(entry.build_seconds),
+        canonical_digest(entry.identity.model)[:TAG],
+        entry.identity.profile_digest[:TAG],
+        retention(entry.retention.pinned, entry.retention.expires, now),
+    )
+
+
+def fields(entry: IndexEntry) -> dict[str, object]:
+    """One index in JSON. The keys are documented (docs/operating.md) and stay."""
+    identity = entry.identity
+    return {
+        "digest": entry.digest,
+        "num_tokens": identity.num_tokens,
+        "nbytes": entry.nbytes,
+        "created": entry.created,
+        "build_seconds": entry.build_seconds,
+        "namespace": identity.namespace,
+        "model": canonical_digest(identity.model),
+        "profile": identity.profile_digest,
+        "pinned": entry.retention.pinned,
+        "expires": entry.retention.expires,
+        "path": entry.path,
+    }

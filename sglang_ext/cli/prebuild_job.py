@@ -1,0 +1,181 @@
+"""One prebuild job: prompt after prompt through the engine, and what became of each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+from tqdm import tqdm
+
+from prefix_index import (
+    IndexIdentity,
+    IndexStore,
+    IndexStoreError,
+    ModelFingerprint,
+    Retention,
+    StoreUnavailable,
+    namespace_digest,
+    page_hashes,
+)
+from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.prefill.builder import covered_tokens, profile_digest
+from sglang_ext.prefill.prompts import Prompt
+
+
+class PrebuildJob:
+    """One run over all prompts."""
+
+    def __init__(
+        self,
+        engine: Any,
+        store: IndexStore,
+        config: SparseAttnConfig,
+        events: str,
+        report: TextIO,
+        args: argparse.Namespace,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._config = config
+        self._events = Path(events)
+        self._report = report
+        self._args = args
+        self._elsewhere: list[tuple[Prompt, str]] = []
+        self._attempts = 0
+        self._statuses: Counter[str] = Counter()
+        self._bytes = 0
+
+    def run(self, prompts: Sequence[Prompt]) -> int:
+        begun = time.perf_counter()
+        model = msgspec.convert(self._engine.state()["model"], ModelFingerprint)
+        bar = tqdm(prompts, unit="prompt", file=sys.stderr, desc="prebuild")
+        for prompt in bar:
+            line = self._one(prompt, model)
+            if line.get("reason") == "building_elsewhere":
+                self._elsewhere.append((prompt, line["digest"]))
+                tqdm.write(f"{prompt.id}: another job builds this index; looked at again at the end", file=sys.stderr)
+                continue
+            self._take(line)
+            bar.set_postfix(dict(self._statuses))
+        self._wait_for_others(model)
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(self._statuses.items()))
+        print(
+            f"{len(prompts)} prompts: {counts}; {self._bytes / 1e6:.1f} MB of new indexes in "
+            f"{self._args.store}; {time.perf_counter() - begun:.1f} s",
+            file=sys.stderr,
+        )
+        return 1 if self._statuses["failed"] else 0
+
+    def _take(self, line: dict[str, Any]) -> None:
+        """Count and report what became of a prompt."""
+        if line["status"] in ("built", "exists"):
+            line = self._retained(line)
+        self._statuses[line["status"]] += 1
+        self._bytes += line.get("index_bytes", 0)
+        self._report.write(json.dumps(line) + "\n")
+        self._report.flush()
+        if line["status"] in ("failed", "skipped"):
+            tqdm.write(f"{line['id']}: {line['status']}: {line.get('detail', '')}", file=sys.stderr)
+
+    def _retained(self, line: dict[str, Any]) -> dict[str, Any]:
+        if not self._args.pin and self._args.ttl is None:
+            return line
+        expires = None if self._args.ttl is None else time.time() + self._args.ttl
+        try:
+            self._store.retain(line["digest"], Retention(pinned=self._args.pin, expires=expires))
+        except IndexStoreError as error:
+            return {**line, "status": "failed", "reason": "not_retained", "detail": str(error)}
+        return line
+
+    def _wait_for_others(self, model: ModelFingerprint) -> None:
+        """Prompts whose index another process was building: stored by now, given up by it, or still under way."""
+        deadline = time.monotonic() + self._args.wait
+        for prompt, digest in self._elsewhere:
+            line: dict[str, Any] = {"reason": "building_elsewhere"}
+            while line.get("reason") == "building_elsewhere":
+                if self._is_free(digest):
+                    line = self._one(prompt, model)
+                elif time.monotonic() < deadline:
+                    time.sleep(0.5)
+                else:
+                    detail = f"expected the job that builds it to end within {self._args.wait:.0f} s (--wait)"
+                    line = {"id": prompt.id, "status": "skipped", "digest": digest, "detail": f"{detail}, it did not"}
+            if line["status"] == "skipped":
+                line.setdefault("reason", "building_elsewhere")
+            self._take(line)
+
+    def _is_free(self, digest: str) -> bool:
+        """Whether nobody builds this index any more: it is there, or its builder died. The engine leases it anew."""
+        lease = self._store.lease(digest)
+        if lease is None:
+            return False
+        lease.release()
+        return True
+
+    def _one(self, prompt: Prompt, model: ModelFingerprint) -> dict[str, Any]:
+        """What becomes of one prompt, as a line of the report."""
+        try:
+            return {"id": prompt.id, **self._build(prompt, model)}
+        except StoreUnavailable as error:
+            return {"id": prompt.id, "status": "failed", "reason": error.reason, "detail": str(error)}
+
+    def _build(self, prompt: Prompt, model: ModelFingerprint) -> dict[str, Any]:
+        ids = prompt.input_ids if prompt.input_ids is not None else self._engine.tokenize(prompt.text or "")
+        refused = self._refused(len(ids))
+        if refused:
+            return refused
+        tokens = covered_tokens(len(ids), self._config.build_align)
+        identity = IndexIdentity.for_prefix(
+            namespace=namespace_digest({"extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}),
+            page_hashes=page_hashes(ids[:tokens], PAGE_TOKENS),
+            model=model,
+            profile_digest=profile_digest(self._config),
+        )
+        if self._store.contains(identity):
+            return {"status": "exists", "digest": identity.digest, "num_tokens": tokens}
+        begun = time.perf_counter()
+        self._attempts += 1
+        rid = f"prebuild-{self._attempts}-{prompt.id}"
+        try:
+            self._engine.prefill(rid, ids, prompt.extra_key, prompt.cache_salt)
+        except ValueError as error:
+            return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
+        event = self._event(rid)
+        return {"prompt_tokens": len(ids), "seconds": time.perf_counter() - begun, **event}
+
+    def _refused(self, num_tokens: int) -> dict[str, Any] | None:
+        room = self._engine.context_len - 1
+        if num_tokens > room:
+            detail = (
+                f"expected at most {room} tokens (context length less one), got {num_tokens}; "
+                "raise --context-length or shorten the prompt"
+            )
+            return {"status": "failed", "reason": "too_long", "detail": detail}
+        least = max(self._config.min_sparse_prompt_len, self._config.build_align)
+        if num_tokens < least:
+            detail = f"expected at least {least} tokens (min_sparse_prompt_len), got {num_tokens}"
+            return {"status": "skipped", "reason": "short_prefix", "detail": detail}
+        return None
+
+    def _event(self, rid: str, timeout: float = 600.0) -> dict[str, Any]:
+        """What the scheduler process wrote of this request; it writes when the request gives its slot back."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if self._events.exists():
+                for text in self._events.read_text().splitlines():
+                    event: dict[str, Any] = json.loads(text)
+                    if event.pop("rid") == rid:
+                        with suppress(IndexStoreError):  # a report of what was built is not lost with the service
+                            self._store.rescan()
+                        return event
+            time.sleep(0.02)
+        detail = f"the scheduler reported nothing within {timeout:.0f} s; see its log"
+        return {"status": "failed", "reason": "no_report", "detail": detail}

@@ -1,0 +1,155 @@
+"""`sglang-ext store`: the process that keeps a host's DRAM and SSD tiers for all its servers and jobs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+import msgspec
+
+from prefix_index import IndexStoreError, StoreFolderError
+from prefix_index.eviction import POLICIES
+from sglang_ext.cli.arguments import parse_bytes
+from sglang_ext.cli.index.text import size
+from sglang_ext.storage import default_store
+
+_SERVE = """\
+Keep the index store of this host: one process that owns the folder, and a DRAM tier in front of it, for all
+SGLang ranks and prebuild jobs. They name it instead of a folder: --sparse-attn-store ipc:///FOLDER/SOCKET.
+
+The DRAM tier is a folder in memory (tmpfs): --memory-bytes 64G keeps copies of what is used there, and
+--memory-dir says where (default: /dev/shm/sglang-ext-UID/NAME). Its contents outlive this process.
+
+SIGTERM or Ctrl-C ends it; clients wait for the next one. See docs/store-service.md.
+"""
+_SWITCH_S = 0.0005
+
+
+def default_endpoint() -> str:
+    """The socket when none is named: in the user's runtime folder, or its own folder below /tmp."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = os.path.join(base, "sglang-ext") if base else f"/tmp/sglang-ext-{os.getuid()}"
+    return f"ipc://{folder}/store"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser("store", help="serve the index store of this host, or ask how it does")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    serve = actions.add_parser(
+        "serve",
+        help="run the service",
+        description=_SERVE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    serve.add_argument("--dir", default=default_store(), help="index store; made when missing (default: %(default)s)")
+    serve.add_argument("--endpoint", default=default_endpoint(), metavar="ipc:///PATH", help="default: %(default)s")
+    serve.add_argument(
+        "--max-bytes", type=parse_bytes, metavar="N", help="evict above this many bytes (default: never)"
+    )
+    serve.add_argument("--min-free-bytes", type=parse_bytes, default=0, metavar="N", help="to leave free on the disk")
+    serve.add_argument("--eviction", choices=sorted(POLICIES), default="lru", help="who leaves first (default: lru)")
+    serve.add_argument(
+        "--memory-bytes", type=parse_bytes, default=0, metavar="N", help="size of the DRAM tier (default: none)"
+    )
+    serve.add_argument("--memory-dir", metavar="DIR", help="the DRAM tier's folder, on a tmpfs")
+    serve.add_argument("--verbose", action="store_true", help="log more")
+    serve.set_defaults(run=run_serve)
+
+    status = actions.add_parser("status", help="what the service holds and did", description="Ask a running service.")
+    status.add_argument("--endpoint", default=default_endpoint(), metavar="ipc:///PATH", help="default: %(default)s")
+    status.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    status.set_defaults(run=run_status)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until a signal; returns the exit status."""
+    from prefix_index.service import Depot, ServedFolder, StoreServer
+
+    logging.basicConfig(
+        level=logging.DEBUG if args.verbose else logging.INFO,
+        format="%(asctime)s store %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    log = logging.getLogger("prefix_index.service")
+    try:
+        slow = ServedFolder(
+            args.dir,
+            create=True,
+            max_bytes=args.max_bytes,
+            min_free_bytes=args.min_free_bytes,
+            eviction=args.eviction,
+        )
+        fast = None
+        if args.memory_bytes:
+            fast = ServedFolder(_memory_dir(args), create=True, max_bytes=args.memory_bytes, eviction=args.eviction)
+        server = StoreServer(Depot(slow, fast), args.endpoint)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: server.stop())
+        server.open()
+    except IndexStoreError as error:
+        print(f"sglang-ext store serve: {error}", file=sys.stderr)
+        return 1
+    # Workers compute checksums; the loop must get its turn soon.
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        tier = f", {size(args.memory_bytes)} of DRAM in {fast.folder}" if fast is not None else ""
+        log.info("serves %s%s at %s", slow.folder, tier, args.endpoint)
+        server.serve()
+    finally:
+        server.close()
+    return 0
+
+
+def _memory_dir(args: argparse.Namespace) -> str:
+    """Raises StoreFolderError where somebody else made the default's parent, who could then swap its files."""
+    if args.memory_dir:
+        return str(args.memory_dir)
+    parent = f"/dev/shm/sglang-ext-{os.getuid()}"
+    os.makedirs(parent, mode=0o700, exist_ok=True)
+    owner = os.stat(parent, follow_symlinks=False).st_uid
+    if owner != os.getuid():
+        remedy = "give --memory-dir"
+        raise StoreFolderError(
+            "DRAM tier's folder", expected="one of this user", found=f"user {owner}'s", remedy=remedy, path=parent
+        )
+    return os.path.join(parent, os.path.abspath(args.dir).strip("/").replace("/", "-")[-100:])
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Print a service's status; returns the exit status, 1 where none answers."""
+    from prefix_index.service import StoreClient
+
+    try:
+        with StoreClient(args.endpoint, name="status") as client:
+            status = client.status()
+    except IndexStoreError as error:
+        print(f"sglang-ext store status: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
+        return 0
+    print(f"service   pid {status.pid}, up {status.uptime_s:.0f} s, at {status.endpoint}")
+    print(f"indexes   {status.indexes} usable, {status.problems} problems (sglang-ext index verify)")
+    for tier in status.tiers:
+        limit = f" of {size(tier.max_bytes)}" if tier.max_bytes is not None else ""
+        held = f"{tier.indexes} indexes, {size(tier.nbytes)}{limit}"
+        evicted = "" if tier.evicted is None else f", {tier.evicted} evicted"
+        print(f"{tier.name:<9} {held}, {tier.hits} hits{evicted}")
+        print(f"          {tier.folder}")
+        if tier.error:
+            print(f"          {tier.error}")
+    print(f"writing   {status.reservations} indexes, {size(status.reserved_bytes)}; {status.promoted} copied to DRAM")
+    print(f"building  {len(status.leases)} leases held")
+    for digest in status.leases[:10]:
+        print(f"          {digest[:16]}...")
+    print(f"clients   {len(status.clients)} connections")
+    for connection in status.clients[-10:]:
+        print(f"          {connection}")
+    print("counts    " + ", ".join(f"{count} {what}" for what, count in sorted(status.counts.items())))
+    return 0

@@ -1,0 +1,103 @@
+"""A store of small indexes, and the commands run on it in this process or in one of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefix_index import BuildInfo, FileStore, IndexEntry
+from prefix_index.testing import sample_identity, sample_model, sample_payload
+from sglang_ext.cli import main
+
+PROGRAM = [sys.executable, "-m", "sglang_ext.cli"]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command said, and how it ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+@dataclass
+class Shelf:
+    """A store on disk: its folder, its entries, oldest first."""
+
+    folder: Path
+    entries: list[IndexEntry]
+
+    def path(self, number: int) -> Path:
+        assert self.entries[number].path is not None
+        return Path(self.entries[number].path)
+
+    def flip(self, number: int, at: int = 8192 + 5) -> None:
+        """One byte of an array, or of the header, is no longer what was written."""
+        raw = bytearray(self.path(number).read_bytes())
+        raw[at] ^= 1
+        self.path(number).write_bytes(raw)
+
+    def digests(self) -> list[str]:
+        with FileStore(self.folder) as store:
+            return [entry.digest for entry in store.list()]
+
+
+def fill(folder: Path, count: int, values: int = 2048) -> list[IndexEntry]:
+    """Indexes of growing prompts, alternately of two namespaces and two models, a day apart."""
+    with FileStore(folder, create=True) as store:
+        entries = []
+        for number in range(count):
+            identity = sample_identity(
+                tuple(range(16 * (number + 1))),
+                extra_key="tenant" if number % 2 else None,
+                model=sample_model(kv_dtype="float32" if number % 3 == 2 else "bfloat16"),
+            )
+            payload = sample_payload(identity, fill=number, values_per_array=values)
+            info = BuildInfo(created=time.time() - 86400.0 * (count - number), build_seconds=12.0 + number)
+            entries.append(store.put(replace(payload, info=info)))
+        return entries
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    folder = tmp_path / "store"
+    return Shelf(folder, fill(folder, 5))
+
+
+@pytest.fixture
+def index(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Runs `sglang-ext index ...` in this process, at 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words: object) -> Ran:
+        capsys.readouterr()
+        status = main(["index", *map(str, words)])
+        said = capsys.readouterr()
+        return Ran(status, said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
+    """Starts `sglang-ext ...` as a process of its own."""
+
+    def start(*words: object, **options: Any) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "COLUMNS": "80", **options.pop("env", {})}
+        return subprocess.Popen([*PROGRAM, *map(str, words)], env=environment, **options)
+
+    return start

@@ -1,0 +1,298 @@
+"""`sglang-ext index`: listing, showing, summing and verifying real stores, damaged ones too."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefix_index import FileStore
+from sglang_ext.cli import main
+from sglang_ext.cli.index.checking import sample_size
+from sglang_ext.cli.index.text import size
+
+ENTRY_KEYS = {
+    "digest",
+    "num_tokens",
+    "nbytes",
+    "created",
+    "build_seconds",
+    "namespace",
+    "model",
+    "profile",
+    "pinned",
+    "expires",
+    "path",
+}
+
+
+def narrow(text: str) -> bool:
+    return all(len(line) <= 80 for line in text.splitlines())
+
+
+# -- what is there -----------------------------------------------------------------------------------------------------
+
+
+def test_ls_shows_each_index_on_a_line_of_80_columns(shelf: Any, index: Callable[..., Any]) -> None:
+    index("pin", "--store", shelf.folder, shelf.entries[0].digest)
+    index("expire", "--after", "30d", "--store", shelf.folder, shelf.entries[0].digest)
+    said = index("ls", "--store", shelf.folder)
+    header, *rows, total = said.out.splitlines()
+    assert (said.status, said.err) == (0, "")
+    assert header.split() == ["INDEX", "TOKENS", "SIZE", "AGE", "BUILD", "MODEL", "PROFILE", "KEPT"]
+    assert [row.split()[0] for row in rows] == sorted(entry.digest[:12] for entry in shelf.entries)
+    first = next(row for row in rows if row.startswith(shelf.entries[0].digest[:12]))
+    assert "pin 30d" in first
+    assert " 5d " in first
+    assert f"{size(shelf.entries[0].nbytes)}" in first
+    assert total == f"5 indexes, {size(sum(entry.nbytes for entry in shelf.entries))}"
+    assert narrow(said.out)
+
+
+def test_ls_in_json_is_one_object_per_index_with_the_documented_keys(shelf: Any, index: Callable[..., Any]) -> None:
+    said = index("ls", "--json", "--store", shelf.folder)
+    assert [line["digest"] for line in said.lines] == sorted(entry.digest for entry in shelf.entries)
+    entry = max(shelf.entries, key=lambda e: e.digest)
+    last = said.lines[-1]
+    assert set(last) == ENTRY_KEYS
+    assert (last["num_tokens"], last["nbytes"]) == (entry.identity.num_tokens, entry.nbytes)
+    assert (last["namespace"], last["profile"]) == (entry.identity.namespace, "profile-1")
+    assert (last["pinned"], last["expires"], last["path"]) == (False, None, entry.path)
+
+
+def test_ls_of_an_empty_store_says_so(tmp_path: Path, index: Callable[..., Any]) -> None:
+    assert index("ls", "--store", tmp_path).out.startswith("no indexes in")
+    assert index("ls", "--json", "--store", tmp_path).out == ""
+
+
+def test_ls_counts_what_cannot_be_used_on_standard_error(shelf: Any, index: Callable[..., Any]) -> None:
+    shelf.flip(1, at=70)
+    said = index("ls", "--store", shelf.folder)
+    assert said.out.splitlines()[-1].startswith("4 indexes")
+    assert said.err == "1 more cannot be used: see sglang-ext index verify\n"
+
+
+@pytest.mark.parametrize("form", ["path", "file URL", "environment", "default"])
+def test_the_store_is_named_in_several_ways(
+    form: str, shelf: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("SGLANG_SPARSE_ATTN_STORE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    named: dict[str, list[object]] = {
+        "path": ["--store", shelf.folder],
+        "file URL": ["--store", f"file://{shelf.folder}"],
+    }
+    if form == "environment":
+        monkeypatch.setenv("SGLANG_SPARSE_ATTN_STORE", str(shelf.folder))
+    if form == "default":
+        (tmp_path / "cache" / "sglang-ext").mkdir(parents=True)
+        shelf.folder.rename(tmp_path / "cache" / "sglang-ext" / "store")
+    assert len(index("ls", "--json", *named.get(form, [])).lines) == 5
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("s4://bucket", ["index store's address", "ipc://SOCKET", "s3://", "mooncake://HOST:PORT", "s4://bucket"]),
+        ("/nowhere/at/all", ["/nowhere/at/all", "expected an existing folder", "found nothing"]),
+        ("file://host/folder", ["index store's address", "file:///FOLDER"]),
+    ],
+)
+def test_a_store_that_is_none_ends_with_1_and_a_message(
+    address: str, words: list[str], index: Callable[..., Any]
+) -> None:
+    said = index("ls", "--store", address)
+    assert (said.status, said.out) == (1, "")
+    message = " ".join(said.err.split())
+    assert message.startswith("sglang-ext index ls:")
+    for word in words:
+        assert word in message
+    assert narrow(said.err)
+
+
+def test_show_prints_everything_of_an_index(shelf: Any, index: Callable[..., Any]) -> None:
+    entry = shelf.entries[2]
+    said = index("show", "--store", shelf.folder, entry.digest[:8])
+    for word in (entry.digest, "48 tokens", "profile-1", "csa.ids", "bfloat16", "2x1024", "csattention", "float32"):
+        assert word in said.out
+    assert narrow(said.out)
+    (details,) = index("show", "--json", "--store", shelf.folder, entry.digest[:8]).lines
+    assert set(details) >= ENTRY_KEYS | {"spec", "stats", "arrays", "model_fields", "prefix_hash", "format_version"}
+    assert details["stats"] == {"fill": 2}
+    ids = next(group for group in details["arrays"] if group["name"] == "csa.ids")
+    assert (ids["count"], ids["dtype"], ids["shapes"], ids["nbytes"]) == (4, "int32", [[2, 1024]], 4 * 2048 * 4)
+
+
+def test_show_of_a_damaged_index_says_why_and_ends_with_1(shelf: Any, index: Callable[..., Any]) -> None:
+    shelf.flip(1, at=70)
+    said = index("show", "--store", shelf.folder, shelf.entries[1].digest, shelf.entries[0].digest)
+    assert said.status == 1
+    assert "xxh3" in said.out or "checksum" in said.out
+    assert "16 tokens" in said.out, "the good one is shown all the same"
+    lines = index("show", "--json", "--store", shelf.folder, shelf.entries[1].digest).lines
+    assert [set(line) for line in lines] == [{"digest", "error"}]
+
+
+def test_du_sums_by_model_profile_and_namespace(shelf: Any, index: Callable[..., Any]) -> None:
+    shelf.flip(4, at=70)
+    said = index("du", "--json", "--store", shelf.folder)
+    (usage,) = said.lines
+    good = shelf.entries[:4]
+    assert (usage["indexes"], usage["nbytes"]) == (4, sum(entry.nbytes for entry in good))
+    assert (usage["unusable"], usage["unusable_nbytes"]) == (1, shelf.entries[4].nbytes)
+    for by, counts in (("model", [3, 1]), ("profile", [4]), ("namespace", [2, 2])):
+        assert [group["indexes"] for group in usage[f"by_{by}"]] == counts
+        assert sum(group["nbytes"] for group in usage[f"by_{by}"]) == usage["nbytes"]
+        assert all(set(group) == {by, "indexes", "nbytes"} for group in usage[f"by_{by}"])
+    assert 0 < usage["free_bytes"] <= usage["disk_bytes"]
+    text = index("du", "--store", shelf.folder)
+    assert narrow(text.out)
+    assert "total      4 indexes" in text.out
+    assert "unusable   1," in text.out
+    assert "free disk" in text.out
+
+
+# -- which index is meant ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["12", "xyzw", "../../etc", "", "0" * 64])
+def test_a_word_that_names_no_index_ends_with_1(word: str, shelf: Any, index: Callable[..., Any]) -> None:
+    said = index("show", "--store", shelf.folder, "--", word)
+    assert (said.status, said.out) == (1, "")
+    assert "expected" in said.err
+
+
+def test_a_beginning_of_several_indexes_is_refused_with_their_names(tmp_path: Path, index: Callable[..., Any]) -> None:
+    from tests.cli.conftest import fill
+
+    entries = fill(tmp_path, 2, values=16)
+    shared = tmp_path / entries[0].digest[:2] / (entries[0].digest[:6] + "0" * 58 + ".pfxindex")
+    shared.write_bytes(b"not ours")
+    said = index("rm", "--yes", "--store", tmp_path, entries[0].digest[:6])
+    assert said.status == 1
+    assert "found 2 of them" in " ".join(said.err.split())
+    assert entries[0].digest[:12] in said.err
+    assert shared.exists()
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_of_a_good_store_reads_every_byte(shelf: Any, index: Callable[..., Any]) -> None:
+    said = index("verify", "--store", shelf.folder)
+    assert said.status == 0
+    assert said.out.startswith("5 read, ")
+    assert said.out.endswith(": 5 good\n")
+    lines = index("verify", "--json", "--store", shelf.folder).lines
+    assert {line["status"] for line in lines} == {"good"}
+    assert all(set(line) == {"digest", "path", "nbytes", "status", "detail"} for line in lines)
+    assert {line["digest"] for line in lines} == {entry.digest for entry in shelf.entries}
+
+
+def test_verify_names_each_damaged_one_with_its_reason(shelf: Any, index: Callable[..., Any]) -> None:
+    shelf.flip(0)
+    shelf.flip(1, at=70)
+    shelf.path(2).write_bytes(shelf.path(2).read_bytes()[:-4096])
+    shelf.path(3).write_bytes(b"something else entirely" * 1000)
+    (shelf.folder / "notes.txt").write_text("not an index")
+    said = index("verify", "--store", shelf.folder)
+    assert said.status == 1
+    assert narrow(said.out)
+    assert said.out.endswith(": 3 corrupt, 2 foreign, 1 good\n")
+    found = {line["digest"]: line for line in index("verify", "--json", "--store", shelf.folder).lines}
+    statuses = {digest: line["status"] for digest, line in found.items()}
+    wanted = dict(
+        zip((e.digest for e in shelf.entries), ("corrupt", "corrupt", "corrupt", "foreign", "good"), strict=True)
+    )
+    assert statuses == {**wanted, None: "foreign"}
+    assert "checksum of ('csa." in found[shelf.entries[0].digest]["detail"]
+    assert "notes.txt" in found[None]["detail"]
+    for entry in shelf.entries[:4]:
+        assert entry.digest[:12] in said.out
+
+
+def test_verify_finds_damage_anywhere_in_the_arrays(shelf: Any, index: Callable[..., Any]) -> None:
+    nbytes = shelf.entries[0].nbytes
+    for at in range(4096, nbytes - 4096, nbytes // 7):
+        shelf.flip(0, at=at)
+        assert index("verify", "--store", shelf.folder, shelf.entries[0].digest).status == 1, at
+        shelf.flip(0, at=at)
+    assert index("verify", "--store", shelf.folder, shelf.entries[0].digest).status == 0
+
+
+def test_verify_takes_named_indexes_and_samples(shelf: Any, index: Callable[..., Any]) -> None:
+    shelf.flip(0)
+    assert index("verify", "--store", shelf.folder, shelf.entries[1].digest[:8]).status == 0
+    assert index("verify", "--store", shelf.folder, shelf.entries[0].digest[:8]).status == 1
+    seen: set[str] = set()
+    for _ in range(60):
+        lines = index("verify", "--json", "--sample", "2", "--store", shelf.folder).lines
+        assert len(lines) == 2
+        seen |= {line["digest"] for line in lines}
+    assert len(seen) == 5, "another part every time"
+    assert len(index("verify", "--json", "--sample", "60%", "--jobs", "1", "--store", shelf.folder).lines) == 3
+
+
+@pytest.mark.parametrize("sample", ["0", "-1", "0%", "101%", "x", "5.5", "nan%"])
+def test_a_sample_that_is_none_is_wrong_usage(sample: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["index", "verify", f"--sample={sample}"])
+    assert ended.value.code == 2
+    assert "expected a number of indexes, or a share such as 5%" in capsys.readouterr().err
+
+
+def test_sample_sizes() -> None:
+    assert [sample_size(text, 30) for text in ("5", "50", "5%", "100%", "0.1%")] == [5, 30, 2, 30, 1]
+    assert sample_size("5%", 0) == 0
+
+
+def test_verify_shows_its_progress_on_a_terminal(shelf: Any, program: Callable[..., Any]) -> None:
+    master, slave = pty.openpty()
+    ran = program("index", "verify", "--store", shelf.folder, stdout=subprocess.PIPE, stderr=slave)
+    os.close(slave)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(master, 4096)
+        except OSError:
+            break
+    os.close(master)
+    out = ran.communicate(timeout=60)[0]
+    assert ran.returncode == 0
+    assert b"verify" in seen
+    assert b"%|" in seen
+    assert b"%|" not in out
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def test_json_is_valid_on_every_command(shelf: Any, index: Callable[..., Any], tmp_path: Path) -> None:
+    digest, store = shelf.entries[0].digest, ["--json", "--store", shelf.folder]
+    for words in (
+        ["ls"],
+        ["show", digest],
+        ["du"],
+        ["verify"],
+        ["pin", digest],
+        ["expire", "--never", digest],
+        ["unpin", digest],
+        ["gc", "--dry-run"],
+        ["gc"],
+        ["export", "--all", "--to", tmp_path / "out"],
+        ["import", tmp_path / "out"],
+        ["rm", "--yes", digest],
+    ):
+        said = index(*words, *store)
+        assert said.status == 0, said
+        assert said.out
+        for line in said.out.splitlines():
+            assert isinstance(json.loads(line), dict)
+    with FileStore(shelf.folder) as left:
+        assert len(left.list()) == 4

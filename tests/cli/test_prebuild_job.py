@@ -1,0 +1,133 @@
+"""A prebuild job on a real store. The engine is a stand-in that builds as the scheduler process does: with a lease."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from prefix_index import FileStore, IndexIdentity, Retention, namespace_digest, page_hashes
+from prefix_index.testing import sample_model, sample_payload
+from sglang_ext.cli.prebuild_job import PrebuildJob
+from sglang_ext.config import PAGE_TOKENS, config_from_dict
+from sglang_ext.prefill.builder import profile_digest
+from sglang_ext.prefill.prompts import Prompt
+
+CONFIG = config_from_dict({"method": "exact", "methods": {"exact": {}}, "min_sparse_prompt_len": 16, "build_align": 16})
+
+
+def identity_of(ids: list[int]) -> IndexIdentity:
+    return IndexIdentity.for_prefix(
+        namespace=namespace_digest({}),
+        page_hashes=page_hashes(ids, PAGE_TOKENS),
+        model=sample_model(),
+        profile_digest=profile_digest(CONFIG),
+    )
+
+
+class Engine:
+    """Answers as `PrebuildEngine` and the runtime behind it do."""
+
+    context_len = 4096
+
+    def __init__(self, store: FileStore, events: Path) -> None:
+        self.store, self.events = store, events
+        self.prefilled: list[str] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"model": msgspec.to_builtins(sample_model())}
+
+    def prefill(self, rid: str, ids: list[int], extra_key: str | None, cache_salt: str | None) -> None:
+        self.prefilled.append(rid)
+        identity = identity_of(ids)
+        lease = self.store.lease(identity)
+        event: dict[str, Any] = {"status": "skipped", "reason": "building_elsewhere", "digest": identity.digest}
+        if lease is not None:
+            with lease:
+                entry = self.store.put(sample_payload(identity))
+                event = {"status": "built", "digest": identity.digest, "index_bytes": entry.nbytes}
+        with self.events.open("a") as file:
+            file.write(json.dumps({"rid": rid, **event}) + "\n")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Runs a job over prompts of 64 tokens; gives its status, its report, and the store afterwards."""
+    store = FileStore(tmp_path / "store", create=True)
+    store.open()
+
+    def run(*names: int, pin: bool = False, ttl: float | None = None, wait: float = 10.0) -> Any:
+        prompts = [Prompt(id=str(n), text=None, input_ids=prompt(n), extra_key=None, cache_salt=None) for n in names]
+        args = argparse.Namespace(pin=pin, ttl=ttl, wait=wait, store=str(store.folder))
+        report, events = io.StringIO(), tmp_path / f"events-{time.monotonic_ns()}.jsonl"
+        engine = Engine(store, events)
+        status = PrebuildJob(engine, store, CONFIG, str(events), report, args).run(prompts)
+        return status, [json.loads(line) for line in report.getvalue().splitlines()], store
+
+    run.store = store  # type: ignore[attr-defined]
+    yield run
+    store.close()
+
+
+def prompt(number: int) -> list[int]:
+    return list(range(1000 * number, 1000 * number + 64))
+
+
+def test_what_another_job_builds_is_waited_for(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    identity = identity_of(prompt(1))
+    lease = job.store.lease(identity)
+
+    def finish() -> None:
+        job.store.put(sample_payload(identity))
+        lease.release()
+
+    timer = threading.Timer(1.0, finish)
+    timer.start()
+    status, lines, _ = job(1, 2)
+    timer.join()
+    assert status == 0
+    assert [(line["id"], line["status"]) for line in lines] == [("2", "built"), ("1", "exists")]
+    assert "another job builds this index; looked at again at the end" in capsys.readouterr().err
+
+
+def test_what_another_job_gave_up_is_built_here(job: Any) -> None:
+    lease = job.store.lease(identity_of(prompt(1)))
+    timer = threading.Timer(1.0, lease.release)  # as the kernel does when its holder dies
+    timer.start()
+    status, lines, store = job(1, 2)
+    timer.join()
+    assert status == 0
+    assert [(line["id"], line["status"]) for line in lines] == [("2", "built"), ("1", "built")]
+    assert store.contains(identity_of(prompt(1)))
+
+
+def test_what_another_job_does_not_finish_is_skipped_after_the_wait(job: Any) -> None:
+    with job.store.lease(identity_of(prompt(1))):
+        begun = time.monotonic()
+        status, lines, _ = job(1, wait=1.0)
+        assert 1.0 <= time.monotonic() - begun < 5.0
+    (line,) = lines
+    assert (status, line["status"], line["reason"]) == (0, "skipped", "building_elsewhere")
+    assert "within 1 s (--wait), it did not" in line["detail"]
+
+
+def test_pin_and_ttl_hold_for_what_is_built_and_for_what_exists(job: Any) -> None:
+    _, _, store = job(1)
+    assert store.list()[0].retention == Retention()
+    begun = time.time()
+    status, lines, store = job(1, 2, pin=True, ttl=3600.0)
+    assert status == 0
+    assert [line["status"] for line in lines] == ["exists", "built"]
+    for entry in store.list():
+        assert entry.retention.pinned
+        assert 3600 <= entry.retention.expires - begun < 3700
+    status, _, store = job(1, 2)
+    assert all(entry.retention.pinned for entry in store.list()), "left as it is when the flags are not given"

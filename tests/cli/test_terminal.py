@@ -1,0 +1,139 @@
+"""`sglang-ext index` in a terminal and a shell: pipes that close, Ctrl-C, start-up time, help, units."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.cli import main
+from sglang_ext.cli.arguments import parse_bytes, parse_seconds
+from sglang_ext.cli.index.text import retention, size, span
+from tests.cli.conftest import fill
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path, program: Callable[..., Any]) -> None:
+    fill(tmp_path / "store", 200, values=2)
+    read, write = os.pipe()
+    ran = program("index", "ls", "--json", "--store", tmp_path / "store", stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    os.read(read, 10)
+    os.close(read)
+    err = ran.communicate(timeout=60)[1]
+    assert (ran.returncode, err) == (141, b"")
+
+
+def test_ctrl_c_ends_with_130_and_one_line(shelf: Any, program: Callable[..., Any]) -> None:
+    master, slave = pty.openpty()  # a terminal, so that rm asks, and waits
+    ran = program("index", "rm", "--store", shelf.folder, shelf.entries[0].digest, stdin=slave, stderr=subprocess.PIPE)
+    asked = b""
+    while b"[y/N]" not in asked:
+        asked += ran.stderr.read(1)
+    ran.send_signal(signal.SIGINT)
+    err = ran.communicate(timeout=60)[1]
+    os.close(master)
+    os.close(slave)
+    assert ran.returncode == 130
+    assert err.endswith(b"sglang-ext: interrupted\n")
+    assert b"Traceback" not in err
+    assert len(shelf.digests()) == 5
+
+
+def test_a_listing_imports_neither_torch_nor_sglang_and_starts_fast(shelf: Any) -> None:
+    code = (
+        "import sys; from sglang_ext.cli import main; "
+        f"status = main(['index', 'ls', '--store', {str(shelf.folder)!r}]); "
+        "loaded = {'torch', 'sglang', 'transformers', 'zmq', 'obstore'} & set(sys.modules); "
+        "sys.exit(f'loaded {loaded}' if loaded else status)"
+    )
+    seconds = []
+    for _ in range(3):
+        ran = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(ran.pid, 0)
+        ran.returncode = os.waitstatus_to_exitcode(status)
+        assert ran.returncode == 0
+        seconds.append(usage.ru_utime + usage.ru_stime)
+    # Of the processor, not of the clock: 0.3 s, where importing torch alone takes 1.5. Others may be running.
+    assert min(seconds) < 0.8
+
+
+@pytest.mark.parametrize(
+    "command", ["ls", "show", "du", "verify", "rm", "gc", "pin", "unpin", "expire", "export", "import"]
+)
+def test_every_command_has_help_with_examples(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main(["index", command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "--json" in text
+    assert "--store URL" in text
+    assert f"sglang-ext index {command}" in text.split("examples:")[1]
+
+
+def test_sizes_times_and_retentions() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 1536, 14.5 * 2**20, 2**30, 3.2 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 KiB",
+        "14.5 MiB",
+        "1.0 GiB",
+        "3.2 TiB",
+    ]
+    assert max(len(size(1.07**n)) for n in range(600)) <= 10
+    assert [span(s) for s in (-5, 0, 119, 120, 7199, 7200, 172800, 86400 * 731)] == [
+        "0s",
+        "0s",
+        "119s",
+        "2m",
+        "119m",
+        "2h",
+        "2d",
+        "2y",
+    ]
+    assert [retention(*r, 1000.0) for r in ((False, None), (True, None), (False, 8200.0), (True, 8200.0))] == [
+        "-",
+        "pin",
+        "2h left",
+        "pin 2h",
+    ]
+    assert [parse_bytes(t) for t in ("0", "1000", "1K", "2MiB", "1.5g", "1TB")] == [
+        0,
+        1000,
+        1024,
+        2 << 20,
+        3 << 29,
+        1 << 40,
+    ]
+    assert [parse_seconds(t) for t in ("0", "90", "90s", "2m", "1.5h", "30d")] == [0, 90, 90, 120, 5400, 30 * 86400]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["gc", "--max-bytes", "many"], "expected bytes, or a size such as 50G; found 'many'"),
+        (["gc", "--max-bytes=-1"], "found '-1'"),
+        (["expire", "abcd", "--after", "soon"], "expected seconds, or a time such as 90m"),
+        (["expire", "abcd", "--after=-5"], "found '-5'"),
+        (["expire", "abcd", "--after", "nan"], "found 'nan'"),
+        (["expire", "abcd"], "one of the arguments --after --never is required"),
+        (["verify", "--jobs", "0"], "expected 1 or more, found '0'"),
+        ([], "SUBCOMMAND"),
+    ],
+)
+def test_wrong_usage_ends_with_2(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["index", *words])
+    assert ended.value.code == 2
+    assert expected in " ".join(capsys.readouterr().err.split())

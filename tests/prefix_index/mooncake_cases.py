@@ -1,0 +1,344 @@
+"""The remote tier over a real Mooncake: a master, holders, clients over TCP, and what goes wrong with them.
+
+``test_remote_mooncake.py`` runs this file, in a network namespace where nothing but loopback is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from prefix_index import (
+    ArrayKey,
+    IndexFormatError,
+    IndexNotFound,
+    IndexPayload,
+    IndexStore,
+    Retention,
+    StoreClosed,
+    StoreFull,
+    StoreUnavailable,
+)
+from prefix_index.remote import BlobMissing, BlobsFailed, BlobTooShort, MooncakeBlobs, RemoteStore
+from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.machine import STEPS, StoreMachine
+from tests.prefix_index.mooncake_cluster import HOST, Cluster, shared, shared_blobs
+
+DIGEST = sample_identity().digest
+FOLDERS = (f"case-{i}" for i in itertools.count())
+
+
+@pytest.fixture
+def store() -> Iterator[RemoteStore]:
+    """A folder of its own in the shared cluster."""
+    with RemoteStore(shared_blobs(), folder=next(FOLDERS), chunk_nbytes=16 << 10, timeout_s=20) as store:
+        yield store
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """One to break."""
+    with Cluster() as cluster:
+        yield cluster
+
+
+def client(cluster: Cluster, **options: Any) -> RemoteStore:
+    return RemoteStore(cluster.blobs(), **{"timeout_s": 3.0, "backoff_s": 0.5, "chunk_nbytes": 1 << 20, **options})
+
+
+def big_payload(pages: int = 3, *, fill: int = 1, mib: int = 8) -> IndexPayload:
+    identity = sample_identity(range(16 * pages))
+    return IndexPayload(identity, {ArrayKey("kv", i): np.full(1 << 20, fill + i, np.uint8) for i in range(mib)})
+
+
+def within(seconds: float, call: Callable[[], object], *errors: type[Exception]) -> Exception:
+    """The error that the call ends with, in time."""
+    begun = time.monotonic()
+    with pytest.raises(errors) as caught:
+        call()
+    assert time.monotonic() - begun < seconds
+    return caught.value
+
+
+def eventually(call: Callable[[], Any], seconds: float = 20.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except StoreUnavailable:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+# Values
+
+
+def test_values() -> None:
+    blobs, folder = shared_blobs(), next(FOLDERS)
+    blobs.open(5)
+    name = f"{folder}/x"
+    for call in (
+        lambda: blobs.fetch(name, 10),
+        lambda: blobs.size(name),
+        lambda: blobs.read(name, 0, [memoryview(bytearray(1))]),
+    ):
+        with pytest.raises(BlobMissing):
+            call()
+    blobs.write(name, memoryview(bytes(range(100))))
+    head, body = bytearray(10), bytearray(20)
+    blobs.read(name, 5, [memoryview(head), memoryview(body)])
+    assert bytes(head + body) == bytes(range(5, 35))
+    assert blobs.fetch(name, 100) == bytes(range(100))
+    with pytest.raises(BlobTooShort, match="100 bytes"):
+        blobs.read(name, 71, [memoryview(head), memoryview(body)])
+    with pytest.raises(BlobTooShort, match="100 bytes"):
+        blobs.fetch(name, 99)
+    for value in (b"longer" * 1000, b"short"):
+        blobs.write(name, memoryview(value))
+        assert blobs.fetch(name, 10_000) == value
+    assert blobs.names(folder) == {name: ""}
+    blobs.delete(name)
+    blobs.delete(name)
+    assert blobs.names(folder) == {}
+
+
+def test_an_index_of_many_chunks_whole_and_in_parts(cluster: Cluster) -> None:
+    with client(cluster) as one, client(cluster) as two:
+        payload = big_payload()
+        one.put(payload, retention=Retention(pinned=True))
+        with two.get(payload.identity) as index:
+            index.verify()
+            assert index.array("kv", 3)[0] == 4
+        with two.get_on_demand(payload.identity) as index:
+            out = np.empty(1 << 20, np.uint8)
+            index.read_into(ArrayKey("kv", 5), out)
+            assert (out == 6).all()
+            index.verify()
+        two.put(sample_payload())
+        one.rescan()
+        two.rescan()
+        assert {e.digest for e in one.list()} == {e.digest for e in two.list()} == {payload.identity.digest, DIGEST}
+        assert [e.retention.pinned for e in one.list() if e.digest != DIGEST] == [True]
+        assert one.delete(DIGEST)
+        with pytest.raises(IndexNotFound):
+            two.get(DIGEST)
+        lease = one.lease(DIGEST)
+        assert lease is not None
+        assert one.lease(DIGEST) is None
+        lease.release()
+
+
+def test_garbage_under_a_chunks_name(store: RemoteStore) -> None:
+    store.put(sample_payload())
+    blobs = shared_blobs()
+    name = next(name for name in blobs.names(store.folder) if name.endswith("000001"))
+    good = blobs.fetch(name, 1 << 20)
+    flipped = bytes([*good[:5000], good[5000] ^ 1, *good[5001:]])
+    for bad in (b"x", good[:100], good[:-1], bytes(len(good)), flipped):
+        blobs.write(name, memoryview(bad))
+        with pytest.raises(IndexFormatError, match="chunk 1"):
+            store.get(DIGEST)
+        assert [p.path for p in store.problems()] == [DIGEST]
+    store.put(sample_payload(fill=1))
+    assert list(store.problems()) == []
+    store.get(DIGEST).verify()
+
+
+# What dies
+
+
+def test_a_holder_killed_takes_its_values_and_nothing_else(cluster: Cluster) -> None:
+    with client(cluster) as store:
+        payload = big_payload()
+        store.put(payload)
+        cluster.kill_holders()
+        for _ in range(5):
+            within(4.5, lambda: store.get(payload.identity), IndexNotFound, StoreUnavailable)
+            assert not store.contains(payload.identity)
+            time.sleep(0.2)
+        cluster.start_holder()
+
+        def put_and_get() -> None:
+            store.put(payload)
+            with store.get(payload.identity) as index:
+                index.verify()
+
+        eventually(put_and_get)
+        store.rescan()
+        store.check_integrity()
+
+
+def test_a_holder_that_hangs_holds_nobody_up(cluster: Cluster) -> None:
+    payload = big_payload()
+    store = client(cluster, timeout_s=1.5, backoff_s=5)
+    store.open()
+    store.put(payload)
+    cluster.pause_holders()
+    error = within(3, lambda: store.get(payload.identity), StoreUnavailable)
+    assert "expected an answer within 1.5 s, found none" in str(error)
+    for call in (lambda: store.get(payload.identity), lambda: store.put(payload), store.rescan):
+        assert "found none at the last call" in str(within(0.1, call, StoreUnavailable))
+    assert len(store.list()) == 1
+    begun = time.monotonic()
+    store.close()  # the client is still inside a call, and must not be ended under it
+    assert time.monotonic() - begun < 3
+    with pytest.raises(StoreClosed):
+        store.get(payload.identity)
+    within(0.1, store.open, StoreUnavailable)
+    cluster.resume_holders()
+    eventually(store.open, 40)
+
+    def put_and_get() -> None:  # the master may have given the holder up meanwhile
+        store.put(payload)
+        with store.get(payload.identity) as index:
+            index.verify()
+
+    eventually(put_and_get)
+    store.close()
+
+
+def test_a_master_killed_and_started_again(cluster: Cluster) -> None:
+    with client(cluster) as store:
+        payload = big_payload()
+        store.put(payload)
+        cluster.kill_master()
+        for call in (lambda: store.get(payload.identity), lambda: store.put(payload), store.rescan, store.collect):
+            within(4.5, call, StoreUnavailable)
+        assert not store.contains(payload.identity)
+        assert len(store.list()) == 1
+        cluster.start_master()
+        # A master forgets everything; what it does not know is a miss.
+        eventually(lambda: within(4.5, lambda: store.get(payload.identity), IndexNotFound))
+
+        def put_and_get() -> None:
+            store.put(payload)
+            with store.get(payload.identity) as index:
+                index.verify()
+
+        eventually(put_and_get, 30)
+        store.rescan()
+        assert len(store.list()) == 1
+
+
+def test_a_full_segment_evicts_and_nothing_is_ever_wrong() -> None:
+    # What was asked for lately is not evicted, here for a moment only.
+    small = Cluster(segment_nbytes=64 << 20, master_flags=["--default_kv_lease_ttl=200"])
+    with small as cluster, client(cluster, timeout_s=5) as store:
+        for pages in range(1, 25):
+            store.put(big_payload(pages, fill=pages))
+        hits = 0
+        for pages in range(1, 25):
+            try:
+                with store.get(sample_identity(range(16 * pages))) as index:
+                    index.verify()
+                    assert index.array("kv", 0)[0] == pages
+                    hits += 1
+            except IndexNotFound:
+                continue
+        assert 0 < hits < 24
+        store.rescan()
+        store.collect()
+        assert list(store.problems()) == []
+        assert all(store.contains(entry.digest) for entry in store.list())
+        error = within(20, lambda: store.put(big_payload(mib=100)), StoreFull)
+        assert "expected room for the index" in str(error)
+
+
+def test_a_writer_killed_at_any_moment(store: RemoteStore) -> None:
+    store.put(sample_payload())
+    code = (
+        "import sys, itertools; from prefix_index.remote import *; from prefix_index.testing import *\n"
+        "blobs = MooncakeBlobs(sys.argv[1], listing_url=sys.argv[2], host=sys.argv[3])\n"
+        "store = RemoteStore(blobs, folder=sys.argv[4], chunk_nbytes=4096); store.open(); print('up', flush=True)\n"
+        "for fill in itertools.count(): store.put(sample_payload(fill=fill % 250))\n"
+    )
+    rng = np.random.default_rng(0)
+    cluster = shared()
+    for _ in range(4):
+        command = [sys.executable, "-c", code, cluster.address, cluster.listing_url, HOST, store.folder]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"up\n"
+            time.sleep(float(rng.uniform(0, 0.1)))
+            writer.kill()
+        # A manifest whose writer died in the middle of it is a miss.
+        try:
+            with store.get(DIGEST) as index:
+                index.verify()
+                assert index.stats == {"fill": int(index.array("channels")[0])}
+        except IndexNotFound:
+            assert not store.contains(DIGEST)
+
+
+# Ends
+
+
+def test_no_call_reaches_a_closed_client(cluster: Cluster) -> None:
+    blobs = cluster.blobs()
+    store = RemoteStore(blobs, chunk_nbytes=16 << 10)
+    store.open()
+    store.put(sample_payload())
+    index = store.get_on_demand(DIGEST)
+    whole = store.get(DIGEST)
+    store.close()
+    with pytest.raises(StoreUnavailable, match="found the client is closed"):
+        index.verify()
+    for call in (lambda: blobs.size("x"), lambda: blobs.fetch("x", 1), lambda: blobs.delete("x")):
+        with pytest.raises(BlobsFailed, match="the client is closed"):
+            call()
+    whole.verify()
+    store.open()
+    store.get(DIGEST).verify()
+    store.close()
+
+
+def test_a_process_ends_while_a_call_hangs(cluster: Cluster) -> None:
+    code = (
+        "import sys; from prefix_index import StoreUnavailable; from prefix_index.remote import *\n"
+        "from prefix_index.testing import *\n"
+        "blobs = MooncakeBlobs(sys.argv[1], listing_url=sys.argv[2], host=sys.argv[3])\n"
+        "store = RemoteStore(blobs, timeout_s=3); store.open(); store.put(sample_payload()); print('up', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "try: store.get(sample_identity())\n"
+        "except StoreUnavailable: print('unavailable', flush=True)\n"
+    )
+    command = [sys.executable, "-c", code, cluster.address, cluster.listing_url, HOST]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == b"up\n"
+        cluster.pause_holders()
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"unavailable\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.7)  # its end waits for the call's: Mooncake crashes otherwise
+        cluster.resume_holders()
+        assert process.wait(20) == 0
+
+
+def test_no_master_at_all() -> None:
+    store = RemoteStore(MooncakeBlobs(f"{HOST}:1", host=HOST), timeout_s=1)
+    error = within(4, store.open, StoreUnavailable)
+    assert str(error).startswith(f"mooncake://{HOST}:1: expected ")
+
+
+class MooncakeMachine(StoreMachine):
+    def make(self) -> IndexStore:
+        return RemoteStore(shared_blobs(), folder=next(FOLDERS), chunk_nbytes=16 << 10, timeout_s=20)
+
+    def reopen(self) -> None:
+        """The suite of all tiers opens anew; this machine keeps its books."""
+
+
+TestMooncakeMachine = MooncakeMachine.TestCase
+TestMooncakeMachine.settings = settings(STEPS, max_examples=5)

@@ -1,0 +1,48 @@
+"""What the tests of the remote tier share: object stores to test on, small stores, and damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.testing import sample_identity
+from tests.prefix_index import s3_server
+
+CHUNK_NBYTES = 16 << 10
+DIGEST = sample_identity().digest
+MANIFEST = f"prefix_index/{DIGEST}.manifest"
+
+
+def file_blobs(folder: Path) -> ObjectBlobs:
+    return ObjectBlobs((folder / "objects").as_uri())
+
+
+OBJECT_STORES: dict[str, Callable[[Path], ObjectBlobs]] = {
+    "memory": lambda folder: ObjectBlobs("memory:///"),
+    "file": file_blobs,
+    "s3": lambda folder: s3_server.new_bucket(),
+}
+
+
+def machine(blobs: ObjectBlobs, **options: Any) -> RemoteStore:
+    """One machine's store, of small chunks: a sample index has three."""
+    return RemoteStore(blobs, **{"chunk_nbytes": CHUNK_NBYTES, "timeout_s": 20, **options})
+
+
+def chunks_of(blobs: ObjectBlobs, digest: str = DIGEST) -> list[str]:
+    return sorted(n for n in blobs.names("prefix_index") if n.startswith(f"prefix_index/{digest}.") and n[-1].isdigit())
+
+
+def damage(blobs: ObjectBlobs, name: str, change: Callable[[bytearray], object]) -> None:
+    raw = bytearray(blobs.fetch(name, 1 << 30))
+    change(raw)
+    blobs.write(name, memoryview(bytes(raw)))
+
+
+def flip(bit: int) -> Callable[[bytearray], object]:
+    def change(raw: bytearray) -> None:
+        raw[bit // 8] ^= 1 << bit % 8
+
+    return change

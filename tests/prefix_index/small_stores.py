@@ -1,0 +1,38 @@
+"""What the tests of eviction and retention share: indexes of one size, and folders to keep a few of them in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefix_index import BuildInfo, FileStore, IndexIdentity, IndexPayload, MemoryStore, Retention
+from prefix_index.testing import sample_identity, sample_payload
+
+IDS = [sample_identity(range(i, i + 32)) for i in range(8)]
+PINNED = Retention(pinned=True)
+with MemoryStore(1 << 20) as _store:
+    ONE = _store.put(sample_payload()).nbytes
+
+
+def opened(folder: Path, **options: Any) -> FileStore:
+    store = FileStore(folder, **{"create": True, **options})
+    store.open()
+    return store
+
+
+def keep_file(folder: Path, identity: IndexIdentity) -> Path:
+    return folder / identity.digest[:2] / f"{identity.digest}.pfxkeep"
+
+
+def index_file(folder: Path, identity: IndexIdentity) -> Path:
+    return keep_file(folder, identity).with_suffix(".pfxindex")
+
+
+def built_in(seconds: float, identity: IndexIdentity, values_per_array: int = 16) -> IndexPayload:
+    payload = sample_payload(identity, values_per_array=values_per_array)
+    return IndexPayload(identity, payload.arrays, payload.dtypes, info=BuildInfo(created=1.0, build_seconds=seconds))
+
+
+def held(store: FileStore | MemoryStore) -> set[int]:
+    """Which of IDS the store has."""
+    return {IDS.index(e.identity) for e in store.list()}

@@ -1,0 +1,296 @@
+"""Who leaves a store, by each policy, and a folder's limits: its byte cap and the disk's free space."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefix_index import FileStore, IndexEntry, IndexNotFound, InvalidPayload, MemoryStore, Retention, StoreFull
+from prefix_index.eviction import Candidate, choose_victims, cost_aware, lru
+from prefix_index.testing import sample_payload
+from tests.prefix_index.machine import Clock
+from tests.prefix_index.small_stores import IDS, ONE, PINNED, built_in, held, index_file, keep_file, opened
+
+# Policies.
+
+
+def candidate(
+    number: int, last_used: float, *, nbytes: int = 100, seconds: float = 1.0, retention: Retention | None = None
+) -> Candidate:
+    entry = IndexEntry(
+        identity=IDS[number],
+        nbytes=nbytes,
+        created=0.0,
+        build_seconds=seconds,
+        retention=retention or Retention(),
+    )
+    return Candidate(entry, last_used)
+
+
+def leave(candidates: list[Candidate], nbytes: int, policy: Any = lru, now: float = 100.0, **more: Any) -> list[int]:
+    victims = choose_victims(candidates, nbytes, policy=policy, now=now, **more)
+    return [-1] if victims is None else [IDS.index(v.identity) for v in victims]
+
+
+def test_order_of_leaving_expired_then_unpinned_then_pinned() -> None:
+    candidates = [
+        candidate(0, 10, retention=PINNED),
+        candidate(1, 90),
+        candidate(2, 20),
+        candidate(3, 99, retention=Retention(expires=100.0)),
+        candidate(4, 95, retention=Retention(expires=50.0, pinned=True)),
+        candidate(5, 5, retention=Retention(pinned=True, expires=101.0)),
+    ]
+    assert leave(candidates, 600) == [4, 3, 2, 1, 5, 0]
+    assert leave(candidates, 300) == [4, 3, 2]
+    assert leave(candidates, 201) == [4, 3, 2]
+    assert leave(candidates, 601) == [-1]
+    assert leave([], 1) == [-1]
+
+
+def test_cost_aware_keeps_what_is_dear_per_byte_and_second() -> None:
+    cheap, dear = candidate(0, 50, seconds=1.0), candidate(1, 50, seconds=60.0)
+    assert leave([dear, cheap], 1, cost_aware) == [0]
+    small, large = candidate(2, 50, nbytes=10), candidate(3, 50, nbytes=1000)
+    assert leave([small, large], 1, cost_aware) == [3]
+    # 60 times as dear, but idle 100 times as long
+    assert leave([candidate(4, 0, seconds=60.0), candidate(5, 99, seconds=1.0)], 1, cost_aware) == [4]
+    assert leave([candidate(6, 60, seconds=0.0), candidate(7, 50, seconds=0.0)], 1, cost_aware) == [7]
+
+
+@pytest.mark.parametrize("policy", [lru, cost_aware])
+def test_a_use_in_the_future_counts_as_one_now(policy: Any) -> None:
+    assert leave([candidate(0, 1e9), candidate(1, 99)], 1, policy) == [1]
+    assert leave([candidate(0, 1e9), candidate(1, 2e9), candidate(2, 100)], 100, policy) == [2]
+
+
+@pytest.mark.parametrize("policy", [lru, cost_aware])
+def test_last_use_is_looked_up_for_those_about_to_leave_only(policy: Any) -> None:
+    asked: list[int] = []
+    true = {0: 99.0, 1: 20.0, 2: 30.0, 3: 40.0}
+
+    def last_used(c: Candidate) -> float:
+        asked.append(IDS.index(c.entry.identity))
+        return true[asked[-1]]
+
+    candidates = [candidate(0, 10), candidate(1, 20), candidate(2, 30), candidate(3, 40)]
+    assert leave(candidates, 200, policy, last_used=last_used) == [1, 2]
+    assert 3 not in asked
+
+
+@pytest.mark.parametrize("make", [lambda **o: FileStore("x", **o), lambda **o: MemoryStore(1, **o)])
+def test_unknown_policy(make: Callable[..., object]) -> None:
+    with pytest.raises(InvalidPayload, match="eviction: expected lru or cost_aware, found 'fifo'; choose one"):
+        make(eviction="fifo")
+
+
+# A folder's byte cap.
+
+
+def test_least_recently_used_leaves_a_full_folder(folder: Path, clock: Clock) -> None:
+    with opened(folder, max_bytes=3 * ONE, clock=clock) as store, opened(folder, clock=clock) as other:
+        for identity in IDS[:3]:
+            clock.now += 10
+            store.put(sample_payload(identity))
+        assert store.used_bytes == 3 * ONE
+        other.rescan()
+        clock.now += 10
+        with other.get(IDS[0]) as reader:  # another store's use counts
+            clock.now += 10
+            with store.get(IDS[1]) as leaving:
+                clock.now += 10
+                other.get(IDS[2]).close()
+                clock.now += 10
+                store.put(sample_payload(IDS[3]))
+                assert held(store) == {1, 2, 3}
+                reader.verify()
+                store.put(sample_payload(IDS[4]))
+                assert held(store) == {2, 3, 4}
+                leaving.verify()
+        with pytest.raises(IndexNotFound):
+            other.get(IDS[0])
+        other.rescan()
+        assert held(other) == {2, 3, 4}
+        assert sum(p.stat().st_size for p in folder.rglob("*.pfxindex")) == 3 * ONE
+        store.check_integrity()
+        other.check_integrity()
+
+
+def test_cost_aware_folder(folder: Path, clock: Clock) -> None:
+    with opened(folder, max_bytes=2 * ONE, eviction="cost_aware", clock=clock) as store:
+        store.put(built_in(60.0, IDS[0]))
+        clock.now += 10
+        store.put(built_in(1.0, IDS[1]))
+        clock.now += 10
+        store.put(built_in(1.0, IDS[2]))
+        assert held(store) == {0, 2}
+        clock.now += 10_000
+        store.get(IDS[2]).close()
+        clock.now += 10
+        store.put(built_in(1.0, IDS[3]))
+        assert held(store) == {2, 3}
+
+
+def test_pinned_leaves_last_and_expired_first(folder: Path, clock: Clock) -> None:
+    with opened(folder, max_bytes=3 * ONE, clock=clock) as store, opened(folder, clock=clock) as other:
+        store.put(sample_payload(IDS[0]), retention=PINNED)
+        for i in (1, 2):
+            clock.now += 10
+            store.put(sample_payload(IDS[i]))
+        other.rescan()
+        other.retain(IDS[2], Retention(expires=clock.now + 5))  # the store learns of it when it looks for room
+        clock.now += 10
+        store.put(sample_payload(IDS[3]))
+        assert held(store) == {0, 1, 3}
+        clock.now += 10
+        store.put(sample_payload(IDS[4]))
+        assert held(store) == {0, 3, 4}
+        store.retain(IDS[3], PINNED)
+        store.retain(IDS[4], PINNED)
+        clock.now += 10
+        store.put(sample_payload(IDS[5]))
+        assert held(store) == {3, 4, 5}
+        assert not keep_file(folder, IDS[0]).exists()
+        store.check_integrity()
+
+
+def test_replacing_needs_no_room_but_the_difference(folder: Path, clock: Clock) -> None:
+    large = sample_payload(IDS[0], values_per_array=1 << 12)
+    with MemoryStore(1 << 30) as memory:
+        nbytes = memory.put(large).nbytes
+    with opened(folder, max_bytes=nbytes + ONE, clock=clock) as store:
+        for payload in (sample_payload(IDS[0]), sample_payload(IDS[1]), large, large):
+            clock.now += 10
+            store.put(payload)
+        assert held(store) == {0, 1}
+        store.put(sample_payload(IDS[2]))
+        assert held(store) == {0, 2}
+
+
+def test_what_cannot_fit_evicts_nobody(folder: Path) -> None:
+    with opened(folder, max_bytes=2 * ONE) as store:
+        store.put(sample_payload(IDS[0]))
+        store.put(sample_payload(IDS[1]), retention=Retention(expires=1.0))
+        with pytest.raises(StoreFull, match=r"store: index store: expected room for \d+ bytes \(max_bytes=90112, min"):
+            store.put(sample_payload(IDS[2], values_per_array=1 << 16))
+        assert index_file(folder, IDS[1]).exists()
+        assert held(store) == {0}
+        store.put(sample_payload(IDS[0], fill=1))
+        index_file(folder, IDS[0]).write_bytes(b"x" * (2 * ONE))  # damaged, and nobody's to evict
+        with pytest.raises(StoreFull, match=r"found 90112 bytes too few and 45056 to evict; raise"):
+            store.put(sample_payload(IDS[2]))
+        assert index_file(folder, IDS[0]).exists()
+        assert [p.name for p in folder.rglob(".partial*")] == []
+
+
+def test_without_limits_nothing_leaves(folder: Path) -> None:
+    with opened(folder) as store:
+        for identity in IDS:
+            store.put(sample_payload(identity))
+        assert list(store.collect()) == []
+        assert held(store) == set(range(8))
+
+
+def test_collect_brings_a_folder_under_a_smaller_cap(folder: Path, clock: Clock) -> None:
+    with opened(folder, clock=clock) as store:
+        for identity in IDS[:4]:
+            clock.now += 10
+            store.put(sample_payload(identity))
+    with opened(folder, max_bytes=2 * ONE, clock=clock) as store:
+        assert held(store) == {0, 1, 2, 3}
+        assert {IDS.index(e.identity) for e in store.collect()} == {0, 1}
+        assert held(store) == {2, 3}
+        assert list(store.collect()) == []
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_write_under_way_takes_room_and_a_dead_one_does_not(folder: Path, alive: bool) -> None:
+    with opened(folder, max_bytes=2 * ONE) as store:
+        store.put(sample_payload(IDS[0]))
+        partial = index_file(folder, IDS[0]).with_name(".partial-1-other")
+        with partial.open("wb") as writer:
+            writer.truncate(ONE)
+            if alive:
+                fcntl.flock(writer, fcntl.LOCK_EX)
+            os.utime(partial, (time.time() - 2, time.time() - 2))
+            store.put(sample_payload(IDS[1]))
+            assert held(store) == ({1} if alive else {0, 1})
+            assert partial.exists() == alive
+
+
+# The disk's free space.
+
+
+@pytest.mark.parametrize("max_bytes", [None, 1 << 40])
+def test_free_space_floor(folder: Path, clock: Clock, max_bytes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = 5 * ONE
+
+    def free_bytes(_: Path) -> int:
+        return disk - sum(p.stat().st_size for p in folder.rglob("*.pfxindex"))
+
+    monkeypatch.setattr("prefix_index.room.free_bytes", free_bytes)
+    with opened(folder, max_bytes=max_bytes, min_free_bytes=2 * ONE, clock=clock) as store:
+        for identity in IDS[:5]:
+            clock.now += 10
+            store.put(sample_payload(identity))
+            assert free_bytes(folder) >= 2 * ONE
+        assert held(store) == {2, 3, 4}
+        store.put(sample_payload(IDS[4], fill=1))
+        assert held(store) == {2, 3, 4}
+        disk = 4 * ONE  # somebody else writes
+        assert [IDS.index(e.identity) for e in store.collect()] == [2]
+        disk = 0
+        assert list(store.collect()) == []
+        with pytest.raises(StoreFull, match=r"min_free_bytes=90112\), found \d+ bytes too few and 90112 to evict"):
+            store.put(sample_payload(IDS[0]))
+        assert held(store) == {3, 4}
+
+
+SMALL_DISK = """
+import os, sys
+from prefix_index import FileStore, StoreFull
+from prefix_index.testing import sample_identity, sample_payload
+ids = [sample_identity(range(i, i + 32)) for i in range(40)]
+def fill(folder, **options):
+    with FileStore(folder, create=True, **options) as store:
+        for i in ids:
+            store.put(sample_payload(i))
+            free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+            assert free >= options.get("min_free_bytes", 0), free
+        assert store.contains(ids[-1]) and not store.contains(ids[0])
+        store.check_integrity()
+        return len(store.list())
+assert fill(sys.argv[1] + "/floor", min_free_bytes=300_000) in range(10, 20)
+with FileStore(sys.argv[1] + "/floor") as store:
+    for i in ids:
+        store.delete(i)
+assert fill(sys.argv[1] + "/cap", max_bytes=1 << 40) in range(18, 24)
+try:
+    with FileStore(sys.argv[1] + "/cap") as store:
+        for i in ids:
+            store.put(sample_payload(i))
+except StoreFull as err:
+    print(err)
+"""
+
+
+def test_on_a_disk_of_one_mebibyte(tmp_path: Path) -> None:
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    disk = f"mount -t tmpfs -o size=1m none '{tmp_path}' && "
+    try:
+        subprocess.run([*mount, disk + "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as err:
+        pytest.skip(f"no mount namespace here: {err}")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [*mount, disk + f"exec '{sys.executable}' -c \"$0\" '{tmp_path}'", SMALL_DISK]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "disk: expected room for the index, found No space left on device; free" in done.stdout

@@ -1,0 +1,243 @@
+"""The build lease of a folder: threads, stores and processes, their deaths, and what others plant there."""
+
+from __future__ import annotations
+
+import gc
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prefix_index import FileStore, MemoryStore, StoreFolderError
+from prefix_index.testing import sample_identity
+
+DIGEST = sample_identity().digest
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[FileStore]:
+    with FileStore(folder, create=True, partial_grace_s=0.0) as store:
+        yield store
+
+
+def lease_file(folder: Path) -> Path:
+    return folder / DIGEST[:2] / f".lease-{DIGEST}"
+
+
+CHILD = """
+import os, sys, time
+from prefix_index import FileStore
+from prefix_index.testing import sample_identity
+store = FileStore(sys.argv[1]); store.open()
+lease = store.lease(sample_identity())
+assert lease is not None
+if sys.argv[2] == "fork" and os.fork() == 0:
+    time.sleep(60)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+COUNTER = """
+import sys, time
+from pathlib import Path
+from prefix_index import FileStore
+from prefix_index.testing import sample_identity
+store = FileStore(sys.argv[1]); store.open()
+counter = Path(sys.argv[2])
+done = 0
+while done < int(sys.argv[3]):
+    lease = store.lease(sample_identity())
+    if lease is None:
+        time.sleep(0.0005)
+        continue
+    with lease:
+        counter.write_text(str(int(counter.read_text()) + 1))
+    done += 1
+"""
+
+
+def run(script: str, *args: object) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, *map(str, args)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def test_two_stores_of_one_folder_exclude_each_other(folder: Path, store: FileStore) -> None:
+    with FileStore(folder) as other:
+        lease = store.lease(DIGEST)
+        assert lease is not None
+        assert other.lease(sample_identity()) is None
+        lease.release()
+        with other.lease(sample_identity()) or pytest.fail("not freed"):
+            assert store.lease(DIGEST) is None
+        assert list(lease_file(folder).parent.iterdir()) == []
+
+
+def test_stores_of_two_folders_do_not(tmp_path: Path, store: FileStore) -> None:
+    with FileStore(tmp_path / "other", create=True) as other, store.lease(DIGEST) or pytest.fail("held"):
+        assert other.lease(DIGEST) is not None
+
+
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_a_lease_ends_with_its_holder(folder: Path, store: FileStore, how: str) -> None:
+    """Also where a child that it forked lives on."""
+    with run(CHILD, folder, how) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == "held\n"
+            assert store.lease(DIGEST) is None
+            store.collect()
+            assert store.lease(DIGEST) is None
+            holder.kill()
+            until = time.monotonic() + 10
+            while (lease := store.lease(DIGEST)) is None and time.monotonic() < until:
+                time.sleep(0.01)
+            assert lease is not None
+            lease.release()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nobody of its group lives on
+                os.killpg(holder.pid, signal.SIGKILL)
+
+
+def test_what_a_dead_holder_left_is_cleared_away(folder: Path, store: FileStore) -> None:
+    lease_file(folder).parent.mkdir(parents=True)
+    lease_file(folder).write_text("")
+    other = lease_file(folder).with_name(f".lease-{DIGEST[:2]}{'0' * 62}")
+    with store.lease(other.name.removeprefix(".lease-")) or pytest.fail("held"):
+        store.rescan()
+        store.collect()
+        assert not lease_file(folder).exists()
+        assert other.exists()
+        assert list(store.problems()) == []
+    assert not other.exists()
+    lease_file(folder).write_text("")
+    with store.lease(DIGEST) or pytest.fail("a file without a lock is free"):
+        assert store.lease(DIGEST) is None
+
+
+def test_a_fresh_lease_file_is_left_to_whoever_is_about_to_lock_it(folder: Path) -> None:
+    with FileStore(folder, create=True) as store:
+        lease_file(folder).parent.mkdir()
+        lease_file(folder).write_text("")
+        store.rescan()
+        store.collect()
+        assert lease_file(folder).exists()
+
+
+def test_never_two_holders(folder: Path, store: FileStore, tmp_path: Path) -> None:
+    """A counter without a lock of its own, raised by three processes, while a fourth clears leases away."""
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    lease_file(folder).parent.mkdir()
+    store.rescan()
+    children = [run(COUNTER, folder, counter, 150) for _ in range(3)]
+    while any(child.poll() is None for child in children):
+        store.collect()
+        time.sleep(0.002)
+    for child in children:
+        with child:
+            assert child.returncode == 0
+    assert counter.read_text() == "450"
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "folder"])
+def test_what_is_planted_by_the_name_of_a_lease(folder: Path, store: FileStore, tmp_path: Path, kind: str) -> None:
+    path, target = lease_file(folder), tmp_path / "target"
+    path.parent.mkdir()
+    match kind:
+        case "link":
+            target.write_text("precious")
+            path.symlink_to(target)
+        case "dangling":
+            path.symlink_to(target)
+        case "fifo":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+    with pytest.raises(StoreFolderError, match=r"lease: expected a regular file, found a link, pipe.*; remove it"):
+        store.lease(DIGEST)
+    store.rescan()
+    store.collect()
+    assert path.is_symlink() or path.exists()
+    assert target.exists() == (kind == "link")
+    if kind == "link":
+        assert target.read_text() == "precious"
+
+
+def test_a_shard_that_is_a_link_is_not_followed(folder: Path, store: FileStore, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    lease_file(folder).parent.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreFolderError, match="check that the folder exists"):
+        store.lease(DIGEST)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_folder_that_has_gone(folder: Path, store: FileStore) -> None:
+    lease = store.lease(DIGEST)
+    assert lease is not None
+    lease_file(folder).unlink()
+    lease_file(folder).parent.rmdir()
+    folder.rmdir()
+    lease.release()
+    with pytest.raises(StoreFolderError, match="check that the folder exists"):
+        store.lease(DIGEST)
+
+
+def test_an_unlinked_lease_file_is_not_taken_for_the_new_one(folder: Path, store: FileStore) -> None:
+    """Whoever removes the file by hand ends the lease; the old holder's release leaves the new one's alone."""
+    old = store.lease(DIGEST)
+    assert old is not None
+    lease_file(folder).unlink()
+    new = store.lease(DIGEST)
+    assert new is not None
+    old.release()
+    assert lease_file(folder).exists()
+    assert store.lease(DIGEST) is None
+    new.release()
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_lease_that_nobody_has_any_more_is_free(folder: Path, kind: str) -> None:
+    store = FileStore(folder, create=True) if kind == "file" else MemoryStore(1 << 20)
+    with store:
+        assert store.lease(DIGEST) is not None
+        gc.collect()
+        assert store.lease(DIGEST) is not None
+
+
+def test_a_lease_outlives_the_store_it_came_from(folder: Path, store: FileStore) -> None:
+    with FileStore(folder) as first:
+        lease = first.lease(DIGEST)
+    assert lease is not None
+    assert store.lease(DIGEST) is None
+    lease.release()
+    assert store.lease(DIGEST) is not None
+
+
+def test_no_descriptor_is_lost(store: FileStore) -> None:
+    def busy() -> None:
+        for _ in range(50):
+            lease = store.lease(DIGEST)
+            if lease is not None:
+                lease.release()
+
+    busy()
+    before = len(os.listdir("/proc/self/fd"))
+    threads = [threading.Thread(target=busy) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(os.listdir("/proc/self/fd")) == before

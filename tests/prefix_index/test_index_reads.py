@@ -1,0 +1,408 @@
+"""The bulk read: the same arrays as one by one, by every path; damage, cuts and refusals have names."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import prefix_index.direct as direct_module
+import prefix_index.reader as reader_module
+from prefix_index import (
+    ArrayKey,
+    IndexCorrupt,
+    IndexFile,
+    IndexFormatError,
+    IndexNotFound,
+    IndexPayload,
+    IndexUnreadable,
+    InvalidPayload,
+    StoreClosed,
+    write_index,
+)
+from prefix_index.direct import ReadPlan, fresh_buffer, run
+from prefix_index.source import open_direct
+from prefix_index.testing import sample_identity
+
+PIECE = 16384
+SIZES = (1, 0, 4096, 4095, 4097, 16384, 16385, 20480, 3, 100_001, 65536, 12288)
+"""Bytes per array: within a page, whole pages, one piece, several pieces, and either side of each boundary."""
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_module, "PIECE_NBYTES", PIECE)
+
+
+def values(nbytes: int, seed: int) -> Any:
+    return np.random.default_rng(seed).integers(1, 256, nbytes, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def payload() -> IndexPayload:
+    arrays: dict[ArrayKey, Any] = {ArrayKey("a.x", i % 3, i // 3): values(n, i) for i, n in enumerate(SIZES)}
+    arrays[ArrayKey("scalar")] = np.array(1.5, np.float32)
+    arrays[ArrayKey("ids", 1, 0)] = np.arange(5000, dtype=np.int64).reshape(50, 100)
+    return IndexPayload(sample_identity(), arrays)
+
+
+@pytest.fixture
+def path(payload: IndexPayload, tmp_path: Path) -> Path:
+    path = tmp_path / "x.pfxindex"
+    with path.open("wb", buffering=0) as out:
+        write_index(out, payload)
+        os.fsync(out.fileno())
+    return path
+
+
+@pytest.fixture
+def index(path: Path) -> Iterator[IndexFile]:
+    with IndexFile.open(path) as index:
+        yield index
+
+
+def has_direct(path: Path) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.close(open_direct(fd))
+    except IndexUnreadable:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def modes(path: Path) -> list[bool | None]:
+    return [None, False, *([True] if has_direct(path) else [])]
+
+
+def drop_from_page_cache(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def flip(path: Path, at: int, mask: int = 1) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ mask]))
+
+
+def place_of(index: IndexFile, key: ArrayKey) -> int:
+    first = next(k for k in index.keys if index.record(k).nbytes)
+    data_offset = index.nbytes - 4096 - sum(-(-index.record(k).nbytes // 4096) * 4096 for k in index.keys)
+    assert index.record(first).offset == 0
+    return data_offset + index.record(key).offset
+
+
+def assert_same(found: dict[ArrayKey, Any], payload: IndexPayload, keys: Any = None) -> None:
+    wanted = sorted(payload.arrays, key=lambda k: (k.layer, k.name, k.kv_head)) if keys is None else keys
+    assert list(found) == list(wanted)
+    for key, array in found.items():
+        expected = payload.arrays[key]
+        assert isinstance(expected, np.ndarray)
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+        assert np.array_equal(array, expected), key
+        assert array.flags.writeable
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "cold"])
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_every_path_gives_what_was_written(path: Path, payload: IndexPayload, threads: int, cached: bool) -> None:
+    for mode in modes(path):
+        with IndexFile.open(path) as index:
+            if not cached:
+                drop_from_page_cache(path)
+            found = index.read_many(threads=threads, direct=mode)
+        assert_same(found, payload)  # after close(): the arrays are the caller's
+
+
+def test_an_index_in_memory_is_copied_and_checked(path: Path, payload: IndexPayload) -> None:
+    raw = bytearray(path.read_bytes())
+    index = IndexFile.from_buffer(bytes(raw))
+    found = index.read_many(threads=4)
+    assert_same(found, payload)
+    found[ArrayKey("ids", 1, 0)][:] = 0
+    assert index.array("ids", 1, 0).sum() > 0
+    raw[place_of(index, ArrayKey("ids", 1, 0)) + 20_000] ^= 4
+    with pytest.raises(IndexCorrupt, match=r"checksum of \('ids', 1, 0\)"):
+        IndexFile.from_buffer(bytes(raw)).read_many()
+    with pytest.raises(InvalidPayload, match="direct read: expected a file, found an index in memory; leave direct"):
+        index.read_many(direct=True)
+
+
+def test_addresses_come_back_in_the_order_asked_for(index: IndexFile, payload: IndexPayload) -> None:
+    keys = random.Random(1).sample(index.keys, 7)
+    assert_same(index.read_many(keys), payload, keys)
+    assert_same(index.read_many([*keys, keys[0]]), payload, keys)
+    assert index.read_many([]) == {}
+    assert index.read_nbytes([]) == 0
+    with pytest.raises(IndexNotFound, match=r"x.pfxindex: array: expected \('nothing', -1, -1\)"):
+        index.read_many([ArrayKey("nothing")])
+
+
+def test_one_layer_is_one_stretch(index: IndexFile) -> None:
+    """Neighbours are fetched together; nothing is fetched that was not asked for."""
+    keys = index.select(layers=[2])
+    plan = ReadPlan.of([index.record(k) for k in keys], 0)
+    assert plan.nbytes == index.read_nbytes(keys) == sum(piece.nbytes for piece in plan.pieces)
+    ends = [(piece.offset, piece.offset + piece.nbytes) for piece in plan.pieces]
+    assert [end for _, end in ends[:-1]] == [start for start, _ in ends[1:]]
+    assert max(piece.nbytes for piece in plan.pieces) == PIECE
+    assert sum(len(piece.whole) for piece in plan.pieces) > len([p for p in plan.pieces if p.whole])
+    apart = ReadPlan.of([index.record(k) for k in index.select("a.x", kv_heads=[0])], 0)
+    assert len([p for p in apart.pieces if p.whole]) == 2
+
+
+@given(st.lists(st.integers(0, 60_000), max_size=12), st.integers(1, 4), st.randoms())
+def test_any_arrays_any_selection(sizes: list[int], threads: int, chance: random.Random) -> None:
+    arrays = {ArrayKey("a", i // 4, i % 4): values(n, i) for i, n in enumerate(sizes)}
+    payload, out = IndexPayload(sample_identity(), arrays), io.BytesIO()
+    write_index(out, payload)
+    keys = [key for key in arrays if chance.random() < 0.7]
+    assert_same(IndexFile.from_buffer(out.getvalue()).read_many(keys, threads=threads), payload, keys)
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last", "padding"])
+def test_damage_is_found_in_every_array_and_named(path: Path, where: str) -> None:
+    with IndexFile.open(path) as index:
+        for key in index.keys:
+            record, start = index.record(key), place_of(index, key)
+            last = record.nbytes - 1
+            at = {"first": 0, "middle": last // 2, "last": last, "padding": record.nbytes}[where]
+            if not record.nbytes or (where == "padding" and record.nbytes % 4096 == 0):
+                continue
+            flip(path, start + at)
+            what = "padding after" if where == "padding" else "checksum of"
+            message = rf"x.pfxindex: {what} \('{record.name}', {record.layer}, {record.kv_head}\)"
+            with pytest.raises(IndexCorrupt, match=message):
+                index.read_many()
+            others = [k for k in index.keys if k != key]
+            assert len(index.read_many(others)) == len(others)
+            index.read_many(verify=False)
+            flip(path, start + at)
+        index.read_many()
+
+
+def test_sampled_bits_of_the_file_on_disk(path: Path) -> None:
+    """Header, arrays, padding, footer: no flipped bit survives opening and reading, by any path."""
+    chance, undetected = random.Random(7), []
+    size = path.stat().st_size
+    for mode in modes(path):
+        for _ in range(150):
+            at, mask = chance.randrange(size), 1 << chance.randrange(8)
+            flip(path, at, mask)
+            try:
+                with IndexFile.open(path) as index:
+                    index.read_many(direct=mode)
+                undetected.append((at, mask))
+            except IndexFormatError:
+                pass
+            flip(path, at, mask)
+    assert undetected == []
+
+
+def test_a_file_cut_before_opening_is_corrupt_at_every_boundary(path: Path) -> None:
+    size, chance = path.stat().st_size, random.Random(3)
+    lengths = [*range(size - 4096, -1, -4096), *(chance.randrange(size) for _ in range(60))]
+    for length in sorted(lengths, reverse=True):
+        os.truncate(path, length)
+        with pytest.raises(IndexCorrupt, match=r"x.pfxindex: file length: expected"):
+            IndexFile.open(path)
+
+
+def test_a_file_cut_while_it_is_open_is_corrupt_at_every_boundary(path: Path) -> None:
+    """No signal kills the reader, whatever is missing: nothing here is mapped."""
+    for mode in modes(path):
+        whole = path.read_bytes()
+        data_end = len(whole) - 4096
+        with IndexFile.open(path) as index:
+            end = place_of(index, index.keys[-1]) + index.record(index.keys[-1]).nbytes
+            assert end <= data_end
+            for length in [*range(data_end - 4096, -1, -4096), 70_001, 5000, 4097, 1]:
+                os.truncate(path, length)
+                with pytest.raises(IndexCorrupt, match=r"bytes from \d+ on: .* somebody cut the file|checksum of"):
+                    index.read_many(direct=mode)
+                path.write_bytes(whole)
+            index.read_many(direct=mode)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_verify_reads_in_batches_and_maps_nothing(path: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "_VERIFY_NBYTES", 30_000)
+    with IndexFile.open(path) as index:
+        for key in index.keys:
+            if index.record(key).nbytes:
+                flip(path, place_of(index, key))
+                with pytest.raises(IndexCorrupt, match=rf"checksum of \('{key.name}', {key.layer}, {key.kv_head}\)"):
+                    index.verify(threads=threads)
+                flip(path, place_of(index, key))
+                index._verified.clear()
+        whole = path.read_bytes()
+        os.truncate(path, 20_000)
+        with pytest.raises(IndexCorrupt, match="somebody cut the file"):
+            index.verify(threads=threads)
+        path.write_bytes(whole)
+        index.verify(threads=threads)
+        assert index._verified == set(index.keys)
+
+
+def test_an_error_of_the_system_is_unreadable(path: Path, tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        for mode in (None, False):
+            with IndexFile.open(path) as index:
+                os.dup2(folder, index._open()._file.fileno())  # type: ignore[attr-defined]
+                with pytest.raises(IndexUnreadable, match=r"x.pfxindex: .*expected readable bytes, found Is a dir"):
+                    index.read_many(direct=mode)
+    finally:
+        os.close(folder)
+
+
+def test_a_closed_index_and_one_closed_meanwhile(path: Path) -> None:
+    index = IndexFile.open(path)
+    whole = path.read_bytes()
+    with index._open().bulk(None) as fetch:
+        index.close()
+        out = bytearray(8192)
+        assert fetch(memoryview(out), 4096) == 8192
+        assert out == whole[4096:12288]
+    with pytest.raises(StoreClosed, match=r"x.pfxindex: index file: expected open, found closed"):
+        index.read_many()
+
+
+def test_memory_of_the_caller(index: IndexFile, path: Path, payload: IndexPayload) -> None:
+    nbytes = index.read_nbytes()
+    assert nbytes % 4096 == 0
+    out = fresh_buffer(nbytes + 4096)
+    for mode in modes(path):
+        out[:] = 7
+        found = index.read_many(out=out[:nbytes], direct=mode)
+        assert_same(found, payload)
+        assert all(np.shares_memory(array, out) for array in found.values() if array.nbytes)
+        assert (out[nbytes:] == 7).all()
+    off = out[1 : nbytes + 1]
+    drop_from_page_cache(path)  # O_DIRECT is tried, refused for this memory, and done without
+    assert_same(index.read_many(out=off), payload)
+    assert_same(index.read_many(out=out.view(np.int32).reshape(-1, 2)), payload)
+    frozen = np.zeros(nbytes, np.uint8)
+    frozen.flags.writeable = False
+    for bad in (np.zeros(nbytes - 1, np.uint8), np.zeros((nbytes, 2), np.uint8)[:, :1], frozen):
+        with pytest.raises(InvalidPayload, match=r"buffer of a bulk read: expected \d+ bytes or more, contiguous"):
+            index.read_many(out=bad)
+    if has_direct(path):
+        with pytest.raises(InvalidPayload, match=r"on a 4096-byte boundary, found .* 1 bytes off; take read_nbytes"):
+            index.read_many(out=off, direct=True)
+
+
+def test_where_o_direct_is_refused() -> None:
+    fd = os.open("/proc/self/status", os.O_RDONLY)
+    try:
+        with pytest.raises(IndexUnreadable, match="O_DIRECT: expected a file system with direct reads, found Inv"):
+            open_direct(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_file_system_without_o_direct(path: Path, tmp_path: Path) -> None:
+    """ramfs has none: auto reads through the page cache, direct=True says so."""
+    script = """
+import sys
+from prefix_index import IndexFile, IndexUnreadable
+with IndexFile.open(sys.argv[1]) as index:
+    assert all((a == index.array(*k)).all() for k, a in index.read_many().items())
+    try:
+        index.read_many(direct=True)
+    except IndexUnreadable as err:
+        print(err)
+"""
+    (tmp_path / "ram").mkdir()
+    command = 'mount -t ramfs none "$1" && cp "$2" "$1/y" && exec "$3" -c "$4" "$1/y"'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command, "sh", tmp_path / "ram", path, sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert "y: O_DIRECT: expected a file system with direct reads, found Invalid argument; read without" in done.stdout
+
+
+def test_long_arrays_are_checked_in_any_order_of_arrival(payload: IndexPayload, path: Path) -> None:
+    raw = path.read_bytes()
+    with IndexFile.open(path) as index:
+        key = ArrayKey("ids", 1, 0)
+        start, record = place_of(index, key), index.record(key)
+    for order, damaged in itertools.product(itertools.permutations(range(3)), (False, True)):
+        plan = ReadPlan.of([record], start - record.offset)
+        buffer = bytearray(raw[start : start + plan.nbytes])
+        buffer[17_000] ^= damaged
+        pieces = [plan.pieces[i] for i in order]
+        for piece in pieces[:-1]:
+            piece.check(memoryview(buffer))
+        if damaged:
+            with pytest.raises(IndexCorrupt, match=r"checksum of \('ids', 1, 0\)"):
+                pieces[-1].check(memoryview(buffer))
+        else:
+            pieces[-1].check(memoryview(buffer))
+
+
+def test_parts_of_long_arrays_arrive_in_many_threads() -> None:
+    """Every part is hashed once, and the last thread to leave has compared the sum."""
+    out = io.BytesIO()
+    write_index(out, IndexPayload(sample_identity(), {ArrayKey("a"): values(60 * PIECE + 5, 1)}))
+    for damaged in (False, True):
+        raw = bytearray(out.getvalue())
+        raw[-8192 - PIECE] ^= damaged
+        index = IndexFile.from_buffer(bytes(raw))
+        for _ in range(20):
+            if damaged:
+                with pytest.raises(IndexCorrupt, match="checksum of"):
+                    index.read_many(threads=8)
+            else:
+                index.read_many(threads=8)
+
+
+def test_an_error_leaves_no_thread_behind(index: IndexFile) -> None:
+    plan = ReadPlan.of([index.record(k) for k in index.keys], 0)
+    seen = []
+
+    def fetch(out: memoryview, offset: int) -> int:
+        seen.append(offset)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        run(plan, fetch, memoryview(bytearray(plan.nbytes)), threads=2, verify=True)
+    assert 1 <= len(seen) <= 2 < len(plan.pieces)
+    assert not [t for t in threading.enumerate() if t.name.startswith("index-read")]
+
+
+def test_what_the_page_cache_holds_is_known(index: IndexFile, path: Path) -> None:
+    if not has_direct(path):
+        pytest.skip("no O_DIRECT here")
+    with index._open().bulk(None) as fetch:
+        nbytes = path.stat().st_size
+        drop_from_page_cache(path)
+        if fetch._is_cached(4096, nbytes - 4096):  # type: ignore[attr-defined]
+            pytest.skip("this file system lies in the page cache")
+        path.read_bytes()
+        assert all(fetch._is_cached(4096, nbytes - 4096) for _ in range(20))  # type: ignore[attr-defined]

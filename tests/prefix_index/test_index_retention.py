@@ -1,0 +1,188 @@
+"""How long an index in a folder stays: sidecars, read by other stores, damaged, orphaned or half written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import xxhash
+
+from prefix_index import (
+    IndexCorrupt,
+    IndexForeign,
+    IndexStoreError,
+    Retention,
+    StoreFolderError,
+    StoreFull,
+    StoreInconsistent,
+)
+from prefix_index.testing import sample_payload
+from tests.prefix_index.machine import Clock
+from tests.prefix_index.small_stores import IDS, PINNED, index_file, keep_file, opened
+
+
+def test_retention_survives_and_is_seen_by_others(folder: Path) -> None:
+    keep = Retention(pinned=True, expires=4e9)
+    with opened(folder) as store, opened(folder) as other:
+        store.put(sample_payload(IDS[0]))
+        assert not keep_file(folder, IDS[0]).exists()
+        other.rescan()
+        store.retain(IDS[0], keep)
+        path = keep_file(folder, IDS[0])
+        kept, checksum = path.read_bytes().splitlines()
+        assert msgspec.json.decode(kept) == {"pinned": True, "expires": 4e9}
+        assert checksum.decode() == xxhash.xxh3_64_hexdigest(IDS[0].digest.encode() + b"\n" + kept)
+        assert path.stat().st_mode & 0o777 == 0o600
+        other.rescan()
+        assert [e.retention for e in other.list()] == [keep]
+        other.retain(IDS[0], Retention(expires=1.0))
+        store.rescan()
+        assert list(store.list()) == []
+        assert not store.contains(IDS[0])
+        other.put(sample_payload(IDS[0], fill=1))
+        with store.get(IDS[0]) as index:
+            assert index.array("channels")[0] == 1
+        assert [e.retention for e in store.list()] == [Retention()]
+        store.retain(IDS[0], keep)
+    with opened(folder) as store:
+        assert [e.retention for e in store.list()] == [keep]
+        assert store.delete(IDS[0])
+        assert [p for p in folder.rglob("*") if p.is_file()] == []
+
+
+def test_expiry_set_elsewhere_does_not_hide_what_was_put_since(folder: Path, clock: Clock) -> None:
+    with opened(folder, clock=clock) as store, opened(folder, clock=clock) as other:
+        store.put(sample_payload(IDS[0]), retention=Retention(expires=clock.now + 10))
+        clock.now += 20
+        other.put(sample_payload(IDS[0], fill=1))
+        assert store.contains(IDS[0])
+        store.get(IDS[0]).close()
+
+
+def seal(path: Path, kept: bytes, digest: str | None = None) -> None:
+    """Writes a sidecar whose checksum is right: by default that of the index it belongs to."""
+    checksum = xxhash.xxh3_64_hexdigest((digest or path.stem).encode() + b"\n" + kept)
+    path.write_bytes(kept + b"\n" + checksum.encode() + b"\n")
+
+
+PLANTS: dict[str, tuple[Callable[[Path, Path], object], type[IndexStoreError], str]] = {
+    "empty": (lambda p, _: p.write_bytes(b""), IndexCorrupt, "expected checksum"),
+    "unsealed": (lambda p, _: p.write_bytes(b'{"pinned":true}'), IndexCorrupt, "expected checksum"),
+    "another's": (lambda p, _: seal(p, b'{"pinned":true}', "0" * 64), IndexCorrupt, "expected checksum"),
+    "garbage": (lambda p, _: seal(p, b"\xff\x00{"), IndexCorrupt, "JSON of Retention"),
+    "other-field": (lambda p, _: seal(p, b'{"pinned":true,"x":1}'), IndexCorrupt, "JSON of Retention"),
+    "nan": (lambda p, _: seal(p, b'{"expires":-1}'), IndexCorrupt, "0 or more, found -1"),
+    "nested": (lambda p, _: seal(p, b"[" * 4000), IndexCorrupt, "JSON of Retention"),
+    "large": (lambda p, _: p.write_bytes(b" " * 5000), IndexCorrupt, "at most 4096 bytes, found more"),
+    "link": (lambda p, t: p.symlink_to(t), IndexForeign, "a regular file, found a link"),
+    "dangling": (lambda p, _: p.symlink_to("nowhere"), IndexForeign, "a regular file, found a link"),
+    "fifo": (lambda p, _: os.mkfifo(p), IndexForeign, "a regular file, found a link, folder, pipe"),
+    "folder": (lambda p, _: p.mkdir(), IndexForeign, "a regular file, found a link, folder"),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_a_bad_sidecar_is_a_problem_and_counts_as_none(folder: Path, tmp_path: Path, kind: str) -> None:
+    plant, error, message = PLANTS[kind]
+    target = tmp_path / "target"
+    target.write_bytes(b'{"pinned":true}')
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]))
+        path = keep_file(folder, IDS[0])
+        plant(path, target)
+        for full in (False, True):
+            store.rescan(full=full)
+            assert [(p.path, type(p.error)) for p in store.problems()] == [(str(path), error)]
+            assert message in str(store.problems()[0].error)
+            assert str(path) in str(store.problems()[0].error)
+            assert [e.retention for e in store.list()] == [Retention()]
+            store.check_integrity()
+        store.get(IDS[0]).close()
+        store.collect()
+        assert path.is_symlink() or path.exists()
+        assert store.put(sample_payload(IDS[0], fill=1)).retention == Retention()
+        if kind == "folder":
+            with pytest.raises(StoreFolderError):
+                store.retain(IDS[0], PINNED)
+            with pytest.raises(StoreFolderError):
+                store.put(sample_payload(IDS[0], fill=2), retention=PINNED)
+            with store.get(IDS[0]) as index:
+                assert index.array("channels")[0] == 1
+        else:
+            assert not path.is_symlink()
+            assert not path.exists()
+            assert list(store.problems()) == []
+            plant(path, target)
+            store.rescan()
+            assert store.retain(IDS[0], PINNED).retention == PINNED
+            assert list(store.problems()) == []
+            store.rescan()
+            assert [e.retention for e in store.list()] == [PINNED]
+        store.rescan()
+        store.check_integrity()
+        assert store.delete(IDS[0])
+        assert target.read_bytes() == b'{"pinned":true}'
+
+
+def test_sidecars_without_an_index_are_cleared_away(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]), retention=PINNED)
+        index_file(folder, IDS[0]).unlink()
+        keep_file(folder, IDS[1]).parent.mkdir(exist_ok=True)
+        keep_file(folder, IDS[1]).symlink_to(folder)
+        foreign = keep_file(folder, IDS[0]).with_name("notes.pfxkeep")
+        foreign.write_text("hello")
+        store.rescan()
+        assert store.collect() == ()
+        assert [p for p in folder.rglob("*") if not p.is_dir()] == [foreign]
+        assert [(p.path, type(p.error)) for p in store.problems()] == [(str(foreign), IndexForeign)]
+        assert store.put(sample_payload(IDS[0])).retention == Retention()
+        store.check_integrity()
+
+
+def test_an_orphan_speaks_for_no_new_index(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]), retention=Retention(expires=1.0))
+        index_file(folder, IDS[0]).unlink()
+        assert store.put(sample_payload(IDS[0])).retention == Retention()
+        assert store.contains(IDS[0])
+
+
+@pytest.mark.parametrize("before", [None, PINNED, Retention(expires=1.0)])
+@pytest.mark.parametrize("suffix", [".pfxindex", ".pfxkeep"])
+def test_a_failed_put_leaves_the_retention(
+    folder: Path, before: Retention | None, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def full(source: str, to: str, **options: Any) -> None:
+        if to.endswith(suffix):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rename(source, to, **options)
+
+    with opened(folder) as store:
+        if before is not None:
+            store.put(sample_payload(IDS[0], fill=1), retention=before)
+        files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", full)
+            with pytest.raises(StoreFull):
+                store.put(sample_payload(IDS[0], fill=2), retention=Retention(expires=5e9))
+        assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == files
+        store.rescan()
+        store.check_integrity()
+
+
+def test_wrong_retention_in_the_books_is_an_inconsistency(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]), retention=PINNED)
+        store.check_integrity()
+        wrong = msgspec.structs.replace(store.list()[0], retention=Retention())
+        store._books.catalog.add(IDS[0].digest, wrong)
+        with pytest.raises(StoreInconsistent, match=r"retention of .*: expected Retention\(pinned=True"):
+            store.check_integrity()

@@ -1,0 +1,349 @@
+"""Several machines on one object store: what they see of each other, ranges of an index, leases, killed writers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefix_index import (
+    ArrayKey,
+    IndexCorrupt,
+    IndexNotFound,
+    IndexPayload,
+    InvalidPayload,
+    Retention,
+    namespace_digest,
+    page_hashes,
+)
+from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.testing import sample_identity, sample_model, sample_payload
+from tests.prefix_index.remote_stores import (
+    DIGEST,
+    OBJECT_STORES,
+    chunks_of,
+    damage,
+    file_blobs,
+    flip,
+    machine,
+)
+
+
+@pytest.fixture(params=OBJECT_STORES)
+def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectBlobs]:
+    made = OBJECT_STORES[request.param](tmp_path)
+    made.open(20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(blobs: ObjectBlobs) -> Iterator[RemoteStore]:
+    with machine(blobs) as store:
+        yield store
+
+
+# Several machines
+
+
+def test_what_one_machine_puts_the_others_find(blobs: ObjectBlobs) -> None:
+    with machine(blobs) as one, machine(blobs) as two:
+        one.put(sample_payload(fill=1))
+        two.put(sample_payload(sample_identity(range(64)), fill=2), retention=Retention(pinned=True))
+        assert two.get(DIGEST).array("channels")[0] == 1  # known by its digest, before any listing
+        for store in (one, two):
+            store.rescan()
+            assert len(store.list()) == 2
+            found = store.longest(
+                namespace_digest({"extra_key": None}), page_hashes(range(64)), sample_model(), "profile-1"
+            )
+            assert found is not None
+            assert (found.identity.num_tokens, found.retention) == (64, Retention(pinned=True))
+        two.put(sample_payload(fill=3))
+        assert one.get(DIGEST).array("channels")[0] == 3
+        one.retain(DIGEST, Retention(pinned=True))
+        two.rescan()
+        assert all(e.retention.pinned for e in two.list())
+        assert one.delete(DIGEST)
+        with pytest.raises(IndexNotFound):
+            two.get(DIGEST)
+        one.check_integrity()
+        two.check_integrity()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_listing_that_took_long_does_not_undo_what_happened_meanwhile(full: bool) -> None:
+    class Slow(ObjectBlobs):
+        """While the names come in, this process goes on."""
+
+        meanwhile: Callable[[], object] | None = None
+
+        def names(self, folder: str) -> Any:
+            names = super().names(folder)
+            call, self.meanwhile = self.meanwhile, None
+            if call is not None:
+                call()
+            return names
+
+    blobs = Slow("memory:///")
+    with machine(blobs) as store:
+        blobs.meanwhile = lambda: store.put(sample_payload())
+        store.rescan(full=full)
+        assert [e.digest for e in store.list()] == [DIGEST]
+        blobs.meanwhile = lambda: store.put(sample_payload(fill=1))
+        store.rescan(full=full)
+        assert [e.digest for e in store.list()] == [DIGEST]
+        assert list(store.problems()) == []
+        blobs.meanwhile = lambda: store.delete(DIGEST)
+        store.rescan(full=full)
+        assert list(store.list()) == list(store.problems()) == []
+        store.check_integrity()
+
+
+def test_two_writers_of_one_key_on_two_machines(tmp_path: Path) -> None:
+    """Whatever the order, the index is one of the two, whole; the loser's chunks go with the next collect."""
+    blobs = file_blobs(tmp_path)
+    with machine(blobs, grace_s=-10) as one, machine(blobs) as two:
+        for turn in range(10):
+            threads = [
+                threading.Thread(target=store.put, args=(sample_payload(fill=2 * turn + i),))
+                for i, store in enumerate((one, two))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for store in (one, two):
+                with store.get(DIGEST) as index:
+                    index.verify()
+                    assert index.array("channels")[0] in (2 * turn, 2 * turn + 1)
+        one.collect()
+        assert len(chunks_of(blobs)) == 3
+        one.get(DIGEST).verify()
+
+
+def test_readers_under_a_writer_on_another_machine(tmp_path: Path) -> None:
+    blobs = file_blobs(tmp_path)
+    errors: list[BaseException] = []
+    with machine(blobs) as writer, machine(blobs) as reader:
+        writer.put(sample_payload(fill=0))
+        done = threading.Event()
+
+        def read() -> None:
+            try:
+                while not done.is_set():
+                    with reader.get(DIGEST) as index:
+                        fill = int(index.array("channels")[0])
+                        assert index.stats == {"fill": fill}
+                        index.verify()
+                    reader.rescan()
+            except BaseException as err:
+                errors.append(err)
+
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for fill in range(1, 40):
+            writer.put(sample_payload(fill=fill))
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+
+
+def test_collect_leaves_a_put_under_way_alone(tmp_path: Path) -> None:
+    """By the writer's clock; one that ran backwards only keeps garbage longer."""
+    blobs = file_blobs(tmp_path)
+    blobs.open(5)
+    with machine(blobs, grace_s=100) as store:
+        store.put(sample_payload())
+        now = time.time()
+        for age, kept in ((0, True), (90, True), (110, False), (-1e6, True)):
+            generation = f"{int(now - age):08x}00000000"
+            name = f"prefix_index/{DIGEST}.{generation}.000000"
+            blobs.write(name, memoryview(b"x"))
+            assert list(store.collect()) == []
+            assert (name in blobs.names("prefix_index")) == kept
+        with store.get(DIGEST) as index:
+            index.verify()
+
+
+def test_a_writer_killed_at_any_moment_leaves_the_old_index_or_the_new(tmp_path: Path) -> None:
+    """Processes put in a loop and are killed; what is there afterwards is always whole."""
+    blobs = file_blobs(tmp_path)
+    code = (
+        "import sys, itertools; from prefix_index.remote import *; from prefix_index.testing import *\n"
+        "store = RemoteStore(ObjectBlobs(sys.argv[1]), chunk_nbytes=4096); store.open(); print('up', flush=True)\n"
+        "for fill in itertools.count(): store.put(sample_payload(fill=fill % 250))\n"
+    )
+    rng = np.random.default_rng(0)
+    with machine(blobs) as store:
+        store.put(sample_payload(fill=0))
+        for _ in range(8):
+            command = [sys.executable, "-c", code, (tmp_path / "objects").as_uri()]
+            with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+                assert writer.stdout is not None
+                assert writer.stdout.readline() == b"up\n"
+                time.sleep(float(rng.uniform(0, 0.1)))
+                writer.kill()
+            with store.get(DIGEST) as index:
+                index.verify()
+                assert index.stats == {"fill": int(index.array("channels")[0])}
+            store.rescan()
+            assert list(store.problems()) == []
+    with machine(blobs, grace_s=-10) as store:
+        store.collect()
+        assert len(chunks_of(blobs)) == -(-store.list()[0].nbytes // 4096)
+
+
+# Ranges
+
+
+class Counting(ObjectBlobs):
+    """Counts the bytes that are read."""
+
+    nbytes = 0
+
+    def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
+        super().read(name, offset, parts)
+        self.nbytes += sum(len(part) for part in parts)
+
+
+def big_payload(fill: int = 1) -> IndexPayload:
+    arrays: Any = {
+        ArrayKey("csa.k", layer, head): np.full((64, 512), fill + 10 * layer + head, np.uint8)
+        for layer in range(4)
+        for head in range(4)
+    }
+    return IndexPayload(sample_identity(), arrays)
+
+
+def test_a_rank_fetches_only_its_own_heads() -> None:
+    blobs = Counting("memory:///")
+    with machine(blobs) as store:
+        nbytes = store.put(big_payload()).nbytes
+        blobs.nbytes = 0
+        with store.get_on_demand(DIGEST) as index:
+            header = blobs.nbytes
+            assert header < 20_000
+            out = np.empty((64, 512), np.uint8)
+            for key in index.select(kv_heads=[2]):
+                index.read_into(key, out)
+                assert (out == 1 + 10 * key.layer + 2).all()
+            assert blobs.nbytes - header == 4 * out.nbytes < nbytes / 3
+            index.verify()
+            assert blobs.nbytes > nbytes
+        with store.get(DIGEST) as whole:
+            assert whole.identity == sample_identity()
+
+
+def test_bulk_reads_of_ranges(store: RemoteStore) -> None:
+    store.put(big_payload())
+    with store.get_on_demand(DIGEST) as index:
+        keys = index.select(kv_heads=[1, 2])
+        for key, array in index.read_many(keys).items():
+            assert (array == 1 + 10 * key.layer + key.kv_head).all()
+        with pytest.raises(InvalidPayload, match=r"direct read: expected a file, found an index on another machine"):
+            index.read_many(keys, direct=True)
+
+
+def test_ranges_are_checked_by_the_arrays_own_checksum(store: RemoteStore, blobs: ObjectBlobs) -> None:
+    store.put(big_payload())
+    index = store.get_on_demand(sample_identity())
+    damage(blobs, chunks_of(blobs)[5], flip(8 * 5000))
+    bad = 0
+    for key in index.keys:
+        out = np.empty((64, 512), np.uint8)
+        try:
+            index.read_into(key, out)
+            assert (out == 1 + 10 * key.layer + key.kv_head).all()
+        except IndexCorrupt:
+            bad += 1
+    assert bad == 1
+    with pytest.raises(IndexCorrupt):
+        index.verify()
+
+
+def test_an_open_range_reader_survives_what_this_store_does_and_tells_what_others_did(blobs: ObjectBlobs) -> None:
+    with machine(blobs) as mine, machine(blobs) as other:
+        mine.put(big_payload(1))
+        with mine.get_on_demand(DIGEST) as kept:
+            mine.put(big_payload(2))
+            kept.verify()
+            assert kept.array("csa.k", 0, 0)[0, 0] == 1
+        with mine.get_on_demand(DIGEST) as kept:
+            assert mine.delete(DIGEST)
+            kept.verify()
+        mine.put(big_payload(3))
+        with mine.get_on_demand(DIGEST) as index:
+            other.delete(DIGEST)
+            with pytest.raises(IndexNotFound, match="chunk 0 gone"):
+                index.array("csa.k", 0, 0)
+
+
+# Leases
+
+
+def test_one_lease_between_machines(blobs: ObjectBlobs) -> None:
+    with machine(blobs) as one, machine(blobs) as two:
+        lease = one.lease(DIGEST)
+        assert lease is not None
+        assert two.lease(DIGEST) is None
+        assert one.lease(DIGEST) is None
+        lease.release()
+        with two.lease(DIGEST) or pytest.fail("still held"):
+            assert one.lease(DIGEST) is None
+        assert blobs.names("prefix_index") == {}
+
+
+def test_a_lease_outlives_its_time_only_while_its_holder_lives(tmp_path: Path) -> None:
+    blobs = file_blobs(tmp_path)
+    code = (
+        "import sys, time; from prefix_index.remote import *\n"
+        "store = RemoteStore(ObjectBlobs(sys.argv[1]), lease_ttl_s=0.6); store.open()\n"
+        "lease = store.lease(sys.argv[2]); print(lease is not None, flush=True); time.sleep(60)\n"
+    )
+    with machine(blobs, lease_ttl_s=0.6, grace_s=0) as store:
+        command = [sys.executable, "-c", code, (tmp_path / "objects").as_uri(), DIGEST]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"True\n"
+            time.sleep(1)
+            assert store.lease(DIGEST) is None
+            os.kill(holder.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while (lease := store.lease(DIGEST)) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        lease.release()
+
+
+def test_a_broken_or_absurd_lease_stops_nobody(tmp_path: Path) -> None:
+    blobs = file_blobs(tmp_path)
+    with machine(blobs, grace_s=0) as store:
+        blobs.write(f"prefix_index/{DIGEST}.lease", memoryview(b"garbage"))
+        lease = store.lease(DIGEST)
+        assert lease is not None
+        lease.release()
+        blobs.write(f"prefix_index/{DIGEST}.lease", memoryview(b"garbage"))
+        store.collect()
+        assert blobs.names("prefix_index") == {}
+
+
+def test_a_forgotten_lease_ends(tmp_path: Path) -> None:
+    with machine(file_blobs(tmp_path)) as store:
+        store.lease(DIGEST)
+        deadline = time.monotonic() + 5
+        while (lease := store.lease(DIGEST)) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        lease.release()

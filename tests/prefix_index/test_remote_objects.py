@@ -1,0 +1,380 @@
+"""The remote tier over object stores (obstore's local and memory stores, moto's S3 server over real sockets)."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from prefix_index import (
+    IndexCorrupt,
+    IndexForeign,
+    IndexFormatError,
+    IndexNotFound,
+    IndexStore,
+    IndexTooNew,
+)
+from prefix_index.remote import BlobMissing, BlobsFailed, BlobTooShort, ObjectBlobs, RemoteStore
+from prefix_index.remote.values import CHUNK, HEADER, ChunkedBuffer, check_header, value_header
+from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index import s3_server
+from tests.prefix_index.machine import DEFAULT, FILL, PAGES, RETENTION, STEPS, TENANT, Clock, StoreMachine, identity_of
+from tests.prefix_index.remote_stores import (
+    DIGEST,
+    MANIFEST,
+    OBJECT_STORES,
+    chunks_of,
+    damage,
+    file_blobs,
+    flip,
+    machine,
+)
+
+
+@pytest.fixture(params=OBJECT_STORES)
+def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectBlobs]:
+    made = OBJECT_STORES[request.param](tmp_path)
+    made.open(20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(blobs: ObjectBlobs) -> Iterator[RemoteStore]:
+    with machine(blobs) as store:
+        yield store
+
+
+# Values
+
+
+def test_values_are_read_in_parts_and_never_cut_in_silence(blobs: ObjectBlobs) -> None:
+    blobs.write("a/x", memoryview(bytes(range(100))))
+    head, body = bytearray(10), bytearray(20)
+    blobs.read("a/x", 5, [memoryview(head), memoryview(body)])
+    assert bytes(head + body) == bytes(range(5, 35))
+    assert blobs.size("a/x") == 100
+    assert blobs.fetch("a/x", 100) == bytes(range(100))
+    for offset in (71, 100, 1000):
+        with pytest.raises(BlobTooShort):
+            blobs.read("a/x", offset, [memoryview(head), memoryview(body)])
+    with pytest.raises(BlobTooShort):
+        blobs.fetch("a/x", 99)
+
+
+def test_a_write_replaces_and_create_does_not(blobs: ObjectBlobs) -> None:
+    assert blobs.create("a/x", memoryview(b"one")) is True
+    assert blobs.create("a/x", memoryview(b"two")) is False
+    assert blobs.fetch("a/x", 10) == b"one"
+    before = blobs.names("a")
+    blobs.write("a/x", memoryview(b"three"))
+    assert blobs.fetch("a/x", 10) == b"three"
+    assert blobs.names("a").keys() == before.keys() == {"a/x"}
+    assert blobs.names("a") != before
+
+
+def test_a_missing_value_is_told_from_a_failure(blobs: ObjectBlobs) -> None:
+    for call in (lambda: blobs.fetch("a/x", 10), lambda: blobs.size("a/x")):
+        with pytest.raises(BlobMissing):
+            call()
+    with pytest.raises(BlobMissing):
+        blobs.read("a/x", 0, [memoryview(bytearray(1))])
+    blobs.delete("a/x")
+    assert blobs.names("a") == {}
+
+
+def test_a_chunked_buffer_takes_writes_at_any_place() -> None:
+    rng = np.random.default_rng(1)
+    whole = rng.integers(0, 256, 50_000, dtype=np.uint8).tobytes()
+    buffer = ChunkedBuffer(len(whole), 4096)
+    cuts = sorted({0, len(whole), *rng.integers(0, len(whole), 40).tolist()})
+    for start, end in reversed(list(itertools.pairwise(cuts))):
+        buffer.seek(start)
+        rest = memoryview(whole[start:end])
+        while rest:
+            rest = rest[buffer.write(rest) :]
+    sums = buffer.seal(DIGEST, "0" * 16)
+    assert b"".join(bytes(buffer.value(i)[HEADER.size :]) for i in range(buffer.count)) == whole
+    for i in range(buffer.count):
+        value = buffer.value(i)
+        length, checksum, _ = check_header(bytes(value[: HEADER.size]), CHUNK, DIGEST, "0" * 16, i)
+        assert (length, f"{checksum:016x}") == (len(value) - HEADER.size, sums[i])
+
+
+# Damage: a clear error, never a wrong byte
+
+
+def test_every_bit_of_a_chunk_header_and_of_the_manifest_counts(tmp_path: Path) -> None:
+    blobs = file_blobs(tmp_path)
+    with machine(blobs) as store:
+        store.put(sample_payload())
+        tried = 0
+        for name, bits in (
+            (chunks_of(blobs)[0], range(HEADER.size * 8)),
+            (MANIFEST, range(0, blobs.size(MANIFEST) * 8, 11)),
+            (chunks_of(blobs)[1], range(HEADER.size * 8, blobs.size(chunks_of(blobs)[1]) * 8, 8009)),
+        ):
+            for bit in bits:
+                damage(blobs, name, flip(bit))
+                with pytest.raises(IndexFormatError):
+                    store.get(DIGEST)
+                damage(blobs, name, flip(bit))
+                tried += 1
+        assert tried > 900
+        with store.get(DIGEST) as index:
+            index.verify()
+
+
+@pytest.mark.parametrize("what", ["manifest", "chunk"])
+@pytest.mark.parametrize("keep", [0, 1, 63, 64, 200])
+def test_a_value_cut_short(store: RemoteStore, blobs: ObjectBlobs, what: str, keep: int) -> None:
+    store.put(sample_payload())
+    name = MANIFEST if what == "manifest" else chunks_of(blobs)[1]
+    blobs.write(name, memoryview(blobs.fetch(name, 1 << 20)[:keep]))
+    with pytest.raises(IndexCorrupt, match=r"expected .* found"):
+        store.get(DIGEST)
+    assert not store.contains(DIGEST)
+    assert [p.path for p in store.problems()] == [DIGEST]
+    store.put(sample_payload(fill=2))
+    assert list(store.problems()) == []
+    store.check_integrity()
+
+
+def test_chunks_that_belong_elsewhere(store: RemoteStore, blobs: ObjectBlobs) -> None:
+    store.put(sample_payload(fill=1))
+    store.put(sample_payload(sample_identity(range(64)), fill=2))
+    mine, others = chunks_of(blobs), chunks_of(blobs, sample_identity(range(64)).digest)
+    good = blobs.fetch(mine[1], 1 << 20)
+    for other in (mine[0], others[1]):
+        blobs.write(mine[1], memoryview(blobs.fetch(other, 1 << 20)))
+        with pytest.raises(IndexCorrupt, match=r"\(version, kind, index, digest, generation\) of chunk 1: expected"):
+            store.get(DIGEST)
+    blobs.write(mine[1], memoryview(good))
+    store.get(DIGEST).verify()
+    blobs.write(MANIFEST, memoryview(blobs.fetch(MANIFEST.replace(DIGEST, others[0].split("/")[1][:64]), 1 << 20)))
+    with pytest.raises(IndexCorrupt, match="of manifest: expected"):
+        store.get(DIGEST)
+
+
+def test_a_newer_version_and_somebody_elses_value(store: RemoteStore, blobs: ObjectBlobs) -> None:
+    import xxhash
+
+    store.put(sample_payload())
+
+    def newer(raw: bytearray) -> None:
+        raw[8] = 2
+        raw[56:64] = xxhash.xxh3_64_intdigest(bytes(raw[:56])).to_bytes(8, "little")
+
+    damage(blobs, MANIFEST, newer)
+    with pytest.raises(IndexTooNew, match=r"version of manifest: expected at most 1, found 2 \(written by a newer"):
+        store.get(DIGEST)
+    blobs.write(MANIFEST, memoryview(b"GIF89a and so on, for a good many bytes, more than there are in a header"))
+    with pytest.raises(IndexForeign, match="manifest value: expected ours"):
+        store.get(DIGEST)
+    assert store.delete(DIGEST)
+    assert list(blobs.names("prefix_index")) == []
+
+
+def test_a_manifest_too_long_is_not_read(tmp_path: Path) -> None:
+    blobs = file_blobs(tmp_path)
+    with machine(blobs) as store:
+        blobs.write(MANIFEST, memoryview(bytes(5 << 20)))
+        with pytest.raises(IndexCorrupt, match="manifest: expected at most 4194304 bytes, found 5242880 bytes"):
+            store.get(DIGEST)
+
+
+def test_lost_chunks_are_a_miss_and_then_garbage(store: RemoteStore, blobs: ObjectBlobs) -> None:
+    store.put(sample_payload())
+    store.put(sample_payload(sample_identity(range(64))))
+    blobs.delete(chunks_of(blobs)[1])
+    with pytest.raises(IndexNotFound, match=r"index: expected .*, found chunk 1 gone \(evicted"):
+        store.get(DIGEST)
+    assert not store.contains(DIGEST)
+    store.rescan()
+    assert [e.digest for e in store.list()] == [sample_identity(range(64)).digest]
+    assert "2 of its 3 chunks" in str(store.problems()[0].error)
+    store.check_integrity()
+    assert [e.digest for e in store.collect()] == [DIGEST]
+    assert list(store.problems()) == []
+    assert chunks_of(blobs) == []
+
+
+def test_a_lost_manifest_is_a_miss(store: RemoteStore, blobs: ObjectBlobs) -> None:
+    store.put(sample_payload())
+    blobs.delete(MANIFEST)
+    with pytest.raises(IndexNotFound, match=r"index: expected .*, found none; build it: a remote tier may lose"):
+        store.get(DIGEST)
+    assert list(store.list()) == []
+    store.put(sample_payload(fill=1))
+    store.get(DIGEST).verify()
+
+
+def test_names_of_others_are_problems_not_indexes(store: RemoteStore, blobs: ObjectBlobs) -> None:
+    blobs.write("prefix_index/holiday.jpg", memoryview(b"x"))
+    blobs.write("elsewhere/holiday.jpg", memoryview(b"x"))
+    store.rescan()
+    assert [str(p.error) for p in store.problems()] == [
+        "name in the store's folder: expected one of ours, found prefix_index/holiday.jpg; "
+        "give the store a folder of its own"
+    ]
+
+
+# Edges
+
+
+def test_a_full_disk_is_a_full_store(tmp_path: Path) -> None:
+    """As a disk says it, through obstore: a limit on the size of this process's files."""
+    code = (
+        "import resource, signal, sys; from prefix_index import StoreFull; from prefix_index.remote import *\n"
+        "from prefix_index.testing import *\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "store = RemoteStore(ObjectBlobs(sys.argv[1])); store.open()\n"
+        "store.put(sample_payload(fill=1))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try: store.put(sample_payload(fill=2))\n"
+        "except StoreFull as err: print('full', err)\n"
+        "print(int(store.get(sample_identity()).array('channels')[0]), len(store.problems()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, (tmp_path / "o").as_uri()], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("full file://")
+    assert "expected room for the index, found" in done.stdout
+    assert done.stdout.endswith("1 0\n")
+
+
+def test_credentials_show_nowhere() -> None:
+    assert ObjectBlobs("s3://key:secret@bucket/x?token=hidden").name == "s3://bucket/x"
+    blobs = ObjectBlobs("s3://bucket/x", no_such_option="hidden-value")
+    with pytest.raises(BlobsFailed) as caught:
+        blobs.open(1)
+    assert "hidden-value" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("chunk_nbytes", [0, -4096, 5000])
+def test_chunks_are_pages(chunk_nbytes: int) -> None:
+    with pytest.raises(ValueError, match="chunk_nbytes: expected a positive multiple of 4096"):
+        RemoteStore(ObjectBlobs("memory:///"), chunk_nbytes=chunk_nbytes)
+
+
+def test_headers_tell_all_they_should() -> None:
+    body = b"some bytes"
+    raw = value_header(CHUNK, DIGEST, "00000000000000ff", 3, body)
+    assert len(raw) == HEADER.size == 64
+    assert check_header(raw, CHUNK, DIGEST, None, 3)[2] == "00000000000000ff"
+    for kind, digest, generation, index in (
+        (1, DIGEST, "00000000000000ff", 3),
+        (CHUNK, "0" * 64, "00000000000000ff", 3),
+        (CHUNK, DIGEST, "00000000000000fe", 3),
+        (CHUNK, DIGEST, "00000000000000ff", 2),
+    ):
+        with pytest.raises(IndexCorrupt):
+            check_header(raw, kind, digest, generation, index)
+
+
+# Against a dictionary
+
+
+class RemoteMachine(StoreMachine):
+    """Two machines' stores on one object store; the other's changes are known after a rescan."""
+
+    def blobs(self) -> ObjectBlobs:
+        return ObjectBlobs("memory:///")
+
+    def make(self) -> IndexStore:
+        blobs = self.blobs()
+        self.clock = Clock()
+        self.other = machine(blobs, clock=self.clock)
+        self.other.open()
+        return machine(blobs, clock=self.clock)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.other.close()
+
+    @rule(pages=PAGES, tenant=TENANT, fill=FILL)
+    def put_elsewhere(self, pages: int, tenant: str | None, fill: int) -> None:
+        self.pass_time(10)
+        key = (pages, tenant)
+        entry = self.other.put(sample_payload(identity_of(pages, tenant), fill=fill))
+        kept = key in self.model or (key in self.reported and not self.is_over(self.retention[key]))
+        assert entry.retention == (self.retention[key] if kept else DEFAULT)
+        self.store.rescan()
+        self.holds(key, fill, entry.retention)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), name=RETENTION)
+    def retain_elsewhere(self, data: st.DataObject, name: str) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+        self.retention[key] = self.retention_of(name)
+        self.other.retain(identity_of(*key), self.retention[key])
+        self.store.rescan()
+        self.pass_time(0)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def delete_elsewhere(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+        assert self.other.delete(identity_of(*key))
+        self.drop(key)
+        if data.draw(st.booleans()):
+            self.store.rescan()
+        else:
+            with pytest.raises(IndexNotFound):
+                self.store.get(identity_of(*key))
+
+    @rule(pages=PAGES, tenant=TENANT)
+    def lease_elsewhere(self, pages: int, tenant: str | None) -> None:
+        lease = self.other.lease(identity_of(pages, tenant))
+        assert (lease is None) == ((pages, tenant) in self.leases)
+        if lease is not None:
+            self.leases[pages, tenant] = lease
+
+    @rule()
+    def reopen(self) -> None:
+        """Everything is still there, and what was only reported is offered again."""
+        self.release_all()
+        for key in tuple(self.reported):
+            self.reported.discard(key)
+            if self.is_over(self.retention[key]):
+                self.expired.add(key)
+                continue
+            with self.store.get(identity_of(*key)) as index:
+                self.model[key] = int(index.array("channels")[0])
+                self.use(key)
+        self.store.close()
+        self.store.open()
+
+
+class RemoteFileMachine(RemoteMachine):
+    def blobs(self) -> ObjectBlobs:
+        self.folder = tempfile.mkdtemp()
+        return ObjectBlobs(Path(self.folder).as_uri())
+
+    def teardown(self) -> None:
+        super().teardown()
+        shutil.rmtree(self.folder)
+
+
+class RemoteS3Machine(RemoteMachine):
+    def blobs(self) -> ObjectBlobs:
+        return s3_server.new_bucket()
+
+
+TestRemoteMachine = RemoteMachine.TestCase
+TestRemoteMachine.settings = STEPS
+TestRemoteFileMachine = RemoteFileMachine.TestCase
+TestRemoteFileMachine.settings = settings(STEPS, max_examples=10)
+TestRemoteS3Machine = RemoteS3Machine.TestCase
+TestRemoteS3Machine.settings = settings(STEPS, max_examples=3, stateful_step_count=12)

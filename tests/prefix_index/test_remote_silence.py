@@ -1,0 +1,176 @@
+"""Object stores that do not answer, or not any more; and calls that hang, whatever the store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from prefix_index import (
+    Retention,
+    StoreUnavailable,
+)
+from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.remote.calls import Calls
+from prefix_index.testing import sample_payload
+from tests.prefix_index import s3_server
+from tests.prefix_index.remote_stores import (
+    CHUNK_NBYTES,
+    DIGEST,
+)
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any, obstore would ask the cloud's metadata service for some."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+
+
+@pytest.fixture
+def silent() -> Iterator[ObjectBlobs]:
+    """An S3 endpoint that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=50) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        yield ObjectBlobs("s3://bucket/x", endpoint=endpoint, region="r", client_options={"allow_http": True})
+
+
+def test_nobody_waits_for_a_silent_store(silent: ObjectBlobs) -> None:
+    store = RemoteStore(silent, timeout_s=0.5, backoff_s=30)
+    begun = time.monotonic()
+    for wait in (0.5, 0.0, 0.0):
+        asked = time.monotonic()
+        with pytest.raises(StoreUnavailable, match=r"s3://bucket/x: expected an answer within 0.5 s, found none"):
+            store.open()
+        assert time.monotonic() - asked < wait + 1.2
+    assert time.monotonic() - begun < 3
+
+
+def test_a_store_that_stops_answering(tmp_path: Path) -> None:
+    """The bytes of a real server behind a relay that can fall silent, and speak again."""
+    with Relay(s3_server.endpoint()) as relay:
+        name = s3_server.new_bucket().name.split("/")[2]
+        relayed = ObjectBlobs(
+            f"s3://{name}/fleet", endpoint=relay.endpoint, region="us-east-1", client_options={"allow_http": True}
+        )
+        with RemoteStore(relayed, chunk_nbytes=CHUNK_NBYTES, timeout_s=1.0, backoff_s=0.5) as store:
+            store.put(sample_payload(fill=1))
+            relay.silent = True
+            asked = time.monotonic()
+            calls: list[Callable[[], object]] = [
+                lambda: store.get(DIGEST),
+                lambda: store.put(sample_payload(fill=2)),
+                lambda: store.delete(DIGEST),
+                lambda: store.retain(DIGEST, Retention()),
+                lambda: store.lease(DIGEST),
+                store.rescan,
+                store.collect,
+            ]
+            for call in calls:
+                with pytest.raises(StoreUnavailable):
+                    call()
+            assert not store.contains(DIGEST)
+            assert time.monotonic() - asked < 8
+            assert [e.digest for e in store.list()] == [DIGEST]  # a look-up asks nobody
+            relay.silent = False
+            deadline = time.monotonic() + 10
+            while True:
+                try:
+                    with store.get(DIGEST) as index:
+                        index.verify()
+                    break
+                except StoreUnavailable:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+
+
+class Relay:
+    """A TCP relay. While ``silent`` it takes what comes and passes nothing on."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, port = endpoint.removeprefix("http://").split(":")
+        self._target = (host, int(port))
+        self._server = socket.create_server(("127.0.0.1", 0), backlog=100)
+        self.endpoint = f"http://127.0.0.1:{self._server.getsockname()[1]}"
+        self.silent = False
+
+    def __enter__(self) -> Relay:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return
+            upstream = socket.create_connection(self._target)
+            for source, target in ((client, upstream), (upstream, client)):
+                threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if not self.silent:
+                    target.sendall(data)
+        except OSError:
+            pass
+        for end in (source, target):
+            end.close()
+
+
+def test_a_refused_connection_says_so() -> None:
+    blobs = ObjectBlobs("s3://b/x", endpoint="http://127.0.0.1:1", region="r", client_options={"allow_http": True})
+    with pytest.raises(StoreUnavailable, match="s3://b/x: expected the request done, found GenericError"):
+        RemoteStore(blobs, timeout_s=10).open()
+
+
+def test_a_call_that_overran_keeps_the_client_open_until_it_is_back() -> None:
+    calls = Calls("a store", timeout_s=0.2, backoff_s=0.3)
+    release, order = threading.Event(), []
+
+    def hang() -> None:
+        release.wait(10)
+        order.append("call")
+
+    with pytest.raises(StoreUnavailable, match=r"a store: expected an answer within 0.2 s, found none; check"):
+        calls.run(hang)
+    with pytest.raises(StoreUnavailable, match="found none at the last call"):
+        calls.run(lambda: 1)
+    time.sleep(0.35)
+    assert calls.run(lambda: 1) == 1
+    calls.close(lambda: order.append("closed"))
+    assert order == []
+    with pytest.raises(StoreUnavailable, match="found one that is being closed"):
+        calls.check_idle()
+    with pytest.raises(StoreUnavailable, match="found one that is being closed"):
+        calls.run(lambda: 2)
+    release.set()
+    deadline = time.monotonic() + 5
+    while len(order) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert order == ["call", "closed"]
+    calls.check_idle()
+
+
+def test_results_come_in_order_and_the_first_error_stops_the_rest() -> None:
+    calls = Calls("a store", timeout_s=5, backoff_s=1, parallel=3)
+    assert calls.run_all([lambda i=i: i * i for i in range(20)]) == [i * i for i in range(20)]  # type: ignore[misc]
+    ran: list[int] = []
+
+    def work(i: int) -> None:
+        ran.append(i)
+        if i == 4:
+            raise KeyError(i)
+
+    with pytest.raises(KeyError):
+        calls.run_all([lambda i=i: work(i) for i in range(100)])  # type: ignore[misc]
+    assert len(ran) < 10

@@ -1,0 +1,75 @@
+"""The store's benchmark runs, small: every row with its figures, its reference and its origin."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "store.py"
+ORIGIN = {"config", "date", "commit", "cpu", "kernel", "filesystem", "disk", "direct", "python", "numpy", "xxhash"}
+
+
+def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, BENCHMARK, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_row_has_its_figures_and_its_origin(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    done = run("--quick", "--out", out, "--dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(out)
+    assert all(row.keys() >= ORIGIN for row in rows)
+    if rows[0]["direct"]:
+        assert len([row for row in rows if row["bench"] == "cold_read_verified"]) == 2
+    assert {row["bench"] for row in rows} - {"cold_read_verified"} == {
+        "warm_read_verified",
+        "verify_cost",
+        "write_durable",
+        "open_header",
+        "startup_scan",
+        "memory_per_entry",
+        "get_latency",
+    }
+    for row in rows:
+        if "ratio" in row:
+            ours, reference = (row[name]["median"] for name in ("ours_GB_s", "reference_GB_s"))
+            assert row["ratio"] == pytest.approx(ours / reference, rel=0.01)
+            assert row["reference"]
+            assert row["ours_GB_s"]["spread"][0] <= ours <= row["ours_GB_s"]["spread"][1]
+    assert {row["store"] for row in rows if row["bench"] == "get_latency"} >= {"memory", "embedded file"}
+    assert [row["arrays"] for row in rows if row["bench"] == "open_header"] == [1536, 50_016]
+
+
+def test_without_fio_the_reference_is_named(tmp_path: Path) -> None:
+    out, tools = tmp_path / "rows.jsonl", tmp_path / "bin"
+    tools.mkdir()
+    (tools / "git").symlink_to(shutil.which("git") or "git")
+    done = run("--quick", "--only", "read", "write", "--out", out, "--dir", tmp_path, PATH=str(tools))
+    assert done.returncode == 0, done.stderr
+    assert {row["reference"].partition(":")[0] for row in rows_of(out)} == {
+        "own plain reader (O_DIRECT, 1 MiB, 8 threads) and writer (1 MiB, fsync)"
+    }
+
+
+def test_help() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for word in ("--only", "--quick", "--repeats", "cold reads and durable writes"):
+        assert word in done.stdout
