@@ -20,11 +20,12 @@ from prefix_index import (
 )
 from prefix_kernels.pooling import Pooling
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.indexing import METHODS
+from sglang_ext.indexing import METHODS, make_builder, make_selector
 from sglang_ext.indexing.base import IndexSpec
+from sglang_ext.indexing.heads import split_heads
 
 #: Raised whenever a builder changes what its arrays mean: older indexes are then another profile's.
-_BUILDERS_VERSION = 1
+_BUILDERS_VERSION = 2
 
 #: Query rows per layer that the sampled recall is measured on.
 _RECALL_ROWS = 16
@@ -43,7 +44,7 @@ def method_specs(config: SparseAttnConfig) -> dict[str, IndexSpec]:
 def profile_digest(config: SparseAttnConfig) -> str:
     """Digest of how indexes are built: two configurations with equal digests build and read the same."""
     methods = {name: spec.to_dict() for name, spec in method_specs(config).items()}
-    sampled = any(METHODS[name].builder(spec).needs_queries for name, spec in method_specs(config).items())
+    sampled = any(make_builder(spec).needs_queries for spec in method_specs(config).values())
     queries = {"query_samples": config.query_samples, "seed": config.seed} if sampled else {}
     return canonical_digest({"builders": _BUILDERS_VERSION, "methods": methods, "queries": queries})
 
@@ -94,16 +95,16 @@ class IndexFactory:
             layer_queries = None if queries is None else queries[layer]
             for name, spec in self._specs.items():
                 begun = time.perf_counter()
-                built = METHODS[name].builder(spec).build_layer(keys, layer_queries)
+                built = make_builder(spec).build_layer(keys, layer_queries)
                 if keys.is_cuda:
                     torch.cuda.synchronize()
                 seconds += time.perf_counter() - begun
                 if layer_queries is not None:
-                    recall[name].append(self._recall(name, spec, built, keys, layer_queries))
-                for array, tensor in built.items():
-                    host = tensor.cpu().numpy()
-                    for head in range(host.shape[0]):
-                        arrays[ArrayKey(f"{name}.{array}", layer, head)] = host[head]
+                    recall[name].append(self._recall(spec, built, keys, layer_queries))
+                host = {array: tensor.cpu() for array, tensor in built.items()}
+                for head, pieces in enumerate(split_heads(host)):
+                    for array, piece in pieces.items():
+                        arrays[ArrayKey(f"{name}.{array}", layer, head)] = piece.numpy()
         stats = {
             "kv_bytes": self._kv_bytes(identity, keys),
             "recall": {name: sum(r) / len(r) for name, r in recall.items() if r},
@@ -122,12 +123,12 @@ class IndexFactory:
             file.verify()
         return entry, {**stats, "index_bytes": entry.nbytes, "build_seconds": seconds, **self._sizes(arrays)}
 
-    def _recall(self, name: str, spec: IndexSpec, built: Mapping[str, Tensor], keys: Tensor, queries: Tensor) -> float:
+    def _recall(self, spec: IndexSpec, built: Mapping[str, Tensor], keys: Tensor, queries: Tensor) -> float:
         num_kv_heads, samples, _ = queries.shape
         rows = queries[:, :: max(1, samples // _RECALL_ROWS)][:, :_RECALL_ROWS]
         scores = torch.matmul(rows.float(), keys.float().permute(1, 2, 0)) * self._sm_scale
         mass = scores.softmax(dim=-1)  # [num_kv_heads, rows, prefix_len]
-        selector = METHODS[name].selector(spec)
+        selector = make_selector(spec)
         budget = self._config.budget(keys.shape[0])
         total = 0.0
         for row in range(rows.shape[1]):  # one query head per KV head, each with a selection of its own

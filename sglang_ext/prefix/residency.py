@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from prefix_index import (
     IndexStoreError,
     IndexUnreadable,
 )
+from sglang_ext.indexing.heads import join_heads
 
 logger = logging.getLogger(__name__)
 
@@ -195,11 +195,14 @@ class Residency:
         for batch in _batches([file.read_nbytes(wanted) for wanted in keys]):
             arrays = file.read_many(key for layer in batch for key in keys[layer])
             for layer in batch:
-                out = {}
-                for name in names[layer]:
-                    stacked = np.stack([arrays[ArrayKey(name, layer, head)] for head in heads])
-                    out[name.removeprefix(f"{self._method}.")] = torch.from_numpy(stacked).to(self._device)
-                layers.append(out)
+                pieces = [
+                    {
+                        name.removeprefix(f"{self._method}."): torch.from_numpy(arrays[ArrayKey(name, layer, head)])
+                        for name in names[layer]
+                    }
+                    for head in heads
+                ]
+                layers.append({name: array.to(self._device) for name, array in join_heads(pieces).items()})
         return layers
 
     def _names_of_layers(self, file: IndexFile) -> list[list[str]]:
