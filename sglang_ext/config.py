@@ -98,9 +98,9 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         store_max_bytes: most bytes of all indexes in the store's folder; null: no bound of its own.
         store_min_free_bytes: bytes of the store's disk that indexes leave free.
         store_eviction: which index leaves first when one of these two is reached (`lru` or `cost_aware`).
-        store_remote: URL of a remote store, or several, fastest first; the last one is the truth, and the folder
-            holds copies of its indexes only.
-        store_wait: what loading an index from the remote store waits for (SGLang's words).
+        store_remote: URL of a remote store, or several, fastest first. The folder is the truth of this machine;
+            what it lacks is fetched from there, what is built here is published there.
+        store_wait: what loading an index that the folder lacks waits for (SGLang's words).
         store_timeout_s: seconds that an answer of a service or the remote store may take.
     """
 
@@ -217,8 +217,7 @@ def _check_layer_plan(config: SparseAttnConfig) -> None:
 
 
 def _check_remote(config: SparseAttnConfig) -> None:
-    addresses = remote_addresses(config)
-    for address in addresses:
+    for address in remote_addresses(config):
         try:
             good = locate(address).kind in ("objects", "mooncake") or address.startswith("file://")
         except prefix_index.InvalidPayload:
@@ -230,12 +229,6 @@ def _check_remote(config: SparseAttnConfig) -> None:
                 address,
                 "Correct it; this machine's folder or service is named by --sparse-attn-store.",
             )
-    if addresses and locate(addresses[-1]).kind == "mooncake":
-        raise _fail(
-            "store_remote to end with a store that keeps what it was given",
-            addresses[-1],
-            "Mooncake may lose values and must not hold the only copy: put s3://... behind it, in a list.",
-        )
 
 
 def parse_config(text: str | None) -> SparseAttnConfig:

@@ -144,7 +144,7 @@ class SparseRuntime:
             self._release(twin)
             self._forget_capture(rid)
         if self.builds is not None and not twins:
-            self.builds.admit(rid, prompt, namespace, refusal)
+            self.builds.admit(rid, prompt, namespace, refusal, owner=request)
 
     def refuse(self, request: Hashable, rid: str, reason: str, detail: str) -> None:
         """Keep a request dense that could not be looked up."""
@@ -286,9 +286,12 @@ class SparseRuntime:
             index.loaded.result(timeout)
         except FutureTimeout:
             return
+        except Exception as error:  # the request decodes dense; a fallback is counted for it
+            logger.error("sparse attention: loading an index ended unexpectedly", exc_info=error)
 
     def _chunks(self, forward_batch: Any) -> list[Chunk]:
         assert self.builds is not None
+        self.builds.settle()
         if not forward_batch.rids:
             return []
         lens, firsts = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu

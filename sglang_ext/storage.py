@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
-from prefix_index import IndexStore, StoreFolderError
-from prefix_index.connect import locate, open_store
+from prefix_index import IndexStore
+from prefix_index.connect import locate, open_store, share
 
 ENV_STORE = "SGLANG_SPARSE_ATTN_STORE"
 
@@ -38,7 +38,7 @@ def default_store() -> str:
 
 
 def remote_addresses(config: StoreConfig) -> list[str]:
-    """The remote stores below the folder, fastest first; the last one is the truth."""
+    """The remote stores that the folder shares indexes with, fastest first."""
     remote = config.store_remote
     return [] if not remote else [remote] if isinstance(remote, str) else list(remote)
 
@@ -46,50 +46,25 @@ def remote_addresses(config: StoreConfig) -> list[str]:
 def configured_store(address: str, config: StoreConfig) -> IndexStore:
     """The store of a server or a job, open. The caller closes it.
 
-    Raises IndexStoreError; StoreUnavailable when a service or a remote store does not answer, StoreFolderError
-    when the folder could not become the copy of the remote store without losing indexes.
+    Raises IndexStoreError; StoreUnavailable when a service does not answer. A remote store that does not is a problem
+    of the store's (``problems()``): what the folder has is served meanwhile.
     """
     timeout_s = config.store_timeout_s
     if locate(address).kind != "file":
-        service = open_store(address, timeout_s=timeout_s)
-        service.open()
-        return service
-    local = open_store(
-        address,
-        max_bytes=config.store_max_bytes,
-        min_free_bytes=config.store_min_free_bytes,
-        eviction=str(getattr(config.store_eviction, "value", config.store_eviction)),
-    )
-    below = remote_addresses(config)
-    if not below:
-        local.open()
-        return local
-    from prefix_index.tiered import TieredStore
-
-    remote = open_store(below, timeout_s=timeout_s)
-    wait = str(getattr(config.store_wait, "value", config.store_wait))
-    tiers = TieredStore(local, remote, wait=wait, timeout_s=timeout_s)
-    remote.open()
-    try:
-        _check_copies(address, local, remote)
-        tiers.open()
-    except BaseException:
-        local.close()
-        remote.close()
-        raise
-    return tiers
-
-
-def _check_copies(address: str, local: IndexStore, remote: IndexStore) -> None:
-    """In front of a remote store a folder holds copies only: what the remote lacks would be dropped from it."""
-    local.open()
-    there = {entry.digest for entry in remote.list()}
-    alone = [entry.digest for entry in local.list() if entry.digest not in there]
-    if alone:
-        raise StoreFolderError(
-            "folder in front of store_remote",
-            expected="copies of the remote store's indexes only",
-            found=f"{len(alone)} that it does not have ({alone[0][:12]}...)",
-            remedy="carry them there with `sglang-ext index import FOLDER --store URL`, or name an empty folder",
-            path=locate(address).value,
+        store = open_store(address, timeout_s=timeout_s)
+    else:
+        local = open_store(
+            address,
+            max_bytes=config.store_max_bytes,
+            min_free_bytes=config.store_min_free_bytes,
+            eviction=_word(config.store_eviction),
         )
+        remotes = [open_store(remote, timeout_s=timeout_s) for remote in remote_addresses(config)]
+        store = share(local, remotes, wait=_word(config.store_wait), timeout_s=timeout_s)
+    store.open()
+    return store
+
+
+def _word(choice: object) -> str:
+    """Of an enum's member, or of a plain string."""
+    return str(getattr(choice, "value", choice))

@@ -23,6 +23,7 @@ from .errors import (
     StoreInconsistent,
     StoreUnavailable,
 )
+from .exchange import SharedCounters
 from .file import FileStore
 from .format import DTYPES, ArrayKey, ArrayRecord, BuildInfo
 from .keys import (
@@ -37,6 +38,7 @@ from .keys import (
 )
 from .memory import MemoryStore
 from .reader import IndexFile
+from .shared import SharedStore
 from .store import BuildLease, IndexEntry, IndexLookup, IndexStore, Problem, Retention
 from .tiered import TieredStore, Wait
 from .writer import IndexPayload, IndexWriter, LazyArray, write_index
@@ -71,6 +73,8 @@ __all__ = [
     "ModelFingerprint",
     "Problem",
     "Retention",
+    "SharedCounters",
+    "SharedStore",
     "StoreClosed",
     "StoreFolderError",
     "StoreFull",

@@ -15,13 +15,14 @@ from typing import Final
 import msgspec
 
 from .catalog import Catalog, inconsistent
-from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError
+from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
 from .eviction import Candidate
-from .folder import PARTIAL, SUFFIX, Signature, is_shard, open_index, shard_fd, shard_of
+from .folder import GONE, PARTIAL, SUFFIX, Signature, is_shard, open_index, shard_fd, shard_of
 from .format import Entry
 from .keys import IndexIdentity, ModelFingerprint, is_digest
 from .reader import read_entry
 from .retention import DEFAULT, KEEP_SUFFIX, read_retention
+from .served import Served
 from .store import IndexEntry, Retention
 
 _MTIME_SETTLES_NS: Final = 2_000_000_000
@@ -41,11 +42,14 @@ class _Listing:
 
 @dataclass
 class _Shard:
-    """What the last scan saw. ``mtime_ns`` is None while a change in the same clock tick could go unseen."""
+    """What the last scan saw. ``mtime_ns`` is None while a change in the same clock tick could go unseen. ``unread``
+    are names of files whose bytes the system did not give us: the next scan asks again.
+    """
 
     mtime_ns: int | None = None
     seen: _Listing = field(default_factory=_Listing)
     retention: dict[str, Retention] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
 
 
 class FolderBooks:
@@ -54,6 +58,10 @@ class FolderBooks:
     def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
         self.catalog = Catalog(clock)
         self.problems: dict[str, IndexStoreError] = {}
+        self.unremovable: dict[str, IndexStoreError] = {}
+        """By path: usable indexes that should have left and could not be removed."""
+        self.served: Served[Signature] = Served()
+        self._reported: dict[str, Signature] = {}
         self._root = str(folder)
         self._folder = folder
         self._shards: dict[str, _Shard] = {}
@@ -76,6 +84,9 @@ class FolderBooks:
     def clear(self) -> None:
         self.catalog.clear()
         self.problems.clear()
+        self.unremovable.clear()
+        self.served.clear()
+        self._reported.clear()
         self._shards.clear()
         self._models.clear()
         self.latest_use = 0.0
@@ -115,8 +126,18 @@ class FolderBooks:
         """Digests of all index files in a shard folder, usable or not."""
         return tuple(self._shards[shard].seen.indexes)
 
+    def report(self, digest: str, signature: Signature, error: IndexStoreError) -> None:
+        """Hides an index for as long as its file is this version."""
+        self.catalog.remove(digest)
+        self.problems[self.path_of(digest)] = error
+        self._reported[digest] = signature
+
+    def verdict(self, digest: str, signature: Signature) -> IndexStoreError | None:
+        """What was reported about this version of an index's file."""
+        return self.problems.get(self.path_of(digest)) if self._reported.get(digest) == signature else None
+
     def learn(self, digest: str, entry: Entry, signature: Signature) -> IndexEntry:
-        """Takes in an index whose header was read, or just written."""
+        """Takes in an index whose header was read, or just written. The next scan looks whether it is still there."""
         path = self.path_of(digest)
         shard = self._shards.setdefault(shard_of(digest), _Shard())
         listed = IndexEntry(
@@ -127,10 +148,17 @@ class FolderBooks:
             path=path,
             retention=shard.retention.get(digest, DEFAULT),
         )
-        self.problems.pop(path, None)
+        self._clear_problem(digest)
         self.catalog.add(digest, listed)
         shard.seen.indexes[digest] = signature
+        shard.mtime_ns = None
         return listed
+
+    def _clear_problem(self, digest: str) -> None:
+        path = self.path_of(digest)
+        self.problems.pop(path, None)
+        self.unremovable.pop(path, None)
+        self._reported.pop(digest, None)
 
     def retained(self, digest: str, retention: Retention) -> IndexEntry | None:
         """Takes in a retention that was just written. Returns the entry that has it now, if there is one."""
@@ -153,13 +181,14 @@ class FolderBooks:
         return entry
 
     def forget(self, digest: str) -> None:
-        """Takes out an index whose file has gone."""
+        """Takes out an index whose file has gone. The next scan looks whether it is back."""
         self.catalog.remove(digest)
-        self.problems.pop(self.path_of(digest), None)
+        self._clear_problem(digest)
         shard = self._shards.get(shard_of(digest))
         if shard is not None:
             shard.seen.indexes.pop(digest, None)
             shard.seen.used_ns.pop(digest, None)
+            shard.mtime_ns = None
 
     def rescan(self, *, full: bool = False) -> None:
         """Reads the headers of files that are new since the last scan; a folder whose mtime stands is skipped.
@@ -176,7 +205,7 @@ class FolderBooks:
                 path = f"{self._root}/{name}"
                 self.problems[path] = _foreign("a folder named by two hex digits", name).at(path)
         for gone in self._shards.keys() - names:
-            self.scan_shard(gone, full=True)
+            self._take_in(gone, -1, _Listing(), full=True)
             del self._shards[gone]
         for name in sorted(names):
             self.scan_shard(name, full=full)
@@ -187,18 +216,29 @@ class FolderBooks:
         self.scan_shard(shard_of(digest))
 
     def scan_shard(self, name: str, *, full: bool = False) -> None:
+        """Brings one shard folder's part of the books up to date. One that cannot be listed is a problem, and what was
+        known of it stays; the next scan tries again.
+        """
         shard = self._shards.setdefault(name, _Shard())
+        path = f"{self._root}/{name}"
         try:
             with shard_fd(self._folder, name) as fd:
                 mtime_ns = os.fstat(fd).st_mtime_ns
                 if mtime_ns == shard.mtime_ns and not full:
                     return
                 age_ns = time.time_ns() - mtime_ns
-                self._take_in(name, fd, _list_shard(fd, name, shard.seen), full=full)
-        except OSError:
-            self._take_in(name, -1, _Listing(), full=full)
+                found = _list_shard(fd, name, shard.seen)
+                self.problems.pop(path, None)
+                self._take_in(name, fd, found, full=full)
+        except OSError as err:
             mtime_ns, age_ns = 0, 0
-        shard.mtime_ns = mtime_ns if age_ns > _MTIME_SETTLES_NS else None
+            if err.errno in GONE:
+                self.problems.pop(path, None)
+                self._take_in(name, -1, _Listing(), full=full)
+            else:
+                self.problems[path] = _unlisted(err, path)
+        settled = age_ns > _MTIME_SETTLES_NS and not shard.unread
+        shard.mtime_ns = mtime_ns if settled else None
 
     def _take_in(self, name: str, dir_fd: int, found: _Listing, *, full: bool) -> None:
         shard = self._shards[name]
@@ -210,22 +250,30 @@ class FolderBooks:
             path = f"{self._root}/{name}/{foreign}"
             self.problems[path] = _foreign(f"{name}<62 hex digits>{SUFFIX} or {KEEP_SUFFIX}", foreign).at(path)
         for digest in known.indexes.keys() - found.indexes.keys():
-            self.problems.pop(self.path_of(digest), None)
+            self._clear_problem(digest)
             self.catalog.remove(digest)
+        again, shard.unread = shard.unread, set()
         for digest in (known.keeps.keys() | shard.retention.keys()) - found.keeps.keys():
             self._set_retention(digest, DEFAULT)
         for digest, signature in found.keeps.items():
-            if full or known.keeps.get(digest) != signature:
+            if full or known.keeps.get(digest) != signature or digest + KEEP_SUFFIX in again:
                 self._read_retention(dir_fd, digest)
         for digest, signature in found.indexes.items():
-            if full or known.indexes.get(digest) != signature:
+            if self.verdict(digest, signature) is not None:
+                continue  # its header says nothing about what was reported
+            if full or known.indexes.get(digest) != signature or digest + SUFFIX in again:
                 self._read_header(dir_fd, digest)
 
     def _read_retention(self, dir_fd: int, digest: str) -> None:
         try:
             self._set_retention(digest, read_retention(dir_fd, digest))
         except IndexStoreError as err:
-            self._set_retention(digest, DEFAULT)
+            shard = self._shards[shard_of(digest)]
+            kept = DEFAULT
+            if isinstance(err, IndexUnreadable):
+                shard.unread.add(digest + KEEP_SUFFIX)
+                kept = shard.retention.get(digest, DEFAULT)
+            self._set_retention(digest, kept)
             path = self.path_of(digest, KEEP_SUFFIX)
             self.problems[path] = err.at(path)
 
@@ -246,7 +294,10 @@ class FolderBooks:
         except IndexNotFound:
             self.catalog.remove(digest)
         except IndexStoreError as err:
+            if isinstance(err, IndexUnreadable):
+                self._shards[shard_of(digest)].unread.add(digest + SUFFIX)
             self.catalog.remove(digest)
+            self._clear_problem(digest)
             path = self.path_of(digest)
             self.problems[path] = err.at(path)
 
@@ -254,12 +305,15 @@ class FolderBooks:
         """Raises StoreInconsistent where the books, just brought up to date, differ from the files."""
         self.catalog.check_integrity()
         on_disk = {path: nbytes for path, nbytes in self._sizes_on_disk() if path not in self.problems}
-        held = self.catalog.all_held()
+        held = [(digest, entry) for digest, entry in self.catalog.all_held() if self._is_listed(shard_of(digest))]
         listed = {self.path_of(digest): entry.nbytes for digest, entry in held}
         if listed != on_disk:
             raise inconsistent("files", on_disk, listed)
         for digest, entry in held:
-            if self.path_of(digest, KEEP_SUFFIX) in self.problems:
+            problem = self.problems.get(self.path_of(digest, KEEP_SUFFIX))
+            if isinstance(problem, IndexUnreadable):
+                continue  # what was known stays
+            if problem is not None:
                 kept = DEFAULT
             else:
                 with shard_fd(self._folder, shard_of(digest)) as fd:
@@ -267,10 +321,14 @@ class FolderBooks:
             if entry.retention != kept:
                 raise inconsistent(f"retention of {digest}", kept, entry.retention)
 
+    def _is_listed(self, shard: str) -> bool:
+        return f"{self._root}/{shard}" not in self.problems
+
     def _sizes_on_disk(self) -> Iterator[tuple[str, int]]:
         """(path, bytes) of what has an index's name in a shard folder that is one (a link to a folder is not)."""
         with os.scandir(self._root) as shards:
             names = [item.name for item in shards if is_shard(item.name) and item.is_dir(follow_symlinks=False)]
+        names = [name for name in names if self._is_listed(name)]
         for name in names:
             with os.scandir(f"{self._root}/{name}") as items:
                 for item in items:
@@ -302,6 +360,14 @@ def _list_shard(dir_fd: int, shard: str, known: _Listing) -> _Listing:
                 seen.indexes[digest] = Signature.of(status)
                 seen.used_ns[digest] = status.st_atime_ns
     return seen
+
+
+def _unlisted(err: OSError, path: str) -> StoreFolderError:
+    found = err.strerror or str(err)
+    remedy = "check its permissions and the disk; until then it counts as it was"
+    return StoreFolderError(
+        "folder of indexes", expected="one that can be listed", found=found, remedy=remedy, path=path
+    )
 
 
 def _foreign(expected: str, found: str) -> IndexForeign:

@@ -84,8 +84,11 @@ def open_store(
     wait: str = "best_effort",
     timeout_s: float = 5.0,
 ) -> IndexStore:
-    """The store at an address, ready to be opened (``open()`` or ``with``). Several addresses make tiers, the
-    fastest first.
+    """The store at an address, ready to be opened (``open()`` or ``with``).
+
+    Several addresses make tiers, the fastest first: a folder (or service) is the truth of the folders before it
+    (``TieredStore``), and remote stores behind it are what other machines share with it (``SharedStore``, one around
+    the other). Where nothing but remote stores is named, the last one is the truth.
 
     ``create``, ``max_bytes``, ``min_free_bytes`` and ``eviction`` (``lru`` or ``cost_aware``) hold for folders;
     a service and a remote store have limits of their own. ``timeout_s`` bounds each answer of a service or a
@@ -93,21 +96,23 @@ def open_store(
     for the slower tier. Raises InvalidPayload for an address or an option that is none.
     """
     if isinstance(address, Sequence) and not isinstance(address, (str, bytes)):
-        return _tiers(
-            [
-                open_store(
-                    one,
-                    create=create,
-                    max_bytes=max_bytes,
-                    min_free_bytes=min_free_bytes,
-                    eviction=eviction,
-                    timeout_s=timeout_s,
-                )
-                for one in address
-            ],
-            wait,
-            timeout_s,
-        )
+        stores = [
+            open_store(
+                one,
+                create=create,
+                max_bytes=max_bytes,
+                min_free_bytes=min_free_bytes,
+                eviction=eviction,
+                timeout_s=timeout_s,
+            )
+            for one in address
+        ]
+        local = [number for number, one in enumerate(address) if locate(one).kind in ("file", "service")]
+        if not local:
+            return _tiers(stores, wait, timeout_s)
+        last = local[-1]
+        truth = share(stores[last], stores[last + 1 :], wait=wait, timeout_s=timeout_s)
+        return _tiers([*stores[:last], truth], wait, timeout_s)
     kind, value, options = locate(address)
     if kind == "file":
         from .file import FileStore
@@ -121,6 +126,15 @@ def open_store(
 
     blobs = ObjectBlobs(value) if kind == "objects" else MooncakeBlobs(value, **options)
     return RemoteStore(blobs, timeout_s=timeout_s)
+
+
+def share(local: IndexStore, remotes: Sequence[IndexStore], *, wait: str, timeout_s: float) -> IndexStore:
+    """``local`` sharing with each of ``remotes``, the fastest first; itself where there is none."""
+    from .shared import SharedStore
+
+    for remote in remotes:
+        local = SharedStore(local, remote, wait=wait, timeout_s=timeout_s)
+    return local
 
 
 def _tiers(stores: Sequence[IndexStore], wait: str, timeout_s: float) -> IndexStore:

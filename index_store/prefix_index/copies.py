@@ -238,10 +238,10 @@ class Copies:
     def _open(self, digest: str) -> IndexFile | None:
         try:
             return self.fast.get(digest)
-        except _DAMAGE as err:
+        except (IndexFormatError, IndexMismatch) as err:
             self._discard(digest, err)
         except IndexStoreError:
-            pass
+            pass  # IndexUnreadable among them: what the system refuses now it may give a moment later
         return None
 
     def _was_current(self, digest: str, copy: IndexFile) -> bool:

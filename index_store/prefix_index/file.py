@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Final
 
 from .books import FolderBooks, renamed
-from .errors import IndexNotFound, IndexStoreError, StoreClosed
-from .eviction import has_expired, policy_of
+from .errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError, IndexUnreadable, StoreClosed
+from .eviction import policy_of
 from .folder import (
-    SUFFIX,
+    GONE,
     PartialFile,
     Signature,
     check_folder,
@@ -23,19 +24,23 @@ from .folder import (
     open_index,
     os_errors,
     read_ahead,
-    remove_partials,
     shard_fd,
     shard_of,
     touch,
 )
 from .format import Entry
+from .housekeeper import Housekeeper
 from .keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint
-from .lease import FolderLeases, remove_leases
+from .lease import FolderLeases
+from .prefetch import Check, Promoter
 from .reader import IndexFile, read_entry
-from .retention import publish, remove_orphans, remove_retention, write_retention
+from .retention import publish, write_retention
 from .room import FolderLimits
+from .source import unreadable
 from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter
+
+_CLOSE_S: Final = 2.0
 
 
 class FileStore:
@@ -74,7 +79,8 @@ class FileStore:
         self._lock = threading.RLock()
         self._books = FolderBooks(self.folder, clock)
         self._leases = FolderLeases(self.folder, file_mode=file_mode)
-        self._prefetches: ThreadPoolExecutor | None = None
+        self._keeper = Housekeeper(self.folder, self._books, self._limits, self._lock, grace_s=partial_grace_s)
+        self._prefetches = Promoter(self._read_ahead)
         self._is_open = False
 
     @property
@@ -88,17 +94,21 @@ class FileStore:
             if self._is_open:
                 return
             check_folder(self.folder, create=self._create)
+            try:
+                with os_errors(self.folder):
+                    self._books.rescan(full=True)
+                    self._keeper.clean_partials()
+            except BaseException:
+                self._books.clear()
+                raise
+            self._prefetches = Promoter(self._read_ahead)
             self._is_open = True
-            self.rescan(full=True)
-            self.clean_partials()
 
     def close(self) -> None:
         with self._lock:
             self._is_open = False
             self._books.clear()
-            if self._prefetches is not None:
-                self._prefetches.shutdown(wait=False, cancel_futures=True)
-                self._prefetches = None
+        self._prefetches.close(_CLOSE_S)
 
     def __enter__(self) -> FileStore:
         self.open()
@@ -117,16 +127,21 @@ class FileStore:
             PartialFile(fd, writer, mode=self._file_mode) as partial,
         ):
             with exclusive(self.folder):
-                self._make_room(writer.nbytes, digest)
+                self._keeper.make_room(writer.nbytes, digest)
                 partial.reserve()
             partial.write(payload)
             with self._lock:
                 used = self._books.time_of_use()
-            with exclusive(self.folder):
-                signature, kept = publish(
-                    fd, digest, partial, retention, mode=self._file_mode, now=self._clock(), used=used
-                )
-            os.fsync(fd)
+            try:
+                with exclusive(self.folder):
+                    signature, kept = publish(
+                        fd, digest, partial, retention, mode=self._file_mode, now=self._clock(), used=used
+                    )
+                os.fsync(fd)
+            except OSError:
+                with self._lock:
+                    self._books.look_again(digest)  # either version may be there
+                raise
         with self._lock:
             self._books.retained(digest, kept)
             return self._books.learn(digest, Entry(payload.identity, payload.info), signature)
@@ -135,20 +150,23 @@ class FileStore:
         digest = digest_of(key)
         self._check_open()
         path = self.path_of(digest)
+        fd = self._open_offered(digest)
+        signature = Signature.of(os.fstat(fd))
         try:
-            fd = self._open_file(digest)
             self._touch(fd)
             index = IndexFile.from_fd(fd, path=path, expected=key if isinstance(key, IndexIdentity) else None)
             if index.identity.digest != digest:
                 index.close()
                 raise renamed(digest, index.identity).at(path)
-        except IndexNotFound:
-            with self._lock:
-                self._books.forget(digest)
-            raise
+        except IndexUnreadable:
+            raise  # what the system refuses now it may give a moment later
         except IndexStoreError as err:
-            self.report(digest, err)
+            with self._lock:
+                if self._is_open:
+                    self._books.report(digest, signature, err)
             raise
+        with self._lock:
+            self._books.served.gave(digest, signature)
         if self._has_expired(digest):
             index.close()
             remedy = "build it again"
@@ -161,6 +179,9 @@ class FileStore:
         try:
             fd = self._open_file(digest)
             try:
+                with self._lock:
+                    if self._books.verdict(digest, Signature.of(os.fstat(fd))) is not None:
+                        return False
                 return read_entry(fd)[0].identity.digest == digest and not self._has_expired(digest)
             finally:
                 os.close(fd)
@@ -171,7 +192,7 @@ class FileStore:
         digest = digest_of(key)
         self._check_open()
         with os_errors(self.folder), exclusive(self.folder):
-            return self._remove(digest, sync=True)
+            return self._keeper.remove(digest, sync=True)
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
         digest = digest_of(key)
@@ -199,35 +220,24 @@ class FileStore:
     def prefetch(self, key: IndexLookup) -> None:
         """Asks the kernel, from a thread of its own, to read the file into the page cache."""
         digest = digest_of(key)
-        with self._lock:
-            self._check_open()
-            if self._prefetches is None:
-                self._prefetches = ThreadPoolExecutor(1, thread_name_prefix="prefix_index-prefetch")
-            self._prefetches.submit(self._read_ahead, digest)
+        self._check_open()
+        self._prefetches.request(digest)
 
-    def _read_ahead(self, digest: str) -> None:
-        with contextlib.suppress(IndexStoreError, OSError):
-            fd = self._open_file(digest)
-            try:
-                read_ahead(fd)
-            finally:
-                os.close(fd)
+    def _read_ahead(self, digest: str, check: Check) -> None:
+        fd = self._open_file(digest)
+        try:
+            for _ in read_ahead(fd):
+                check()
+        finally:
+            os.close(fd)
 
     def collect(self) -> Sequence[IndexEntry]:
-        """As in the protocol; also clears away what dead writers, builders and deleters left."""
+        """As in the protocol; also clears away what dead writers, builders and deleters left. What should leave and
+        cannot be removed is a problem.
+        """
+        self._check_open()
         with os_errors(self.folder), exclusive(self.folder) as alone:
-            self.rescan()
-            self._clean_leftovers(alone=alone)
-            self.rescan()
-            with self._lock:
-                now = self._clock()
-                expired = [e for _, e in self._books.catalog.all_held() if has_expired(e.retention, now)]
-            removed = [entry for entry in expired if self._remove_unchanged(entry)]
-            if self._limits.any:
-                with self._lock:
-                    victims = self._limits.victims(self._books, self.folder, 0, None)
-                removed += [entry for entry in victims or () if self._remove_unchanged(entry)]
-        return tuple(removed)
+            return self._keeper.collect(alone=alone)
 
     def list(self) -> Sequence[IndexEntry]:
         with self._lock:
@@ -237,14 +247,36 @@ class FileStore:
     def problems(self) -> Sequence[Problem]:
         with self._lock:
             self._check_open()
-            return tuple(Problem(path, error) for path, error in sorted(self._books.problems.items()))
+            found = {**self._books.unremovable, **self._books.problems}
+            return tuple(Problem(path, error) for path, error in sorted(found.items()))
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
         digest = digest_of(key)
         with self._lock:
             self._check_open()
-            self._books.catalog.remove(digest)
-            self._books.problems[self._books.path_of(digest)] = error
+            self._books.look_again(digest)
+            signature = self._books.signature(digest)
+            if signature is None:
+                return
+            certain = self._books.served.only(digest, signature)
+            if certain:
+                self._books.report(digest, signature, error)
+        if not certain:
+            self._verify_reported(digest)
+
+    def _verify_reported(self, digest: str) -> None:
+        """Reads all of the version that is there; hides it if it is damaged, whatever was said of an older one."""
+        path = self.path_of(digest)
+        with contextlib.suppress(IndexNotFound, IndexUnreadable):
+            fd = self._open_file(digest)
+            signature = Signature.of(os.fstat(fd))
+            try:
+                with IndexFile.from_fd(fd, path=path) as index:
+                    index.verify()
+            except IndexFormatError as err:
+                with self._lock:
+                    if self._is_open and self._books.signature(digest) == signature:
+                        self._books.report(digest, signature, err)
 
     def longest(
         self,
@@ -285,20 +317,14 @@ class FileStore:
 
     def check_integrity(self) -> None:
         """As in the protocol: books against files. Meaningful while no other process changes the folder."""
-        with self._lock:
+        with self._lock, os_errors(self.folder):
             self.rescan()
             self._books.check_integrity()
 
     def clean_partials(self, *, grace_s: float | None = None) -> int:
         """Removes partial files whose writer is dead and that are older than the grace. Returns how many."""
-        with self._lock:
-            self._check_open()
-            shards = self._books.shards
-        removed = 0
-        for shard in shards:
-            with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
-                removed += remove_partials(fd, grace_s=self._partial_grace_s if grace_s is None else grace_s)
-        return removed
+        self._check_open()
+        return self._keeper.clean_partials(grace_s=grace_s)
 
     def path_of(self, key: IndexLookup) -> Path:
         """Where the index is, or would be."""
@@ -316,8 +342,36 @@ class FileStore:
         except IndexStoreError as err:
             raise err.at(path) from None
         except OSError as err:
+            if err.errno not in GONE:
+                raise unreadable(err, "folder of the index").at(path) from err
+            if err.errno == errno.ELOOP:
+                remedy = "replace the link by the folder"
+                found = "a symbolic link"
+                raise IndexForeign("folder of the index", expected="a folder", found=found, remedy=remedy).at(
+                    path
+                ) from None
             found = err.strerror or str(err)
             raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
+
+    def _open_offered(self, digest: str) -> int:
+        """As ``_open_file``; raises what was reported about this version. What was not found is known from then on."""
+        try:
+            fd = self._open_file(digest)
+        except IndexUnreadable:
+            raise
+        except IndexStoreError as err:
+            with self._lock:
+                if isinstance(err, IndexNotFound):
+                    self._books.forget(digest)
+                elif self._is_open:
+                    self._books.look_again(digest)
+            raise
+        with self._lock:
+            reported = self._books.verdict(digest, Signature.of(os.fstat(fd)))
+        if reported is not None:
+            os.close(fd)
+            raise reported.at(self.path_of(digest))
+        return fd
 
     def _touch(self, fd: int) -> None:
         status = os.fstat(fd)
@@ -334,62 +388,3 @@ class FileStore:
                 self._books.look_again(digest)
                 return self._books.catalog.held(digest) is not None and digest not in self._books.catalog
             return False
-
-    def _remove(self, digest: str, *, sync: bool) -> bool:
-        """Removes an index and its retention. Returns whether there was an index. Raises OSError."""
-        try:
-            with shard_fd(self.folder, shard_of(digest)) as fd:
-                try:
-                    os.unlink(digest + SUFFIX, dir_fd=fd)
-                    there = True
-                except FileNotFoundError:
-                    there = False
-                with contextlib.suppress(OSError):
-                    remove_retention(fd, digest)
-                if sync:
-                    os.fsync(fd)
-        except FileNotFoundError:
-            there = False
-        with self._lock:
-            self._books.forget(digest)
-        return there
-
-    def _remove_unchanged(self, entry: IndexEntry) -> bool:
-        """Removes what the books know, but not what has replaced it meanwhile."""
-        digest = entry.digest
-        with self._lock:
-            known = self._books.signature(digest)
-        try:
-            if known is None or Signature.of(os.lstat(self.path_of(digest))) != known:
-                return False
-            return self._remove(digest, sync=False)
-        except OSError:
-            return False
-
-    def _make_room(self, nbytes: int, replaced: str) -> None:
-        """Evicts until ``nbytes`` fit within the limits. Raises StoreFull, having evicted nothing."""
-        if not self._limits.any:
-            return
-        self.rescan()
-        with self._lock:
-            short = self._limits.shortage(self._books, self.folder, nbytes, replaced)
-        if short > 0:
-            # Dead writers' partials count as used: no index leaves for them.
-            self.clean_partials(grace_s=0.0)
-            self.rescan()
-        with self._lock:
-            victims = self._limits.victims(self._books, self.folder, nbytes, replaced)
-            if victims is None:
-                raise self._limits.full(self._books, self.folder, nbytes, replaced)
-        for entry in victims:
-            self._remove_unchanged(entry)
-
-    def _clean_leftovers(self, *, alone: bool) -> None:
-        self.clean_partials()
-        for shard in self._books.shards:
-            with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
-                remove_leases(fd, grace_s=self._partial_grace_s)
-                with self._lock:
-                    keeps, indexes = self._books.keeps(shard), self._books.indexes(shard)
-                # Alone, nobody is between writing a retention and naming its index.
-                remove_orphans(fd, keeps, indexes, grace_s=0.0 if alone else self._partial_grace_s)

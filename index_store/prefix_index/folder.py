@@ -16,15 +16,19 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from numpy.typing import NDArray
 
 from .errors import IndexStoreError, StoreFolderError, StoreFull
 from .reader import open_fd
-from .writer import IndexPayload, IndexWriter
+from .writer import IndexPayload, IndexWriter, LazyArray
 
 SUFFIX: Final = ".pfxindex"
 PARTIAL: Final = ".partial-"
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+GONE: Final = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP))
+"""What the system says of a folder that is not there, or is no folder, or a link. Anything else may pass."""
 _HEX = "0123456789abcdef"
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NOATIME = getattr(os, "O_NOATIME", 0)
@@ -68,11 +72,20 @@ def check_folder(folder: Path, *, create: bool) -> None:
         )
 
 
+class _LoadFailed(Exception):  # noqa: N818 (carries an error, is none)
+    """An OSError that a payload's own array raised: it says nothing about the store's folder."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+
 @contextlib.contextmanager
 def os_errors(folder: Path) -> Iterator[None]:
-    """Turns an OSError of the file system into StoreFull or StoreFolderError."""
+    """Turns an OSError of the file system into StoreFull or StoreFolderError; that of a payload's array stays."""
     try:
         yield
+    except _LoadFailed as failed:
+        raise failed.error from failed.error.__cause__
     except OSError as err:
         found = err.strerror or str(err)
         error: IndexStoreError
@@ -140,11 +153,15 @@ class PartialFile:
         _reserve(self._out.fileno(), self._writer.nbytes)
 
     def write(self, payload: IndexPayload) -> None:
-        """Raises OSError, and whatever the payload's lazy arrays raise."""
+        """Raises OSError, and whatever the payload's lazy arrays raise (through ``os_errors``)."""
         assert self._out is not None, "reserve() first"
         self._writer.begin(self._out)
-        self._writer.write_all(payload)
+        self._writer.write_all(payload, load=_load)
         os.fsync(self._out.fileno())
+
+    @property
+    def is_published(self) -> bool:
+        return self._published
 
     def publish(self, name: str, *, used: float) -> Signature:
         """Gives the file its name; it counts as used at ``used`` (seconds). The caller syncs the folder."""
@@ -153,6 +170,13 @@ class PartialFile:
         os.rename(self._name, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
         self._published = True
         return Signature.of(os.fstat(self._out.fileno()))
+
+
+def _load(array: LazyArray) -> NDArray[Any]:
+    try:
+        return array.load()
+    except OSError as err:
+        raise _LoadFailed(err) from err
 
 
 def replace_file(dir_fd: int, name: str, writer: IndexWriter, payload: IndexPayload, *, mode: int) -> Signature:
@@ -206,13 +230,15 @@ def open_index(name: str, dir_fd: int) -> int:
         return open_fd(name, dir_fd=dir_fd, follow=False)  # not the owner, or a real error: this one names it
 
 
-def read_ahead(fd: int) -> None:
-    """Asks the kernel for the whole file, step by step: of one large request it reads only the first few MiB.
+def read_ahead(fd: int) -> Iterator[int]:
+    """Asks the kernel for the whole file, a step (of which it gives the offset) at a time: of one large request it
+    reads only the first few MiB.
 
     Waits where the disk's queue is full. Raises OSError.
     """
     for start in range(0, os.fstat(fd).st_size, _READ_AHEAD):
         os.posix_fadvise(fd, start, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
+        yield start
 
 
 @contextlib.contextmanager
@@ -290,7 +316,8 @@ def remove_partials(dir_fd: int, *, grace_s: float) -> int:
         with contextlib.suppress(OSError):
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
             try:
-                if time.time() - os.fstat(fd).st_mtime >= grace_s and try_lock(fd):
+                age_s = abs(time.time() - os.fstat(fd).st_mtime)  # of the future: the clock was set back
+                if age_s >= grace_s and try_lock(fd):
                     os.unlink(name, dir_fd=dir_fd)
                     removed += 1
             finally:

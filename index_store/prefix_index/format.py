@@ -29,6 +29,7 @@ MAX_TABLE_NBYTES: Final = 64 << 20
 MAX_ARRAYS: Final = 1 << 18
 MAX_DIMS: Final = 8
 MAX_NBYTES: Final = 1 << 46
+MAX_SECONDS: Final = 1e12
 
 # magic, version, entry_nbytes, table_nbytes, 0, total_nbytes, entry_xxh3, table_xxh3, 0, xxh3 of the 56 bytes
 # before
@@ -67,7 +68,9 @@ class ArrayKey(NamedTuple):
 
 
 class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When the index was built (seconds since the Unix epoch) and how long that took (seconds)."""
+    """When the index was built (seconds since the Unix epoch) and how long that took (seconds): 0 to 1e12, int or
+    float, held as a float: an int would come back as one, and give other bytes. Raises ValueError.
+    """
 
     created: float = 0.0
     build_seconds: float = 0.0
@@ -75,8 +78,9 @@ class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def __post_init__(self) -> None:
         for name in ("created", "build_seconds"):
             value = getattr(self, name)
-            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}: expected finite seconds, 0 or more, found {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SECONDS:
+                raise ValueError(f"{name}: expected finite seconds, 0 to {MAX_SECONDS:g}, found {_clip(repr(value))}")
+            msgspec.structs.force_setattr(self, name, float(value))
 
 
 class ArrayRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -196,7 +200,10 @@ def encode_sections(entry: Entry, table: Table) -> tuple[bytes, bytes]:
         )
     for name, value in (("spec", table.spec), ("stats", table.stats)):
         check_json(value, name)
-    raw_entry, raw_table = msgspec.json.encode(entry), msgspec.json.encode(table)
+    try:
+        raw_entry, raw_table = msgspec.json.encode(entry), msgspec.json.encode(table)
+    except (TypeError, ValueError, RecursionError) as err:
+        raise invalid("header", "what JSON can say", err, "convert it") from err
     for what, raw, limit in (("entry", raw_entry, MAX_ENTRY_NBYTES), ("table", raw_table, MAX_TABLE_NBYTES)):
         if len(raw) > limit:
             raise invalid(f"header {what} bytes", f"at most {limit}", len(raw), "store fewer arrays or a smaller spec")
@@ -204,21 +211,24 @@ def encode_sections(entry: Entry, table: Table) -> tuple[bytes, bytes]:
 
 
 def check_json(value: Any, where: str, depth: int = 0) -> None:
-    """Raises InvalidPayload for what would not come back from JSON as it went in (NaN, bytes, int keys)."""
+    """Raises InvalidPayload for what would not come back from JSON as it went in (NaN, bytes, int keys, subclasses of
+    str, int and float, numpy's scalars among them, and text that is no Unicode).
+    """
     if depth > 32:
         raise invalid(where, "at most 32 levels of nesting", "more", "flatten it")
     if isinstance(value, dict):
         for name, item in value.items():
-            if not isinstance(name, str):
+            if type(name) is not str or not _is_unicode(name):
                 raise invalid(f"key in {where}", "str", repr(name), "convert the key")
             check_json(item, f"{where}.{name}", depth + 1)
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             check_json(item, f"{where}[{i}]", depth + 1)
     elif not (
-        isinstance(value, bool | str | None)
-        or (isinstance(value, int) and -(2**63) <= value < 2**63)
-        or (isinstance(value, float) and math.isfinite(value))
+        isinstance(value, bool | None)
+        or (type(value) is str and _is_unicode(value))
+        or (type(value) is int and -(2**63) <= value < 2**63)
+        or (type(value) is float and math.isfinite(value))
     ):
         raise invalid(
             where,
@@ -226,6 +236,15 @@ def check_json(value: Any, where: str, depth: int = 0) -> None:
             repr(value),
             "convert it",
         )
+
+
+def _is_unicode(text: str) -> bool:
+    """False for lone surrogates, which UTF-8 cannot say."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def encode_prelude(raw_entry: bytes, raw_table: bytes, total_nbytes: int) -> bytes:

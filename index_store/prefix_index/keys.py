@@ -219,10 +219,10 @@ def _first_difference(a: object, b: object, names: Sequence[str], prefix: str = 
 
 
 def _check_text(name: str, value: object) -> None:
-    if not isinstance(value, str) or not 1 <= len(value) <= 256 or not value.isprintable():
+    if type(value) is not str or not 1 <= len(value) <= 256 or not value.isprintable():
         raise ValueError(f"{name}: expected 1 to 256 printable characters, found {value!r}")
 
 
 def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**53:
+    if type(value) is not int or not 1 <= value < 2**53:
         raise ValueError(f"{name}: expected a positive integer below 2**53, found {value!r}")

@@ -12,11 +12,12 @@ from typing import Final, NamedTuple
 import msgspec
 
 from .catalog import Catalog, inconsistent
-from .errors import IndexNotFound, IndexStoreError, StoreClosed, StoreFull
+from .errors import IndexFormatError, IndexNotFound, IndexStoreError, StoreClosed, StoreFull
 from .eviction import Candidate, choose_victims, has_expired, policy_of
 from .keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint
 from .lease import LocalLeases
 from .reader import IndexFile, check_identity
+from .served import Served
 from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter
 
@@ -24,8 +25,11 @@ _OTHER_PUTS_S: Final = 30.0
 
 
 class _Held(NamedTuple):
+    """``version`` counts all puts of the store."""
+
     buffer: mmap.mmap
     last_used: float
+    version: int
 
 
 class MemoryStore:
@@ -49,6 +53,8 @@ class MemoryStore:
         self._catalog = Catalog(clock)
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._problems: dict[str, IndexStoreError] = {}
+        self._served: Served[int] = Served()
+        self._puts = 0
         self._leases = LocalLeases()
         self._used = 0
         self._reserved = 0
@@ -69,6 +75,7 @@ class MemoryStore:
             self._catalog.clear()
             self._held.clear()
             self._problems.clear()
+            self._served.clear()
             self._used = 0
             self._put_ended.notify_all()
 
@@ -84,9 +91,9 @@ class MemoryStore:
         self._check_open()
         writer = IndexWriter.of(payload)
         digest, nbytes = payload.identity.digest, writer.nbytes
+        buffer = self._allocate(nbytes)
         self._reserve(nbytes, digest)
         try:
-            buffer = mmap.mmap(-1, nbytes)
             writer.begin(buffer)
             writer.write_all(payload)
             with self._lock:
@@ -101,9 +108,12 @@ class MemoryStore:
         digest = digest_of(key)
         with self._lock:
             self._check_open()
+            if digest in self._problems:
+                raise self._problems[digest].at(digest)
             self._live(digest)
-            buffer = self._held[digest].buffer
-            self._use(digest, buffer)
+            buffer, _, version = self._held[digest]
+            self._use(digest, buffer, version)
+            self._served.gave(digest, version)
         index = IndexFile.from_buffer(buffer)
         if isinstance(key, IndexIdentity):
             check_identity(key, index.identity)
@@ -117,8 +127,8 @@ class MemoryStore:
     def delete(self, key: IndexLookup) -> bool:
         with self._lock:
             self._check_open()
-            self._problems.pop(digest_of(key), None)
-            return self._drop(digest_of(key))
+            reported = self._problems.pop(digest_of(key), None) is not None
+            return self._drop(digest_of(key)) or reported
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
         digest = digest_of(key)
@@ -158,10 +168,23 @@ class MemoryStore:
             return tuple(Problem(digest, error) for digest, error in sorted(self._problems.items()))
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
+        digest = digest_of(key)
         with self._lock:
             self._check_open()
-            if self._drop(digest_of(key)):
-                self._problems[digest_of(key)] = error
+            held = self._held.get(digest)
+            if held is None:
+                return
+            certain = self._served.only(digest, held.version)
+        if not certain:  # about another version, perhaps: this one is guilty only if it is damaged
+            try:
+                IndexFile.from_buffer(held.buffer).verify()
+                return
+            except IndexFormatError as err:
+                error = err
+        with self._lock:
+            now = self._held.get(digest)
+            if self._is_open and now is not None and now.version == held.version and self._drop(digest):
+                self._problems[digest] = error
 
     def longest(
         self,
@@ -220,9 +243,9 @@ class MemoryStore:
             raise IndexNotFound("index", expected=digest, found=found, remedy="build it, or raise the budget")
         return entry
 
-    def _use(self, digest: str, buffer: mmap.mmap) -> None:
+    def _use(self, digest: str, buffer: mmap.mmap, version: int) -> None:
         self._latest = max(self._latest, self._clock())
-        self._held[digest] = _Held(buffer, self._latest)
+        self._held[digest] = _Held(buffer, self._latest, version)
         self._held.move_to_end(digest)
 
     def _publish(
@@ -241,7 +264,8 @@ class MemoryStore:
             retention=retention,
         )
         self._catalog.add(digest, entry)
-        self._use(digest, buffer)
+        self._puts += 1
+        self._use(digest, buffer, self._puts)
         self._used += len(buffer)
         return entry
 
@@ -251,6 +275,17 @@ class MemoryStore:
             return False
         self._used -= len(held.buffer)
         return self._catalog.remove(digest)
+
+    def _allocate(self, nbytes: int) -> mmap.mmap:
+        """Memory for a container, before anything leaves for it. Raises StoreFull."""
+        if nbytes > self.budget_bytes:
+            raise self._full(nbytes)
+        try:
+            return mmap.mmap(-1, nbytes)
+        except (OSError, OverflowError) as err:
+            remedy = "free memory, or lower the budget"
+            expected, found = f"{nbytes} bytes of memory", str(err)
+            raise StoreFull("memory store", expected=expected, found=found, remedy=remedy) from err
 
     def _reserve(self, nbytes: int, replaced: str) -> None:
         """Evicts until ``nbytes`` fit, and keeps them for this put; the index to be replaced counts as gone but stays
@@ -270,8 +305,6 @@ class MemoryStore:
             self._reserved += nbytes
 
     def _victims(self, nbytes: int, replaced: str) -> Sequence[IndexEntry] | None:
-        if nbytes > self.budget_bytes:
-            raise self._full(nbytes)
         old = self._held.get(replaced)
         free = self.budget_bytes - self._used - self._reserved + (0 if old is None else len(old.buffer))
         if free >= nbytes:

@@ -1,11 +1,13 @@
 """Work per index in the background: one job per digest, a few threads, a short queue, and an end that comes in time.
 
-Knows nothing of stores: ``TieredStore`` gives it the copying to do.
+Knows nothing of stores: ``TieredStore`` gives it the copying to do, ``FileStore`` the reading ahead. A forked child
+begins without jobs and without threads.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -46,6 +48,11 @@ class Promotion:
         if not self._ended.is_set():
             self._done = done
             self._ended.set()
+
+    def give_up(self) -> None:
+        """``end(done=False)`` where another thread, which is no more, may hold the event's lock."""
+        self._ended, self._done = threading.Event(), False
+        self._ended.set()
 
 
 class Promoter:
@@ -118,6 +125,14 @@ class Promoter:
         _living.discard(self)
         return not any(thread.is_alive() for thread in threads)
 
+    def begin_again(self) -> None:
+        """In a forked child: threads and locks are the parent's, and so are the jobs. Nothing of theirs comes here."""
+        jobs = (*self._pending.values(), *self._running.values())
+        self._changed = threading.Condition()
+        self._pending, self._running, self._threads = {}, {}, set()
+        for job in jobs:
+            job.give_up()
+
     def _drop(self, job: Promotion | None) -> None:
         job = job or next(iter(self._pending.values()))
         del self._pending[job.digest]
@@ -125,7 +140,6 @@ class Promoter:
         self._on_drop()
 
     def _start_thread(self) -> None:
-        # A forked child has none of its parent's threads, whatever the set says.
         self._threads = {thread for thread in self._threads if thread.is_alive()}
         if len(self._threads) >= self._workers:
             return
@@ -176,4 +190,10 @@ def _close_all() -> None:
         promoter.close(_EXIT_S)
 
 
+def _begin_again() -> None:
+    for promoter in tuple(_living):
+        promoter.begin_again()
+
+
 atexit.register(_close_all)
+os.register_at_fork(after_in_child=_begin_again)

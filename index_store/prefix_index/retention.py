@@ -73,22 +73,47 @@ def write_retention(dir_fd: int, digest: str, retention: Retention, *, mode: int
 
     The caller syncs the folder.
     """
-    if retention == DEFAULT:
-        remove_retention(dir_fd, digest)
-        return
-    partial, fd = create_partial(dir_fd, mode=mode)
-    try:
-        try:
-            kept = msgspec.json.encode(retention)
-            os.write(fd, kept + b"\n" + _checksum(digest, kept).encode() + b"\n")
-            os.fsync(fd)
-            os.rename(partial, digest + KEEP_SUFFIX, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-        finally:
-            os.close(fd)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial, dir_fd=dir_fd)
-        raise
+    with _Sidecar(dir_fd, digest, retention, mode=mode) as sidecar:
+        sidecar.commit()
+
+
+class _Sidecar:
+    """A retention about to be written: entering takes all that it takes, ``commit()`` only changes a name."""
+
+    def __init__(self, dir_fd: int, digest: str, retention: Retention, *, mode: int) -> None:
+        self._dir_fd = dir_fd
+        self._digest = digest
+        self._retention = retention
+        self._mode = mode
+        self._partial = ""
+
+    def __enter__(self) -> _Sidecar:
+        if self._retention != DEFAULT:
+            self._partial, fd = create_partial(self._dir_fd, mode=self._mode)
+            try:
+                kept = msgspec.json.encode(self._retention)
+                os.write(fd, kept + b"\n" + _checksum(self._digest, kept).encode() + b"\n")
+                os.fsync(fd)
+            except BaseException:
+                self.__exit__()
+                raise
+            finally:
+                os.close(fd)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._partial:
+            with contextlib.suppress(OSError):
+                os.unlink(self._partial, dir_fd=self._dir_fd)
+
+    def commit(self) -> None:
+        """Raises OSError, for a folder by the sidecar's name for instance; then nothing changed."""
+        if self._retention == DEFAULT:
+            remove_retention(self._dir_fd, self._digest)
+        elif self._partial:
+            name = self._digest + KEEP_SUFFIX
+            os.rename(self._partial, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+            self._partial = ""
 
 
 def remove_retention(dir_fd: int, digest: str) -> None:
@@ -100,7 +125,11 @@ def remove_retention(dir_fd: int, digest: str) -> None:
 def publish(
     dir_fd: int, digest: str, partial: PartialFile, retention: Retention | None, *, mode: int, now: float, used: float
 ) -> tuple[Signature, Retention]:
-    """Renames a written index into place, its retention with it; after an OSError neither has changed.
+    """Renames a written index into place, its retention with it; after an OSError neither has changed, unless it was
+    the last rename of all that failed (of a retention that was shortened): then the index is new.
+
+    Two names cannot change at once. Whoever dies in between leaves the old index or the new one with a retention that
+    keeps it as long as the longer of the two: what was acknowledged is never lost for what was not.
 
     ``retention`` None keeps that of the index that is replaced, if there is one that has not expired. Call it while
     nobody else changes the folder (``folder.exclusive``). The index counts as used at ``used``; ``now`` is what
@@ -110,34 +139,49 @@ def publish(
         before, damaged = read_retention(dir_fd, digest), False
     except IndexStoreError:
         before, damaged = DEFAULT, True
+    there = _exists(dir_fd, digest + SUFFIX)
     kept = retention
     if kept is None:
-        kept = before if _exists(dir_fd, digest + SUFFIX) and not has_expired(before, now) else DEFAULT
-    if damaged or kept != before:
+        kept = before if there and not has_expired(before, now) else DEFAULT
+    # What has expired stays so until the new one has its place: dying must not bring it back.
+    first = kept if not there else before if has_expired(before, now) else _longer(before, kept)
+    if damaged or first != before:
         try:
-            write_retention(dir_fd, digest, kept, mode=mode)
+            write_retention(dir_fd, digest, first, mode=mode)
         except OSError:
             if kept != DEFAULT:  # else it is a folder by the sidecar's name: that counts as the default already
                 raise
     try:
-        return partial.publish(digest + SUFFIX, used=used), kept
+        with _Sidecar(dir_fd, digest, kept, mode=mode) if kept != first else contextlib.nullcontext() as last:
+            signature = partial.publish(digest + SUFFIX, used=used)
+            if last is not None:
+                last.commit()
+            return signature, kept
     except BaseException:
-        if kept != before:
+        if first != before and not partial.is_published:
             with contextlib.suppress(OSError):
                 write_retention(dir_fd, digest, before, mode=mode)
         raise
 
 
+def _longer(a: Retention, b: Retention) -> Retention:
+    """What keeps an index as long as either does."""
+    expires = None if a.expires is None or b.expires is None else max(a.expires, b.expires)
+    return Retention(pinned=a.pinned or b.pinned, expires=expires)
+
+
 def _exists(dir_fd: int, name: str) -> bool:
+    """Raises OSError where nobody can tell."""
     try:
         os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except OSError:
+    except FileNotFoundError:
         return False
     return True
 
 
 def remove_orphans(dir_fd: int, names: Iterable[str], indexes: Iterable[str], *, grace_s: float) -> int:
-    """Removes the sidecars among ``names`` (digests) whose index is not among ``indexes``. Returns how many.
+    """Removes the sidecars among ``names`` (digests) whose index is not among ``indexes``, and is not there now either.
+    Returns how many.
 
     One changed within ``grace_s`` seconds is left alone: its index may be about to get its name.
     """
@@ -145,7 +189,8 @@ def remove_orphans(dir_fd: int, names: Iterable[str], indexes: Iterable[str], *,
     for digest in set(names) - set(indexes):
         with contextlib.suppress(OSError):
             status = os.stat(digest + KEEP_SUFFIX, dir_fd=dir_fd, follow_symlinks=False)
-            if is_digest(digest) and time.time() - status.st_mtime >= grace_s:
+            old = abs(time.time() - status.st_mtime) >= grace_s  # of the future: the clock was set back
+            if is_digest(digest) and old and not _exists(dir_fd, digest + SUFFIX):
                 os.unlink(digest + KEEP_SUFFIX, dir_fd=dir_fd)
                 removed += 1
     return removed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,14 +50,24 @@ class FolderLimits:
         short = self.shortage(books, folder, nbytes, replaced)
         if short <= 0:
             return ()
-        candidates = [c for digest, c in books.candidates() if digest != replaced]
-        now, latest = self.clock(), books.latest_use
-        return choose_victims(candidates, short, policy=self.policy, now=now, latest=latest, last_used=_last_used)
+        return self.leaving(books, short, () if replaced is None else (replaced,))
 
-    def full(self, books: FolderBooks, folder: Path, nbytes: int, replaced: str | None) -> StoreFull:
-        """The error that says which limit stands in the way, and what the store itself cannot free."""
-        short = self.shortage(books, folder, nbytes, replaced)
-        evictable = sum(c.entry.nbytes for digest, c in books.candidates() if digest != replaced)
+    def leaving(self, books: FolderBooks, nbytes: int, staying: Collection[str]) -> Sequence[IndexEntry] | None:
+        """Who leaves for ``nbytes`` bytes, none of ``staying`` (digests); None where all others are not enough."""
+        candidates = [c for digest, c in books.candidates() if digest not in staying]
+        now, latest = self.clock(), books.latest_use
+        return choose_victims(candidates, nbytes, policy=self.policy, now=now, latest=latest, last_used=_last_used)
+
+    def full(
+        self, books: FolderBooks, folder: Path, nbytes: int, replaced: str | None, *, stuck: int | None = None
+    ) -> StoreFull:
+        """The error that says which limit stands in the way, and what the store itself cannot free. ``stuck`` are
+        bytes of indexes that should have left and could not be removed.
+        """
+        short = self.shortage(books, folder, nbytes, replaced) if stuck is None else stuck
+        evictable = (
+            sum(c.entry.nbytes for digest, c in books.candidates() if digest != replaced) if stuck is None else 0
+        )
         return StoreFull(
             "index store",
             expected=f"room for {nbytes} bytes (max_bytes={self.max_bytes}, min_free_bytes={self.min_free_bytes})",

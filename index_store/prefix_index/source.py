@@ -159,8 +159,12 @@ class _DirectReads:
 
 def open_direct(fd: int) -> int:
     """A second descriptor of the same open file, for O_DIRECT. Raises IndexUnreadable where that is refused."""
+    flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        try:
+            return os.open(f"/proc/self/fd/{fd}", flags | os.O_NOATIME)  # access times are the store's to set
+        except PermissionError:  # another user's file
+            return os.open(f"/proc/self/fd/{fd}", flags)
     except OSError as err:
         found = f"{err.strerror or err}"
         remedy = "read without direct=True, or keep the store on another file system"

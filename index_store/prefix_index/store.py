@@ -6,7 +6,7 @@ A store maps an ``IndexIdentity`` to one container (``docs/index-format.md``). `
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -32,8 +32,14 @@ class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     expires: float | None = None
 
     def __post_init__(self) -> None:
-        if self.expires is not None and not (math.isfinite(self.expires) and self.expires >= 0):
-            raise ValueError(f"expires: expected finite seconds, 0 or more, found {self.expires!r}")
+        if type(self.pinned) is not bool:
+            raise ValueError(f"pinned: expected True or False, found {self.pinned!r}")
+        if self.expires is None:
+            return
+        value: object = self.expires
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+            raise ValueError(f"expires: expected finite seconds, 0 or more, found {repr(value)[:200]}")
+        msgspec.structs.force_setattr(self, "expires", float(value))
 
 
 class BuildLease(Protocol):
@@ -88,7 +94,9 @@ class IndexStore(Protocol):
 
         ``retention`` None keeps that of the index it replaces, if there is one. When it returns the index is as
         durable as the store is. Others may have been evicted to make room. Raises InvalidPayload, StoreFull,
-        StoreFolderError, StoreUnavailable; after an error the index of this identity is what it was before.
+        StoreFolderError, StoreUnavailable, and what a ``LazyArray`` raises, as it is; after an error the index of
+        this identity is what it was before. One exception: where the disk fails after the new index got its name
+        (retention, sync of the folder), either version may be there, whole, kept at least as long as both should be.
         """
         ...
 
@@ -96,12 +104,12 @@ class IndexStore(Protocol):
         """Opens an index; the caller closes it. Its header is checked now, each array when it is first read.
 
         Raises IndexNotFound (also when another process deleted it), IndexCorrupt, IndexTooNew, IndexForeign,
-        IndexUnreadable, IndexMismatch.
+        IndexUnreadable, IndexMismatch; for an index that was reported, the error of that report.
         """
         ...
 
     def contains(self, key: IndexLookup) -> bool:
-        """Whether ``get`` would open it now. False for what is damaged."""
+        """Whether ``get`` would open it now. False for what is damaged, or was reported to be."""
         ...
 
     def delete(self, key: IndexLookup) -> bool:
@@ -138,7 +146,9 @@ class IndexStore(Protocol):
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
         """Tells the store that reading an index failed after ``get``: it becomes a problem and is offered no
-        more, until it is replaced.
+        more, until it is replaced. Of a digest that the store does not have: nothing happens. Where this store
+        has handed out several versions, the report may be about an older one: then the one that is there is read
+        whole, and hidden only if it is damaged.
         """
         ...
 

@@ -179,11 +179,13 @@ class IndexWriter:
         self._write_at(0, memoryview(header))
         self._write_at(self.nbytes - ALIGN, memoryview(encode_footer(prelude, self.nbytes)))
 
-    def write_all(self, payload: IndexPayload) -> None:
-        """Writes every array of the payload that this writer is ``of``, then finishes."""
+    def write_all(
+        self, payload: IndexPayload, *, load: Callable[[LazyArray], NDArray[Any]] = lambda array: array.load()
+    ) -> None:
+        """Writes every array of the payload that this writer is ``of``, then finishes. ``load`` makes the lazy ones."""
         for record in self._table.arrays:
             array = payload.arrays[record.key]
-            self.write(record.key, array.load() if isinstance(array, LazyArray) else array)
+            self.write(record.key, load(array) if isinstance(array, LazyArray) else array)
         self.finish()
 
     def _write_at(self, offset: int, data: memoryview) -> None:

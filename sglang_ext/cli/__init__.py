@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +27,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit status: 0 good, 1 something failed, 2 wrong usage, 130 interrupted, 141 nobody reads the
     output any more.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # while modules are imported, too
+        print("sglang-ext: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered has no reader; the interpreter would complain when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _run(words: list[str]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for paths that are no valid text
     parser = argparse.ArgumentParser(
         prog="sglang-ext", description="Sparse attention for shared prefixes on SGLang: offline jobs, and the store."
     )
@@ -34,17 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [words[0]] if words and words[0] in COMMANDS else list(COMMANDS)
     for name in wanted:
         importlib.import_module(COMMANDS[name]).add_parser(commands)
-    try:
-        args = parser.parse_args(words)
-        status: int = args.run(args)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("sglang-ext: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # What is still buffered has no reader; the interpreter would complain when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    args = parser.parse_args(words)
+    status: int = args.run(args)
+    sys.stdout.flush()
     return status
 
 
@@ -55,6 +62,7 @@ def console() -> None:
     interpreter's own exit would start another one and print its complaints. All of ours is closed by then.
     """
     status = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

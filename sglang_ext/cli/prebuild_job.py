@@ -49,6 +49,7 @@ class PrebuildJob:
         self._report = report
         self._args = args
         self._elsewhere: list[tuple[Prompt, str]] = []
+        self._in_vain = 0
         self._attempts = 0
         self._statuses: Counter[str] = Counter()
         self._bytes = 0
@@ -72,7 +73,12 @@ class PrebuildJob:
             f"{self._args.store}; {time.perf_counter() - begun:.1f} s",
             file=sys.stderr,
         )
-        return 1 if self._statuses["failed"] else 0
+        if self._in_vain:
+            print(
+                f"{self._in_vain} of them not built: others held their leases longer than --wait; run it again",
+                file=sys.stderr,
+            )
+        return 1 if self._statuses["failed"] or self._in_vain else 0
 
     def _take(self, line: dict[str, Any]) -> None:
         """Count and report what became of a prompt."""
@@ -99,18 +105,27 @@ class PrebuildJob:
         """Prompts whose index another process was building: stored by now, given up by it, or still under way."""
         deadline = time.monotonic() + self._args.wait
         for prompt, digest in self._elsewhere:
-            line: dict[str, Any] = {"reason": "building_elsewhere"}
-            while line.get("reason") == "building_elsewhere":
-                if self._is_free(digest):
-                    line = self._one(prompt, model)
-                elif time.monotonic() < deadline:
-                    time.sleep(0.5)
-                else:
-                    detail = f"expected the job that builds it to end within {self._args.wait:.0f} s (--wait)"
-                    line = {"id": prompt.id, "status": "skipped", "digest": digest, "detail": f"{detail}, it did not"}
-            if line["status"] == "skipped":
-                line.setdefault("reason", "building_elsewhere")
+            line = self._after_others(prompt, digest, model, deadline)
+            self._in_vain += line.get("reason") == "building_elsewhere"
             self._take(line)
+
+    def _after_others(self, prompt: Prompt, digest: str, model: ModelFingerprint, deadline: float) -> dict[str, Any]:
+        """What becomes of one of them; it is tried at least once."""
+        while True:
+            try:
+                free = self._is_free(digest)
+            except IndexStoreError as error:
+                return {"id": prompt.id, "status": "failed", "reason": type(error).__name__, "detail": str(error)}
+            if free:
+                line = self._one(prompt, model)
+                if line.get("reason") != "building_elsewhere":
+                    return line
+            left = deadline - time.monotonic()
+            if left <= 0:
+                detail = f"expected the job that builds it to end within {self._args.wait:.0f} s (--wait), it did not"
+                reason = "building_elsewhere"
+                return {"id": prompt.id, "status": "skipped", "reason": reason, "digest": digest, "detail": detail}
+            time.sleep(min(0.5, left))  # after a refusal too: another was faster, and builds now
 
     def _is_free(self, digest: str) -> bool:
         """Whether nobody builds this index any more: it is there, or its builder died. The engine leases it anew."""
@@ -124,8 +139,9 @@ class PrebuildJob:
         """What becomes of one prompt, as a line of the report."""
         try:
             return {"id": prompt.id, **self._build(prompt, model)}
-        except StoreUnavailable as error:
-            return {"id": prompt.id, "status": "failed", "reason": error.reason, "detail": str(error)}
+        except IndexStoreError as error:
+            reason = error.reason if isinstance(error, StoreUnavailable) else type(error).__name__
+            return {"id": prompt.id, "status": "failed", "reason": reason, "detail": str(error)}
 
     def _build(self, prompt: Prompt, model: ModelFingerprint) -> dict[str, Any]:
         ids = prompt.input_ids if prompt.input_ids is not None else self._engine.tokenize(prompt.text or "")

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import msgspec
+import xxhash
 
 from prefix_index import IndexStoreError, StoreFolderError
 from prefix_index.eviction import POLICIES
@@ -22,7 +23,7 @@ Keep the index store of this host: one process that owns the folder, and a DRAM 
 SGLang ranks and prebuild jobs. They name it instead of a folder: --sparse-attn-store ipc:///FOLDER/SOCKET.
 
 The DRAM tier is a folder in memory (tmpfs): --memory-bytes 64G keeps copies of what is used there, and
---memory-dir says where (default: /dev/shm/sglang-ext-UID/NAME). Its contents outlive this process.
+--memory-dir says where (default: /dev/shm/sglang-ext-UID/NAME-HASH). Its contents outlive this process.
 
 SIGTERM or Ctrl-C ends it; clients wait for the next one. See docs/store-service.md.
 """
@@ -111,14 +112,26 @@ def _memory_dir(args: argparse.Namespace) -> str:
     if args.memory_dir:
         return str(args.memory_dir)
     parent = f"/dev/shm/sglang-ext-{os.getuid()}"
-    os.makedirs(parent, mode=0o700, exist_ok=True)
-    owner = os.stat(parent, follow_symlinks=False).st_uid
+    remedy = "give --memory-dir"
+    try:
+        os.makedirs(parent, mode=0o700, exist_ok=True)
+        owner = os.stat(parent, follow_symlinks=False).st_uid
+    except OSError as err:
+        found = err.strerror or str(err)
+        raise StoreFolderError(
+            "DRAM tier's folder", expected="a usable folder", found=found, remedy=remedy, path=parent
+        ) from err
     if owner != os.getuid():
-        remedy = "give --memory-dir"
         raise StoreFolderError(
             "DRAM tier's folder", expected="one of this user", found=f"user {owner}'s", remedy=remedy, path=parent
         )
-    return os.path.join(parent, os.path.abspath(args.dir).strip("/").replace("/", "-")[-100:])
+    return os.path.join(parent, memory_name(args.dir))
+
+
+def memory_name(store: str) -> str:
+    """A DRAM tier's folder: the start is for people, the end keeps /srv/a-b/c and /srv/a/b-c apart."""
+    path = os.path.realpath(store)
+    return f"{path.strip('/').replace('/', '-')[-80:]}-{xxhash.xxh3_64_hexdigest(os.fsencode(path))[:8]}"
 
 
 def run_status(args: argparse.Namespace) -> int:

@@ -6,26 +6,19 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from prefix_index import (
-    BuildLease,
-    IndexIdentity,
-    IndexStore,
-    IndexStoreError,
-    ModelFingerprint,
-    namespace_digest,
-    page_hashes,
-)
+from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_digest, page_hashes
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.prefill.builder import IndexFactory, covered_tokens, profile_digest
-from sglang_ext.prefill.recorder import QueryRecorder
+from sglang_ext.prefill.claims import Claim, ClaimDesk
+from sglang_ext.prefill.recorder import Capture, QueryRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +36,10 @@ class BuildView(Protocol):
     def kv(self, layer: int) -> PagedKV: ...
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A prompt that is being prefilled. The lease keeps other processes from building the same index."""
-
-    identity: IndexIdentity
-    lease: BuildLease
-
-
 class PrefillBuilds:
     """All builds of one process. Used by the scheduler thread only.
+
+    Nothing here waits for the store but `finish`, which writes the index.
 
     Args:
         store: open store; not owned.
@@ -64,13 +51,13 @@ class PrefillBuilds:
     def __init__(self, store: IndexStore, config: SparseAttnConfig, view: BuildView, model: ModelFingerprint) -> None:
         gqa = view.num_qo_heads // view.num_kv_heads
         self.recorder = QueryRecorder(view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed)
-        self._store = store
+        self._desk = ClaimDesk(store)
         self._config = config
         self._view = view
         self._model = model
         self._profile = profile_digest(config)
         self._factory = IndexFactory(store, config, view.head_dim**-0.5)
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, Claim] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -81,9 +68,17 @@ class PrefillBuilds:
         prompt: Sequence[int],
         namespace: Mapping[str, str | None],
         refusal: tuple[str, str] | None,
+        owner: object | None = None,
     ) -> None:
-        """Record a prompt from its first token on, unless its index is there, too short, or built elsewhere."""
+        """Record a prompt from its first token on, unless its index is there, too short, or built elsewhere.
+
+        A store that takes its time to say so is asked on the side, and the prompt recorded until it has.
+
+        Args:
+            owner: the request. When it is collected, its lease goes back, whether or not anything else happens.
+        """
         self.discard(rid)
+        self.settle()
         least = self._config.min_sparse_prompt_len
         tokens = covered_tokens(len(prompt), self._config.build_align)
         if refusal or tokens < least:
@@ -99,75 +94,87 @@ class PrefillBuilds:
             model=self._model,
             profile_digest=self._profile,
         )
-        try:
-            lease = self._lease(rid, identity)
-        except IndexStoreError as error:  # the server must live on
-            self._failed(rid, error)
+        claim = self._desk.claim(identity)
+        if claim.known and self._refused(rid, claim):
             return
-        if lease is None:
-            return
-        if self.recorder.start(rid, len(prompt)):
-            self._pending[rid] = _Pending(identity, lease)
-        else:
-            lease.release()
+        if not self.recorder.start(rid, len(prompt)):
+            self._desk.give_back(claim)
             detail = "expected fewer prompts being recorded at a time; send it again"
             self._report(rid, status="skipped", reason="capture_memory", detail=detail)
+            return
+        self._pending[rid] = claim
+        if owner is not None:
+            # Aborted while it waits, on a server that then is idle: nobody would sweep. May run in any thread.
+            weakref.finalize(owner, self._desk.give_back_soon, claim).atexit = False
 
-    def _lease(self, rid: str, identity: IndexIdentity) -> BuildLease | None:
-        exists = {"status": "exists", "digest": identity.digest, "num_tokens": identity.num_tokens}
-        if self._store.contains(identity):
-            self._report(rid, **exists)
-            return None
-        lease = self._store.lease(identity)
-        if lease is None:
-            detail = "expected nobody else to build this index, found its lease held; wait for it, or ask again"
-            self._report(rid, status="skipped", reason="building_elsewhere", digest=identity.digest, detail=detail)
-            return None
-        if self._store.contains(identity):  # its last holder was done a moment ago
-            lease.release()
-            self._report(rid, **exists)
-            return None
-        return lease
+    def _refused(self, rid: str, claim: Claim) -> bool:
+        """Whether there is nothing to build; reported then."""
+        if isinstance(claim.refusal, Exception):
+            self._failed(rid, claim.refusal)
+        elif claim.refusal is not None:
+            self._report(rid, **claim.refusal)
+        return claim.refusal is not None
+
+    def settle(self) -> None:
+        """Stop recording the prompts that turned out to be indexed already, or to be built elsewhere."""
+        for rid, claim in list(self._pending.items()):
+            if claim.known and self._refused(rid, claim):
+                self.discard(rid)
 
     def discard(self, rid: str) -> None:
         """Forget a request whose prompt will not be indexed; somebody else may."""
         self.recorder.discard(rid)
-        pending = self._pending.pop(rid, None)
-        if pending is not None:
-            pending.lease.release()
+        claim = self._pending.pop(rid, None)
+        if claim is not None:
+            self._desk.give_back(claim)
 
     def close(self) -> None:
         """Forget all requests."""
         for rid in list(self._pending):
             self.discard(rid)
+        self._desk.close()
 
     def finish(self, rid: str, row: int) -> None:
         """Build, store and report the index of a request that ended; nothing for one that was not recorded.
+
+        Blocks while the store takes it: as long as a disk takes, or until the time limits of a service that hangs.
 
         Args:
             rid: the request.
             row: its row of `req_to_token`, still filled.
         """
         capture = self.recorder.take(rid)
-        pending = self._pending.pop(rid, None)
-        if pending is None:
+        claim = self._pending.pop(rid, None)
+        if claim is None:
             return
-        with pending.lease:
-            if capture is None:
-                return
-            problem = capture.problem()
-            if problem:
-                self._report(rid, status="failed", reason="capture_rejected", detail=problem)
-                return
-            identity = pending.identity
-            try:
-                queries = capture.queries(self._view.num_kv_heads)
-                slots = self._view.req_to_token[row, : identity.num_tokens].to(torch.int64)
-                entry, stats = self._factory.build(identity, lambda layer: self._view.kv(layer).k_cache[slots], queries)
-            except Exception as error:  # one prompt must not end the job
-                self._failed(rid, error)
-                return
-        self._report(rid, status="built", digest=entry.digest, num_tokens=identity.num_tokens, path=entry.path, **stats)
+        try:
+            built = self._build(rid, row, capture, claim)
+        finally:
+            self._desk.give_back(claim)
+        if built:
+            self._report(rid, **built)
+
+    def _build(self, rid: str, row: int, capture: Capture | None, claim: Claim) -> dict[str, Any] | None:
+        """What to report of a prompt; None where that was done, or is not wanted."""
+        seconds = self._config.store_timeout_s
+        if not claim.wait(seconds):
+            detail = f"expected the store to give the lease within {seconds:g} s, it did not; send the prompt again"
+            return {"status": "failed", "reason": "store_unavailable", "detail": detail}
+        if self._refused(rid, claim) or capture is None:
+            return None
+        problem = capture.problem()
+        if problem:
+            return {"status": "failed", "reason": "capture_rejected", "detail": problem}
+        identity = claim.identity
+        try:
+            queries = capture.queries(self._view.num_kv_heads)
+            slots = self._view.req_to_token[row, : identity.num_tokens].to(torch.int64)
+            entry, stats = self._factory.build(identity, lambda layer: self._view.kv(layer).k_cache[slots], queries)
+        except Exception as error:  # one prompt must not end the job
+            self._failed(rid, error)
+            return None
+        named = {"digest": entry.digest, "num_tokens": identity.num_tokens, "path": entry.path}
+        return {"status": "built", **named, **stats}
 
     def _failed(self, rid: str, error: Exception) -> None:
         logger.error("sparse attention: no index was built for request %s", rid, exc_info=error)

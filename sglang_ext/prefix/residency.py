@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from enum import Enum
 
 import torch
@@ -20,7 +21,6 @@ from prefix_index import (
     IndexMismatch,
     IndexStore,
     IndexStoreError,
-    IndexUnreadable,
 )
 from sglang_ext.indexing.heads import join_heads
 
@@ -31,8 +31,8 @@ LayerArrays = dict[str, Tensor]
 #: Host memory of one bulk read, about: enough to keep the disk busy, little beside a whole index.
 STAGING_BYTES = 256 << 20
 
-#: What the store must not offer again. One that has gone, or whose store does not answer now, may come back.
-_DAMAGE = (IndexFormatError, IndexMismatch, IndexUnreadable)
+#: What the store must not offer again. One that has gone, that the disk or the store does not give now, may come back.
+_DAMAGE = (IndexFormatError, IndexMismatch)
 
 
 class State(Enum):
@@ -119,7 +119,8 @@ class Residency:
         """
         with self._lock:
             index = self._by_digest.get(entry.digest)
-            if index is None or (index.state is State.FAILED and not index.hopeless):
+            ended = index is not None and index.loaded is not None and index.loaded.done()  # before its state is read
+            if index is None or _can_be_tried_again(index, ended=ended):
                 index = ResidentIndex(entry)
                 self._by_digest[entry.digest] = index
                 index.loaded = self._worker.submit(self._load, index)
@@ -167,9 +168,10 @@ class Residency:
             index.nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
             index.state = State.READY
         except IndexStoreError as error:
-            if isinstance(error, _DAMAGE):
-                self._store.report(index.entry.identity, error)
             self._fail(index, error.reason, str(error))
+            if isinstance(error, _DAMAGE):
+                with suppress(IndexStoreError):  # a store that cannot take note of it offers it again: tried again then
+                    self._store.report(index.entry.identity, error)
         except UnusableIndexError as error:
             self._fail(index, error.reason, str(error))
         except torch.OutOfMemoryError as error:
@@ -247,6 +249,12 @@ class Residency:
             # A request that just ended may still be in a running step: its tensors must outlive that step, or the
             # allocator would hand their memory to the index that comes in.
             self._wait_for_device()
+
+
+def _can_be_tried_again(index: ResidentIndex, *, ended: bool) -> bool:
+    if index.state is State.FAILED:
+        return not index.hopeless
+    return ended and index.state is State.LOADING  # its load ended without a word
 
 
 def _batches(layer_nbytes: Sequence[int]) -> Iterator[range]:

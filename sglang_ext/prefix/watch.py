@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from prefix_index import FileStore, IndexEntry, IndexStore, IndexStoreError
@@ -15,10 +15,13 @@ from sglang_ext.storage import configured_store
 logger = logging.getLogger(__name__)
 
 _PUBLISH_SECONDS = 5.0
+#: What a snapshot waits for a store that is quick as a rule; else it shows what was known before.
+_PATIENCE_S = 0.05
+_LATE = f"index store: expected an answer within {_PATIENCE_S:g} s, found none yet; what is shown is as last known"
 
 
 class StoreWatch:
-    """Owns the store that the settings name. Used by the scheduler thread.
+    """Owns the store that the settings name. Used by the scheduler thread, which waits for a store at start only.
 
     Args:
         settings: checked settings.
@@ -31,59 +34,73 @@ class StoreWatch:
     def __init__(self, settings: Settings, publish: Callable[[int, int], None] | None = None) -> None:
         self.store: IndexStore = configured_store(settings.store, settings.config)
         # A folder's rescan is some stat calls. Over a socket or a network it may take until a time limit: elsewhere.
-        self._worker: ThreadPoolExecutor | None = None
+        # Two threads, since a rescan must not wait until a question for problems has ended.
+        self._workers: ThreadPoolExecutor | None = None
         if not isinstance(self.store, FileStore):
-            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparse-attn-rescan")
-        self._running: Future[None] | None = None
+            self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="sparse-attn-watch")
+        self._rescanning: Future[None] | None = None
+        self._looking: Future[None] | None = None
         self._publish = publish
         self._next_publish = 0.0
-        for problem in self.store.problems():
-            logger.warning("sparse attention: ignored in the store: %s", problem.error)
+        self._entries: Sequence[IndexEntry] = ()
+        self._problems: list[str] = []
+        self._look()
+        for problem in self._problems:
+            logger.warning("sparse attention: ignored in the store: %s", problem)
 
     def rescan(self) -> None:
         """Learn what other processes changed: now, for a folder; else soon, on a thread of its own.
 
         Raises IndexStoreError; with a thread, that of the last finished rescan, once.
         """
-        if self._worker is None:
-            self.store.rescan()
-            self._tell()
+        if self._workers is None:
+            self._rescan()
             return
-        last = self._running
+        last = self._rescanning
         if last is None or last.done():
-            self._running = self._worker.submit(self._rescan)
+            self._rescanning = self._workers.submit(self._rescan)
             if last is not None:
                 last.result()
 
     def _rescan(self) -> None:
         self.store.rescan()
-        self._tell()
-
-    def _tell(self) -> None:
         now = time.monotonic()
         if self._publish is not None and now >= self._next_publish:
             self._next_publish = now + _PUBLISH_SECONDS
-            entries = self.store.list()
+            self._entries = entries = self.store.list()
             self._publish(len(entries), sum(entry.nbytes for entry in entries))
 
-    def snapshot(self) -> dict[str, Any]:
-        """What the store holds and did, as plain values. A store that does not answer is a problem in the list."""
-        entries: Sequence[IndexEntry] = ()
+    def _look(self) -> None:
         try:
-            entries = self.store.list()
-            problems = [str(problem.error) for problem in self.store.problems()]
+            self._entries = self.store.list()
+            self._problems = [str(problem.error) for problem in self.store.problems()]
         except IndexStoreError as error:
-            problems = [str(error)]
+            self._problems = [str(error)]
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the store holds and did, as plain values. Where it does not answer at once, that is a problem in the
+        list, and the rest is as last known.
+        """
+        late = False
+        if self._workers is None:
+            self._look()
+        else:
+            if self._looking is None or self._looking.done():
+                self._looking = self._workers.submit(self._look)
+            late = bool(wait([self._looking], _PATIENCE_S).not_done)
+        entries, problems = self._entries, self._problems
         counters = getattr(self.store, "counters", None)
         return {
             "indexes_in_store": len(entries),
             "store_bytes": sum(entry.nbytes for entry in entries),
-            "store_problems": problems,
+            "store_problems": [*problems, *([_LATE] if late else [])],
             "store_counters": counters._asdict() if counters is not None else {},
         }
 
     def close(self) -> None:
-        """Close the store; a rescan under way ends first."""
-        if self._worker is not None:
-            self._worker.shutdown(wait=True, cancel_futures=True)
+        """Close the store. What its threads are asking ends with it."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=False, cancel_futures=True)
         self.store.close()
+        if self._workers is not None:
+            self._workers.shutdown(wait=True)

@@ -35,7 +35,7 @@ def test_rm_removes_good_and_damaged_ones(shelf: Any, index: Callable[..., Any])
     assert not shelf.path(1).exists()
     assert len(shelf.digests()) == 3
     lines = index("rm", "--yes", "--json", "--store", shelf.folder, shelf.entries[2].digest).lines
-    assert lines == [{"digest": shelf.entries[2].digest, "removed": True}]
+    assert lines == [{"digest": shelf.entries[2].digest, "removed": True, "detail": None}]
 
 
 def test_rm_without_a_terminal_needs_yes_and_lists_what_would_go(shelf: Any, index: Callable[..., Any]) -> None:

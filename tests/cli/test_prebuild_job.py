@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,6 +59,21 @@ class Engine:
             file.write(json.dumps({"rid": rid, **event}) + "\n")
 
 
+class Refused(Engine):
+    """Its scheduler never gets the lease; `remove` goes when it first asks."""
+
+    made: Engine
+    remove: Path | None = None
+
+    def prefill(self, rid: str, ids: list[int], extra_key: str | None, cache_salt: str | None) -> None:
+        Refused.made = self
+        with self.store.lease(identity_of(ids)):
+            super().prefill(rid, ids, extra_key, cache_salt)
+        if self.remove is not None:
+            shutil.rmtree(self.remove)
+            Refused.remove = None
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Runs a job over prompts of 64 tokens; gives its status, its report, and the store afterwards."""
@@ -68,10 +84,11 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         prompts = [Prompt(id=str(n), text=None, input_ids=prompt(n), extra_key=None, cache_salt=None) for n in names]
         args = argparse.Namespace(pin=pin, ttl=ttl, wait=wait, store=str(store.folder))
         report, events = io.StringIO(), tmp_path / f"events-{time.monotonic_ns()}.jsonl"
-        engine = Engine(store, events)
+        engine = run.engine(store, events)  # type: ignore[attr-defined]
         status = PrebuildJob(engine, store, CONFIG, str(events), report, args).run(prompts)
         return status, [json.loads(line) for line in report.getvalue().splitlines()], store
 
+    run.engine = Engine  # type: ignore[attr-defined]
     run.store = store  # type: ignore[attr-defined]
     yield run
     store.close()
@@ -109,14 +126,34 @@ def test_what_another_job_gave_up_is_built_here(job: Any) -> None:
     assert store.contains(identity_of(prompt(1)))
 
 
-def test_what_another_job_does_not_finish_is_skipped_after_the_wait(job: Any) -> None:
+def test_what_another_job_does_not_finish_is_skipped_after_the_wait(
+    job: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     with job.store.lease(identity_of(prompt(1))):
         begun = time.monotonic()
         status, lines, _ = job(1, wait=1.0)
         assert 1.0 <= time.monotonic() - begun < 5.0
     (line,) = lines
-    assert (status, line["status"], line["reason"]) == (0, "skipped", "building_elsewhere")
+    assert (status, line["status"], line["reason"]) == (1, "skipped", "building_elsewhere")
     assert "within 1 s (--wait), it did not" in line["detail"]
+    assert "1 of them not built: others held their leases longer than --wait" in capsys.readouterr().err
+
+
+def test_a_lease_that_others_are_always_faster_to_take_is_given_up_after_the_wait(job: Any) -> None:
+    """The lease is free whenever the job looks, and held whenever its engine asks."""
+    job.engine = Refused
+    begun = time.monotonic()
+    status, lines, _ = job(1, wait=1.2)
+    assert 1.2 <= time.monotonic() - begun < 4.0
+    assert (status, lines[0]["status"], lines[0]["reason"]) == (1, "skipped", "building_elsewhere")
+    assert len(Refused.made.prefilled) <= 5, "it sleeps in between"
+
+
+def test_a_store_that_goes_away_while_the_job_waits_is_a_failed_line(job: Any) -> None:
+    job.engine = Refused
+    Refused.remove = job.store.folder
+    status, lines, _ = job(1, wait=5.0)
+    assert (status, lines[0]["status"], lines[0]["reason"]) == (1, "failed", "StoreFolderError")
 
 
 def test_pin_and_ttl_hold_for_what_is_built_and_for_what_exists(job: Any) -> None:

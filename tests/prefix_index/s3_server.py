@@ -22,9 +22,6 @@ def endpoint() -> str:
     server.start()
     atexit.register(server.stop)
     host, port = server.get_host_and_port()
-    # obstore finds its credentials here, as in real life.
-    os.environ.setdefault("AWS_ACCESS_KEY_ID", "test-key")
-    os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "test-secret")
     return f"http://{host}:{port}"
 
 
@@ -39,6 +36,13 @@ def new_bucket() -> ObjectBlobs:
 def bucket(name: str) -> ObjectBlobs:
     """Another client of a bucket that is there."""
     pytest.importorskip("obstore")
+    set_credentials()
     return ObjectBlobs(
         f"s3://{name}/fleet", endpoint=endpoint(), region="us-east-1", client_options={"allow_http": True}
     )
+
+
+def set_credentials() -> None:
+    """Where obstore finds them in real life. Without any it would ask the cloud's metadata service."""
+    os.environ.setdefault("AWS_ACCESS_KEY_ID", "test-key")
+    os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "test-secret")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +40,28 @@ def built_in(seconds: float, identity: IndexIdentity, values_per_array: int = 16
 def held(store: FileStore | MemoryStore) -> set[int]:
     """Which of IDS the store has."""
     return {IDS.index(e.identity) for e in store.list()}
+
+
+@contextlib.contextmanager
+def few_descriptors(left: int) -> Iterator[None]:
+    """This process may open ``left`` more files; then the system says EMFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(len(os.listdir("/proc/self/fd")) + 32, hard), hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(left):
+            os.close(taken.pop())
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def settled(folder: Path) -> None:
+    """As if nobody had changed the folder for a minute: a store then believes its shards' modification times."""
+    for shard in folder.iterdir():
+        os.utime(shard, (shard.stat().st_atime, shard.stat().st_mtime - 60))

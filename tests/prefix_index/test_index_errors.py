@@ -41,4 +41,4 @@ def test_message_and_parts(kind: type[IndexStoreError]) -> None:
     assert (placed.what, placed.expected, placed.found, placed.remedy, placed.path) == (
         "thing", "a", "b", "do c", "/store/x"
     )  # fmt: skip
-    assert kind.reason in {"no_index", "index_mismatch", "index_corrupt"}
+    assert kind.reason in {"no_index", "index_mismatch", "index_corrupt", "store_unavailable"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tracemalloc
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from prefix_index import (
     IndexWriter,
     InvalidPayload,
     LazyArray,
+    Retention,
     StoreClosed,
     write_index,
 )
@@ -315,7 +317,44 @@ def test_oversized_spec_and_other_version_are_refused() -> None:
         write_index(io.BytesIO(), IndexPayload(other, {}))
 
 
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "1"])
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "1", False, True, 10**300, 1e13, None])
 def test_impossible_times_are_refused(seconds: Any) -> None:
-    with pytest.raises(ValueError, match="build_seconds: expected finite seconds, 0 or more"):
-        BuildInfo(build_seconds=seconds)
+    for name in ("created", "build_seconds"):
+        with pytest.raises(ValueError, match=rf"{name}: expected finite seconds, 0 to 1e\+12, found"):
+            BuildInfo(**{name: seconds})
+
+
+@pytest.mark.parametrize("seconds", [1_700_000_000, np.float64(1.5), 0, 1e12])
+def test_times_are_floats_so_that_an_index_written_again_has_the_same_bytes(seconds: Any) -> None:
+    payload = replace(sample_payload(), info=BuildInfo(created=seconds, build_seconds=seconds))
+    assert type(payload.info.created) is type(payload.info.build_seconds) is float
+    raw, again = io.BytesIO(), io.BytesIO()
+    write_index(raw, payload)
+    write_index(again, IndexFile.from_buffer(raw.getvalue()).payload())
+    assert again.getvalue() == raw.getvalue()
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["\ud800", np.float64(1.5), type("F", (float,), {})(1.0), type("S", (str,), {})("q"), type("I", (int,), {})(1)],
+    ids=repr,
+)
+def test_what_json_cannot_say_is_refused(value: Any) -> None:
+    for stats in ({"a": value}, {"a": [{"b": value}]}, *([{value: 1}] if isinstance(value, str) else [])):
+        with pytest.raises(InvalidPayload, match="stats"):
+            write_index(io.BytesIO(), replace(sample_payload(), stats=stats))
+
+
+@pytest.mark.parametrize("name", ["kv_dtype", "config_digest"])
+def test_model_text_is_plain_text(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"model.{name}: expected 1 to 256 printable characters"):
+        sample_model(**{name: type("S", (str,), {})("q")})
+
+
+def test_retentions_are_plain_values() -> None:
+    assert type(Retention(expires=5).expires) is float
+    for bad in (True, 10**400, float("nan"), -1, "1"):
+        with pytest.raises(ValueError, match="expires: expected finite seconds, 0 or more"):
+            Retention(expires=bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pinned: expected True or False, found 1"):
+        Retention(pinned=1)  # type: ignore[arg-type]

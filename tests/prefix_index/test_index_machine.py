@@ -104,6 +104,8 @@ class FileMachine(StoreMachine):
     @rule()
     def reopen(self) -> None:
         """Everything is still there, and what was only reported is offered again."""
+        self.store.close()
+        self.store.open()
         for key in tuple(self.reported):
             self.reported.discard(key)
             if self.is_over(self.retention[key]):
@@ -112,8 +114,6 @@ class FileMachine(StoreMachine):
             with self.store.get(identity_of(*key)) as index:
                 self.model[key] = int(index.array("channels")[0])
                 self.use(key)
-        self.store.close()
-        self.store.open()
 
 
 class SmallFileMachine(FileMachine):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 
-from prefix_index import IndexNotFound, MemoryStore, StoreFull
+from prefix_index import IndexNotFound, IndexWriter, MemoryStore, StoreFull
 from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.faults.tools import fork, reap
 
 
 def nbytes_of_one() -> int:
@@ -59,3 +63,21 @@ def test_close_forgets_everything() -> None:
     store.open()
     assert list(store.list()) == []
     assert store.used_bytes == 0
+
+
+def test_a_system_without_memory_is_a_full_store_that_lost_nothing() -> None:
+    """In a child with an address space that ends 60 MB above what it has."""
+
+    def work() -> None:
+        with MemoryStore(1 << 34) as store:
+            store.put(sample_payload())
+            large = sample_payload(sample_identity(range(32, 64)), values_per_array=1 << 24)
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (60 << 20), resource.RLIM_INFINITY))
+            store.budget_bytes = IndexWriter.of(large).nbytes + 1  # so that the other would have to leave
+            with pytest.raises(StoreFull, match=r"memory store: expected \d+ bytes of memory, found .*Cannot allocate"):
+                store.put(large)
+            assert [e.identity for e in store.list()] == [sample_identity()]
+            store.check_integrity()
+
+    assert reap(fork(work), 20) == 0

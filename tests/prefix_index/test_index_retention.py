@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from prefix_index import (
     StoreFull,
     StoreInconsistent,
 )
+from prefix_index.retention import remove_orphans
 from prefix_index.testing import sample_payload
+from tests.prefix_index.faults.naming import RETENTIONS, put_and_die, what_is_wrong
+from tests.prefix_index.faults.tools import payload_of
 from tests.prefix_index.machine import Clock
 from tests.prefix_index.small_stores import IDS, PINNED, index_file, keep_file, opened
 
@@ -173,9 +177,59 @@ def test_a_failed_put_leaves_the_retention(
             patch.setattr(os, "rename", full)
             with pytest.raises(StoreFull):
                 store.put(sample_payload(IDS[0], fill=2), retention=Retention(expires=5e9))
-        assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == files
         store.rescan()
         store.check_integrity()
+        if suffix == ".pfxkeep" and before is not None:
+            assert keep_file(folder, IDS[0]).read_bytes() == files[keep_file(folder, IDS[0])]  # the longer one
+            return
+        assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == files
+
+
+@pytest.mark.parametrize("before", RETENTIONS, ids=str)
+@pytest.mark.parametrize("asked", [None, *RETENTIONS], ids=str)
+def test_a_writer_that_dies_between_two_names_shortens_nothing(
+    folder: Path, before: Retention, asked: Retention | None
+) -> None:
+    steps = 0
+    while True:
+        with opened(folder) as store:
+            store.put(payload_of(0, 1), retention=before)
+        killed = put_and_die(folder, steps, payload_of(0, 2), asked)
+        assert what_is_wrong(folder, before, asked, killed=killed) is None
+        if not killed:
+            return
+        steps += 1
+
+
+def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None:
+    """The clock was set back."""
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]), retention=PINNED)
+        shard = index_file(folder, IDS[0]).parent
+        index_file(folder, IDS[0]).unlink()
+        left = [shard / ".partial-1-deadbeefdeadbeef", shard / f".lease-{IDS[0].digest}", keep_file(folder, IDS[0])]
+        for path in left:
+            path.touch()
+            os.utime(path, (time.time() + 3600, time.time() + 3600))
+        store.collect()
+        assert [path.name for path in left if path.exists()] == []
+        left[0].touch()
+        os.utime(left[0], (time.time() + 3600, time.time() + 3600))
+        assert store.clean_partials() == 1
+        fd = os.open(shard, os.O_RDONLY)
+        keep_file(folder, IDS[0]).touch()
+        os.utime(keep_file(folder, IDS[0]), (time.time() + 3600, time.time() + 3600))
+        assert remove_orphans(fd, [IDS[0].digest], [], grace_s=60.0) == 1
+        os.close(fd)
+
+
+def test_only_the_sidecar_of_an_index_that_is_gone_is_an_orphan(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]), retention=PINNED)
+        fd = os.open(keep_file(folder, IDS[0]).parent, os.O_RDONLY)
+        assert remove_orphans(fd, [IDS[0].digest], [], grace_s=0.0) == 0
+        os.close(fd)
+        assert keep_file(folder, IDS[0]).exists()
 
 
 def test_wrong_retention_in_the_books_is_an_inconsistency(folder: Path) -> None:

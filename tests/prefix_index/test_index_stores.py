@@ -147,12 +147,46 @@ def test_report_takes_an_index_out_of_the_offer_until_replaced(store: IndexStore
     store.put(sample_payload(sample_identity(PROMPT)))
     error = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
     store.report(sample_identity(PROMPT), error)
-    store.rescan()
-    assert find(store) is None
-    assert [p.error for p in store.problems()] == [error]
+    for full in (False, True):
+        store.rescan(full=full)
+        assert find(store) is None
+        assert not store.contains(sample_identity(PROMPT))
+        with pytest.raises(IndexCorrupt, match="checksum: expected a, found b; build again"):
+            store.get(sample_identity(PROMPT))
+        assert [p.error for p in store.problems()] == [error]
     store.put(sample_payload(sample_identity(PROMPT), fill=3))
     assert find(store) is not None
+    assert store.contains(sample_identity(PROMPT))
+    assert same_arrays(store, sample_payload(sample_identity(PROMPT), fill=3))
     assert list(store.problems()) == []
+
+
+def test_reported_index_is_deleted_as_any_other(store: IndexStore) -> None:
+    store.put(sample_payload())
+    store.report(sample_identity(), IndexCorrupt("checksum", expected="a", found="b", remedy="build again"))
+    assert store.delete(sample_identity())
+    assert not store.delete(sample_identity())
+    assert list(store.problems()) == []
+    with pytest.raises(IndexNotFound):
+        store.get(sample_identity())
+
+
+def test_report_of_an_index_that_is_not_there_is_nothing(store: IndexStore) -> None:
+    store.report(sample_identity(), IndexCorrupt("checksum", expected="a", found="b", remedy="build again"))
+    assert list(store.problems()) == []
+    store.put(sample_payload())
+    assert store.contains(sample_identity())
+
+
+def test_report_about_an_old_version_does_not_hide_its_replacement(store: IndexStore) -> None:
+    store.put(sample_payload(fill=1))
+    with store.get(sample_identity()):
+        store.put(sample_payload(fill=2))
+        store.report(sample_identity(), IndexCorrupt("checksum", expected="a", found="b", remedy="build again"))
+    store.rescan()
+    assert len(store.list()) == 1
+    assert list(store.problems()) == []
+    assert same_arrays(store, sample_payload(fill=2))
 
 
 def test_failed_put_leaves_the_old_index(store: IndexStore) -> None:

@@ -25,10 +25,8 @@ from tests.prefix_index.remote_stores import (
 
 
 @pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any, obstore would ask the cloud's metadata service for some."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+def credentials() -> None:
+    s3_server.set_credentials()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from prefix_index import FileStore, IndexStore, MemoryStore
+from prefix_index import FileStore, IndexStore, MemoryStore, SharedStore
 from prefix_index.remote import ObjectBlobs, RemoteStore
 from prefix_index.service import Depot, ServedFolder, StoreClient, StoreServer
 from prefix_index.tiered import TieredStore
@@ -72,6 +72,18 @@ def remote_mooncake(tmp_path: Path) -> Iterator[IndexStore]:
 
 
 @contextlib.contextmanager
+def shared_file_file(tmp_path: Path) -> Iterator[IndexStore]:
+    """A folder of this machine, and one that others share."""
+    yield SharedStore(FileStore(tmp_path / "store", create=True), FileStore(tmp_path / "shared", create=True))
+
+
+@contextlib.contextmanager
+def shared_file_objects(tmp_path: Path) -> Iterator[IndexStore]:
+    with remote_memory(tmp_path) as remote:
+        yield SharedStore(FileStore(tmp_path / "store", create=True), remote)
+
+
+@contextlib.contextmanager
 def service(tmp_path: Path) -> Iterator[IndexStore]:
     """A client of a service in another thread, with both of its tiers."""
     with serving(tmp_path) as endpoint:
@@ -106,6 +118,8 @@ TIERS: dict[str, Tier] = {
     "remote-memory": remote_memory,
     "remote-file": remote_file,
     "remote-s3": remote_s3,
+    "shared-file-file": shared_file_file,
+    "shared-file-objects": shared_file_objects,
     "service": service,
     **({"remote-mooncake": remote_mooncake} if mooncake_cluster.is_inside() else {}),
 }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_index import IndexUnreadable
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 
 
@@ -105,6 +106,22 @@ def test_a_corrupted_array_fails_as_index_corrupt_and_is_reported_to_the_store(b
     assert str(path) in index.detail
     assert [str(path)] == [problem.path for problem in bench.store.problems()]
     assert bench.store.list() == ()
+    residency.close()
+
+
+def test_an_index_that_the_disk_does_not_give_now_is_not_reported(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = bench.put(_prompt(1))
+
+    def unreadable(key: Any) -> Any:
+        raise IndexUnreadable("index", expected="readable bytes", found="Input/output error", remedy="check the disk")
+
+    monkeypatch.setattr(bench.store, "get", unreadable)
+    residency = _residency(bench)
+    index = _load(residency, entry)
+    assert (index.state, index.reason) == (State.FAILED, "index_corrupt")
+    assert bench.store.problems() == ()
+    monkeypatch.undo()
+    assert _load(residency, entry).state is State.READY
     residency.close()
 
 

@@ -1,4 +1,4 @@
-"""The runtime on a shared folder, on a service that dies and comes back, and in front of a remote store."""
+"""The runtime on a shared folder, on a service that dies and comes back, and beside a remote store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, StoreFolderError, StoreUnavailable
+from prefix_index import FileStore, StoreUnavailable
 from sglang_ext.config import Settings, config_from_dict
 from sglang_ext.runtime import SparseRuntime
 from sglang_ext.storage import configured_store
@@ -248,41 +248,60 @@ def test_an_index_whose_store_does_not_answer_is_a_fallback_by_name_and_comes_ba
     assert _decodes_sparsely(runtime, "b", PROMPT), "not taken out of the offer: nothing is wrong with it"
 
 
-# -- a remote store below ----------------------------------------------------------------------------------------------
+# -- a remote store to share with -------------------------------------------------------------------------------------
 
 
-def test_in_front_of_a_remote_store_nothing_of_a_folders_own_is_lost(
-    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime]
+@pytest.mark.parametrize("remote", ["memory:///", "an empty shared folder"])
+def test_a_folder_keeps_and_serves_its_own_beside_an_empty_remote_store(
+    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], tmp_path: Path, remote: str
 ) -> None:
     bench = make_bench()
     entry = bench.put(PROMPT)
-    with pytest.raises(StoreFolderError, match="copies of the remote store's indexes only") as caught:
-        start(bench.store.folder, store_remote="memory:///")
-    assert "sglang-ext index import" in str(caught.value)
+    (tmp_path / "empty").mkdir()
+    runtime = start(bench.store.folder, store_remote=remote if "://" in remote else f"file://{tmp_path}/empty")
+    runtime.store.rescan(full=True)
+    assert _decodes_sparsely(runtime, "a", PROMPT)
     assert Path(entry.path).exists()
 
 
-def test_an_index_of_a_shared_folder_is_served_and_copied_to_this_machine(
+@pytest.mark.parametrize("remote", ["s3://no-such-bucket-0/x", "file:///no/such/folder", "mooncake://127.0.0.1:1"])
+def test_a_remote_store_that_is_not_there_does_not_stop_the_start(
+    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ENDPOINT_URL", "http://127.0.0.1:1"), ("REGION", "r"), ("ALLOW_HTTP", "true")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    bench = make_bench()
+    bench.put(PROMPT)
+    begun = time.monotonic()
+    runtime = start(bench.store.folder, store_remote=remote)
+    assert time.monotonic() - begun < 10
+    assert _decodes_sparsely(runtime, "a", PROMPT)
+    assert len(runtime.snapshot()["store_problems"]) == 1
+
+
+def test_an_index_of_a_shared_folder_is_served_and_kept_on_this_machine(
     make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], tmp_path: Path
 ) -> None:
     bench = make_bench()
     entry = bench.put(PROMPT)
-    (tmp_path / "copies").mkdir()
+    (tmp_path / "mine").mkdir()
     shared = f"file://{bench.store.folder}"
-    runtime = start(tmp_path / "copies", store_remote=shared, store_wait="wait_complete")
+    runtime = start(tmp_path / "mine", store_remote=shared, store_wait="wait_complete")
     assert _decodes_sparsely(runtime, "a", PROMPT)
-    copy = tmp_path / "copies" / Path(entry.path).relative_to(bench.store.folder)
+    copy = tmp_path / "mine" / Path(entry.path).relative_to(bench.store.folder)
     assert copy.read_bytes() == Path(entry.path).read_bytes()
-    assert runtime.snapshot()["store_counters"]["promotions"] == 1
+    assert runtime.snapshot()["store_counters"]["fetched"] == 1
 
 
 def test_what_is_built_goes_to_the_remote_store_and_is_read_back(
     start: Callable[..., SparseRuntime], tmp_path: Path
 ) -> None:
-    (tmp_path / "copies").mkdir()
+    (tmp_path / "mine").mkdir()
     report = tmp_path / "report.jsonl"
     runtime = start(
-        tmp_path / "copies", store_remote="memory:///", build="prefill", build_report=str(report), build_align=16
+        tmp_path / "mine", store_remote="memory:///", build="prefill", build_report=str(report), build_align=16
     )
     request = Request()
     runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
@@ -290,7 +309,10 @@ def test_what_is_built_goes_to_the_remote_store_and_is_read_back(
     runtime.slot_freed(request, 0, finished=True)
     assert _report(report)[0]["status"] == "built"
     assert _decodes_sparsely(runtime, "b", PROMPT)
-    assert len(runtime.store.slow.list()) == 1
+    assert runtime.store.flush(20)
+    assert len(runtime.store.remote.list()) == 1
     state = json.loads(json.dumps(runtime.snapshot()))
     assert (state["indexes_in_store"], state["store_bytes"] > 0) == (1, True)
-    assert {"promotions", "hits_fast", "hits_slow"} <= set(state["store_counters"])
+    counters = state["store_counters"]
+    assert (counters["published"], counters["hits_remote"]) == (1, 0)
+    assert counters["hits_local"] > 0

@@ -1,6 +1,6 @@
 """Indexes in an existing distributed store, shared by a fleet: chunks under fresh names, a manifest last.
 
-A cache that may lose, never the only copy: keep what must not be lost in a ``FileStore`` (``TieredStore`` composes
+A cache that may lose, never the only copy: keep what must not be lost in a ``FileStore`` (``SharedStore`` composes
 the two). What comes back is whole and checked, or it is a miss with a reason, within a bounded time.
 docs/remote-tiers.md is the page about it.
 """

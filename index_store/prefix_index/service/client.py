@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from ..errors import IndexMismatch, IndexNotFound, IndexStoreError, StoreClosed, StoreUnavailable
-from ..folder import SUFFIX, open_index, os_errors, shard_fd, shard_of
+from ..errors import IndexNotFound, IndexStoreError, IndexUnreadable, StoreClosed, StoreUnavailable
+from ..folder import os_errors
 from ..keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint
 from ..lease import FolderLeases
 from ..reader import IndexFile
@@ -33,7 +33,6 @@ from .messages import (
     Hello,
     Locate,
     Located,
-    Ping,
     Prefetch,
     ProblemPage,
     Problems,
@@ -53,12 +52,10 @@ from .messages import (
     unavailable,
 )
 from .mirror import Mirror
+from .opening import open_in, path_in
+from .patience import Patience
 from .writing import SweptError, written_partial
 
-_PROBE_S: Final = 0.25
-_CONNECT_S: Final = 0.1
-"""For finding a service that listens; longer only where there is nothing to do without it."""
-_PROBE_EVERY_S: Final = 1.0
 _TRIES: Final = 4
 _Answer = TypeVar("_Answer", bound=Answer)
 
@@ -79,23 +76,24 @@ class StoreClient:
     index of the mirror look into the service's folders directly, which is safe since files are whole and checked;
     everything else raises StoreUnavailable.
 
-    ``timeout_s`` bounds each answer; ``slow_timeout_s`` those that wait for a disk (put, collect, full rescan,
-    check_integrity). The client finds a restarted service by itself. In a forked child it raises StoreClosed
-    until ``open()`` is called there.
+    ``timeout_s`` bounds each answer, ``slow_timeout_s`` (None: three times ``timeout_s``) each that waits for a disk:
+    those of put (two, and the writing between them is not bounded), delete, retain, report, collect, full rescan and
+    check_integrity. After a call that was not answered in time the next ones fail sooner (``Patience``). The client
+    finds a restarted service by itself. In a forked child it raises StoreClosed until ``open()`` is called there.
     """
 
-    def __init__(self, endpoint: str, *, timeout_s: float = 2.0, slow_timeout_s: float = 30.0, name: str = "") -> None:
+    def __init__(
+        self, endpoint: str, *, timeout_s: float = 2.0, slow_timeout_s: float | None = None, name: str = ""
+    ) -> None:
         self.endpoint = endpoint
         self._socket_path = socket_path(endpoint)
-        self._timeout_s = timeout_s
-        self._slow_timeout_s = max(slow_timeout_s, timeout_s)
+        self._timeouts = timeout_s, slow_timeout_s
+        self._patience = Patience(timeout_s, slow_timeout_s)
         self._name = name[:64]
         self._mirror = self._new_mirror()
         self._pool: ConnectionPool | None = None
         self._pid = -1
         self._tiers = _Tiers((), FolderLeases(Path(), file_mode=0o600))
-        self._away = False
-        self._probe_at = 0.0
 
     def open(self) -> None:
         """Says hello and fetches the listing. Raises StoreUnavailable, and StoreFolderError where the socket is
@@ -106,7 +104,8 @@ class StoreClient:
         check_owner(self._socket_path)
         self._pid = os.getpid()
         self._pool = ConnectionPool(self.endpoint, Hello(version=PROTOCOL, pid=self._pid, name=self._name))
-        self._mirror, self._away = self._new_mirror(), False
+        self._patience = Patience(*self._timeouts)
+        self._mirror = self._new_mirror()
         try:
             self._mirror.update()
         except BaseException:
@@ -133,7 +132,7 @@ class StoreClient:
         expected = key if isinstance(key, IndexIdentity) else None
         self._check_open()
         known = self._mirror.knows(digest)
-        if known and self._away and time.monotonic() < self._probe_at:
+        if known and self._patience.rests:
             return self._get_unasked(digest, expected)
         skip = 0
         for _ in range(_TRIES):
@@ -146,26 +145,44 @@ class StoreClient:
             except IndexNotFound:
                 self._mirror.forget(digest)
                 raise
+            last = tier >= len(self._tiers.folders) - 1
             try:
-                return self._open_in(tier, digest, expected)
+                return open_in(self._tiers.folders[tier], digest, expected)
             except IndexNotFound:
                 # Evicted between the answer and now. The last tier is asked again: a new one may have come.
-                skip |= 1 << tier if tier < len(self._tiers.folders) - 1 else 0
+                skip |= 0 if last else 1 << tier
+            except IndexUnreadable:  # this process's trouble or the disk's: it says nothing about the index
+                if last:
+                    raise
+                skip |= 1 << tier
             except IndexStoreError as err:
                 if not self._say_damaged(digest, err, tier):
                     self._mirror.forget(digest)
                     raise
+                if skip >> tier & 1:
+                    raise  # the service reads it well, again and again
                 skip |= 1 << tier
         self._mirror.forget(digest)
         remedy = "ask again, or build it"
         raise IndexNotFound("index", expected=digest, found="files that went before they were opened", remedy=remedy)
+
+    def get_durable(self, key: IndexLookup) -> IndexFile:
+        """As ``get``, but always of the durable tier, never of a copy; it is no use of the index (for eviction, for
+        copies in DRAM), and reports nothing. For whoever wants to know what the disk holds. Does not ask the service.
+        """
+        digest = digest_of(key)
+        self._check_open()
+        if self._mirror.expired(digest):
+            raise IndexNotFound("index", expected="one in time", found="one that expired", remedy="build it again")
+        expected = key if isinstance(key, IndexIdentity) else None
+        return open_in(self._tiers.folders[-1], digest, expected)
 
     def contains(self, key: IndexLookup) -> bool:
         digest = digest_of(key)
         self._check_open()
         try:
             tier = self._ask(Locate(digest=digest, touch=False), Located).tier
-            self._open_in(tier, digest, None).close()
+            open_in(self._tiers.folders[tier], digest, None).close()
         except StoreUnavailable:
             if not self._mirror.knows(digest):
                 raise
@@ -188,7 +205,7 @@ class StoreClient:
         found: list[Problem] = []
         start: int | None = 0
         while start is not None:
-            page = self._ask(Problems(start=start), ProblemPage, slow=True)
+            page = self._ask(Problems(start=start), ProblemPage)
             found += [self._mirror.own(Problem(path, error_of(text))) for path, text in page.problems]
             start = page.next
         return tuple(found)
@@ -281,11 +298,17 @@ class StoreClient:
             pool.tell(Prefetch(digest=digest))
 
     def collect(self) -> Sequence[IndexEntry]:
-        """As in the protocol; the first few hundred of what was removed."""
+        """As in the protocol. Raises StoreUnavailable too where the service was restarted before it had told all."""
         self._check_open()
-        removed = self._ask(Collect(), Removed, slow=True)
+        token = secrets.token_hex(8)
+        found: list[IndexEntry] = []
+        start: int | None = 0
+        while start is not None:
+            page = self._ask(Collect(token=token, start=start), Removed, slow=True)
+            found += [self._mirror.entry(entry, entry.identity.digest) for entry in page.entries]
+            start = page.next
         self._mirror.update_softly()
-        return tuple(self._mirror.entry(entry, entry.identity.digest) for entry in removed.entries)
+        return tuple(found)
 
     def rescan(self, *, full: bool = False) -> None:
         """Fetches what changed in the service's listing since the last time; with ``full`` the service first reads
@@ -305,12 +328,12 @@ class StoreClient:
     def status(self) -> Status:
         """The service as it is now. Raises StoreUnavailable."""
         self._check_open()
-        return self._ask(GetStatus(), Status, slow=True)
+        return self._ask(GetStatus(), Status)
 
     # ---- what the above is made of ----
 
     def _new_mirror(self) -> Mirror:
-        return Mirror(lambda request: self._ask(request, Delta), self._path_of, self._slow_timeout_s)
+        return Mirror(lambda request: self._ask(request, Delta), self._path_of, self._patience.slow_timeout_s)
 
     def _check_open(self) -> None:
         if self._pool is None:
@@ -321,21 +344,11 @@ class StoreClient:
             raise StoreClosed("service store", expected="a client opened by this process", found=found, remedy=remedy)
 
     def _ask(self, request: Request, kind: type[_Answer], *, slow: bool = False, patient: bool = True) -> _Answer:
-        """Raises StoreUnavailable, soon where nobody listens and it was so before, or if not ``patient``; StoreClosed;
-        what the service's store raised.
-        """
+        """Raises as ``Patience.call``, and what the service's store raised."""
         pool = self._pool
         if pool is None:
             raise closed_error()
-        try:
-            if self._away:
-                pool.call(Ping(), min(_PROBE_S, self._timeout_s), _PROBE_S if patient else _CONNECT_S)
-                self._away = False
-            timeout_s = self._slow_timeout_s if slow else self._timeout_s
-            answer, welcome = pool.call(request, timeout_s, self._timeout_s if patient else _CONNECT_S)
-        except StoreUnavailable:
-            self._away, self._probe_at = True, time.monotonic() + _PROBE_EVERY_S
-            raise
+        answer, welcome = self._patience.call(pool, request, slow=slow, patient=patient)
         self._meet(welcome)
         if isinstance(answer, Failed):
             raise error_of(answer.error)
@@ -363,29 +376,8 @@ class StoreClient:
                 return stored
         finally:
             pool = self._pool
-            if not done and pool is not None:
+            if not done and pool is not None and self._pid == os.getpid():  # not in a child forked meanwhile
                 pool.tell(Release(digest=digest, partial=partial))
-
-    def _open_in(self, tier: int, digest: str, expected: IndexIdentity | None) -> IndexFile:
-        """Opens an index by its name in one tier's folder, never through a link. Raises as ``IndexStore.get``."""
-        folder = self._tiers.folders[tier]
-        name = digest + SUFFIX
-        path = folder / shard_of(digest) / name
-        try:
-            with shard_fd(folder, shard_of(digest)) as dir_fd:
-                fd = open_index(name, dir_fd)
-        except IndexStoreError as err:
-            raise err.at(path) from None
-        except OSError as err:
-            found = err.strerror or str(err)
-            raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
-        index = IndexFile.from_fd(fd, path=path, expected=expected)
-        if expected is None and index.identity.digest != digest:
-            index.close()
-            remedy = "delete the file: it was renamed or misplaced"
-            found = index.identity.digest
-            raise IndexMismatch("identity digest", expected=digest, found=found, remedy=remedy, path=path)
-        return index
 
     def _get_unasked(
         self, digest: str, expected: IndexIdentity | None, error: StoreUnavailable | None = None
@@ -393,7 +385,7 @@ class StoreClient:
         """Of the last tier, which is the truth: a copy in a faster one could be of an older index by now."""
         if not self._mirror.knows(digest):
             raise error or IndexNotFound("index", expected=digest, found="none", remedy="build it")
-        return self._open_in(len(self._tiers.folders) - 1, digest, expected)
+        return open_in(self._tiers.folders[-1], digest, expected)
 
     def _tier_of(self, path: str | None) -> int | None:
         for tier, folder in enumerate(self._tiers.folders):
@@ -402,11 +394,13 @@ class StoreClient:
         return None
 
     def _say_damaged(self, digest: str, error: IndexStoreError, tier: int | None) -> bool:
-        """Whether the service offers another copy."""
+        """Whether the service offers another copy, or this one still, since it reads it well."""
         try:
             return self._ask(Report(digest=digest, error=error_text(error), tier=tier), Done, slow=True).value
-        except StoreUnavailable:
+        except StoreClosed:
+            raise
+        except IndexStoreError:
             return False
 
     def _path_of(self, digest: str) -> str:
-        return str(self._tiers.folders[-1] / shard_of(digest) / (digest + SUFFIX))
+        return str(path_in(self._tiers.folders[-1], digest))

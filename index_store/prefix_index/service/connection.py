@@ -57,7 +57,10 @@ class Connection:
         """Of the service that this connection last said hello to."""
         self.late = 0
         """Answers that came after their call had given up."""
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        try:
+            self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        except zmq.ZMQError as err:  # this process has no descriptors left
+            raise unavailable(str(err), expected="a socket for a connection") from err
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IMMEDIATE, 1),  # a message for a service that is away fails now, and is not sent much later

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -10,17 +11,16 @@ from pathlib import Path
 from typing import Final
 
 from ..catalog import inconsistent
-from ..errors import IndexNotFound, IndexStoreError, StoreFolderError, StoreInconsistent
+from ..errors import IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError, StoreInconsistent
 from ..eviction import has_expired
 from ..folder import SUFFIX, Signature, is_shard
 from ..lease import LEASE
 from ..store import IndexEntry, IndexStore
 from ..tiered import TieredStore
 from .changes import ChangeLog
-from .folder import Reservation, ServedFolder, has_writer
+from .folder import ServedFolder
 from .messages import (
     MAX_TEXT,
-    PAGE_NBYTES,
     Answer,
     Check,
     Checked,
@@ -28,11 +28,10 @@ from .messages import (
     Commit,
     Delete,
     Done,
-    ErrorText,
     Locate,
     Located,
+    Ping,
     Prefetch,
-    ProblemPage,
     Problems,
     Release,
     Removed,
@@ -44,18 +43,19 @@ from .messages import (
     Retain,
     Status,
     Stored,
-    TierEntry,
     TierStatus,
-    encode,
     entry_out,
     error_of,
-    problem_out,
     unavailable,
 )
+from .pages import problem_page, removed_page
+from .reservations import Reservations
 
-_MAX_RESERVATIONS: Final = 256
+log = logging.getLogger("prefix_index.service")
 _WANT_AGAIN_S: Final = 10.0
 _MAX_WANTED: Final = 10_000
+_MAX_COLLECTED: Final = 4
+_CHECK_WAIT_S: Final = 0.2
 _SYNC_TRIES: Final = 20
 """Under a storm of puts a listing may be outdated each time; the next rescan tries again."""
 
@@ -69,7 +69,6 @@ class Depot:
 
     def __init__(self, slow: ServedFolder, fast: ServedFolder | None = None, *, grace_s: float = 5.0) -> None:
         self.log = ChangeLog()
-        self._grace_s = grace_s
         self.slow = slow
         self.fast = fast
         self.store: IndexStore = slow if fast is None else TieredStore(fast, slow)
@@ -78,12 +77,15 @@ class Depot:
         self._tiers = tiers
         self._hits = [0] * len(tiers)
         self._evicted = 0
-        self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
-        self._reservations: dict[str, Reservation] = {}
+        self._reservations = Reservations(slow, grace_s)
         self._copies: dict[str, Signature] = {}
         self._wanted: dict[str, float] = {}
+        self._collecting = threading.Lock()
+        self._collected: dict[str, list[IndexEntry]] = {}
+        self._checking = threading.Lock()
         self._error: str | None = None
+        self._fast_error: str | None = None
 
     def open(self) -> None:
         """Raises StoreFolderError."""
@@ -95,10 +97,7 @@ class Depot:
         self.sync()
 
     def close(self) -> None:
-        with self._lock:
-            left, self._reservations = list(self._reservations.values()), {}
-        for reservation in left:
-            os.close(reservation.fd)  # its writer may live on, and commit to the next service
+        self._reservations.close()
         self.store.close()
 
     # ---- for the loop ----
@@ -129,6 +128,8 @@ class Depot:
     def do(self, request: Request) -> Answer:
         """Anything that may take a disk's time. Raises what the store raises."""
         match request:
+            case Ping():
+                return Done()
             case Locate():
                 return Located(tier=self._locate(request.digest, touch=request.touch))
             case Reserve():
@@ -136,7 +137,7 @@ class Depot:
             case Commit():
                 return self._commit(request)
             case Release():
-                self._drop(request.partial)
+                self._reservations.drop(request.partial)
                 return Done()
             case Delete():
                 deleted = self.store.delete(request.digest)
@@ -152,13 +153,13 @@ class Depot:
                 self.store.prefetch(request.digest)
                 return Done()
             case Collect():
-                return self._collect()
+                return self._collect(request)
             case Rescan():
                 self.store.rescan(full=request.full)
                 self.sync()
                 return Done()
             case Problems():
-                return self._problems(request.start)
+                return problem_page(self.store.problems(), request.start)
             case Check():
                 return self._check()
         raise unavailable(type(request).__name__, expected="a request for the store")
@@ -177,7 +178,8 @@ class Depot:
 
     def tend(self, *, collect: bool) -> None:
         """What is due from time to time. Raises StoreFolderError while the folder is gone."""
-        self._sweep()
+        self._reservations.sweep()
+        self._tend_fast()
         try:
             self.store.rescan()
             if collect:
@@ -189,6 +191,25 @@ class Depot:
             if not os.path.isdir(self.slow.folder):
                 self.log.become({})
             raise
+
+    def _tend_fast(self) -> None:
+        """Makes the fast tier's folder again where somebody removed it. Its errors are told, and stop nobody."""
+        if self.fast is None:
+            return
+        error = None
+        try:
+            if self.fast.come_back():
+                self._copies.clear()
+                self._wanted.clear()
+                log.warning(
+                    "%s: the fast tier's folder was gone, with all copies in it; it was made anew", self.folders[0]
+                )
+            self.fast.rescan()
+        except IndexStoreError as err:
+            error = str(err)
+            if error != self._fast_error:
+                log.warning("the fast tier cannot be used: %s", error)
+        self._fast_error = error
 
     def _locate(self, digest: str, *, touch: bool) -> int:
         last = len(self._tiers) - 1
@@ -220,40 +241,18 @@ class Depot:
             self.store.prefetch(digest)
 
     def _reserve(self, request: Reserve) -> Reserved:
-        with self._lock:
-            if len(self._reservations) >= _MAX_RESERVATIONS:
-                found = f"{len(self._reservations)} already"
-                raise unavailable(found, expected=f"at most {_MAX_RESERVATIONS} indexes being written")
-        reservation = self.slow.reserve(request.digest, request.nbytes)
-        with self._lock:
-            self._reservations[reservation.name] = reservation
+        reservation = self._reservations.make(request.digest, request.nbytes)
         if self.slow.evicts:
             self._sync_evicted()
         return Reserved(partial=reservation.name, file_mode=self.slow.file_mode)
 
     def _commit(self, request: Commit) -> Stored:
         entry = self.slow.adopt(request.digest, request.partial, request.nbytes, request.inode, request.retention)
-        self._drop(request.partial)
+        self._reservations.drop(request.partial)
         self.log.put(request.digest, entry)
         if self.fast is not None and not has_expired(entry.retention, time.time()):
             self.store.prefetch(request.digest)
         return Stored(entry=entry_out(entry))
-
-    def _drop(self, partial: str) -> None:
-        with self._lock:
-            reservation = self._reservations.pop(partial, None)
-        if reservation is not None:
-            self.slow.abandon(reservation)
-
-    def _sweep(self) -> None:
-        """Removes what writers left that died, or never came."""
-        now = time.monotonic()
-        with self._lock:
-            old = [r for r in self._reservations.values() if now - r.began > self._grace_s]
-        for reservation in old:
-            with contextlib.suppress(OSError):  # committed meanwhile: the descriptor is closed
-                if not has_writer(reservation.fd):
-                    self._drop(reservation.name)
 
     def _sync_evicted(self) -> None:
         before = self.log.totals()[1]
@@ -261,47 +260,62 @@ class Depot:
         self._evicted += max(before - self.log.totals()[1], 0)
 
     def _report(self, request: Report) -> bool:
-        """Whether another copy is offered."""
+        """Whether another copy is offered, or this one still. Says nothing of the fast tier's own troubles."""
         if request.tier is not None and request.tier < len(self._tiers) - 1 and self.fast is not None:
-            self._copies.pop(request.digest, None)
-            self._wanted.pop(request.digest, None)
-            self.fast.delete(request.digest)
+            self._drop_copy(request.digest)
             return True
         if self.slow.see(request.digest) is None:
             return False  # there is nothing that could be damaged, and nothing to remember
-        self.slow.report(request.digest, error_of(request.error))
-        self._copies.pop(request.digest, None)
+        error = error_of(request.error)
+        if error.path is not None or isinstance(error, IndexUnreadable):
+            found = self._damage(request.digest)
+            if found is None:
+                return True
+            if isinstance(found, (IndexUnreadable, IndexNotFound)):
+                return False  # nobody knows; whoever reads it next will see
+        self.slow.report(request.digest, error)
+        self._drop_copy(request.digest)
+        self.sync()
+        return self.log.get(request.digest) is not None
+
+    def _damage(self, digest: str) -> IndexStoreError | None:
+        """What a full reading of the durable index finds: a client may have met an older version, or its own trouble.
+
+        One at a time, so that there are workers left. Raises StoreUnavailable.
+        """
+        if not self._checking.acquire(timeout=_CHECK_WAIT_S):
+            raise unavailable("another report that is being looked into", expected="a worker that checks an index")
+        try:
+            self.slow.check_whole(digest)
+        except IndexStoreError as err:
+            return err
+        finally:
+            self._checking.release()
+        return None
+
+    def _drop_copy(self, digest: str) -> None:
+        self._copies.pop(digest, None)
+        self._wanted.pop(digest, None)
         if self.fast is not None:
             with contextlib.suppress(IndexStoreError):
-                self.fast.delete(request.digest)
-        self.log.remove(request.digest)
-        return False
+                self.fast.delete(digest)
 
-    def _collect(self) -> Removed:
-        removed = self.store.collect()
-        self._evicted += len(removed)
-        self.sync()
-        entries: list[TierEntry] = []
-        nbytes = 0
-        for entry in removed:
-            nbytes += len(encode(entry_out(entry)))
-            if nbytes > PAGE_NBYTES:
-                break
-            entries.append(entry_out(entry))
-        return Removed(entries=entries, left_out=len(removed) - len(entries))
-
-    def _problems(self, start: int) -> ProblemPage:
-        problems = self.store.problems()
-        page: list[tuple[str, ErrorText]] = []
-        nbytes = 0
-        for problem in problems[start:]:
-            if nbytes > PAGE_NBYTES:
-                return ProblemPage(problems=page, next=start + len(page))
-            page.append(problem_out(problem))
-            nbytes += len(encode(page[-1]))
-        return ProblemPage(problems=page)
+    def _collect(self, request: Collect) -> Removed:
+        with self._collecting:
+            removed = self._collected.get(request.token)
+            if removed is None and request.start:
+                raise unavailable("a service that was restarted", expected="the one that collected")
+            if removed is None:
+                removed = list(self.store.collect())
+                self._evicted += len(removed)
+                self.sync()
+                self._collected[request.token] = removed
+                while len(self._collected) > _MAX_COLLECTED:
+                    del self._collected[next(iter(self._collected))]
+        return removed_page(removed, request.start)
 
     def _check(self) -> Checked:
+        self._tend_fast()  # that its folder was removed a moment ago is no defect of the books
         self._check_store()
         for _ in range(_SYNC_TRIES):
             self.sync()
@@ -329,6 +343,7 @@ class Depot:
         tiers = []
         for tier, hits, name in zip(self._tiers, self._hits, self._names, strict=True):
             listed = tier.list()
+            error = self._error if tier is self.slow else self._fast_error
             tiers.append(
                 TierStatus(
                     name=name,
@@ -338,11 +353,10 @@ class Depot:
                     max_bytes=tier.max_bytes,
                     hits=hits,
                     evicted=self._evicted if tier is self.slow else None,
-                    error=self._error[:MAX_TEXT] if self._error and tier is self.slow else None,
+                    error=None if error is None else error[:MAX_TEXT],
                 )
             )
-        with self._lock:
-            reserved = [r.nbytes for r in self._reservations.values()]
+        reserved = self._reservations.sizes()
         return Status(
             pid=os.getpid(),
             epoch=self.log.epoch,

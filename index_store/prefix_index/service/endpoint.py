@@ -37,18 +37,20 @@ def socket_path(endpoint: str) -> Path:
 
 
 def check_owner(path: Path) -> None:
-    """Raises StoreFolderError where a socket belongs to somebody else, who could then answer in our name."""
-    with contextlib.suppress(FileNotFoundError):
+    """Raises StoreFolderError where a socket belongs to somebody else, who could then answer in our name, and where
+    there cannot be one. A socket that is not there yet is fine.
+    """
+    try:
         owner = path.lstat().st_uid
-        if owner not in (os.geteuid(), 0):
-            remedy = "give the socket of your own service"
-            raise StoreFolderError(
-                "service socket",
-                expected=f"owner {os.geteuid()}",
-                found=f"owner {owner}",
-                remedy=remedy,
-                path=path,
-            )
+    except FileNotFoundError:
+        return
+    except OSError as err:
+        raise _unusable(path.parent, err) from err
+    if owner not in (os.geteuid(), 0):
+        remedy = "give the socket of your own service"
+        raise StoreFolderError(
+            "service socket", expected=f"owner {os.geteuid()}", found=f"owner {owner}", remedy=remedy, path=path
+        )
 
 
 class SocketPlace:

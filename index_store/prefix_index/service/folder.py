@@ -11,7 +11,8 @@ import stat
 import time
 from typing import Final, NamedTuple
 
-from ..errors import IndexMismatch, IndexNotFound
+from ..books import renamed
+from ..errors import IndexMismatch, IndexNotFound, StoreFolderError
 from ..file import FileStore
 from ..folder import (
     SUFFIX,
@@ -86,6 +87,33 @@ class ServedFolder(FileStore):
         finally:
             os.close(fd)
 
+    def come_back(self) -> bool:
+        """Makes the folder again where it is gone; whether it was. Raises StoreFolderError.
+
+        Never where its own parent has become another user's, who could then swap its files.
+        """
+        if self.folder.is_dir():
+            return False
+        parent = self.folder.absolute().parent
+        with os_errors(self.folder):
+            os.makedirs(parent, mode=0o700, exist_ok=True)
+            owner = parent.stat().st_uid
+            if owner not in (os.geteuid(), 0):
+                remedy = "give another folder, and start the service again"
+                expected, found = f"one of user {os.geteuid()}", f"user {owner}'s"
+                raise StoreFolderError("tier's parent", expected=expected, found=found, remedy=remedy, path=parent)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+        return True
+
+    def check_whole(self, digest: str) -> None:
+        """Reads an index to its last byte, which is no use of it. Raises as ``get``, and as ``IndexFile.verify``."""
+        self._check_open()
+        path = self.path_of(digest)
+        with IndexFile.from_fd(self._open_file(digest), path=path) as index:
+            if index.identity.digest != digest:
+                raise renamed(digest, index.identity).at(path)
+            index.verify()
+
     def reserve(self, digest: str, nbytes: int) -> Reservation:
         """Evicts for ``nbytes`` bytes and takes them. Raises StoreFull, StoreFolderError."""
         self._check_open()
@@ -94,7 +122,7 @@ class ServedFolder(FileStore):
             shard_fd(self.folder, shard_of(digest), create=True) as dir_fd,
             exclusive(self.folder),
         ):
-            self._make_room(nbytes, digest)
+            self._keeper.make_room(nbytes, digest)
             # Shared by the server and the writer: as long as one of them lives, the file stays.
             name, fd = create_partial(dir_fd, mode=self._file_mode, access=os.O_RDWR, lock=fcntl.LOCK_SH)
             try:

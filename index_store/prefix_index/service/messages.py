@@ -72,7 +72,9 @@ class Hello(_Message):
 
 
 class Ping(_Message):
-    """Is the service alive, and the one that I know? Answer: Done."""
+    """Is the service alive, and the one that I know? With ``work``: has it a worker left? Answer: Done."""
+
+    work: bool = False
 
 
 class Locate(_Message):
@@ -131,7 +133,9 @@ class Retain(_Message):
 
 
 class Report(_Message):
-    """Reading failed, in ``tier`` if the client knows which. Answer: Done, with whether another copy is offered."""
+    """Reading failed, in ``tier`` if the client knows which. Answer: Done, with whether another copy is offered, or
+    this one still, since the service has read it whole and found nothing.
+    """
 
     digest: Digest
     error: ErrorText
@@ -145,7 +149,12 @@ class Prefetch(_Message):
 
 
 class Collect(_Message):
-    """Answer: Removed."""
+    """Answer: Removed. ``token`` names this collection, which is done once, however often it is asked for; what was
+    removed is told from number ``start`` on.
+    """
+
+    token: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z", max_length=16)]
+    start: Count = 0
 
 
 class Rescan(_Message):
@@ -234,10 +243,10 @@ class Stored(_Message):
 
 
 class Removed(_Message):
-    """``left_out``: how many more were removed than fit into one answer."""
+    """``next`` is where the next page starts; None on the last."""
 
     entries: list[TierEntry]
-    left_out: Count = 0
+    next: Count | None = None
 
 
 class ProblemPage(_Message):

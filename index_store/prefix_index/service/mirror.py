@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..catalog import Catalog, inconsistent
 from ..errors import IndexStoreError, StoreUnavailable
+from ..eviction import has_expired
 from ..store import IndexEntry, Problem
 from .messages import Changes, Checked, Delta, TierEntry, unavailable
 
@@ -28,6 +29,10 @@ class Mirror:
         self._timeout_s = timeout_s
         self._updating = threading.Lock()
         self._reported: dict[str, IndexStoreError] = {}
+        self._hidden: dict[str, IndexEntry] = {}
+        """What this client could not open. The service has the last word: what it still lists is back with the next
+        update.
+        """
         self._epoch, self._seq = "", 0
 
     def knows(self, digest: str) -> bool:
@@ -36,14 +41,19 @@ class Mirror:
 
     def forget(self, digest: str) -> None:
         with self.lock:
-            self.catalog.remove(digest)
+            self._hide(digest)
+
+    def expired(self, digest: str) -> bool:
+        with self.lock:
+            entry = self.catalog.held(digest) or self._hidden.get(digest)
+        return entry is not None and has_expired(entry.retention, time.time())
 
     def reported(self, digest: str, error: IndexStoreError | None) -> None:
         """Remembers what this client said of an index; None: it was replaced or deleted."""
         with self.lock:
             self._reported.pop(digest, None)
             if error is not None:
-                self.catalog.remove(digest)
+                self._hide(digest)
                 self._reported[digest] = error
 
     def own(self, problem: Problem) -> Problem:
@@ -77,6 +87,8 @@ class Mirror:
             raise unavailable(f"none within {self._timeout_s:g} s", expected="the end of another thread's rescan")
         try:
             epoch, seq, whole = self._epoch, self._seq, False
+            with self.lock:
+                hidden = dict(self._hidden)
             fresh: dict[str, IndexEntry] = {}
             while True:
                 delta = self._ask(Changes(epoch=epoch, since=seq))
@@ -96,8 +108,10 @@ class Mirror:
                     raise unavailable(f"none within {self._timeout_s:g} s", expected="the end of the listing")
             if whole:
                 with self.lock:
-                    gone = [digest for digest, _ in self.catalog.all_held() if digest not in fresh]
+                    held = self._hidden.keys() | {digest for digest, _ in self.catalog.all_held()}
+                    gone = [digest for digest in held if digest not in fresh]
                 self._apply(fresh, gone, epoch, seq)
+            self._show(hidden)
         finally:
             self._updating.release()
 
@@ -111,11 +125,27 @@ class Mirror:
                 if mirror != (service.count, service.nbytes):
                     raise inconsistent("mirror of the listing", (service.count, service.nbytes), mirror)
 
+    def _hide(self, digest: str) -> None:
+        entry = self.catalog.held(digest)
+        if entry is not None:
+            self.catalog.remove(digest)
+            self._hidden[digest] = entry
+
+    def _show(self, hidden: Mapping[str, IndexEntry]) -> None:
+        """Of what was hidden before an update, that of which the update said nothing."""
+        with self.lock:
+            for digest, entry in hidden.items():
+                if self._hidden.get(digest) is entry:
+                    del self._hidden[digest]
+                    self.catalog.add(digest, entry)
+
     def _apply(self, entries: dict[str, IndexEntry], removed: Sequence[str], epoch: str, seq: int) -> None:
         with self.lock:
             for digest in removed:
                 self.catalog.remove(digest)
+                self._hidden.pop(digest, None)
             for digest, entry in entries.items():
                 self.catalog.add(digest, entry)
+                self._hidden.pop(digest, None)
                 self._reported.pop(digest, None)
             self._epoch, self._seq = epoch, seq

@@ -54,7 +54,9 @@ class Limits(NamedTuple):
     """Requests that wait for a worker; further ones are told that the service is busy."""
     jobs_per_client: int = 32
     clients: int = 4096
-    """Connections remembered; one that was forgotten says hello again."""
+    """Connections remembered, those last heard from; one that was forgotten says hello again."""
+    forget_s: float = 900.0
+    """Connections not heard from for so long are forgotten: most are of processes that are gone."""
     answers: int = 64
     """Answers that wait for a client to read them; further ones are dropped."""
     requests: int = 256
@@ -232,6 +234,7 @@ class StoreServer:
             self._send(client, number, HelloFirst())
             return
         known.seen = time.monotonic()
+        self._clients.move_to_end(client)
         if isinstance(request, Locate):
             tier = self._depot.locate_now(request.digest, request.skip, touch=request.touch)
             if tier is not None:
@@ -240,7 +243,7 @@ class StoreServer:
         elif isinstance(request, Changes):
             self._send(client, number, self._depot.log.since(request.epoch, request.since))
             return
-        elif isinstance(request, Ping):
+        elif isinstance(request, Ping) and not request.work:
             self._send(client, number, Done())
             return
         elif isinstance(request, Prefetch):
@@ -257,7 +260,7 @@ class StoreServer:
         self._clients[client] = _Client(name, time.monotonic(), 0 if old is None else old.jobs)
         self._clients.move_to_end(client)
         while len(self._clients) > self._limits.clients:
-            self._clients.popitem(last=False)
+            self._clients.popitem(last=False)  # the first is who was heard from least recently
         return Welcome(version=PROTOCOL, epoch=self._depot.log.epoch, folders=self._depot.folders)
 
     # ---- work ----
@@ -289,6 +292,8 @@ class StoreServer:
 
     def _keep_house(self) -> None:
         now = time.monotonic()
+        while self._clients and now - next(iter(self._clients.values())).seen > self._limits.forget_s:
+            self._clients.popitem(last=False)
         if now >= self._next_stats:
             self._next_stats = now + self._limits.stats_s
             log.info("%s", self._summary())

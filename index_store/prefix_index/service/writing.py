@@ -7,8 +7,10 @@ on it (flock) until then, or until it dies: so the service knows whose partial f
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -36,8 +38,27 @@ def written_partial(folder: Path, digest: str, name: str, writer: IndexWriter, p
         except FileNotFoundError:
             raise SweptError from None
     with io.FileIO(fd, "wb") as out:
+        _being_written.add(out)
         lock_shared(fd)
-        writer.begin(out)
-        writer.write_all(payload)
-        os.fsync(fd)
-        yield os.fstat(fd).st_ino
+        try:
+            writer.begin(out)
+            writer.write_all(payload)
+            os.fsync(fd)
+            yield os.fstat(fd).st_ino
+        finally:
+            if not out.closed:  # as it is in a child that was forked meanwhile
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+_being_written: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the lock is the parent's, and must end with it although the child lives on."""
+    for out in tuple(_being_written):
+        with contextlib.suppress(OSError):
+            out.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from typing import NamedTuple
 
 from prefix_index import (
@@ -19,6 +20,7 @@ from prefix_index import (
     IndexEntry,
     IndexFile,
     IndexForeign,
+    IndexFormatError,
     IndexMismatch,
     IndexNotFound,
     IndexStore,
@@ -27,7 +29,7 @@ from prefix_index import (
     IndexUnreadable,
     StoreUnavailable,
 )
-from sglang_ext.cli.index.targets import digest_in, find, opened
+from sglang_ext.cli.index.targets import digest_in, find, open_unused, opened
 from sglang_ext.cli.index.text import SHORT, emit, progress, size, wrapped
 
 #: Statuses of one index, in the report and in JSON. `gone`: it left the store while it waited to be read.
@@ -159,12 +161,13 @@ def _verify_one(
     store: IndexStore, entry: IndexEntry, add: Callable[[int], None], stop: threading.Event, threads: int
 ) -> Verdict:
     try:
-        with store.get(entry.identity) as index:
+        with open_unused(store, entry) as index:
             check_arrays(index, add, stop, threads)
     except StoreUnavailable:
         raise
     except IndexStoreError as error:
-        if not isinstance(error, IndexNotFound):
-            store.report(entry.digest, error)
+        if isinstance(error, IndexFormatError | IndexMismatch):  # not what the disk may yet give: it stays offered
+            with suppress(IndexStoreError):
+                store.report(entry.digest, error)
         return Verdict(entry.digest, entry.path, entry.nbytes, status_of(error), str(error))
     return Verdict(entry.digest, entry.path, entry.nbytes, "good", None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 
-from prefix_index import IndexEntry, Retention
+from prefix_index import IndexEntry, IndexStore, IndexStoreError, Retention
 from sglang_ext.cli.index.listing import count
 from sglang_ext.cli.index.targets import HEADER, RIGHT, Target, fields, find, opened, row
 from sglang_ext.cli.index.text import SHORT, complain, emit, size, table, wrapped
@@ -19,13 +20,27 @@ def run_rm(args: argparse.Namespace) -> int:
         targets = find(store, args.index)
         if not args.yes and not _agreed(targets, args):
             return 2 if not sys.stdin.isatty() else 1
-        for target in targets:
-            removed = store.delete(target.digest)
-            if args.json:
-                emit({"digest": target.digest, "removed": removed})
-            else:
-                print(f"{'removed' if removed else 'gone already'} {target.digest[:SHORT]}")
-    return 0
+        removals = [_remove(store, target, args) for target in targets]
+    return 0 if all(removals) else 1
+
+
+def _remove(store: IndexStore, target: Target, args: argparse.Namespace) -> bool:
+    """Removes one index; whether nothing of it is left. One that cannot be removed does not keep the others."""
+    removed, detail = False, None
+    try:
+        removed = store.delete(target.digest)
+    except IndexStoreError as error:
+        detail = str(error)
+    if detail is None and target.path is not None and os.path.lexists(target.path):
+        # The store looks for an index by its name in one folder. This one lies, or is, where it does not look.
+        detail = f"expected {target.path} to go, it is still there; remove it by hand: it is no index of this store"
+    if args.json:
+        emit({"digest": target.digest, "removed": removed, "detail": detail})
+    elif detail is None:
+        print(f"{'removed' if removed else 'gone already'} {target.digest[:SHORT]}")
+    if detail is not None:
+        complain("rm", f"{target.digest[:SHORT]}: {detail}")
+    return detail is None
 
 
 def _agreed(targets: Sequence[Target], args: argparse.Namespace) -> bool:
@@ -65,11 +80,16 @@ def _retain(args: argparse.Namespace, change: Callable[[Retention], Retention]) 
     failed = False
     with opened(args) as store:
         for target in find(store, args.index):
-            if target.entry is None:
-                complain(args.subcommand, f"{target.digest[:SHORT]} is damaged: {target.error}")
+            try:
+                if target.entry is None:
+                    raise target.error or AssertionError("a target is an entry or an error")
+                _show(args, store.retain(target.digest, change(target.entry.retention)))
+            except IndexStoreError as error:
                 failed = True
-                continue
-            _show(args, store.retain(target.digest, change(target.entry.retention)))
+                what = "is damaged" if target.entry is None else "was left as it is"
+                complain(args.subcommand, f"{target.digest[:SHORT]} {what}: {error}")
+                if args.json:
+                    emit({"digest": target.digest, "error": str(error)})
     return 1 if failed else 0
 
 

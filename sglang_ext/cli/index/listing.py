@@ -14,7 +14,7 @@ import msgspec
 
 from prefix_index import IndexEntry, IndexFile, IndexStore, canonical_digest
 from prefix_index.keys import is_digest
-from sglang_ext.cli.index.targets import HEADER, RIGHT, digest_in, fields, find, opened, row, store_address
+from sglang_ext.cli.index.targets import HEADER, RIGHT, digest_in, fields, find, open_unused, opened, row, store_address
 from sglang_ext.cli.index.text import TAG, emit, retention, size, span, table, wrapped
 
 
@@ -54,7 +54,7 @@ def run_show(args: argparse.Namespace) -> int:
                 damaged = True
                 _show_damaged(target.digest, str(target.error), as_json=args.json)
                 continue
-            with store.get(target.digest) as index:
+            with open_unused(store, target.entry) as index:
                 details = _details(target.entry, index)
             if args.json:
                 emit(details)

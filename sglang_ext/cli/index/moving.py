@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,16 @@ from prefix_index import (
     IndexStore,
     IndexStoreError,
     LazyArray,
+    Problem,
+    Retention,
     StoreUnavailable,
 )
+from prefix_index.eviction import has_expired
 from prefix_index.folder import SUFFIX, os_errors, replace_file
+from prefix_index.retention import KEEP_SUFFIX, read_retention
 from prefix_index.writer import IndexWriter
 from sglang_ext.cli.index.checking import check_arrays, status_of
-from sglang_ext.cli.index.targets import find, opened
+from sglang_ext.cli.index.targets import digest_in, find, open_unused, opened
 from sglang_ext.cli.index.text import SHORT, complain, emit, progress, size, wrapped
 
 
@@ -37,23 +43,23 @@ def run_export(args: argparse.Namespace) -> int:
     with opened(args) as store:
         targets = find(store, args.index)
         entries = list(store.list()) if args.all else [t.entry for t in targets if t.entry is not None]
-        for target in targets:
-            if target.entry is None:
-                complain("export", f"{target.digest[:SHORT]} is damaged and was left out: {target.error}")
-        into_folder = args.all or len(entries) > 1 or to.is_dir() or args.to.endswith("/")
-        if into_folder:
-            with os_errors(to):
+        damaged = store.problems() if args.all else [Problem(t.path or t.digest, t.error) for t in targets if t.error]
+        with os_errors(to):
+            into_folder = args.all or len(targets) > 1 or to.is_dir() or args.to.endswith("/")
+            if into_folder:
                 to.mkdir(parents=True, exist_ok=True)
-        elif os.path.lexists(to) and not args.replace:
+        if not into_folder and os.path.lexists(to) and not args.replace:
             complain("export", f"expected no file at {to}, found one; name another, or give --replace")
             return 1
-        statuses: Counter[str] = Counter({"damaged": sum(target.entry is None for target in targets)})
+        statuses: Counter[str] = Counter({"damaged": len(damaged)})
+        for path, error in damaged:
+            _say(args, digest_in(path), path, "damaged", str(error), 0)
         with progress(sum(entry.nbytes for entry in entries), "export") as add:
             for entry in entries:
-                path = to / f"{entry.digest}{SUFFIX}" if into_folder else to
-                status, detail = _export_one(store, entry, path, add, replace_it=args.replace)
+                file = to / f"{entry.digest}{SUFFIX}" if into_folder else to
+                status, detail = _export_one(store, entry, file, add, replace_it=args.replace)
                 statuses[status] += 1
-                _say(args, entry.digest, str(path), status, detail, entry.nbytes)
+                _say(args, entry.digest, str(file), status, detail, entry.nbytes)
     return _summary(args, statuses, ("exported", "exists"))
 
 
@@ -63,7 +69,7 @@ def _export_one(
     if os.path.lexists(path) and not replace_it:
         return "exists", "give --replace to write it anew"
     try:
-        with store.get(entry.digest) as index:
+        with open_unused(store, entry) as index:
             payload = _counted(index.payload(), add)
             with os_errors(path.parent):
                 fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -102,14 +108,16 @@ def run_import(args: argparse.Namespace) -> int:
                 digest, status, detail, nbytes = _import_one(store, path, add, replace_it=args.replace)
                 statuses[status] += 1
                 _say(args, digest, str(path), status, detail, nbytes)
-    return _summary(args, statuses, ("imported", "exists"))
+    return _summary(args, statuses, ("imported", "exists", "expired"))
 
 
 def _files(paths: Sequence[str]) -> Iterator[Path]:
     """The files named; of a folder (a store's too) all containers in it, or the folder itself if there are none."""
     for text in paths:
         path = Path(text)
-        inside = [*path.glob(f"[!.]*{SUFFIX}"), *path.glob(f"[0-9a-f][0-9a-f]/[!.]*{SUFFIX}")]
+        inside: list[Path] = []
+        with suppress(OSError):  # said of the path itself, when its turn comes
+            inside = [*path.glob(f"[!.]*{SUFFIX}"), *path.glob(f"[0-9a-f][0-9a-f]/[!.]*{SUFFIX}")]
         yield from sorted(inside) or [path]
 
 
@@ -125,21 +133,45 @@ def _import_one(
 ) -> tuple[str | None, str, str | None, int]:
     """(digest, status, detail, bytes) of one file."""
     digest = None
-    if path.is_dir():
-        return None, "missing", f"expected files named *{SUFFIX} in this folder, found none", 0
     try:
+        if path.is_dir():
+            return None, "missing", f"expected files named *{SUFFIX} in this folder, found none", 0
         with IndexFile.open(path) as index:
             digest = index.identity.digest
             if not replace_it and store.contains(digest):
                 return digest, "exists", "give --replace to take this one", index.nbytes
+            kept = _retention_beside(path, digest)
+            if kept is not None and has_expired(kept, time.time()):
+                return (
+                    digest,
+                    "expired",
+                    f"remove the {KEEP_SUFFIX} file beside it to take it all the same",
+                    index.nbytes,
+                )
             check_arrays(index, add, threading.Event())
-            return digest, "imported", None, store.put(index.payload()).nbytes
+            return digest, "imported", None, store.put(index.payload(), retention=kept).nbytes
     except StoreUnavailable:
         raise
     except IndexNotFound as error:
         return None, "missing", str(error), 0
     except IndexStoreError as error:
         return digest, status_of(error), str(error), 0
+    except OSError as error:
+        return digest, "failed", f"{path}: expected a readable file, found {error.strerror or error}", 0
+
+
+def _retention_beside(path: Path, digest: str) -> Retention | None:
+    """What a store's folder says beside its file; None, which changes nothing, where it says nothing."""
+    if path.name != digest + SUFFIX:
+        return None
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        kept = read_retention(fd, digest)
+    except IndexStoreError:  # counts as the default in its own store, too
+        return None
+    finally:
+        os.close(fd)
+    return None if kept == Retention() else kept
 
 
 def _say(args: argparse.Namespace, digest: str | None, path: str, status: str, detail: str | None, nbytes: int) -> None:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
-from prefix_index import IndexEntry, IndexStore, IndexStoreError, canonical_digest
+from prefix_index import (
+    IndexEntry,
+    IndexFile,
+    IndexIdentity,
+    IndexNotFound,
+    IndexStore,
+    IndexStoreError,
+    canonical_digest,
+)
 from prefix_index.connect import open_store
+from prefix_index.folder import open_index, shard_fd
 from prefix_index.keys import is_digest
 from sglang_ext.cli.index.text import SHORT, TAG, retention, size, span
 from sglang_ext.storage import ENV_STORE, default_store
@@ -22,11 +32,12 @@ class UnknownIndex(Exception):  # noqa: N818 (as in prefix_index: a name says wh
 
 
 class Target(NamedTuple):
-    """An index that was named: usable (`entry`), or damaged (`error`)."""
+    """An index that was named: usable (`entry`), or damaged (`error`, and what the store calls the place: `path`)."""
 
     digest: str
     entry: IndexEntry | None
     error: IndexStoreError | None
+    path: str | None = None
 
 
 def store_address(args: argparse.Namespace) -> str:
@@ -45,6 +56,29 @@ def opened(args: argparse.Namespace, *, create: bool = False) -> Iterator[IndexS
         store.close()
 
 
+def open_unused(store: IndexStore, entry: IndexEntry) -> IndexFile:
+    """Opens the durable copy of an index, without this counting as a use. The caller closes it. Raises as
+    `IndexStore.get`.
+
+    A store's own `get` would keep a stale index from leaving, and may answer from a faster tier.
+    """
+    durable: Callable[[IndexIdentity], IndexFile] | None = getattr(store, "get_durable", None)
+    if durable is not None:
+        return durable(entry.identity)
+    if entry.path is None:
+        return store.get(entry.identity)
+    path = Path(entry.path)
+    try:
+        with shard_fd(path.parent.parent, path.parent.name) as dir_fd:
+            fd = open_index(path.name, dir_fd)
+    except IndexStoreError as error:
+        raise error.at(path) from None
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
+    return IndexFile.from_fd(fd, path=path, expected=entry.identity)
+
+
 def digest_in(path: str) -> str | None:
     """The digest that a problem's path is about; None for a file whose name holds none."""
     name = os.path.basename(path).split(".")[0]
@@ -57,7 +91,7 @@ def find(store: IndexStore, words: Sequence[str]) -> list[Target]:
     for path, error in store.problems():
         digest = digest_in(path)
         if digest is not None and digest not in known:
-            known[digest] = Target(digest, None, error)
+            known[digest] = Target(digest, None, error, path)
     found: dict[str, Target] = {}
     for word in words:
         start = word.lower()

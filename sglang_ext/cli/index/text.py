@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,7 +69,18 @@ def wrapped(text: str, indent: str = "", hanging: str | None = None) -> str:
 
 def emit(value: Any) -> None:
     """One JSON document on one line."""
-    print(msgspec.json.encode(value).decode())
+    print(msgspec.json.encode(_readable(value)).decode())
+
+
+def _readable(value: Any) -> Any:
+    """The same with every text valid Unicode: a path's bytes that are none become `\\xe9`."""
+    if isinstance(value, str):
+        return value.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    if isinstance(value, Mapping):
+        return {_readable(key): _readable(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_readable(part) for part in value]
+    return value
 
 
 def complain(command: str, message: str) -> None:

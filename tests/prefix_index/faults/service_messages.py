@@ -1,16 +1,12 @@
-"""The store service: killed under load, clients that stall, lie, or die, and messages that are none."""
+"""The store service's socket: clients that send what is no message, or ask and read no answer."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
-import resource
-import signal
 import socket
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,183 +15,15 @@ from typing import Any
 
 import zmq
 
-from prefix_index import IndexStoreError, Retention, StoreUnavailable, write_index
+from prefix_index import IndexStoreError, Retention, write_index
 from prefix_index.folder import PARTIAL, SUFFIX, shard_of
-from prefix_index.service import Depot, Limits, ServedFolder, StoreClient, StoreServer, messages, writing
+from prefix_index.service import StoreClient, messages
 
 from .outcome import Campaign, Outcome
-from .tools import (
-    SMALL,
-    Line,
-    Tally,
-    folder,
-    fork,
-    identity_of,
-    opened,
-    payload_of,
-    read_fill,
-    reap,
-    stored_files,
-)
+from .service_process import CALL_S, MAX_GROWTH, Service, client_of
+from .tools import Tally, folder, identity_of, opened, payload_of, read_fill
 
-CLIENTS = 4
 LISTED = 400
-KEYS = 3
-CALL_S = 12.0
-"""Longer than any call of these clients may take: 5 s for what waits for a disk, tried again after a restart."""
-MAX_GROWTH = 96 << 20
-
-
-class Service:
-    """A service in a forked process, which can be killed and started again at the same place."""
-
-    def __init__(self, path: Path, *, rescan_s: float = 0.1, grace_s: float = 0.3, max_file: int = 0) -> None:
-        self._socket_folder = tempfile.TemporaryDirectory(prefix="svc-")
-        self.endpoint = f"ipc://{self._socket_folder.name}/s"
-        self.pid = -1
-        self._path = path
-        self._options = rescan_s, grace_s, max_file
-
-    def start(self) -> bool:
-        """Whether it listens."""
-        line = Line()
-        self.pid = fork(lambda: self._serve(line))
-        up = line.wait_for("up", 20.0)
-        os.close(line.writer)
-        os.close(line.reader)
-        return up
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        reap(self.pid, 20.0)
-
-    def stop(self) -> int | None:
-        """Its exit status, None where SIGTERM did not end it."""
-        os.kill(self.pid, signal.SIGTERM)
-        return reap(self.pid, 20.0)
-
-    def rss(self) -> int:
-        fields = Path(f"/proc/{self.pid}/statm").read_text().split()
-        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def __enter__(self) -> Service:
-        assert self.start(), "the service did not start"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.kill()
-        self._socket_folder.cleanup()
-
-    def _serve(self, line: Line) -> None:
-        rescan_s, grace_s, max_file = self._options
-        if max_file:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (max_file, max_file))
-        slow = ServedFolder(self._path / "store", create=True)
-        fast = ServedFolder(self._path / "dram", create=True, max_bytes=8 << 20)
-        server = StoreServer(Depot(slow, fast, grace_s=grace_s), self.endpoint, Limits(rescan_s=rescan_s))
-        signal.signal(signal.SIGTERM, lambda *_: server.stop())
-        server.open()
-        line.say("up")
-        server.serve()
-        server.close()
-
-
-def client_of(service: Service) -> StoreClient:
-    return StoreClient(service.endpoint, timeout_s=2.0, slow_timeout_s=5.0)
-
-
-# ---- killed and restarted under load ----
-
-
-def work(service: Service, line: Line, me: int, seed: int, until: Path) -> None:
-    """A client: puts, gets and looks up its own keys until the file ``until`` is there. Says what came of it."""
-    rng = random.Random(seed * 100 + me)
-    said: Counter[str] = Counter()
-    bad: list[str] = []
-    may: dict[int, set[int]] = {}
-    fills = itertools.count(1)
-    client = client_of(service)
-    began = 0.0
-    while True:
-        with contextlib.suppress(StoreUnavailable):
-            client.open()
-            break
-    while not until.exists():
-        number = me * KEYS + rng.randrange(KEYS)
-        began = time.monotonic()
-        try:
-            if rng.random() < 0.4 or number not in may:
-                fill = next(fills)
-                try:
-                    client.put(payload_of(number, fill, rng.choice((SMALL, 1 << 16, 1 << 19))))
-                    may[number] = {fill}
-                    said["puts"] += 1
-                except StoreUnavailable:
-                    if number in may:
-                        may[number].add(fill)
-                    said["unacknowledged"] += 1
-            elif rng.random() < 0.8:
-                found = read_fill(client, number)
-                said["gets"] += 1
-                if found not in may[number]:
-                    bad.append(f"wrong: index {number} has fill {found}, may be {sorted(may[number])}")
-                may[number] = {found}
-            else:
-                client.rescan()
-                said["rescans"] += 1
-        except StoreUnavailable:
-            said["unavailable"] += 1
-        except (IndexStoreError, AssertionError) as err:
-            bad.append(f"lost: index {number}: {type(err).__name__}: {err}")
-        if time.monotonic() - began > CALL_S:
-            bad.append(f"stuck: {time.monotonic() - began:.1f} s")
-    line.say(json.dumps({"said": said, "bad": bad[:5], "may": {n: sorted(f) for n, f in may.items()}}))
-
-
-def kill_service_under_load(count: int, seed: int) -> Outcome:
-    """``kill -9`` of the service at random moments, with CLIENTS processes at work on it all the time."""
-    tally, rng, said = Tally("service_killed_under_load"), random.Random(seed), Counter[str]()
-    with folder() as path, Service(path) as service:
-        line, until = Line(), path / "stop"
-        pids = [fork(lambda me=me: work(service, line, me, seed, until)) for me in range(CLIENTS)]  # type: ignore[misc]
-        for i in range(count):
-            time.sleep(rng.choice((0.02, 0.1, 0.3)) * rng.random())
-            service.kill()
-            tally.tried += 1
-            time.sleep(rng.choice((0.0, 0.0, 0.2)) * rng.random())
-            if not service.start():
-                tally.hang(f"kill {i}: the service did not start again")
-        time.sleep(0.5)
-        until.touch()
-        for pid in pids:
-            code = reap(pid, 60.0)
-            if code is None:
-                tally.hang("a client did not end")
-            tally.expect(code in (0, None), f"a client ended with {code}")
-        tally.expect(service.stop() == 0, "the service did not end well")
-        results = [json.loads(text) for text in line.close()]
-        tally.expect(len(results) == CLIENTS, f"{len(results)} of {CLIENTS} clients said what they did")
-        with opened(path / "store", create=False) as store:
-            for result in results:
-                said.update(result["said"])
-                for text in result["bad"]:
-                    {"lost": tally.lose, "wrong": tally.err, "stuck": tally.hang}[text.split(":")[0]](text)
-                for number, fills in result["may"].items():
-                    try:
-                        tally.expect(read_fill(store, int(number)) in fills, f"index {number} is none of {fills}")
-                    except (IndexStoreError, AssertionError) as err:
-                        tally.lose(f"in the end: index {number}: {err}")
-            store.check_integrity()
-        service.start()
-    for what in ("puts", "gets"):
-        tally.expect(said[what] > 0, f"no {what}")
-    return tally.outcome(
-        f"kill -9 of the service, {CLIENTS} clients: " + ", ".join(f"{n} {w}" for w, n in said.items())
-    )
-
-
-# ---- a client that reads nothing ----
 
 
 def stalled_reader(count: int, seed: int) -> Outcome:
@@ -303,9 +131,6 @@ class Wire:
 
     def close(self) -> None:
         self._socket.close(linger=0)
-
-
-# ---- messages that are none ----
 
 
 def valid_messages() -> list[bytes]:
@@ -450,103 +275,7 @@ def check_alive(wire: Wire, good: StoreClient, rng: random.Random, tally: Tally,
         tally.hang(f"a get took {time.monotonic() - began:.1f} s")
 
 
-# ---- clients that die ----
-
-
-def kill_client_mid_put(count: int, seed: int) -> Outcome:
-    """``kill -9`` of a writer: after its reservation, while it writes, before its commit. Nothing of it stays."""
-    tally, rng, said = Tally("service_client_killed_mid_put"), random.Random(seed), Counter[str]()
-    phases = ("reserved", "load", "synced")
-    with folder() as path, Service(path) as service, client_of(service) as good:
-        for number in range(KEYS):
-            good.put(payload_of(number, 1, 1 << 18))
-        for i in range(count):
-            phase, number = phases[i % len(phases)], rng.randrange(KEYS)
-            line = Line()
-            pid = fork(lambda: put_and_hang(service, line, phase, number, i))  # noqa: B023
-            if not line.wait_for(f"at {phase}", 20.0):
-                tally.hang(f"try {i}: the writer never was at {phase}")
-            os.kill(pid, signal.SIGKILL)
-            reap(pid, 20.0)
-            line.close()
-            tally.tried += 1
-            said[f"at {phase}"] += 1
-            tally.expect(read_fill(good, number) == 1, f"try {i}: index {number} changed")
-        deadline = time.monotonic() + 15.0
-        while left := [name for name in stored_files(path / "store") if name.startswith(PARTIAL)]:
-            if time.monotonic() > deadline:
-                tally.err(f"partial files stay: {left[:2]}")
-                break
-            time.sleep(0.05)
-        tally.expect(good.status().reservations == 0, "reservations stay")
-        for number in range(KEYS):
-            try:
-                tally.expect(read_fill(good, number) == 1, f"index {number} changed")
-                good.put(payload_of(number, 2, 1 << 18))
-                tally.expect(read_fill(good, number) == 2, f"index {number} could not be replaced")
-            except IndexStoreError as err:
-                tally.lose(f"index {number}: {err}")
-        good.check_integrity()
-    return tally.outcome("writers killed " + ", ".join(f"{n} {what}" for what, n in said.items()))
-
-
-def put_and_hang(service: Service, line: Line, phase: str, number: int, fill: int) -> None:
-    """In a child: a put that stands still at ``phase`` until it is killed."""
-
-    def stand(*_: Any) -> Any:
-        line.say(f"at {phase}")
-        time.sleep(60)
-
-    payload = payload_of(number, fill + 10, 1 << 18)
-    if phase == "load":
-        object.__setattr__(list(payload.arrays.values())[-1], "load", stand)
-    elif phase == "synced":
-        os.fsync = stand
-    else:
-        writing.shard_fd = stand  # type: ignore[attr-defined]
-    with client_of(service) as client:
-        client.put(payload)
-
-
-def kill_lease_holder(count: int, seed: int) -> Outcome:
-    """``kill -9`` of whoever holds a build lease: nobody else has it before, anybody can right after."""
-    tally = Tally("service_lease_holder_killed")
-    slowest = 0.0
-    with folder() as path, Service(path) as service, client_of(service) as good:
-        for i in range(count):
-            line, identity = Line(), identity_of(i % 5)
-            pid = fork(lambda: hold_lease(service, line, i % 5))  # noqa: B023
-            if not line.wait_for("held", 20.0):
-                tally.hang(f"try {i}: no lease")
-            tally.expect(good.lease(identity) is None, f"try {i}: two leases")
-            os.kill(pid, signal.SIGKILL)
-            reap(pid, 20.0)
-            line.close()
-            tally.tried += 1
-            began = time.monotonic()
-            lease = good.lease(identity)
-            while lease is None and time.monotonic() - began < 5.0:
-                time.sleep(0.001)
-                lease = good.lease(identity)
-            slowest = max(slowest, time.monotonic() - began)
-            if lease is None:
-                tally.hang(f"try {i}: the lease of a dead process stays")
-            else:
-                lease.release()
-    return tally.outcome(f"lease holders killed; free again within {slowest * 1e3:.1f} ms")
-
-
-def hold_lease(service: Service, line: Line, number: int) -> None:
-    with client_of(service) as client:
-        lease = client.lease(identity_of(number))
-        line.say("held" if lease is not None else "refused")
-        time.sleep(60)
-
-
 CAMPAIGNS = {
-    "service_killed_under_load": Campaign(kill_service_under_load, full=300, quick=16),
     "service_stalled_reader": Campaign(stalled_reader, full=20_000, quick=2_000),
     "service_fuzzed_messages": Campaign(fuzz_messages, full=120_000, quick=4_000),
-    "service_client_killed_mid_put": Campaign(kill_client_mid_put, full=150, quick=18),
-    "service_lease_holder_killed": Campaign(kill_lease_holder, full=200, quick=20),
 }

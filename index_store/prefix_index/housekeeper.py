@@ -1,0 +1,164 @@
+"""What a store removes from its folder: indexes by name, those that must leave, and what the dead left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from threading import RLock
+
+from .books import FolderBooks
+from .errors import StoreFolderError
+from .eviction import has_expired
+from .folder import SUFFIX, Signature, remove_partials, shard_fd, shard_of
+from .lease import remove_leases
+from .retention import remove_orphans, remove_retention
+from .room import FolderLimits
+from .store import IndexEntry
+
+
+class Housekeeper:
+    """Removes files, and says so in the books. ``lock`` is the books' own, held for each look at them.
+
+    But for ``clean_partials``, call it while nobody else changes the folder (``folder.exclusive``). Raises OSError.
+    """
+
+    def __init__(self, folder: Path, books: FolderBooks, limits: FolderLimits, lock: RLock, *, grace_s: float) -> None:
+        self._folder = folder
+        self._books = books
+        self._limits = limits
+        self._lock = lock
+        self._grace_s = grace_s
+
+    def remove(self, digest: str, *, sync: bool) -> bool:
+        """Removes an index and its retention. Returns whether there was an index."""
+        try:
+            with shard_fd(self._folder, shard_of(digest)) as fd:
+                try:
+                    os.unlink(digest + SUFFIX, dir_fd=fd)
+                    there = True
+                except FileNotFoundError:
+                    there = False
+                with contextlib.suppress(OSError):
+                    remove_retention(fd, digest)
+                if sync:
+                    os.fsync(fd)
+        except FileNotFoundError:
+            there = False
+        with self._lock:
+            self._books.forget(digest)
+        return there
+
+    def make_room(self, nbytes: int, replaced: str) -> None:
+        """Evicts until ``nbytes`` fit within the limits. Raises StoreFull: having evicted nothing, unless some of
+        those that could leave cannot be removed.
+        """
+        if not self._limits.any:
+            return
+        self._rescan()
+        with self._lock:
+            short = self._limits.shortage(self._books, self._folder, nbytes, replaced)
+        if short > 0:
+            # Dead writers' partials count as used: no index leaves for them.
+            self.clean_partials(grace_s=0.0)
+            self._rescan()
+        with self._lock:
+            victims = self._limits.victims(self._books, self._folder, nbytes, replaced)
+            if victims is None:
+                raise self._limits.full(self._books, self._folder, nbytes, replaced)
+        missing = self._evict(victims, replaced)[1]
+        if missing:
+            with self._lock:
+                raise self._limits.full(self._books, self._folder, nbytes, replaced, stuck=missing)
+
+    def collect(self, *, alone: bool) -> Sequence[IndexEntry]:
+        """Removes what the dead left, what has expired, and what exceeds the limits; returns those indexes.
+
+        ``alone``: nobody else changes the folder for certain.
+        """
+        self._rescan()
+        self._clean_leftovers(alone=alone)
+        self._rescan()
+        with self._lock:
+            self._books.unremovable.clear()
+            now = self._limits.clock()
+            expired = [e for _, e in self._books.catalog.all_held() if has_expired(e.retention, now)]
+        removed = [entry for entry in expired if self._remove_unchanged(entry)]
+        if self._limits.any:
+            with self._lock:
+                victims = self._limits.victims(self._books, self._folder, 0, None)
+            removed += self._evict(victims or (), None)[0]
+        return tuple(removed)
+
+    def clean_partials(self, *, grace_s: float | None = None) -> int:
+        """See ``FileStore.clean_partials``."""
+        with self._lock:
+            shards = self._books.shards
+        removed = 0
+        for shard in shards:
+            with contextlib.suppress(OSError), shard_fd(self._folder, shard) as fd:
+                removed += remove_partials(fd, grace_s=self._grace_s if grace_s is None else grace_s)
+        return removed
+
+    def _rescan(self) -> None:
+        with self._lock:
+            self._books.rescan()
+
+    def _evict(self, victims: Iterable[IndexEntry], replaced: str | None) -> tuple[list[IndexEntry], int]:
+        """(what was removed, bytes too few): for one that cannot be removed others leave, as long as there are some.
+
+        Counted by what was removed, not by what the disk has free then: evicted indexes that are open keep theirs.
+        """
+        removed: list[IndexEntry] = []
+        stuck: set[str] = set() if replaced is None else {replaced}
+        while True:
+            failed: list[IndexEntry] = []
+            for entry in victims:
+                (removed if self._remove_unchanged(entry) else failed).append(entry)
+            missing = sum(entry.nbytes for entry in failed)
+            if not missing:
+                return removed, 0
+            stuck.update(entry.digest for entry in failed)
+            with self._lock:
+                others = self._limits.leaving(self._books, missing, stuck)
+            if others is None:
+                return removed, missing
+            victims = others
+
+    def _remove_unchanged(self, entry: IndexEntry) -> bool:
+        """Removes what the books know, but not what has replaced it meanwhile. Whether it is gone."""
+        digest, path = entry.digest, self._books.path_of(entry.digest)
+        with self._lock:
+            known = self._books.signature(digest)
+        if known is None:
+            return True
+        try:
+            if Signature.of(os.lstat(path)) != known:
+                return False
+            self.remove(digest, sync=False)
+            return True
+        except FileNotFoundError:
+            with self._lock:
+                self._books.forget(digest)
+            return True
+        except OSError as err:
+            with self._lock:
+                self._books.unremovable[path] = _unremovable(err, path)
+            return False
+
+    def _clean_leftovers(self, *, alone: bool) -> None:
+        self.clean_partials()
+        for shard in self._books.shards:
+            with contextlib.suppress(OSError), shard_fd(self._folder, shard) as fd:
+                remove_leases(fd, grace_s=self._grace_s)
+                with self._lock:
+                    keeps, indexes = self._books.keeps(shard), self._books.indexes(shard)
+                # Alone, nobody is between writing a retention and naming its index.
+                remove_orphans(fd, keeps, indexes, grace_s=0.0 if alone else self._grace_s)
+
+
+def _unremovable(err: OSError, path: str) -> StoreFolderError:
+    found = err.strerror or str(err)
+    remedy = "remove it, or change the owner or mode of its folder"
+    return StoreFolderError("index that must leave", expected="a file to remove", found=found, remedy=remedy, path=path)

@@ -1,0 +1,293 @@
+"""`sglang-ext index`: looking at an index is no use of it, limits out of reach, and what goes wrong for one of many."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefix_index import FileStore, Retention, StoreFolderError
+from prefix_index.testing import sample_identity, sample_payload
+from sglang_ext.cli import main
+from tests.serving.test_store_in_serving import Service
+
+
+@pytest.fixture
+def served(shelf: Any, tmp_path: Path) -> Iterator[Service]:
+    service = Service(shelf.folder, tmp_path / "s")
+    service.start()
+    yield service
+    service.close()
+
+
+# -- looking is no use -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["folder", "service"])
+def test_verify_show_and_export_do_not_count_as_a_use(
+    where: str, shelf: Any, request: pytest.FixtureRequest, index: Callable[..., Any], tmp_path: Path
+) -> None:
+    url = request.getfixturevalue("served").url if where == "service" else str(shelf.folder)
+    long_ago = time.time() - 5000
+    for number in range(5):
+        os.utime(shelf.path(number), (long_ago, shelf.path(number).stat().st_mtime))
+    digest = shelf.entries[0].digest
+    for words in (["verify"], ["show", digest], ["export", "--all", "--to", tmp_path / "out"], ["ls"], ["du"]):
+        assert index(*words, "--store", url).status == 0
+        used = [shelf.path(number).stat().st_atime for number in range(5)]
+        assert used == pytest.approx([long_ago] * 5, abs=1e-3), words
+    with FileStore(shelf.folder) as store:
+        store.get(digest).close()
+    assert shelf.path(0).stat().st_atime > long_ago + 1000, "as a server's look does"
+
+
+def test_verify_through_a_service_reads_the_disk_and_not_the_copy_in_memory(tmp_path: Path, index: Any) -> None:
+    """One byte on the disk changes behind the service's back; the copy in DRAM is good, and is served."""
+    from prefix_index.service import Depot, ServedFolder, StoreClient, StoreServer
+
+    (tmp_path / "run").mkdir(mode=0o700)
+    url = f"ipc://{tmp_path}/run/sock"
+    fast = ServedFolder(tmp_path / "dram", create=True, max_bytes=1 << 28)
+    server = StoreServer(Depot(ServedFolder(tmp_path / "ssd", create=True), fast), url)
+    server.open()
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        with StoreClient(url) as client:
+            entry = client.put(sample_payload(values_per_array=4096))
+            deadline = time.monotonic() + 10
+            while not list((tmp_path / "dram").glob("*/*.pfxindex")):
+                assert time.monotonic() < deadline
+                client.get(entry.digest).close()
+                time.sleep(0.02)
+            (durable,) = (tmp_path / "ssd").glob("*/*.pfxindex")
+            before = durable.stat()
+            with durable.open("r+b") as file:
+                file.seek(before.st_size // 2)
+                byte = file.read(1)
+                file.seek(before.st_size // 2)
+                file.write(bytes([byte[0] ^ 1]))
+            os.utime(durable, ns=(before.st_atime_ns, before.st_mtime_ns))
+            said = index("verify", "--json", "--store", url)
+            assert (said.status, [line["status"] for line in said.lines]) == (1, ["corrupt"])
+    finally:
+        server.stop()
+        thread.join(30)
+        server.close()
+
+
+# -- gc ----------------------------------------------------------------------------------------------------------------
+
+
+def test_gc_frees_what_it_can_of_a_limit_out_of_reach_and_says_so(shelf: Any, index: Callable[..., Any]) -> None:
+    shelf.flip(0, at=70)  # no index any more, so nobody may evict it: its bytes stay
+    index("pin", "--store", shelf.folder, shelf.entries[4].digest)
+    flags = ["--max-bytes", "1", "--store", shelf.folder]
+    plan = index("gc", "--dry-run", "--json", *flags)
+    assert len(shelf.digests()) == 4, "a dry run"
+    done = index("gc", "--json", *flags)
+    assert (plan.status, done.status) == (1, 1)
+    wanted = [shelf.entries[number].digest for number in (1, 2, 3)]
+    assert sorted(e["digest"] for e in plan.lines[0]["removed"]) == sorted(wanted)
+    assert [e["digest"] for e in plan.lines[0]["removed"]] == [e["digest"] for e in done.lines[0]["removed"]]
+    assert shelf.digests() == [shelf.entries[4].digest], "a pin does not give way to what cannot be had"
+    too_few = shelf.path(0).stat().st_size + shelf.path(4).stat().st_size - 1
+    for said in (plan, done):
+        assert f"limit not reached: {too_few} bytes too few" in " ".join(said.err.split())
+
+
+def test_gc_with_a_limit_in_reach_removes_what_is_pinned_last(shelf: Any, index: Callable[..., Any]) -> None:
+    index("pin", "--store", shelf.folder, *(entry.digest for entry in shelf.entries[:2]))
+    flags = ["--json", "--max-bytes", "0", "--store", shelf.folder]
+    plan, done = index("gc", "--dry-run", *flags), index("gc", *flags)
+    assert (plan.status, done.status) == (0, 0)
+    removed = [entry["digest"] for entry in done.lines[0]["removed"]]
+    assert removed == [entry["digest"] for entry in plan.lines[0]["removed"]]
+    assert set(removed[3:]) == {entry.digest for entry in shelf.entries[:2]}
+    assert shelf.digests() == []
+
+
+def test_gc_leaves_young_partials_in_both_modes(shelf: Any, index: Callable[..., Any]) -> None:
+    young, old = (shelf.path(0).parent / f".partial-1-{number:016}" for number in range(2))
+    for path in (young, old):
+        path.write_bytes(b"x")
+    hour_ago = time.time() - 3600
+    os.utime(old, (hour_ago, hour_ago))
+    name = str(old.relative_to(shelf.folder))
+    assert index("gc", "--dry-run", "--json", "--store", shelf.folder).lines[0]["leftovers"] == [name]
+    assert index("gc", "--json", "--store", shelf.folder).lines[0]["leftovers"] == [name]
+    assert (young.exists(), old.exists()) == (True, False)
+
+
+def test_a_dry_run_lives_with_files_that_go_meanwhile(
+    shelf: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, victim = Path.lstat, shelf.path(2)
+
+    def vanishing(path: Path) -> os.stat_result:
+        if path == victim:
+            victim.unlink(missing_ok=True)
+        return real(path)
+
+    monkeypatch.setattr(Path, "lstat", vanishing)
+    said = index("gc", "--dry-run", "--json", "--max-bytes", "1G", "--store", shelf.folder)
+    assert (said.status, said.lines[0]["removed"]) == (0, [])
+
+
+# -- export and import -------------------------------------------------------------------------------------------------
+
+
+def test_export_of_all_counts_what_is_damaged(shelf: Any, index: Callable[..., Any], tmp_path: Path) -> None:
+    shelf.flip(1, at=70)
+    said = index("export", "--all", "--json", "--to", tmp_path / "out", "--store", shelf.folder)
+    assert said.status == 1
+    (row,) = (line for line in said.lines if line["status"] == "damaged")
+    assert (row["digest"], row["path"], row["nbytes"]) == (shelf.entries[1].digest, str(shelf.path(1)), 0)
+    assert row["detail"]
+    assert sum(line["status"] == "exported" for line in said.lines) == 4
+    text = index("export", "--all", "--to", tmp_path / "out2", "--store", shelf.folder)
+    assert (text.status, text.out.splitlines()[-1]) == (1, "1 damaged, 4 exported")
+
+
+def test_two_names_go_to_a_folder_though_one_is_damaged(shelf: Any, index: Callable[..., Any], tmp_path: Path) -> None:
+    shelf.flip(1, at=70)
+    words = [shelf.entries[0].digest, shelf.entries[1].digest]
+    said = index("export", *words, "--to", tmp_path / "out", "--store", shelf.folder)
+    assert said.status == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [f"{words[0]}.pfxindex"]
+
+
+def test_import_of_a_stores_folder_keeps_pins_and_expiry(shelf: Any, index: Callable[..., Any], tmp_path: Path) -> None:
+    soon = time.time() + 5000
+    with FileStore(shelf.folder) as store:
+        store.retain(shelf.entries[0].digest, Retention(pinned=True))
+        store.retain(shelf.entries[1].digest, Retention(expires=soon))
+        store.retain(shelf.entries[2].digest, Retention(expires=1.0))
+    shelf.path(3).with_suffix(".pfxkeep").write_bytes(b"scribble")
+    lines = index("import", "--json", shelf.folder, "--store", tmp_path / "new").lines
+    assert {line["digest"]: line["status"] for line in lines} == {
+        entry.digest: "expired" if number == 2 else "imported" for number, entry in enumerate(shelf.entries)
+    }
+    with FileStore(tmp_path / "new") as store:
+        kept = {entry.digest: entry.retention for entry in store.list()}
+        store.retain(shelf.entries[4].digest, Retention(pinned=True))
+    wanted = [Retention(pinned=True), Retention(expires=soon), None, Retention(), Retention()]
+    assert [kept.get(entry.digest) for entry in shelf.entries] == wanted
+    assert index("import", "--replace", shelf.path(4), "--store", tmp_path / "new").status == 0
+    with FileStore(tmp_path / "new") as store:
+        kept = {entry.digest: entry.retention for entry in store.list()}
+    assert kept[shelf.entries[4].digest].pinned, "a source that says nothing changes nothing"
+
+
+def test_import_goes_on_after_a_path_that_the_system_refuses(
+    shelf: Any, index: Callable[..., Any], tmp_path: Path
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    said = index("import", "--json", tmp_path / ("x" * 300), loop, shelf.path(0), "--store", tmp_path / "new")
+    assert said.status == 1
+    assert [line["status"] for line in said.lines][-1] == "imported"
+    assert len(said.lines) == 3
+    assert all(line["detail"] for line in said.lines[:2])
+
+
+def test_export_to_a_name_that_cannot_be_ends_with_1(shelf: Any, index: Callable[..., Any], tmp_path: Path) -> None:
+    said = index("export", shelf.entries[0].digest, "--to", tmp_path / ("x" * 300), "--store", shelf.folder)
+    assert said.status == 1
+    assert "File name too long" in " ".join(said.err.split() + said.out.split())
+
+
+# -- one of many that fails --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["rm", "--yes"], ["pin"], ["unpin"], ["expire", "--never"]])
+def test_one_that_fails_does_not_keep_the_others(
+    words: list[str], shelf: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = shelf.entries[0].digest
+    for name in ("delete", "retain"):
+        real = getattr(FileStore, name)
+
+        def failing(self: Any, key: Any, *args: Any, real: Any = real) -> Any:
+            if key == bad:
+                raise StoreFolderError("index store", expected="a usable folder", found="no permission", remedy="look")
+            return real(self, key, *args)
+
+        monkeypatch.setattr(FileStore, name, failing)
+    said = index(*words, "--json", "--store", shelf.folder, *(entry.digest for entry in shelf.entries[:3]))
+    assert said.status == 1
+    assert "no permission" in " ".join(said.err.split())
+    by_digest = {line["digest"]: line for line in said.lines}
+    assert len(by_digest) == 3
+    assert "no permission" in (by_digest[bad].get("detail") or by_digest[bad].get("error"))
+
+
+def test_rm_of_a_file_in_the_wrong_place_says_that_it_is_still_there(shelf: Any, index: Callable[..., Any]) -> None:
+    digest = shelf.entries[0].digest
+    wrong = shelf.folder / ("00" if not digest.startswith("00") else "01")
+    wrong.mkdir(exist_ok=True)
+    misplaced = wrong / shelf.path(0).name
+    shelf.path(0).rename(misplaced)
+    said = index("rm", "--yes", "--store", shelf.folder, digest)
+    assert (said.status, said.out) == (1, "")
+    assert misplaced.exists()
+    assert "remove it by hand" in " ".join(said.err.split())
+    line = index("rm", "--yes", "--json", "--store", shelf.folder, digest).lines[0]
+    assert (line["removed"], str(misplaced) in line["detail"]) == (False, True)
+
+
+# -- the terminal ------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_whose_name_is_no_text_is_listed_all_the_same(tmp_path: Path, program: Callable[..., Any]) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/N\xe9")
+    with FileStore(folder, create=True) as store:
+        digest = store.put(sample_payload(sample_identity(range(32)))).digest
+    (Path(folder) / digest[:2] / f"{'0' * 64}.pfxindex").write_bytes(b"not ours")
+    for words in (["ls"], ["show", digest], ["verify"], ["du"], ["export", "--all", "--to", folder + "/out"]):
+        for flags in ([], ["--json"]):
+            ran = program("index", *words, *flags, "--store", folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            out, err = ran.communicate(timeout=60)
+            assert b"Traceback" not in err, (words, err)
+            if flags:
+                assert all(isinstance(json.loads(line), dict) for line in out.decode().splitlines())
+    line = json.loads(program("index", "ls", "--json", "--store", folder, stdout=subprocess.PIPE).communicate()[0])
+    assert line["path"].endswith(f"N\\xe9/{digest[:2]}/{digest}.pfxindex")
+
+
+def test_an_interrupt_while_modules_are_imported_ends_with_130_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    assert main(["index", "ls"]) == 130
+    assert capsys.readouterr().err == "sglang-ext: interrupted\n"
+
+
+def test_gc_of_a_limit_that_an_undeletable_index_holds_up_says_so(
+    shelf: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = shelf.path(0).name
+    real = os.unlink
+
+    def unlink(name: Any, **where: Any) -> None:
+        if str(name).endswith(held):
+            raise PermissionError(1, "Operation not permitted")
+        real(name, **where)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    said = index("gc", "--json", "--max-bytes", "0", "--store", shelf.folder)
+    assert said.status == 1
+    assert f"limit not reached: {shelf.entries[0].nbytes} bytes too few" in " ".join(said.err.split())
+    assert shelf.digests() == [shelf.entries[0].digest]

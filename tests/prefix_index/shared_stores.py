@@ -1,0 +1,96 @@
+"""What the tests of SharedStore share: a remote store behind a bad network, and waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from prefix_index import (
+    FileStore,
+    SharedStore,
+)
+from prefix_index.remote import BlobsFailed, ObjectBlobs
+from tests.prefix_index.remote_stores import DIGEST
+
+SOON = 20.0
+
+
+class Shaky(ObjectBlobs):
+    """A real object store behind a network that fails, hangs, or waits for ``gate`` before it gives bytes."""
+
+    def __init__(self, url: str = "memory:///") -> None:
+        super().__init__(url)
+        self.fails = False
+        self.hang_s = 0.0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reading = threading.Event()
+
+    def _go(self) -> None:
+        if self.hang_s:
+            time.sleep(self.hang_s)
+        if self.fails:
+            raise BlobsFailed("the network is gone")
+
+    def open(self, timeout_s: float) -> None:
+        self._go()
+        super().open(timeout_s)
+
+    def fetch(self, name: str, limit: int) -> bytes:
+        self._go()
+        return super().fetch(name, limit)
+
+    def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
+        self._go()
+        self.reading.set()
+        self.gate.wait(SOON)
+        super().read(name, offset, parts)
+
+    def size(self, name: str) -> int:
+        self._go()
+        return super().size(name)
+
+    def write(self, name: str, value: memoryview) -> None:
+        self._go()
+        self.gate.wait(SOON)
+        super().write(name, value)
+
+    def create(self, name: str, value: memoryview) -> bool | None:
+        self._go()
+        return super().create(name, value)
+
+    def delete(self, name: str) -> None:
+        self._go()
+        super().delete(name)
+
+    def names(self, folder: str) -> Mapping[str, str]:
+        self._go()
+        return super().names(folder)
+
+    def wipe(self) -> None:
+        for name in self.names("prefix_index"):
+            super().delete(name)
+
+
+def fill_of(store: SharedStore | FileStore, key: Any = DIGEST) -> int:
+    with store.get(key) as index:
+        index.verify()
+        return int(index.array("channels")[0])
+
+
+def eventually(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def flushed(store: SharedStore) -> bool:
+    def told() -> bool:
+        store.rescan()
+        return store.flush(SOON)
+
+    eventually(told)
+    return True

@@ -1,0 +1,122 @@
+"""Background work of a store across a fork, and at the end of a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from prefix_index import FileStore, IndexFile, MemoryStore, TieredStore, file, prefetch
+from prefix_index.testing import sample_payload
+from tests.prefix_index.faults.tools import fork, reap
+from tests.prefix_index.small_stores import IDS, opened
+
+
+class SlowInParent(FileStore):
+    """Copying from it begins, and does not end before ``go``; not so in a child."""
+
+    parent = os.getpid()
+    began, go = threading.Event(), threading.Event()
+
+    def get(self, key: object) -> IndexFile:
+        if os.getpid() == self.parent and threading.current_thread().name.startswith("prefix_index-promoter"):
+            self.began.set()
+            assert self.go.wait(20)
+        return super().get(key)  # type: ignore[arg-type]
+
+
+def test_a_child_does_not_wait_for_its_parent_s_jobs(folder: Path) -> None:
+    with opened(folder) as writer:
+        writer.put(sample_payload(IDS[0]))
+    slow = SlowInParent(folder)
+    with TieredStore(MemoryStore(1 << 22), slow, wait="wait_complete") as store:
+        store.prefetch(IDS[0])
+        assert slow.began.wait(10)
+        job = store._promoter.request(IDS[0].digest)
+
+        def work() -> None:
+            signal.alarm(15)
+            assert not job.wait()
+            store.get(IDS[0]).close()
+            assert store.counters.promotions == 1
+            store.close()
+
+        assert reap(fork(work), 20) == 0
+        slow.go.set()
+
+
+def test_a_child_reads_ahead_and_queues_no_more_than_its_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]))
+        store.prefetch(IDS[0])
+        until = time.monotonic() + 10
+        while store._prefetches.busy() and time.monotonic() < until:
+            time.sleep(0.01)
+
+        def work() -> None:
+            done = threading.Event()
+            real = file.read_ahead
+            file.read_ahead = lambda fd: (done.set(), *real(fd))  # type: ignore[assignment, return-value]
+            store.prefetch(IDS[0])
+            assert done.wait(10)
+
+        assert reap(fork(work), 20) == 0
+
+
+def test_prefetches_are_one_a_digest_few_and_cancelled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, go = threading.Semaphore(0), threading.Event()
+    begun: list[int] = []
+
+    def slow(fd: int) -> object:
+        begun.append(fd)
+        steps.release()
+        assert go.wait(20)
+        yield 0
+        begun.append(-1)
+
+    monkeypatch.setattr(file, "read_ahead", slow)
+    store = opened(folder)
+    for identity in IDS[:2]:
+        store.put(sample_payload(identity))
+    for _ in range(1000):
+        store.prefetch(IDS[0])
+        store.prefetch(IDS[1])
+    for number in range(1000):
+        store.prefetch(f"{number:064x}")
+    assert steps.acquire(timeout=10)
+    assert len(store._prefetches._pending) <= prefetch.MAX_PENDING
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    time.sleep(0.05)
+    go.set()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert len(begun) == 1  # neither its second step nor another job
+
+
+EXIT = """
+import sys, time
+import prefix_index.file as file
+from prefix_index.testing import sample_identity, sample_payload
+def slow(fd):
+    time.sleep(1)
+    return iter(())
+file.read_ahead = slow
+store = file.FileStore(sys.argv[1], create=True)
+store.open()
+for i in range(20):
+    store.prefetch(store.put(sample_payload(sample_identity(range(i, i + 32)))).digest)
+"""
+
+
+def test_a_process_with_prefetches_under_way_ends(folder: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", EXIT, str(folder)], env=env, check=True, timeout=9)
+    assert time.monotonic() - began < 9

@@ -1,0 +1,189 @@
+"""Reports of damage: whom they hide, for how long, and whom they must not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefix_index import (
+    ArrayKey,
+    FileStore,
+    IndexCorrupt,
+    IndexNotFound,
+    IndexPayload,
+    IndexStore,
+    LazyArray,
+    MemoryStore,
+)
+from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.conformance import same_arrays
+from tests.prefix_index.small_stores import IDS, index_file, opened, settled
+
+ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
+
+
+@contextlib.contextmanager
+def local(kind: str, folder: Path) -> Iterator[IndexStore]:
+    store = FileStore(folder, create=True) if kind == "file" else MemoryStore(1 << 20)
+    with store:
+        yield store
+
+
+def flip(path: Path, at: int) -> None:
+    """Changes a byte where it lies; the file keeps its modification time."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_builders_and_readers_agree_about_a_damaged_file(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload())
+        flip(index_file(folder, sample_identity()), 8192)
+        with store.get(sample_identity()) as index, pytest.raises(IndexCorrupt) as caught:
+            index.read_many()
+        store.report(sample_identity(), caught.value)
+        for full in (False, True):
+            store.rescan(full=full)
+            assert not store.contains(sample_identity())
+            with pytest.raises(IndexCorrupt) as again:
+                store.get(sample_identity())
+            assert str(again.value) == str(caught.value)
+            assert [p.error for p in store.problems()] == [caught.value]
+            store.check_integrity()
+        store.put(sample_payload(fill=2))
+        assert store.contains(sample_identity())
+        assert same_arrays(store, sample_payload(fill=2))
+
+
+def test_a_file_that_another_process_replaced_is_offered_again(folder: Path) -> None:
+    with opened(folder) as store, opened(folder) as other:
+        store.put(sample_payload())
+        store.report(sample_identity(), ERROR)
+        other.put(sample_payload(fill=2))
+        assert store.contains(sample_identity())  # even before a rescan
+        assert same_arrays(store, sample_payload(fill=2))
+        store.rescan()
+        assert list(store.problems()) == []
+
+
+def test_a_damaged_header_is_found_by_get_and_stays_hidden(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload())
+        flip(index_file(folder, sample_identity()), 100)
+        for _ in range(2):
+            with pytest.raises(IndexCorrupt, match="header entry checksum"):
+                store.get(sample_identity())
+            assert not store.contains(sample_identity())
+            assert list(store.list()) == []
+        assert len(store.problems()) == 1
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_report_of_a_replaced_version_hides_the_new_one_only_if_that_is_damaged(folder: Path, kind: str) -> None:
+    with local(kind, folder) as store:
+        store.put(sample_payload())
+        with store.get(sample_identity()):
+            store.put(sample_payload(fill=5))
+            store.report(sample_identity(), ERROR)
+            assert same_arrays(store, sample_payload(fill=5))
+            assert list(store.problems()) == []
+            if isinstance(store, FileStore):
+                flip(index_file(folder, sample_identity()), 8192)
+            else:
+                store._held[sample_identity().digest].buffer[8192] ^= 1
+            store.report(sample_identity(), ERROR)
+        assert not store.contains(sample_identity())
+        with pytest.raises(IndexCorrupt, match="checksum of"):
+            store.get(sample_identity())
+        assert "checksum of" in str(store.problems()[0].error)
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_report_of_nothing_leaves_nothing(folder: Path, kind: str) -> None:
+    with local(kind, folder) as store:
+        store.report("0" * 64, ERROR)
+        assert list(store.problems()) == []
+        with pytest.raises(IndexNotFound):
+            store.get("0" * 64)
+
+
+def test_a_put_whose_file_was_deleted_meanwhile_is_not_listed_for_ever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the put's rename and its last step another thread deletes the index and looks at the folder."""
+    named, deleted = threading.Event(), threading.Event()
+    real = os.fsync
+
+    def slow(fd: int) -> None:
+        real(fd)
+        if stat.S_ISDIR(os.fstat(fd).st_mode) and threading.current_thread() is writer:
+            named.set()
+            assert deleted.wait(10)
+
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]))
+        writer = threading.Thread(target=store.put, args=(sample_payload(IDS[0]),))
+        monkeypatch.setattr(os, "fsync", slow)
+        writer.start()
+        assert named.wait(10)
+        monkeypatch.undo()
+        assert store.delete(IDS[0])
+        settled(folder)
+        store.rescan()
+        deleted.set()
+        writer.join()
+        store.rescan()
+        assert list(store.list()) == []
+        assert store.used_bytes == 0
+        store.check_integrity()
+
+
+def test_after_a_failed_last_sync_the_books_tell_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def fail(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(5, "Input/output error")
+        real(fd)
+
+    with opened(folder) as store:
+        store.put(sample_payload(fill=1))
+        settled(folder)
+        store.rescan()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(Exception, match="Input/output error"):
+                store.put(sample_payload(values_per_array=4096, fill=2))
+        nbytes = index_file(folder, sample_identity()).stat().st_size
+        assert [e.nbytes for e in store.list()] == [nbytes]
+        store.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOSPC, errno.EIO])
+def test_an_error_of_the_payload_s_own_files_is_not_the_store_s(folder: Path, kind: str, number: int) -> None:
+    error = OSError(number, os.strerror(number), "model/kv.bin")
+
+    def load() -> Any:
+        raise error
+
+    with local(kind, folder) as store:
+        store.put(sample_payload(fill=1))
+        with pytest.raises(OSError, match=r"model/kv\.bin") as caught:
+            store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4,), load)}))
+        assert caught.value is error
+        assert same_arrays(store, sample_payload(fill=1))
+        store.check_integrity()

@@ -1,0 +1,374 @@
+"""A folder that is the truth of one machine, and a remote store that loses, lies and goes away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefix_index import (
+    ArrayKey,
+    FileStore,
+    IndexCorrupt,
+    IndexNotFound,
+    IndexPayload,
+    InvalidPayload,
+    LazyArray,
+    Retention,
+    SharedStore,
+    StoreFull,
+    StoreUnavailable,
+    link,
+    namespace_digest,
+    outbox,
+    page_hashes,
+)
+from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.testing import sample_identity, sample_model, sample_payload
+from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST, chunks_of, damage, flip
+from tests.prefix_index.shared_stores import SOON, Shaky, eventually, fill_of, flushed
+
+LONG = tuple(range(64))
+
+
+Make = Callable[..., SharedStore]
+
+
+@pytest.fixture
+def blobs() -> Iterator[Shaky]:
+    made = Shaky()
+    yield made
+    made.gate.set()
+
+
+@pytest.fixture
+def make(tmp_path: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Machines on one remote store, each with a folder of its name, open; hardly a pause after failures."""
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 0.0)
+    monkeypatch.setattr(outbox, "FIRST_RETRY_S", 0.01)
+    stores: list[SharedStore] = []
+
+    def machine(name: str = "a", *, on: ObjectBlobs = blobs, remote: Any = None, **options: Any) -> SharedStore:
+        limits = {key: options.pop(key) for key in ("max_bytes",) if key in options}
+        local = FileStore(tmp_path / name, create=True, **limits)
+        over = RemoteStore(on, chunk_nbytes=CHUNK_NBYTES, **{"timeout_s": 5.0, "backoff_s": 0.0, **(remote or {})})
+        store = SharedStore(local, over, **{"timeout_s": SOON, "rescan_s": 0.0, **options})
+        store.open()
+        stores.append(store)
+        return store
+
+    yield machine
+    blobs.fails, blobs.hang_s = False, 0.0
+    blobs.gate.set()
+    for store in stores:
+        store.close()
+
+
+def find(store: SharedStore, tokens: Sequence[int] = LONG) -> int:
+    found = store.longest(namespace_digest({"extra_key": None}), page_hashes(tokens), sample_model(), "profile-1")
+    return 0 if found is None else found.identity.num_tokens
+
+
+# Between machines
+
+
+@pytest.mark.parametrize("wait", ["timeout", "wait_complete", "best_effort"])
+def test_what_one_machine_built_the_others_find_and_keep(make: Make, tmp_path: Path, wait: str) -> None:
+    one, two = make("a"), make("b", wait=wait)
+    entry = one.put(sample_payload(fill=7), retention=Retention(pinned=True))
+    assert flushed(one)
+    assert find(two) == 0
+    two.rescan()
+    assert find(two) == 32
+    assert two.contains(DIGEST)
+    assert [(e.digest, e.retention) for e in two.list()] == [(DIGEST, Retention(pinned=True))]
+    assert fill_of(two) == 7
+    eventually(lambda: two.counters.fetched == 1)
+    (copy,) = (tmp_path / "b").glob("*/*.pfxindex")
+    assert copy.read_bytes() == Path(str(entry.path)).read_bytes()
+    assert two.local.list()[0].retention == Retention(pinned=True)
+    assert fill_of(two) == 7
+    assert two.counters[:4] == (1, 1, 1, 0)
+    assert one.counters.published == 1
+
+
+def test_a_prefetch_brings_it_here(make: Make) -> None:
+    one, two = make("a"), make("b")
+    one.put(sample_payload(fill=7))
+    assert flushed(one)
+    two.prefetch(DIGEST)
+    eventually(lambda: two.local.contains(DIGEST))
+    assert find(two) == 32
+
+
+def test_the_longer_prefix_wins_wherever_it_is_but_not_from_a_remote_store_that_is_away(
+    make: Make, blobs: Shaky, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = make("a"), make("b", remote={"backoff_s": 60.0})
+    one.put(sample_payload(sample_identity(LONG)))
+    two.put(sample_payload())
+    assert flushed(one)
+    two.rescan(full=True)
+    assert find(two) == 64
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
+    blobs.fails = True
+    with pytest.raises(StoreUnavailable, match="the network is gone"):
+        two.get(sample_identity(LONG))
+    assert find(two) == 32
+    two.local.delete(DIGEST)
+    assert find(two) == 64, "the reason of the miss is the remote store's"
+
+
+def test_one_lease_among_machines_and_a_local_one_while_the_remote_store_is_away(make: Make, blobs: Shaky) -> None:
+    one, two, neighbour = make("a"), make("b"), make("a")
+    lease = one.lease(DIGEST)
+    assert lease is not None
+    assert two.lease(DIGEST) is None
+    assert neighbour.lease(DIGEST) is None
+    lease.release()
+    blobs.fails = True
+    with two.lease(DIGEST) or pytest.fail("no lease"):
+        assert two.lease(DIGEST) is None
+        with one.lease(DIGEST) or pytest.fail("no lease"):
+            assert neighbour.lease(DIGEST) is None
+    blobs.fails = False
+    with one.lease(DIGEST) or pytest.fail("still held"):
+        assert two.lease(DIGEST) is None
+
+
+def test_a_replaced_index_is_local_s_here_and_soon_everybody_s(make: Make, blobs: Shaky) -> None:
+    one, two = make("a"), make("b")
+    one.put(sample_payload(fill=1))
+    assert flushed(one)
+    blobs.gate.clear()
+    one.put(sample_payload(fill=2))
+    one.local.delete(DIGEST)
+    with pytest.raises(IndexNotFound):
+        one.get(DIGEST)  # what the remote store has is outdated
+    assert (find(one), list(one.list())) == (0, [])
+    one.put(sample_payload(fill=3))
+    assert fill_of(one) == 3
+    blobs.gate.set()
+    assert flushed(one)
+    assert fill_of(two) == 3
+
+
+def test_nothing_is_published_where_that_is_not_wanted(make: Make, blobs: Shaky) -> None:
+    store = make("a", publish=False)
+    store.put(sample_payload())
+    assert flushed(store)
+    assert blobs.names("prefix_index") == {}
+
+
+def test_eviction_is_local_and_what_comes_back_is_the_remote_stores(make: Make) -> None:
+    store = make("a", max_bytes=60 << 10)
+    one, two = sample_identity(LONG[:32]), sample_identity(LONG)
+    for number, identity in enumerate((one, two)):
+        store.put(sample_payload(identity, fill=number))
+        assert flushed(store)
+    assert [e.identity for e in store.local.list()] == [two]
+    assert {e.identity for e in store.list()} == {one, two}
+    assert (fill_of(store, one), fill_of(store, two)) == (0, 1)
+    assert store.counters.hits_remote == 2
+
+
+# A remote store that loses
+
+
+@pytest.mark.parametrize("how", ["empty at the start", "wiped", "exchanged"])
+def test_what_the_remote_store_lacks_stays_here(make: Make, blobs: Shaky, how: str) -> None:
+    store = make("a", publish=how != "empty at the start")
+    store.put(sample_payload(fill=5))
+    store.flush(SOON)
+    if how == "wiped":
+        blobs.wipe()
+    if how == "exchanged":
+        store.close()
+        store = make("a", on=Shaky())
+    for full in (False, True):
+        store.rescan(full=full)
+        assert find(store) == 32
+        assert fill_of(store) == 5
+    assert list(store.collect()) == []
+    assert fill_of(store) == 5
+    store.check_integrity()
+
+
+def test_a_damaged_copy_there_is_a_miss_and_harms_nothing_here(make: Make, blobs: Shaky) -> None:
+    one, two = make("a"), make("b")
+    one.put(sample_payload(fill=5))
+    assert flushed(one)
+    two.rescan()
+    damage(blobs, chunks_of(blobs)[1], flip(8 * 900))
+    with pytest.raises(IndexCorrupt, match="chunk 1"):
+        two.get(DIGEST)
+    assert find(two) == 0
+    assert list(two.local.list()) == []
+    one.rescan(full=True)
+    assert fill_of(one) == 5
+
+
+def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(make: Make) -> None:
+    store = make("a")
+    entry = store.put(sample_payload(fill=5))
+    assert flushed(store)
+    path = Path(str(entry.path))
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(bytes([5] * 4))] ^= 1
+    path.write_bytes(raw)
+    with store.get(DIGEST) as index, pytest.raises(IndexCorrupt) as caught:
+        index.verify()
+    store.report(DIGEST, caught.value)
+    store.report(DIGEST, caught.value)  # a second reader of the same file
+    assert find(store) == 32
+    assert fill_of(store) == 5
+    assert list(store.problems()) == []
+    assert fill_of(store.local) == 5  # type: ignore[arg-type]
+
+
+# A remote store that is away
+
+
+def test_the_store_opens_without_its_remote_store_and_finds_it_later(make: Make, blobs: Shaky) -> None:
+    with RemoteStore(blobs) as other:
+        other.put(sample_payload(sample_identity(LONG)))
+    blobs.fails = True
+    store = make("a")
+    assert ["the network is gone" in str(p.error) for p in store.problems()] == [True]
+    store.put(sample_payload(fill=5))
+    assert not store.flush(0.2)
+    with pytest.raises(IndexNotFound):
+        store.get(sample_identity(LONG))
+    assert fill_of(store) == 5
+    assert store.counters.publish_failures > 0
+    blobs.fails = False
+    store.rescan()
+    assert list(store.problems()) == []
+    assert find(store) == 64
+    assert flushed(store)
+    assert store.counters.published == 1
+
+
+def test_a_deletion_reaches_a_remote_store_that_was_away(make: Make, blobs: Shaky) -> None:
+    store = make("a")
+    store.put(sample_payload())
+    assert flushed(store)
+    blobs.fails = True
+    assert store.delete(DIGEST)
+    assert (find(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
+    assert blobs._store is not None
+    blobs.fails = False
+    assert blobs.names("prefix_index") != {}
+    store.rescan()
+    assert find(store) == 0
+    assert flushed(store)
+    assert blobs.names("prefix_index") == {}
+    assert not store.delete(DIGEST)
+
+
+def test_a_hanging_remote_store_costs_its_time_limit_once_and_local_answers_nothing(
+    make: Make, blobs: Shaky, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = make("a"), make("b", remote={"timeout_s": 0.4}, timeout_s=1.0)
+    one.put(sample_payload(sample_identity(LONG)))
+    assert flushed(one)
+    two.rescan()
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
+    blobs.hang_s = 1.5
+    begun = time.monotonic()
+    two.put(sample_payload(fill=5))
+    assert fill_of(two) == 5
+    assert time.monotonic() - begun < 0.3
+    for limit in (2.0, 0.3):
+        begun = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            two.get(sample_identity(LONG))
+        assert time.monotonic() - begun < limit
+    begun = time.monotonic()
+    two.close()
+    assert time.monotonic() - begun < 5
+    assert list((two.local.folder).glob("*/*.pfxindex"))  # type: ignore[attr-defined]
+
+
+def test_closing_while_something_is_published_takes_a_bounded_time(make: Make, blobs: Shaky) -> None:
+    store = make("a", timeout_s=0.2, remote={"timeout_s": 1.0})
+    blobs.gate.clear()
+    store.put(sample_payload(fill=5))
+    time.sleep(0.05)
+    begun = time.monotonic()
+    store.close()
+    assert time.monotonic() - begun < 8
+    blobs.gate.set()
+    eventually(lambda: not any(t.name == "prefix_index-promoter" for t in threading.enumerate()))
+    store.open()
+    assert fill_of(store) == 5
+    assert flushed(store), "what was not published then is now"
+    assert store.remote.contains(DIGEST)
+
+
+# Local comes first
+
+
+def test_what_local_refuses_is_refused(make: Make, blobs: Shaky) -> None:
+    store = make("a", max_bytes=4096)
+    with pytest.raises(StoreFull):
+        store.put(sample_payload())
+    assert flushed(store)
+    assert blobs.names("prefix_index") == {}
+
+
+def test_what_local_has_no_room_for_is_served_from_remote(make: Make) -> None:
+    one, two = make("a"), make("b", max_bytes=4096)
+    one.put(sample_payload(fill=5))
+    assert flushed(one)
+    assert [fill_of(two) for _ in range(3)] == [5, 5, 5]
+    assert (two.counters.hits_remote, two.counters.fetch_failures) == (3, 1)
+
+
+def test_each_array_is_loaded_once(make: Make) -> None:
+    import numpy as np
+
+    loads: list[int] = []
+
+    def load() -> Any:
+        loads.append(1)
+        return np.zeros(4096, np.uint8)
+
+    store = make("a")
+    store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4096,), load)}))
+    assert flushed(store)
+    assert store.remote.contains(DIGEST)
+    assert len(loads) == 1
+
+
+@pytest.mark.parametrize("change", ["put", "delete"])
+def test_a_fetch_never_undoes_what_came_meanwhile(make: Make, blobs: Shaky, change: str) -> None:
+    one, two = make("a"), make("b")
+    one.put(sample_payload(fill=1))
+    assert flushed(one)
+    blobs.reading.clear()
+    blobs.gate.clear()
+    two.prefetch(DIGEST)
+    assert blobs.reading.wait(SOON)
+    if change == "put":
+        two.put(sample_payload(fill=2))
+    else:
+        assert two.delete(DIGEST)
+    blobs.gate.set()
+    assert flushed(two)
+    eventually(lambda: not two._exchange.fetcher.busy())
+    assert two.local.contains(DIGEST) == (change == "put")
+    assert change == "delete" or fill_of(two) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"wait": "never"}, "wait: expected best_effort or"), ({"timeout_s": -1.0}, "timeout_s: expected finite seconds")],
+)
+def test_options_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidPayload, match=message):
+        SharedStore(FileStore(tmp_path), FileStore(tmp_path), **options)

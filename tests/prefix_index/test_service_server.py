@@ -1,0 +1,240 @@
+"""The store service's process: its limits, who may listen on which socket, and the command that runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from prefix_index import InvalidPayload, StoreFolderError, StoreUnavailable
+from prefix_index.service import Depot, Limits, ServedFolder, StoreClient, StoreServer, messages
+from prefix_index.service.endpoint import SocketPlace, socket_path
+from prefix_index.service.reservations import Reservations
+from prefix_index.testing import sample_identity, sample_payload
+from sglang_ext.cli.store import memory_name
+from tests.prefix_index.faults.service_process import Service
+from tests.prefix_index.served_stores import PROMPT, eventually, served
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Service]:
+    """A service in a process of its own."""
+    with Service(tmp_path) as service:
+        yield service
+
+
+def test_a_service_with_no_free_worker_says_so(tmp_path: Path) -> None:
+    limits = Limits(jobs=0)
+    with served(tmp_path, limits=limits) as endpoint, StoreClient(endpoint) as client:
+        with pytest.raises(StoreUnavailable, match="expected a free worker, found 0 requests in work"):
+            client.put(sample_payload())
+        assert list(client.list()) == []
+
+
+def test_a_forgotten_connection_says_hello_again(tmp_path: Path) -> None:
+    with served(tmp_path, limits=Limits(clients=1)) as endpoint, StoreClient(endpoint) as a, StoreClient(endpoint) as b:
+        for client in (a, b, a, b):
+            client.put(sample_payload())
+            client.rescan()
+        assert len(a.status().clients) == 1
+
+
+def test_connections_not_heard_from_are_forgotten(tmp_path: Path) -> None:
+    with served(tmp_path, limits=Limits(forget_s=0.4)) as endpoint, StoreClient(endpoint, name="stays") as client:
+        for _ in range(5):
+            StoreClient(endpoint, name="goes").open()
+        quiet = StoreClient(endpoint, name="quiet")
+        quiet.open()
+        assert len(client.status().clients) == 7
+        eventually(lambda: [c.split(",")[0].split(" ", 2)[2] for c in client.status().clients] == ["(stays)"])
+        quiet.rescan()  # says hello again by itself
+        assert len(client.status().clients) == 2
+        quiet.close()
+
+
+def test_who_was_heard_from_least_recently_is_forgotten_first(tmp_path: Path) -> None:
+    with (
+        served(tmp_path, limits=Limits(clients=2)) as endpoint,
+        StoreClient(endpoint, name="a") as a,
+        StoreClient(endpoint, name="b"),
+    ):
+        a.rescan()
+        with StoreClient(endpoint, name="c") as c:
+            assert ["(a)" in text for text in c.status().clients] == [True, False]
+
+
+def test_a_sweep_looks_at_the_partial_file_whatever_a_commit_closes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ServedFolder(tmp_path / "store", create=True) as folder:
+        reservations = Reservations(folder, grace_s=0.0)
+        held = reservations.make(sample_identity().digest, 4096)
+        inode = os.fstat(held.fd).st_ino
+        looked_at = []
+
+        def has_writer(fd: int) -> bool:
+            reservations.drop(held.name)
+            other = os.open(tmp_path / "other", os.O_CREAT | os.O_RDWR)
+            looked_at.append(os.fstat(fd).st_ino)
+            os.close(other)
+            return True
+
+        monkeypatch.setattr("prefix_index.service.reservations.has_writer", has_writer)
+        reservations.sweep()
+        assert looked_at == [inode]
+        assert reservations.sizes() == []
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://*:5555", "udp://x", "ws://x"])
+def test_network_endpoints_are_refused_by_name(endpoint: str) -> None:
+    with pytest.raises(InvalidPayload, match="a network address: the service knows no authentication"):
+        StoreClient(endpoint)
+    with pytest.raises(InvalidPayload, match="expected a Unix socket"):
+        socket_path(endpoint)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "ipc://", "ipc://relative", "ipc://@abstract", "ipc:///a/", "/a/b", "ipc:///a\n"]
+)
+def test_only_absolute_socket_paths(endpoint: str) -> None:
+    with pytest.raises(InvalidPayload, match="service endpoint: expected ipc:// and an absolute path"):
+        socket_path(endpoint)
+
+
+def test_too_long_a_path() -> None:
+    with pytest.raises(InvalidPayload, match="expected a path of at most 107 bytes, found 201 bytes"):
+        socket_path("ipc:///" + "a" * 200)
+
+
+def test_a_place_that_cannot_be_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SocketPlace, "take", lambda self: None)
+    server = StoreServer(Depot(ServedFolder(tmp_path / "store", create=True)), f"ipc://{tmp_path}/none/s")
+    with pytest.raises(
+        StoreFolderError, match="service socket: expected a place that can be bound, found No such file"
+    ):
+        server.open()
+    server.close()
+
+
+def test_a_folder_that_cannot_be_told_to_clients(tmp_path: Path) -> None:
+    depot = Depot(ServedFolder(tmp_path / "a\nb", create=True))
+    with pytest.raises(StoreFolderError, match="index store: expected a printable path"):
+        depot.open()
+
+
+def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
+    with served(tmp_path, limits=Limits()) as endpoint:
+        assert stat.S_IMODE(socket_path(endpoint).stat().st_mode) == 0o600
+
+
+def test_an_open_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(StoreFolderError, match=r"socket's folder: expected mode 0700 .* chmod 700"):
+        SocketPlace(tmp_path / "open" / "s").take()
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreFolderError, match="expected a usable folder"):
+        SocketPlace(tmp_path / "file" / "s").take()
+
+
+def test_a_live_service_keeps_its_socket_and_a_dead_ones_is_replaced(process: Service, tmp_path: Path) -> None:
+    path = socket_path(process.endpoint)
+    with pytest.raises(StoreFolderError, match=f"expected no running service, found process {process.pid}"):
+        SocketPlace(path).take()
+    process.kill()
+    assert path.exists()
+    assert process.start()
+    with StoreClient(process.endpoint) as client:
+        client.put(sample_payload())
+
+
+def test_a_file_in_the_sockets_place_stays(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run" / "s").write_text("mine")
+    with pytest.raises(StoreFolderError, match="expected a socket or nothing, found another file"):
+        SocketPlace(tmp_path / "run" / "s").take()
+    assert (tmp_path / "run" / "s").read_text() == "mine"
+    (tmp_path / "run" / "s").unlink()
+    place = SocketPlace(tmp_path / "run" / "s")
+    place.take()
+    place.give_back()
+
+
+def test_a_socket_below_a_file_is_no_socket(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreFolderError, match=r"/file/x: socket's folder: expected .*, found Not a directory; give"):
+        StoreClient(f"ipc://{tmp_path}/file/x/store").open()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_somebody_elses_socket_is_not_asked(tmp_path: Path) -> None:
+    (tmp_path / "s").touch()
+    os.chown(tmp_path / "s", 12345, -1)
+    with pytest.raises(StoreFolderError, match="service socket: expected owner 0, found owner 12345"):
+        StoreClient(f"ipc://{tmp_path}/s").open()
+
+
+def test_each_store_has_a_dram_folder_of_its_own() -> None:
+    names = {
+        memory_name(path) for path in ("/srv/a-b/c", "/srv/a/b-c", "/srv/a-b-c", "/x" * 100 + "/s", "/y" * 100 + "/s")
+    }
+    assert len(names) == 5
+    assert memory_name("/srv/a/../a-b/c/") in names
+    assert all("/" not in name and len(name) < 100 for name in names)
+
+
+def test_the_command_serves_and_tells(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    endpoint = f"ipc://{tmp_path}/run/s"
+    command = [sys.executable, "-m", "sglang_ext.cli", "store"]
+    flags = [
+        "--dir",
+        tmp_path / "store",
+        "--memory-bytes",
+        "1M",
+        "--memory-dir",
+        tmp_path / "dram",
+        "--max-bytes",
+        "1G",
+    ]
+    served = subprocess.Popen([*command, "serve", *flags, "--endpoint", endpoint], stderr=subprocess.PIPE, text=True)
+    try:
+        with StoreClient(endpoint, timeout_s=30.0, name="test") as client:
+            client.put(sample_payload())
+            lease = client.lease(sample_identity(PROMPT))
+            assert lease is not None
+            told = subprocess.run(
+                [*command, "status", "--endpoint", endpoint, "--json"], capture_output=True, check=True
+            )
+            status = msgspec.json.decode(told.stdout, type=messages.Status)
+            assert (status.pid, status.indexes) == (served.pid, 1)
+            assert [(t.name, t.max_bytes) for t in status.tiers] == [("dram", 1 << 20), ("ssd", 1 << 30)]
+            assert status.leases == [sample_identity(PROMPT).digest]
+            assert any("(test)" in text for text in status.clients)
+            shown = subprocess.run(
+                [*command, "status", "--endpoint", endpoint], capture_output=True, text=True, check=True
+            )
+            assert f"pid {served.pid}" in shown.stdout
+            assert "1 leases held" in shown.stdout
+            again = subprocess.run(
+                [*command, "serve", *flags, "--endpoint", endpoint], capture_output=True, text=True, check=False
+            )
+            assert (again.returncode, "expected no running service" in again.stderr) == (1, True)
+        served.send_signal(signal.SIGTERM)
+        _, said = served.communicate(timeout=20)
+        assert served.returncode == 0
+        assert "store INFO serves" in said
+        assert "ends after" in said
+        assert "Traceback" not in said
+    finally:
+        served.kill()
+        served.wait()
+    missing = subprocess.run([*command, "status", "--endpoint", endpoint], capture_output=True, text=True, check=False)
+    assert missing.returncode == 1
+    assert "start `sglang-ext store serve`" in missing.stderr

@@ -1,0 +1,136 @@
+"""SharedStore against a dictionary, while its remote store loses values at random and goes away."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from prefix_index import (
+    FileStore,
+    IndexNotFound,
+    SharedStore,
+    StoreUnavailable,
+    link,
+    outbox,
+)
+from prefix_index.remote import RemoteStore
+from tests.prefix_index.machine import DEFAULT, PAGES, STEPS, TENANT, Clock, Key, StoreMachine, identity_of
+from tests.prefix_index.remote_stores import CHUNK_NBYTES
+from tests.prefix_index.shared_stores import SOON, Shaky, fill_of, flushed
+
+
+class SharedMachine(StoreMachine):
+    """One machine whose remote store loses values at random and goes away. What is local is what the base machine's
+    store would be, whatever happens there; what is evicted from local is there while remote has it.
+    """
+
+    def make(self) -> SharedStore:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(link, "FIRST_AWAY_S", 0.0)
+        self.patch.setattr(outbox, "FIRST_RETRY_S", 0.0001)
+        self.clock = Clock()
+        self.folder = Path(tempfile.mkdtemp())
+        self.blobs = Shaky()
+        local = FileStore(self.folder, create=True, clock=self.clock)
+        over = RemoteStore(self.blobs, chunk_nbytes=CHUNK_NBYTES, backoff_s=0.0, clock=self.clock)
+        self.shared = SharedStore(local, over, timeout_s=SOON, rescan_s=0.0)
+        return self.shared
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.patch.undo()
+        shutil.rmtree(self.folder)
+
+    def is_here(self, key: Key) -> bool:
+        return self.shared.local.contains(identity_of(*key))
+
+    @precondition(lambda self: not self.blobs.fails)
+    @rule(pages=PAGES, tenant=TENANT)
+    def evict(self, pages: int, tenant: str | None) -> None:
+        """Behind the store's back; remote may have lost it before."""
+        key, identity = (pages, tenant), identity_of(pages, tenant)
+        assert flushed(self.shared)
+        if key in self.model:
+            self.shared.local.delete(identity)
+            self.shared.rescan()
+            if not self.shared.remote.contains(identity):
+                self.drop(key)
+
+    @precondition(lambda self: not self.blobs.fails)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        names = sorted(name for name in self.blobs.names("prefix_index") if not name.endswith(".lease"))
+        if names:
+            for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4)):
+                self.blobs.delete(name)
+            assert flushed(self.shared)
+            self.shared.rescan()
+            for key in (*self.model, *self.expired, *self.reported):
+                if not self.is_here(key) and not self.shared.contains(identity_of(*key)) and key not in self.expired:
+                    self.drop(key)
+
+    @rule()
+    def go_away(self) -> None:
+        """With all that is only there fetched before: what else is a miss is another test's."""
+        for key in tuple(self.model):
+            fill_of(self.shared, identity_of(*key).digest)
+        self.blobs.fails = True
+
+    @rule()
+    def come_back(self) -> None:
+        self.blobs.fails = False
+        for name in self.blobs.names("prefix_index"):
+            if name.endswith(".lease"):  # as if the time of those that nobody could give back were over
+                self.blobs.delete(name)
+        self.shared.rescan()
+
+    @rule()
+    def collect(self) -> None:
+        """What only remote holds may have been lost, or wait there until it is back."""
+        removed = {entry.digest for entry in self.store.collect()}
+        expired = {identity_of(*key).digest: key for key in self.expired}
+        assert removed <= set(expired)
+        for digest in removed:
+            self.drop(expired[digest])
+
+    @rule(pages=PAGES, tenant=TENANT)
+    def delete(self, pages: int, tenant: str | None) -> None:
+        deleted = self.store.delete(identity_of(pages, tenant))
+        assert deleted or (pages, tenant) not in self.model
+        self.drop((pages, tenant))
+
+    @rule()
+    def reopen(self) -> None:
+        """What was only reported is offered again, if it is still there."""
+        self.release_all()
+        self.store.close()
+        self.store.open()
+        for key in tuple(self.reported):
+            self.reported.discard(key)
+            try:
+                self.model[key] = fill_of(self.shared, identity_of(*key).digest)
+                self.use(key)
+            except (IndexNotFound, StoreUnavailable):
+                self.expired.add(key)
+        listed = {entry.digest for entry in self.store.list()}
+        for key in tuple(self.model):
+            if identity_of(*key).digest not in listed:
+                assert not self.is_here(key)
+                self.drop(key)
+
+    @invariant()
+    def listing_is_the_model(self) -> None:
+        assert {e.digest: e.retention for e in self.store.list()} == {
+            identity_of(*key).digest: self.retention.get(key, DEFAULT) for key in self.model
+        }
+        for key in self.model:
+            assert self.shared.local.contains(identity_of(*key)) or not self.blobs.fails
+
+
+TestSharedMachine = SharedMachine.TestCase
+TestSharedMachine.settings = STEPS

@@ -1,0 +1,229 @@
+"""A service that hangs (SIGSTOP): the scheduler's thread does not wait for it, and gets back what it was promised."""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefix_index import FileStore, IndexCorrupt, StoreFolderError
+from sglang_ext.config import Settings, config_from_dict
+from sglang_ext.prefill.claims import ClaimDesk
+from sglang_ext.runtime import SparseRuntime
+from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch, _prefill
+from tests.serving.test_store_in_serving import Service
+
+OTHER = list(range(2000, 2064))
+
+
+@pytest.fixture
+def service(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Service]:
+    """A running service whose folder holds an index of PROMPT."""
+    bench = make_bench()
+    bench.put(PROMPT)
+    served = Service(bench.store.folder, tmp_path / "s")
+    served.start()
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def start(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
+    """Runtimes that build, and report to `tmp_path / "report"`."""
+    started: list[SparseRuntime] = []
+
+    def make(store: object, **fields: Any) -> SparseRuntime:
+        fields = {
+            "method": "exact",
+            "methods": {"exact": {}},
+            "min_sparse_prompt_len": 16,
+            "build_align": 16,
+            "keep_ratio": 1.0,
+            "layer_plan": ["anchor"] * LAYERS,
+            "store_timeout_s": 1.0,
+            "build": "prefill",
+            "build_report": str(tmp_path / "report"),
+            **fields,
+        }
+        settings = Settings(config=config_from_dict(fields), store=str(store))
+        started.append(SparseRuntime(settings, Model(make_bench().model)))
+        return started[-1]
+
+    yield make
+    for runtime in started:
+        runtime.close()
+
+
+def _report(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "report"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _eventually(check: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if check():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begun = time.monotonic()
+    work()
+    return time.monotonic() - begun
+
+
+def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(
+    service: Service, start: Callable[..., SparseRuntime]
+) -> None:
+    runtime = start(service.url)
+    assert runtime.snapshot()["indexes_in_store"] == 1
+    service.signal(signal.SIGSTOP)
+    requests = [Request() for _ in range(4)]
+    admissions = [
+        _seconds(lambda n=n, r=r: runtime.admit(r, str(n), [*OTHER[n:], n], NAMESPACE)) for n, r in enumerate(requests)
+    ]
+    snapshots = [_seconds(runtime.snapshot) for _ in range(3)]
+    assert max(admissions) < 0.1, admissions
+    assert max(snapshots) < 0.1, snapshots
+    state = runtime.snapshot()
+    assert state["indexes_in_store"] == 1, "as last known"
+    assert any("found none yet" in problem for problem in state["store_problems"])
+    service.signal(signal.SIGCONT)
+    assert _eventually(lambda: runtime.snapshot()["store_problems"] == [])
+
+
+def test_what_is_admitted_while_the_service_hangs_is_built_once_it_answers(
+    service: Service, start: Callable[..., SparseRuntime], tmp_path: Path
+) -> None:
+    runtime, request = start(service.url, store_timeout_s=10.0), Request()
+    service.signal(signal.SIGSTOP)
+    runtime.admit(request, "a", [*OTHER, 7], NAMESPACE)
+    assert _report(tmp_path) == []
+    _prefill(runtime, "a", 65)
+    service.signal(signal.SIGCONT)
+    runtime.slot_freed(request, 0, finished=True)
+    assert [line["status"] for line in _report(tmp_path)] == ["built"]
+    with FileStore(service.folder) as store:
+        assert len(store.list()) == 2
+
+
+def test_what_turns_out_to_be_stored_is_recorded_no_longer(
+    service: Service, start: Callable[..., SparseRuntime], tmp_path: Path
+) -> None:
+    runtime, request = start(service.url, store_timeout_s=10.0), Request()
+    builds = runtime.builds
+    assert builds is not None
+    service.signal(signal.SIGSTOP)
+    runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
+    assert len(builds) == 1
+    service.signal(signal.SIGCONT)
+    assert _eventually(lambda: (builds.settle(), len(builds) == 0)[1])
+    assert [line["status"] for line in _report(tmp_path)] == ["exists"]
+    assert builds.recorder.take("a") is None
+
+
+def test_a_lease_that_comes_after_its_request_went_is_given_back(
+    service: Service, start: Callable[..., SparseRuntime]
+) -> None:
+    runtime, request = start(service.url, store_timeout_s=10.0), Request()
+    builds = runtime.builds
+    assert builds is not None
+    service.signal(signal.SIGSTOP)
+    runtime.admit(request, "a", [*OTHER, 7], NAMESPACE)
+    identity = builds._pending["a"].identity
+    builds.discard("a")
+    service.signal(signal.SIGCONT)
+
+    def free() -> bool:
+        with FileStore(service.folder) as store:
+            lease = store.lease(identity)
+            return lease is not None and (lease.release(), True)[1]
+
+    assert _eventually(free)
+
+
+def test_a_request_aborted_in_the_queue_of_an_idle_server_holds_no_lease(
+    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime]
+) -> None:
+    runtime, request = start(make_bench().store.folder), Request()
+    builds = runtime.builds
+    assert builds is not None
+    runtime.admit(request, "a", [*OTHER, 7], NAMESPACE)
+    identity = builds._pending["a"].identity
+    with FileStore(runtime.store.folder) as other:
+        assert other.lease(identity) is None
+        del request
+        gc.collect()
+        assert _eventually(lambda: other.lease(identity) is not None, 5), "nothing else happens on this server"
+
+
+def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[..., Any]) -> None:
+    """The store fails between the lease and the last check: as any error, and the lease does not stay."""
+    bench = make_bench()
+    answers = [False]
+
+    class Failing(FileStore):
+        def contains(self, key: Any) -> bool:
+            if answers:
+                return answers.pop()
+            raise StoreFolderError("index store", expected="a folder", found="none", remedy="look")
+
+    with Failing(bench.store.folder) as store:
+        desk = ClaimDesk(store)
+        claim = desk.claim(bench.identity(OTHER))
+        assert isinstance(claim.refusal, StoreFolderError)
+        assert bench.store.lease(claim.identity) is not None
+        desk.close()
+
+
+def test_a_damaged_index_whose_report_fails_is_a_fallback_and_is_tried_again(
+    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    bench.put(PROMPT)
+    runtime = start(bench.store.folder, build="off", build_report=None, prefetch_policy="wait_complete")
+
+    def damaged(key: Any) -> Any:
+        raise IndexCorrupt("checksum", expected="a", found="b", remedy="c")
+
+    def read_only(key: Any, error: Any) -> None:
+        raise StoreFolderError("index store", expected="a usable folder", found="Read-only file system", remedy="r")
+
+    monkeypatch.setattr(runtime.store, "get", damaged)
+    monkeypatch.setattr(runtime.store, "report", read_only)
+    first, second = Request(), Request()
+    runtime.admit(first, "a", [*PROMPT, 7], NAMESPACE)
+    assert runtime._plan(_decode_batch(runtime, ["a"], [66])) is None
+    assert runtime.counters.fallbacks == {"index_corrupt": 1}
+    runtime.slot_freed(first, 0, finished=True)
+    monkeypatch.undo()
+    runtime.admit(second, "b", [*PROMPT, 7], NAMESPACE)
+    assert runtime._plan(_decode_batch(runtime, ["b"], [66])) is not None
+
+
+def test_a_load_that_ends_in_an_unknown_way_does_not_end_the_scheduler(
+    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    bench.put(PROMPT)
+    runtime = start(bench.store.folder, build="off", build_report=None, prefetch_policy="wait_complete")
+
+    def broken(index: Any) -> None:
+        raise RuntimeError("the loader's own defect")
+
+    monkeypatch.setattr(runtime.residency, "_load", broken)
+    request, second = Request(), Request()
+    runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
+    assert runtime._plan(_decode_batch(runtime, ["a"], [66])) is None
+    assert runtime.counters.fallbacks == {"index_loading": 1}
+    monkeypatch.undo()
+    runtime.admit(second, "b", [*PROMPT, 8], NAMESPACE)
+    assert runtime._plan(_decode_batch(runtime, ["b"], [66])) is not None, "loaded anew"
