@@ -19,7 +19,6 @@ from .errors import (
     IndexMismatch,
     IndexNotFound,
     IndexStoreError,
-    IndexUnreadable,
     StoreUnavailable,
 )
 from .format import ArrayKey, aligned
@@ -33,7 +32,7 @@ _ASK_AGAIN_S: Final = 1.0
 _PROMOTE_AGAIN_S: Final = 30.0
 _MAX_FAILED: Final = 10_000
 _READ_AHEAD_NBYTES: Final = 32 << 20
-_DAMAGE: Final = (IndexFormatError, IndexUnreadable, IndexMismatch)
+_DAMAGE: Final = (IndexFormatError, IndexMismatch)
 
 
 class TierCounters(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from numpy.typing import NDArray
 
-from .copies import digest_in, entry_of
+from .copies import entry_of
 from .errors import (
     IndexFormatError,
     IndexMismatch,
@@ -27,7 +27,7 @@ from .prefetch import Cancelled, Check, Promoter
 from .store import IndexEntry, IndexStore, Retention
 from .writer import IndexPayload, LazyArray
 
-DAMAGE: Final = (IndexFormatError, IndexUnreadable, IndexMismatch)
+DAMAGE: Final = (IndexFormatError, IndexMismatch)
 _FETCH_AGAIN_S: Final = 30.0
 _STRIPES: Final = 256
 
@@ -105,10 +105,6 @@ class Exchange:
         """Whether remote's index is not to be served: it is about to change, or there is no remote."""
         return digest in self.outbox or not self.link.is_open
 
-    def damage(self, digest: str) -> IndexStoreError | None:
-        """Why local's index is not to be served although its header may be good; None where nothing is known."""
-        return next((p.error for p in self.local.problems() if digest_in(p.path) == digest), None)
-
     def offered(self, digest: str) -> IndexEntry | None:
         return entry_of(self.link.known(self.remote.list, ()), digest)
 
@@ -127,8 +123,10 @@ class Exchange:
                 self._fetching[digest] = False
 
     def _fetch(self, digest: str, check: Check) -> None:
-        """Copies remote's index to local, unless that has one. Raises where local has none afterwards."""
-        if self.damage(digest) is None and self.local.contains(digest):
+        """Copies remote's index to local, unless that has one. Raises where local has none afterwards, and where it
+        has one that the system does not give us now: that is not damage, and not replaced.
+        """
+        if self._is_here(digest):
             self.local.prefetch(digest)
             return
         with self._lock:
@@ -150,6 +148,18 @@ class Exchange:
             with self._lock:
                 self._fetching.pop(digest, None)
         raise Cancelled
+
+    def _is_here(self, digest: str) -> bool:
+        """Raises IndexUnreadable."""
+        if self.local.contains(digest):
+            return True
+        try:
+            self.local.get(digest).close()
+        except IndexUnreadable:
+            raise
+        except IndexStoreError:
+            return False
+        return True
 
     def _copy_here(self, digest: str, check: Check) -> None:
         def still_wanted() -> None:

@@ -256,7 +256,8 @@ class FileStore:
             self._check_open()
             self._books.look_again(digest)
             signature = self._books.signature(digest)
-            if signature is None:
+            expired = digest not in self._books.catalog and self._books.catalog.held(digest) is not None
+            if signature is None or expired:  # a miss already
                 return
             certain = self._books.served.only(digest, signature)
             if certain:

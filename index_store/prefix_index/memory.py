@@ -172,7 +172,7 @@ class MemoryStore:
         with self._lock:
             self._check_open()
             held = self._held.get(digest)
-            if held is None:
+            if held is None or digest not in self._catalog:  # an expired one is a miss already
                 return
             certain = self._served.only(digest, held.version)
         if not certain:  # about another version, perhaps: this one is guilty only if it is damaged

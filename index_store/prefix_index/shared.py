@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final
 
 from .copies import digest_in, entry_of
-from .errors import IndexNotFound, IndexStoreError, InvalidPayload, StoreClosed, StoreUnavailable
+from .errors import IndexNotFound, IndexStoreError, IndexUnreadable, InvalidPayload, StoreClosed, StoreUnavailable
 from .exchange import DAMAGE, Exchange, SharedCounters
 from .keys import PAGE_TOKENS, ModelFingerprint
 from .outbox import Change, ChangeKind
@@ -21,7 +21,7 @@ from .tiered import Wait
 from .writer import IndexPayload
 
 _CLOSE_S: Final = 5.0
-_MISSES: Final = (IndexNotFound, *DAMAGE, StoreUnavailable)
+_MISSES: Final = (IndexNotFound, *DAMAGE, IndexUnreadable, StoreUnavailable)
 _NO_ENTRIES: Sequence[IndexEntry] = ()
 _NO_PROBLEMS: Sequence[Problem] = ()
 
@@ -133,10 +133,7 @@ class SharedStore:
     def get(self, key: IndexLookup) -> IndexFile:
         digest = digest_of(key)
         self._check_open()
-        damage = self._exchange.damage(digest)
         try:
-            if damage is not None and not self._exchange.hides(digest):
-                raise damage
             index = self.local.get(key)
         except _MISSES as missing:
             index = self._get_remote(key, digest, missing)
@@ -245,23 +242,26 @@ class SharedStore:
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
         """As in the protocol; but where only local's copy is damaged (the error names its file, or a full check of
         it fails), remote's stays offered, and is fetched. An error that names no file is otherwise taken to be about
-        both.
+        both; where local's is a problem already, to be about that one.
         """
         digest = digest_of(key)
         self._check_open()
         self._exchange.end_fetch(digest)
         entry = entry_of(self.local.list(), digest)
-        if entry is None and error.path is not None and any(p.path == error.path for p in self.local.problems()):
-            return
+        if entry is None:
+            known = [problem.path for problem in self.local.problems() if digest_in(problem.path) == digest]
+            if error.path in known or (known and error.path is None):
+                return
         if entry is not None:
             ours = error.path is not None and error.path == entry.path
             ours = ours or not self._is_whole(digest)
             self.local.report(digest, error)
+            if entry_of(self.local.list(), digest) is not None:
+                return  # local has looked: it was about an older one, and says nothing of what remote is told
             if ours:
                 self._exchange.outbox.withdraw(digest)
                 return
         elif self._exchange.hides(digest):
-            self.local.report(digest, error)
             return
         if self._exchange.outbox.withdraw(digest):
             self._exchange.outbox.post(Change(digest, ChangeKind.REPORT, error=error))

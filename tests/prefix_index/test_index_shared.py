@@ -16,12 +16,14 @@ from prefix_index import (
     IndexCorrupt,
     IndexNotFound,
     IndexPayload,
+    IndexUnreadable,
     InvalidPayload,
     LazyArray,
     Retention,
     SharedStore,
     StoreFull,
     StoreUnavailable,
+    file,
     link,
     namespace_digest,
     outbox,
@@ -228,6 +230,47 @@ def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(make: Make) -> Non
     assert fill_of(store) == 5
     assert list(store.problems()) == []
     assert fill_of(store.local) == 5  # type: ignore[arg-type]
+
+
+def test_a_report_about_an_older_index_keeps_the_new_one_on_its_way(make: Make, blobs: Shaky) -> None:
+    store = make("a")
+    store.put(sample_payload(fill=1))
+    store.get(DIGEST).close()
+    assert flushed(store)
+    blobs.gate.clear()
+    store.put(sample_payload(fill=2))
+    store.report(DIGEST, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
+    blobs.gate.set()
+    assert flushed(store)
+    assert fill_of(store) == 2
+    store.local.delete(DIGEST)
+    assert fill_of(store) == 2
+    assert list(store.problems()) == []
+
+
+def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_reported_nor_replaced(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make("a")
+    entry = store.put(sample_payload(fill=5))
+    assert flushed(store)
+    inode = Path(str(entry.path)).stat().st_ino
+    opened = file.open_index
+
+    def refuse(*_: Any, **__: Any) -> int:
+        raise IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
+
+    monkeypatch.setattr(file, "open_index", refuse)
+    assert fill_of(store) == 5
+    assert store.counters.hits_remote == 1
+    store.put(sample_payload(sample_identity(LONG), fill=6))
+    assert not store.flush(0.2), "the publication is tried again"
+    monkeypatch.setattr(file, "open_index", opened)
+    assert flushed(store)
+    assert Path(str(entry.path)).stat().st_ino == inode
+    assert (fill_of(store), fill_of(store, sample_identity(LONG))) == (5, 6)
+    assert store.remote.contains(sample_identity(LONG))
+    assert list(store.problems()) == []
 
 
 # A remote store that is away

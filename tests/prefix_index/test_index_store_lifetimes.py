@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from prefix_index import IndexNotFound, IndexStore, Retention
+from prefix_index import IndexCorrupt, IndexNotFound, IndexStore, Retention
 from prefix_index.testing import sample_identity, sample_model, sample_payload
 from tests.prefix_index.conformance import PINNED, PROMPT, find, miss, same_arrays
 
@@ -93,6 +93,17 @@ def test_an_expired_index_is_a_miss_everywhere(store: IndexStore, how: str, pinn
     if held is not None:
         held.verify()
         held.close()
+
+
+def test_a_report_of_an_expired_index_changes_nothing(store: IndexStore) -> None:
+    identity = sample_identity(PROMPT)
+    store.put(sample_payload(identity))
+    store.get(identity).close()
+    store.retain(identity, long_ago())
+    store.report(identity, IndexCorrupt("checksum", expected="a", found="b", remedy="build again"))
+    assert list(store.problems()) == []
+    store.put(sample_payload(identity, fill=1))
+    assert same_arrays(store, sample_payload(identity, fill=1))
 
 
 def test_an_index_expires_when_its_time_comes(store: IndexStore) -> None:

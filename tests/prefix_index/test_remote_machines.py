@@ -55,6 +55,51 @@ def store(blobs: ObjectBlobs) -> Iterator[RemoteStore]:
 # Several machines
 
 
+def test_a_report_hides_a_generation_here_and_not_the_one_that_replaced_it_elsewhere(blobs: ObjectBlobs) -> None:
+    error = IndexCorrupt("a test", expected="a", found="b", remedy="none")
+    with machine(blobs) as one, machine(blobs) as two:
+        one.put(sample_payload(fill=1))
+        two.get(DIGEST).close()
+        two.report(DIGEST, error)
+        for call in (two.get, two.get_on_demand):
+            with pytest.raises(IndexCorrupt, match=f"{DIGEST}: a test: expected a, found b"):
+                call(DIGEST)
+        assert [p.error for p in two.problems()] == [error]
+        assert one.contains(DIGEST)
+        one.put(sample_payload(fill=2))
+        assert two.contains(DIGEST)
+        assert two.get(DIGEST).array("channels")[0] == 2
+        assert list(two.problems()) == []
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_report_that_may_be_about_an_older_generation_is_looked_into(blobs: ObjectBlobs, damaged: bool) -> None:
+    with machine(blobs) as store:
+        store.put(sample_payload(fill=1))
+        store.get(DIGEST).close()
+        store.put(sample_payload(fill=2))
+        if damaged:
+            damage(blobs, chunks_of(blobs)[1], flip(8 * 900))
+        store.report(DIGEST, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
+        assert store.contains(DIGEST) == (not damaged)
+        assert [("chunk 1" in str(p.error)) for p in store.problems()] == [True] * damaged
+
+
+def test_a_report_that_cannot_be_looked_into_hides_nothing(tmp_path: Path) -> None:
+    blobs = file_blobs(tmp_path)
+    with machine(blobs) as store:
+        store.put(sample_payload(fill=1))
+        store.get(DIGEST).close()
+        store.put(sample_payload(fill=2))
+        lost = chunks_of(blobs)[1]
+        value = blobs.fetch(lost, 1 << 20)
+        blobs.delete(lost)
+        store.report(DIGEST, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
+        blobs.write(lost, memoryview(value))
+        assert store.get(DIGEST).array("channels")[0] == 2
+        assert list(store.problems()) == []
+
+
 def test_what_one_machine_puts_the_others_find(blobs: ObjectBlobs) -> None:
     with machine(blobs) as one, machine(blobs) as two:
         one.put(sample_payload(fill=1))

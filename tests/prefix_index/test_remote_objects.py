@@ -345,6 +345,8 @@ class RemoteMachine(StoreMachine):
     def reopen(self) -> None:
         """Everything is still there, and what was only reported is offered again."""
         self.release_all()
+        self.store.close()
+        self.store.open()
         for key in tuple(self.reported):
             self.reported.discard(key)
             if self.is_over(self.retention[key]):
@@ -353,8 +355,6 @@ class RemoteMachine(StoreMachine):
             with self.store.get(identity_of(*key)) as index:
                 self.model[key] = int(index.array("channels")[0])
                 self.use(key)
-        self.store.close()
-        self.store.open()
 
 
 class RemoteFileMachine(RemoteMachine):

@@ -38,6 +38,7 @@ class TieredMachine(FileMachine):
             self.other.rescan()
             self.other.put(sample_payload(identity_of(pages, tenant), fill=fill))
             self.model[pages, tenant] = fill
+            self.replaced.add((pages, tenant))
             self.get(pages, tenant)
 
     @precondition(lambda self: self.model)

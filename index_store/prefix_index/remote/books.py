@@ -9,16 +9,20 @@ from typing import NamedTuple
 
 from ..catalog import Catalog, inconsistent
 from ..errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError
+from ..served import Served
 from ..store import Problem
 from .transfer import Found, not_found
 from .values import Manifest
 
 
 class _Bad(NamedTuple):
-    """A problem, and the generation it is about (None: look again whenever something changed)."""
+    """A problem, and the generation it is about (None: look again whenever something changed). What a reader
+    ``reported`` stands; what ``get`` found itself it looks at again.
+    """
 
     error: IndexStoreError
     generation: str | None
+    reported: bool = False
 
 
 class Books:
@@ -33,6 +37,7 @@ class Books:
         self.catalog = Catalog(clock)
         self._manifests: dict[str, Manifest] = {}
         self._problems: dict[str, _Bad] = {}
+        self._served: Served[str] = Served()
         self._seen: dict[str, Found] = {}
         self._touched: dict[str, int] = {}
         self._ticks = itertools.count(1)
@@ -40,6 +45,7 @@ class Books:
     def clear(self) -> None:
         with self.lock:
             self.catalog.clear()
+            self._served.clear()
             for book in (self._manifests, self._problems, self._seen, self._touched):
                 book.clear()
 
@@ -67,6 +73,36 @@ class Books:
             manifest = manifest or self._manifests.get(digest)
             self.forget(digest)
             self._problems[digest] = _Bad(error, None if manifest is None else manifest.generation)
+
+    def offered(self, digest: str) -> Manifest | None:
+        """Of the index, unless it is a problem."""
+        with self.lock:
+            return self._manifests.get(digest)
+
+    def gave(self, manifest: Manifest) -> None:
+        """A reader has this generation."""
+        with self.lock:
+            self._served.gave(manifest.entry.identity.digest, manifest.generation)
+
+    def gave_only(self, manifest: Manifest) -> bool:
+        """Whether nobody was given another generation than this one."""
+        with self.lock:
+            return self._served.only(manifest.entry.identity.digest, manifest.generation)
+
+    def report(self, manifest: Manifest, error: IndexStoreError) -> None:
+        """Hides this generation, if it is the one that is offered, until another one comes."""
+        digest = manifest.entry.identity.digest
+        with self.lock:
+            known = self._manifests.get(digest)
+            if known is not None and known.generation == manifest.generation:
+                self.forget(digest)
+                self._problems[digest] = _Bad(error, manifest.generation, reported=True)
+
+    def verdict(self, manifest: Manifest) -> IndexStoreError | None:
+        """What was reported about this generation."""
+        with self.lock:
+            bad = self._problems.get(manifest.entry.identity.digest)
+            return bad.error if bad is not None and bad.reported and bad.generation == manifest.generation else None
 
     def is_bad(self, manifest: Manifest) -> bool:
         """Whether this generation of the index is a problem."""

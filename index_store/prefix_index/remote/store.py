@@ -21,6 +21,7 @@ from ..errors import (
     IndexStoreError,
     StoreClosed,
     StoreFull,
+    StoreUnavailable,
 )
 from ..eviction import has_expired
 from ..format import Entry
@@ -250,9 +251,21 @@ class RemoteStore:
         return self._books.problems()
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
+        """As in the protocol. Where the index has to be read first and cannot be, the report is not believed."""
         digest = digest_of(key)
         self._check_open()
-        self._books.add_problem(digest, error)
+        manifest = self._books.offered(digest)
+        if manifest is None or self._is_expired(manifest):
+            return
+        if not self._books.gave_only(manifest):
+            try:
+                IndexFile.from_buffer(self._values.download(manifest)).verify()
+                return
+            except (IndexNotFound, StoreUnavailable):
+                return
+            except IndexFormatError as err:
+                error = err
+        self._books.report(manifest, error)
 
     def longest(
         self,
@@ -304,6 +317,9 @@ class RemoteStore:
         try:
             manifest = self._values.manifest(digest)
             while True:
+                reported = self._books.verdict(manifest)
+                if reported is not None:
+                    raise reported.at(digest)
                 if self._is_expired(manifest):
                     raise not_found(digest, "one that has expired", "build it again")
                 try:
@@ -315,15 +331,17 @@ class RemoteStore:
                     failed, manifest = manifest, self._values.manifest(digest)
                     if manifest.generation == failed.generation:
                         raise
-        except IndexNotFound:
-            if manifest is None or not self._is_expired(manifest):
+        except (IndexNotFound, IndexFormatError) as err:
+            if manifest is not None and self._books.verdict(manifest) is not None:
+                pass  # what was reported stands
+            elif isinstance(err, IndexFormatError):
+                self._books.add_problem(digest, err, manifest)
+            elif manifest is None or not self._is_expired(manifest):
                 self._books.forget(digest)
-            raise
-        except IndexFormatError as err:
-            self._books.add_problem(digest, err, manifest)
             raise
         if not self._books.is_known(manifest):
             self._books.learn(manifest, unless_bad=True)
+        self._books.gave(manifest)
         if isinstance(key, IndexIdentity):
             check_identity(key, index.identity)
         return index
