@@ -95,11 +95,12 @@ class FolderBooks:
         """The time (seconds) to write down for a use now of what was last used at ``before``.
 
         The clock's; but where that was set back behind the last use that is known, a second after that one, so that
-        the order of uses stays what it was. ``before`` itself where that is the last use, or less than a second ago.
+        the order of uses stays what it was. ``before`` itself where that is less than a second ago, or the last use:
+        uses within a second are one, and so are clocks.
         """
         now = self._clock()
-        if self.latest_use <= now:
-            used = before if 0 <= now - before < _SAME_USE_S else now
+        if self.latest_use < now + _SAME_USE_S:
+            used = before if abs(now - before) < _SAME_USE_S else now
         else:
             used = before if before > self.latest_use - _SAME_USE_S else self.latest_use + _SAME_USE_S
         self.latest_use = max(self.latest_use, used)
