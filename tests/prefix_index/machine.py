@@ -117,7 +117,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.pass_time(0)
 
     def leaving_order(self, key: Key) -> tuple[bool, bool, int]:
-        return key not in self.expired, self.retention[key].pinned, self.used[key]
+        """What has expired leaves first, whether it was pinned or not."""
+        there = key not in self.expired
+        return there, there and self.retention[key].pinned, self.used[key]
 
     def drop(self, key: Key) -> None:
         self.model.pop(key, None)
