@@ -40,7 +40,8 @@ from .memory import MemoryStore
 from .reader import IndexFile
 from .shared import SharedStore
 from .store import BuildLease, IndexEntry, IndexLookup, IndexStore, Problem, Retention
-from .tiered import TieredStore, Wait
+from .tiered import TieredStore
+from .waits import Wait
 from .writer import IndexPayload, IndexWriter, LazyArray, write_index
 
 __all__ = [

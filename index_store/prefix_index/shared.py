@@ -11,13 +11,13 @@ from functools import partial
 from typing import Final
 
 from .copies import digest_in, entry_of
-from .errors import IndexNotFound, IndexStoreError, IndexUnreadable, InvalidPayload, StoreClosed, StoreUnavailable
+from .errors import IndexNotFound, IndexStoreError, IndexUnreadable, StoreClosed, StoreUnavailable
 from .exchange import DAMAGE, Exchange, SharedCounters
 from .keys import PAGE_TOKENS, ModelFingerprint
 from .outbox import Change, ChangeKind
 from .reader import IndexFile
 from .store import BuildLease, IndexEntry, IndexLookup, IndexStore, Problem, Retention, digest_of
-from .tiered import Wait
+from .waits import Wait, check_seconds, wait_of
 from .writer import IndexPayload
 
 _CLOSE_S: Final = 5.0
@@ -60,15 +60,9 @@ class SharedStore:
         publish: bool = True,
         rescan_s: float = 2.0,
     ) -> None:
-        try:
-            self._wait = Wait(wait)
-        except ValueError:
-            words = " or ".join(w.value for w in Wait)
-            raise InvalidPayload("wait", expected=words, found=repr(wait), remedy="choose one of them") from None
-        for what, seconds in (("timeout_s", timeout_s), ("rescan_s", rescan_s)):
-            if not (math.isfinite(seconds) and seconds >= 0):
-                found = repr(seconds)
-                raise InvalidPayload(what, expected="finite seconds, 0 or more", found=found, remedy="correct it")
+        self._wait = wait_of(wait)
+        check_seconds("timeout_s", timeout_s)
+        check_seconds("rescan_s", rescan_s)
         self.local = local
         self.remote = remote
         self._timeout_s, self._publish, self._rescan_s = timeout_s, publish, rescan_s

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import partial
 from typing import Final
 
 from .catalog import inconsistent
 from .copies import Copies, TierCounters, checksum_in, digest_in, entry_of
-from .errors import IndexStoreError, InvalidPayload, StoreClosed, StoreUnavailable
+from .errors import IndexStoreError, StoreClosed, StoreUnavailable
 from .keys import PAGE_TOKENS, ModelFingerprint
 from .prefetch import Promoter
 from .reader import IndexFile
 from .store import BuildLease, IndexEntry, IndexLookup, IndexStore, Problem, Retention, digest_of
+from .waits import Wait, check_seconds, wait_of
 from .writer import IndexPayload, LazyArray
 
 _CLOSE_S: Final = 5.0
-
-
-class Wait(str, Enum):
-    """What ``get`` does while an index is only in the slow tier (SGLang HiCache's words).
-
-    ``best_effort``    serves from slow at once, copies to fast in the background
-    ``wait_complete``  copies to fast first, serves that; from slow where copying failed
-    ``timeout``        as ``wait_complete``, for at most ``timeout_s`` seconds
-    """
-
-    BEST_EFFORT = "best_effort"
-    WAIT_COMPLETE = "wait_complete"
-    TIMEOUT = "timeout"
 
 
 class TieredStore:
@@ -68,14 +54,8 @@ class TieredStore:
         timeout_s: float = 1.0,
         workers: int = 1,
     ) -> None:
-        try:
-            self._wait = Wait(wait)
-        except ValueError:
-            words = " or ".join(w.value for w in Wait)
-            raise InvalidPayload("wait", expected=words, found=repr(wait), remedy="choose one of them") from None
-        if not (math.isfinite(timeout_s) and timeout_s >= 0):
-            found = repr(timeout_s)
-            raise InvalidPayload("timeout_s", expected="finite seconds, 0 or more", found=found, remedy="correct it")
+        self._wait = wait_of(wait)
+        check_seconds("timeout_s", timeout_s)
         self.fast = fast
         self.slow = slow
         self._timeout_s = timeout_s

@@ -21,10 +21,11 @@ from prefix_index import (
     MemoryStore,
     Retention,
     StoreInconsistent,
+    TieredStore,
+    Wait,
 )
 from prefix_index.store import IndexLookup
 from prefix_index.testing import sample_identity, sample_payload
-from prefix_index.tiered import TieredStore, Wait
 from tests.prefix_index.tiered_stores import SOON, CatalogStore, FarStore, fill_of, memory, opened, put_elsewhere
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from prefix_index import FileStore, IndexStore, MemoryStore
+from prefix_index import FileStore, IndexStore, MemoryStore, TieredStore, Wait
 from prefix_index.testing import sample_payload
-from prefix_index.tiered import TieredStore, Wait
 from tests.prefix_index.machine import FILL, PAGES, STEPS, TENANT, identity_of
 from tests.prefix_index.test_index_machine import FileMachine
 from tests.prefix_index.tiered_stores import SOON

@@ -23,11 +23,12 @@ from prefix_index import (
     LazyArray,
     MemoryStore,
     Retention,
+    TieredStore,
+    Wait,
 )
 from prefix_index import tiered as tiered_module
 from prefix_index.prefetch import MAX_PENDING, Promoter
 from prefix_index.testing import sample_identity, sample_payload
-from prefix_index.tiered import TieredStore, Wait
 from tests.prefix_index.tiered_stores import (
     SOON,
     GatedStore,

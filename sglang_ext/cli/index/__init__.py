@@ -26,6 +26,8 @@ failed or is damaged, 2 wrong usage, 130 interrupted.
 
 _Adder = Callable[[argparse.ArgumentParser], object]
 _Run = Callable[[argparse.Namespace], int]
+_Add = Callable[..., None]
+"""(name, run, one-line summary, examples, what adds its arguments...) of one subcommand."""
 
 
 def add_parser(commands: Any) -> None:
@@ -54,6 +56,12 @@ def add_parser(commands: Any) -> None:
             argument(one)
         one.set_defaults(run=_guarded(run))
 
+    _add_looking(add)
+    _add_keeping(add)
+    _add_moving(add)
+
+
+def _add_looking(add: _Add) -> None:
     add(
         "ls",
         listing.run_ls,
@@ -84,6 +92,9 @@ def add_parser(commands: Any) -> None:
         ),
         lambda p: p.add_argument("--jobs", type=_positive, metavar="N", help="threads (default: cores, at most 4)"),
     )
+
+
+def _add_keeping(add: _Add) -> None:
     add(
         "rm",
         keeping.run_rm,
@@ -115,6 +126,9 @@ def add_parser(commands: Any) -> None:
         _indexes("+"),
         _when,
     )
+
+
+def _add_moving(add: _Add) -> None:
     add(
         "export",
         moving.run_export,
