@@ -48,10 +48,13 @@ class ConfigError(ValueError):
 
 
 class Build(str, Enum):
-    """When this process builds indexes: never, or for every prompt it prefills from its first token."""
+    """What this process makes of the prompts that it prefills from their first token: nothing, indexes, or captures
+    for calibration.
+    """
 
     OFF = "off"
     PREFILL = "prefill"
+    CAPTURE = "capture"
 
 
 class PrefetchPolicy(str, Enum):
@@ -89,9 +92,13 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         methods: specs of the index parts that are built, by method name; empty: `method` with its defaults.
         query_samples: recorded query rows per layer and KV head (reservoir size).
         seed: of the reservoir and of k-means.
-        build: `off` (serve) or `prefill` (index every prompt this process prefills).
+        build: `off` (serve), `prefill` (index every prompt this process prefills) or `capture` (write down queries,
+            keys and values of every prompt: `sglang-ext calibrate` uses it).
         build_align: a built index covers the prompt rounded down to this many tokens.
-        build_report: file that receives one JSON line per prompt built or refused.
+        build_report: file that receives one JSON line per prompt built, captured or refused.
+        capture_folder: where captures are written; needed for `capture`.
+        capture_tail: last tokens of a prompt that a capture keeps beside the sample.
+        capture_steps: decode steps that a capture keeps.
         prefetch_policy: what a decode step does while the index is loading.
         prefetch_timeout_s: seconds waited under `timeout`.
         index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
@@ -120,6 +127,9 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     build: Build = Build.OFF
     build_align: int = 64
     build_report: str | None = None
+    capture_folder: str | None = None
+    capture_tail: int = 64
+    capture_steps: int = 64
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
     prefetch_timeout_s: float = 5.0
     index_gpu_bytes: int = 4 << 30
@@ -169,6 +179,13 @@ def _check_ranges(config: SparseAttnConfig) -> None:
             "build_align",
             config.build_align >= PAGE_TOKENS and config.build_align % PAGE_TOKENS == 0,
             f"a multiple of {PAGE_TOKENS} tokens",
+        ),
+        ("capture_tail", config.capture_tail >= 0, "0 or more tokens"),
+        ("capture_steps", config.capture_steps >= 0, "0 or more steps"),
+        (
+            "capture_folder",
+            config.build is not Build.CAPTURE or bool(config.capture_folder),
+            "a folder when build is 'capture'",
         ),
         ("prefetch_timeout_s", config.prefetch_timeout_s >= 0.0, "0 or more seconds"),
         ("index_gpu_bytes", config.index_gpu_bytes > 0, "a positive number of bytes"),

@@ -27,6 +27,7 @@ from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.prefill.builder import method_specs, profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
+from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.recorder import Chunk
 from sglang_ext.prefix.directory import PrefixDirectory
 from sglang_ext.prefix.requests import Attachment, RequestTable, SharedSlots
@@ -97,9 +98,11 @@ class SparseRuntime:
             LayerPlan.from_dict(plan, num_layers=view.num_layers, num_kv_heads=view.num_kv_heads),
             self.counters,
         )
-        self.builds: PrefillBuilds | None = None
+        self.builds: PrefillBuilds | PrefillCaptures | None = None
         if config.build is Build.PREFILL:
             self.builds = PrefillBuilds(self.store, config, view, self.model)
+        elif config.build is Build.CAPTURE:
+            self.builds = PrefillCaptures(config, view)
         self._shared: dict[str, list[SharedSlots]] = {}
         self._step = Step()
         self._stale: str | None = None
@@ -207,7 +210,7 @@ class SparseRuntime:
         """Around one forward of the target model: plan a decode batch, arm the recorder for a prefill."""
         mode = forward_batch.forward_mode
         if mode.is_decode():
-            self._step = Step(plan=self._plan(forward_batch))
+            self._step = Step(plan=self._plan(forward_batch), chunks=self._decode_chunks(forward_batch))
         elif self.builds is not None and mode.is_extend():
             self._step = Step(chunks=self._chunks(forward_batch))
         try:
@@ -298,6 +301,24 @@ class SparseRuntime:
         lens = lens if isinstance(lens, list) else torch.as_tensor(lens).tolist()
         firsts = firsts if isinstance(firsts, list) else torch.as_tensor(firsts).tolist()
         return self.builds.recorder.begin_step(forward_batch.rids, firsts, lens, self.view.device)
+
+    def _decode_chunks(self, forward_batch: Any) -> Sequence[Chunk]:
+        """What a decode step leaves behind, in a process that captures."""
+        if self.builds is None or not self.builds.records_decode or not forward_batch.rids:
+            return ()
+        lens = forward_batch.seq_lens_cpu
+        lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
+        firsts = [length - 1 for length in lens]
+        return self.builds.recorder.begin_step(forward_batch.rids, firsts, [1] * len(firsts), self.view.device)
+
+    def observe(self, layer: int, x: Tensor, y: Tensor) -> None:
+        """The residual stream around one layer's attention block, in a process that captures.
+
+        Args:
+            x, y: [num_tokens, hidden_size] before and behind the block.
+        """
+        if self._step.chunks and self.builds is not None:
+            self.builds.recorder.observe(self._step.chunks, layer, x, y)
 
     def attend(
         self,

@@ -88,8 +88,8 @@ class PromptCapture:
         return grouped.transpose(1, 2).reshape(layers, self.num_kv_heads, -1, head_dim)
 
     def asked(self) -> Tensor:
-        """[n] int64, kept tokens behind the prefix: the end of the prompt and the decode steps."""
-        return (self.positions >= self.prefix_len).nonzero().squeeze(1)
+        """[n] int64, late tokens behind the prefix: the end of the prompt and the decode steps."""
+        return (~self.sampled & (self.positions >= self.prefix_len)).nonzero().squeeze(1)
 
     def layer(self, layer: int, tokens: Tensor | None = None) -> LayerCapture:
         """One layer's capture, of some kept tokens (indices) or of all."""

@@ -84,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
     except IndexStoreError as error:
         print(f"sglang-ext prebuild: {error}", file=sys.stderr)
         return 1
-    from sglang_ext.compat.engine import PrebuildEngine
+    from sglang_ext.compat.engine import OfflineEngine
 
     with closing(store), tempfile.TemporaryDirectory() as folder:
         events = os.path.join(folder, "events.jsonl")
-        engine = PrebuildEngine(_flags(args, settings, events))
+        engine = OfflineEngine(_flags(args, settings, events))
         print(f"starting SGLang for {args.model_path} ...", file=sys.stderr, flush=True)
         try:
             engine.open()

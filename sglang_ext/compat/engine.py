@@ -1,4 +1,4 @@
-"""An offline SGLang engine for prebuild jobs, made from SGLang's own flags."""
+"""An offline SGLang engine for prebuild and calibration jobs, made from SGLang's own flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class PrebuildEngine:
+class OfflineEngine:
     """One engine process group. `open()` starts it, `close()` ends it.
 
     Args:
@@ -54,8 +54,16 @@ class PrebuildEngine:
         state: dict[str, Any] = info["internal_states"][0]["sparse_attn"]
         return state
 
-    def prefill(self, rid: str, input_ids: Sequence[int], extra_key: str | None, cache_salt: str | None) -> None:
-        """Prefill one prompt and generate a single token.
+    def prefill(
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        *,
+        max_new_tokens: int = 1,
+    ) -> None:
+        """Prefill one prompt and generate, greedily, until `max_new_tokens` or the model's end token.
 
         Raises:
             ValueError: SGLang refuses the request, for instance a cache_salt on 0.5.16.
@@ -72,7 +80,7 @@ class PrebuildEngine:
         request = GenerateReqInput(
             input_ids=list(input_ids),
             rid=rid,
-            sampling_params={"temperature": 0.0, "max_new_tokens": 1},
+            sampling_params={"temperature": 0.0, "max_new_tokens": max_new_tokens},
             **{name: value for name, value in fields.items() if value is not None},
         )
         generator = self._engine.tokenizer_manager.generate_request(request, None)

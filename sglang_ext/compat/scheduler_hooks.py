@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.compat.server_args import settings_of, unsupported
+from sglang_ext.config import Build
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,16 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         unsupported(runner.server_args),
         refusal(wrapped),
         view.refusal(),
-        _graph_refusal(runner, building=settings.config.build.value != "off"),
+        _graph_refusal(runner, settings.config.build),
     ):
         if message:
             raise RuntimeError(message)
     prometheus = bool(getattr(runner.server_args, "enable_metrics", False))
     _runtime = SparseRuntime(settings, view, prometheus=prometheus)
+    if settings.config.build is Build.CAPTURE:
+        from sglang_ext.compat.residual_stream import observe_residual_stream
+
+        observe_residual_stream(runner.model, _runtime.observe)
     logger.info(
         "sparse attention: adopted %s; method %s, store %s with %d indexes",
         type(wrapped).__name__,
@@ -54,7 +59,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     return adopt(wrapped, _runtime, layer_refusal)
 
 
-def _graph_refusal(runner: Any, *, building: bool) -> str | None:
+def _graph_refusal(runner: Any, build: Build) -> str | None:
     """CUDA graphs replay without Python: the sparse decode path does not run in them yet."""
     if runner.device != "cuda":
         return None
@@ -65,9 +70,14 @@ def _graph_refusal(runner: Any, *, building: bool) -> str | None:
             "--sparse-attn: expected decode CUDA graphs to be off; they are on. This version's sparse decode "
             "does not run inside a CUDA graph yet: add --disable-decode-cuda-graph."
         )
-    if building and not (
-        check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED)
-        or check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE)
+    no_prefill_graph = check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED)
+    if build is Build.CAPTURE and not no_prefill_graph:
+        return (
+            "--sparse-attn: expected prefill CUDA graphs to be off while prompts are captured; they are on. The "
+            "residual stream is read between layers: add --disable-prefill-cuda-graph."
+        )
+    if build is Build.PREFILL and not (
+        no_prefill_graph or check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE)
     ):
         return (
             "--sparse-attn: expected the prefill graph backend 'breakable' (SGLang's default on CUDA) or none "

@@ -48,6 +48,8 @@ class PrefillBuilds:
         model: its fingerprint.
     """
 
+    records_decode = False
+
     def __init__(self, store: IndexStore, config: SparseAttnConfig, view: BuildView, model: ModelFingerprint) -> None:
         gqa = view.num_qo_heads // view.num_kv_heads
         self.recorder = QueryRecorder(view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed)

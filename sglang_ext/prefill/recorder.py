@@ -1,7 +1,8 @@
 """Queries of a prefill, sampled as they pass: a reservoir per request, layer and KV head.
 
 Bounded memory, uniform over the tokens of the prompt (Algorithm R of Vitter, 1985, over tokens: one decision
-per token holds for all layers and heads, so a kept token is kept everywhere).
+per token holds for all layers and heads, so a kept token is kept everywhere). A capture for calibration also keeps
+every late token: the prompt's end and the decode steps.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from sglang_ext.calibration.importance import attention_importance
 
 #: Requests recorded at a time; an 8B model's capture takes 134 MB at 2,048 rows.
 MAX_CAPTURES = 8
@@ -26,7 +29,12 @@ class Capture:
         rid: request id.
         prompt_len: tokens that a complete capture has seen.
         capacity: tokens kept per layer.
-        samples: [num_layers, capacity, num_qo_heads, head_dim] on the model's device, made at the first layer.
+        late_from: position from which on tokens are kept in any case, beside the sample.
+        num_late: how many of them at most; 0 for none.
+        samples: [num_layers, capacity + num_late, num_qo_heads, head_dim] on the model's device, made at the first
+            layer: the reservoir (of min(capacity, prompt_len) rows), then the late tokens.
+        positions: [rows of samples] int64, position of the token in each row; -1 while the row is empty.
+        importance: [num_layers, rows of samples] fp32, see `residual_stream`; None unless it is observed.
         seen: tokens passed per layer, counted from position 0 without a gap.
         broken: why the capture cannot become complete any more; None while it can.
     """
@@ -36,12 +44,27 @@ class Capture:
     capacity: int
     num_layers: int
     rng: np.random.Generator
+    late_from: int = 0
+    num_late: int = 0
     samples: Tensor | None = None
-    seen: list[int] = field(default_factory=list)
+    importance: Tensor | None = None
+    positions: NDArray[np.int64] = field(init=False)
+    seen: list[int] = field(init=False)
     broken: str | None = None
 
     def __post_init__(self) -> None:
         self.seen = [0] * self.num_layers
+        self.positions = np.full(self.reservoir_rows + self.num_late, -1, dtype=np.int64)
+
+    @property
+    def reservoir_rows(self) -> int:
+        """Rows of the sample, before those of the late tokens."""
+        return min(self.capacity, self.prompt_len)
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token that may be kept."""
+        return max(self.prompt_len, self.late_from + self.num_late)
 
     @property
     def complete(self) -> bool:
@@ -50,7 +73,19 @@ class Capture:
         return self.problem() is None
 
     def decide(self, count: int, already: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which of the next `count` tokens are kept, and where: (offsets, reservoir rows), rows unique."""
+        """Which of the next `count` tokens are kept, and where: (offsets, rows of samples), rows unique."""
+        offsets, rows = self._sample(min(count, self.prompt_len - already), already)
+        if self.num_late:
+            position = already + np.arange(count)
+            late = np.flatnonzero((position >= self.late_from) & (position < self.late_from + self.num_late))
+            offsets = np.concatenate([offsets, late])
+            rows = np.concatenate([rows, self.reservoir_rows + position[late] - self.late_from])
+        self.positions[rows] = already + offsets
+        return offsets, rows
+
+    def _sample(self, count: int, already: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if count <= 0:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         index = already + np.arange(count)
         target = np.where(index < self.capacity, index, np.floor(self.rng.random(count) * (index + 1)).astype(np.int64))
         offsets = np.flatnonzero(target < self.capacity)
@@ -71,7 +106,7 @@ class Capture:
         problem = self.problem()
         if problem or self.samples is None:
             raise ValueError(problem or "nothing was recorded")
-        kept = min(self.capacity, self.prompt_len)
+        kept = self.reservoir_rows
         layers, _, heads, dim = self.samples.shape
         grouped = self.samples[:, :kept].reshape(layers, kept, num_kv_heads, heads // num_kv_heads, dim)
         return grouped.permute(0, 2, 1, 3, 4).reshape(layers, num_kv_heads, -1, dim)
@@ -80,7 +115,7 @@ class Capture:
         """None when every layer saw every token of the prompt once."""
         if self.broken:
             return self.broken
-        wrong = [layer for layer, seen in enumerate(self.seen) if seen != self.prompt_len]
+        wrong = [layer for layer, seen in enumerate(self.seen) if seen < self.prompt_len]
         if wrong:
             return (
                 f"expected {self.prompt_len} recorded tokens in every layer, got {self.seen[wrong[0]]} in layer "
@@ -108,13 +143,23 @@ class QueryRecorder:
         query_samples: rows per layer and KV head.
         gqa: query heads per KV head; query_samples / gqa tokens are kept.
         seed: reservoir seed; with the request's prompt it decides everything.
+        late: kept in any case: so many of the prompt's last tokens, and so many tokens behind it.
     """
 
-    def __init__(self, num_layers: int, num_qo_heads: int, query_samples: int, gqa: int, seed: int) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        num_qo_heads: int,
+        query_samples: int,
+        gqa: int,
+        seed: int,
+        late: tuple[int, int] = (0, 0),
+    ) -> None:
         self._num_layers = num_layers
         self._num_qo_heads = num_qo_heads
         self._capacity = max(1, query_samples // gqa)
         self._seed = seed
+        self._late = late
         self._captures: dict[str, Capture] = {}
 
     def start(self, rid: str, prompt_len: int) -> bool:
@@ -126,8 +171,16 @@ class QueryRecorder:
         if rid not in self._captures and len(self._captures) >= MAX_CAPTURES:
             return False
         rng = np.random.default_rng(self._seed)
-        self._captures[rid] = Capture(rid, prompt_len, self._capacity, self._num_layers, rng)
+        before, behind = min(self._late[0], prompt_len), self._late[1]
+        self._captures[rid] = Capture(
+            rid, prompt_len, self._capacity, self._num_layers, rng, prompt_len - before, before + behind
+        )
         return True
+
+    @property
+    def num_captures(self) -> int:
+        """Requests being recorded."""
+        return len(self._captures)
 
     def discard(self, rid: str) -> None:
         """Forget a request."""
@@ -150,17 +203,17 @@ class QueryRecorder:
             rids: requests of the step, in batch order.
             first_positions: position of each request's first token in this step; 0 starts a capture anew.
             num_tokens: tokens of each request in this step. Tokens past the prompt (decode rows of a mixed
-                batch) are never recorded.
+                batch) are never part of the sample.
         """
         chunks = []
         row = 0
         for rid, first, count in zip(rids, first_positions, num_tokens, strict=True):
             capture = self._captures.get(rid)
-            if capture is not None and not capture.complete:
+            if capture is not None and min(capture.seen) < capture.end:
                 if first == 0 and capture.seen[0]:
                     self.start(rid, capture.prompt_len)
                     capture = self._captures[rid]
-                wanted = min(count, capture.prompt_len - first)
+                wanted = min(count, capture.end - first)
                 if first != capture.seen[0]:
                     capture.broken = (
                         f"expected the prefill to go on at token {capture.seen[0]}, got token {first}: tokens "
@@ -194,7 +247,22 @@ class QueryRecorder:
                 capture.broken = f"expected at least {chunk.first_row + chunk.num_tokens} query rows, got {q.shape[0]}"
                 continue
             if capture.samples is None:
-                shape = (self._num_layers, min(self._capacity, capture.prompt_len), *q.shape[1:])
+                shape = (self._num_layers, len(capture.positions), *q.shape[1:])
                 capture.samples = torch.zeros(shape, dtype=q.dtype, device=q.device)
             capture.samples[layer].index_copy_(0, chunk.rows, q[chunk.offsets])
             capture.seen[layer] += chunk.num_tokens
+
+    def observe(self, chunks: Sequence[Chunk], layer: int, x: Tensor, y: Tensor) -> None:
+        """Keep one layer's importance of the kept tokens of the running step.
+
+        Args:
+            x, y: [num_tokens, hidden_size] residual stream before and behind the layer's attention block.
+        """
+        for chunk in chunks:
+            capture = chunk.capture
+            if capture.importance is None:
+                shape = (self._num_layers, len(capture.positions))
+                capture.importance = torch.full(shape, torch.nan, device=x.device)
+            if chunk.offsets.numel():
+                value = attention_importance(x[chunk.offsets], y[chunk.offsets])
+                capture.importance[layer].index_copy_(0, chunk.rows, value.float())

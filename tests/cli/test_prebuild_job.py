@@ -35,7 +35,7 @@ def identity_of(ids: list[int]) -> IndexIdentity:
 
 
 class Engine:
-    """Answers as `PrebuildEngine` and the runtime behind it do."""
+    """Answers as `OfflineEngine` and the runtime behind it do."""
 
     context_len = 4096
 

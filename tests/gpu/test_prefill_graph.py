@@ -21,10 +21,10 @@ FLAGS += ["--max-total-tokens", "100000", "--context-length", "40960", "--chunke
 
 _BUILD = """
 import json, sys
-from sglang_ext.compat.engine import PrebuildEngine
+from sglang_ext.compat.engine import OfflineEngine
 from sglang_ext.quality.tasks import make_document
 if __name__ == "__main__":
-    engine = PrebuildEngine(json.loads(sys.argv[1]))
+    engine = OfflineEngine(json.loads(sys.argv[1]))
     engine.open()
     try:
         ids = engine.tokenize(make_document("many_keys", seed=3, num_tokens=8192, num_questions=16).text)

@@ -230,3 +230,77 @@ def test_only_so_many_requests_are_recorded_at_a_time() -> None:
     assert recorder.start("0", 8)  # starting again is no new one
     recorder.discard("1")
     assert recorder.start("one too many", 8)
+
+
+# -- captures with late tokens --------------------------------------------------------------------------------
+
+
+def _capturing(capacity: int, tail: int, steps: int) -> QueryRecorder:
+    return QueryRecorder(LAYERS, HEADS, capacity * 2, 2, 0, late=(tail, steps))
+
+
+def _feed_steps(recorder: QueryRecorder, rid: str, first: int, count: int) -> None:
+    for position in range(first, first + count):
+        step = recorder.begin_step([rid], [position], [1], CPU)
+        for layer in range(LAYERS):
+            recorder.record(step, layer, _queries(position + 1, layer)[position:])
+
+
+@pytest.mark.parametrize("chunks", [[30], [11, 19], [28, 1, 1]], ids=["one", "two", "three"])
+def test_late_tokens_are_kept_beside_the_sample(chunks: list[int]) -> None:
+    recorder = _capturing(6, tail=4, steps=3)
+    recorder.start("a", 30)
+    _feed(recorder, "a", 30, chunks)
+    _feed_steps(recorder, "a", 30, 5)
+    capture = recorder.take("a")
+    assert capture is not None
+    assert capture.problem() is None
+    assert capture.samples is not None
+    assert capture.positions[6:].tolist() == [26, 27, 28, 29, 30, 31, 32], "two more steps than asked for"
+    for layer in range(LAYERS):
+        assert capture.samples[layer, :, 0, 0].tolist() == capture.positions.tolist()
+        assert (capture.samples[layer, ..., 1] == layer).all()
+    plain = _recorder(6)
+    plain.start("a", 30)
+    _feed(plain, "a", 30, chunks)
+    alone = plain.take("a")
+    assert alone is not None
+    assert torch.equal(capture.queries(2), alone.queries(2)), "the sample does not depend on what else is kept"
+
+
+def test_a_capture_is_complete_without_decode_steps() -> None:
+    recorder = _capturing(6, tail=4, steps=3)
+    recorder.start("a", 3)
+    _feed(recorder, "a", 3, [3])
+    capture = recorder.take("a")
+    assert capture is not None
+    assert capture.problem() is None
+    assert capture.positions.tolist() == [0, 1, 2, 0, 1, 2, -1, -1, -1]
+
+
+def test_a_gap_between_decode_steps_rejects_a_capture() -> None:
+    recorder = _capturing(6, tail=0, steps=3)
+    recorder.start("a", 10)
+    _feed(recorder, "a", 10, [10])
+    _feed_steps(recorder, "a", 11, 1)
+    capture = recorder.take("a")
+    assert capture is not None
+    assert "expected the prefill to go on at token 10, got token 11" in str(capture.problem())
+
+
+def test_importance_stands_in_the_rows_of_its_tokens() -> None:
+    recorder = _capturing(4, tail=2, steps=0)
+    recorder.start("a", 12)
+    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+    y = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
+    for first, count in ((0, 7), (7, 5)):
+        step = recorder.begin_step(["a"], [first], [count], CPU)
+        for layer in range(LAYERS):
+            recorder.record(step, layer, _queries(12, layer)[first : first + count])
+            recorder.observe(step, layer, x[first : first + count], (layer + y)[first : first + count])
+    capture = recorder.take("a")
+    assert capture is not None
+    assert capture.importance is not None
+    for layer in range(LAYERS):
+        cosine = torch.nn.functional.cosine_similarity(x, layer + y)[torch.from_numpy(capture.positions)]
+        torch.testing.assert_close(capture.importance[layer], 1 - cosine)

@@ -1,0 +1,156 @@
+"""Captures of prompts through SGLang itself: an engine whose scheduler process records what the model does."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+
+from prefix_index import ModelFingerprint
+from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture
+from sglang_ext.config import Build
+
+#: Seconds that a capture may take to be written after its request ended.
+WRITE_TIMEOUT_S = 600.0
+
+
+class CaptureError(ValueError):
+    """A prompt that could not be captured; the message says why and what to do."""
+
+
+class CaptureSession:
+    """One engine for many captures; a context manager that starts and ends it.
+
+    Args:
+        model_path: the model.
+        sglang_flags: device, dtype, attention backend, context length and so on, as for the server.
+        query_samples: sampled query rows per KV head over the whole prompt.
+        tail_tokens: last tokens of a prompt that are kept beside the sample.
+        max_decode_steps: decode steps that can be kept.
+        seed: of the sample.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        sglang_flags: Sequence[str] = (),
+        *,
+        query_samples: int = 2048,
+        tail_tokens: int = 64,
+        max_decode_steps: int = 64,
+        seed: int = 0,
+    ) -> None:
+        self._model_path = model_path
+        self._given_flags = list(sglang_flags)
+        self._max_decode_steps = max_decode_steps
+        self._settings: dict[str, Any] = {
+            "build": Build.CAPTURE.value,
+            "query_samples": query_samples,
+            "capture_tail": tail_tokens,
+            "capture_steps": max_decode_steps,
+            "seed": seed,
+        }
+        self._count = 0
+
+    def __enter__(self) -> CaptureSession:
+        from sglang_ext.compat.engine import OfflineEngine
+
+        self._folder = tempfile.TemporaryDirectory(prefix="sparse-attn-captures-")
+        self._events = Path(self._folder.name) / "events.jsonl"
+        self._engine = OfflineEngine(self._flags())
+        try:
+            self._engine.open()
+            self.model = msgspec.convert(self._engine.state()["model"], ModelFingerprint)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine.close()
+        self._folder.cleanup()
+
+    def _flags(self) -> list[str]:
+        folder = Path(self._folder.name)
+        (folder / "store").mkdir()
+        config = {**self._settings, "capture_folder": str(folder), "build_report": str(self._events)}
+        flags = ["--model-path", self._model_path, "--log-level", "error", *self._given_flags]
+        flags += ["--disable-radix-cache", "--sparse-attn", "--sparse-attn-store", str(folder / "store")]
+        flags += ["--sparse-attn-config", json.dumps(config)]
+        if "--device" not in flags:  # on a GPU, where SGLang captures graphs unless told not to
+            flags += ["--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
+        return flags
+
+    @property
+    def context_len(self) -> int:
+        """Longest request in tokens, the generated ones included."""
+        return self._engine.context_len
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids as the server makes them of a text prompt."""
+        return self._engine.tokenize(text)
+
+    def capture(
+        self, name: str, input_ids: Sequence[int], *, prefix_len: int | None = None, decode_steps: int = 16
+    ) -> PromptCapture:
+        """Run one prompt and return what was recorded, on the CPU.
+
+        Args:
+            name: of the prompt, for messages.
+            input_ids: the prompt.
+            prefix_len: leading tokens that are the prefix; None for the whole prompt.
+            decode_steps: tokens generated behind the first one; fewer when the model ends earlier.
+
+        Raises:
+            CaptureError: SGLang refuses the prompt, or what was recorded cannot be used.
+        """
+        if not 0 <= decode_steps <= self._max_decode_steps:
+            raise CaptureError(
+                f"{name}: expected 0..{self._max_decode_steps} decode steps (max_decode_steps), got {decode_steps}"
+            )
+        room = self.context_len - 1 - decode_steps
+        if not 1 <= len(input_ids) <= room:
+            raise CaptureError(
+                f"{name}: expected 1..{room} tokens (context length less what is generated), got {len(input_ids)}; "
+                "raise --context-length or shorten the prompt"
+            )
+        self._count += 1
+        rid = f"capture-{self._count}"
+        try:
+            self._engine.prefill(rid, input_ids, max_new_tokens=decode_steps + 1)
+        except ValueError as error:
+            raise CaptureError(f"{name}: refused by SGLang: {error}") from error
+        event = self._event(rid)
+        if event["status"] != "captured":
+            raise CaptureError(f"{name}: not captured: {event.get('reason')}: {event.get('detail')}")
+        path = Path(event["path"])
+        try:
+            capture = load_capture(path)
+        finally:
+            path.unlink(missing_ok=True)
+        if not bool(torch.isfinite(capture.queries).all() & torch.isfinite(capture.keys).all()):
+            raise CaptureError(
+                f"{name}: expected finite queries and keys, got NaN or infinity; does the model overflow in this dtype?"
+            )
+        return capture if prefix_len is None else capture.behind(prefix_len)
+
+    def _event(self, rid: str) -> dict[str, Any]:
+        """What the scheduler process wrote of this request; it writes when the request gives its slot back."""
+        deadline = time.monotonic() + WRITE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._events.exists():
+                for text in self._events.read_text().splitlines():
+                    event: dict[str, Any] = json.loads(text)
+                    if event.pop("rid") == rid:
+                        return event
+            time.sleep(0.02)
+        raise CaptureError(f"{rid}: the scheduler reported nothing within {WRITE_TIMEOUT_S:.0f} s; see its log")

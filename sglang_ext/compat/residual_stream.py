@@ -1,0 +1,68 @@
+"""The residual stream before and behind each attention block, seen by module hooks on SGLang's own model.
+
+Only in a process that captures prompts for calibration; needs eager prefill, as module hooks do not run in graphs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+Observer = Callable[[int, Tensor, Tensor], None]
+"""(layer, x [num_tokens, hidden_size], y [num_tokens, hidden_size])."""
+
+
+def observe_residual_stream(model: Any, observer: Observer) -> None:
+    """Call `observer` in every forward, once per layer.
+
+    Args:
+        model: SGLang's model: `model.model.layers[i].self_attn`, as its dense decoders have it, whose layers take
+            `hidden_states` and the `residual` that the fused norms have not added yet.
+        observer: what is called.
+
+    Raises:
+        RuntimeError: a model of another structure.
+    """
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    fits = layers is not None and len(layers) > 0 and all(_fits(layer) for layer in layers)
+    if not fits or layers is None:
+        raise RuntimeError(
+            f"--sparse-attn: expected a decoder whose layers have self_attn and take hidden_states and residual, got "
+            f"{type(model).__name__}; calibration does not support this architecture yet"
+        )
+    for number, layer in enumerate(layers):
+        _Probe(number, inspect.signature(type(layer).forward), observer).attach(layer)
+
+
+def _fits(layer: Any) -> bool:
+    return hasattr(layer, "self_attn") and {"hidden_states", "residual"} <= set(
+        inspect.signature(type(layer).forward).parameters
+    )
+
+
+class _Probe:
+    """Two hooks of one layer."""
+
+    def __init__(self, number: int, signature: inspect.Signature, observer: Observer) -> None:
+        self._number = number
+        self._signature = signature
+        self._observer = observer
+        self._x: Tensor | None = None
+
+    def attach(self, layer: Any) -> None:
+        layer.register_forward_pre_hook(self._before, with_kwargs=True)
+        layer.self_attn.register_forward_hook(self._behind)
+
+    def _before(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = self._signature.bind(layer, *args, **kwargs).arguments
+        hidden, residual = given["hidden_states"], given.get("residual")
+        # New memory in both cases: the fused norms write into their inputs.
+        self._x = hidden.clone() if residual is None else hidden + residual
+
+    def _behind(self, _attention: Any, _args: tuple[Any, ...], output: Tensor) -> None:
+        if self._x is not None:
+            self._observer(self._number, self._x, self._x + output)
+            self._x = None

@@ -1,0 +1,129 @@
+"""Captures for calibration: what the model made of each prompt, written down when its request ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_ext.calibration.prompt_capture import PromptCapture, save_capture
+from sglang_ext.config import SparseAttnConfig
+from sglang_ext.prefill.builds import BuildView
+from sglang_ext.prefill.recorder import Capture, QueryRecorder
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillCaptures:
+    """All captures of one process; stands where `PrefillBuilds` does in one that builds. Scheduler thread only.
+
+    Args:
+        config: checked configuration, with a `capture_folder`.
+        view: the target model runner.
+    """
+
+    records_decode = True
+
+    def __init__(self, config: SparseAttnConfig, view: BuildView) -> None:
+        assert config.capture_folder is not None
+        gqa = view.num_qo_heads // view.num_kv_heads
+        late = (config.capture_tail, config.capture_steps)
+        self.recorder = QueryRecorder(view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed, late)
+        self._folder = Path(config.capture_folder)
+        self._report_to = config.build_report
+        self._view = view
+        self._sm_scale = view.head_dim**-0.5
+
+    def __len__(self) -> int:
+        return self.recorder.num_captures
+
+    def admit(
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        namespace: Mapping[str, str | None],
+        refusal: tuple[str, str] | None,
+        owner: object | None = None,
+    ) -> None:
+        """Record a prompt from its first token on, unless its request is refused or too many are being recorded."""
+        self.discard(rid)
+        if refusal:
+            self._report(rid, status="skipped", reason=refusal[0], detail=refusal[1])
+        elif not self.recorder.start(rid, len(prompt)):
+            detail = "expected fewer prompts being recorded at a time; send it again"
+            self._report(rid, status="skipped", reason="capture_memory", detail=detail)
+
+    def settle(self) -> None:
+        """Nothing is waited for here."""
+
+    def discard(self, rid: str) -> None:
+        """Forget a request."""
+        self.recorder.discard(rid)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def finish(self, rid: str, row: int) -> None:
+        """Write the capture of a request that ended; nothing for one that was not recorded.
+
+        Args:
+            rid: the request.
+            row: its row of `req_to_token`, still filled.
+        """
+        capture = self.recorder.take(rid)
+        if capture is None:
+            return
+        problem = capture.problem()
+        if problem or capture.samples is None:
+            self._report(rid, status="failed", reason="capture_rejected", detail=problem or "nothing was recorded")
+            return
+        path = self._folder / f"{rid}.safetensors"
+        try:
+            save_capture(self._whole(capture, row), path)
+        except Exception as error:  # one prompt must not end the job
+            logger.error("sparse attention: request %s was not captured", rid, exc_info=error)
+            self._report(rid, status="failed", reason=type(error).__name__, detail=str(error))
+        else:
+            self._report(rid, status="captured", path=str(path))
+
+    def _whole(self, capture: Capture, row: int) -> PromptCapture:
+        """The capture with the prompt's keys and values, its tokens in the order of their positions.
+
+        A late token that is also in the sample stands there twice, once as each.
+        """
+        assert capture.samples is not None
+        device = capture.samples.device
+        positions = torch.from_numpy(capture.positions)
+        order = positions.argsort(stable=True)
+        order = order[positions[order] >= 0]
+        slots = self._view.req_to_token[row, : capture.prompt_len].to(torch.int64)
+        layers = range(self._view.num_layers)
+        importance = capture.importance
+        if importance is None:
+            importance = torch.full(capture.samples.shape[:2], torch.nan)
+        return PromptCapture(
+            queries=capture.samples[:, order.to(device)],
+            positions=positions[order],
+            sampled=order < capture.reservoir_rows,
+            keys=self._gather(slots, layers, "k_cache"),
+            values=self._gather(slots, layers, "v_cache"),
+            importance=importance[:, order.to(importance.device)],
+            prompt_len=capture.prompt_len,
+            sm_scale=self._sm_scale,
+        )
+
+    def _gather(self, slots: Tensor, layers: range, cache: str) -> Tensor:
+        return torch.stack([getattr(self._view.kv(layer), cache)[slots].cpu() for layer in layers])
+
+    def _report(self, rid: str, **fields: Any) -> None:
+        if self._report_to:
+            try:
+                with open(self._report_to, "a") as file:
+                    file.write(json.dumps({"rid": rid, **fields}) + "\n")
+            except OSError as error:
+                logger.error("sparse attention: build_report cannot be written (%s): %s %s", error, rid, fields)

@@ -1,0 +1,63 @@
+"""Hooks on a decoder's layers see the residual stream, whatever its fused norms write into their inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_ext.compat.residual_stream import observe_residual_stream
+
+
+class Attention(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states * 0.5
+
+
+class Layer(torch.nn.Module):
+    """As SGLang's decoder layers: the residual is added by the next norm, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = Attention()
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual = hidden_states.clone()
+        else:
+            residual.add_(hidden_states)
+        hidden_states.copy_(residual).mul_(2)
+        attended = self.self_attn(hidden_states=hidden_states)
+        return attended, residual
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.layers = torch.nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: torch.Tensor) -> None:
+        hidden, residual = x, None
+        for layer in self.model.layers:
+            hidden, residual = layer(torch.arange(len(x)), hidden, residual=residual)
+
+
+def test_x_and_y_are_the_stream_before_and_behind_attention() -> None:
+    seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    decoder = Decoder()
+    observe_residual_stream(decoder, lambda layer, x, y: seen.append((layer, x, y)))
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    expected = [(0, x.clone(), x + x), (1, 2 * x, 4 * x)]
+    decoder(x.clone())
+    assert [layer for layer, *_ in seen] == [0, 1]
+    for (_, x_seen, y_seen), (_, x_expected, y_expected) in zip(seen, expected, strict=True):
+        torch.testing.assert_close(x_seen, x_expected)
+        torch.testing.assert_close(y_seen, y_expected)
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), None])
+def test_another_structure_is_refused_by_name(model: object) -> None:
+    with pytest.raises(RuntimeError, match=r"expected a decoder whose layers have self_attn .* not support"):
+        observe_residual_stream(model, lambda *_: None)
