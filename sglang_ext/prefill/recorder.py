@@ -135,6 +135,12 @@ class Chunk:
     rows: Tensor
 
 
+def _on_device(indices: NDArray[np.int64], device: torch.device) -> Tensor:
+    """[2, n] without waiting for the device: it may be busy with the chunk before."""
+    host = torch.from_numpy(indices)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 class QueryRecorder:
     """Captures of all requests being recorded.
 
@@ -222,15 +228,7 @@ class QueryRecorder:
                     capture.samples = None
                 elif wanted > 0:
                     offsets, rows = capture.decide(wanted, first)
-                    chunks.append(
-                        Chunk(
-                            capture,
-                            row,
-                            wanted,
-                            torch.from_numpy(offsets + row).to(device),
-                            torch.from_numpy(rows).to(device),
-                        )
-                    )
+                    chunks.append(Chunk(capture, row, wanted, *_on_device(np.stack([offsets + row, rows]), device)))
             row += count
         return chunks
 

@@ -1,0 +1,414 @@
+"""What an index costs where it is made: building it, and recording queries, against the prefill of the same prompt.
+
+The Llama-3.1-8B shape with SGLang's dummy weights, in bf16, on one GPU. Three parts, each row one JSON line:
+
+`layer`      each method's builder by itself on random keys and queries of one layer: median seconds, bytes
+`prefill`    stock SGLang without our flag, per chunk size: seconds to the first token
+`recording`  one server with `--sparse-attn` and `build: prefill`, at the fastest of these chunk sizes: pairs of
+             prompts, one recorded and one not (per-request opt-out), in alternating order; what each build took
+
+    python benchmarks/build.py --out build.jsonl --check        # all parts, about 5 minutes on an H200
+    python benchmarks/build.py --table build.jsonl
+    python benchmarks/build.py --out tiny.jsonl --shape tiny --lengths 1024 2048     # a CPU is enough
+
+The time of a prefill is the client's time to the first streamed token, with its request parsed and admitted. Every
+prompt is new: random tokens, radix cache off. The limits of `--check`: building takes at most 10% of the fastest
+prefill of that length in the file, recording makes a prefill at most 3% slower (median of the pairs' ratios), and the
+fastest prefill of 131,072 tokens is no slower than 14.8 s on the H200, so that the 10% mean something.
+
+Dummy weights are uniform in -0.001..0.001: keys and queries are finite and tiny, attention is near uniform. They
+serve to time, never to judge a selection. Rows that the file holds already are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accuracy import _commit as commit
+from dummy_server import SHAPES, Row, Server, prefill, running_server, tail
+
+MAX_BUILD_SHARE = 0.10
+MAX_RECORDING_RATIO = 1.03
+#: Slowest prefill, in seconds, that a share of it may be taken of; by (shape, tokens), on the H200.
+SLOWEST_PREFILL = {("llama-3.1-8b", 131072): 14.8}
+
+
+# -- rows ------------------------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float]) -> Row:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "values": list(values)}
+
+
+def prefill_row(server: Server, num_tokens: int, repeats: int) -> Row:
+    """Seconds to the first token on a stock server."""
+    seconds = [prefill(server, num_tokens, recorded=None).first for _ in range(repeats)]
+    return {"seconds": spread(seconds), "chunked_prefill_size": server.chunk}
+
+
+def recording_row(server: Server, num_tokens: int, pairs: int) -> Row:
+    """Pairs of a recorded and an unrecorded prompt, and what became of the recorded ones.
+
+    Raises:
+        RuntimeError: an index was not built, or one was for a prompt that opted out.
+    """
+    plain, recorded, held, events = [], [], [], []
+    for number in range(pairs):
+        for record in (True, False) if number % 2 else (False, True):  # drift of the clocks hits both alike
+            timing = prefill(server, num_tokens, recorded=record)
+            event = server.event(timing.rid)
+            wanted = "built" if record else "skipped"
+            if event["status"] != wanted:
+                raise RuntimeError(f"expected {timing.rid} to be {wanted}, got {event}:\n{tail(server.log)}")
+            if record:
+                recorded.append(timing.first)
+                held.append(timing.end - timing.first)
+                events.append(event)
+                Path(event["path"]).unlink(missing_ok=True)  # 2 GB each at 131,072 tokens
+            else:
+                plain.append(timing.first)
+    ratios = [r / p for r, p in zip(recorded, plain, strict=True)]
+    parts = {name: [event[name] for event in events] for name in events[0] if name.endswith("_seconds")}
+    last = {name: events[-1].get(name) for name in ("index_bytes", "kv_bytes", "method_bytes", "recall")}
+    return {
+        "plain": spread(plain),
+        "recorded": spread(recorded),
+        "ratio": spread(ratios),
+        # Device seconds of the builders, as the index itself reports them; held: until it was stored and verified too.
+        "build": spread(parts.pop("build_seconds")),
+        "held": spread(held),
+        "other_seconds": parts,
+        **last,
+        "chunked_prefill_size": server.chunk,
+    }
+
+
+def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
+    """One method's builder on random keys and queries of one layer."""
+    import torch
+
+    from sglang_ext.indexing import make_builder, parse_spec
+
+    shape = SHAPES[args.shape]
+    heads, dim = shape["num_key_value_heads"], shape["head_dim"]
+    dtype = getattr(torch, shape["torch_dtype"])
+    device = "cpu" if args.cpu else "cuda"
+    generator = torch.Generator(device).manual_seed(args.seed)
+    keys = torch.randn(num_tokens, heads, dim, generator=generator, device=device).to(dtype)
+    queries = torch.randn(heads, args.query_samples, dim, generator=generator, device=device).to(dtype)
+    parsed = parse_spec(spec)
+    builder = make_builder(parsed)
+    seconds = []
+    for _ in range(args.layer_repeats + 1):
+        if args.cpu:
+            begun = time.perf_counter()
+            built = builder.build_layer(keys, queries)
+            seconds.append(time.perf_counter() - begun)
+        else:
+            torch.cuda.synchronize()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            built = builder.build_layer(keys, queries)
+            stop.record()
+            torch.cuda.synchronize()
+            seconds.append(start.elapsed_time(stop) / 1e3)
+    return {
+        "seconds": spread(seconds[1:]),
+        "index_bytes": sum(array.nbytes for array in built.values()),
+        "kv_bytes": 2 * keys.nbytes,
+        "layers": shape["num_hidden_layers"],
+        "parameters": parsed.to_dict(),
+    }
+
+
+# -- a run -----------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Rows of one result file: what it holds is skipped, what is measured is written at once."""
+
+    def __init__(self, out: Path, origin: Row) -> None:
+        self._out = out
+        self._origin = origin
+        self.rows: list[Row] = []
+        if out.exists():
+            same = {name: value for name, value in origin.items() if name not in ("date", "commit")}
+            found = map(json.loads, out.read_text().splitlines())
+            self.rows = [row for row in found if all(row.get(name) == value for name, value in same.items())]
+
+    def has(self, **key: Any) -> bool:
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
+
+    def add(self, measured: Row, **key: Any) -> None:
+        row = {**key, **measured, **self._origin}
+        with self._out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.rows.append(row)
+        print(brief(row), flush=True)
+
+
+def brief(row: Row) -> str:
+    """One row for the terminal."""
+    if row["bench"] == "recording":
+        return (
+            f"recording {row['num_tokens']:7d} tokens, chunks of {row['chunk']}: plain {row['plain']['median']:.3f} s, "
+            f"recorded {row['recorded']['median']:.3f} s, ratio {row['ratio']['median']:.4f} "
+            f"[{row['ratio']['min']:.4f}, {row['ratio']['max']:.4f}], build {row['build']['median']:.3f} s, "
+            f"until stored and verified {row['held']['median']:.3f} s"
+        )
+    what = f"layer {row['method']}" if row["bench"] == "layer" else f"prefill, chunks of {row['chunk']}"
+    seconds = row["seconds"]
+    return (
+        f"{what} {row['num_tokens']:7d} tokens: {seconds['median']:.4f} s [{seconds['min']:.4f}, {seconds['max']:.4f}]"
+    )
+
+
+def measure_layers(args: argparse.Namespace, run: Run) -> None:
+    for num_tokens in args.lengths:
+        for spec in args.methods:
+            key = {"bench": "layer", "method": spec["method"], "spec": spec, "num_tokens": num_tokens}
+            key["query_samples"] = args.query_samples
+            if not run.has(**key):
+                run.add(layer_row(args, spec, num_tokens), **key)
+    if not args.cpu:
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def measure_prefill(args: argparse.Namespace, run: Run, folder: Path) -> None:
+    for chunk in args.chunked_prefill_sizes:
+        keys = [{"bench": "prefill", "chunk": chunk, "num_tokens": num_tokens} for num_tokens in args.lengths]
+        keys = [key for key in keys if not run.has(**key)]
+        if keys:
+            try:
+                with running_server(args, folder, chunk, building=False) as server:
+                    prefill(server, min(args.lengths), recorded=None)
+                    for key in keys:
+                        run.add(prefill_row(server, key["num_tokens"], args.repeats), **key)
+            except RuntimeError as error:
+                if not run.has(bench="prefill"):
+                    raise
+                print(f"chunks of {chunk}: not measured: {error}", file=sys.stderr, flush=True)  # another one was
+
+
+def fastest_chunk(rows: Sequence[Row], chunks: Sequence[str]) -> str:
+    """The chunk size whose prefill of the longest prompts was the fastest; the first one when none was measured."""
+    timed = [row for row in rows if row["bench"] == "prefill" and row["chunk"] in chunks]
+    longest = max((row["num_tokens"] for row in timed), default=0)
+    timed = [row for row in timed if row["num_tokens"] == longest]
+    return str(min(timed, key=lambda row: row["seconds"]["median"])["chunk"]) if timed else chunks[0]
+
+
+def measure_recording(args: argparse.Namespace, run: Run, folder: Path) -> None:
+    chunk = fastest_chunk(run.rows, args.chunked_prefill_sizes)
+    config = json.loads(args.config)
+    keys = [{"bench": "recording", "chunk": chunk, "config": config, "num_tokens": n} for n in args.lengths]
+    keys = [key for key in keys if not run.has(**key)]
+    if not keys:
+        return
+    with running_server(args, folder, chunk, building=True) as server:
+        for record in (True, False):
+            prefill(server, min(args.lengths), recorded=record)
+        for key in keys:
+            pairs = args.pairs[min(args.lengths.index(key["num_tokens"]), len(args.pairs) - 1)]
+            run.add(recording_row(server, key["num_tokens"], pairs), **key)
+
+
+# -- what came out ---------------------------------------------------------------------------------------------
+
+
+def fastest_prefill(rows: Sequence[Row]) -> dict[int, float]:
+    """Per prompt length, the fastest median of all servers, the unrecorded prompts of a building one included."""
+    fastest: dict[int, float] = {}
+    for row in rows:
+        if row["bench"] != "layer":
+            seconds = (row["seconds"] if row["bench"] == "prefill" else row["plain"])["median"]
+            fastest[row["num_tokens"]] = min(seconds, fastest.get(row["num_tokens"], seconds))
+    return fastest
+
+
+def broken_limits(rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
+    """Which limits the rows exceed, or cannot show; empty when all hold."""
+    fastest = fastest_prefill(rows)
+    broken = []
+    for num_tokens in args.lengths:
+        found = [row for row in rows if row["bench"] == "recording" and row["num_tokens"] == num_tokens]
+        if not found:
+            broken.append(f"{num_tokens} tokens: expected a row of bench 'recording', found none; run without --only")
+        for row in found:
+            share, ratio = row["build"]["median"] / fastest[num_tokens], row["ratio"]["median"]
+            if share > MAX_BUILD_SHARE:
+                broken.append(
+                    f"{num_tokens} tokens: expected a build of at most {MAX_BUILD_SHARE:.0%} of the prefill, "
+                    f"got {share:.1%} ({row['build']['median']:.3f} of {fastest[num_tokens]:.3f} s)"
+                )
+            if ratio > MAX_RECORDING_RATIO:
+                broken.append(
+                    f"{num_tokens} tokens: expected recording to take at most {MAX_RECORDING_RATIO} times "
+                    f"the plain prefill, got {ratio:.4f}"
+                )
+        slowest = None if args.cpu else SLOWEST_PREFILL.get((args.shape, num_tokens))
+        if slowest is not None and fastest.get(num_tokens, 0.0) > slowest:
+            broken.append(
+                f"{num_tokens} tokens: expected a prefill of at most {slowest} s, got {fastest[num_tokens]:.2f} s; "
+                "try other --chunked-prefill-sizes"
+            )
+    return broken
+
+
+def table(paths: Sequence[str]) -> str:
+    """Result files as Markdown: one section per device and shape."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for path in paths:
+        for text in Path(path).read_text().splitlines():
+            row = json.loads(text)
+            groups.setdefault((row["shape"], row["device"], row["sglang"]), []).append(row)
+    parts = []
+    for (shape, device, sglang), rows in groups.items():
+        fastest = fastest_prefill(rows)
+        lines = [f"{shape}, {device}, SGLang {sglang}", "", *_server_lines(rows, fastest), ""]
+        parts.append("\n".join([*lines, *_layer_lines(rows, fastest)]))
+    return "\n\n".join(parts)
+
+
+def _range(values: Row, digits: int) -> str:
+    return f"{values['median']:.{digits}f} ({values['min']:.{digits}f}-{values['max']:.{digits}f})"
+
+
+def _server_lines(rows: Sequence[Row], fastest: dict[int, float]) -> list[str]:
+    lines = ["| tokens | chunks of | server | prefill s | recorded s | ratio | build s | of the fastest prefill |"]
+    lines[0] += " until verified s | index of KV |"
+    lines.append("|" + "---|" * 10)
+    for row in sorted((r for r in rows if r["bench"] != "layer"), key=lambda r: (r["num_tokens"], r["bench"])):
+        chunk = f"{row['chunked_prefill_size']}" if row["chunk"] == "default" else row["chunk"]
+        if row["bench"] == "prefill":
+            lines.append(f"| {row['num_tokens']} | {chunk} | stock | {_range(row['seconds'], 3)} | | | | | | |")
+            continue
+        methods = ", ".join(row["config"].get("methods") or [row["config"].get("method", "default")])
+        lines.append(
+            f"| {row['num_tokens']} | {chunk} | building {methods} | {_range(row['plain'], 3)} "
+            f"| {_range(row['recorded'], 3)} | {_range(row['ratio'], 4)} | {_range(row['build'], 3)} "
+            f"| {row['build']['median'] / fastest[row['num_tokens']]:.1%} | {_range(row['held'], 2)} "
+            f"| {row['index_bytes'] / row['kv_bytes']:.1%} |"
+        )
+    return lines
+
+
+def _layer_lines(rows: Sequence[Row], fastest: dict[int, float]) -> list[str]:
+    lines = ["| method | tokens | ms a layer | all layers s | of the fastest prefill | index of KV |", "|" + "---|" * 6]
+    for row in sorted((r for r in rows if r["bench"] == "layer"), key=lambda r: (r["num_tokens"], r["method"])):
+        seconds = row["seconds"]["median"] * row["layers"]
+        share = f"{seconds / fastest[row['num_tokens']]:.1%}" if row["num_tokens"] in fastest else ""
+        changed = ", ".join(f"{name}={value}" for name, value in row["spec"].items() if name != "method")
+        lines.append(
+            f"| {row['method']}{f' ({changed})' if changed else ''} | {row['num_tokens']} "
+            f"| {_range({name: row['seconds'][name] * 1e3 for name in ('median', 'min', 'max')}, 2)} "
+            f"| {seconds:.2f} | {share} | {row['index_bytes'] / row['kv_bytes']:.1%} |"
+        )
+    return lines
+
+
+# -- command line ----------------------------------------------------------------------------------------------
+
+
+def method_spec(text: str) -> Row:
+    """argparse type: a method's name, or a JSON object with its parameters."""
+    from sglang_ext.indexing import parse_spec
+
+    try:
+        spec: Row = json.loads(text) if text.startswith("{") else {"method": text}
+        parse_spec(spec)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return spec
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="build.jsonl", help="result file; rows are appended")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    parser.add_argument("--check", action="store_true", help="fail when a limit is exceeded")
+    parser.add_argument("--only", nargs="+", choices=["layer", "prefill", "recording"], help="parts to measure")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 131072], metavar="TOKENS")
+    parser.add_argument("--chunked-prefill-sizes", nargs="+", default=["8192", "32768"], metavar="TOKENS|default")
+    parser.add_argument("--config", default="{}", help="--sparse-attn-config of the building server, as JSON")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        type=method_spec,
+        default=[{"method": name} for name in ("csattention", "two_level", "token_index", "ab_sparse")],
+        metavar="NAME|JSON",
+        help="methods of the rows `layer`",
+    )
+    parser.add_argument("--query-samples", type=int, default=2048, help="query rows per KV head, for the rows `layer`")
+    parser.add_argument("--layer-repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3, help="prompts per stock prefill row")
+    parser.add_argument(
+        "--pairs", nargs="+", type=int, default=[7, 3], metavar="N", help="per length; the last for all others"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dir", type=Path, help="where the temporary store and logs lie")
+    parser.add_argument("--start-seconds", type=float, default=300.0, help="how long a server may take to start")
+    parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of the device")
+    args = parser.parse_args(argv)
+    args.lengths = sorted(set(args.lengths))
+    import torch
+
+    args.cpu = not torch.cuda.is_available()
+    return args
+
+
+def provenance(args: argparse.Namespace) -> Row:
+    """What a row needs to be repeated, beside its key."""
+    import torch
+
+    return {
+        "shape": args.shape,
+        "device": (platform.processor() or "CPU") if args.cpu else torch.cuda.get_device_name(),
+        "sglang": version("sglang"),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "seed": args.seed,
+        "flags": args.sglang_flags,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> int:
+    """Measure what the result file does not hold yet; returns the exit status."""
+    args = parse()
+    if args.table:
+        print(table(args.table))
+        return 0
+    run = Run(Path(args.out), provenance(args))
+    parts = args.only or ["layer", "prefill", "recording"]
+    with tempfile.TemporaryDirectory(dir=args.dir) as name:
+        if "layer" in parts:
+            measure_layers(args, run)
+        if "prefill" in parts:
+            measure_prefill(args, run, Path(name))
+        if "recording" in parts:
+            measure_recording(args, run, Path(name))
+    if args.check:
+        broken = broken_limits(run.rows, args)
+        print("\n".join(broken) or "all limits hold")
+        return 1 if broken else 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

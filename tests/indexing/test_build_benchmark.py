@@ -1,0 +1,237 @@
+"""`benchmarks/build.py`: what it sends, counts and refuses, against a server of our own; and once with SGLang's."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ORIGIN = {"shape": "tiny", "device": "CPU", "sglang": "0", "commit": "a", "date": "2026-11-21"}
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("build")
+
+
+class Fake:
+    """Answers /generate as SGLang streams: a first token after `first` seconds, the second one after `build` more."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bodies: list[dict[str, Any]] = []
+        self.first, self.build, self.recording = 0.02, 0.05, 0.0
+        self.counts = [1, 2]
+        self.built = "built"
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                fake.answer(self)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        self.bodies.append(body)
+        recorded = "custom_params" not in body["sampling_params"]
+        handler.send_response(200)
+        handler.end_headers()
+        time.sleep(self.first + self.recording * recorded)
+        for count in self.counts:
+            if count == 2 and recorded:
+                time.sleep(self.build)
+            if count == 2:
+                self.report(body["rid"], recorded)
+            piece = {"output_ids": [3] * count, "meta_info": {"completion_tokens": count, "cached_tokens": 0}}
+            handler.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
+            handler.wfile.flush()
+        handler.wfile.write(b"data: [DONE]\n\n")
+
+    def report(self, rid: str, recorded: bool) -> None:
+        event: dict[str, Any] = {"rid": rid, "status": "skipped"}
+        if recorded:
+            path = self.folder / rid
+            path.write_text("an index")
+            event = {"rid": rid, "status": self.built, "path": str(path), "index_bytes": 10, "kv_bytes": 100}
+            event |= {"build_seconds": 0.5, "kmeans_seconds": 0.25}
+        with (self.folder / "events").open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Fake]:
+    server = Fake(tmp_path)
+    yield server
+    server.http.shutdown()
+
+
+@pytest.fixture
+def server(build: Any, fake: Fake, tmp_path: Path) -> Any:
+    (tmp_path / "log").write_text("the end of the log")
+    url = f"http://127.0.0.1:{fake.http.server_address[1]}"
+    return build.Server(url, tmp_path / "log", tmp_path / "events", vocab=64, seed=3)
+
+
+def test_a_prefill_is_timed_to_its_first_token_and_every_prompt_is_new(build: Any, server: Any, fake: Fake) -> None:
+    fake.first, fake.build = 0.1, 0.3
+    timing = build.prefill(server, 50, recorded=True)
+    assert 0.1 <= timing.first < 0.3
+    assert 0.4 <= timing.end < 2.0
+    build.prefill(server, 50, recorded=None)
+    first, second = (body["input_ids"] for body in fake.bodies)
+    assert first != second
+    assert len(first) == len(second) == 50
+    assert all(16 <= token < 64 for token in first)
+    assert all(body["sampling_params"]["max_new_tokens"] == 2 and body["stream"] for body in fake.bodies)
+
+
+def test_pairs_alternate_and_only_the_recorded_prompt_is_built(
+    build: Any, server: Any, fake: Fake, tmp_path: Path
+) -> None:
+    fake.recording = 0.06
+    row = build.recording_row(server, 40, 3)
+    opted_out = ["custom_params" in body["sampling_params"] for body in fake.bodies]
+    assert opted_out == [True, False, False, True, True, False]
+    assert row["ratio"]["median"] > 1.5
+    assert row["recorded"]["median"] >= 0.08 > row["plain"]["min"]
+    assert row["build"] == {"median": 0.5, "min": 0.5, "max": 0.5, "values": [0.5] * 3}
+    assert row["other_seconds"] == {"kmeans_seconds": [0.25] * 3}
+    assert row["held"]["min"] >= 0.05
+    assert not list(tmp_path.glob("build-*")), "indexes of two gigabytes each would fill the disk"
+
+
+def test_a_prompt_whose_index_is_not_built_is_an_error(build: Any, server: Any, fake: Fake) -> None:
+    fake.built = "failed"
+    with pytest.raises(RuntimeError, match=r"expected build-2 to be built, got .*failed"):
+        build.recording_row(server, 40, 1)
+
+
+def test_a_first_token_that_comes_with_the_second_is_no_timing(build: Any, server: Any, fake: Fake) -> None:
+    fake.counts = [2]
+    with pytest.raises(RuntimeError, match=r"expected the first token before the second one, got .*\[2\]"):
+        build.prefill(server, 40, recorded=True)
+    assert len(fake.bodies) == 3
+
+
+def timed(*seconds: float) -> dict[str, Any]:
+    return {"median": sorted(seconds)[len(seconds) // 2], "min": min(seconds), "max": max(seconds)}
+
+
+def rows(build_seconds: float, ratio: float, prefill: float = 2.0, tokens: int = 64) -> list[dict[str, Any]]:
+    size = {"num_tokens": tokens, "chunk": "32", "chunked_prefill_size": 32, **ORIGIN}
+    recording = {"plain": timed(2.5), "recorded": timed(2.6), "held": timed(1.0), "config": {}}
+    recording |= {"ratio": timed(ratio), "build": timed(build_seconds), "index_bytes": 10, "kv_bytes": 100}
+    layer = {"method": "ab_sparse", "spec": {"method": "ab_sparse", "block_size": 16}, "layers": 2}
+    layer |= {"seconds": timed(0.05), "index_bytes": 1, "kv_bytes": 50}
+    return [
+        {"bench": "prefill", "seconds": timed(prefill), **size},
+        {"bench": "prefill", "seconds": timed(3.0), **size, "chunk": "16"},
+        {"bench": "recording", **recording, **size},
+        {"bench": "layer", **layer, **size},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (rows(0.2, 1.03), None),
+        (rows(0.21, 1.0), "expected a build of at most 10% of the prefill, got 10.5%"),
+        (rows(0.21, 1.0, prefill=2.6), None),  # 2.5 s, unrecorded, is then the fastest
+        (rows(0.26, 1.0, prefill=2.6), "got 10.4%"),
+        (rows(0.1, 1.031), "expected recording to take at most 1.03 times the plain prefill, got 1.0310"),
+        (rows(0.1, 1.0)[:1], "found none"),
+    ],
+    ids=["at the limits", "build", "fastest is plain", "share of plain", "recording", "nothing measured"],
+)
+def test_limits(build: Any, found: list[dict[str, Any]], message: str | None) -> None:
+    args = argparse.Namespace(lengths=[64], shape="tiny", cpu=True)
+    broken = build.broken_limits(found, args)
+    assert len(broken) == (message is not None), broken
+    assert message is None or message in broken[0]
+
+
+def test_a_slow_prefill_makes_the_share_worthless(build: Any) -> None:
+    found = rows(0.1, 1.0, prefill=15.0, tokens=131072)
+    found[1]["seconds"] = found[2]["plain"] = timed(15.0)
+    args = argparse.Namespace(lengths=[131072], shape="llama-3.1-8b", cpu=False)
+    (message,) = build.broken_limits(found, args)
+    assert "expected a prefill of at most 14.8 s, got 15.00 s" in message
+    args.cpu = True
+    assert build.broken_limits(found, args) == []
+
+
+def test_the_table_takes_shares_of_the_fastest_prefill(build: Any, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows(0.1, 1.01)))
+    text = build.table([str(file)])
+    assert "| 64 | 32 | stock | 2.000 (2.000-2.000) |" in text
+    assert "| 1.0100 (1.0100-1.0100) | 0.100 (0.100-0.100) | 5.0% | 1.00 (1.00-1.00) | 10.0% |" in text
+    assert "| ab_sparse (block_size=16) | 64 | 50.00 (50.00-50.00) | 0.10 | 5.0% | 2.0% |" in text
+    for part in text.split("\n\n"):
+        assert len({line.count("|") for line in part.splitlines() if line.startswith("|")}) <= 1
+
+
+def test_rows_of_the_file_are_skipped_and_those_of_another_origin_are_not(build: Any, tmp_path: Path) -> None:
+    run = build.Run(tmp_path / "rows.jsonl", ORIGIN)
+    assert not run.has(bench="prefill", num_tokens=64)
+    run.add({"seconds": timed(1.0)}, bench="prefill", num_tokens=64, chunk="8")
+    later = build.Run(tmp_path / "rows.jsonl", {**ORIGIN, "date": "later", "commit": "b"})
+    assert later.has(bench="prefill", num_tokens=64, chunk="8")
+    assert not later.has(bench="prefill", num_tokens=65)
+    assert not build.Run(tmp_path / "rows.jsonl", {**ORIGIN, "shape": "other"}).rows
+
+
+def test_the_building_server_runs_at_the_fastest_chunk_size(build: Any) -> None:
+    found = rows(0.1, 1.0) + [row | {"num_tokens": 128} for row in rows(0.1, 1.0)]
+    assert build.fastest_chunk(found, ["16", "32"]) == "32"
+    found[4]["seconds"] = timed(4.0)  # the longest prompts decide
+    assert build.fastest_chunk(found, ["16", "32"]) == "16"
+    assert build.fastest_chunk(found, ["32"]) == "32"
+    assert build.fastest_chunk([], ["default", "16"]) == "default"
+
+
+def test_a_method_is_a_name_or_its_parameters(build: Any) -> None:
+    args = build.parse(["--methods", "two_level", '{"method": "ab_sparse", "block_size": 32}'])
+    assert args.methods == [{"method": "two_level"}, {"method": "ab_sparse", "block_size": 32}]
+    with pytest.raises(SystemExit):
+        build.parse(["--methods", "no_such_method"])
+
+
+@pytest.mark.server
+def test_all_parts_with_sglang(tmp_path: Path) -> None:
+    """Dummy weights build too: finite, though tiny, keys and queries."""
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(BENCHMARKS / "build.py"), "--out", str(out), "--shape", "tiny", "--dir"]
+    command += [str(tmp_path), "--lengths", "1024", "--chunked-prefill-sizes", "512", "--pairs", "2", "--only"]
+    command += ["layer", "recording"]  # a stock server is started like the building one, only without our flags
+    command += ["--methods", "ab_sparse", "--layer-repeats", "1", "--config", '{"method": "two_level"}']
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    found = {row["bench"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert list(found) == ["layer", "recording"]
+    recording = found["recording"]
+    assert recording["chunked_prefill_size"] == 512
+    assert recording["kv_bytes"] == 2 * 1024 * 2 * 64 * 2 * 4
+    assert 0 < recording["build"]["min"] <= recording["held"]["max"]
+    assert list(recording["method_bytes"]) == ["two_level"]
+    assert 0 < recording["recall"]["two_level"] <= 1 + 1e-6
+    again = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert (again.returncode, again.stdout) == (0, ""), "rows that are there are not measured again"
