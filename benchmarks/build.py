@@ -36,6 +36,7 @@ from typing import Any
 
 from accuracy import _commit as commit
 from dummy_server import SHAPES, Row, Server, prefill, running_server, tail
+from timing import timed
 
 MAX_BUILD_SHARE = 0.10
 MAX_RECORDING_RATIO = 1.03
@@ -95,36 +96,31 @@ def recording_row(server: Server, num_tokens: int, pairs: int) -> Row:
 
 
 def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
-    """One method's builder on random keys and queries of one layer."""
+    """One method's builder on random keys and queries: one layer, and its share of the step for all layers."""
     import torch
 
     from sglang_ext.indexing import make_builder, parse_spec
+    from sglang_ext.indexing.preparation import at_layer, build_layer, prepare
 
     shape = SHAPES[args.shape]
-    heads, dim = shape["num_key_value_heads"], shape["head_dim"]
+    layers, heads, dim = shape["num_hidden_layers"], shape["num_key_value_heads"], shape["head_dim"]
     dtype = getattr(torch, shape["torch_dtype"])
     device = "cpu" if args.cpu else "cuda"
     generator = torch.Generator(device).manual_seed(args.seed)
     keys = torch.randn(num_tokens, heads, dim, generator=generator, device=device).to(dtype)
-    queries = torch.randn(heads, args.query_samples, dim, generator=generator, device=device).to(dtype)
+    queries = torch.randn(layers, heads, args.query_samples, dim, generator=generator, device=device).to(dtype)
     parsed = parse_spec(spec)
     builder = make_builder(parsed)
-    seconds = []
+    seconds, of_all = [], []
     for _ in range(args.layer_repeats + 1):
-        if args.cpu:
-            begun = time.perf_counter()
-            built = builder.build_layer(keys, queries)
-            seconds.append(time.perf_counter() - begun)
-        else:
-            torch.cuda.synchronize()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            built = builder.build_layer(keys, queries)
-            stop.record()
-            torch.cuda.synchronize()
-            seconds.append(start.elapsed_time(stop) / 1e3)
+        prepared, together = timed(lambda: prepare(builder, queries), cpu=args.cpu)
+        known = at_layer(prepared, 0)
+        built, alone = timed(lambda known=known: build_layer(builder, keys, queries[0], known), cpu=args.cpu)
+        of_all.append(together)
+        seconds.append(together / layers + alone)
     return {
         "seconds": spread(seconds[1:]),
+        "prepare_seconds": spread(of_all[1:]),
         "index_bytes": sum(array.nbytes for array in built.values()),
         "kv_bytes": 2 * keys.nbytes,
         "layers": shape["num_hidden_layers"],

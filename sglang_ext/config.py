@@ -15,6 +15,8 @@ import prefix_index
 from prefix_index.connect import locate
 from prefix_kernels.budget import BudgetGrowth
 from prefix_kernels.pooling import Pooling
+from sglang_ext.indexing.profile import Profile, ProfileError
+from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
 from sglang_ext.storage import ENV_STORE, default_store, remote_addresses
 
 __all__ = [
@@ -80,7 +82,10 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     Attributes:
         method: which index selects: a name of `sglang_ext.indexing.METHODS`.
         keep_ratio: budget of one request as a fraction of its prefix, sink and recent window included.
-        top_k: budget in tokens; overrides `keep_ratio`.
+        top_k: budget in tokens; overrides `keep_ratio` and `min_top_k`.
+        min_top_k: fewest tokens of a budget by `keep_ratio` (Kascade: k = min(max(0.1 L, 128), L)).
+        search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members
+            change searches anew.
         max_keep_ratio: cap of a group's grown budget, as a fraction of the prefix.
         group_growth: growth of the budget with the group size (`none` or `sqrt`).
         pooling: pooling over a group's query rows (`max` or `mean`).
@@ -90,6 +95,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         layer_plan: per layer `"dense"`, `"anchor"` or `{"reuse": anchor layer, "head_map": [...]}`;
             empty: layer 0 dense, all others anchors.
         methods: specs of the index parts that are built, by method name; empty: `method` with its defaults.
+        profile: the model's profile, which completes `method`, `methods`, `keep_ratio` and `layer_plan` where they are
+            not given: a path, null (the file that lies in the model's folder, if any), or "none". See `profiles`.
         query_samples: recorded query rows per layer and KV head (reservoir size).
         seed: of the reservoir and of k-means.
         build: `off` (serve), `prefill` (index every prompt this process prefills) or `capture` (write down queries,
@@ -111,9 +118,11 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         store_timeout_s: seconds that an answer of a service or the remote store may take.
     """
 
-    method: str = "csattention"
+    method: str = "two_level"
     keep_ratio: float = 0.1
     top_k: int | None = None
+    min_top_k: int = 128
+    search_period: int = 1
     max_keep_ratio: float = 1.0
     group_growth: BudgetGrowth = BudgetGrowth.NONE
     pooling: Pooling = Pooling.MAX
@@ -122,6 +131,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     min_sparse_prompt_len: int = 1024
     layer_plan: list[str | dict[str, Any]] = []
     methods: dict[str, dict[str, Any]] = {}
+    profile: str | None = None
     query_samples: int = 2048
     seed: int = 0
     build: Build = Build.OFF
@@ -142,15 +152,18 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def budget(self, prefix_len: int) -> int:
         """Prefix tokens that one request attends per KV head, sink and recent window included."""
-        wanted = self.top_k if self.top_k is not None else int(self.keep_ratio * prefix_len)
+        wanted = self.top_k if self.top_k is not None else max(int(self.keep_ratio * prefix_len), self.min_top_k)
         return max(1, min(wanted, prefix_len))
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the flags say: the configuration, and the index store (a folder, or a service's ipc:// URL)."""
+    """What the flags say: the configuration, the index store (a folder, or a service's ipc:// URL), and the model's
+    profile, read once so that every process has the same.
+    """
 
     config: SparseAttnConfig
     store: str
+    profile: Profile | None = None
 
     def dump(self) -> str:
         """As JSON text, for the record that SGLang sends to its processes."""
@@ -171,6 +184,9 @@ def _check_ranges(config: SparseAttnConfig) -> None:
         ("keep_ratio", 0.0 < config.keep_ratio <= 1.0, "a fraction above 0 and at most 1"),
         ("max_keep_ratio", 0.0 < config.max_keep_ratio <= 1.0, "a fraction above 0 and at most 1"),
         ("top_k", config.top_k is None or config.top_k >= 1, "a number of tokens of at least 1, or null"),
+        ("min_top_k", config.min_top_k >= 0, "0 or more tokens"),
+        ("search_period", config.search_period >= 1, "1 or more decode steps"),
+        ("profile", config.profile != "", 'a path, "none" or null'),
         ("num_sink_tokens", config.num_sink_tokens >= 0, "0 or more tokens"),
         ("num_recent_pages", config.num_recent_pages >= 0, "0 or more pages"),
         ("min_sparse_prompt_len", config.min_sparse_prompt_len >= 1, "1 or more tokens"),
@@ -249,7 +265,7 @@ def _check_remote(config: SparseAttnConfig) -> None:
 
 
 def parse_config(text: str | None) -> SparseAttnConfig:
-    """Parse `--sparse-attn-config`.
+    """Parse `--sparse-attn-config`, without a profile.
 
     Args:
         text: a JSON object, `@file` that holds one, or None or empty for the defaults.
@@ -257,32 +273,29 @@ def parse_config(text: str | None) -> SparseAttnConfig:
     Raises:
         ConfigError: unreadable file, no JSON, unknown key, wrong type, value out of range.
     """
+    return config_from_dict(_decoded(text))
+
+
+def _decoded(text: str | None) -> Any:
+    """The JSON value behind the flag: only here it is known which keys were given."""
     if not text:
-        raw: Any = {}
-    else:
-        source = text
-        if text.startswith("@"):
-            path = Path(text[1:])
-            try:
-                source = path.read_text()
-            except (OSError, UnicodeDecodeError) as error:
-                raise _fail("a readable file after '@'", str(path), f"{error}: check the path.") from error
+        return {}
+    source = text
+    if text.startswith("@"):
+        path = Path(text[1:])
         try:
-            raw = json.loads(source)
-        except json.JSONDecodeError as error:
-            raise _fail("a JSON object", source[:200], f"JSON error: {error}.") from error
-    return config_from_dict(raw)
+            source = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise _fail("a readable file after '@'", str(path), f"{error}: check the path.") from error
+    try:
+        return json.loads(source)
+    except json.JSONDecodeError as error:
+        raise _fail("a JSON object", source[:200], f"JSON error: {error}.") from error
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     """Check a decoded configuration; raises ConfigError as `parse_config` does."""
-    try:
-        config = msgspec.convert(raw, SparseAttnConfig)
-    except msgspec.ValidationError as error:
-        known = ", ".join(sorted(SparseAttnConfig.__struct_fields__))
-        raise ConfigError(
-            f"--sparse-attn-config: {error}. Known keys: {known}. Correct or remove the key named."
-        ) from error
+    config = _converted(raw)
     _check_ranges(config)
     _check_methods(config)
     _check_layer_plan(config)
@@ -290,11 +303,27 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     return config
 
 
-def make_settings(config_text: str | None, store: str | None) -> Settings:
+def _converted(raw: Any) -> SparseAttnConfig:
+    """Known keys, each of its type."""
+    try:
+        return msgspec.convert(raw, SparseAttnConfig)
+    except msgspec.ValidationError as error:
+        known = ", ".join(sorted(SparseAttnConfig.__struct_fields__))
+        raise ConfigError(
+            f"--sparse-attn-config: {error}. Known keys: {known}. Correct or remove the key named."
+        ) from error
+
+
+def make_settings(config_text: str | None, store: str | None, model_folder: str | None = None) -> Settings:
     """Settings from the flags' values; a store folder that was named must exist (a service is asked later).
 
+    Args:
+        config_text, store: the flags' values, None where they were not given.
+        model_folder: where a profile may be shipped with the model; None where it is not known.
+
     Raises:
-        ConfigError: see `parse_config`; or the store is no folder that exists and no ipc:// URL.
+        ConfigError: see `parse_config`; the profile cannot be used; or the store is no folder that exists and no
+            ipc:// URL.
     """
     if store is None:
         store = default_store()
@@ -305,8 +334,28 @@ def make_settings(config_text: str | None, store: str | None) -> Settings:
                 f"--sparse-attn-store: expected to be able to make the default folder {store!r}; got: {error}. "
                 "Name a folder that exists."
             ) from error
-    config = parse_config(config_text)
-    return Settings(config=config, store=_checked_store(store, config))
+    config, profile = _profiled(_decoded(config_text), model_folder)
+    return Settings(config=config, store=_checked_store(store, config), profile=profile)
+
+
+def _profiled(raw: Any, model_folder: str | None) -> tuple[SparseAttnConfig, Profile | None]:
+    """The configuration, completed by the profile that it names or that lies in the model's folder, and that profile.
+
+    Its `profile` then says which one it was, so that parsing it again gives the same.
+    """
+    from sglang_ext.indexing.profile_use import used_by_builders
+    from sglang_ext.prefill.builder import method_specs
+
+    given = _converted(raw)
+    calibrating = given.build is Build.CAPTURE  # what is measured must not depend on what was measured before
+    path = None if calibrating or given.profile == "" else find_profile(given.profile, model_folder)
+    try:
+        profile = None if path is None else read_profile(path)
+        config = config_from_dict(raw if profile is None else with_profile(raw, profile))
+        used_by_builders(method_specs(config).values(), profile)
+    except ProfileError as error:
+        raise ConfigError(f"--sparse-attn-config: profile: {error}") from error
+    return msgspec.structs.replace(config, profile=path or NO_PROFILE), profile
 
 
 def _checked_store(store: str, config: SparseAttnConfig) -> str:
@@ -344,8 +393,8 @@ def enabled_by_env(environ: Mapping[str, str]) -> bool:
     return environ.get(ENV_ENABLE, "").strip().lower() in ("1", "true", "yes", "on")
 
 
-def settings_from_env(environ: Mapping[str, str]) -> Settings | None:
+def settings_from_env(environ: Mapping[str, str], model_folder: str | None = None) -> Settings | None:
     """Settings of `sglang.Engine(...)` users, who have no command line; None when not enabled."""
     if not enabled_by_env(environ):
         return None
-    return make_settings(environ.get(ENV_CONFIG), environ.get(ENV_STORE))
+    return make_settings(environ.get(ENV_CONFIG), environ.get(ENV_STORE), model_folder)

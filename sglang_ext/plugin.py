@@ -69,12 +69,12 @@ def server_args(
     from sglang.srt.server_args import ServerArgs
 
     from sglang_ext.compat import seams
-    from sglang_ext.compat.server_args import attach
+    from sglang_ext.compat.server_args import attach, model_folder
     from sglang_ext.config import make_settings
 
     kwargs.setdefault("log_level", "error")
     record = ServerArgs(**kwargs)
     if sparse_attn:
         seams.assert_in_place(seam for seam in seams.SEAMS if seam.process == "every")
-        attach(record, make_settings(json.dumps(config) if config else None, store))
+        attach(record, make_settings(json.dumps(config) if config else None, store, model_folder(record)))
     return record

@@ -23,7 +23,7 @@ from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
 from sglang_ext.config import Build, PrefetchPolicy, Settings
 from sglang_ext.indexing import METHODS
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.indexing.layer_plan import heads_of_rank
 from sglang_ext.metrics import Counters
 from sglang_ext.prefill.builder import method_specs, profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
@@ -33,17 +33,23 @@ from sglang_ext.prefix.directory import PrefixDirectory
 from sglang_ext.prefix.requests import Attachment, RequestTable, SharedSlots
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 from sglang_ext.prefix.watch import StoreWatch
+from sglang_ext.profiles import check_profile, roles_of_rank
 
 logger = logging.getLogger(__name__)
 
 
 class ModelView(Protocol):
-    """What the runtime needs of the model runner; `compat.runner.RunnerView` is the one implementation."""
+    """What the runtime needs of the model runner; `compat.runner.RunnerView` is the one implementation.
+
+    Heads are those of this tensor-parallel rank; the fingerprint speaks of the whole model.
+    """
 
     num_layers: int
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
+    tp_rank: int
+    tp_size: int
     device: torch.device
 
     @property
@@ -71,11 +77,11 @@ class SparseRuntime:
 
     Raises:
         IndexStoreError: the store cannot be used, or its service does not answer.
-        ValueError: the layer plan does not fit the model.
+        ValueError: the profile is of another model, or the layer plan does not fit this one.
     """
 
     def __init__(self, settings: Settings, view: ModelView, *, prometheus: bool = False) -> None:
-        config = settings.config
+        config, profile = settings.config, settings.profile
         self.config = config
         self.view = view
         self.counters = Counters(view.num_layers, view.device, prometheus)
@@ -83,24 +89,23 @@ class SparseRuntime:
         self.watch = StoreWatch(settings, self.counters.set_store if prometheus else None)
         self.store = self.watch.store
         self.model = view.fingerprint()
-        self.profile = profile_digest(config)
+        if profile is not None:
+            check_profile(profile, self.model)
+            logger.info("sparse attention: profile %s of this model", config.profile)
+        self.profile = profile_digest(config, profile)
         self.directory = PrefixDirectory(
             self.store, self.model, self.profile, config.min_sparse_prompt_len, rescan=self.watch.rescan
         )
+        plan, dense_heads = roles_of_rank(config.layer_plan, profile, self.model, view.tp_rank, view.tp_size)
+        first, limit = heads_of_rank(self.model.num_kv_heads, view.tp_rank, view.tp_size).start, config.index_gpu_bytes
         self.residency = Residency(
-            self.store, config.method, view.num_layers, view.num_kv_heads, view.device, config.index_gpu_bytes
+            self.store, config.method, view.num_layers, view.num_kv_heads, view.device, limit, first
         )
-        plan = {"layers": config.layer_plan} if config.layer_plan else {}
-        spec = method_specs(config)[config.method]
-        self.decode = GroupedDecode(
-            config,
-            METHODS[config.method].selector(spec),
-            LayerPlan.from_dict(plan, num_layers=view.num_layers, num_kv_heads=view.num_kv_heads),
-            self.counters,
-        )
+        selector = METHODS[config.method].selector(method_specs(config)[config.method])
+        self.decode = GroupedDecode(config, selector, plan, self.counters, dense_heads)
         self.builds: PrefillBuilds | PrefillCaptures | None = None
         if config.build is Build.PREFILL:
-            self.builds = PrefillBuilds(self.store, config, view, self.model)
+            self.builds = PrefillBuilds(self.store, config, view, self.model, profile)
         elif config.build is Build.CAPTURE:
             self.builds = PrefillCaptures(config, view)
         self._shared: dict[str, list[SharedSlots]] = {}
@@ -193,7 +198,7 @@ class SparseRuntime:
     @staticmethod
     def _leave_group(attachment: Attachment) -> None:
         if attachment.shared is not None:
-            attachment.shared.members -= 1
+            attachment.shared.leave()
             attachment.shared = None
         attachment.steps = 0
 
@@ -239,7 +244,7 @@ class SparseRuntime:
                     ready[row] = None  # shorter than its own prompt: nothing we know of does this
                     self._count_fallback(attachments[row], "index_mismatch")
             table, rows = self.view.req_to_token, forward_batch.req_pool_indices
-            plan = make_plan(attachments, ready, table, rows, lens, self._shared)
+            plan = make_plan(attachments, ready, table, rows, lens, self._shared, self.config.search_period)
         sparse_rows = sum(index is not None for index in ready)
         largest = max((group.num_rows for group in plan.groups), default=0) if plan else 0
         self.counters.count_step(sparse_rows, len(rids) - sparse_rows, largest)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.types import Selection
-from sglang_ext.prefix.requests import Attachment, SharedSlots
+from sglang_ext.prefix.requests import Attachment, Search, SharedSlots
 from sglang_ext.prefix.residency import ResidentIndex
 
 
@@ -22,7 +22,8 @@ class Group:
         slots: [prefix_len] int64, position -> KV slot, valid for this step.
         rows: [num_rows] int64 on the device: batch rows.
         num_rows: the same, on the host.
-        selections: per anchor layer of this step, for the layers that reuse it.
+        selections: per anchor layer that ran in this step, for the layers that reuse it.
+        kept: per anchor layer, what an earlier step's search found; empty in a step that searches.
     """
 
     index: ResidentIndex
@@ -30,6 +31,7 @@ class Group:
     rows: Tensor
     num_rows: int
     selections: dict[int, Selection] = field(default_factory=dict)
+    kept: Mapping[int, Selection] = field(default_factory=dict)
 
     @property
     def prefix_len(self) -> int:
@@ -59,6 +61,7 @@ def make_plan(
     req_pool_indices: Tensor,
     seq_lens: Sequence[int],
     shared_by_digest: dict[str, list[SharedSlots]],
+    search_period: int = 1,
 ) -> DecodePlan | None:
     """Group a batch; None when no request has a usable index.
 
@@ -74,6 +77,7 @@ def make_plan(
         req_pool_indices: [batch_size] row of each request.
         seq_lens: [batch_size] tokens of each request, the one being decoded included.
         shared_by_digest: tables known so far per index digest; extended in place.
+        search_period: decode steps that use one search; only a group whose members stay the same keeps it.
     """
     if not any(ready):
         return None
@@ -92,12 +96,28 @@ def make_plan(
         attachment.steps += 1
         rows_of.setdefault(id(slots), (index, slots, []))[2].append(row)
     device = req_to_token.device
-    groups = [
-        Group(index, slots, torch.tensor(rows, dtype=torch.int64, device=device), len(rows))
-        for index, slots, rows in rows_of.values()
-    ]
+    groups = []
+    for index, slots, rows in rows_of.values():
+        group = Group(index, slots, torch.tensor(rows, dtype=torch.int64, device=device), len(rows))
+        if search_period > 1:
+            _keep_search(group, [attachments[row] for row in rows], search_period)
+        groups.append(group)
     kv_indptr, kv_indices = _suffixes(req_to_token, req_pool_indices, starts, seq_lens)
     return DecodePlan(groups, kv_indptr, kv_indices)
+
+
+def _keep_search(group: Group, members: Sequence[Attachment | None], period: int) -> None:
+    """Give a group what its last search found, or let this step's layers fill a new one."""
+    table = members[0].shared if members[0] is not None else None
+    if table is None:
+        return  # a request's first step: its slots may yet turn out to be a group's
+    serials = frozenset(member.serial for member in members if member is not None)
+    search = table.search
+    if search is not None and search.members == serials and search.steps < period:
+        search.steps += 1
+        group.kept = search.selections
+    else:
+        table.search = Search(serials, group.selections)
 
 
 def _settle(

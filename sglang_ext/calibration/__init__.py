@@ -1,8 +1,12 @@
 """Calibration: what is measured once per model over a development set and written into its profile.
 
-Pure torch: inputs are tensors of captured queries and keys, results are plain values; running the model and
-writing files is the command's part. The accumulators take one prompt at a time, either whole or not at all, and
-their `state_dict` can be saved after any prompt and loaded to go on.
+Pure torch: inputs are tensors of captured queries and keys, results are plain values; running the model is the
+command's part. The accumulators take one prompt at a time, either whole or not at all, and their `state_dict` can be
+saved after any prompt and loaded to go on.
+
+The command's own steps are modules here: `prompts` (the data), `measurement` (one file per prompt), `fit` (from
+measurements to settings), `comparison` (held-out gains over simple rivals), `recommend` (recipe and budget), `report`
+and `report_plots` (the only one that imports matplotlib).
 """
 
 from sglang_ext.calibration.anchors import (

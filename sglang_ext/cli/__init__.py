@@ -16,6 +16,7 @@ from sglang_ext.cli.arguments import BROKEN_PIPE, INTERRUPTED
 #: Modules by subcommand. Only the one that is asked for is imported: a listing must not wait for torch.
 COMMANDS = {
     "prebuild": "sglang_ext.cli.prebuild",
+    "calibrate": "sglang_ext.cli.calibrate",
     "index": "sglang_ext.cli.index",
     "store": "sglang_ext.cli.store",
 }

@@ -71,12 +71,13 @@ def run(args: argparse.Namespace) -> int:
     from sglang_ext.cli.prebuild_job import PrebuildJob
     from sglang_ext.config import ConfigError, make_settings, parse_config
     from sglang_ext.prefill.prompts import PromptError, read_prompts
+    from sglang_ext.profiles import local_folder
 
     try:
         prompts = read_prompts(args.prompts)
         parse_config(args.sparse_attn_config)
         _make_folder(args.store)
-        settings = make_settings(args.sparse_attn_config, args.store)
+        settings = make_settings(args.sparse_attn_config, args.store, local_folder(args.model_path))
         store = configured_store(settings.store, settings.config)
     except (PromptError, ConfigError) as error:
         print(f"sglang-ext prebuild: {error}", file=sys.stderr)
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             engine.open()
             with _report_to(args.report) as report:
-                return PrebuildJob(engine, store, settings.config, events, report, args).run(prompts)
+                return PrebuildJob(engine, store, settings, events, report, args).run(prompts)
         except KeyboardInterrupt:
             print("interrupted; run the same command again to go on", file=sys.stderr)
             return INTERRUPTED

@@ -25,7 +25,7 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.prefill.builder import covered_tokens, profile_digest
 from sglang_ext.prefill.prompts import Prompt
 
@@ -37,14 +37,15 @@ class PrebuildJob:
         self,
         engine: Any,
         store: IndexStore,
-        config: SparseAttnConfig,
+        settings: Settings,
         events: str,
         report: TextIO,
         args: argparse.Namespace,
     ) -> None:
         self._engine = engine
         self._store = store
-        self._config = config
+        self._config = settings.config
+        self._profile = profile_digest(settings.config, settings.profile)
         self._events = Path(events)
         self._report = report
         self._args = args
@@ -153,7 +154,7 @@ class PrebuildJob:
             namespace=namespace_digest({"extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}),
             page_hashes=page_hashes(ids[:tokens], PAGE_TOKENS),
             model=model,
-            profile_digest=profile_digest(self._config),
+            profile_digest=self._profile,
         )
         if self._store.contains(identity):
             return {"status": "exists", "digest": identity.digest, "num_tokens": tokens}

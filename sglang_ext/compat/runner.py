@@ -13,6 +13,7 @@ from torch import Tensor
 from prefix_index import ModelFingerprint, canonical_digest
 from prefix_kernels.types import PagedKV
 from sglang_ext.fingerprint import model_fingerprint, resolve_folder, weights_digest
+from sglang_ext.indexing.layer_plan import heads_of_rank
 
 _KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -21,16 +22,19 @@ class RunnerView:
     """Reads of one target ModelRunner. Owns nothing.
 
     Attributes:
-        num_layers, num_qo_heads, num_kv_heads, head_dim: of this rank's model.
+        tp_rank, tp_size: this process's place in its tensor-parallel group.
+        num_layers, head_dim: of the model.
+        num_qo_heads, num_kv_heads: of this rank. SGLang's model_config counts those of the whole model.
         device: of the KV pool.
     """
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         config = runner.model_config
+        self.tp_rank, self.tp_size = _tensor_parallel(runner)
         self.num_layers = int(config.num_hidden_layers)
-        self.num_qo_heads = int(config.num_attention_heads)
-        self.num_kv_heads = int(config.num_key_value_heads)
+        self.num_qo_heads = int(config.num_attention_heads) // self.tp_size
+        self.num_kv_heads = len(heads_of_rank(int(config.num_key_value_heads), self.tp_rank, self.tp_size))
         self.head_dim = int(config.head_dim)
         self.v_head_dim = int(getattr(config, "v_head_dim", None) or config.head_dim)
         self.device = torch.device(runner.device)
@@ -90,10 +94,20 @@ class RunnerView:
             quantization=getattr(config, "quantization", None),
             kv_dtype=str(self.runner.token_to_kv_pool.dtype).removeprefix("torch."),
             num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
+            num_kv_heads=int(config.num_key_value_heads),
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
         )
+
+
+def _tensor_parallel(runner: Any) -> tuple[int, int]:
+    """(rank, size): 0.5.16 keeps them on the runner, 0.5.23 in a context of the process."""
+    place = getattr(runner, "ps", None)
+    if place is None:
+        from sglang.srt.runtime_context import get_parallel
+
+        place = get_parallel()
+    return int(place.tp_rank), int(place.tp_size)
 
 
 def _config_json(folder: str, overrides: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from sglang_ext.config import (
     make_settings,
     settings_from_env,
 )
+from sglang_ext.profiles import local_folder
 
 #: Attribute of the record. It is pickled with the record in every supported version (a test starts both).
 ATTRIBUTE = "_sparse_attn"
@@ -85,7 +86,13 @@ def settings_of(record: Any) -> Settings | None:
     text = getattr(record, ATTRIBUTE, None)
     if text is not None:
         return Settings.load(text) if text else None
-    return settings_from_env(os.environ)
+    return settings_from_env(os.environ, model_folder(record) if enabled_by_env(os.environ) else None)
+
+
+def model_folder(source: Any) -> str | None:
+    """Where the model's files are, by a record or by parsed flags; None where they are not on this machine yet."""
+    names = ("model_path", "revision", "download_dir")
+    return local_folder(*(getattr(source, name, None) for name in names))
 
 
 def around_from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
@@ -94,7 +101,7 @@ def around_from_cli_args(original: Callable[..., Any], cls: type, args: argparse
     config, store = getattr(args, "sparse_attn_config", None), getattr(args, "sparse_attn_store", None)
     if getattr(args, "sparse_attn", False) or enabled_by_env(os.environ):
         try:
-            settings = make_settings(config, store)
+            settings = make_settings(config, store, model_folder(args))
         except ConfigError as error:
             refuse(str(error))
     elif (config, store) != (os.environ.get(ENV_CONFIG), os.environ.get(ENV_STORE)):

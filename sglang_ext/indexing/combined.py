@@ -18,9 +18,11 @@ from torch import Tensor
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
+from sglang_ext.indexing import preparation
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
 from sglang_ext.indexing.base import METHODS, NO_PROFILE, IndexSpec, LayerProfile
 from sglang_ext.indexing.csattention import CSAttentionSpec
+from sglang_ext.indexing.preparation import Prepared
 from sglang_ext.indexing.token_index import TokenIndexSpec
 
 PARTS = ("first", "second")
@@ -44,9 +46,9 @@ class TwoLevelSpec(IndexSpec):
     """
 
     method: ClassVar[str] = "two_level"
-    first: IndexSpec = field(default_factory=lambda: ABSparseSpec(representation="minmax"))
-    second: IndexSpec = field(default_factory=TokenIndexSpec)
-    candidate_ratio: float = 0.5
+    first: IndexSpec = field(default_factory=lambda: CSAttentionSpec(list_ratio=0.02))
+    second: IndexSpec = field(default_factory=lambda: TokenIndexSpec(channel_ratio=0.75))
+    candidate_ratio: float = 0.25
 
     def __post_init__(self) -> None:
         if not 0.0 < self.candidate_ratio <= 1.0:
@@ -84,11 +86,22 @@ class CombinedBuilder:
         """Whether a part needs them."""
         return any(METHODS[part.method].builder(part, self.layer).needs_queries for _, part in _parts(self.spec))
 
-    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
-        """See `IndexBuilder.build_layer`."""
+    def prepare(self, queries: Tensor | None) -> Prepared:
+        """See `preparation.prepare`: the parts' results under the parts' names, as with the arrays."""
+        prepared: Prepared = {}
+        for name, part in _parts(self.spec):
+            of_part = preparation.prepare(METHODS[part.method].builder(part, self.layer), queries)
+            prepared.update({f"{name}.{key}": tensor for key, tensor in of_part.items()})
+        return prepared
+
+    def build_layer(
+        self, keys: Tensor, queries: Tensor | None, prepared: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """See `IndexBuilder.build_layer` and `preparation.build_layer`."""
         arrays: dict[str, Tensor] = {}
         for name, part in _parts(self.spec):
-            built = METHODS[part.method].builder(part, self.layer).build_layer(keys, queries)
+            builder = METHODS[part.method].builder(part, self.layer)
+            built = preparation.build_layer(builder, keys, queries, part_arrays(prepared or {}, name))
             arrays.update({f"{name}.{array}": tensor for array, tensor in built.items()})
         return arrays
 

@@ -2,7 +2,8 @@
 
 Paper (B.1): int32 position and fp16 score, 6 bytes an entry. Compact: see `prefix_kernels.csa_scores.compact`;
 of N positions a list of L = alpha * N entries takes L * (1 + bits / 8) + N / 128 bytes with offsets and L * bits / 8
-+ N / 8 with a bitmap, whichever is less (the bitmap from alpha = 0.117 on).
++ N / 8 with a bitmap, whichever is less (the bitmap from alpha = 0.117 on). With either, 4 bytes a list keep the
+baseline that streaming insert needs; searches do not read it.
 """
 
 from __future__ import annotations
@@ -11,31 +12,71 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from prefix_kernels.csa_scores import BLOCK_POSITIONS, CompactLists, encode_lists, list_bytes
+from prefix_kernels.csa_scores import (
+    BLOCK_POSITIONS,
+    CompactLists,
+    check_lists,
+    decode_lists,
+    encode_lists,
+    list_bytes,
+)
 from sglang_ext.indexing.base import require_arrays
+from sglang_ext.indexing.csa_lists import CentroidLists
 
 CODECS = ("compact", "paper")
 SCORE_BITS = (4, 8)
 PAPER_ENTRY_BYTES = 6
+BASELINE_BYTES = 4
 
 
-def encode_tables(positions: Tensor, scores: Tensor, prefix_len: int, codec: str, score_bits: int) -> dict[str, Tensor]:
+def encode_tables(lists: CentroidLists, prefix_len: int, codec: str, score_bits: int) -> dict[str, Tensor]:
     """The arrays that hold the lists of a layer.
 
     Args:
-        positions: [num_kv_heads, num_subspaces, num_centroids, list_len] int32, ascending within a list.
-        scores: same shape, fp16.
+        lists: of list_len entries.
         prefix_len: tokens of the prefix.
         codec: "paper" or "compact".
         score_bits: of the compact codec, 4 or 8.
 
     Returns:
-        paper: `positions` and `scores`. compact: the fields of `CompactLists` by name, `counts` only with offsets.
+        paper: `positions`, `scores` (fp16) and `baseline`. compact: the fields of `CompactLists` by name, `counts` only
+        with offsets, and `baseline`.
     """
     if codec == "paper":
-        return {"positions": positions, "scores": scores}
-    lists = encode_lists(positions, scores, prefix_len, score_bits)
-    return {name: part for name, part in lists._asdict().items() if part is not None}
+        return {"positions": lists.positions, "scores": lists.scores.half(), "baseline": lists.baseline}
+    compact = encode_lists(lists.positions, lists.scores, prefix_len, score_bits)
+    parts = {name: part for name, part in compact._asdict().items() if part is not None}
+    return {**parts, "baseline": lists.baseline}
+
+
+def decode_tables(
+    arrays: Mapping[str, Tensor], list_len: int, prefix_len: int, codec: str, score_bits: int, method: str
+) -> CentroidLists:
+    """The lists that arrays of `encode_tables` hold, with the scores as they are stored.
+
+    Args:
+        arrays: of one layer, `centroids` among them.
+        list_len: entries of a list.
+        prefix_len, codec, score_bits: as in `encode_tables`.
+        method: to name in errors.
+
+    Raises:
+        ValueError: an array is missing or of another shape.
+    """
+    centroids, baseline = require_arrays(arrays, ("centroids", "baseline"), method)
+    lead = tuple(centroids.shape[:3])
+    if codec == "paper":
+        positions, scores = require_arrays(arrays, ("positions", "scores"), method)
+        if tuple(positions.shape) != (*lead, list_len):
+            raise ValueError(
+                f"expected positions {(*lead, list_len)} for prefix_len={prefix_len}, got {tuple(positions.shape)}; is "
+                "the index of another prefix or spec? After a streaming insert use CSAttentionSpec.fixed"
+            )
+        return CentroidLists(positions, scores.float(), baseline)
+    lists = compact_lists(arrays, method)
+    check_lists(lists, lead, list_len, prefix_len, score_bits)
+    positions, scores = decode_lists(lists, list_len, score_bits)
+    return CentroidLists(positions.int(), scores, baseline)
 
 
 def compact_lists(arrays: Mapping[str, Tensor], method: str) -> CompactLists:
@@ -57,7 +98,7 @@ def table_bytes(
     codec: str,
     score_bits: int,
 ) -> int:
-    """Bytes of one KV head's lists and centroids.
+    """Bytes of one KV head's lists, baselines and centroids.
 
     Args:
         num_subspaces, num_centroids: m and C.
@@ -67,7 +108,7 @@ def table_bytes(
         codec, score_bits: as in `encode_tables`.
     """
     one = list_len * PAPER_ENTRY_BYTES if codec == "paper" else list_bytes(list_len, prefix_len, score_bits)
-    return num_subspaces * num_centroids * one + num_centroids * head_dim * 2
+    return num_subspaces * num_centroids * (one + BASELINE_BYTES) + num_centroids * head_dim * 2
 
 
 def entries_bytes_per_token(list_ratio: float, codec: str, score_bits: int) -> float:

@@ -22,6 +22,7 @@ for m=8, C=64, alpha=0.035, each at 12.4% to 12.9% of the KV bytes; the planted 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,12 +40,9 @@ from sglang_ext.indexing.base import (
     IndexSpec,
     LayerProfile,
     check_choice,
-    check_keys,
     check_range,
-    check_samples,
     pool_candidates,
     require_arrays,
-    to_half,
 )
 from sglang_ext.indexing.csa_codec import (
     CODECS,
@@ -54,11 +52,10 @@ from sglang_ext.indexing.csa_codec import (
     entries_bytes_per_token,
     table_bytes,
 )
+from sglang_ext.indexing.csa_inputs import check_layer, check_layers
+from sglang_ext.indexing.csa_lists import centroid_lists
 from sglang_ext.indexing.kmeans import cosine_kmeans
-from sglang_ext.indexing.top_lists import top_lists
-
-SCORES_PER_CHUNK = 1 << 26
-"""Centroid-key scores made at once while building (256 MiB in fp32)."""
+from sglang_ext.indexing.preparation import Prepared
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,9 @@ class CSAttentionSpec(IndexSpec):
         num_subspaces: m; divides head_dim.
         num_centroids: C per subspace.
         list_ratio: alpha; every centroid lists L = ceil(alpha * prefix_len) positions.
+        list_entries: L itself, whatever the prefix's length; 0 for that by list_ratio. See `fixed`.
         iterations: of k-means, after seeding.
+        batch_size: queries of a k-means iteration; 0 for all.
         max_samples: queries per KV head that are clustered; more are thinned out evenly at random by `seed`.
         layout: channels of a subspace. "contiguous": neighbours (the paper); "rope_pairs": channels i and
             i + head_dim / 2, which neox RoPE turns together, stay together; "strided": channel i to subspace
@@ -92,7 +91,9 @@ class CSAttentionSpec(IndexSpec):
     num_subspaces: int = 16
     num_centroids: int = 16
     list_ratio: float = 0.08
+    list_entries: int = 0
     iterations: int = 10
+    batch_size: int = 0
     max_samples: int = 4096
     layout: str = "contiguous"
     baseline: str = "tail_mean"
@@ -108,7 +109,9 @@ class CSAttentionSpec(IndexSpec):
             raise ValueError(
                 f"expected csattention.list_ratio above 0 and at most 1, got {self.list_ratio}; 0.02 to 0.4 is usual"
             )
+        check_range("csattention.list_entries", self.list_entries, 0, 2**31 - 1)
         check_range("csattention.iterations", self.iterations, 0, 1000)
+        check_range("csattention.batch_size", self.batch_size, 0, 1 << 20)
         check_range("csattention.max_samples", self.max_samples, 1, 1 << 20)
         check_choice("csattention.layout", self.layout, ("contiguous", "rope_pairs", "strided"))
         check_choice("csattention.baseline", self.baseline, ("tail_mean", "none"))
@@ -119,8 +122,13 @@ class CSAttentionSpec(IndexSpec):
         check_range("csattention.seed", self.seed, 0, 2**63 - 1)
 
     def list_len(self, prefix_len: int) -> int:
-        """L = ceil(alpha * prefix_len), robust against alpha's binary rounding."""
-        return min(prefix_len, max(1, math.ceil(round(self.list_ratio * prefix_len, 6))))
+        """L = ceil(alpha * prefix_len), robust against alpha's binary rounding; or list_entries."""
+        entries = self.list_entries or math.ceil(round(self.list_ratio * prefix_len, 6))
+        return min(prefix_len, max(1, entries))
+
+    def fixed(self, prefix_len: int) -> CSAttentionSpec:
+        """The same for an index that is built at `prefix_len` and then grows: its lists keep their length."""
+        return dataclasses.replace(self, list_entries=self.list_len(prefix_len))
 
     def index_bytes(self, head_dim: int, prefix_len: int) -> int:
         """Bytes of one KV head's lists and centroids."""
@@ -163,6 +171,16 @@ def subspace_channels(head_dim: int, num_subspaces: int, layout: str) -> Tensor:
     return torch.cat([first, first + head_dim // 2], dim=1)
 
 
+def channel_order(head_dim: int, num_subspaces: int, layout: str, device: torch.device) -> Tensor | None:
+    """Channels in the order of `subspace_channels` [head_dim] int64; None where that is their own order.
+
+    Raises:
+        ValueError: as `subspace_channels`.
+    """
+    channels = subspace_channels(head_dim, num_subspaces, layout)
+    return None if layout == "contiguous" else channels.flatten().to(device)
+
+
 @dataclass(frozen=True)
 class CSAttentionBuilder:
     """Builds the tables of a layer.
@@ -170,115 +188,72 @@ class CSAttentionBuilder:
     Arrays: `centroids` [num_kv_heads, m, C, head_dim / m] fp16 of unit length. With codec "paper" `positions`
     [num_kv_heads, m, C, L] int32, ascending and unique within a list; `scores` same shape fp16, centroid . key less
     the list's baseline; `baseline` [num_kv_heads, m, C] fp32. With codec "compact" the fields of `CompactLists` with
-    leading dims [num_kv_heads, m, C], `counts` only where offsets are smaller than a bitmap. With weighting
-    "contribution" also `weights` [num_kv_heads, m] fp32.
+    leading dims [num_kv_heads, m, C], `counts` only where offsets are smaller than a bitmap, and `baseline`. With
+    weighting "contribution" also `weights` [num_kv_heads, m] fp32.
     """
 
     spec: CSAttentionSpec
     layer: LayerProfile = NO_PROFILE
     needs_queries: ClassVar[bool] = True
 
-    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
-        """See `IndexBuilder.build_layer`."""
-        check_keys(keys)
+    def prepare(self, queries: Tensor | None) -> Prepared:
+        """Centroids of all layers in one go, see `preparation.prepare`.
+
+        Returns:
+            `centroids` [num_layers, num_kv_heads, m, C, head_dim / m] fp16; nothing without queries.
+        """
+        if queries is None:
+            return {}
+        check_layers(queries)
+        return {"centroids": self._clustered(queries)}
+
+    def build_layer(
+        self, keys: Tensor, queries: Tensor | None, prepared: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """See `IndexBuilder.build_layer` and `preparation.build_layer`; waits for the device once."""
         spec = self.spec
-        samples = self._thinned(check_samples(queries, keys, spec.method))
+        samples, largest = check_layer(keys, queries, spec.method)
         prefix_len, num_kv_heads, head_dim = keys.shape
-        m, num_centroids = spec.num_subspaces, spec.num_centroids
-        channels = subspace_channels(head_dim, m, spec.layout).to(keys.device)
-        parts = samples.float()[:, :, channels].transpose(1, 2)
-        centroids = cosine_kmeans(parts.flatten(0, 1), num_centroids, iterations=spec.iterations, seed=spec.seed).half()
-        key_parts = keys.float()[:, :, channels].permute(1, 2, 3, 0).flatten(0, 1)
-        positions, scores, baseline = self._lists(centroids, key_parts)
-        shape = (num_kv_heads, m, num_centroids)
-        arrays = {"centroids": centroids.view(*shape, -1)}
-        lists = (positions.view(*shape, -1), scores.view(*shape, -1))
-        arrays.update(encode_tables(*lists, prefix_len, spec.codec, spec.score_bits))
-        if spec.codec == "paper":
-            arrays["baseline"] = baseline.view(shape)
+        shape = (num_kv_heads, spec.num_subspaces, spec.num_centroids, head_dim // spec.num_subspaces)
+        channels = channel_order(head_dim, spec.num_subspaces, spec.layout, keys.device)
+        if prepared is None:
+            centroids = self._clustered(samples)
+        else:
+            centroids = require_arrays(prepared, ("centroids",), spec.method)[0].to(keys.device)
+        if tuple(centroids.shape) != shape:
+            raise ValueError(
+                f"expected prepared centroids {shape}, got {tuple(centroids.shape)}; are they of this spec?"
+            )
+        lists = centroid_lists(
+            centroids, keys, channels, spec.list_len(prefix_len), spec.baseline == "tail_mean", largest
+        )
+        arrays = {"centroids": centroids, **encode_tables(lists, prefix_len, spec.codec, spec.score_bits)}
         if spec.weighting == "contribution":
-            length = parts.norm(dim=3)
+            length = self._parts(samples).float().norm(dim=3)
             share = length / length.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
             arrays["weights"] = share.mean(dim=2)
         return arrays
 
-    def _thinned(self, samples: Tensor) -> Tensor:
-        if samples.shape[1] <= self.spec.max_samples:
-            return samples
-        generator = torch.Generator().manual_seed(self.spec.seed)
-        kept = torch.randperm(samples.shape[1], generator=generator)[: self.spec.max_samples]
-        return samples[:, kept.sort().values.to(samples.device)]
+    def _clustered(self, queries: Tensor) -> Tensor:
+        """[..., num_kv_heads, num_samples, head_dim] -> [..., num_kv_heads, m, C, head_dim / m] fp16."""
+        spec = self.spec
+        points = self._parts(queries)
+        return cosine_kmeans(
+            points, spec.num_centroids, iterations=spec.iterations, batch_size=spec.batch_size, seed=spec.seed
+        ).half()
 
-    def _lists(self, centroids: Tensor, key_parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Top-L positions and scores of every centroid, in chunks of groups.
-
-        Args:
-            centroids: [num_groups, C, subspace_dim]; num_groups = num_kv_heads * m.
-            key_parts: [num_groups, subspace_dim, prefix_len] fp32.
-
-        Returns:
-            positions [num_groups, C, L] int32, scores [num_groups, C, L] fp16, baseline [num_groups, C] fp32.
-        """
-        num_groups, num_centroids, _ = centroids.shape
-        prefix_len = key_parts.shape[2]
-        list_len = self.spec.list_len(prefix_len)
-        positions = torch.empty(num_groups, num_centroids, list_len, dtype=torch.int32, device=centroids.device)
-        scores = torch.empty_like(positions, dtype=torch.float16)
-        baseline = torch.zeros(num_groups, num_centroids, device=centroids.device)
-        step = max(1, SCORES_PER_CHUNK // (num_centroids * prefix_len))
-        for first in range(0, num_groups, step):
-            groups = slice(first, first + step)
-            partial = torch.bmm(centroids[groups].float(), key_parts[groups])
-            positions[groups], top = top_lists(partial, list_len)
-            if self.spec.baseline == "tail_mean" and list_len < prefix_len:
-                baseline[groups] = (partial.sum(dim=2) - top.sum(dim=2)) / (prefix_len - list_len)
-            scores[groups] = to_half(top - baseline[groups, :, None], "csattention partial score")
-        return positions, scores, baseline
-
-
-def insert_keys(
-    spec: CSAttentionSpec, arrays: Mapping[str, Tensor], new_keys: Tensor, first_position: int
-) -> dict[str, Tensor]:
-    """Lists of the same length after new keys were tried in each: every one that exceeds the minimum replaces it.
-
-    Source: CSAttention, 3.3 (5). Centroids and baselines stay those of the build, so with `baseline="tail_mean"` a
-    list's baseline is the mean of the positions that it lacked then. Inserting keys at once is inserting them one by
-    one; of equal scores the earlier position stays.
-
-    Args:
-        spec: of the index; codec "paper".
-        arrays: of one layer, as built or as an earlier call returned them. Not written.
-        new_keys: [num_new, num_kv_heads, head_dim] post-RoPE keys at positions first_position and on.
-        first_position: one more than the last position that the lists could hold.
-
-    Returns:
-        Arrays as in `arrays`; those that change are new.
-
-    Raises:
-        ValueError: another codec, an array is missing, or the keys do not fit.
-    """
-    if spec.codec != "paper":
-        raise ValueError(
-            f"expected csattention.codec paper for streaming insert, got {spec.codec}; a compact list has no room to "
-            "change in place, build with codec paper"
-        )
-    names = ("centroids", "positions", "scores", "baseline")
-    centroids, positions, scores, baseline = require_arrays(arrays, names, spec.method)
-    check_keys(new_keys)
-    num_kv_heads, m, _, subspace_dim = centroids.shape
-    if tuple(new_keys.shape[1:]) != (num_kv_heads, m * subspace_dim):
-        raise ValueError(
-            f"expected new keys [num_new, num_kv_heads={num_kv_heads}, head_dim={m * subspace_dim}], got "
-            f"{tuple(new_keys.shape)}"
-        )
-    channels = subspace_channels(m * subspace_dim, m, spec.layout).to(new_keys.device)
-    key_parts = new_keys.float()[:, :, channels].permute(1, 2, 3, 0)
-    partial = torch.matmul(centroids.float(), key_parts) - baseline[..., None]
-    fresh = to_half(partial, "csattention partial score")
-    number = torch.arange(first_position, first_position + new_keys.shape[0], device=positions.device)
-    all_positions = torch.cat([positions, number.int().expand(*positions.shape[:3], -1)], dim=3)
-    kept, best = top_lists(torch.cat([scores, fresh], dim=3), positions.shape[3])
-    return {**arrays, "positions": all_positions.gather(3, kept.long()), "scores": best}
+    def _parts(self, queries: Tensor) -> Tensor:
+        """At most `max_samples` queries by subspace: [..., num_kv_heads, m, num_samples, head_dim / m]."""
+        spec = self.spec
+        num_samples, head_dim = queries.shape[-2:]
+        if num_samples > spec.max_samples:
+            generator = torch.Generator().manual_seed(spec.seed)
+            kept = torch.randperm(num_samples, generator=generator)[: spec.max_samples]
+            queries = queries[..., kept.sort().values.to(queries.device), :]
+        channels = channel_order(head_dim, spec.num_subspaces, spec.layout, queries.device)
+        if channels is not None:
+            queries = queries[..., channels]
+        return queries.view(*queries.shape[:-1], spec.num_subspaces, -1).transpose(-3, -2)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Cosine k-means with k-means++ seeds, batched over independent groups.
+"""Cosine k-means with k-means++ seeds, batched over independent groups of points.
 
-Source: CSAttention, 3.2 (1): unit-normalized points, unit centroids, k-means++ seeds, 10-20 iterations.
-Points are few (a bounded sample of queries), so every iteration sees all of them; a mini-batch would only add
-noise.
+Source: CSAttention, 3.2 (1): unit-normalized points, unit centroids, k-means++ seeds, 10-20 iterations, mini-batches.
+
+A few queries per head make tiny problems but many of them (8,192 for 32 layers, 8 KV heads, 32 subspaces), so what
+costs time is the number of kernels and of passes over [num_groups, num_centroids, num_points]. All groups go through
+the same kernels, in chunks that bound the memory; an iteration makes two products and two passes over the cosines.
 """
 
 from __future__ import annotations
@@ -12,86 +14,164 @@ import math
 import torch
 from torch import Tensor
 
+BYTES_PER_CHUNK = 1 << 29
+"""Temporaries of one chunk of groups (512 MiB)."""
 
-def cosine_kmeans(points: Tensor, num_centroids: int, *, iterations: int = 10, seed: int = 0) -> Tensor:
+SEEDING_BATCHES = 3
+"""Mini-batches that seeds are drawn from: one batch alone may miss a cluster."""
+
+LEAST_GAP = 1e-6
+"""1 - cosine below which two directions are the same: fp32 rounding."""
+
+
+def cosine_kmeans(
+    points: Tensor, num_centroids: int, *, iterations: int = 10, batch_size: int = 0, seed: int = 0
+) -> Tensor:
     """Unit centroids that maximize the points' cosine to their nearest one.
 
     Args:
-        points: [num_groups, num_points, dim] floating, num_points >= 1; each group is clustered alone. Points
+        points: [..., num_groups, num_points, dim] floating, num_points >= 1; each group is clustered alone. Points
             of length 0 have no direction and are ignored. Read only.
         num_centroids: at least 1. Where a group has fewer distinct directions, centroids repeat.
         iterations: Lloyd iterations after seeding.
-        seed: same seed, same points and same device give the same centroids; the random numbers are drawn on
-            the CPU, so that devices differ by rounding only.
+        batch_size: points of an iteration; 0 for all. Smaller batches follow each other through the points in a
+            random order, and a centroid is the direction of the sum of what it was given so far (that is Sculley's
+            update, whose step is one over the cluster's count).
+        seed: of the random numbers. They are drawn on the CPU, the same ones for every leading index (layers, heads):
+            clustering some of them alone gives what clustering all at once gives; on a GPU up to rounding, as the
+            products' order of summation may depend on how many there are.
 
     Returns:
-        [num_groups, num_centroids, dim] fp32, each of length 1.
+        [..., num_groups, num_centroids, dim] fp32, each of length 1.
 
     Raises:
         ValueError: shape or sizes out of range.
     """
-    if points.dim() != 3 or points.shape[1] == 0:
-        raise ValueError(f"expected points [num_groups, num_points >= 1, dim], got {tuple(points.shape)}")
-    if num_centroids < 1 or iterations < 0:
-        raise ValueError(f"expected num_centroids >= 1 and iterations >= 0, got {num_centroids}, {iterations}")
-    points = points.float()
-    length = points.norm(dim=2, keepdim=True)
-    unit = points / length.clamp_min(torch.finfo(torch.float32).tiny)
-    unit = unit.masked_fill(length == 0, 0.0)
-    weight = (length.squeeze(2) > 0).float()
-    centroids = _seed(unit, weight, num_centroids, seed)
-    for _ in range(iterations):
-        centroids = _lloyd_step(unit, weight, centroids)
+    if points.dim() < 3 or 0 in points.shape:
+        raise ValueError(f"expected points [..., num_groups, num_points >= 1, dim], got {tuple(points.shape)}")
+    if num_centroids < 1 or iterations < 0 or batch_size < 0:
+        raise ValueError(
+            "expected num_centroids >= 1, iterations >= 0 and batch_size >= 0, got "
+            f"{num_centroids}, {iterations}, {batch_size}"
+        )
+    num_groups, num_points, dim = points.shape[-3:]
+    generator = torch.Generator().manual_seed(seed)
+    trials = 2 + int(math.log(num_centroids))
+    draws = torch.rand(num_groups, num_centroids, trials, generator=generator).to(points.device)
+    order = torch.randperm(num_points, generator=generator).to(points.device) if batch_size else None
+    sets = points.reshape(-1, num_groups, num_points, dim)
+    centroids = torch.empty(sets.shape[0], num_groups, num_centroids, dim, device=points.device)
+    # While normalizing, three fp32 copies of the points; later one, and their cosines to centroids or trial seeds.
+    per_group = 4 * num_points * (max(3 * dim, dim + max(num_centroids, trials)) + 8)
+    step = max(1, BYTES_PER_CHUNK // (per_group * num_groups))
+    for first in range(0, sets.shape[0], step):
+        some = sets[first : first + step].flatten(0, 1)
+        if order is not None:
+            some = some[:, order]
+        unit = _directions(some)
+        found = _cluster(unit, draws.repeat(unit.shape[0] // num_groups, 1, 1), iterations, batch_size)
+        centroids[first : first + step] = found.view(-1, num_groups, num_centroids, dim)
+    return centroids.view(*points.shape[:-2], num_centroids, dim)
+
+
+def _directions(points: Tensor) -> Tensor:
+    """[num_groups, num_points, dim] -> fp32 [num_groups, dim, num_points] of length 1, or 0 where it was 0."""
+    across = points.float().transpose(1, 2)
+    # Scaled by the largest channel first: squares of very small or large ones leave fp32's range.
+    largest = across.abs().amax(dim=1, keepdim=True)
+    scaled = (across / largest.masked_fill(largest == 0, 1.0)).contiguous()
+    length = torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_min_(0.5)
+    return scaled.div_(length)
+
+
+def _cluster(unit: Tensor, draws: Tensor, iterations: int, batch_size: int) -> Tensor:
+    """Centroids [num_groups, num_centroids, dim] of directions [num_groups, dim, num_points]."""
+    num_points = unit.shape[2]
+    weight = unit.abs().amax(dim=1).sign_()
+    if not 0 < batch_size < num_points:
+        centroids = _seed(unit, weight, draws)
+        for _ in range(iterations):
+            centroids, _ = _lloyd_step(unit, weight, centroids, None)
+        return centroids
+    head = slice(0, min(num_points, SEEDING_BATCHES * batch_size))
+    centroids = _seed(unit[:, :, head], weight[:, head], draws)
+    total: Tensor | None = None
+    for i in range(iterations):
+        # The last batch of a round may be short; batches of a round share no point.
+        first = i % -(-num_points // batch_size) * batch_size
+        batch = slice(first, first + batch_size)
+        centroids, total = _lloyd_step(unit[:, :, batch], weight[:, batch], centroids, total)
     return centroids
 
 
-def _seed(unit: Tensor, weight: Tensor, num_centroids: int, seed: int) -> Tensor:
+def _seed(unit: Tensor, weight: Tensor, draws: Tensor) -> Tensor:
     """Greedy k-means++: of a few points drawn by squared distance, 2 - 2 cos, take the one that helps most.
 
     Several draws per seed (2 + ln C, as scikit-learn) keep two close seeds from taking one cluster each half.
     When every point coincides with a seed, nothing is left to draw from and points are drawn uniformly.
+
+    Args:
+        unit: [num_groups, dim, num_points] of length 1 or 0.
+        weight: [num_groups, num_points] 1, or 0 for points of length 0.
+        draws: [num_groups, num_centroids, trials] uniform in [0, 1).
     """
-    num_groups, num_points, dim = unit.shape
-    trials = 2 + int(math.log(num_centroids))
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.rand(num_centroids, num_groups, trials, generator=generator).to(unit.device)
+    num_groups, dim, num_points = unit.shape
+    num_centroids = draws.shape[1]
     fallback = torch.zeros(dim, device=unit.device)
     fallback[0] = 1.0
     centroids = unit.new_empty(num_groups, num_centroids, dim)
-    distance = weight.clone()
-    group = torch.arange(num_groups, device=unit.device)
-    has_points = weight.sum(dim=1, keepdim=True) > 0
-    uniform = torch.where(has_points, weight, torch.ones_like(weight)).cumsum(dim=1)
+    anywhere = weight.cumsum(dim=1)
+    mass = anywhere
+    served: Tensor | None = None  # cosine of each point to its nearest seed
     for step in range(num_centroids):
-        mass = distance.cumsum(dim=1)
-        mass = torch.where(mass[:, -1:] > 0, mass, uniform)
-        target = draws[step] * mass[:, -1:]
-        drawn = torch.searchsorted(mass, target, right=True).clamp_max(num_points - 1)
-        candidates = unit[group[:, None], drawn]
-        gap = 2.0 - 2.0 * torch.bmm(candidates, unit.transpose(1, 2))
-        gap = gap.masked_fill_(gap < 1e-6, 0.0) * weight[:, None]
-        left = gap if step == 0 else torch.minimum(distance[:, None], gap)
-        best = left.sum(dim=2).argmin(dim=1)
-        chosen = candidates[group, best]
+        drawn = _draw(mass, draws[:, step])
+        if step:
+            drawn = torch.where(mass[:, -1:] > 0, drawn, _draw(anywhere, draws[:, step]))
+        candidates = unit.gather(2, drawn[:, None].expand(-1, dim, -1)).transpose(1, 2)
+        cosine = torch.bmm(candidates, unit)
+        if served is not None:
+            cosine = torch.maximum(cosine, served[:, None], out=cosine)
+        best = cosine.sum(dim=2).argmax(dim=1)[:, None, None]
+        chosen = candidates.gather(1, best.expand(-1, 1, dim)).squeeze(1)
         centroids[:, step] = torch.where(chosen.any(dim=1, keepdim=True), chosen, fallback)
-        distance = left[group, best]
+        served = cosine.gather(1, best.expand(-1, 1, num_points)).squeeze(1)
+        if step + 1 < num_centroids:
+            gap = torch.nn.functional.threshold(weight - served, LEAST_GAP, 0.0)
+            mass = gap.cumsum(dim=1)
     return centroids
 
 
-def _lloyd_step(unit: Tensor, weight: Tensor, centroids: Tensor) -> Tensor:
-    """Assign, average, normalize; an empty cluster moves to one of the points that are served worst."""
-    num_groups, num_centroids, dim = centroids.shape
-    best, assigned = torch.bmm(unit, centroids.transpose(1, 2)).max(dim=2)
-    total = centroids.new_zeros(num_groups, num_centroids, dim)
-    total.scatter_add_(1, assigned[:, :, None].expand(-1, -1, dim), unit)
-    members = centroids.new_zeros(num_groups, num_centroids).scatter_add_(1, assigned, weight)
-    length = total.norm(dim=2, keepdim=True)
-    moved = torch.where(length > 1e-6, total / length.clamp_min(1e-6), centroids)
-    gap = (1.0 - best).masked_fill(weight == 0, 0.0)
-    num_spare = min(num_centroids, unit.shape[1])
-    spare_gap, spare = gap.topk(num_spare, dim=1)
-    empty = members == 0
-    rank = (empty.long().cumsum(dim=1) - 1).clamp(0, num_spare - 1)
-    candidate = torch.gather(unit, 1, torch.gather(spare, 1, rank)[:, :, None].expand(-1, -1, dim))
-    use = empty & (torch.gather(spare_gap, 1, rank) > 1e-6)
-    return torch.where(use[:, :, None], candidate, moved)
+def _draw(mass: Tensor, draws: Tensor) -> Tensor:
+    """Indices of points by their share of the cumulative mass [num_groups, num_points]."""
+    return torch.searchsorted(mass, draws * mass[:, -1:], right=True).clamp_max(mass.shape[1] - 1)
+
+
+def _lloyd_step(unit: Tensor, weight: Tensor, centroids: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Assign, add up, normalize.
+
+    A point that is equally near to two centroids counts in both. A cluster whose members have no common direction,
+    mostly because it has no members, or the same one as an earlier cluster, moves to the point that is served worst:
+    one cluster of a group per iteration, so that no two move to the same point.
+
+    Args:
+        unit, weight: see `_seed`; of this batch.
+        centroids: [num_groups, num_centroids, dim] of length 1.
+        total: same shape, sums of earlier batches.
+
+    Returns:
+        The centroids and the sums with this batch.
+    """
+    cosine = torch.bmm(centroids, unit)
+    best = cosine.amax(dim=1)
+    member = cosine.ge_(best[:, None])
+    added = torch.bmm(member, unit.transpose(1, 2))
+    total = added if total is None else total + added
+    length = torch.linalg.vector_norm(total, dim=2, keepdim=True)
+    lost = length.squeeze(2) <= LEAST_GAP
+    centroids = torch.where(lost[..., None], centroids, total / length.clamp_min(LEAST_GAP))
+    earlier = torch.bmm(centroids, centroids.transpose(1, 2)).tril_(-1)
+    lost |= earlier.amax(dim=2) >= 1.0 - LEAST_GAP
+    worst_gap, worst = (weight - best).max(dim=1, keepdim=True)
+    moves = lost & (lost.cumsum(dim=1) == 1) & (worst_gap > LEAST_GAP)
+    target = unit.gather(2, worst[:, None].expand(-1, unit.shape[1], 1)).transpose(1, 2)
+    return torch.where(moves[..., None], target, centroids), total

@@ -8,7 +8,7 @@ head of the anchor layer whose selection KV head h takes; without head_map each 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -116,6 +116,31 @@ class LayerPlan:
                 layers.append({"reuse": role.anchor_layer, "head_map": list(role.head_map)})
         return {"layers": layers}
 
+    def for_rank(self, rank: int, size: int) -> LayerPlan:
+        """The plan of one tensor-parallel rank: its own KV heads, head maps numbered within them.
+
+        Args:
+            rank, size: of the tensor-parallel group.
+
+        Raises:
+            ValueError: the heads do not divide, or a head takes the selection of one on another rank.
+        """
+        heads = heads_of_rank(self.num_kv_heads, rank, size)
+        roles = []
+        for layer, role in enumerate(self.layers):
+            wanted = [role.head_map[head] for head in heads] if role.mode is LayerMode.REUSE else []
+            far = [(head, source) for head, source in zip(heads, wanted, strict=False) if source not in heads]
+            if far:
+                head, source = far[0]
+                raise ValueError(
+                    f"layer {layer}: expected KV head {head} to reuse a selection of its own rank {rank} of {size} "
+                    f"(KV heads {heads.start}..{heads.stop - 1}), got KV head {source} of layer {role.anchor_layer}: "
+                    "ranks do not exchange selections. Serve with fewer ranks, make the layer an anchor, or leave "
+                    "out its head_map"
+                )
+            roles.append(replace(role, head_map=tuple(source - heads.start for source in wanted)))
+        return LayerPlan(tuple(roles), len(heads))
+
     def __getitem__(self, layer: int) -> LayerRole:
         return self.layers[layer]
 
@@ -158,6 +183,29 @@ class LayerPlan:
         for head in role.head_map:
             if not 0 <= head < self.num_kv_heads:
                 raise ValueError(f"layer {layer}: expected head_map entries in 0..{self.num_kv_heads - 1}, got {head}")
+
+
+def heads_of_rank(num_kv_heads: int, rank: int, size: int) -> range:
+    """The KV heads that one tensor-parallel rank holds, as SGLang deals them out: an equal run of them each, or one
+    head for several ranks where there are more ranks than heads.
+
+    Args:
+        num_kv_heads: of the whole model.
+        rank, size: of the tensor-parallel group.
+
+    Raises:
+        ValueError: no such rank, or neither number divides the other.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"expected a rank in 0..{size - 1}, got {rank}; pass the rank within the group")
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ValueError(
+            f"expected KV heads and ranks of which one number divides the other, got {num_kv_heads} and {size}; "
+            "serve with another --tp-size"
+        )
+    count = max(1, num_kv_heads // size)
+    first = rank * num_kv_heads // size
+    return range(first, first + count)
 
 
 def _parse_role(layer: int, entry: object, num_kv_heads: int) -> LayerRole:

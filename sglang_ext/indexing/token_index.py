@@ -8,6 +8,7 @@ only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,7 +38,8 @@ class TokenIndexSpec(IndexSpec):
     """Parameters of the token index.
 
     Attributes:
-        num_channels: channels of a key that are kept; a multiple of 8 / bits. 0: all.
+        num_channels: channels of a key that are kept; a multiple of 8 / bits. 0: as `channel_ratio` says.
+        channel_ratio: kept channels as a fraction of head_dim where `num_channels` is 0; rounded up to whole bytes.
         bits: of a value: 2, 4 or 8.
         symmetric: levels around 0 instead of between each channel's minimum and maximum.
 
@@ -47,6 +49,7 @@ class TokenIndexSpec(IndexSpec):
 
     method: ClassVar[str] = "token_index"
     num_channels: int = 0
+    channel_ratio: float = 1.0
     bits: int = 4
     symmetric: bool = False
 
@@ -59,6 +62,28 @@ class TokenIndexSpec(IndexSpec):
                 f"expected token_index.num_channels to be a multiple of {8 // self.bits} (values of {self.bits} bits "
                 f"in a byte), got {self.num_channels}; round it up"
             )
+        if not 0.0 < self.channel_ratio <= 1.0:
+            raise ValueError(
+                f"expected token_index.channel_ratio above 0 and at most 1, got {self.channel_ratio}; 1 takes all "
+                "channels"
+            )
+        if self.num_channels and self.channel_ratio != 1.0:
+            raise ValueError(
+                f"expected token_index.num_channels or token_index.channel_ratio, got both ({self.num_channels} and "
+                f"{self.channel_ratio}); remove one"
+            )
+
+    def kept_channels(self, head_dim: int) -> int:
+        """Channels of a key that are kept."""
+        if self.num_channels:
+            return self.num_channels
+        unit = 8 // self.bits
+        return min(head_dim, math.ceil(round(self.channel_ratio * head_dim, 6) / unit) * unit)
+
+    @property
+    def selects_channels(self) -> bool:
+        """Whether some channels are left out."""
+        return self.num_channels > 0 or self.channel_ratio < 1.0
 
 
 @dataclass(frozen=True)
@@ -71,8 +96,8 @@ class TokenIndexBuilder:
 
     Attributes:
         spec: parameters.
-        layer: its `channels` are taken where they are known; otherwise those with the greatest max |q_i| * max |k_i|
-            over the prefix's own keys and sampled queries.
+        layer: its `channels` are taken where they are known and `num_channels` is given; otherwise those with the
+            greatest max |q_i| * max |k_i| over the prefix's own keys and sampled queries.
     """
 
     spec: TokenIndexSpec
@@ -81,12 +106,13 @@ class TokenIndexBuilder:
     @property
     def needs_queries(self) -> bool:
         """Only to choose channels."""
-        return self.spec.num_channels > 0 and not self.layer.channels
+        profiled = bool(self.spec.num_channels and self.layer.channels)
+        return self.spec.selects_channels and not profiled
 
     def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         """See `IndexBuilder.build_layer`."""
         check_keys(keys)
-        if self.spec.num_channels == 0 and keys.shape[2] % (8 // self.spec.bits):
+        if not self.spec.selects_channels and keys.shape[2] % (8 // self.spec.bits):
             raise ValueError(
                 f"expected head_dim to be a multiple of {8 // self.spec.bits} for {self.spec.bits} bits, got "
                 f"{keys.shape[2]}; raise token_index.bits"
@@ -100,14 +126,14 @@ class TokenIndexBuilder:
 
     def _channels(self, keys: Tensor, queries: Tensor | None) -> Tensor:
         _, num_kv_heads, head_dim = keys.shape
-        wanted = self.spec.num_channels or head_dim
+        wanted = self.spec.kept_channels(head_dim)
         if wanted > head_dim:
             raise ValueError(
                 f"expected token_index.num_channels of at most head_dim={head_dim}, got {wanted}; 0 takes all channels"
             )
         if self.spec.num_channels and self.layer.channels:
             return _profiled(self.layer.channels, num_kv_heads, wanted, head_dim)
-        if self.spec.num_channels:
+        if self.spec.selects_channels:
             samples = check_samples(queries, keys, self.spec.method)
             contribution = samples.float().abs().amax(dim=1) * keys.float().abs().amax(dim=0)
             order = contribution.argsort(dim=1, descending=True, stable=True)

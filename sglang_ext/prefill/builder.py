@@ -21,14 +21,17 @@ from prefix_index import (
 from prefix_kernels.pooling import Pooling
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.indexing import METHODS, make_builder, make_selector
-from sglang_ext.indexing.base import IndexSpec
+from sglang_ext.indexing.base import IndexBuilder, IndexSpec
 from sglang_ext.indexing.heads import split_heads
+from sglang_ext.indexing.preparation import at_layer, build_layer, prepare
+from sglang_ext.indexing.profile import Profile
+from sglang_ext.indexing.profile_use import layer_profile, used_by_builders
 
 #: Raised whenever a builder changes what its arrays mean: older indexes are then another profile's.
-_BUILDERS_VERSION = 2
+_BUILDERS_VERSION = 3
 
-#: Query rows per layer that the sampled recall is measured on.
-_RECALL_ROWS = 16
+#: Query rows per layer that the sampled recall is measured on: a search each, while the scheduler waits.
+_RECALL_ROWS = 4
 
 
 def built_methods(config: SparseAttnConfig) -> dict[str, dict[str, Any]]:
@@ -41,12 +44,25 @@ def method_specs(config: SparseAttnConfig) -> dict[str, IndexSpec]:
     return {name: METHODS[name].spec.from_dict(spec) for name, spec in sorted(built_methods(config).items())}
 
 
-def profile_digest(config: SparseAttnConfig) -> str:
-    """Digest of how indexes are built: two configurations with equal digests build and read the same."""
-    methods = {name: spec.to_dict() for name, spec in method_specs(config).items()}
-    sampled = any(make_builder(spec).needs_queries for spec in method_specs(config).values())
-    queries = {"query_samples": config.query_samples, "seed": config.seed} if sampled else {}
-    return canonical_digest({"builders": _BUILDERS_VERSION, "methods": methods, "queries": queries})
+def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> str:
+    """Digest of how indexes are built: two configurations with equal digests build and read the same.
+
+    Args:
+        config: methods, sample sizes.
+        profile: the model's; of it counts only what the builders use (`used_by_builders`).
+
+    Raises:
+        ProfileError: the methods do not go with this profile.
+    """
+    specs = method_specs(config)
+    sampled = any(make_builder(spec, layer_profile(profile, 0)).needs_queries for spec in specs.values())
+    content: dict[str, Any] = {
+        "builders": _BUILDERS_VERSION,
+        "methods": {name: spec.to_dict() for name, spec in specs.items()},
+        "queries": {"query_samples": config.query_samples, "seed": config.seed} if sampled else {},
+    }
+    used = used_by_builders(specs.values(), profile)
+    return canonical_digest({**content, "profile": used} if used else content)
 
 
 class IndexFactory:
@@ -56,11 +72,15 @@ class IndexFactory:
         store: open store; not owned.
         config: methods, sample sizes.
         sm_scale: attention scale, for the sampled recall.
+        profile: the model's; its block sizes and channels go to the builders that use them.
     """
 
-    def __init__(self, store: IndexStore, config: SparseAttnConfig, sm_scale: float) -> None:
+    def __init__(
+        self, store: IndexStore, config: SparseAttnConfig, sm_scale: float, profile: Profile | None = None
+    ) -> None:
         self._store = store
         self._config = config
+        self._profile = profile
         self._specs = method_specs(config)
         self._sm_scale = sm_scale
 
@@ -87,7 +107,10 @@ class IndexFactory:
             ValueError: a method needs queries and there are none, or the inputs are not finite.
             IndexStoreError: storing or verifying failed.
         """
-        seconds = 0.0
+        begun = time.perf_counter()
+        prepared = {name: prepare(self._builder(name, 0), queries) for name in self._specs}
+        _wait_for(queries)
+        seconds = time.perf_counter() - begun
         arrays: dict[ArrayKey, Any] = {}
         recall: dict[str, list[float]] = {name: [] for name in self._specs}
         for layer in range(identity.model.num_layers):
@@ -95,9 +118,9 @@ class IndexFactory:
             layer_queries = None if queries is None else queries[layer]
             for name, spec in self._specs.items():
                 begun = time.perf_counter()
-                built = make_builder(spec).build_layer(keys, layer_queries)
-                if keys.is_cuda:
-                    torch.cuda.synchronize()
+                known = at_layer(prepared[name], layer)
+                built = build_layer(self._builder(name, layer), keys, layer_queries, known)
+                _wait_for(keys)
                 seconds += time.perf_counter() - begun
                 if layer_queries is not None:
                     recall[name].append(self._recall(spec, built, keys, layer_queries))
@@ -122,6 +145,9 @@ class IndexFactory:
         with self._store.get(identity) as file:
             file.verify()
         return entry, {**stats, "index_bytes": entry.nbytes, "build_seconds": seconds, **self._sizes(arrays)}
+
+    def _builder(self, name: str, layer: int) -> IndexBuilder:
+        return make_builder(self._specs[name], layer_profile(self._profile, layer))
 
     def _recall(self, spec: IndexSpec, built: Mapping[str, Tensor], keys: Tensor, queries: Tensor) -> float:
         num_kv_heads, samples, _ = queries.shape
@@ -159,6 +185,12 @@ class IndexFactory:
             method = key.name.split(".")[0]
             methods[method] = methods.get(method, 0) + array.nbytes
         return {"method_bytes": methods}
+
+
+def _wait_for(tensor: Tensor | None) -> None:
+    """Until the device has done what was asked of it: a time taken then is that of the work."""
+    if tensor is not None and tensor.is_cuda:
+        torch.cuda.synchronize()
 
 
 def covered_tokens(prompt_len: int, align: int) -> int:

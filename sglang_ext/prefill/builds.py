@@ -16,6 +16,7 @@ from torch import Tensor
 from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_digest, page_hashes
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.indexing.profile import Profile
 from sglang_ext.prefill.builder import IndexFactory, covered_tokens, profile_digest
 from sglang_ext.prefill.claims import Claim, ClaimDesk
 from sglang_ext.prefill.recorder import Capture, QueryRecorder
@@ -46,19 +47,27 @@ class PrefillBuilds:
         config: checked configuration.
         view: the target model runner.
         model: its fingerprint.
+        profile: the model's profile, where there is one.
     """
 
     records_decode = False
 
-    def __init__(self, store: IndexStore, config: SparseAttnConfig, view: BuildView, model: ModelFingerprint) -> None:
+    def __init__(
+        self,
+        store: IndexStore,
+        config: SparseAttnConfig,
+        view: BuildView,
+        model: ModelFingerprint,
+        profile: Profile | None = None,
+    ) -> None:
         gqa = view.num_qo_heads // view.num_kv_heads
         self.recorder = QueryRecorder(view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed)
         self._desk = ClaimDesk(store)
         self._config = config
         self._view = view
         self._model = model
-        self._profile = profile_digest(config)
-        self._factory = IndexFactory(store, config, view.head_dim**-0.5)
+        self._profile = profile_digest(config, profile)
+        self._factory = IndexFactory(store, config, view.head_dim**-0.5, profile)
         self._pending: dict[str, Claim] = {}
 
     def __len__(self) -> int:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from prefix_kernels.types import Selection
 from sglang_ext.prefix.residency import ResidentIndex
+
+_serials = itertools.count()
+
+
+@dataclass(eq=False)
+class Search:
+    """What one search of a group found, for the steps until the next one (CSAttention, 4.3: search period).
+
+    Attributes:
+        members: serials of the requests whose queries were searched for; nobody else may use it.
+        selections: per anchor layer; filled by the step that searches.
+        steps: decode steps that have used it, the searching one included.
+    """
+
+    members: frozenset[int]
+    selections: dict[int, Selection] = field(default_factory=dict)
+    steps: int = 1
 
 
 @dataclass(eq=False)
@@ -20,10 +39,17 @@ class SharedSlots:
         slots: [prefix_len] int64 on the device; our own copy, so that SGLang may reuse the row it came from.
             The slots themselves stay allocated while one member lives: each member locks its tree path.
         members: live requests that use it.
+        search: the group's last search; None before the first one, and once a member has left.
     """
 
     slots: Tensor
     members: int = 0
+    search: Search | None = None
+
+    def leave(self) -> None:
+        """One member less. What was searched for it does not outlive it."""
+        self.members -= 1
+        self.search = None
 
 
 @dataclass(eq=False)
@@ -39,6 +65,7 @@ class Attachment:
         steps: decode steps seen since the request got its slot; 0 right after allocation.
         shared: set once its slots were compared and found equal to a group's (or start a new one).
         deadline: monotonic time until which decode steps wait for the index; set at the first wait.
+        serial: unlike any other attachment's, also of a later request with the same id.
         reported: reasons that were already counted for this request.
     """
 
@@ -50,6 +77,7 @@ class Attachment:
     steps: int = 0
     shared: SharedSlots | None = None
     deadline: float | None = None
+    serial: int = field(default_factory=_serials.__next__)
 
     def __post_init__(self) -> None:
         self.reported: set[str] = set()

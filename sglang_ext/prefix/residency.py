@@ -91,6 +91,7 @@ class Residency:
         num_kv_heads: KV heads of this rank; heads are stacked into one tensor per array.
         device: where the tensors go.
         budget_bytes: device bytes for all indexes; an index that alone exceeds it is refused.
+        first_kv_head: number of this rank's first KV head in the whole model.
     """
 
     def __init__(
@@ -101,11 +102,12 @@ class Residency:
         num_kv_heads: int,
         device: torch.device,
         budget_bytes: int,
+        first_kv_head: int = 0,
     ) -> None:
         self._store = store
         self._method = method
         self._num_layers = num_layers
-        self._num_kv_heads = num_kv_heads
+        self._kv_heads = range(first_kv_head, first_kv_head + num_kv_heads)
         self._device = device
         self._budget_bytes = budget_bytes
         self._lock = threading.Lock()
@@ -161,7 +163,8 @@ class Residency:
         try:
             with self._store.get(index.entry.identity) as file:
                 prefix = f"{self._method}."
-                self._make_room(index, sum(file.record(key).nbytes for key in file.keys if key.name.startswith(prefix)))
+                own = [key for key in file.keys if key.name.startswith(prefix) and key.kv_head in self._kv_heads]
+                self._make_room(index, sum(file.record(key).nbytes for key in own))
                 layers = self._load_layers(file)
             self._wait_for_device()
             index.layers = layers
@@ -191,7 +194,7 @@ class Residency:
     def _load_layers(self, file: IndexFile) -> list[LayerArrays]:
         """All layers, checked while they are read; a batch of layers at a time lies in host memory."""
         names = self._names_of_layers(file)
-        heads = range(self._num_kv_heads)
+        heads = self._kv_heads
         keys = [[ArrayKey(name, layer, head) for name in some for head in heads] for layer, some in enumerate(names)]
         layers: list[LayerArrays] = []
         for batch in _batches([file.read_nbytes(wanted) for wanted in keys]):

@@ -18,7 +18,7 @@ import pytest
 from prefix_index import FileStore, IndexIdentity, Retention, namespace_digest, page_hashes
 from prefix_index.testing import sample_model, sample_payload
 from sglang_ext.cli.prebuild_job import PrebuildJob
-from sglang_ext.config import PAGE_TOKENS, config_from_dict
+from sglang_ext.config import PAGE_TOKENS, Settings, config_from_dict
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.prompts import Prompt
 
@@ -85,7 +85,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         args = argparse.Namespace(pin=pin, ttl=ttl, wait=wait, store=str(store.folder))
         report, events = io.StringIO(), tmp_path / f"events-{time.monotonic_ns()}.jsonl"
         engine = run.engine(store, events)  # type: ignore[attr-defined]
-        status = PrebuildJob(engine, store, CONFIG, str(events), report, args).run(prompts)
+        status = PrebuildJob(engine, store, Settings(config=CONFIG, store=""), str(events), report, args).run(prompts)
         return status, [json.loads(line) for line in report.getvalue().splitlines()], store
 
     run.engine = Engine  # type: ignore[attr-defined]

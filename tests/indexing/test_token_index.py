@@ -124,3 +124,34 @@ def test_errors():
     arrays = make_builder(token_spec()).build_layer(keys, None)
     with pytest.raises(ValueError, match="70 positions and 8 bits, got 70 and 4"):
         scores_of(token_spec(bits=8), arrays, randn(1, 2, 16), 70)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bits", "head_dim", "kept"),
+    [(0.75, 4, 64, 48), (0.75, 4, 128, 96), (0.5, 4, 18, 10), (0.01, 2, 64, 4), (1.0, 4, 64, 64), (0.3, 8, 10, 3)],
+)
+def test_channels_as_a_part_of_the_head(ratio, bits, head_dim, kept):
+    spec = token_spec(channel_ratio=ratio, bits=bits)
+    keys, samples = randn(40, 2, head_dim), randn(2, 50, head_dim, seed=1)
+    builder = make_builder(spec)
+    assert builder.needs_queries == (ratio < 1)
+    arrays = builder.build_layer(keys, samples)
+    assert arrays["channels"].shape == (2, kept)
+    same = make_builder(token_spec(num_channels=kept, bits=bits)).build_layer(keys, samples)
+    assert all(torch.equal(arrays[name], same[name]) for name in same)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"channel_ratio": 0.0}, r"channel_ratio above 0 and at most 1, got 0.0"),
+        ({"channel_ratio": 1.5}, r"channel_ratio above 0 and at most 1, got 1.5"),
+        (
+            {"channel_ratio": 0.5, "num_channels": 8},
+            r"or token_index.channel_ratio, got both \(8 and 0.5\); remove one",
+        ),
+    ],
+)
+def test_a_bad_part_of_the_head_is_refused(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        token_spec(**parameters)

@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.csa_scores import CompactLists, bitmap_is_smaller, decode_lists, encode_lists, list_bytes
+from prefix_kernels.csa_scores import (
+    CompactLists,
+    bitmap_is_smaller,
+    check_lists,
+    decode_lists,
+    encode_lists,
+    list_bytes,
+)
 from prefix_kernels.ops import csa_scores, csa_scores_compact
 
 
@@ -101,6 +108,19 @@ def test_scores_are_those_of_the_decoded_lists(list_len, prefix_len, bits, weigh
     assert torch.equal(got, csa_scores(q, centroids, positions.int(), scores, dims, prefix_len, weights))
 
 
+@pytest.mark.parametrize(("list_len", "prefix_len"), [(5, 600), (200, 600), (1, 256), (256, 256), (3, 257)])
+def test_a_longer_prefix_keeps_the_lists(list_len, prefix_len):
+    """The same entries encoded for a longer prefix decode to the same, whichever form is smaller then."""
+    positions, scores = lists_of((2, 3), list_len, prefix_len)
+    before = decode_lists(encode_lists(positions, scores, prefix_len, 4), list_len, 4)
+    for longer in (prefix_len + 1, prefix_len + 255, 20 * prefix_len):
+        lists = encode_lists(positions, scores, longer, 4)
+        check_lists(lists, (2, 3), list_len, longer, 4)
+        after = decode_lists(lists, list_len, 4)
+        assert torch.equal(after[0], before[0])
+        assert torch.equal(after[1], before[1])
+
+
 def test_weights_replace_the_projection():
     """With one subspace and one centroid the score is |q| * weight * list score."""
     q, centroids = randn(2, 1, 4), torch.nn.functional.normalize(randn(1, 1, 1, 4, seed=1), dim=-1)
@@ -118,6 +138,16 @@ def test_errors():
     with pytest.raises(ValueError, match="4 or 8 bits, got 2"):
         encode_lists(positions, scores, 600, 2)
     lists = encode_lists(positions, scores, 600, 4)
+    for lead, list_len, prefix_len, bits, name in [
+        ((2, 4, 5), 6, 600, 4, "places"),
+        ((2, 5, 4), 5, 600, 4, "places"),
+        ((2, 4, 5), 5, 900, 4, "counts"),
+        ((2, 4, 5), 5, 600, 8, "codes"),
+    ]:
+        with pytest.raises(ValueError, match=f"expected {name} of compact lists .* another prefix or spec"):
+            check_lists(lists, lead, list_len, prefix_len, bits)
+    with pytest.raises(ValueError, match="expected scale of compact lists"):
+        check_lists(lists._replace(scale=lists.scale[0]), (2, 4, 5), 5, 600, 4)
     q, centroids, dims = randn(3, 8, 16), randn(2, 4, 5, 4), torch.arange(16).view(4, 4)
     with pytest.raises(ValueError, match="expected counts of compact lists"):
         csa_scores_compact(q, centroids, lists, 5, 4, dims, 900)

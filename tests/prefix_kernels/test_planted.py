@@ -1,11 +1,13 @@
 """The planted inputs are what their description says."""
 
+import math
+
 import pytest
 import torch
 
 from prefix_kernels import Selection
 from prefix_kernels.ops import top_k_selection
-from prefix_kernels.testing import PlantedConfig, attention_recall, planted_prefix
+from prefix_kernels.testing import PLANTED, PlantedConfig, attention_recall, planted_config, planted_prefix
 
 CONFIGS = [PlantedConfig(), PlantedConfig(rope_base=1e6), PlantedConfig(span=8)]
 
@@ -44,3 +46,41 @@ def test_same_seed_same_data_and_room_is_checked():
         planted_prefix(PlantedConfig(prefix_len=600))
     with pytest.raises(ValueError, match="rope_base"):
         planted_prefix(PlantedConfig(rope_base=1e4))
+
+
+@pytest.mark.parametrize("rope", [False, True], ids=["plain", "rope"])
+@pytest.mark.parametrize("kind", list(PLANTED))
+def test_every_kind_is_hard_for_chance_and_windows_and_possible_for_the_oracle(kind, rope):
+    config = planted_config(kind, 4096, rope=rope)
+    planted = planted_prefix(config)
+    heads, budget = config.num_kv_heads, config.prefix_len // 10
+    windows = top_k_selection(torch.zeros(heads, config.prefix_len), budget, 16, budget - 16, 1, config.prefix_len)
+    noise = torch.rand(heads, config.prefix_len, generator=torch.Generator().manual_seed(0))
+    chance = top_k_selection(noise, budget, 16, 64, 1, config.prefix_len)
+    # Ideal: the critical keys of the topics that each row's heads ask about.
+    recalls = []
+    for row in range(config.num_rows):
+        q = planted.queries[row : row + 1]
+        topics = planted.topics[row].view(heads, -1)
+        scores = torch.zeros(heads, config.prefix_len)
+        for head in range(heads):
+            scores[head, planted.hits[head, topics[head]].flatten()] = 1.0
+        best = top_k_selection(scores, budget, 16, 64, 1, config.prefix_len)
+        chosen = (windows, chance, best)
+        recalls.append([float(attention_recall(q, planted.keys, c, planted.sm_scale).mean()) for c in chosen])
+    by_windows, by_chance, ideal = torch.tensor(recalls).mean(dim=0).tolist()
+    assert by_windows < 0.5
+    assert by_chance < 0.5
+    assert ideal > 0.7
+
+
+def test_strength_keeps_the_share_of_the_critical_keys_at_any_length():
+    for kind, base in PLANTED.items():
+        assert planted_config(kind) == base
+    short, long = (planted_config("scattered", n) for n in (8192, 131_072))
+    gain = (long.strength**2 - short.strength**2) / math.sqrt(short.head_dim)
+    assert gain == pytest.approx(math.log(131_072 / 8192))
+    assert planted_config("clustered", 4096, rope=True, seed=3).seed == 3
+    assert planted_config("clustered", 4096, rope=True).rope_base > 0
+    with pytest.raises(ValueError, match=r"expected one of heavy_hitters, .*, got 'flat'"):
+        planted_config("flat")

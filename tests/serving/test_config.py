@@ -41,6 +41,9 @@ def test_a_file_gives_what_its_text_gives(tmp_path: Path) -> None:
         ('{"max_keep_ratio": -1}', ["max_keep_ratio", "-1"]),
         ('{"top_k": 0}', ["top_k", "at least 1"]),
         ('{"top_k": 1.5}', ["top_k", "int"]),
+        ('{"min_top_k": -1}', ["min_top_k", "0 or more tokens"]),
+        ('{"search_period": 0}', ["search_period", "1 or more decode steps"]),
+        ('{"profile": ""}', ["profile", '"none" or null']),
         ('{"num_sink_tokens": -1}', ["num_sink_tokens", "0 or more"]),
         ('{"num_recent_pages": -1}', ["num_recent_pages"]),
         ('{"min_sparse_prompt_len": 0}', ["min_sparse_prompt_len"]),
@@ -158,12 +161,16 @@ def test_the_environment_enables(value: str, on: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "prefix_len", "expected"),
     [
-        ({"keep_ratio": 0.1}, 1000, 100),
-        ({"keep_ratio": 0.1}, 1009, 100),
+        ({"keep_ratio": 0.1}, 2000, 200),
+        ({"keep_ratio": 0.1}, 2009, 200),
+        ({"keep_ratio": 0.1}, 1000, 128),
+        ({"keep_ratio": 0.1}, 100, 100),
+        ({"keep_ratio": 0.1, "min_top_k": 0}, 1000, 100),
+        ({"keep_ratio": 0.1, "min_top_k": 300}, 1000, 300),
         ({"keep_ratio": 1.0}, 1000, 1000),
         ({"top_k": 64, "keep_ratio": 1.0}, 1000, 64),
         ({"top_k": 5000}, 1000, 1000),
-        ({"keep_ratio": 0.001}, 16, 1),
+        ({"keep_ratio": 0.001, "min_top_k": 0}, 16, 1),
     ],
 )
 def test_budget(fields: dict[str, Any], prefix_len: int, expected: int) -> None:

@@ -32,6 +32,7 @@ class Model:
     """A model runner in plain tensors: what `ModelView` asks for."""
 
     num_layers, num_qo_heads, num_kv_heads, head_dim = LAYERS, KV_HEADS * GQA, KV_HEADS, DIM
+    tp_rank, tp_size = 0, 1
     device = torch.device("cpu")
 
     def __init__(self, fingerprint: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from prefix_kernels._tile import check_queries
-from prefix_kernels.csa_scores.compact import BLOCK_POSITIONS, CompactLists, bitmap_is_smaller
+from prefix_kernels.csa_scores.compact import CompactLists, check_lists
 from prefix_kernels.csa_scores.reference import csa_scores_compact_reference, csa_scores_reference
 from prefix_kernels.dispatch import resolve
 
@@ -93,22 +93,7 @@ def csa_scores_compact(
     run = resolve("csa_scores_compact", implementation, _COMPACT)
     _check(q, centroids, subspace_dims, subspace_weights)
     _check_len(list_len, prefix_len)
-    bitmap = bitmap_is_smaller(list_len, prefix_len)
-    expected: tuple[tuple[int, ...] | None, ...] = (
-        (-(-prefix_len // 8),) if bitmap else (list_len,),
-        None if bitmap else (-(-prefix_len // BLOCK_POSITIONS),),
-        (-(-list_len * bits // 8),),
-        (),
-        (),
-    )
-    for name, part, shape in zip(CompactLists._fields, lists, expected, strict=True):
-        wanted = None if shape is None else (*centroids.shape[:3], *shape)
-        came = None if part is None else tuple(part.shape)
-        if came != wanted:
-            raise ValueError(
-                f"expected {name} of compact lists as {wanted} for list_len={list_len}, prefix_len={prefix_len} and "
-                f"{bits} bits, got {came}; is the table of another prefix or spec?"
-            )
+    check_lists(lists, tuple(centroids.shape[:3]), list_len, prefix_len, bits)
     return run(q, centroids, lists, list_len, bits, subspace_dims, prefix_len, subspace_weights)
 
 

@@ -72,18 +72,13 @@ def encode_lists(positions: Tensor, scores: Tensor, prefix_len: int, bits: int) 
         )
     if bits not in (4, 8):
         raise ValueError(f"expected scores of 4 or 8 bits, got {bits}; choose one of them")
-    lead = positions.shape[:-1]
-    positions = positions.long()
+    positions = positions.int()
     counts = None
     if bitmap_is_smaller(positions.shape[-1], prefix_len):
-        marks = torch.zeros(*lead, -(-prefix_len // 8) * 8, dtype=torch.uint8, device=positions.device)
-        marks.scatter_(-1, positions, 1)
-        places = sum((marks[..., bit::8] << bit for bit in range(1, 8)), marks[..., 0::8])
+        places = _bitmap(positions, prefix_len)
     else:
         places = (positions % BLOCK_POSITIONS).to(torch.uint8)
-        counts = torch.zeros(*lead, -(-prefix_len // BLOCK_POSITIONS), dtype=torch.int32, device=positions.device)
-        block = positions // BLOCK_POSITIONS
-        counts = counts.scatter_add_(-1, block, torch.ones_like(block, dtype=torch.int32)).short()
+        counts = _block_counts(positions, prefix_len)
     return CompactLists(places, counts, *_encode_scores(scores.float(), bits))
 
 
@@ -106,9 +101,56 @@ def decode_lists(lists: CompactLists, list_len: int, bits: int) -> tuple[Tensor,
     return positions, codes * lists.scale.float()[..., None] + lists.zero.float()[..., None]
 
 
+def check_lists(lists: CompactLists, lead: tuple[int, ...], list_len: int, prefix_len: int, bits: int) -> None:
+    """Raise unless the shapes are those of lists with these leading dims.
+
+    Args:
+        lists: to check.
+        lead: leading dims.
+        list_len: entries of a list.
+        prefix_len: tokens of the prefix.
+        bits: of a score.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    bitmap = bitmap_is_smaller(list_len, prefix_len)
+    expected: tuple[tuple[int, ...] | None, ...] = (
+        (-(-prefix_len // 8),) if bitmap else (list_len,),
+        None if bitmap else (-(-prefix_len // BLOCK_POSITIONS),),
+        (-(-list_len * bits // 8),),
+        (),
+        (),
+    )
+    for name, part, shape in zip(CompactLists._fields, lists, expected, strict=True):
+        wanted = None if shape is None else (*lead, *shape)
+        came = None if part is None else tuple(part.shape)
+        if came != wanted:
+            raise ValueError(
+                f"expected {name} of compact lists as {wanted} for list_len={list_len}, prefix_len={prefix_len} and "
+                f"{bits} bits, got {came}; is the table of another prefix or spec?"
+            )
+
+
 def unpack_bits(places: Tensor) -> Tensor:
     """uint8 [..., n] -> uint8 [..., 8 * n] of 0 and 1, the low bit first."""
     return torch.stack([(places >> bit) & 1 for bit in range(8)], dim=-1).flatten(-2)
+
+
+def _bitmap(positions: Tensor, prefix_len: int) -> Tensor:
+    marks = torch.zeros(
+        *positions.shape[:-1], -(-prefix_len // 8) * 8, dtype=torch.uint8, device=positions.device
+    ).scatter_(-1, positions.long(), 1)
+    bit = 2 ** torch.arange(8, dtype=torch.uint8, device=positions.device)
+    return (marks.view(*marks.shape[:-1], -1, 8) * bit).sum(dim=-1, dtype=torch.uint8)
+
+
+def _block_counts(positions: Tensor, prefix_len: int) -> Tensor:
+    """Entries of each block: differences of the places at which the blocks begin, as positions ascend."""
+    num_blocks = -(-prefix_len // BLOCK_POSITIONS)
+    ends = BLOCK_POSITIONS * torch.arange(1, num_blocks + 1, dtype=torch.int32, device=positions.device)
+    upto = torch.searchsorted(positions, ends.expand(*positions.shape[:-1], -1).contiguous(), out_int32=True)
+    return upto.diff(dim=-1, prepend=torch.zeros_like(upto[..., :1])).short()
 
 
 def _encode_scores(scores: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,314 @@
+"""The rows of the selection benchmark: the product's methods, combined recipes and rivals behind one interface.
+
+A method builds a layer's arrays, then names positions for many tokens at once. Tokens are independent groups and KV
+heads do not depend on each other, so the tokens' queries are put as further KV heads over copies of the arrays: one
+call scores all tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from selection_rivals import ArkVale, DoubleSparsity, KMeansKeys, Quest, Random, Rival, StreamingLLM
+from torch import Tensor
+
+from prefix_kernels.pooling import Pooling
+from prefix_kernels.top_k_selection import top_k_selection
+from prefix_kernels.types import Selection
+from sglang_ext.indexing import make_builder, make_selector, parse_spec
+from sglang_ext.indexing.base import NO_PROFILE, IndexSpec, LayerProfile
+from sglang_ext.indexing.combined import PARTS, TwoLevelSpec, UnionSpec, part_arrays
+from sglang_ext.indexing.exact import ExactSpec
+from sglang_ext.indexing.heads import join_heads, split_heads
+from sglang_ext.indexing.traffic import index_read_bytes, stored_bytes
+
+
+class Budget(NamedTuple):
+    """Tokens per KV head at one keep ratio, with the windows inside it."""
+
+    keep_ratio: float
+    tokens: int
+    num_sink: int
+    num_recent: int
+
+
+class Step(NamedTuple):
+    """What the selections of a layer's tokens have in common."""
+
+    prefix_len: int
+    sm_scale: float
+    pooling: Pooling
+    budgets: tuple[Budget, ...]
+
+
+class LayerInput(NamedTuple):
+    """What a layer's index is built from.
+
+    Attributes:
+        keys: [prefix_len, num_kv_heads, head_dim] fp32.
+        samples: [num_kv_heads, num_samples, head_dim] fp32 or None.
+        layer: what the model's profile says of the layer.
+        channels: [num_kv_heads, 16] of the offline calibration.
+    """
+
+    keys: Tensor
+    samples: Tensor | None
+    layer: LayerProfile
+    channels: Tensor
+
+
+Arrays = Mapping[str, Tensor]
+Built = dict[IndexSpec, tuple[Arrays, float]]
+"""Arrays of one layer by spec, with the seconds that building them took."""
+
+
+@dataclass
+class Method:
+    """A row's method.
+
+    Attributes:
+        name: of the row.
+        kind: "oracle", "method" (of one paper), "combined" or "rival"; the winner is a method or combined.
+        way: an index spec of the product, or a rival.
+    """
+
+    name: str
+    kind: str
+    way: IndexSpec | Rival
+
+    def describe(self) -> dict[str, Any]:
+        """Parameters for the row."""
+        return self.way.to_dict() if isinstance(self.way, IndexSpec) else self.way.describe()
+
+    def build(self, given: LayerInput, built: Built) -> tuple[Arrays, float]:
+        """The layer's arrays and the seconds that building them takes.
+
+        Args:
+            given: of the layer.
+            built: what was built of this layer already, for combined recipes whose parts are rows too. Added to.
+        """
+        if isinstance(self.way, Rival):
+            rival = self.way
+            return timed(lambda: rival.build(given.keys, given.samples, given.channels), given.keys.device)
+        return _build(self.way, given, built)
+
+    def stored(self, arrays: Arrays) -> float:
+        """Bytes of one KV head's index. The oracle's keys are those of the KV itself."""
+        return 0.0 if isinstance(self.way, ExactSpec) else stored_bytes(arrays)
+
+    def index_read(self, arrays: Arrays, q: Tensor, step: Step, budget: Budget) -> float:
+        """Bytes of the index that a step reads for one KV head, mean over tokens. `arrays`, `q`: see `as_heads`."""
+        if isinstance(self.way, Rival):
+            return self.way.index_bytes(arrays, step.prefix_len, budget.tokens)
+        if isinstance(self.way, ExactSpec):
+            return float(step.prefix_len * q.shape[2] * 2)
+        return index_read_bytes(self.way, arrays, q, step.prefix_len, budget.tokens)
+
+    def select(self, arrays: Arrays, q: Tensor, num_rows: int, step: Step) -> list[Selection]:
+        """A selection for each budget, with a row for each token and KV head. `arrays`, `q`: see `as_heads`.
+
+        Scores do not depend on the budget, so they are made once, except where a method looks at it.
+        """
+        scores: Tensor | None = None
+        chosen = []
+        for budget in step.budgets:
+            if self._needs_budget(step, budget):
+                chosen.append(self._select(arrays, q, step, budget))
+                continue
+            scores = self._scores(arrays, q, num_rows, step) if scores is None else scores
+            windows = (budget.num_sink, budget.num_recent)
+            chosen.append(top_k_selection(scores, budget.tokens, *windows, 1, step.prefix_len))
+        return chosen
+
+    def _needs_budget(self, step: Step, budget: Budget) -> bool:
+        if isinstance(self.way, TwoLevelSpec):
+            return budget.tokens > self.way.num_candidates(step.prefix_len)
+        return isinstance(self.way, UnionSpec)
+
+    def _select(self, arrays: Arrays, q: Tensor, step: Step, budget: Budget, way: IndexSpec | None = None) -> Selection:
+        assert isinstance(self.way, IndexSpec)
+        return make_selector(way or self.way).select(
+            arrays,
+            q,
+            prefix_len=step.prefix_len,
+            budget=budget.tokens,
+            num_sink=budget.num_sink,
+            num_recent=budget.num_recent,
+            sm_scale=step.sm_scale,
+            pooling=step.pooling,
+        )
+
+    def _scores(self, arrays: Arrays, q: Tensor, num_rows: int, step: Step) -> Tensor:
+        common = {"prefix_len": step.prefix_len, "sm_scale": step.sm_scale, "pooling": step.pooling}
+        if isinstance(self.way, StreamingLLM | Random):
+            return self.way.fixed_scores(num_rows, step.prefix_len, q.device)
+        if isinstance(self.way, Rival):
+            return self.way.token_scores(arrays, q, **common)
+        if isinstance(self.way, TwoLevelSpec):
+            return self._two_level_scores(self.way, arrays, q, step)
+        return make_selector(self.way).token_scores(arrays, q, **common)
+
+    def _two_level_scores(self, spec: TwoLevelSpec, arrays: Arrays, q: Tensor, step: Step) -> Tensor:
+        """What `TwoLevelSelector.select` ranks: the windows are candidates. They fill a smaller budget anyway."""
+        widest = max(step.budgets, key=lambda budget: budget.num_sink + budget.num_recent)
+        count = spec.num_candidates(step.prefix_len)
+        first = self._select(part_arrays(arrays, "first"), q, step, widest._replace(tokens=count), spec.first)
+        mask = torch.zeros(first.num_kv_heads, step.prefix_len, dtype=torch.bool, device=q.device)
+        mask.scatter_(1, first.positions.long(), True)
+        scores = make_selector(spec.second).token_scores(
+            part_arrays(arrays, "second"),
+            q,
+            prefix_len=step.prefix_len,
+            sm_scale=step.sm_scale,
+            pooling=step.pooling,
+            candidates=mask,
+        )
+        # Candidates without a score come before everything that is no candidate.
+        return scores.masked_fill(mask & (scores == -torch.inf), -1e38)
+
+
+def timed(build: Callable[[], Arrays], device: torch.device) -> tuple[Arrays, float]:
+    """What `build` makes and the seconds until the device has it."""
+    begun = now(device)
+    arrays = build()
+    return arrays, now(device) - begun
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _build(spec: IndexSpec, given: LayerInput, built: Built) -> tuple[Arrays, float]:
+    """Arrays of a spec; those of a combined one are its parts' (`CombinedBuilder`), each built once a layer."""
+    if spec not in built:
+        if isinstance(spec, TwoLevelSpec | UnionSpec):
+            arrays: dict[str, Tensor] = {}
+            seconds = 0.0
+            for part in PARTS:
+                own, took = _build(getattr(spec, part), given, built)
+                arrays.update({f"{part}.{name}": array for name, array in own.items()})
+                seconds += took
+            return arrays, seconds
+        builder = make_builder(spec, given.layer)
+        built[spec] = timed(lambda: builder.build_layer(given.keys, given.samples), given.keys.device)
+    return built[spec]
+
+
+def as_heads(arrays: Arrays, q: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Tokens as KV heads: arrays of num_tokens * num_kv_heads heads and q [1, num_tokens * num_qo_heads, head_dim]."""
+    tiled = join_heads(split_heads(arrays) * q.shape[0]) if arrays else {}
+    return tiled, q.reshape(1, -1, q.shape[2])
+
+
+CSA = {"method": "csattention"}
+AB = {"method": "ab_sparse"}
+TOKENS = {"method": "token_index"}
+TOKENS48 = {**TOKENS, "num_channels": 48}
+MINMAX = {**AB, "representation": "minmax"}
+THIN_FIRST = {"method": "two_level", "first": {**CSA, "list_ratio": 0.02}, "candidate_ratio": 0.25}
+"""CSAttention with short lists names a quarter of the prefix."""
+BLOCKS_FIRST = {"method": "two_level", "first": MINMAX, "second": TOKENS, "candidate_ratio": 0.25}
+
+DEFAULT = "csa > tokens48 .25"
+"""Row of the project's default recipe (head_dim 64: 48 channels)."""
+
+SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "oracle": ("oracle", {"method": "exact"}),
+    "csa": ("method", CSA),
+    "csa paper layout": ("method", {**CSA, "codec": "paper"}),
+    "csa paper m8 C64 a.2": (
+        "method",
+        {
+            **CSA,
+            "num_subspaces": 8,
+            "num_centroids": 64,
+            "list_ratio": 0.2,
+            "codec": "paper",
+            "baseline": "none",
+            "weighting": "uniform",
+        },
+    ),
+    "csa a.02": ("method", {**CSA, "list_ratio": 0.02}),
+    "csa a.04": ("method", {**CSA, "list_ratio": 0.04}),
+    "csa a.2": ("method", {**CSA, "list_ratio": 0.2}),
+    "ab mean int4": ("method", AB),
+    "ab mean int2": ("method", {**AB, "quantization": "int2"}),
+    "ab mean fp16": ("method", {**AB, "quantization": "none"}),
+    "ab minmax int4": ("method", MINMAX),
+    "ab ball int4": ("method", {**AB, "representation": "ball"}),
+    "tokens int4": ("method", TOKENS),
+    "tokens int4 48ch": ("method", TOKENS48),
+    "tokens int4 32ch": ("method", {**TOKENS, "num_channels": 32}),
+    "tokens int2": ("method", {**TOKENS, "bits": 2}),
+    DEFAULT: ("combined", {"method": "two_level"}),
+    "minmax > tokens .5": ("combined", {**BLOCKS_FIRST, "candidate_ratio": 0.5}),
+    "minmax > tokens .25": ("combined", BLOCKS_FIRST),
+    "minmax32 > tokens .5": (
+        "combined",
+        {**BLOCKS_FIRST, "first": {**MINMAX, "block_size": 32}, "candidate_ratio": 0.5},
+    ),
+    "csa > tokens .25": ("combined", {**THIN_FIRST, "second": TOKENS}),
+    "csa > tokens48 .15": ("combined", {**THIN_FIRST, "second": TOKENS48, "candidate_ratio": 0.15}),
+    "csa > tokens48 .5": ("combined", {**THIN_FIRST, "second": TOKENS48, "candidate_ratio": 0.5}),
+    "csa a.01 > tokens .25": ("combined", {**THIN_FIRST, "first": {**CSA, "list_ratio": 0.01}, "second": TOKENS}),
+    "csa a.04 > tokens32 .25": (
+        "combined",
+        {**THIN_FIRST, "first": {**CSA, "list_ratio": 0.04}, "second": {**TOKENS, "num_channels": 32}},
+    ),
+    "tokens16 > tokens48 .25": (
+        "combined",
+        {**THIN_FIRST, "first": {**TOKENS, "num_channels": 16}, "second": TOKENS48},
+    ),
+    "ab > csa": ("combined", {"method": "two_level", "first": AB, "second": CSA, "candidate_ratio": 0.5}),
+    "ab > tokens": ("combined", {"method": "two_level", "first": AB, "second": TOKENS, "candidate_ratio": 0.5}),
+    "csa + ab": ("combined", {"method": "union", "first": CSA, "second": AB}),
+}
+"""Rows by name: kind and spec. `a > b`: b's scores among a's candidates; `a + b`: united at equal budget."""
+
+REUSED = (DEFAULT, "minmax > tokens .5", "ab > csa", "ab > tokens", "csa + ab")
+"""Rows that are measured once more with Kascade's reuse on top."""
+
+
+def make_methods(names: Sequence[str] | None, seed: int, profiled: bool) -> list[Method]:
+    """All methods, or those of these names.
+
+    Args:
+        names: None for all.
+        seed: of the random rival and of clustering.
+        profiled: whether a profile gives block sizes per head.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    specs = dict(SPECS)
+    if profiled:
+        specs["ab adaptive int4"] = ("method", {**AB, "sizes": "profile"})
+        specs["ab adaptive minmax int4"] = ("method", {**MINMAX, "sizes": "profile"})
+    methods = [Method(name, kind, parse_spec(data)) for name, (kind, data) in specs.items()]
+    rivals: dict[str, Rival] = {
+        "quest": Quest(),
+        "arkvale": ArkVale(),
+        "k-means of keys": KMeansKeys(seed=seed),
+        "double sparsity fp16": DoubleSparsity(),
+        "double sparsity int4": DoubleSparsity(bits=4),
+        "streaming_llm": StreamingLLM(),
+        "random": Random(seed=seed),
+    }
+    methods += [Method(name, "rival", rival) for name, rival in rivals.items()]
+    known = [method.name for method in methods]
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ValueError(f"expected methods among {', '.join(known)}, got {unknown[0]!r}; correct the name")
+    return [method for method in methods if names is None or method.name in names]
+
+
+def layer_profile(block_sizes: Sequence[int] = ()) -> LayerProfile:
+    """What builders get of a profile: block sizes only; channel sets are each prefix's own."""
+    return LayerProfile(block_sizes=tuple(block_sizes)) if block_sizes else NO_PROFILE

@@ -1,0 +1,322 @@
+"""What each calibrated choice gains over its simple rival, on prompts that it was not fitted on.
+
+Adaptive block sizes against one size at the same average, anchors of the programme against evenly spaced ones, head
+maps against the identity. Every measure is linear in a prompt's own tables, so differences are paired by prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from sglang_ext.calibration.anchors import anchor_total, evenly_spaced_anchors
+from sglang_ext.calibration.block_size import Average, average_block_size, block_sizes_by_budget, block_sizes_by_tau
+from sglang_ext.calibration.fit import CRITERIA, FitSetting, best_anchors, criterion_table, plan_recovery
+from sglang_ext.calibration.measurement import SCORERS, Averages, PromptMeasurement, average
+from sglang_ext.calibration.similarity import layer_similarity
+
+RESAMPLES = 2000
+MAX_EXHAUSTIVE = 5000
+"""Choices of anchors up to which the best one on the held-out prompts is searched, to say what was possible."""
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """A paired difference over held-out prompts.
+
+    Attributes:
+        mean: calibrated less rival.
+        low, high: 95% interval by bootstrap over prompts; None with fewer than two prompts.
+        reason: why it does not win, where it does not.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    reason: str = ""
+
+    @property
+    def wins(self) -> bool:
+        """Whether the calibrated choice is better on the average."""
+        return self.mean > 0
+
+
+class BlockComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Recall of block sizes per head against one size, at the same token budget.
+
+    Attributes:
+        representation: of the blocks.
+        average: what is equal: harmonic (index bytes) or arithmetic (the paper's).
+        uniform_size: tokens per block of the rival.
+        adaptive_average: of the adaptive sizes, at least `uniform_size`.
+        uniform, adaptive: recall on the held-out prompts, mean over heads.
+        difference: adaptive - uniform.
+        by_task: task -> (uniform, adaptive).
+        sizes: [num_layers][num_kv_heads] adaptive sizes of the layers that take part.
+    """
+
+    representation: str
+    average: str
+    uniform_size: int
+    adaptive_average: float
+    uniform: float
+    adaptive: float
+    difference: Difference
+    by_task: dict[str, tuple[float, float]]
+    sizes: list[list[int]]
+
+
+class TauComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The profile's own rule (Eq. 2): recall on the held-out prompts and average sizes."""
+
+    representation: str
+    tau: float
+    arithmetic: float
+    harmonic: float
+    recall: float
+    recall_at_smallest: float
+
+
+class AnchorComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Anchors of the programme against evenly spaced ones.
+
+    Attributes:
+        criterion: what the programme maximizes, see `CRITERIA`.
+        num_anchors: of both.
+        programme, even: layers.
+        objective_programme, objective_even: on the held-out tables.
+        recovery_programme, recovery_even: attention mass kept at the budget, held out, with head maps.
+        recovery_best: of the best anchors that exist, found on the held-out prompts themselves; None where there
+            are too many choices.
+        difference: in recovery.
+    """
+
+    criterion: str
+    num_anchors: int
+    programme: tuple[int, ...]
+    even: tuple[int, ...]
+    objective_programme: float
+    objective_even: float
+    recovery_programme: float
+    recovery_even: float
+    recovery_best: float | None
+    difference: Difference
+
+
+class HeadMapComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Head maps against the identity with the programme's anchors.
+
+    Attributes:
+        criterion: what the maps are chosen by.
+        anchors: of the programme.
+        remapped, identity: attention mass kept at the budget, held out, over all layers that take part.
+        difference: remapped - identity.
+    """
+
+    criterion: str
+    anchors: tuple[int, ...]
+    remapped: float
+    identity: float
+    difference: Difference
+
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The held-out comparison.
+
+    Attributes:
+        fitted, held_out: numbers of prompts.
+        first_layer: layers before it are dense and take no part.
+        num_heads: KV heads that take part.
+    """
+
+    fitted: int
+    held_out: int
+    first_layer: int
+    num_heads: int
+    blocks: list[BlockComparison]
+    tau: list[TauComparison]
+    anchors: list[AnchorComparison]
+    head_maps: list[HeadMapComparison]
+
+
+def compare(
+    fitted: Sequence[PromptMeasurement], held: Sequence[PromptMeasurement], tasks: Sequence[str], setting: FitSetting
+) -> HeldOut:
+    """Fit on one half, compare on the other.
+
+    Args:
+        fitted: prompts to choose by, at least one.
+        held: prompts to compare on, at least one.
+        tasks: of the held-out prompts.
+        setting: how the profile is fitted.
+
+    Raises:
+        ValueError: an empty half, or a setting that does not fit the model.
+    """
+    if not fitted or len(held) != len(tasks):
+        raise ValueError(
+            f"expected prompts in both halves and a task for each held-out one, got {len(fitted)} fitted, "
+            f"{len(held)} held out and {len(tasks)} tasks; give at least two prompts"
+        )
+    fit, rest = average(fitted), average(held)
+    num_layers, num_kv_heads = fit.oracle.shape
+    first = setting.first_layer(num_layers)
+    recalls = torch.stack([one.recall for one in held])[:, :, first:]
+    blocks, by_tau = [], []
+    for i, name in enumerate(SCORERS):
+        chosen_by = fit.recall[i, first:]
+        for average_kind, size in itertools.product(Average, setting.block_sizes):
+            blocks.append(_blocks(name, average_kind, size, chosen_by, recalls[:, i], tasks, setting.block_sizes))
+        by_tau.append(_by_tau(name, chosen_by, recalls[:, i], setting))
+    counts = range(1, num_layers - first + 1)
+    recovery = torch.stack([one.recovery for one in held])
+    anchors, maps = [], []
+    for criterion in CRITERIA:
+        ruled = replace(setting, criterion=criterion)
+        for count in counts:
+            anchors.append(_anchors(count, fit, rest, recovery, ruled))
+            if count < num_layers - first:
+                maps.append(_head_maps(anchors[-1].programme, fit, recovery, criterion))
+    return HeldOut(
+        fitted=len(fitted),
+        held_out=len(held),
+        first_layer=first,
+        num_heads=(num_layers - first) * num_kv_heads,
+        blocks=blocks,
+        tau=by_tau,
+        anchors=anchors,
+        head_maps=maps,
+    )
+
+
+def paired(differences: Tensor, reason: str) -> Difference:
+    """Mean and 95% bootstrap interval of [num_prompts] differences; the reason is kept where they do not win."""
+    mean = float(differences.mean())
+    low = high = None
+    if len(differences) > 1:
+        gen = torch.Generator().manual_seed(0)
+        drawn = torch.randint(len(differences), (RESAMPLES, len(differences)), generator=gen)
+        means = differences.double()[drawn].mean(dim=1)
+        low, high = (float(means.quantile(q)) for q in (0.025, 0.975))
+    return Difference(mean=mean, low=low, high=high, reason="" if mean > 0 else reason)
+
+
+def recall_of(recall: Tensor, sizes: Tensor, block_sizes: Sequence[int]) -> Tensor:
+    """[num_prompts, num_layers, num_kv_heads, num_block_sizes] recall at each head's own size -> [num_prompts]."""
+    column = (sizes[..., None] == torch.tensor(list(block_sizes))).int().argmax(dim=-1)
+    index = column.expand(recall.shape[:-1])[..., None]
+    return recall.gather(3, index).flatten(1).mean(dim=1)
+
+
+def _blocks(
+    name: str,
+    kind: Average,
+    size: int,
+    fitted: Tensor,
+    held: Tensor,
+    tasks: Sequence[str],
+    block_sizes: Sequence[int],
+) -> BlockComparison:
+    sizes = block_sizes_by_budget(fitted, size, kind, block_sizes)
+    uniform = recall_of(held, torch.full_like(sizes, size), block_sizes)
+    adaptive = recall_of(held, sizes, block_sizes)
+    if bool((sizes == size).all()):
+        reason = "the only sizes with this average are the uniform ones: nothing to choose"
+    elif torch.equal(adaptive, uniform):
+        reason = "the recall is equal, with larger blocks on the average"
+    else:
+        reason = "the heads' differences on the fitted prompts do not carry over to the held-out ones"
+    by_task: dict[str, tuple[float, float]] = {}
+    for task in sorted(set(tasks)):
+        mine = torch.tensor([one == task for one in tasks])
+        by_task[task] = (float(uniform[mine].mean()), float(adaptive[mine].mean()))
+    return BlockComparison(
+        representation=name,
+        average=kind.value,
+        uniform_size=size,
+        adaptive_average=average_block_size(sizes, kind),
+        uniform=float(uniform.mean()),
+        adaptive=float(adaptive.mean()),
+        difference=paired(adaptive - uniform, reason),
+        by_task=by_task,
+        sizes=sizes.tolist(),
+    )
+
+
+def _by_tau(name: str, fitted: Tensor, held: Tensor, setting: FitSetting) -> TauComparison:
+    sizes = block_sizes_by_tau(fitted, setting.tau, setting.block_sizes)
+    return TauComparison(
+        representation=name,
+        tau=setting.tau,
+        arithmetic=average_block_size(sizes),
+        harmonic=average_block_size(sizes, Average.HARMONIC),
+        recall=float(recall_of(held, sizes, setting.block_sizes).mean()),
+        recall_at_smallest=float(held[..., 0].mean()),
+    )
+
+
+def _anchors(count: int, fit: Averages, rest: Averages, recovery: Tensor, setting: FitSetting) -> AnchorComparison:
+    num_layers = fit.oracle.shape[0]
+    first = setting.first_layer(num_layers)
+    table, held_table = (criterion_table(part, setting.criterion) for part in (fit, rest))
+    programme = best_anchors(fit, setting, count).anchors
+    even = evenly_spaced_anchors(num_layers, count, first_layer=first)
+    matrix = layer_similarity(held_table)
+    objective = {
+        anchors: anchor_total(matrix, anchors, importance=rest.importance, first_layer=first)
+        for anchors in (programme, even)
+    }
+    kept = {anchors: plan_recovery(recovery, anchors, table) for anchors in (programme, even)}
+    free = num_layers - first - 1
+    best: float | None = None
+    if math.comb(free, count - 1) <= MAX_EXHAUSTIVE:
+        choices = itertools.combinations(range(first + 1, num_layers), count - 1)
+        best = max(float(plan_recovery(rest.recovery, (first, *others), table)) for others in choices)
+    return AnchorComparison(
+        criterion=setting.criterion,
+        num_anchors=count,
+        programme=programme,
+        even=even,
+        objective_programme=objective[programme],
+        objective_even=objective[even],
+        recovery_programme=float(kept[programme].mean()),
+        recovery_even=float(kept[even].mean()),
+        recovery_best=best,
+        difference=paired(kept[programme] - kept[even], _anchor_reason(count, free, programme == even, setting)),
+    )
+
+
+def _anchor_reason(count: int, free: int, same: bool, setting: FitSetting) -> str:
+    if count in (1, free + 1):
+        return "there is one choice of so many anchors: nothing to choose"
+    if same:
+        return f"the programme chooses the evenly spaced anchors; there are {math.comb(free, count - 1)} choices"
+    if setting.criterion == "similarity":
+        return (
+            "the programme maximizes importance x similarity (64 keys, the worst token), not the mean mass at the "
+            "budget that is compared here"
+        )
+    return "the programme weighs layers by importance; the mean mass compared here does not"
+
+
+def _head_maps(anchors: tuple[int, ...], fit: Averages, recovery: Tensor, criterion: str) -> HeadMapComparison:
+    table = criterion_table(fit, criterion)
+    remapped = plan_recovery(recovery, anchors, table)
+    identity = plan_recovery(recovery, anchors, table, remap=False)
+    num_kv_heads = recovery.shape[-1]
+    if bool((remapped == identity).all()):
+        reason = f"the best map of each of the {num_kv_heads} KV heads is the identity"
+    else:
+        reason = "the maps chosen on the fitted prompts do not carry over to the held-out ones"
+    return HeadMapComparison(
+        criterion=criterion,
+        anchors=anchors,
+        remapped=float(remapped.mean()),
+        identity=float(identity.mean()),
+        difference=paired(remapped - identity, reason),
+    )

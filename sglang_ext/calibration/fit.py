@@ -1,0 +1,184 @@
+"""From measurements to the model's settings: block sizes, anchors and head maps, channels, dense heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang_ext.calibration.anchors import AnchorChoice, assigned_anchors, choose_anchors
+from sglang_ext.calibration.block_size import (
+    TAU,
+    Average,
+    block_sizes_by_budget,
+    block_sizes_by_tau,
+    near_uniform_heads,
+)
+from sglang_ext.calibration.channels import NUM_CHANNELS_GQA, top_channels
+from sglang_ext.calibration.head_map import best_head_map, identity_head_map, make_layer_plan
+from sglang_ext.calibration.measurement import SCORERS, Averages
+from sglang_ext.calibration.similarity import layer_similarity
+from sglang_ext.indexing.ab_sparse import BLOCK_SIZES
+from sglang_ext.indexing.layer_plan import LayerPlan
+
+REUSE_RETENTION = 0.98
+"""Without a given number of anchors: the fewest that keep this share of the attention mass that every layer's own
+selection holds."""
+
+CRITERIA = ("recovery", "similarity")
+"""What anchors and head maps are chosen by: the attention mass at the budget, mean over tokens, or the paper's score
+(64 keys, ratio to the layer's own, minimum over tokens)."""
+
+
+@dataclass(frozen=True)
+class FitSetting:
+    """How a profile follows from measurements.
+
+    Attributes:
+        num_anchors: layers that select; None: the fewest within `REUSE_RETENTION`.
+        tau: recall retention of the block sizes (AB-Sparse, Eq. 2).
+        block_average: instead of tau: tokens per block, harmonic mean over heads; the sizes with the best recall
+            among those with so many blocks.
+        representation: block representation whose recall chooses the block sizes.
+        criterion: one of `CRITERIA`.
+        dense_layers: layers that read the whole prefix.
+        num_channels: channels of the token index, limited by head_dim.
+        block_sizes: as they were measured.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    num_anchors: int | None = None
+    tau: float = TAU
+    block_average: float | None = None
+    representation: str = "minmax"
+    criterion: str = "similarity"
+    dense_layers: tuple[int, ...] = (0,)
+    num_channels: int = NUM_CHANNELS_GQA
+    block_sizes: tuple[int, ...] = BLOCK_SIZES
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("representation", self.representation, tuple(SCORERS)),
+            ("criterion", self.criterion, CRITERIA),
+        ):
+            if value not in choices:
+                raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}; choose one")
+
+    def first_layer(self, num_layers: int) -> int:
+        """The first layer that is not dense.
+
+        Raises:
+            ValueError: a dense layer that the model does not have, or none that is left.
+        """
+        odd = [layer for layer in self.dense_layers if not 0 <= layer < num_layers]
+        sparse = [layer for layer in range(num_layers) if layer not in self.dense_layers]
+        if odd or not sparse:
+            raise ValueError(
+                f"expected dense layers in 0..{num_layers - 1} that leave one sparse, got {list(self.dense_layers)}; "
+                "name fewer with --dense-layers"
+            )
+        return sparse[0]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was chosen.
+
+    Attributes:
+        block_sizes: [num_layers, num_kv_heads] int64, tokens per block.
+        anchors: of the programme.
+        plan: layer plan with head maps.
+        channels: [num_layers, num_kv_heads, num_channels] int16, ascending.
+        dense_heads: [num_layers, num_kv_heads] bool, near-uniform heads.
+    """
+
+    block_sizes: Tensor
+    anchors: AnchorChoice
+    plan: LayerPlan
+    channels: Tensor
+    dense_heads: Tensor
+
+
+def fit_settings(averages: Averages, setting: FitSetting) -> Fit:
+    """Choose everything by the averages.
+
+    Raises:
+        ValueError: a setting that does not fit the model.
+    """
+    first = setting.first_layer(averages.oracle.shape[0])
+    recall = averages.recall[tuple(SCORERS).index(setting.representation)]
+    if setting.block_average is None:
+        sizes = block_sizes_by_tau(recall, setting.tau, setting.block_sizes)
+    else:
+        # Layers that are dense have no index: their recall must not take part.
+        sizes = block_sizes_by_tau(recall, 1.0, setting.block_sizes)
+        sizes[first:] = block_sizes_by_budget(
+            recall[first:], setting.block_average, Average.HARMONIC, setting.block_sizes
+        )
+    if setting.num_anchors is None:
+        anchors = fewest_anchors(averages, setting)
+    else:
+        anchors = best_anchors(averages, setting, setting.num_anchors)
+    table = criterion_table(averages, setting.criterion)
+    contribution = averages.channels.contribution()
+    return Fit(
+        block_sizes=sizes,
+        anchors=anchors,
+        plan=make_layer_plan(anchors.anchors, table, dense_layers=(*range(first), *setting.dense_layers)),
+        channels=top_channels(contribution, min(setting.num_channels, averages.channels.head_dim)),
+        dense_heads=near_uniform_heads(averages.oracle),
+    )
+
+
+def criterion_table(averages: Averages, criterion: str) -> Tensor:
+    """[num_layers a, num_layers b, num_kv_heads of b, of a], what anchors and head maps are chosen by."""
+    return averages.recovery if criterion == "recovery" else averages.similarity
+
+
+def best_anchors(averages: Averages, setting: FitSetting, num_anchors: int) -> AnchorChoice:
+    """The programme's anchors. Raises ValueError where there are not so many layers."""
+    num_layers = averages.oracle.shape[0]
+    return choose_anchors(
+        layer_similarity(criterion_table(averages, setting.criterion)),
+        num_anchors,
+        importance=averages.importance,
+        first_layer=setting.first_layer(num_layers),
+    )
+
+
+def fewest_anchors(averages: Averages, setting: FitSetting) -> AnchorChoice:
+    """The smallest number of anchors whose reuse keeps `REUSE_RETENTION` of the layers' own attention mass."""
+    num_layers = averages.oracle.shape[0]
+    first = setting.first_layer(num_layers)
+    table = criterion_table(averages, setting.criterion)
+    wanted = REUSE_RETENTION * float(plan_recovery(averages.recovery, tuple(range(first, num_layers)), table))
+    for num_anchors in range(1, num_layers - first):
+        choice = best_anchors(averages, setting, num_anchors)
+        if float(plan_recovery(averages.recovery, choice.anchors, table)) >= wanted:
+            return choice
+    return best_anchors(averages, setting, num_layers - first)
+
+
+def plan_recovery(recovery: Tensor, anchors: tuple[int, ...], table: Tensor, *, remap: bool = True) -> Tensor:
+    """Attention mass that the layers keep under a plan, mean over the layers from the first anchor on and KV heads.
+
+    Args:
+        recovery: [..., num_layers a, num_layers b, num_kv_heads of b, of a], for instance one per prompt.
+        anchors: ascending; the first layer that takes part is the first of them.
+        table: [num_layers a, num_layers b, num_kv_heads of b, of a], what the head maps are chosen by.
+        remap: heads by the table; False: the identity.
+
+    Returns:
+        [...] fp64.
+    """
+    num_layers, num_kv_heads = recovery.shape[-4], recovery.shape[-1]
+    first = anchors[0]
+    kept = []
+    for layer, anchor in enumerate(assigned_anchors(anchors, num_layers, first_layer=first), start=first):
+        own = layer == anchor or not remap
+        heads = identity_head_map(num_kv_heads) if own else best_head_map(table[anchor, layer])
+        kept.append(recovery[..., anchor, layer, list(range(num_kv_heads)), list(heads)].mean(dim=-1))
+    return torch.stack(kept).mean(dim=0)

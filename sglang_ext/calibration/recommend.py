@@ -1,0 +1,192 @@
+"""Which recipe and which budget a profile recommends, from the quality of selections on held-out prompts.
+
+The recipe is the first, in the order of preference with the project's default in front, that holds about as much
+attention at the calibrated budget as the best one. The budget is the smallest one that holds most of the attention
+that the largest tried one reaches with the best possible tokens: beyond it, more budget buys little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from prefix_kernels.pooling import Pooling
+from sglang_ext.calibration.measurement import measured_tokens
+from sglang_ext.calibration.prompt_capture import PromptCapture
+from sglang_ext.calibration.selection_quality import (
+    full_attention,
+    joined_selections,
+    oracle_at,
+    selection_quality,
+)
+from sglang_ext.indexing.base import METHODS, IndexSpec
+from sglang_ext.indexing.registry import make_builder, make_selector
+
+KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
+"""Budgets that are tried, as fractions of the prefix."""
+
+NUM_TOKENS = 8
+"""Tokens of a prompt that recipes are tried on."""
+
+CLEARLY_BETTER = 0.02
+"""Attention mass that a recipe may lack to the best one and still be preferred; prompts differ by more."""
+
+ENOUGH = 0.9
+"""Share of the best possible attention mass at the largest budget that the recommended one must hold."""
+
+
+class RecipeQuality(msgspec.Struct, frozen=True, kw_only=True):
+    """One recipe at one budget; means over prompts, tokens and the layers that are not dense.
+
+    Attributes:
+        name: of the recipe.
+        keep_ratio: budget as a fraction of the prefix.
+        recall: attention mass that the selection holds.
+        oracle_recall: what the best tokens of that budget hold.
+        error: relative error of the attention output over the prefix.
+    """
+
+    name: str
+    keep_ratio: float
+    recall: float
+    oracle_recall: float
+    error: float
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """What is recommended and why.
+
+    Attributes:
+        name: of the recipe.
+        spec: its parameters.
+        keep_ratio: recommended budget.
+        reason: one sentence.
+    """
+
+    name: str
+    spec: dict[str, Any]
+    keep_ratio: float
+    reason: str
+
+
+def default_recipes(default_method: str) -> dict[str, IndexSpec]:
+    """Recipes to try, by name, in the order of preference: the default method, then by attention recall per byte
+    read. All with their default parameters.
+
+    Raises:
+        KeyError: no method of that name.
+    """
+    tried = ("two_level", "token_index", "csattention", "ab_sparse")
+    names = [default_method, *(name for name in tried if name != default_method)]
+    return {name: METHODS[name].spec() for name in names}
+
+
+def measure_quality(
+    capture: PromptCapture,
+    recipes: Mapping[str, IndexSpec],
+    layers: Sequence[int],
+    *,
+    keep_ratios: Sequence[float] = KEEP_RATIOS,
+    num_sink: int = 16,
+    num_recent: int = 64,
+    num_tokens: int = NUM_TOKENS,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Build every recipe's index of the prompt, select for some of its tokens, compare with all of the attention.
+
+    Args:
+        capture: cut to its prefix.
+        recipes: by name.
+        layers: to measure.
+        keep_ratios: budgets; never fewer tokens than the windows.
+        num_sink, num_recent: always attended.
+        num_tokens: at most so many.
+        device: where.
+
+    Returns:
+        [num_recipes, num_keep_ratios, 3] fp64 on the CPU: recall, oracle recall, relative output error; means over
+        tokens and layers.
+
+    Raises:
+        ValueError: an unusable capture, or no sampled query where a recipe needs one.
+    """
+    rows = measured_tokens(capture, num_tokens).cpu()
+    prefix_len = capture.prefix_len
+    samples = capture.samples()
+    budgets = [min(max(int(ratio * prefix_len), num_sink + num_recent, 1), prefix_len) for ratio in keep_ratios]
+    total = torch.zeros(len(recipes), len(budgets), 3, dtype=torch.float64)
+    for layer in layers:
+        q = capture.queries[layer][rows].to(device)
+        keys, values = capture.keys[layer].to(device), capture.values[layer].to(device)
+        attention = full_attention(q, keys, values, capture.sm_scale)
+        oracles = [oracle_at(attention, budget, num_sink, num_recent) for budget in budgets]
+        for i, spec in enumerate(recipes.values()):
+            arrays = make_builder(spec).build_layer(keys, samples[layer].to(device))
+            selector = make_selector(spec)
+            for j, (budget, oracle) in enumerate(zip(budgets, oracles, strict=True)):
+                chosen = [
+                    selector.select(
+                        arrays,
+                        row[None],
+                        prefix_len=prefix_len,
+                        budget=budget,
+                        num_sink=num_sink,
+                        num_recent=num_recent,
+                        sm_scale=capture.sm_scale,
+                        pooling=Pooling.MAX,
+                    )
+                    for row in q
+                ]
+                quality = selection_quality(attention, joined_selections(chosen), oracle)
+                figures = torch.stack([quality.recall, quality.oracle_recall, quality.error]).double().mean(dim=1)
+                total[i, j] += figures.cpu()
+    return total / len(layers)
+
+
+def quality_table(
+    quality: Tensor, names: Sequence[str], keep_ratios: Sequence[float] = KEEP_RATIOS
+) -> list[RecipeQuality]:
+    """Rows of [num_prompts, num_recipes, num_keep_ratios, 3], mean over prompts."""
+    means = quality.mean(dim=0).tolist()
+    return [
+        RecipeQuality(name=name, keep_ratio=ratio, recall=row[0], oracle_recall=row[1], error=row[2])
+        for name, per_ratio in zip(names, means, strict=True)
+        for ratio, row in zip(keep_ratios, per_ratio, strict=True)
+    ]
+
+
+def recommend(table: Sequence[RecipeQuality], recipes: Mapping[str, IndexSpec], calibrated_ratio: float) -> Choice:
+    """Choose a recipe and a budget, see the module.
+
+    Args:
+        table: of `quality_table`.
+        recipes: by name, the default one first.
+        calibrated_ratio: budget of the calibration; the nearest one that was tried decides the recipe.
+
+    Raises:
+        ValueError: an empty table.
+    """
+    if not table:
+        raise ValueError("expected the quality of at least one recipe, got none; measure it on held-out prompts")
+    nearest = min({row.keep_ratio for row in table}, key=lambda ratio: abs(ratio - calibrated_ratio))
+    recall = {row.name: row.recall for row in table if row.keep_ratio == nearest}
+    most = max(recall.values())
+    name = next(name for name in recipes if recall[name] >= most - CLEARLY_BETTER)
+    default = next(iter(recipes))
+    if name == default:
+        why = f"no recipe holds {CLEARLY_BETTER} more of the attention at {nearest:.0%} than {name}"
+    else:
+        why = f"{name} holds {recall[name]:.3f} of the attention at {nearest:.0%}, {default} {recall[default]:.3f}"
+    own = sorted((row for row in table if row.name == name), key=lambda row: row.keep_ratio)
+    wanted = ENOUGH * own[-1].oracle_recall
+    chosen = next((row for row in own if row.recall >= wanted), own[-1])
+    reach = "holds" if chosen.recall >= wanted else "is the largest that was tried, and holds"
+    reason = (
+        f"{why}; a budget of {chosen.keep_ratio:.0%} {reach} {chosen.recall:.3f} of the attention, where the best "
+        f"tokens of {own[-1].keep_ratio:.0%} hold {own[-1].oracle_recall:.3f} and {ENOUGH:.0%} of that is asked for"
+    )
+    return Choice(name=name, spec=recipes[name].to_dict(), keep_ratio=chosen.keep_ratio, reason=reason)

@@ -1,0 +1,287 @@
+"""The report of a calibration: plots as PNG, every figure in report.json, and one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from sglang_ext.calibration.comparison import AnchorComparison, BlockComparison, Difference, HeadMapComparison, HeldOut
+from sglang_ext.calibration.fit import Fit, FitSetting, criterion_table
+from sglang_ext.calibration.measurement import SCORERS, Averages, MeasureSetting, PromptInfo
+from sglang_ext.calibration.recommend import Choice, RecipeQuality
+from sglang_ext.calibration.similarity import layer_similarity
+from sglang_ext.indexing.profile import Profile
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1f2937 }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
+img { max-width: 100%; display: block; margin: .8rem 0 }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-size: .85rem; margin: .8rem 0 }
+th, td { border-bottom: 1px solid #d1d5db; padding: .25rem .6rem; text-align: left; vertical-align: top }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
+.loss { color: #b91c1c } .win { color: #15803d } .note { color: #6b7280; font-size: .9rem }
+pre { overflow-x: auto; background: #f3f4f6; padding: .6rem; font-size: .8rem }
+@media print { body { margin: 0; max-width: none } h2 { break-after: avoid } img, tr { break-inside: avoid } }
+"""
+
+
+class Shown(Protocol):
+    """What a report is made of; `calibrate_job.Result` has it."""
+
+    @property
+    def profile(self) -> Profile: ...
+    @property
+    def averages(self) -> Averages: ...
+    @property
+    def fit(self) -> Fit: ...
+    @property
+    def held_out(self) -> HeldOut: ...
+    @property
+    def quality(self) -> list[RecipeQuality]: ...
+    @property
+    def choice(self) -> Choice: ...
+    @property
+    def infos(self) -> list[PromptInfo]: ...
+    @property
+    def left_out(self) -> dict[str, str]: ...
+    @property
+    def measure(self) -> MeasureSetting: ...
+    @property
+    def settings(self) -> FitSetting: ...
+
+
+def write_report(shown: Shown, folder: str | Path) -> None:
+    """Write report.html, report.json and the plots into an existing folder; files of these names are replaced.
+
+    Raises:
+        OSError: the folder cannot be written to.
+        ImportError: no matplotlib.
+    """
+    folder = Path(folder)
+    plots = _plots(shown)
+    for name, png in plots.items():
+        (folder / f"{name}.png").write_bytes(png)
+    (folder / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report_values(shown)), indent=1))
+    (folder / "report.html").write_text(report_page(shown, plots), encoding="utf-8")
+
+
+def report_values(shown: Shown) -> dict[str, Any]:
+    """Every figure of the report, plain values."""
+    means = shown.averages
+    return {
+        "profile": shown.profile,
+        "profile_digest": shown.profile.digest(),
+        "measured": {
+            "setting": shown.measure,
+            "fit": shown.settings,
+            "prompts": [info._asdict() for info in shown.infos],
+            "left_out": shown.left_out,
+        },
+        "sparsity": means.sparsity.tolist(),
+        "oracle_recall": means.oracle.tolist(),
+        "block_recall": dict(zip(SCORERS, means.recall.tolist(), strict=True)),
+        "similarity": layer_similarity(means.similarity).tolist(),
+        "recovery": layer_similarity(means.recovery).tolist(),
+        "importance": means.importance.tolist(),
+        "anchors": {"layers": shown.fit.anchors.anchors, "objective": shown.fit.anchors.total},
+        "held_out": shown.held_out,
+        "selection_quality": shown.quality,
+        "recommended": shown.choice,
+    }
+
+
+def _plots(shown: Shown) -> dict[str, bytes]:
+    from sglang_ext.calibration import report_plots as plots
+
+    means, setting = shown.averages, shown.measure
+    matrix = layer_similarity(criterion_table(means, shown.settings.criterion))
+    first = shown.held_out.first_layer
+    return {
+        "sparsity": plots.sparsity_plot(means.sparsity, means.oracle, setting.mass, setting.keep_ratio),
+        "block_recall": plots.block_recall_plot(means.recall, means.oracle, setting.block_sizes, first),
+        "similarity": plots.similarity_plot(matrix, shown.fit.anchors.anchors, shown.settings.criterion),
+        "importance": plots.importance_plot(means.importance),
+        "held_out": plots.comparison_plot(shown.held_out),
+        "selection_quality": plots.quality_plot(shown.quality),
+    }
+
+
+def report_page(shown: Shown, plots: Mapping[str, bytes]) -> str:
+    """The HTML page, images inside.
+
+    Args:
+        shown: what to tell.
+        plots: name -> PNG, the names of `write_report`'s files.
+    """
+    held = shown.held_out
+    keep = f"{shown.measure.keep_ratio:.0%}"
+    own = shown.profile.model
+    parts = [
+        "<h1>Calibration of sparse attention</h1>",
+        _paragraph(
+            f"{own.num_layers} layers, {own.num_kv_heads} KV heads, head dimension {own.head_dim}; model configuration "
+            f"{own.config_digest[:16]}. Profile {shown.profile.digest()[:16]}."
+        ),
+        "<h2>Recommendation</h2>",
+        _paragraph(f"{shown.choice.name} at a keep ratio of {shown.choice.keep_ratio:.0%}: {shown.choice.reason}."),
+        _image(plots, "selection_quality", "attention recall and output error of the recipes by budget"),
+        _quality(shown.quality),
+        "<h2>What it was measured on</h2>",
+        _data(shown),
+        "<h2>Sparsity</h2>",
+        _image(plots, "sparsity", "sparsity of every layer and KV head"),
+        _paragraph(_dense_heads(shown)),
+        "<h2>Recall by block size</h2>",
+        _image(plots, "block_recall", "recall by block size"),
+        _paragraph(f"Each head's attention in the blocks selected at {keep} of the prefix, sink and window included."),
+        "<h2>Similarity of layers and anchors</h2>",
+        _image(plots, "similarity", "similarity of layers with the chosen anchors"),
+        _image(plots, "importance", "importance of the layers"),
+        "<h2>Held-out comparison</h2>",
+        _paragraph(
+            f"Chosen on {held.fitted} prompts, compared on {held.held_out} others; the profile is fitted on all. "
+            f"Layers before {held.first_layer} are dense and take no part. Room for improvement: block sizes differ "
+            f"over {held.num_heads} heads, a head map chooses among {own.num_kv_heads} heads, anchors among "
+            f"{own.num_layers - held.first_layer} layers. Differences have 95% bootstrap intervals over prompts."
+        ),
+        _image(plots, "held_out", "calibrated choices and their rivals on held-out prompts"),
+        "<h3>Block sizes per head against one size at an equal average</h3>",
+        _blocks(held.blocks),
+        _tasks(held.blocks),
+        _tau(held),
+        "<h3>Anchors of the programme against evenly spaced ones</h3>",
+        _anchors(held.anchors, keep),
+        "<h3>Head maps against the identity</h3>",
+        _head_maps(held.head_maps),
+        "<h2>Profile</h2>",
+        f"<pre>{html.escape(shown.profile.encode().decode())}</pre>",
+    ]
+    body = "\n".join(part for part in parts if part)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Calibration of sparse attention</title><style>{_STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _data(shown: Shown) -> str:
+    data = shown.profile.calibration
+    tasks = Counter(info.task for info in shown.infos)
+    lengths = sorted(info.prefix_tokens for info in shown.infos)
+    tokens = sum(info.measured_tokens for info in shown.infos)
+    versions = ", ".join(f"{name} {version}" for name, version in data.versions.items())
+    text = (
+        f"{data.description}: {data.prompts} prompts, {data.tokens:,} tokens, prefixes of {lengths[0]:,} to "
+        f"{lengths[-1]:,} tokens, {tokens:,} measured queries behind them. Budget {shown.measure.keep_ratio:.0%}, "
+        f"sink {shown.measure.num_sink}, recent window {shown.measure.num_recent} tokens. {versions}."
+    )
+    rows = [(task or "(none)", count) for task, count in sorted(tasks.items())]
+    lost = [(name, reason) for name, reason in sorted(shown.left_out.items())]
+    table = _table(("task", "prompts"), rows)
+    return _paragraph(text) + table + (_table(("left out", "reason"), lost) if lost else "")
+
+
+def _dense_heads(shown: Shown) -> str:
+    found = [f"layer {layer} head {head}" for layer, heads in enumerate(shown.profile.dense_heads) for head in heads]
+    listed = ", ".join(found) if found else "none"
+    return f"Near-uniform heads, whose best tokens hold less than half of their attention: {listed}."
+
+
+def _quality(rows: Sequence[RecipeQuality]) -> str:
+    head = ("recipe", "keep ratio", "recall", "best tokens", "relative output error")
+    return _table(head, [(r.name, f"{r.keep_ratio:.0%}", r.recall, r.oracle_recall, r.error) for r in rows])
+
+
+def _blocks(rows: Sequence[BlockComparison]) -> str:
+    head = ("blocks by", "average", "uniform size", "adaptive average", "uniform", "adaptive", "difference", "reason")
+    return _table(
+        head,
+        [
+            (
+                r.representation, r.average, r.uniform_size, f"{r.adaptive_average:.1f}", r.uniform, r.adaptive,
+                r.difference, r.difference.reason,
+            )
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def _tasks(rows: Sequence[BlockComparison]) -> str:
+    shown = [row for row in rows if any(pair[0] != pair[1] for pair in row.by_task.values())]
+    if not shown:
+        return ""
+    head = ("task", *(f"{r.representation}, {r.average}, {r.uniform_size}: uniform / adaptive" for r in shown))
+    body = [
+        (task or "(none)", *(f"{row.by_task[task][0]:.3f} / {row.by_task[task][1]:.3f}" for row in shown))
+        for task in shown[0].by_task
+    ]
+    return _table(head, body)
+
+
+def _tau(held: HeldOut) -> str:
+    head = ("blocks by", "tau", "mean size", "harmonic mean size", "recall", "recall with the smallest")
+    return _table(
+        head, [(r.representation, r.tau, r.arithmetic, r.harmonic, r.recall, r.recall_at_smallest) for r in held.tau]
+    )
+
+
+def _anchors(rows: Sequence[AnchorComparison], keep: str) -> str:
+    head = (
+        "chosen by", "anchors", "evenly spaced", "objective", "objective, even", f"attention kept at {keep}",
+        "even", "best possible", "difference", "reason",
+    )  # fmt: skip
+    return _table(
+        head,
+        [
+            (
+                r.criterion, _layers(r.programme), _layers(r.even), r.objective_programme, r.objective_even,
+                r.recovery_programme, r.recovery_even, "" if r.recovery_best is None else r.recovery_best,
+                r.difference, r.difference.reason,
+            )
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def _head_maps(rows: Sequence[HeadMapComparison]) -> str:
+    if not rows:
+        return _paragraph("No layer reuses another: nothing to map.")
+    head = ("chosen by", "anchors", "head maps", "identity", "difference", "reason")
+    body = [(r.criterion, _layers(r.anchors), r.remapped, r.identity, r.difference, r.difference.reason) for r in rows]
+    return _table(head, body)
+
+
+def _layers(layers: Iterable[int]) -> str:
+    return ", ".join(map(str, layers))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, Difference):
+        kind = "win" if value.wins else "loss"
+        span = "" if value.low is None else f" [{value.low:+.4f}, {value.high:+.4f}]"
+        return f'<td class="number {kind}">{value.mean:+.4f}{span}</td>'
+    if isinstance(value, int | float):
+        return f'<td class="number">{value if isinstance(value, int) else f"{value:.4f}"}</td>'
+    return f"<td>{html.escape(str(value))}</td>"
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
+def _image(plots: Mapping[str, bytes], name: str, text: str) -> str:
+    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{base64.b64encode(plots[name]).decode()}">'

@@ -1,0 +1,164 @@
+"""The plots of a calibration's report, each as PNG bytes. Imports matplotlib, without a display."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import torch
+from torch import Tensor
+
+matplotlib.use("Agg")
+
+from matplotlib.figure import Figure
+
+from sglang_ext.calibration.anchors import assigned_anchors
+from sglang_ext.calibration.comparison import HeldOut
+from sglang_ext.calibration.measurement import SCORERS
+from sglang_ext.calibration.recommend import RecipeQuality
+
+DPI = 110
+CALIBRATED, RIVAL, NEUTRAL = "#1f6fb4", "#c9772b", "#6b7280"
+
+
+def sparsity_plot(sparsity: Tensor, oracle: Tensor, mass: float, keep_ratio: float) -> bytes:
+    """Heat maps, layer x KV head: keys for most of the attention, and what the best tokens of the budget hold."""
+    figure = Figure(figsize=(9.5, 1.6 + 0.32 * sparsity.shape[0]))
+    panels = figure.subplots(1, 2)
+    titles = (f"fraction of keys that hold {mass:.0%} of attention", f"attention in the best {keep_ratio:.0%} of keys")
+    for axes, table, title, colours in zip(panels, (sparsity, oracle), titles, ("viridis_r", "viridis"), strict=True):
+        _heat(figure, axes, table, colours)
+        axes.set(title=title, xlabel="KV head", ylabel="layer")
+    return _png(figure)
+
+
+def block_recall_plot(recall: Tensor, oracle: Tensor, block_sizes: Sequence[int], first_layer: int) -> bytes:
+    """A line per KV head over the block size, the mean on top, one panel per representation."""
+    figure = Figure(figsize=(9.5, 3.8))
+    for axes, table, name in zip(figure.subplots(1, len(SCORERS), sharey=True), recall, SCORERS, strict=True):
+        rows = table[first_layer:].flatten(0, 1)
+        for row in rows.tolist():
+            axes.plot(range(len(block_sizes)), row, color=NEUTRAL, alpha=0.35, linewidth=0.9)
+        axes.plot(range(len(block_sizes)), rows.mean(dim=0).tolist(), color=CALIBRATED, linewidth=2.5, label="mean")
+        best = float(oracle[first_layer:].mean())
+        axes.axhline(best, color=RIVAL, linestyle="--", label="best tokens (oracle)")
+        axes.set(title=f"blocks by {name}", xlabel="tokens per block", ylim=(0, 1))
+        axes.set_xticks(range(len(block_sizes)), [str(size) for size in block_sizes])
+        axes.legend(loc="lower left", fontsize=8)
+    figure.axes[0].set_ylabel("attention recall")
+    return _png(figure)
+
+
+def similarity_plot(similarity: Tensor, anchors: Sequence[int], criterion: str) -> bytes:
+    """The matrix over layers; a frame marks the anchor that each layer takes."""
+    num_layers = similarity.shape[0]
+    side = 2.6 + 0.3 * num_layers
+    figure = Figure(figsize=(side + 0.8, side))
+    axes = figure.subplots()
+    # A layer selects for itself and those behind it; the rest of the matrix says nothing.
+    _heat(figure, axes, similarity.masked_fill(torch.ones_like(similarity).tril(-1).bool(), torch.nan), "viridis")
+    for layer, anchor in enumerate(assigned_anchors(anchors, num_layers, first_layer=anchors[0]), start=anchors[0]):
+        _frame(axes, layer, anchor, "#e11d48" if layer == anchor else "#fb923c")
+    axes.set(
+        title=f"{criterion}; anchors {', '.join(map(str, anchors))} (red), reuse (orange)",
+        xlabel="layer that attends",
+        ylabel="layer that selects",
+    )
+    axes.title.set_fontsize(9)
+    return _png(figure)
+
+
+def importance_plot(importance: Tensor) -> bytes:
+    """A bar per layer."""
+    figure = Figure(figsize=(9.5, 2.8))
+    axes = figure.subplots()
+    axes.bar(range(len(importance)), importance.tolist(), color=CALIBRATED)
+    axes.set(xlabel="layer", ylabel="1 - cos(x, y)", title="importance: how much attention changes the hidden state")
+    return _png(figure)
+
+
+def comparison_plot(held_out: HeldOut) -> bytes:
+    """Held-out figures of the calibrated choices beside their rivals'."""
+    figure = Figure(figsize=(9.5, 3.8))
+    blocks_axes, anchor_axes, map_axes = figure.subplots(1, 3)
+    blocks = [row for row in held_out.blocks if row.uniform_size == 32] or held_out.blocks[:4]
+    _pairs(
+        blocks_axes,
+        [f"{row.representation}\n{row.average[:5]}." for row in blocks],
+        [(row.uniform, row.adaptive) for row in blocks],
+        (f"uniform {blocks[0].uniform_size}", "adaptive, equal average"),
+    )
+    blocks_axes.set(title="block sizes", ylabel="attention recall, held out")
+    anchors = [row for row in held_out.anchors if row.criterion == "similarity"] or held_out.anchors
+    xs = [row.num_anchors for row in anchors]
+    anchor_axes.plot(xs, [row.recovery_even for row in anchors], "o--", color=RIVAL, label="evenly spaced")
+    anchor_axes.plot(xs, [row.recovery_programme for row in anchors], "o-", color=CALIBRATED, label="programme")
+    anchor_axes.set(title="anchors", xlabel="number of anchors", ylabel="attention kept by reuse")
+    anchor_axes.legend(fontsize=8)
+    maps = [row for row in held_out.head_maps if row.criterion == "similarity"] or held_out.head_maps
+    if maps:
+        pairs = [(row.identity, row.remapped) for row in maps]
+        _pairs(map_axes, [str(len(row.anchors)) for row in maps], pairs, ("identity", "head maps"))
+    map_axes.set(title="head maps", xlabel="number of anchors")
+    return _png(figure)
+
+
+def quality_plot(rows: Sequence[RecipeQuality]) -> bytes:
+    """Attention recall of the recipes over the budget, with the oracle."""
+    figure = Figure(figsize=(9.5, 3.8))
+    recall_axes, error_axes = figure.subplots(1, 2)
+    for name in dict.fromkeys(row.name for row in rows):
+        mine = [row for row in rows if row.name == name]
+        ratios = [row.keep_ratio for row in mine]
+        recall_axes.plot(ratios, [row.recall for row in mine], "o-", label=name)
+        error_axes.plot(ratios, [row.error for row in mine], "o-", label=name)
+    recall_axes.plot(ratios, [row.oracle_recall for row in mine], "k--", label="best tokens (oracle)")
+    for axes, label in ((recall_axes, "attention recall"), (error_axes, "relative output error")):
+        axes.set(xlabel="keep ratio", ylabel=label, xscale="log")
+        axes.set_xticks(ratios, [f"{ratio:.0%}" for ratio in ratios])
+        axes.minorticks_off()
+        axes.legend(fontsize=8)
+    return _png(figure)
+
+
+def _heat(figure: Any, axes: Any, table: Tensor, colours: str) -> None:
+    image = axes.imshow(table.tolist(), cmap=colours, vmin=0.0, vmax=1.0, aspect="auto")
+    figure.colorbar(image, ax=axes, fraction=0.05)
+    rows, columns = table.shape
+    axes.set_yticks(range(0, rows, max(1, rows // 16)))
+    axes.set_xticks(range(0, columns, max(1, columns // 16)))
+    if rows * columns > 150:
+        return
+    for i, row in enumerate(table.tolist()):
+        for j, value in enumerate(row):
+            if math.isnan(value):
+                continue
+            red, green, blue, _ = image.cmap(image.norm(value))
+            dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
+            axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
+
+
+def _frame(axes: Any, column: int, row: int, colour: str) -> None:
+    xs = [column - 0.47, column + 0.47, column + 0.47, column - 0.47, column - 0.47]
+    ys = [row - 0.47, row - 0.47, row + 0.47, row + 0.47, row - 0.47]
+    axes.plot(xs, ys, color=colour, linewidth=2.2)
+
+
+def _pairs(axes: Any, names: Sequence[str], pairs: Sequence[tuple[float, float]], labels: tuple[str, str]) -> None:
+    places = range(len(names))
+    for side, (label, colour) in enumerate(zip(labels, (RIVAL, CALIBRATED), strict=True)):
+        axes.bar([x + 0.4 * side - 0.2 for x in places], [p[side] for p in pairs], 0.38, label=label, color=colour)
+    axes.set_xticks(list(places), list(names), fontsize=8)
+    axes.set_ylim(0, 1.25 * max(max(pair) for pair in pairs))
+    axes.legend(fontsize=8, loc="upper left")
+
+
+def _png(figure: Any) -> bytes:
+    figure.tight_layout()
+    buffer = io.BytesIO()
+    # Without the version of matplotlib the bytes do not change with it.
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    return buffer.getvalue()

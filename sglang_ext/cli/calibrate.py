@@ -1,0 +1,175 @@
+"""`sglang-ext calibrate`: a development set in, the model's profile and a report out."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.cli.arguments import INTERRUPTED
+
+if TYPE_CHECKING:  # imports torch, which the help text need not wait for
+    from sglang_ext.cli.calibrate_job import CalibrateJob
+
+_DESCRIPTION = """\
+Run every prompt of a development set once through SGLang, measure its attention, and write the model's profile:
+block sizes and channels per KV head, layer plan with head maps, near-uniform heads, recommended recipe and budget.
+
+Prompts are JSON lines: {"id": "task-1", "text": "..."} or {"id": "task-1", "input_ids": [...]}, optionally with
+"question" (it follows the prompt, which is then the prefix) and "task" (default: the id up to its first "-").
+Give prompts as long as those that will be served, at least two, better some dozens of several tasks.
+
+Measurements lie in OUT.state, one small file per prompt. Running the job again measures only what is missing; with
+all prompts measured, it fits the profile anew without running the model (--anchors, --tau, ...). Every second prompt
+is held out in the report's comparisons; the profile is fitted on all.
+Flags after -- go to SGLang (device, dtype, attention backend, context length, ...): use those of the server.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure a model and write its profile",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model-path", "--model", required=True, help="the model that will be served")
+    parser.add_argument("--data", required=True, metavar="JSONL", help="development set, one JSON object a line")
+    parser.add_argument("--out", required=True, metavar="FILE", help="where the profile goes")
+    parser.add_argument(
+        "--report", metavar="DIR", help="write report.html, report.json and plots (needs sglang-ext[calibrate])"
+    )
+    parser.add_argument("--state", metavar="DIR", help="where measurements are kept (default: OUT.state)")
+    parser.add_argument("--no-resume", action="store_true", help="remove measurements that are there and begin anew")
+    parser.add_argument(
+        "--description", default="", metavar="TEXT", help="where the prompts come from, for the profile"
+    )
+    _add_measuring(parser.add_argument_group("what is measured (a state made with other values is refused)"))
+    _add_fitting(parser.add_argument_group("what is chosen (may change between runs)"))
+    parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="flags of SGLang")
+    parser.set_defaults(run=run)
+
+
+def _add_measuring(group: Any) -> None:
+    group.add_argument("--keep-ratio", type=_ratio, default=0.05, metavar="R", help="budget (default: %(default)s)")
+    group.add_argument(
+        "--decode-steps", type=_count, default=16, metavar="N", help="tokens generated and measured (default: 16)"
+    )
+    group.add_argument(
+        "--max-tokens", type=_count, default=32, metavar="N", help="tokens measured per prompt, at most (default: 32)"
+    )
+    group.add_argument(
+        "--query-samples", type=_count, default=2048, metavar="N", help="as served, for recipes that need queries"
+    )
+    group.add_argument(
+        "--method", help="recipe that is recommended unless another is clearly better (default: the server's default)"
+    )
+    group.add_argument(
+        "--dense-layers", type=_layers, default=(0,), metavar="0,1", help="layers that read everything (default: 0)"
+    )
+    group.add_argument(
+        "--device", default="auto", help="where to measure: cpu, cuda, or auto: cuda where there is one (default)"
+    )
+
+
+def _add_fitting(group: Any) -> None:
+    group.add_argument(
+        "--anchors",
+        type=_count,
+        metavar="N",
+        help="layers that select (default: the fewest that keep 98%% of the layers' own attention mass)",
+    )
+    group.add_argument("--tau", type=_ratio, default=0.98, help="recall that block sizes keep (default: %(default)s)")
+    group.add_argument(
+        "--block-average", type=float, metavar="B", help="instead of --tau: harmonic mean of the block sizes in tokens"
+    )
+    group.add_argument(
+        "--representation", choices=("mean", "minmax"), default="minmax", help="of blocks (default: %(default)s)"
+    )
+    group.add_argument(
+        "--criterion",
+        choices=("similarity", "recovery"),
+        default="similarity",
+        help="of anchors and head maps: Kascade's score, or attention mass at the budget (default: %(default)s)",
+    )
+    group.add_argument(
+        "--num-channels", type=_count, default=32, metavar="N", help="of the token index (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Entry of the subcommand; returns the exit status."""
+    if args.report is not None and importlib.util.find_spec("matplotlib") is None:
+        print(
+            "sglang-ext calibrate: expected matplotlib for --report, got none; pip install 'sglang-ext[calibrate]', "
+            "or leave --report out",
+            file=sys.stderr,
+        )
+        return 2
+    from sglang_ext.cli.calibrate_job import CalibrateJob, StateError, options_of
+    from sglang_ext.prefill.prompts import PromptError
+
+    try:
+        job = CalibrateJob(options_of(args))
+    except (PromptError, StateError, ValueError) as error:
+        print(f"sglang-ext calibrate: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"sglang-ext calibrate: expected to be able to write {args.out}, got: {error}", file=sys.stderr)
+        return 2
+    try:
+        if job.missing:
+            _measure(job, args)
+        return job.finish()
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        return INTERRUPTED
+    except (StateError, ValueError) as error:
+        print(f"sglang-ext calibrate: {error}", file=sys.stderr)
+        return 1
+
+
+def _measure(job: CalibrateJob, args: argparse.Namespace) -> None:
+    from sglang_ext.cli.capturing import CaptureSession
+
+    print(f"starting SGLang for {args.model_path} ...", file=sys.stderr, flush=True)
+    session = CaptureSession(
+        args.model_path,
+        args.sglang_flags,
+        query_samples=args.query_samples,
+        tail_tokens=args.max_tokens,
+        max_decode_steps=args.decode_steps,
+    )
+    with session:
+        job.measure(session)
+
+
+def _ratio(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"expected layer numbers such as 0,1 (or nothing), got {text!r}")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def default_state(out: str) -> str:
+    """Where measurements lie unless --state names another folder."""
+    return f"{os.path.abspath(out)}.state"

@@ -1,0 +1,69 @@
+"""The step of a build that takes all layers at once: cheaper where one layer's share is many small kernels.
+
+A builder may have it (`PreparingBuilder`; CSAttention clusters queries there, combined methods pass it to their
+parts). Whoever builds calls `prepare` once, then `build_layer` for every layer; both accept any builder. What a layer
+is without the step and with it is the same: see `cosine_kmeans` for how equal on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from sglang_ext.indexing.base import IndexBuilder
+
+Prepared = dict[str, Tensor]
+"""Name -> [num_layers, num_kv_heads, ...]; of one layer, without the first dimension."""
+
+
+@runtime_checkable
+class PreparingBuilder(Protocol):
+    """An `IndexBuilder` with a step for all layers."""
+
+    def prepare(self, queries: Tensor | None) -> Prepared:
+        """See the function `prepare`."""
+        ...
+
+    def build_layer(
+        self, keys: Tensor, queries: Tensor | None, prepared: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """See the function `build_layer`."""
+        ...
+
+
+def prepare(builder: IndexBuilder, queries: Tensor | None) -> Prepared:
+    """What `builder` computes of all layers' queries at once; empty for a builder that has no such step.
+
+    Args:
+        builder: of any layer; what a `LayerProfile` says is not used here.
+        queries: [num_layers, num_kv_heads, num_samples, head_dim] as in `IndexBuilder.build_layer`; None without a
+            sample. Read only.
+
+    Raises:
+        ValueError: shapes do not fit, or a value is NaN or infinite.
+    """
+    return builder.prepare(queries) if isinstance(builder, PreparingBuilder) else {}
+
+
+def at_layer(prepared: Mapping[str, Tensor], layer: int) -> Prepared:
+    """What `prepare` computed, of one layer (views)."""
+    return {name: tensor[layer] for name, tensor in prepared.items()}
+
+
+def build_layer(
+    builder: IndexBuilder, keys: Tensor, queries: Tensor | None, prepared: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """`IndexBuilder.build_layer` with what `prepare` of a builder of the same spec computed.
+
+    Args:
+        builder, keys, queries: as there.
+        prepared: of this layer (`at_layer`); empty to have the builder do that step itself.
+
+    Raises:
+        ValueError: as there, or `prepared` is of another shape.
+    """
+    if isinstance(builder, PreparingBuilder):
+        return builder.build_layer(keys, queries, prepared or None)
+    return builder.build_layer(keys, queries)

@@ -1,0 +1,124 @@
+"""A model's profile at the edge: where it lies, what of it a configuration takes over, and whether it is this model's.
+
+Precedence: keys that the user gave, then what the profile recommends, then the defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from prefix_index import ModelFingerprint
+from sglang_ext.fingerprint import resolve_folder
+from sglang_ext.indexing.layer_plan import LayerPlan, heads_of_rank
+from sglang_ext.indexing.profile import Profile, ProfileError, load_profile
+
+#: A profile that is shipped with its model: this file in the model's folder.
+PROFILE_FILE = "sparse_attn_profile.json"
+
+#: Value of the key `profile` that turns profiles off.
+NO_PROFILE = "none"
+
+_TURN_OFF = f"""; or set 'profile' to "{NO_PROFILE}\""""
+
+
+def local_folder(model_path: str | None, revision: str | None = None, cache_dir: str | None = None) -> str | None:
+    """The folder of a model, or None where it is not on this machine (yet)."""
+    if not model_path:
+        return None
+    with suppress(FileNotFoundError):
+        return resolve_folder(model_path, revision, cache_dir)
+    return None
+
+
+def find_profile(named: str | None, model_folder: str | None) -> str | None:
+    """Path of the profile to use; None for none.
+
+    Args:
+        named: the configuration's `profile`.
+        model_folder: the model's folder, where it is known.
+    """
+    if named == NO_PROFILE:
+        return None
+    if named is not None:
+        return os.path.abspath(named)
+    shipped = os.path.join(os.path.abspath(model_folder), PROFILE_FILE) if model_folder else None
+    return shipped if shipped and os.path.isfile(shipped) else None
+
+
+def read_profile(path: str) -> Profile:
+    """Load a profile.
+
+    Raises:
+        ProfileError: it cannot be read, is damaged or of another version; names the path and what to do.
+    """
+    try:
+        return load_profile(path)
+    except OSError as error:
+        raise ProfileError(f"expected a readable profile, got: {error}; correct the path{_TURN_OFF}") from error
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}{_TURN_OFF}") from error
+
+
+def with_profile(raw: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
+    """A decoded configuration, completed by what the profile recommends. Keys that are there stay as they are.
+
+    `method` and `methods` go together: the recommended spec is taken where the method in force is the recommended
+    one, and the recommended method where the user's `methods` have it.
+
+    Args:
+        raw: the keys that the user gave.
+        profile: of the model.
+    """
+    merged = dict(raw)
+    recommended = profile.recommended
+    if "method" not in raw and recommended.method in (raw.get("methods") or {recommended.method: {}}):
+        merged["method"] = recommended.method
+    if "methods" not in raw and merged.get("method") == recommended.method:
+        merged["methods"] = {recommended.method: recommended.index_spec().to_dict()}
+    merged.setdefault("keep_ratio", recommended.keep_ratio)
+    merged.setdefault("layer_plan", profile.plan().to_dict()["layers"])
+    return merged
+
+
+def check_profile(profile: Profile, model: ModelFingerprint) -> None:
+    """Raise ProfileError, which says what differs and what to do, unless the profile is of this model."""
+    try:
+        profile.check_model(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            config_digest=model.config_digest,
+        )
+    except ProfileError as error:
+        raise ProfileError(f"--sparse-attn: {error}{_TURN_OFF}") from error
+
+
+def roles_of_rank(
+    layers: Sequence[Any], profile: Profile | None, model: ModelFingerprint, rank: int = 0, size: int = 1
+) -> tuple[LayerPlan, list[list[int]]]:
+    """Layer plan and dense heads of one tensor-parallel rank, KV heads numbered within it.
+
+    Dense heads belong to the plan that they were calibrated with: under another one there are none.
+
+    Args:
+        layers: the configuration's `layer_plan`; empty for the default.
+        profile: checked against the model; None for none.
+        model: fingerprint of the whole model.
+        rank, size: of the tensor-parallel group.
+
+    Returns:
+        The plan, and [num_layers] lists of dense heads.
+
+    Raises:
+        ValueError: the plan does not fit the model, or cannot be cut for the ranks.
+    """
+    data = {"layers": list(layers)} if layers else {}
+    plan = LayerPlan.from_dict(data, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads)
+    dense: Sequence[Sequence[int]] = [()] * model.num_layers
+    if profile is not None and plan == profile.plan():
+        dense = profile.dense_heads
+    heads = heads_of_rank(model.num_kv_heads, rank, size)
+    return plan.for_rank(rank, size), [[head - heads.start for head in row if head in heads] for row in dense]

@@ -1,0 +1,380 @@
+"""The selection benchmark, small: rows with all figures, the oracle above all, resuming, rivals against loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from prefix_kernels.pooling import Pooling
+from prefix_kernels.testing import PlantedConfig, planted_prefix
+from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture, save_capture
+from sglang_ext.calibration.selection_quality import joined_selections
+from sglang_ext.indexing import make_selector
+from sglang_ext.indexing.ab_sparse import ABSparseSpec
+from sglang_ext.indexing.base import NO_PROFILE
+from sglang_ext.indexing.profile import CalibrationData, Profile, ProfiledModel, Recommendation
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+PREFIX, LAYERS = 768, 2
+CONFIG = PlantedConfig(
+    prefix_len=PREFIX, gqa=2, num_rows=3, num_samples=256, num_topics=4, hits_per_topic=16, margin=64, rope_base=1e7
+)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The benchmark's modules, imported as its scripts import each other."""
+    sys.path.insert(0, str(BENCHMARKS))
+    names = ("selection", "selection_data", "selection_methods", "selection_plot", "selection_rivals")
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def make_capture(folder: Path) -> Path:
+    """Two equal layers of planted queries and keys, as a capture file."""
+    made = planted_prefix(CONFIG)
+    sampled = made.samples.view(2, -1, 2, 64).transpose(0, 1).flatten(1, 2)
+    queries = torch.cat([sampled, made.queries])
+    count = sampled.shape[0]
+    capture = PromptCapture(
+        queries=queries.expand(LAYERS, *queries.shape),
+        positions=torch.cat([torch.arange(count), PREFIX + torch.arange(3)]),
+        sampled=torch.arange(count + 3) < count,
+        keys=made.keys.expand(LAYERS, *made.keys.shape),
+        values=made.values.expand(LAYERS, *made.values.shape),
+        importance=torch.zeros(LAYERS, count + 3),
+        prompt_len=PREFIX,
+        sm_scale=made.sm_scale,
+    )
+    path = folder / f"copy_span_{PREFIX}_0.safetensors"
+    save_capture(capture, path)
+    return path
+
+
+WINDOWS = ["--num-sink", "4", "--num-recent", "8", "--keep", "0.05", "0.2"]
+
+
+@pytest.fixture(scope="module")
+def measured(bench, tmp_path_factory):
+    """Rows of all methods on one capture, selections pooled by the mean."""
+    folder = tmp_path_factory.mktemp("captures")
+    make_capture(folder)
+    out = folder / "rows.jsonl"
+    arguments = ["--captures", str(folder), "--out", str(out), "--pooling", "mean", "--anchors", "1", *WINDOWS]
+    assert bench.selection.main(arguments) == 0
+    return SimpleNamespace(out=out, arguments=arguments, rows=bench.selection.read_rows(out))
+
+
+def by_name(rows):
+    return {row["method"]: row for row in rows}
+
+
+def test_every_method_has_a_row_with_all_figures(bench, measured):
+    rows = by_name(measured.rows)
+    names = [method.name for method in bench.selection_methods.make_methods(None, 0, False)]
+    assert sorted(rows) == sorted([*names, *(name + " + reuse" for name in bench.selection_methods.REUSED)])
+    for row in rows.values():
+        assert list(row["points"]) == ["0.05", "0.2"]
+        for point in row["points"].values():
+            assert 0 < point["recall"] <= 1.00001
+            assert 0 <= point["overlap"] <= 1
+            assert 0 < point["error"] < 10
+            assert point["kv_bytes"] == point["budget"] * 2 * 64 * 2
+            assert point["read_share"] == pytest.approx((point["index_bytes"] + point["kv_bytes"]) / (PREFIX * 256))
+            assert set(point["layer0"]) == {"recall", "oracle_recall", "error"}
+        assert row["stored_share"] == pytest.approx(row["stored_bytes_per_token"] / 256)
+        assert {"device", "torch", "commit", "date", "spec", "build_seconds", "pooling"} <= row.keys()
+
+
+def test_nothing_beats_the_oracle_and_chance_keeps_its_ratio(measured):
+    rows = by_name(measured.rows)
+    for keep in ("0.05", "0.2"):
+        best = rows["oracle"]["points"][keep]
+        assert best["recall"] == pytest.approx(best["oracle_recall"], abs=1e-6)
+        assert best["overlap"] > 0.99
+        for row in rows.values():
+            assert row["points"][keep]["recall"] <= best["recall"] + 1e-5
+        assert rows["random"]["points"][keep]["overlap"] == pytest.approx(float(keep), abs=0.06)
+        assert rows["tokens int4"]["points"][keep]["oracle_ratio"] > 0.95
+        assert rows["random"]["points"][keep]["oracle_ratio"] < 0.5
+
+
+def test_reuse_on_equal_layers_selects_the_same_and_halves_the_index(bench, measured):
+    rows = by_name(measured.rows)
+    for name in bench.selection_methods.REUSED:
+        base, reused = rows[name], rows[name + " + reuse"]
+        assert reused["layer_plan"] == ["anchor", {"reuse": 0, "head_map": [0, 1]}]
+        assert reused["stored_bytes_per_token"] == base["stored_bytes_per_token"] / 2
+        for keep, point in reused["points"].items():
+            assert point["error"] == pytest.approx(base["points"][keep]["error"], rel=1e-5)
+            assert point["index_bytes"] == base["points"][keep]["index_bytes"] / 2
+
+
+def test_a_second_run_measures_only_what_is_missing(bench, measured, tmp_path, capsys):
+    lines = measured.out.read_text().splitlines(keepends=True)
+    copy = tmp_path / "rows.jsonl"
+    # Without the row of quest, and with the last line cut off in the middle.
+    kept = [line for line in lines if json.loads(line)["method"] != "quest"]
+    copy.write_text("".join(kept[:-1]) + kept[-1][:50])
+    arguments = [str(copy) if argument == str(measured.out) else argument for argument in measured.arguments]
+    assert bench.selection.main(arguments) == 0
+    assert "2 new rows" in capsys.readouterr().out
+    assert sorted(by_name(bench.selection.read_rows(copy))) == sorted(by_name(measured.rows))
+    assert bench.selection.main(arguments) == 0
+    assert "0 new rows" in capsys.readouterr().out
+
+
+def test_a_profile_gives_block_sizes_and_the_layer_plan(bench, measured, tmp_path):
+    profile = Profile(
+        model=ProfiledModel(num_layers=LAYERS, num_kv_heads=2, head_dim=64, config_digest=""),
+        block_sizes=((16, 64), (32, 16)),
+        layer_plan={"layers": ["dense", "anchor"]},
+        dense_heads=((), ()),
+        recommended=Recommendation(method="two_level", spec={}, keep_ratio=0.1),
+        calibration=CalibrationData(prompts=1, tokens=1, seed=0, versions={}),
+    )
+    profile.save(tmp_path / "profile.json")
+    out = tmp_path / "rows.jsonl"
+    arguments = [str(out) if argument == str(measured.out) else argument for argument in measured.arguments]
+    arguments += ["--profile", str(tmp_path / "profile.json"), "--methods", "csa > tokens48 .25", "ab adaptive int4"]
+    assert bench.selection.main(arguments) == 0
+    rows = by_name(bench.selection.read_rows(out))
+    assert set(rows) == {"csa > tokens48 .25", "csa > tokens48 .25 + reuse", "ab adaptive int4"}
+    assert rows["csa > tokens48 .25"]["profile"] == profile.digest()
+    point, base = (rows[name]["points"]["0.2"] for name in ("csa > tokens48 .25 + reuse", "csa > tokens48 .25"))
+    assert point["layer0"]["error"] < 1e-5
+    assert point["error"] == pytest.approx(base["error"] / 2, rel=1e-3)
+    assert point["kv_bytes"] == (PREFIX * 256 + base["kv_bytes"]) / 2
+    assert point["index_bytes"] == base["index_bytes"] / 2
+    # 48 + 12 blocks in the one layer, 24 + 48 in the other, of 32 bytes.
+    scales, bounds = 64 * 4 * 2, (3 + 2) * 4
+    stored = ((60 + 72) / 2 * 32 + 2 * scales + bounds) / 2 / PREFIX
+    assert rows["ab adaptive int4"]["stored_bytes_per_token"] == pytest.approx(stored)
+
+
+def test_captures_are_made_for_what_is_missing_behind_the_document(bench, tmp_path, monkeypatch):
+    asked = []
+
+    class Session:
+        def __init__(self, model_path, sglang_flags):
+            assert (model_path, list(sglang_flags)) == ("model", ["--device", "cpu"])
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            asked.append("closed")
+
+        def tokenize(self, text):
+            return [len(word) for word in text.split()]
+
+        def capture(self, name, input_ids, *, prefix_len, decode_steps):
+            asked.append((name, len(input_ids) > prefix_len, prefix_len, decode_steps > 0))
+            count = len(input_ids)
+            zeros = torch.zeros(1, count, 1, 8)
+            kept = torch.arange(count)
+            return PromptCapture(zeros, kept, kept < prefix_len, zeros, zeros, torch.zeros(1, count), count, 1.0)
+
+    module = ModuleType("sglang_ext.cli.capturing")
+    module.CaptureSession = Session
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    command = ["--make-captures", "--captures", str(tmp_path), "--model-path", "model", "--lengths", "1024"]
+    command += ["--tasks", "many_keys", "--questions", "2", "--", "--device", "cpu"]
+    assert bench.selection.main(command) == 0
+    names = [f"many_keys_1024_{i}" for i in range(2)]
+    assert asked == [*((name, True, 1024, True) for name in names), "closed"]
+    capture = load_capture(tmp_path / f"{names[0]}.safetensors")
+    assert (capture.prefix_len, capture.keys.dtype) == (1024, torch.bfloat16)
+    (tmp_path / f"{names[0]}.safetensors").unlink()
+    assert bench.selection.main(command) == 0
+    assert [entry[0] for entry in asked[3:]] == [names[0], "c"]
+
+
+def test_an_interrupt_says_how_to_go_on(bench, monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.selection, "run", interrupted)
+    assert bench.selection.main(["--planted", "4096"]) == 130
+    assert "run the same command again" in capsys.readouterr().err
+    for wrong in ([], ["--make-captures", "--planted", "4096"]):
+        with pytest.raises(SystemExit):
+            bench.selection.main(wrong)
+
+
+def test_table_and_plot(bench, measured, tmp_path, capsys):
+    assert bench.selection.main(["--table", str(measured.out), "--at", "0.05", "0.2"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("| quest | rival |") == 2
+    assert "Winner: **" in text
+    picture = tmp_path / "plot.png"
+    assert bench.selection.main(["--plot", str(picture), str(measured.out)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_planted_rows_carry_their_generator_and_easy_data_are_refused(bench, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "rows.jsonl"
+    names = ["oracle", "tokens int4", "random", "streaming_llm"]
+    arguments = ["--planted", "4096", "--kinds", "clustered", "--out", str(out), *WINDOWS, "--methods", *names]
+    assert bench.selection.main(arguments) == 0
+    rows = bench.selection.read_rows(out)
+    assert {row["data"] for row in rows} == {"clustered", "clustered_rope"}
+    assert rows[0]["generator"]["span"] == 16
+    assert bench.selection.main(["--table", str(out)]) == 0
+    assert "| clustered | 4096 | 32 | 32 | 16 |" in capsys.readouterr().out
+    for row in rows:
+        spoiled = json.loads(json.dumps(row))
+        spoiled["points"]["0.2"]["recall"] = 0.6
+        if row["method"] in ("random", "streaming_llm", "oracle"):
+            word = "flat" if row["method"] == "oracle" else "easy"
+            with pytest.raises(RuntimeError, match=f"too {word}: {row['method']} recalls 0.60 at 0.2"):
+                bench.selection.check_difficulty([spoiled])
+            bench.selection.check_difficulty([{**spoiled, "source": "captured"}])
+
+
+def test_all_tokens_in_one_call_select_what_each_token_alone_does(bench):
+    made = planted_prefix(CONFIG)
+    methods = bench.selection_methods
+    budgets = bench.selection.budgets_for(PREFIX, (0.02, 0.1, 0.3), 4, 16)
+    step = methods.Step(PREFIX, made.sm_scale, Pooling.MAX, budgets)
+    given = methods.LayerInput(made.keys, made.samples, NO_PROFILE, torch.arange(16).expand(2, -1))
+    built = {}
+    names = ["csa", "csa paper layout", "ab minmax int4", "ab ball int4", "tokens int4 48ch", "csa > tokens48 .25"]
+    for method in methods.make_methods([*names, "csa > tokens48 .15", "ab > csa", "csa + ab"], 0, False):
+        arrays, seconds = method.build(given, built)
+        assert seconds > 0
+        tiled, tokens = methods.as_heads(arrays, made.queries)
+        for budget, chosen in zip(budgets, method.select(tiled, tokens, 6, step), strict=True):
+            chosen.check_integrity(PREFIX)
+            alone = joined_selections(
+                [
+                    make_selector(method.way).select(
+                        arrays,
+                        q[None],
+                        prefix_len=PREFIX,
+                        budget=budget.tokens,
+                        num_sink=budget.num_sink,
+                        num_recent=budget.num_recent,
+                        sm_scale=made.sm_scale,
+                        pooling=Pooling.MAX,
+                    )
+                    for q in made.queries
+                ]
+            )
+            # Blocks: the last one is cut at other tokens. Others: near ties by rounding.
+            spare = method.way.block_size - 1 if isinstance(method.way, ABSparseSpec) else 1
+            for mine, theirs in zip(chosen.positions.tolist(), alone.positions.tolist(), strict=True):
+                assert len(set(mine) & set(theirs)) >= budget.tokens - spare, method.name
+
+
+def test_rivals_against_loops(bench):
+    rivals = bench.selection_rivals
+    gen = torch.Generator().manual_seed(0)
+    keys, q = torch.randn(50, 1, 8, generator=gen), torch.randn(1, 1, 8, generator=gen)
+    row, common = q[0, 0], (q, 50, 1.0, Pooling.MAX)
+
+    def order_of(rival, channels=None):
+        arrays = rival.build(keys, None, channels)
+        return arrays, rival.token_scores(arrays, *common)[0]
+
+    def same_order(scores, expected):
+        expected = torch.tensor(expected).log_softmax(0)
+        torch.testing.assert_close(scores - scores.max(), expected - expected.max(), atol=2e-2, rtol=0)
+
+    pages = [keys[i : i + 16, 0] for i in range(0, 50, 16)]
+    bound = [sum(max(float(x * low), float(x * high)) for x, low, high in zip(row, p.amin(0), p.amax(0), strict=True))
+             for p in pages]  # fmt: skip
+    arrays, scores = order_of(rivals.Quest())
+    same_order(scores, [bound[i // 16] for i in range(50)])
+    assert rivals.Quest().index_bytes(arrays, 50, 5) == 4 * 8 * 2 * 2
+    arrays, scores = order_of(rivals.ArkVale())
+    for start in (0, 32):
+        page = keys[start : start + 32, 0]
+        center, radius = arrays["center"][0, start // 32].float(), float(arrays["radius"][0, start // 32])
+        torch.testing.assert_close(center, (page.amin(0) + page.amax(0)) / 2, atol=2e-3, rtol=0)
+        assert radius == pytest.approx(float((page - center).norm(dim=1).max()), rel=1e-3)
+    bound = [
+        float(row @ c.float() + row.norm() * r) for c, r in zip(arrays["center"][0], arrays["radius"][0], strict=True)
+    ]
+    same_order(scores, [bound[i // 32] for i in range(50)])
+
+    rival = rivals.KMeansKeys(keys_per_cluster=10)
+    arrays, scores = order_of(rival)
+    ends = arrays["ends"][0].tolist()
+    assert sorted(arrays["order"][0].tolist()) == list(range(50))
+    expected = [0.0] * 50
+    for cluster, (start, end) in enumerate(itertools.pairwise(ends)):
+        members = arrays["order"][0, start:end].tolist()
+        mean = keys[members, 0].mean(dim=0)
+        for member in members:
+            expected[member] = float(row @ mean)
+        assert members == sorted(members), cluster
+    same_order(scores, expected)
+    assert rival.index_bytes(arrays, 50, 7) == 5 * 8 * 2 + 6 * 4 + 7 * 4
+
+    channels = torch.tensor([[1, 4, 6]])
+    _, scores = order_of(rivals.DoubleSparsity(), channels)
+    same_order(scores, [float(row[[1, 4, 6]] @ key[0, [1, 4, 6]]) for key in keys])
+    arrays, _ = order_of(rivals.DoubleSparsity(bits=4), torch.arange(8)[None])
+    assert arrays["labels_packed"].shape == (1, 50, 4)
+    with pytest.raises(ValueError, match="expected the channels of the offline calibration"):
+        rivals.DoubleSparsity().build(keys, None)
+
+
+def test_the_winner_is_the_least_error_at_a_tenth_of_dense_among_small_indexes(bench):
+    curve = bench.selection_plot.Curve
+    found = [
+        curve("good", "combined", 0.14, ((0.05, 0.4), (0.2, 0.1))),
+        curve("fair", "method", 0.02, ((0.05, 0.5), (0.2, 0.2))),
+        curve("large", "method", 0.16, ((0.05, 0.1), (0.2, 0.01))),
+        curve("hungry", "method", 0.1, ((0.11, 0.01), (0.2, 0.001))),
+        curve("rival", "rival", 0.0, ((0.01, 0.001), (0.2, 0.001))),
+    ]
+    # Half way between 0.05 and 0.2 on log axes.
+    assert found[0].error_at(0.1) == pytest.approx(0.2)
+    assert found[0].error_at(0.5) == 0.1
+    assert [c.method for c in bench.selection_plot.ranking(found)] == ["good", "fair"]
+    text = bench.selection_plot.verdict(found)
+    assert "Winner: **good**" in text
+    assert "Runner-up: **fair**" in text
+    assert [m for _, _, m in bench.selection_plot.frontier(found)] == ["good", "hungry", "hungry"]
+    flat = curve("flat", "method", 0.0, ((0.01, 0.3), (0.5, 0.3)))
+    assert flat.area() == pytest.approx(0.3)
+
+
+def test_capture_files_are_found_by_name_and_others_refused(bench, tmp_path):
+    with pytest.raises(FileNotFoundError, match="make them with --make-captures"):
+        bench.selection_data.capture_files(tmp_path)
+    path = make_capture(tmp_path)
+    assert bench.selection_data.capture_files(tmp_path) == [("copy_span", PREFIX, 0, path)]
+    (tmp_path / "odd.safetensors").touch()
+    with pytest.raises(ValueError, match=r"got odd\.safetensors"):
+        bench.selection_data.capture_files(tmp_path)
+    with pytest.raises(ValueError, match=r"expected methods among oracle, .*, got 'quset'"):
+        bench.selection_methods.make_methods(["quset"], 0, False)
+
+
+def test_decode_steps_are_measured_and_the_prompts_end_only_without_them(bench, tmp_path):
+    path = make_capture(tmp_path)
+    capture = load_capture(path)
+    layers, _ = bench.selection_data.capture_layers(capture, 8, path)
+    assert torch.equal(layers[1].q, capture.queries[1, -3:])
+    one_decoded = dataclasses.replace(capture, prompt_len=PREFIX + 2)
+    layers, _ = bench.selection_data.capture_layers(one_decoded, 8, path)
+    assert torch.equal(layers[0].q, capture.queries[0, -1:])
+    none_decoded = dataclasses.replace(capture, prompt_len=PREFIX + 9)
+    layers, _ = bench.selection_data.capture_layers(none_decoded, 2, path)
+    assert torch.equal(layers[0].q, capture.queries[0, -2:])
+    nothing = dataclasses.replace(capture, positions=torch.arange(capture.positions.numel()))
+    with pytest.raises(ValueError, match="expected tokens behind the prefix"):
+        bench.selection_data.capture_layers(nothing, 8, path)

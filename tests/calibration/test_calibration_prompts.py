@@ -1,0 +1,93 @@
+"""The development set: what is read, what is refused, how it is split and tokenized."""
+
+import json
+
+import pytest
+
+from sglang_ext.calibration.prompts import CalibrationPrompt, held_out_ids, prompt_tokens, read_calibration_prompts
+from sglang_ext.prefill.prompts import PromptError
+
+
+def write(path, *lines):
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def words(text):
+    return [sum(map(ord, word)) for word in text.split()]
+
+
+def test_prompts_are_read_with_ids_and_tasks(tmp_path):
+    path = write(
+        tmp_path / "d.jsonl",
+        {"id": "copy-8k-1", "text": "a b", "question": "c"},
+        "",
+        {"input_ids": [1, 2], "question": [3], "task": "count"},
+    )
+    (first, second), digest = read_calibration_prompts(path)
+    assert (first.id, first.task, second.id, second.task) == ("copy-8k-1", "copy", "3", "count")
+    assert len(digest) == 64
+    write(path, {"text": "a"}, {"text": "b"})
+    assert read_calibration_prompts(path)[1] != digest
+
+
+GOOD = {"id": "x", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD], "at least two prompts, got 1"),
+        ([GOOD, "{"], r":2: expected an object like"),
+        ([GOOD, {"text": "a", "odd": 1}], r":2: expected an object like .*unknown field"),
+        ([GOOD, {"id": "y"}], r":2: expected exactly one of text and input_ids"),
+        ([GOOD, {"text": "a", "input_ids": [1]}], r":2: expected exactly one of text and input_ids"),
+        ([GOOD, {"text": ""}], r":2: expected a prompt of at least one token"),
+        ([GOOD, GOOD], r":2: expected ids that differ, got 'x' as in line 1"),
+        ([GOOD, {"text": "a", "question": [1]}], r":2: expected the question as text"),
+        ([GOOD, {"input_ids": [1], "question": "a"}], r":2: expected the question as token ids"),
+    ],
+)
+def test_bad_data_is_refused_with_its_line(tmp_path, lines, message):
+    with pytest.raises(PromptError, match=message):
+        read_calibration_prompts(write(tmp_path / "d.jsonl", *lines))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(PromptError, match=r"expected a readable JSONL file.*check --data"):
+        read_calibration_prompts(tmp_path / "none.jsonl")
+
+
+def test_every_second_prompt_of_each_task_is_held_out():
+    prompts = [CalibrationPrompt(id=f"{task}{i}", text="x", task=task) for i in range(5) for task in "abc"]
+    held = held_out_ids(prompts)
+    assert len(held) == 7
+    for task in "abc":
+        assert sum(name.startswith(task) for name in held) in (2, 3)
+    single = [CalibrationPrompt(id=task, text="x", task=task) for task in "abcd"]
+    assert held_out_ids(single) == {"b", "d"}, "also with one prompt per task"
+
+
+def test_a_question_follows_its_prompt():
+    one = CalibrationPrompt(input_ids=[1, 2, 3], question=[4, 5])
+    assert prompt_tokens(one, words) == ([1, 2, 3, 4, 5], 3)
+    text = CalibrationPrompt(text="one two", question="three")
+    assert prompt_tokens(text, words) == (words("one two three"), 2)
+    spaced = CalibrationPrompt(text="one two", question="\nthree")
+    assert prompt_tokens(spaced, list) == (list("one two\nthree"), 7)
+
+
+def test_without_a_question_the_whole_prompt_is_the_prefix():
+    assert prompt_tokens(CalibrationPrompt(text="one two"), words) == (words("one two"), None)
+    assert prompt_tokens(CalibrationPrompt(input_ids=[7, 8]), words) == ([7, 8], None)
+
+
+def test_the_prefix_ends_where_tokens_merge():
+    def pairs(text):
+        return [text[i : i + 2] for i in range(0, len(text), 2)]
+
+    ids, prefix = prompt_tokens(CalibrationPrompt(text="abc ", question="d"), pairs)
+    assert (ids, prefix) == (["ab", "c ", "d"], 2)
+    assert prompt_tokens(CalibrationPrompt(text="abc\n\n ", question="de"), lambda t: [t[:4], t[4:]])[1] == 1
+    with pytest.raises(ValueError, match="tokens in front of the question's"):
+        prompt_tokens(CalibrationPrompt(text="a", question="b"), lambda text: [text])

@@ -1,0 +1,208 @@
+"""The fitted settings and their held-out comparison, on made-up tables whose best choice is known."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sglang_ext.calibration.comparison import compare, paired, recall_of
+from sglang_ext.calibration.fit import FitSetting, best_anchors, fewest_anchors, fit_settings, plan_recovery
+from sglang_ext.calibration.measurement import MeasureSetting, average, measure_prompt
+from tests.calibration.captures import make_capture
+
+LAYERS = 5
+BASE = measure_prompt(make_capture(num_layers=LAYERS), MeasureSetting(max_tokens=2))
+
+#: Layers 1, 2 are alike and 3, 4 are; the heads of 4 are those of 3 with their numbers swapped.
+FAMILIES = (0, 1, 1, 2, 2)
+
+
+def reuse_table(swap=True, own=0.9):
+    table = torch.zeros(LAYERS, LAYERS, 2, 2, dtype=torch.float64)
+    for a in range(LAYERS):
+        for b in range(a, LAYERS):
+            near, far = (own, 0.3) if a == b else (0.8, 0.3) if FAMILIES[a] == FAMILIES[b] else (0.2, 0.1)
+            pair = torch.tensor([[near, far], [far, near]], dtype=torch.float64)
+            table[a, b] = pair.flip(1) if swap and (a, b) == (3, 4) else pair
+    return table
+
+
+def made(swap=True, differ=True, noise=0):
+    """A measurement: head 0 of each layer needs small blocks, head 1 does not care."""
+    flat, steep = [0.6, 0.6, 0.6], [0.6, 0.4, 0.1]
+    heads = [steep, flat] if differ else [steep, steep]
+    recall = torch.tensor([heads] * LAYERS, dtype=torch.float64).expand(2, -1, -1, -1) + 0.001 * noise
+    table = reuse_table(swap)
+    return replace(
+        BASE,
+        recall=recall,
+        oracle=torch.tensor([[0.9, 0.3]] + [[0.9, 0.9]] * (LAYERS - 1), dtype=torch.float64),
+        similarity=table,
+        recovery=table,
+        importance=torch.ones(LAYERS, dtype=torch.float64),
+    )
+
+
+FITTED = [made(noise=n) for n in range(3)]
+HELD = [made(noise=n) for n in (1, 2)]
+
+
+def compared(fitted=FITTED, held=HELD, **setting):
+    return compare(fitted, held, ["a", "b"][: len(held)], FitSetting(**setting))
+
+
+def test_recall_takes_each_heads_own_size():
+    recall = torch.rand(3, 2, 2, 3, dtype=torch.float64)
+    sizes = torch.tensor([[16, 64], [32, 16]])
+    column = {16: 0, 32: 1, 64: 2}
+    expected = [
+        sum(float(one[i, j, column[int(sizes[i, j])]]) for i in range(2) for j in range(2)) / 4 for one in recall
+    ]
+    assert recall_of(recall, sizes, (16, 32, 64)).tolist() == pytest.approx(expected)
+
+
+def test_adaptive_sizes_win_where_heads_differ():
+    rows = {(r.representation, r.average, r.uniform_size): r for r in compared().blocks}
+    row = rows["minmax", "arithmetic", 32]
+    assert row.sizes == [[16, 64]] * 4, "layer 0 is dense and takes no part"
+    assert row.adaptive_average == 40.0
+    assert (row.uniform, row.adaptive) == (pytest.approx(0.5015), pytest.approx(0.6015))
+    assert row.difference.mean == pytest.approx(0.1)
+    assert (row.difference.wins, row.difference.reason) == (True, "")
+    assert set(row.by_task) == {"a", "b"}
+    harmonic = rows["mean", "harmonic", 32]
+    assert harmonic.adaptive_average >= 32
+    assert harmonic.difference.wins
+    assert "with larger blocks" in rows["mean", "harmonic", 16].difference.reason
+    assert "nothing to choose" in rows["mean", "harmonic", 64].difference.reason
+
+
+def test_what_does_not_carry_over_is_told():
+    held = [replace(one, recall=one.recall.flip(3)) for one in HELD]
+    row = next(r for r in compared(held=held).blocks if (r.average, r.uniform_size) == ("arithmetic", 32))
+    flipped = next(
+        r
+        for r in compared(held=[replace(one, recall=one.recall.flip(2)) for one in HELD]).blocks
+        if (r.average, r.uniform_size) == ("arithmetic", 32)
+    )
+    assert row.difference.mean < 0
+    assert "do not carry over" in row.difference.reason
+    assert flipped.difference.mean < 0
+
+
+def test_anchors_of_the_programme_stand_where_families_begin():
+    rows = {(r.criterion, r.num_anchors): r for r in compared().anchors}
+    row = rows["similarity", 2]
+    assert (row.programme, row.even) == ((1, 3), (1, 3))
+    assert "evenly spaced anchors; there are 3 choices" in row.difference.reason
+    assert "one choice" in rows["similarity", 1].difference.reason
+    three = [replace(one, recovery=shifted(), similarity=shifted()) for one in FITTED]
+    row = next(r for r in compared(three, three[:2]).anchors if r.num_anchors == 2)
+    assert (row.programme, row.even) == ((1, 4), (1, 3))
+    assert row.recovery_programme == row.recovery_best == pytest.approx((0.9 + 0.8 + 0.8 + 0.9) / 4)
+    assert row.recovery_even == pytest.approx((0.9 + 0.8 + 0.9 + 0.2) / 4)
+    assert row.objective_programme > row.objective_even
+    assert row.difference.wins
+
+
+def shifted():
+    """Families 1, 2, 3 and 4."""
+    table = reuse_table(swap=False)
+    eye = torch.tensor([[0.8, 0.3], [0.3, 0.8]], dtype=torch.float64)
+    table[1, 3] = table[2, 3] = eye
+    table[3, 4] = table[1, 4].clone()
+    return table
+
+
+def test_head_maps_win_where_heads_are_swapped():
+    row = next(r for r in compared().head_maps if r.anchors == (1, 3) and r.criterion == "similarity")
+    assert row.remapped == pytest.approx((0.9 + 0.8 + 0.9 + 0.8) / 4)
+    assert row.identity == pytest.approx((0.9 + 0.8 + 0.9 + 0.3) / 4)
+    assert row.difference.wins
+    same = [made(swap=False)] * 2
+    row = next(r for r in compared(same, same).head_maps if r.anchors == (1, 3))
+    assert (row.difference.mean, row.difference.wins) == (0.0, False)
+    assert "is the identity" in row.difference.reason
+
+
+def test_plan_recovery_against_loops():
+    recovery, table = torch.rand(2, LAYERS, LAYERS, 2, 2, dtype=torch.float64), reuse_table()
+    for prompt in range(2):
+        total = 0.0
+        for layer, anchor in ((1, 1), (2, 1), (3, 3), (4, 3)):
+            for head in range(2):
+                other = head if layer == anchor else int(table[anchor, layer, head].argmax())
+                total += float(recovery[prompt, anchor, layer, head, other])
+        assert float(plan_recovery(recovery, (1, 3), table)[prompt]) == pytest.approx(total / 8)
+
+
+def test_the_interval_covers_the_mean_and_needs_two_prompts():
+    many = paired(torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64), "why")
+    assert many.low is not None
+    assert many.high is not None
+    assert many.mean == pytest.approx(0.25)
+    assert 0.1 <= many.low < many.mean < many.high <= 0.4
+    one = paired(torch.tensor([-0.1]), "why")
+    assert (one.low, one.high, one.reason) == (None, None, "why")
+
+
+def test_an_empty_half_is_refused():
+    with pytest.raises(ValueError, match="prompts in both halves"):
+        compared(fitted=[])
+    with pytest.raises(ValueError, match="a task for each"):
+        compare(FITTED, HELD, ["a"], FitSetting())
+
+
+# -- what is fitted ----------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_fitted_on_all_prompts():
+    fit = fit_settings(average(FITTED), FitSetting(num_anchors=2, num_channels=4))
+    assert fit.block_sizes.tolist() == [[16, 64]] * LAYERS
+    assert fit.anchors.anchors == (1, 3)
+    assert fit.plan.to_dict()["layers"] == [
+        "dense",
+        "anchor",
+        {"reuse": 1, "head_map": [0, 1]},
+        "anchor",
+        {"reuse": 3, "head_map": [1, 0]},
+    ]
+    assert fit.channels.shape == (LAYERS, 2, 4)
+    assert fit.dense_heads.nonzero().tolist() == [[0, 1]]
+
+
+def test_block_sizes_of_a_given_average():
+    fit = fit_settings(average(FITTED), FitSetting(num_anchors=1, block_average=32.0))
+    harmonic = 1 / (1 / fit.block_sizes[1:].double()).mean()
+    assert harmonic >= 32 - 1e-9
+    assert set(fit.block_sizes[1:, 1].tolist()) == {64}
+
+
+def test_the_fewest_anchors_keep_most_of_the_mass():
+    assert fewest_anchors(average(FITTED), FitSetting()).anchors == (1, 2, 3, 4)
+    alike = [replace(one, recovery=reuse_table(own=0.805), similarity=reuse_table(own=0.805)) for one in FITTED]
+    assert fewest_anchors(average(alike), FitSetting()).anchors == (1, 3)
+
+
+def test_the_criterion_decides():
+    means = average(FITTED)._replace(similarity=shifted())
+    assert best_anchors(means, FitSetting(criterion="similarity"), 2).anchors == (1, 4)
+    assert best_anchors(means, FitSetting(criterion="recovery"), 2).anchors == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"criterion": "x"}, "expected criterion to be one of recovery, similarity, got 'x'"),
+        ({"representation": "x"}, "expected representation to be one of mean, minmax, got 'x'"),
+    ],
+)
+def test_unknown_choices_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        FitSetting(**change)
+
+
+@pytest.mark.parametrize("dense", [(9,), (0, 1, 2, 3, 4)])
+def test_dense_layers_that_do_not_fit_are_refused(dense):
+    with pytest.raises(ValueError, match=r"dense layers in 0\.\.4 that leave one sparse"):
+        fit_settings(average(FITTED), FitSetting(dense_layers=dense))

@@ -1,0 +1,281 @@
+"""`sglang-ext calibrate` with a stand-in for the engine: made-up captures, the real measurements, files and report."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefix_index import ModelFingerprint
+from prefix_index.testing import sample_model
+from sglang_ext.calibration.prompt_capture import PromptCapture
+from sglang_ext.cli import main
+from sglang_ext.cli.arguments import INTERRUPTED
+from sglang_ext.indexing.profile import load_profile
+from sglang_ext.indexing.registry import METHODS
+from tests.calibration.captures import make_capture
+
+MODEL = sample_model(num_layers=3, num_kv_heads=2, head_dim=16, v_head_dim=16)
+NAMES = ("copy-1", "copy-2", "needle-1", "needle-2")
+
+
+class Engine:
+    """Stands in for `CaptureSession`; class attributes say what goes wrong."""
+
+    starts = 0
+    captured: list[str]
+    model: ModelFingerprint = MODEL
+    broken: frozenset[str] = frozenset()
+    interrupted_at: str | None = None
+
+    def __init__(self, model_path: str, flags: list[str], **options: Any) -> None:
+        Engine.starts += 1
+        assert flags == ["--device", "cpu"]
+        assert options["query_samples"] == 64
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def tokenize(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    def capture(
+        self, name: str, input_ids: list[int], *, prefix_len: int | None = None, decode_steps: int = 16
+    ) -> PromptCapture:
+        if name == self.interrupted_at:
+            raise KeyboardInterrupt
+        if name == "refused" or name in self.broken:
+            raise ValueError(f"{name}: refused by SGLang: too long")
+        Engine.captured.append(name)
+        capture = make_capture(sum(map(ord, name)), num_layers=3, prefix_len=288, sampled=96, asked=decode_steps)
+        if name == "nan":
+            return replace(capture, keys=torch.full_like(capture.keys, torch.nan))
+        return capture.behind(60) if name == "short" else capture
+
+
+@pytest.fixture
+def calibrate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
+    """Runs the command over prompts of these names: (status, stderr)."""
+    monkeypatch.setattr("sglang_ext.cli.capturing.CaptureSession", Engine)
+    for name in ("starts", "model", "broken", "interrupted_at"):
+        monkeypatch.setattr(Engine, name, getattr(Engine, name))
+    monkeypatch.setattr(Engine, "starts", 0)
+    monkeypatch.setattr(Engine, "captured", [], raising=False)
+    monkeypatch.setattr(
+        "sglang_ext.cli.calibrate_job.default_recipes",
+        lambda method: {name: METHODS[name].spec() for name in ("token_index", "ab_sparse")},
+    )
+
+    def run(*words: str, names: tuple[str, ...] = NAMES) -> tuple[int, str]:
+        data = tmp_path / "dev.jsonl"
+        data.write_text("".join(json.dumps({"id": name, "text": "one two three"}) + "\n" for name in names))
+        fixed = ["--model", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out" / "profile.json")]
+        fixed += ["--decode-steps", "6", "--query-samples", "64", "--device", "cpu", *words]
+        capsys.readouterr()
+        status = main(["calibrate", *fixed, "--", "--device", "cpu"])
+        return status, capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def profile_path(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "profile.json"
+
+
+def test_a_run_writes_a_profile_of_this_model(calibrate: Any, profile_path: Path) -> None:
+    status, said = calibrate("--anchors", "1", "--num-channels", "4", "--description", "made up")
+    assert status == 0, said
+    profile = load_profile(profile_path)
+    profile.check_model(num_layers=3, num_kv_heads=2, head_dim=16, config_digest=MODEL.config_digest)
+    assert profile.plan().anchor_layers == (1,)
+    assert len(profile.channels[2][1]) == 4
+    assert profile.recommended.method in ("token_index", "ab_sparse")
+    assert (profile.calibration.prompts, profile.calibration.description) == (4, "made up")
+    assert profile.calibration.tokens == 4 * 3
+    assert "4 measured, 0 left out; anchors 1; recommended" in said
+
+
+def test_an_interrupted_run_goes_on_where_it_was(calibrate: Any, profile_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Engine, "interrupted_at", "needle-1")
+    status, said = calibrate()
+    assert (status, Engine.captured) == (INTERRUPTED, ["copy-1", "copy-2"])
+    assert "run the same command again" in said
+    assert not profile_path.exists()
+    monkeypatch.setattr(Engine, "interrupted_at", None)
+    status, said = calibrate()
+    assert (status, Engine.captured) == (0, list(NAMES))
+    resumed = profile_path.read_bytes()
+    assert calibrate("--no-resume")[0] == 0
+    assert Engine.captured == [*NAMES, *NAMES]
+    assert profile_path.read_bytes() == resumed, "a resumed run measures what a whole one does"
+
+
+def test_measuring_anew_removes_nothing_else(calibrate: Any, tmp_path: Path) -> None:
+    assert calibrate()[0] == 0
+    note = tmp_path / "out" / "profile.json.state" / "note.txt"
+    note.write_text("keep")
+    assert calibrate("--no-resume")[0] == 0
+    assert (note.read_text(), len(Engine.captured)) == ("keep", 8)
+
+
+def test_a_complete_state_is_fitted_without_the_engine(calibrate: Any, profile_path: Path) -> None:
+    assert calibrate()[0] == 0
+    status, said = calibrate("--anchors", "2", "--block-average", "32")
+    assert (status, Engine.starts) == (0, 1)
+    assert "without running the model" in said
+    assert load_profile(profile_path).plan().anchor_layers == (1, 2)
+
+
+def test_a_complete_state_of_other_weights_is_refused(calibrate: Any, tmp_path: Path) -> None:
+    assert calibrate()[0] == 0
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    status, said = calibrate()
+    assert (status, Engine.starts) == (2, 1)
+    assert "expected measurements of the weights" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "message"),
+    [
+        (("--keep-ratio", "0.1"), NAMES, "expected measurements with keep_ratio=0.1"),
+        (("--dense-layers", "0,1"), NAMES, "with dense_layers=[0, 1]"),
+        ((), (*NAMES, "more-1"), "expected measurements with data="),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(calibrate: Any, words: Any, names: Any, message: str) -> None:
+    assert calibrate()[0] == 0
+    status, said = calibrate(*words, names=names)
+    assert status == 2
+    assert message in said
+    assert "--no-resume" in said
+    assert Engine.starts == 1, "before the model is loaded"
+
+
+def test_a_state_of_another_model_is_refused(calibrate: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Engine, "interrupted_at", "needle-2")
+    calibrate()
+    monkeypatch.setattr(Engine, "interrupted_at", None)
+    monkeypatch.setattr(Engine, "model", sample_model(num_layers=4, num_kv_heads=2, head_dim=16, v_head_dim=16))
+    status, said = calibrate()
+    assert status == 1
+    assert "expected measurements of this model (num_layers=4)" in said
+
+
+def test_prompts_that_cannot_be_measured_are_left_out_by_name(calibrate: Any, tmp_path: Path) -> None:
+    status, said = calibrate("--report", str(tmp_path / "report"), names=(*NAMES, "refused", "nan", "short"))
+    assert status == 1
+    assert "refused: left out: refused: refused by SGLang: too long" in said
+    assert "nan: left out: expected finite keys" in said
+    assert "short: left out: expected a prefix of more than 80 tokens" in said
+    assert "4 measured, 3 left out" in said
+    assert "refused by SGLang" in (tmp_path / "report" / "report.html").read_text()
+
+
+def test_too_few_prompts_make_no_profile(calibrate: Any, profile_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Engine, "broken", frozenset(NAMES[1:]))
+    status, said = calibrate()
+    assert (status, profile_path.exists()) == (1, False)
+    assert "got 1 and 0; no profile is written" in said
+
+
+def test_a_damaged_measurement_is_made_again(calibrate: Any, tmp_path: Path) -> None:
+    assert calibrate()[0] == 0
+    file = sorted((tmp_path / "out" / "profile.json.state").glob("*.safetensors"))[0]
+    file.write_bytes(b"torn")
+    status, said = calibrate()
+    assert (status, len(Engine.captured)) == (0, 5)
+    assert "measured again: expected a measurement" in said
+
+
+def test_measurements_without_their_settings_are_refused(calibrate: Any, tmp_path: Path) -> None:
+    assert calibrate()[0] == 0
+    (tmp_path / "out" / "profile.json.state" / "settings.json").unlink()
+    status, said = calibrate()
+    assert status == 2
+    assert "expected settings.json beside the measurements" in said
+    assert calibrate("--no-resume")[0] == 0
+    assert len(Engine.captured) == 8
+
+
+def test_damaged_settings_are_refused(calibrate: Any, tmp_path: Path) -> None:
+    assert calibrate()[0] == 0
+    (tmp_path / "out" / "profile.json.state" / "settings.json").write_text("{}")
+    status, said = calibrate()
+    assert status == 2
+    assert "expected settings in" in said
+
+
+def test_too_many_anchors_are_refused_before_the_first_prompt(calibrate: Any) -> None:
+    status, said = calibrate("--anchors", "3")
+    assert (status, Engine.captured) == (1, [])
+    assert "expected --anchors in 1..2 (the layers from 1 on), got 3" in said
+
+
+def test_an_unknown_method_is_refused(calibrate: Any) -> None:
+    status, said = calibrate("--method", "exact")
+    assert status == 2
+    assert "expected --method to be one of" in said
+
+
+def test_a_report_without_matplotlib_is_refused_first(calibrate: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    status, said = calibrate("--report", str(tmp_path / "report"))
+    assert (status, Engine.starts) == (2, 0)
+    assert "pip install 'sglang-ext[calibrate]'" in said
+
+
+class Page(HTMLParser):
+    """Collects what a page loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if tag == "img" and name == "src":
+                self.images.append(value or "")
+            elif name in ("src", "href", "data"):
+                self.loaded.append(value or "")
+
+
+def test_the_report_is_one_page_with_all_figures(calibrate: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    status, said = calibrate("--report", str(folder), "--description", "<made & up>")
+    assert status == 0, said
+    text = (folder / "report.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert len(page.images) == 6
+    assert all(image.startswith("data:image/png;base64,") for image in page.images)
+    assert page.loaded == []
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "&lt;made &amp; up&gt;" in text
+    pngs = sorted(path.stem for path in folder.glob("*.png"))
+    assert pngs == ["block_recall", "held_out", "importance", "selection_quality", "similarity", "sparsity"]
+    values = json.loads((folder / "report.json").read_text())
+    assert values["profile"] == json.loads((tmp_path / "out" / "profile.json").read_text())
+    held = values["held_out"]
+    assert (held["fitted"], held["held_out"], held["num_heads"]) == (2, 2, 4)
+    sizes = {(row["average"], row["uniform_size"]) for row in held["blocks"]}
+    assert sizes == {(kind, size) for kind in ("arithmetic", "harmonic") for size in (16, 32, 64)}
+    assert set(held["blocks"][0]["by_task"]) == {"copy", "needle"}
+    for row in [*held["blocks"], *held["anchors"], *held["head_maps"]]:
+        assert row["difference"]["mean"] > 0 or row["difference"]["reason"]
+    assert f"{held['anchors'][0]['recovery_programme']:.4f}" in text

@@ -1,0 +1,331 @@
+"""A model's profile in serving and prebuild: found, merged, checked against the model, part of what is built."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from prefix_index import ArrayKey, ModelFingerprint
+from prefix_index.testing import sample_model
+from sglang_ext.config import ConfigError, Settings, make_settings, settings_from_env
+from sglang_ext.indexing import make_builder
+from sglang_ext.indexing.profile import Profile, ProfileError
+from sglang_ext.indexing.profile_use import layer_profile
+from sglang_ext.prefill.builder import IndexFactory, method_specs, profile_digest
+from sglang_ext.prefix.residency import Residency, State
+from sglang_ext.profiles import PROFILE_FILE, check_profile, find_profile, local_folder, roles_of_rank, with_profile
+from sglang_ext.runtime import SparseRuntime
+from tests.serving.test_runtime import Model
+
+LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
+PLAN = ["dense", "anchor", {"reuse": 1, "head_map": [1, 1]}]
+SPEC = {"first": {"method": "ab_sparse", "sizes": "profile"}, "second": {"method": "token_index", "num_channels": 4}}
+KEYS_ONLY = '{"method": "exact", "methods": {"exact": {}}}'
+
+
+def _model(**changes: Any) -> ModelFingerprint:
+    return sample_model(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, kv_dtype="float32", **changes)
+
+
+def _profile(**changes: Any) -> Profile:
+    raw = {
+        "model": {
+            "num_layers": LAYERS,
+            "num_kv_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+            "config_digest": _model().config_digest,
+        },
+        "block_sizes": [[16, 64], [32, 32], [64, 16]],
+        "layer_plan": {"layers": PLAN},
+        "channels": [[[0, 3, 5, 9], [1, 7, 8, 15]]] * LAYERS,
+        "dense_heads": [[], [1], []],
+        "recommended": {"method": "two_level", "spec": SPEC, "keep_ratio": 0.05},
+        "calibration": {"prompts": 4, "tokens": 65536, "seed": 7},
+    }
+    return msgspec.convert({**raw, **changes}, Profile)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder with its profile."""
+    model = tmp_path / "model"
+    model.mkdir()
+    _profile().save(model / PROFILE_FILE)
+    return model
+
+
+@pytest.fixture
+def settle(tmp_path: Path, folder: Path) -> Callable[..., Settings]:
+    """Configuration as keys -> settings of a server of the model."""
+    store = tmp_path / "store"
+    store.mkdir()
+
+    def settle(**keys: Any) -> Settings:
+        return make_settings(json.dumps(keys), str(store), str(folder))
+
+    return settle
+
+
+Settle = Callable[..., Settings]
+
+
+# -- which profile, and which keys win -------------------------------------------------------------------------
+
+
+def test_the_profile_in_the_models_folder_fills_what_is_not_given(settle: Settle, folder: Path) -> None:
+    settings = settle()
+    config = settings.config
+    assert settings.profile == _profile()
+    assert config.profile == str(folder / PROFILE_FILE)
+    assert (config.method, config.keep_ratio) == ("two_level", 0.05)
+    assert config.layer_plan == PLAN
+    assert method_specs(config)["two_level"] == _profile().recommended.index_spec()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"keep_ratio": 0.3}, {"keep_ratio": 0.3, "method": "two_level"}),
+        ({"layer_plan": ["anchor"] * 3}, {"layer_plan": ["anchor"] * 3, "keep_ratio": 0.05}),
+        ({"layer_plan": []}, {"layer_plan": []}),
+        ({"method": "exact"}, {"method": "exact", "methods": {}, "keep_ratio": 0.05, "layer_plan": PLAN}),
+        ({"method": "two_level", "methods": {"two_level": {}}}, {"methods": {"two_level": {}}}),
+        ({"methods": {"two_level": {}, "exact": {}}}, {"method": "two_level"}),
+        ({"methods": {"exact": {}}, "method": "exact"}, {"methods": {"exact": {}}, "method": "exact"}),
+        ({"top_k": 64}, {"top_k": 64, "method": "two_level"}),
+    ],
+    ids=str,
+)
+def test_keys_that_are_given_win(settle: Settle, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = msgspec.to_builtins(settle(**given).config)
+    assert {name: config[name] for name in expected} == expected
+
+
+def test_a_method_that_is_named_has_the_profiles_parameters_if_they_are_its_own(settle: Settle) -> None:
+    assert settle(method="two_level").config == settle().config
+
+
+def test_none_takes_no_profile_and_a_capture_never_has_one(settle: Settle, tmp_path: Path) -> None:
+    for keys in ({"profile": "none"}, {"build": "capture", "capture_folder": str(tmp_path)}):
+        settings = settle(**keys)
+        assert (settings.profile, settings.config.profile) == (None, "none")
+        assert (settings.config.keep_ratio, settings.config.layer_plan) == (0.1, [])
+
+
+def test_a_profile_that_is_named_comes_before_the_one_in_the_folder(settle: Settle, tmp_path: Path) -> None:
+    other = _profile(layer_plan={})
+    other.save(tmp_path / "other.json")
+    settings = settle(profile=str(tmp_path / "other.json"))
+    assert settings.profile == other
+    assert settings.config.layer_plan == ["dense", "anchor", "anchor"]
+
+
+def test_where_a_profile_is_looked_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_profile(None, "model") == str(folder / PROFILE_FILE)
+    assert find_profile(None, str(tmp_path)) is None
+    assert find_profile(None, None) is None
+    assert find_profile("a.json", "model") == str(tmp_path / "a.json")
+    assert find_profile("none", "model") is None
+    assert local_folder(str(folder)) == str(folder)
+    assert local_folder(None) is None
+    assert local_folder("nobody/has-this-model", cache_dir=str(tmp_path)) is None
+
+
+def test_the_environment_takes_the_models_profile_too(folder: Path, tmp_path: Path) -> None:
+    environ = {"SGLANG_SPARSE_ATTN": "1", "SGLANG_SPARSE_ATTN_STORE": str(tmp_path)}
+    settings = settings_from_env(environ, str(folder))
+    assert settings is not None
+    assert settings.profile == _profile()
+
+
+def test_what_was_merged_is_complete_in_itself(settle: Settle, folder: Path, tmp_path: Path) -> None:
+    """As prebuild hands it to its engine: parsed again, without the model's folder, it is the same."""
+    settings = settle(keep_ratio=0.2)
+    again = make_settings(msgspec.json.encode(settings.config).decode(), str(tmp_path))
+    assert (again.config, again.profile) == (settings.config, settings.profile)
+    off = settle(profile="none")
+    assert make_settings(msgspec.json.encode(off.config).decode(), off.store, str(folder)) == off
+
+
+def test_settings_travel_with_the_profile_itself(settle: Settle, folder: Path) -> None:
+    settings = settle()
+    text = settings.dump()
+    (folder / PROFILE_FILE).unlink()
+    assert Settings.load(text) == settings
+    assert Settings.load(text).profile == _profile()
+
+
+def test_with_profile_leaves_its_argument_alone() -> None:
+    raw: dict[str, Any] = {"methods": {"exact": {}}}
+    assert with_profile(raw, _profile())["methods"] == {"exact": {}}
+    assert raw == {"methods": {"exact": {}}}
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", ["JSON object", "damaged, calibrate again"]),
+        (b"\xff\xfe", ["JSON object"]),
+        (b'{"version": 99}', ["expected version 1, got 99", "newer sglang-ext"]),
+        (json.dumps({**msgspec.to_builtins(_profile()), "block_sizes": [[16]]}).encode(), ["block_sizes of 3 layers"]),
+    ],
+)
+def test_a_damaged_profile_refuses_the_start(settle: Settle, folder: Path, text: bytes, words: list[str]) -> None:
+    (folder / PROFILE_FILE).write_bytes(text)
+    with pytest.raises(ConfigError) as caught:
+        settle()
+    for word in [*words, str(folder / PROFILE_FILE), "set 'profile' to \"none\""]:
+        assert word in str(caught.value)
+
+
+def test_a_profile_that_is_named_and_missing_refuses_the_start(settle: Settle, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"expected a readable profile, got: .*nowhere\.json.*correct the path"):
+        settle(profile=str(tmp_path / "nowhere.json"))
+
+
+def test_methods_that_do_not_go_with_the_profile_refuse_the_start(settle: Settle) -> None:
+    with pytest.raises(ConfigError, match=r"num_channels of 4, as many as the profile has, got 8"):
+        settle(method="token_index", methods={"token_index": {"num_channels": 8}})
+    sized = {"method": "ab_sparse", "methods": {"ab_sparse": {"sizes": "profile"}}}
+    assert settle(**sized).config.method == "ab_sparse"
+    with pytest.raises(ConfigError, match=r"expected a profile for ab_sparse\.sizes=profile, got none"):
+        settle(**sized, profile="none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": 4}, "expected num_layers=4"),
+        ({"num_kv_heads": 4}, "expected num_kv_heads=4"),
+        ({"head_dim": 32}, "expected head_dim=32"),
+        ({"config_digest": "f" * 64}, "expected config_digest="),
+    ],
+)
+def test_a_profile_of_another_model_refuses_the_start(changes: dict[str, Any], words: str, settle: Settle) -> None:
+    check_profile(_profile(), _model())
+    other = msgspec.structs.replace(_model(), **changes)
+    with pytest.raises(ProfileError) as caught:
+        SparseRuntime(settle(), Model(other))
+    for word in ("--sparse-attn: profile:", words, "it is of another model", "calibrate", "set 'profile' to \"none\""):
+        assert word in str(caught.value)
+
+
+# -- what it changes -------------------------------------------------------------------------------------------
+
+
+def test_the_runtime_has_the_profiles_plan_and_dense_heads(settle: Settle) -> None:
+    runtime = SparseRuntime(settle(), Model(_model()))
+    try:
+        assert runtime.profile == profile_digest(settle().config, _profile())
+        assert runtime.decode._layer_plan == _profile().plan()
+        assert runtime.decode._dense_heads == [(), (1,), ()]
+    finally:
+        runtime.close()
+
+
+def test_dense_heads_belong_to_the_plan_they_were_calibrated_with() -> None:
+    model = _model()
+    assert roles_of_rank(PLAN, _profile(), model)[1] == [[], [1], []]
+    assert roles_of_rank(["anchor"] * 3, _profile(), model)[1] == [[], [], []]
+    assert roles_of_rank(PLAN, None, model)[1] == [[], [], []]
+    assert roles_of_rank([], _profile(layer_plan={}), model)[1] == [[], [1], []]
+
+
+def test_a_rank_has_its_heads_of_plan_and_dense_heads() -> None:
+    own_heads = ["dense", "anchor", {"reuse": 1}]
+    profile = _profile(layer_plan={"layers": own_heads}, dense_heads=[[0, 1], [1], [0]])
+    for rank, dense in enumerate(([[0], [], [0]], [[0], [0], []])):
+        plan, heads = roles_of_rank(own_heads, profile, _model(), rank, 2)
+        assert (plan.num_kv_heads, plan[2].head_map, heads) == (1, (0,), dense)
+    with pytest.raises(ValueError, match="ranks do not exchange selections"):
+        roles_of_rank(PLAN, profile, _model(), 0, 2)
+
+
+def test_a_rank_loads_its_own_heads(bench: Any) -> None:
+    prompt = list(range(64))
+    entry = bench.put(prompt)
+    residency = Residency(bench.store, "exact", 3, 1, torch.device("cpu"), entry.nbytes * 2 // 3, 1)
+    index = residency.acquire(entry)
+    assert index.loaded is not None
+    index.loaded.result(30)
+    assert index.state is State.READY, "half of the index fits where the whole would not"
+    for layer in range(3):
+        assert torch.equal(index.layers[layer]["keys"], bench.keys(prompt, layer).transpose(0, 1)[1:2])
+    residency.close()
+
+
+def test_equal_builds_have_equal_digests(settle: Settle) -> None:
+    config, profile = settle().config, _profile()
+    plain = profile_digest(config, profile)
+    assert profile_digest(config, _profile(layer_plan={}, dense_heads=[[], [], []])) == plain
+    assert profile_digest(config, _profile(block_sizes=[[16, 16]] * LAYERS)) != plain
+    assert profile_digest(config, _profile(channels=[[[0, 1, 2, 3]] * KV_HEADS] * LAYERS)) != plain
+    exact = settle(method="exact").config
+    assert profile_digest(exact, profile) == profile_digest(exact)
+
+
+def test_channels_of_the_profile_need_no_queries(settle: Settle) -> None:
+    def digest(profile: Profile | None, **keys: Any) -> str:
+        named = {"token_index": {"num_channels": 4}}
+        return profile_digest(settle(method="token_index", methods=named, **keys).config, profile)
+
+    assert digest(_profile(), seed=5) == digest(_profile()), "nothing is sampled"
+    assert digest(None, seed=5) != digest(None)
+
+
+def test_an_index_is_built_with_each_layers_part_of_the_profile(settle: Settle, bench: Any) -> None:
+    config, profile = settle().config, _profile()
+    prompt = list(range(128))
+    identity = bench.identity(prompt, model=_model(), profile=profile_digest(config, profile))
+    factory = IndexFactory(bench.store, config, HEAD_DIM**-0.5, profile)
+    entry, _ = factory.build(identity, lambda layer: bench.keys(prompt, layer), None)
+    spec = method_specs(config)["two_level"]
+    with bench.store.get(entry.identity) as file:
+        for layer in range(LAYERS):
+            built = make_builder(spec, layer_profile(profile, layer)).build_layer(bench.keys(prompt, layer), None)
+            for head in range(KV_HEADS):
+                names = ("first.block_sizes", "second.channels")
+                sizes, channels = file.read_many(ArrayKey(f"two_level.{name}", layer, head) for name in names).values()
+                assert int(sizes) == profile.block_sizes[layer][head]
+                assert channels.tolist() == list(profile.channels[layer][head])
+                assert channels.tolist() == built["second.channels"][head].tolist()
+
+
+def test_the_step_for_all_layers_runs_once_and_changes_nothing(
+    make_bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_ext.indexing.csattention import CSAttentionBuilder
+
+    tables = {"num_subspaces": 4, "num_centroids": 4}
+    bench = make_bench(method="csattention", methods={"csattention": tables})
+    prompt = list(range(96))
+    calls: list[tuple[int, ...]] = []
+    step = CSAttentionBuilder.prepare
+
+    def counted(self: CSAttentionBuilder, queries: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        assert queries is not None
+        calls.append(tuple(queries.shape))
+        return step(self, queries)
+
+    monkeypatch.setattr(CSAttentionBuilder, "prepare", counted)
+    entry = bench.put(prompt)
+    assert calls == [(LAYERS, KV_HEADS, 64, HEAD_DIM)]
+    queries = torch.randn(LAYERS, KV_HEADS, 64, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    builder = make_builder(method_specs(bench.config)["csattention"])
+    with bench.store.get(entry.identity) as file:
+        for layer in range(LAYERS):
+            alone = builder.build_layer(bench.keys(prompt, layer), queries[layer])
+            for head in range(KV_HEADS):
+                stored = file.read_many([ArrayKey("csattention.centroids", layer, head)])
+                (centroids,) = stored.values()
+                assert torch.equal(torch.from_numpy(centroids), alone["centroids"][head])
