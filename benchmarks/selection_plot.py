@@ -10,52 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-MAX_STORED_SHARE = 0.15
-READ_SHARE = 0.10
+from sglang_ext.calibration.winner import MAX_STORED_SHARE, READ_SHARE, Curve
+
 READ_SHARES = (0.05, 0.075, 0.10, 0.15, 0.20)
 """Where the table shows the error, to see how much the winner depends on the rule."""
-AREA_FROM, AREA_TO = 0.05, 0.2
 
 Row = dict[str, Any]
-
-
-class Curve(NamedTuple):
-    """A method's means over prompts, by keep ratio ascending.
-
-    Attributes:
-        method, kind: of the row.
-        stored_share: bytes stored over those of the bf16 KV.
-        points: (read_share, error) per keep ratio.
-    """
-
-    method: str
-    kind: str
-    stored_share: float
-    points: tuple[tuple[float, float], ...]
-
-    def error_at(self, share: float) -> float:
-        """Output error when a step reads that share of dense; infinite below what the method can do."""
-        if share < self.points[0][0]:
-            return math.inf
-        best = self.points[0][1]
-        for (x0, y0), (x1, y1) in pairwise(self.points):
-            if share >= x1:
-                best = min(best, y1)
-            elif share >= x0:
-                part = math.log(share / x0) / math.log(x1 / x0)
-                best = min(best, math.exp((1 - part) * math.log(max(y0, 1e-9)) + part * math.log(max(y1, 1e-9))))
-        return best
-
-    def area(self) -> float:
-        """Mean error over log(bytes read) from 5% to 20% of dense; 1 (nothing read) where it cannot go so low."""
-        steps = 200
-        ratio = math.log(AREA_TO / AREA_FROM)
-        shares = [AREA_FROM * math.exp(ratio * (i + 0.5) / steps) for i in range(steps)]
-        return sum(min(1.0, self.error_at(share)) for share in shares) / steps
 
 
 def curves(rows: Iterable[Row], source: str = "captured") -> list[Curve]:

@@ -27,7 +27,7 @@ from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.similarity import TOP_K, prompt_similarity
 from sglang_ext.indexing.ab_sparse import BLOCK_SIZES
 
-MEASUREMENT_VERSION = 1
+MEASUREMENT_VERSION = 2
 
 SCORERS = {"mean": mean_scorer, "minmax": minmax_scorer}
 """Block representations that recall is measured with, in the order of `PromptMeasurement.recall`."""
@@ -82,7 +82,7 @@ class PromptMeasurement:
         recovery: same shape, attention mass of b in the Top-k of a at the budget (not relative to b's own Top-k).
         importance: [num_layers].
         q_sum, q_max, k_sum, k_max: see `ChannelAccumulator`.
-        quality: [num_recipes, num_keep_ratios, 3] or empty, see `recommend.measure_quality`.
+        quality: [num_recipes, num_keep_ratios, 5] or empty, see `recommend.measure_quality`.
     """
 
     recall: Tensor

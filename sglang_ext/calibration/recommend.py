@@ -1,12 +1,14 @@
 """Which recipe and which budget a profile recommends, from the quality of selections on held-out prompts.
 
-The recipe is the first, in the order of preference with the project's default in front, that holds about as much
-attention at the calibrated budget as the best one. The budget is the smallest one that holds most of the attention
-that the largest tried one reaches with the best possible tokens: beyond it, more budget buys little.
+The recipe is the one that wins by the rule of `winner`: the least output error at equal bytes read, of those whose
+index is small enough; the project's default stays unless another one is clearly better. The budget is the smallest
+one that holds most of the attention that the largest tried one reaches with the best possible tokens: beyond it, more
+budget buys little.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +25,10 @@ from sglang_ext.calibration.selection_quality import (
     oracle_at,
     selection_quality,
 )
+from sglang_ext.calibration.winner import MAX_STORED_SHARE, READ_SHARE, Curve
 from sglang_ext.indexing.base import METHODS, IndexSpec
 from sglang_ext.indexing.registry import make_builder, make_selector
+from sglang_ext.indexing.traffic import index_read_bytes, kv_bytes, stored_bytes
 
 KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
 """Budgets that are tried, as fractions of the prefix."""
@@ -32,8 +36,11 @@ KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
 NUM_TOKENS = 8
 """Tokens of a prompt that recipes are tried on."""
 
-CLEARLY_BETTER = 0.02
-"""Attention mass that a recipe may lack to the best one and still be preferred; prompts differ by more."""
+CLEARLY_BETTER = 0.9
+"""Another recipe than the default one is recommended where its error is below this part of the default one's."""
+
+FIGURES = ("recall", "oracle_recall", "error", "read_share", "stored_share")
+"""What is measured of a recipe at one budget, in this order."""
 
 ENOUGH = 0.9
 """Share of the best possible attention mass at the largest budget that the recommended one must hold."""
@@ -48,6 +55,8 @@ class RecipeQuality(msgspec.Struct, frozen=True, kw_only=True):
         recall: attention mass that the selection holds.
         oracle_recall: what the best tokens of that budget hold.
         error: relative error of the attention output over the prefix.
+        read_share: bytes of index, keys and values that a step reads, over those that dense attention reads (bf16).
+        stored_share: bytes of the index over those of the bf16 keys and values.
     """
 
     name: str
@@ -55,6 +64,8 @@ class RecipeQuality(msgspec.Struct, frozen=True, kw_only=True):
     recall: float
     oracle_recall: float
     error: float
+    read_share: float
+    stored_share: float
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +85,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_recipes(default_method: str) -> dict[str, IndexSpec]:
-    """Recipes to try, by name, in the order of preference: the default method, then by attention recall per byte
-    read. All with their default parameters.
+    """Recipes to try, by name, the default method first. All with their default parameters.
 
     Raises:
         KeyError: no method of that name.
@@ -108,8 +118,7 @@ def measure_quality(
         device: where.
 
     Returns:
-        [num_recipes, num_keep_ratios, 3] fp64 on the CPU: recall, oracle recall, relative output error; means over
-        tokens and layers.
+        [num_recipes, num_keep_ratios, 5] fp64 on the CPU: `FIGURES`; means over tokens and layers.
 
     Raises:
         ValueError: an unusable capture, or no sampled query where a recipe needs one.
@@ -118,7 +127,7 @@ def measure_quality(
     prefix_len = capture.prefix_len
     samples = capture.samples()
     budgets = [min(max(int(ratio * prefix_len), num_sink + num_recent, 1), prefix_len) for ratio in keep_ratios]
-    total = torch.zeros(len(recipes), len(budgets), 3, dtype=torch.float64)
+    total = torch.zeros(len(recipes), len(budgets), len(FIGURES), dtype=torch.float64)
     for layer in layers:
         q = capture.queries[layer][rows].to(device)
         keys, values = capture.keys[layer].to(device), capture.values[layer].to(device)
@@ -127,6 +136,8 @@ def measure_quality(
         for i, spec in enumerate(recipes.values()):
             arrays = make_builder(spec).build_layer(keys, samples[layer].to(device))
             selector = make_selector(spec)
+            dense = kv_bytes(prefix_len, keys.shape[2], values.shape[2])
+            stored = stored_bytes(arrays) / dense
             for j, (budget, oracle) in enumerate(zip(budgets, oracles, strict=True)):
                 chosen = [
                     selector.select(
@@ -143,44 +154,46 @@ def measure_quality(
                 ]
                 quality = selection_quality(attention, joined_selections(chosen), oracle)
                 figures = torch.stack([quality.recall, quality.oracle_recall, quality.error]).double().mean(dim=1)
-                total[i, j] += figures.cpu()
+                index = index_read_bytes(spec, arrays, q[:1], prefix_len, budget)
+                read = (index + kv_bytes(budget, keys.shape[2], values.shape[2])) / dense
+                total[i, j] += torch.tensor([*figures.tolist(), read, stored], dtype=torch.float64)
     return total / len(layers)
 
 
 def quality_table(
     quality: Tensor, names: Sequence[str], keep_ratios: Sequence[float] = KEEP_RATIOS
 ) -> list[RecipeQuality]:
-    """Rows of [num_prompts, num_recipes, num_keep_ratios, 3], mean over prompts."""
+    """Rows of [num_prompts, num_recipes, num_keep_ratios, 5], mean over prompts."""
     means = quality.mean(dim=0).tolist()
     return [
-        RecipeQuality(name=name, keep_ratio=ratio, recall=row[0], oracle_recall=row[1], error=row[2])
+        RecipeQuality(name=name, keep_ratio=ratio, **dict(zip(FIGURES, row, strict=True)))
         for name, per_ratio in zip(names, means, strict=True)
         for ratio, row in zip(keep_ratios, per_ratio, strict=True)
     ]
 
 
-def recommend(table: Sequence[RecipeQuality], recipes: Mapping[str, IndexSpec], calibrated_ratio: float) -> Choice:
+def recommend(table: Sequence[RecipeQuality], recipes: Mapping[str, IndexSpec]) -> Choice:
     """Choose a recipe and a budget, see the module.
 
     Args:
         table: of `quality_table`.
         recipes: by name, the default one first.
-        calibrated_ratio: budget of the calibration; the nearest one that was tried decides the recipe.
 
     Raises:
         ValueError: an empty table.
     """
     if not table:
         raise ValueError("expected the quality of at least one recipe, got none; measure it on held-out prompts")
-    nearest = min({row.keep_ratio for row in table}, key=lambda ratio: abs(ratio - calibrated_ratio))
-    recall = {row.name: row.recall for row in table if row.keep_ratio == nearest}
-    most = max(recall.values())
-    name = next(name for name in recipes if recall[name] >= most - CLEARLY_BETTER)
     default = next(iter(recipes))
-    if name == default:
-        why = f"no recipe holds {CLEARLY_BETTER} more of the attention at {nearest:.0%} than {name}"
+    error = {name: _error_at_equal_bytes(table, name) for name in recipes}
+    best = min(recipes, key=lambda name: error[name])
+    better = error[best] < CLEARLY_BETTER * error[default]
+    name = best if better else default
+    why = f"an output error of {error[name]:.3f} where a step reads {READ_SHARE:.0%} of dense"
+    if better:
+        why = f"{name} has {why}, {default} {error[default]:.3f}"
     else:
-        why = f"{name} holds {recall[name]:.3f} of the attention at {nearest:.0%}, {default} {recall[default]:.3f}"
+        why = f"no recipe has clearly less than {name}'s {why.removeprefix('an ')}"
     own = sorted((row for row in table if row.name == name), key=lambda row: row.keep_ratio)
     wanted = ENOUGH * own[-1].oracle_recall
     chosen = next((row for row in own if row.recall >= wanted), own[-1])
@@ -190,3 +203,10 @@ def recommend(table: Sequence[RecipeQuality], recipes: Mapping[str, IndexSpec], 
         f"tokens of {own[-1].keep_ratio:.0%} hold {own[-1].oracle_recall:.3f} and {ENOUGH:.0%} of that is asked for"
     )
     return Choice(name=name, spec=recipes[name].to_dict(), keep_ratio=chosen.keep_ratio, reason=reason)
+
+
+def _error_at_equal_bytes(table: Sequence[RecipeQuality], name: str) -> float:
+    """Infinite where the index is too large, or the recipe cannot read so little."""
+    own = sorted((row for row in table if row.name == name), key=lambda row: row.keep_ratio)
+    curve = Curve(name, "", own[0].stored_share, tuple((row.read_share, row.error) for row in own))
+    return curve.error_at(READ_SHARE) if curve.stored_share <= MAX_STORED_SHARE else math.inf

@@ -224,7 +224,7 @@ class CalibrateJob:
         tasks = [info.task for _, info in measured if info.held_out]
         held_out = compare(*halves, tasks, self._options.fit)
         quality = quality_table(torch.stack([one.quality for one in halves[1]]), list(self._recipes))
-        choice = recommend(quality, self._recipes, self._options.measure.keep_ratio)
+        choice = recommend(quality, self._recipes)
         infos = [info for _, info in measured]
         profile = self._profile(self._model, fit, choice, infos)
         profile.save(self._options.out)

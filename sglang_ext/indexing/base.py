@@ -267,6 +267,11 @@ def pool_candidates(raw: Tensor, sm_scale: float, pooling: Pooling, candidates: 
     return pool_scores(raw, sm_scale, pooling)
 
 
+def is_finite(x: Tensor) -> bool:
+    """Whether no value is NaN or infinite, in one pass that makes no tensor of x's size; waits for the device."""
+    return math.isfinite(float(torch.linalg.vector_norm(x, ord=torch.inf)))
+
+
 def check_keys(keys: Tensor) -> None:
     """Raise unless `keys` is [prefix_len >= 1, num_kv_heads, head_dim], floating and finite."""
     if keys.dim() != 3 or 0 in keys.shape or not keys.dtype.is_floating_point:
@@ -274,7 +279,7 @@ def check_keys(keys: Tensor) -> None:
             "expected keys [prefix_len >= 1, num_kv_heads, head_dim] in a floating dtype, got "
             f"{tuple(keys.shape)} {keys.dtype}"
         )
-    if not bool(torch.isfinite(keys).all()):
+    if not is_finite(keys):
         raise ValueError("expected finite keys, got NaN or infinity; the capture is unusable, take it again")
 
 
@@ -295,7 +300,7 @@ def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> Tensor:
             f"expected queries [num_kv_heads={expected[0]}, num_samples >= 1, head_dim={expected[1]}], got "
             f"{tuple(queries.shape)}"
         )
-    if not bool(torch.isfinite(queries).all()):
+    if not is_finite(queries):
         raise ValueError("expected finite queries, got NaN or infinity; the capture is unusable, take it again")
     return queries
 

@@ -58,25 +58,35 @@ def centroid_lists(
     if channels is not None:
         keys = keys[:, :, channels]
     # Products read the keys where they are: the groups' channels lie one after the other, a token's in one row.
-    parts = keys.float().reshape(prefix_len, num_groups, subspace_dim).permute(1, 2, 0)
-    units = centroids.float().flatten(0, 1)
+    dtype = _score_dtype(keys, largest)
+    parts = keys.to(dtype).reshape(prefix_len, num_groups, subspace_dim).permute(1, 2, 0)
+    units = centroids.flatten(0, 1)
     shape = (num_groups, num_centroids, list_len)
     positions = torch.empty(shape, dtype=torch.int32, device=keys.device)
     scores = torch.empty(shape, device=keys.device)
     step = max(1, SCORES_PER_CHUNK // (num_centroids * prefix_len))
     for first in range(0, num_groups, step):
         some = slice(first, first + step)
-        positions[some], scores[some] = top_lists(torch.bmm(units[some], parts[some]), list_len)
+        positions[some], scores[some] = top_lists(torch.bmm(units[some].to(dtype), parts[some]), list_len)
     baseline = torch.zeros(shape[:2], device=keys.device)
     if tail_mean and list_len < prefix_len:
         # The sum of a centroid's scores is its score for the sum of the keys.
-        total = torch.bmm(units, parts.sum(dim=2, keepdim=True)).squeeze(2)
+        total = torch.bmm(units.float(), parts.sum(dim=2, keepdim=True, dtype=torch.float32)).squeeze(2)
         baseline = (total - scores.sum(dim=2)) / (prefix_len - list_len)
         scores -= baseline[..., None]
     if not 2 * math.sqrt(subspace_dim) * largest <= SAFE_SCORE:
         to_half(scores, "csattention partial score")
     lead = tuple(centroids.shape[:3])
     return CentroidLists(positions.view(*lead, -1), scores.view(*lead, -1), baseline.view(lead))
+
+
+def _score_dtype(keys: Tensor, largest: float) -> torch.dtype:
+    """fp16 for keys of 16 bits on a GPU, whose scores it holds: half of the bytes, and half of topk's passes.
+
+    Scores are kept in 4 or 8 bits, so its 11 are enough; which of two keys comes last into a list may change.
+    """
+    fits = 2 * math.sqrt(keys.shape[2]) * largest <= SAFE_SCORE
+    return torch.float16 if keys.is_cuda and keys.element_size() == 2 and fits else torch.float32
 
 
 def grown_lists(

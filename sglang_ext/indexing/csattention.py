@@ -92,9 +92,9 @@ class CSAttentionSpec(IndexSpec):
     num_centroids: int = 16
     list_ratio: float = 0.08
     list_entries: int = 0
-    iterations: int = 10
+    iterations: int = 5
     batch_size: int = 0
-    max_samples: int = 4096
+    max_samples: int = 1024
     layout: str = "contiguous"
     baseline: str = "tail_mean"
     weighting: str = "projection"

@@ -135,7 +135,7 @@ class TokenIndexBuilder:
             return _profiled(self.layer.channels, num_kv_heads, wanted, head_dim)
         if self.spec.selects_channels:
             samples = check_samples(queries, keys, self.spec.method)
-            contribution = samples.float().abs().amax(dim=1) * keys.float().abs().amax(dim=0)
+            contribution = _largest(samples, 1) * _largest(keys, 0)
             order = contribution.argsort(dim=1, descending=True, stable=True)
             return order[:, :wanted].sort(dim=1).values
         return torch.arange(head_dim).expand(num_kv_heads, -1).contiguous()
@@ -188,6 +188,11 @@ class TokenIndexSelector:
         index = channels.long()[None, :, None].expand(num_rows, -1, grouped.shape[2], -1)
         kept = grouped.gather(3, index).reshape(num_rows, num_qo_heads, num_channels)
         return pool_candidates(block_scores_mean(kept, dequantize(quantized)), sm_scale, pooling, candidates)
+
+
+def _largest(x: Tensor, dim: int) -> Tensor:
+    """max |x| over one dimension, fp32."""
+    return torch.linalg.vector_norm(x, ord=torch.inf, dim=dim).float()
 
 
 def _profiled(channels: tuple[tuple[int, ...], ...], num_kv_heads: int, wanted: int, head_dim: int) -> Tensor:

@@ -22,8 +22,10 @@ def quantize_reference(x: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, T
     else:
         zero, top = x.aminmax(dim=-2)
         scale = (top - zero) / levels
-    step = scale.masked_fill(scale == 0, 1.0)[..., None, :]
-    codes = ((x - zero[..., None, :]) / step).round_().clamp_(0, levels).to(torch.uint8)
+    # Steps whose inverse leaves fp32 are as good as none.
+    step = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0)[..., None, :]
+    # x / step - zero / step: one pass over x, which is what quantizing a long prefix costs.
+    codes = torch.addcmul(-zero[..., None, :] / step, x, 1.0 / step).round_().clamp_(0, levels).to(torch.uint8)
     return pack_codes_reference(codes, bits), scale, zero
 
 
