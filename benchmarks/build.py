@@ -96,33 +96,36 @@ def recording_row(server: Server, num_tokens: int, pairs: int) -> Row:
 
 
 def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
-    """One method's builder on random keys and queries: one layer, and its share of the step for all layers."""
+    """One method's builder on random keys and queries: a batch of layers, and its share of the step for all layers."""
     import torch
 
     from sglang_ext.indexing import make_builder, parse_spec
-    from sglang_ext.indexing.preparation import at_layer, build_layer, prepare
+    from sglang_ext.indexing.preparation import at_layers, build_layer, layer_batches, prepare
 
     shape = SHAPES[args.shape]
     layers, heads, dim = shape["num_hidden_layers"], shape["num_key_value_heads"], shape["head_dim"]
     dtype = getattr(torch, shape["torch_dtype"])
     device = "cpu" if args.cpu else "cuda"
     generator = torch.Generator(device).manual_seed(args.seed)
-    keys = torch.randn(num_tokens, heads, dim, generator=generator, device=device).to(dtype)
     queries = torch.randn(layers, heads, args.query_samples, dim, generator=generator, device=device).to(dtype)
+    at_once = layer_batches(layers, num_tokens)[0]
+    keys = torch.randn(num_tokens, len(at_once) * heads, dim, generator=generator, device=device).to(dtype)
+    own = queries[: len(at_once)].flatten(0, 1)
     parsed = parse_spec(spec)
     builder = make_builder(parsed)
     seconds, of_all = [], []
     for _ in range(args.layer_repeats + 1):
         prepared, together = timed(lambda: prepare(builder, queries), cpu=args.cpu)
-        known = at_layer(prepared, 0)
-        built, alone = timed(lambda known=known: build_layer(builder, keys, queries[0], known), cpu=args.cpu)
+        known = at_layers(prepared, at_once)
+        built, alone = timed(lambda known=known: build_layer(builder, keys, own, known), cpu=args.cpu)
         of_all.append(together)
-        seconds.append(together / layers + alone)
+        seconds.append(together / layers + alone / len(at_once))
     return {
         "seconds": spread(seconds[1:]),
         "prepare_seconds": spread(of_all[1:]),
-        "index_bytes": sum(array.nbytes for array in built.values()),
-        "kv_bytes": 2 * keys.nbytes,
+        "layers_at_once": len(at_once),
+        "index_bytes": sum(array.nbytes for array in built.values()) / len(at_once),
+        "kv_bytes": 2 * keys.nbytes / len(at_once),
         "layers": shape["num_hidden_layers"],
         "parameters": parsed.to_dict(),
     }

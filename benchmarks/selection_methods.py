@@ -126,7 +126,7 @@ class Method:
 
     def _needs_budget(self, step: Step, budget: Budget) -> bool:
         if isinstance(self.way, TwoLevelSpec):
-            return budget.tokens > self.way.num_candidates(step.prefix_len)
+            return self.way.num_candidates(step.prefix_len, budget.tokens) > self.way.num_candidates(step.prefix_len)
         return isinstance(self.way, UnionSpec)
 
     def _select(self, arrays: Arrays, q: Tensor, step: Step, budget: Budget, way: IndexSpec | None = None) -> Selection:
@@ -212,9 +212,10 @@ AB = {"method": "ab_sparse"}
 TOKENS = {"method": "token_index"}
 TOKENS48 = {**TOKENS, "num_channels": 48}
 MINMAX = {**AB, "representation": "minmax"}
-THIN_FIRST = {"method": "two_level", "first": {**CSA, "list_ratio": 0.02}, "candidate_ratio": 0.25}
+FIXED = {"method": "two_level", "candidate_factor": 1.0}
+THIN_FIRST = {**FIXED, "first": {**CSA, "list_ratio": 0.02}, "candidate_ratio": 0.25}
 """CSAttention with short lists names a quarter of the prefix."""
-BLOCKS_FIRST = {"method": "two_level", "first": MINMAX, "second": TOKENS, "candidate_ratio": 0.25}
+BLOCKS_FIRST = {**FIXED, "first": MINMAX, "second": TOKENS, "candidate_ratio": 0.25}
 
 DEFAULT = "csa > tokens48 .25"
 """Row of the project's default recipe (head_dim 64: 48 channels)."""
@@ -255,6 +256,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         {**BLOCKS_FIRST, "first": {**MINMAX, "block_size": 32}, "candidate_ratio": 0.5},
     ),
     "csa > tokens .25": ("combined", {**THIN_FIRST, "second": TOKENS}),
+    "csa > tokens48 .25, fixed": ("combined", {**THIN_FIRST, "second": TOKENS48}),
     "csa > tokens48 .15": ("combined", {**THIN_FIRST, "second": TOKENS48, "candidate_ratio": 0.15}),
     "csa > tokens48 .5": ("combined", {**THIN_FIRST, "second": TOKENS48, "candidate_ratio": 0.5}),
     "csa a.01 > tokens .25": ("combined", {**THIN_FIRST, "first": {**CSA, "list_ratio": 0.01}, "second": TOKENS}),
@@ -266,8 +268,8 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         "combined",
         {**THIN_FIRST, "first": {**TOKENS, "num_channels": 16}, "second": TOKENS48},
     ),
-    "ab > csa": ("combined", {"method": "two_level", "first": AB, "second": CSA, "candidate_ratio": 0.5}),
-    "ab > tokens": ("combined", {"method": "two_level", "first": AB, "second": TOKENS, "candidate_ratio": 0.5}),
+    "ab > csa": ("combined", {**FIXED, "first": AB, "second": CSA, "candidate_ratio": 0.5}),
+    "ab > tokens": ("combined", {**FIXED, "first": AB, "second": TOKENS, "candidate_ratio": 0.5}),
     "csa + ab": ("combined", {"method": "union", "first": CSA, "second": AB}),
 }
 """Rows by name: kind and spec. `a > b`: b's scores among a's candidates; `a + b`: united at equal budget."""

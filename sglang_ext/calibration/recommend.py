@@ -1,9 +1,9 @@
 """Which recipe and which budget a profile recommends, from the quality of selections on held-out prompts.
 
 The recipe is the one that wins by the rule of `winner`: the least output error at equal bytes read, of those whose
-index is small enough; the project's default stays unless another one is clearly better. The budget is the smallest
-one that holds most of the attention that the largest tried one reaches with the best possible tokens: beyond it, more
-budget buys little.
+index is small enough; the project's default stays unless another one is clearly better. The budget is the largest
+tried one with which a step reads no more than that rule's part of dense, or the smallest one that holds half of the
+attention where that is more.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ CLEARLY_BETTER = 0.9
 FIGURES = ("recall", "oracle_recall", "error", "read_share", "stored_share")
 """What is measured of a recipe at one budget, in this order."""
 
-ENOUGH = 0.9
-"""Share of the best possible attention mass at the largest budget that the recommended one must hold."""
+LEAST_RECALL = 0.5
+"""Attention mass that a recommended budget holds at least, if a tried one does."""
 
 
 class RecipeQuality(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,12 +195,11 @@ def recommend(table: Sequence[RecipeQuality], recipes: Mapping[str, IndexSpec]) 
     else:
         why = f"no recipe has clearly less than {name}'s {why.removeprefix('an ')}"
     own = sorted((row for row in table if row.name == name), key=lambda row: row.keep_ratio)
-    wanted = ENOUGH * own[-1].oracle_recall
-    chosen = next((row for row in own if row.recall >= wanted), own[-1])
-    reach = "holds" if chosen.recall >= wanted else "is the largest that was tried, and holds"
+    good = [row for row in own if row.recall >= LEAST_RECALL] or own[-1:]
+    chosen = next((row for row in reversed(good) if row.read_share <= READ_SHARE), good[0])
     reason = (
-        f"{why}; a budget of {chosen.keep_ratio:.0%} {reach} {chosen.recall:.3f} of the attention, where the best "
-        f"tokens of {own[-1].keep_ratio:.0%} hold {own[-1].oracle_recall:.3f} and {ENOUGH:.0%} of that is asked for"
+        f"{why}; with a budget of {chosen.keep_ratio:.0%} a step reads {chosen.read_share:.1%} of dense, and the "
+        f"selection holds {chosen.recall:.3f} of the attention (the best tokens: {chosen.oracle_recall:.3f})"
     )
     return Choice(name=name, spec=recipes[name].to_dict(), keep_ratio=chosen.keep_ratio, reason=reason)
 

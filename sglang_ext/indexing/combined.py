@@ -39,7 +39,8 @@ class TwoLevelSpec(IndexSpec):
     Attributes:
         first: method that chooses the candidates.
         second: method that ranks them.
-        candidate_ratio: candidates as a fraction of the prefix; never fewer than the budget.
+        candidate_ratio: candidates as a fraction of the prefix, at least.
+        candidate_factor: candidates per token of the budget, at least.
 
     Raises:
         ValueError: a value out of range.
@@ -49,6 +50,7 @@ class TwoLevelSpec(IndexSpec):
     first: IndexSpec = field(default_factory=lambda: CSAttentionSpec(list_ratio=0.02))
     second: IndexSpec = field(default_factory=lambda: TokenIndexSpec(channel_ratio=0.75))
     candidate_ratio: float = 0.25
+    candidate_factor: float = 4.0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.candidate_ratio <= 1.0:
@@ -56,9 +58,19 @@ class TwoLevelSpec(IndexSpec):
                 f"expected two_level.candidate_ratio above 0 and at most 1, got {self.candidate_ratio}; choose one"
             )
 
-    def num_candidates(self, prefix_len: int) -> int:
-        """ceil(candidate_ratio * prefix_len), robust against the ratio's binary rounding."""
-        return min(prefix_len, max(1, math.ceil(round(self.candidate_ratio * prefix_len, 6))))
+        if not 1.0 <= self.candidate_factor <= 1e6:
+            raise ValueError(
+                f"expected two_level.candidate_factor of at least 1, got {self.candidate_factor}; the budget is chosen "
+                "among the candidates"
+            )
+
+    def num_candidates(self, prefix_len: int, budget: int = 0) -> int:
+        """The greater of candidate_ratio * prefix_len and candidate_factor * budget, rounded up; at most the prefix.
+
+        Robust against the ratios' binary rounding.
+        """
+        wanted = max(self.candidate_ratio * prefix_len, self.candidate_factor * budget)
+        return min(prefix_len, max(1, math.ceil(round(wanted, 6))))
 
 
 @dataclass(frozen=True)
@@ -129,7 +141,7 @@ class TwoLevelSelector:
             arrays,
             q,
             prefix_len,
-            max(budget, self.spec.num_candidates(prefix_len)),
+            self.spec.num_candidates(prefix_len, budget),
             num_sink,
             num_recent,
             sm_scale,

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from sglang_ext.indexing.base import IndexBuilder
 
+TOKENS_AT_ONCE = 1 << 17
+"""Tokens, over all layers of a batch, that are built at once: device memory as for one layer of so long a prefix."""
+
 Prepared = dict[str, Tensor]
 """Name -> [num_layers, num_kv_heads, ...]; of one layer, without the first dimension."""
 
@@ -45,6 +48,21 @@ def prepare(builder: IndexBuilder, queries: Tensor | None) -> Prepared:
         ValueError: shapes do not fit, or a value is NaN or infinite.
     """
     return builder.prepare(queries) if isinstance(builder, PreparingBuilder) else {}
+
+
+def layer_batches(num_layers: int, prefix_len: int) -> list[range]:
+    """Runs of neighbouring layers to build at once, as one layer with the KV heads of all of them.
+
+    KV heads do not depend on each other, and the layers of a short prefix are so little work that what costs time is
+    starting it: 2.6 of 4.2 ms a layer at 32,768 tokens on an H200.
+    """
+    size = max(1, TOKENS_AT_ONCE // prefix_len)
+    return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]
+
+
+def at_layers(prepared: Mapping[str, Tensor], layers: range) -> Prepared:
+    """What `prepare` computed, of layers that are built at once (views): their KV heads one after the other."""
+    return {name: tensor[layers.start : layers.stop].flatten(0, 1) for name, tensor in prepared.items()}
 
 
 def at_layer(prepared: Mapping[str, Tensor], layer: int) -> Prepared:

@@ -36,6 +36,15 @@ def layer_profile(profile: Profile | None, layer: int, heads: range | None = Non
     return LayerProfile(profile.block_sizes[layer][own], channels)
 
 
+def stacked_profile(profile: Profile | None, layers: Iterable[int]) -> LayerProfile:
+    """What the builders of several layers at once may use: as if these were one layer with all their KV heads."""
+    parts = [layer_profile(profile, layer) for layer in layers]
+    return LayerProfile(
+        tuple(size for part in parts for size in part.block_sizes),
+        tuple(chosen for part in parts for chosen in part.channels),
+    )
+
+
 def used_by_builders(specs: Iterable[IndexSpec], profile: Profile | None) -> dict[str, Any]:
     """The part of a profile that builds by these specs depend on; empty where they depend on none of it.
 

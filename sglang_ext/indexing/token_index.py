@@ -192,7 +192,8 @@ class TokenIndexSelector:
 
 def _largest(x: Tensor, dim: int) -> Tensor:
     """max |x| over one dimension, fp32."""
-    return torch.linalg.vector_norm(x, ord=torch.inf, dim=dim).float()
+    largest: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=dim)
+    return largest.float()
 
 
 def _profiled(channels: tuple[tuple[int, ...], ...], num_kv_heads: int, wanted: int, head_dim: int) -> Tensor:

@@ -79,7 +79,7 @@ def step_traffic(
 def index_read_bytes(spec: IndexSpec, arrays: Mapping[str, Tensor], q: Tensor, prefix_len: int, budget: int) -> float:
     """Bytes of the index alone, see `step_traffic`."""
     if isinstance(spec, TwoLevelSpec):
-        candidates = min(prefix_len, max(budget, spec.num_candidates(prefix_len)))
+        candidates = spec.num_candidates(prefix_len, budget)
         first = index_read_bytes(spec.first, part_arrays(arrays, "first"), q, prefix_len, candidates)
         return first + _candidates_read(spec.second, part_arrays(arrays, "second"), q, prefix_len, candidates)
     if isinstance(spec, UnionSpec):

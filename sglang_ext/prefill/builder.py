@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from sglang_ext.config import SparseAttnConfig
 from sglang_ext.indexing import METHODS, make_builder, make_selector
 from sglang_ext.indexing.base import IndexBuilder, IndexSpec
 from sglang_ext.indexing.heads import split_heads
-from sglang_ext.indexing.preparation import at_layer, build_layer, prepare
+from sglang_ext.indexing.preparation import at_layers, build_layer, layer_batches, prepare
 from sglang_ext.indexing.profile import Profile
-from sglang_ext.indexing.profile_use import layer_profile, used_by_builders
+from sglang_ext.indexing.profile_use import layer_profile, stacked_profile, used_by_builders
 
 #: Raised whenever a builder changes what its arrays mean: older indexes are then another profile's.
 _BUILDERS_VERSION = 3
@@ -107,30 +107,34 @@ class IndexFactory:
             ValueError: a method needs queries and there are none, or the inputs are not finite.
             IndexStoreError: storing or verifying failed.
         """
-        begun = time.perf_counter()
-        prepared = {name: prepare(self._builder(name, 0), queries) for name in self._specs}
-        _wait_for(queries)
-        seconds = time.perf_counter() - begun
+        seconds = dict.fromkeys(self._specs, 0.0)
+        prepared = {}
+        for name in self._specs:
+            begun = time.perf_counter()
+            prepared[name] = prepare(self._builder(name, range(1)), queries)
+            _wait_for(queries)
+            seconds[name] += time.perf_counter() - begun
         arrays: dict[ArrayKey, Any] = {}
-        recall: dict[str, list[float]] = {name: [] for name in self._specs}
-        for layer in range(identity.model.num_layers):
-            keys = keys_of(layer)
-            layer_queries = None if queries is None else queries[layer]
+        recall = dict.fromkeys(self._specs, 0.0)
+        num_layers, heads = identity.model.num_layers, identity.model.num_kv_heads
+        for layers in layer_batches(num_layers, identity.num_tokens):
+            keys = _side_by_side([keys_of(layer) for layer in layers])
+            own = None if queries is None else queries[layers.start : layers.stop].flatten(0, 1)
             for name, spec in self._specs.items():
                 begun = time.perf_counter()
-                known = at_layer(prepared[name], layer)
-                built = build_layer(self._builder(name, layer), keys, layer_queries, known)
+                built = build_layer(self._builder(name, layers), keys, own, at_layers(prepared[name], layers))
                 _wait_for(keys)
-                seconds += time.perf_counter() - begun
-                if layer_queries is not None:
-                    recall[name].append(self._recall(spec, built, keys, layer_queries))
+                seconds[name] += time.perf_counter() - begun
+                if own is not None:
+                    recall[name] += self._recall(spec, built, keys, own) * len(layers) / num_layers
                 host = {array: tensor.cpu() for array, tensor in built.items()}
-                for head, pieces in enumerate(split_heads(host)):
+                for place, pieces in enumerate(split_heads(host)):
+                    layer, head = layers[place // heads], place % heads
                     for array, piece in pieces.items():
                         arrays[ArrayKey(f"{name}.{array}", layer, head)] = piece.numpy()
         stats = {
             "kv_bytes": self._kv_bytes(identity, keys),
-            "recall": {name: sum(r) / len(r) for name, r in recall.items() if r},
+            "recall": recall if queries is not None else {},
             "recall_budget": self._config.budget(identity.num_tokens),
         }
         entry = self._store.put(
@@ -139,15 +143,16 @@ class IndexFactory:
                 arrays=arrays,
                 spec={name: spec.to_dict() for name, spec in self._specs.items()},
                 stats=stats,
-                info=BuildInfo(created=time.time(), build_seconds=seconds),
+                info=BuildInfo(created=time.time(), build_seconds=sum(seconds.values())),
             )
         )
         with self._store.get(identity) as file:
             file.verify()
-        return entry, {**stats, "index_bytes": entry.nbytes, "build_seconds": seconds, **self._sizes(arrays)}
+        times = {"build_seconds": sum(seconds.values()), "method_seconds": seconds}
+        return entry, {**stats, "index_bytes": entry.nbytes, **times, **self._sizes(arrays)}
 
-    def _builder(self, name: str, layer: int) -> IndexBuilder:
-        return make_builder(self._specs[name], layer_profile(self._profile, layer))
+    def _builder(self, name: str, layers: range) -> IndexBuilder:
+        return make_builder(self._specs[name], stacked_profile(self._profile, layers))
 
     def _recall(self, spec: IndexSpec, built: Mapping[str, Tensor], keys: Tensor, queries: Tensor) -> float:
         num_kv_heads, samples, _ = queries.shape
@@ -185,6 +190,11 @@ class IndexFactory:
             method = key.name.split(".")[0]
             methods[method] = methods.get(method, 0) + array.nbytes
         return {"method_bytes": methods}
+
+
+def _side_by_side(keys: Sequence[Tensor]) -> Tensor:
+    """Keys of some layers as one layer's, with the KV heads of all of them."""
+    return keys[0] if len(keys) == 1 else torch.cat(list(keys), dim=1)
 
 
 def _wait_for(tensor: Tensor | None) -> None:
