@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import lzma
 import platform
 import sys
 import time
@@ -243,9 +244,11 @@ def check_difficulty(rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a result file; a last line that was cut off is removed from the file."""
+    """Rows of a result file (also one packed by xz); a last line that was cut off is removed from the file."""
     if not path.exists():
         return []
+    if path.suffix == ".xz":
+        return [json.loads(line) for line in lzma.decompress(path.read_bytes()).splitlines()]
     text = path.read_text()
     whole = text[: text.rfind("\n") + 1]
     if whole != text:

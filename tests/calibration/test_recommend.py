@@ -1,5 +1,7 @@
 """The recommended recipe and budget: the rule on made-up tables, the measurement against the method's own words."""
 
+import math
+
 import pytest
 import torch
 
@@ -19,40 +21,64 @@ from tests.calibration.captures import make_capture
 RECIPES = default_recipes("csattention")
 
 
-def table(**recalls):
-    """Recalls at budgets of 5%, 10% and 20%; the best tokens hold 0.8, 0.9 and 1.0."""
+RATIOS = (0.05, 0.1, 0.2)
+
+
+def table(read=0.02, stored=0.1, **errors):
+    """Errors at budgets of 5%, 10% and 20%; the index costs `read` of dense, so those read 7%, 12% and 22%."""
     return [
-        RecipeQuality(name=name, keep_ratio=ratio, recall=recall, oracle_recall=oracle, error=1 - recall)
-        for name, row in recalls.items()
-        for ratio, recall, oracle in zip((0.05, 0.1, 0.2), row, (0.8, 0.9, 1.0), strict=True)
+        RecipeQuality(
+            name=name,
+            keep_ratio=ratio,
+            recall=1 - error,
+            oracle_recall=1.0,
+            error=error,
+            read_share=ratio + read,
+            stored_share=stored,
+        )
+        for name, row in errors.items()
+        for ratio, error in zip(RATIOS, row, strict=True)
     ]
 
 
-def test_the_default_stays_unless_another_is_clearly_better():
-    others = dict.fromkeys(("token_index", "ab_sparse"), (0.1, 0.2, 0.3))
-    near = table(csattention=(0.78, 0.89, 0.95), two_level=(0.79, 0.9, 0.99), **others)
-    assert recommend(near, RECIPES, 0.05).name == "csattention"
-    far = table(csattention=(0.7, 0.89, 0.95), two_level=(0.79, 0.9, 0.99), **others)
-    choice = recommend(far, RECIPES, 0.05)
-    assert (choice.name, choice.keep_ratio) == ("two_level", 0.1)
-    assert "two_level holds 0.790 of the attention at 5%, csattention 0.700" in choice.reason
+def test_the_default_stays_unless_another_is_clearly_better_at_equal_bytes():
+    others = dict.fromkeys(("token_index", "ab_sparse"), (0.9, 0.8, 0.7))
+    near = table(csattention=(0.4, 0.3, 0.2), two_level=(0.39, 0.29, 0.2), **others)
+    assert recommend(near, RECIPES).name == "csattention"
+    far = table(csattention=(0.4, 0.3, 0.2), two_level=(0.3, 0.2, 0.1), **others)
+    choice = recommend(far, RECIPES)
+    assert choice.name == "two_level"
     assert choice.spec["method"] == "two_level"
-    assert recommend(far, RECIPES, 0.1).name == "csattention", "the budget of the calibration decides"
+    # Between 7% and 12%, log against log: 0.3 * (2/3) ** (ln(10/7) / ln(12/7)).
+    expected = 0.3 * (2 / 3) ** (math.log(10 / 7) / math.log(12 / 7))
+    assert f"two_level has an output error of {expected:.3f} where a step reads 10% of dense" in choice.reason
 
 
-def test_the_budget_is_the_smallest_that_is_enough_or_the_largest():
-    recipes = default_recipes("token_index")
-    rows = dict.fromkeys(recipes, (0.0, 0.0, 0.0))
-    for recall, expected in (((0.9, 0.95, 1.0), 0.05), ((0.7, 0.9, 1.0), 0.1), ((0.5, 0.6, 0.95), 0.2)):
-        assert recommend(table(**{**rows, "token_index": recall}), recipes, 0.05).keep_ratio == expected
-    choice = recommend(table(**{**rows, "token_index": (0.1, 0.2, 0.5)}), recipes, 0.05)
-    assert choice.keep_ratio == 0.2
-    assert "is the largest that was tried" in choice.reason
+def test_a_large_index_or_one_that_reads_too_much_does_not_win():
+    small = table(csattention=(0.4, 0.3, 0.2), token_index=(0.5, 0.4, 0.3), ab_sparse=(0.9, 0.8, 0.7))
+    large = table(two_level=(0.1, 0.05, 0.01), stored=0.16)
+    assert recommend(small + large, RECIPES).name == "csattention"
+    greedy = table(two_level=(0.1, 0.05, 0.01), read=0.06)
+    assert recommend(small + greedy, RECIPES).name == "csattention"
+    fine = table(two_level=(0.1, 0.05, 0.01), read=0.04)
+    assert recommend(small + fine, RECIPES).name == "two_level"
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [((0.2, 0.1, 0.0), 0.05), ((0.6, 0.4, 0.1), 0.1), ((0.7, 0.6, 0.4), 0.2), ((0.9, 0.8, 0.7), 0.2)],
+    ids=["reads little", "holds half", "holds half late", "never holds half"],
+)
+def test_the_budget_reads_little_but_holds_half(errors, expected):
+    recipes = {"token_index": TokenIndexSpec()}
+    choice = recommend(table(token_index=errors), recipes)
+    assert choice.keep_ratio == expected
+    assert f"with a budget of {expected:.0%} a step reads {expected + 0.02:.1%} of dense" in choice.reason
 
 
 def test_nothing_measured_is_refused():
     with pytest.raises(ValueError, match="at least one recipe, got none"):
-        recommend([], RECIPES, 0.05)
+        recommend([], RECIPES)
 
 
 def test_quality_is_the_recall_and_error_of_the_selector():
@@ -61,7 +87,10 @@ def test_quality_is_the_recall_and_error_of_the_selector():
     found = measure_quality(
         capture, {"token_index": spec}, [1], keep_ratios=(0.1, 0.5), num_sink=2, num_recent=4, num_tokens=3
     )
-    assert found.shape == (1, 2, 3)
+    assert found.shape == (1, 2, 5)
+    stored = (256 * 8 + 16 * 2 + 2 * 16 * 4) / (256 * 2 * 16 * 2)
+    assert found[0, :, 4].tolist() == pytest.approx([stored, stored])
+    assert found[0, :, 3].tolist() == pytest.approx([stored + 25 / 256, stored + 128 / 256])
     keys, values = capture.keys[1], capture.values[1]
     arrays = make_builder(spec).build_layer(keys, None)
     for column, budget in enumerate((25, 128)):
@@ -109,7 +138,7 @@ def test_budgets_hold_the_windows():
 
 
 def test_the_table_is_the_mean_over_prompts():
-    quality = torch.rand(4, 2, 3, 3, dtype=torch.float64)
+    quality = torch.rand(4, 2, 3, 5, dtype=torch.float64)
     rows = quality_table(quality, ["a", "b"], (0.1, 0.2, 0.3))
     assert [(row.name, row.keep_ratio) for row in rows] == [(n, r) for n in "ab" for r in (0.1, 0.2, 0.3)]
     assert rows[4].error == pytest.approx(float(quality[:, 1, 1, 2].mean()))

@@ -66,9 +66,9 @@ WINDOWS = set(range(3)) | set(range(295, 300))
 @pytest.mark.parametrize("first", PARTS, ids=name_of)
 @pytest.mark.parametrize("ratio", [0.05, 0.3, 1.0])
 def test_two_levels_by_hand(first, second, ratio):
-    data = {"method": "two_level", "first": first, "second": second, "candidate_ratio": ratio}
+    data = {"method": "two_level", "first": first, "second": second, "candidate_ratio": ratio, "candidate_factor": 2}
     got = choose(data)
-    count = max(40, round(300 * ratio))
+    count = max(40 * 2, round(300 * ratio))
     candidates = choose(first, budget=count)
     mask = torch.zeros(2, 300, dtype=torch.bool)
     for head, allowed in enumerate(candidates):
@@ -130,9 +130,22 @@ def test_parts_keep_their_arrays_and_heads():
         assert choose(data, join_heads(pieces[head : head + 1]), Q[:, 4 * head : 4 * head + 4]) == [whole[head]]
 
 
+@pytest.mark.parametrize(
+    ("budget", "expected"), [(0, 75), (18, 75), (19, 76), (50, 200), (75, 300), (300, 300)], ids=str
+)
+def test_candidates_grow_with_the_budget(budget, expected):
+    assert parse_spec({"method": "two_level"}).num_candidates(300, budget) == expected
+
+
+@pytest.mark.parametrize("factor", [0.9, 0, -1.0])
+def test_fewer_candidates_than_the_budget_are_refused(factor):
+    with pytest.raises(ValueError, match=r"candidate_factor of at least 1, got .*; the budget is chosen among"):
+        parse_spec({"method": "two_level", "candidate_factor": factor})
+
+
 def test_combinations_nest():
     inner = {"method": "union", "first": PARTS[0], "second": PARTS[1]}
-    data = {"method": "two_level", "first": inner, "second": PARTS[4], "candidate_ratio": 0.3}
+    data = {"method": "two_level", "first": inner, "second": PARTS[4], "candidate_ratio": 0.3, "candidate_factor": 2}
     candidates = choose(inner, budget=90)
     for got, allowed in zip(choose(data), candidates, strict=True):
         assert got <= allowed

@@ -107,10 +107,12 @@ def test_csattention_reads_no_baseline_but_its_weights():
 def test_two_level_reads_the_first_whole_and_candidates_of_the_second():
     minmax = {"method": "ab_sparse", "representation": "minmax"}
     data = {"method": "two_level", "first": minmax, "second": {"method": "token_index"}, "candidate_ratio": 0.25}
+    growing, data = data, {**data, "candidate_factor": 1.0}
     first, rest = 2 * (40 * 8 + CHANNEL), CHANNEL + DIM * 2
     assert stored_bytes(built(data)[1]) == first + N * 8 + rest
     assert read(data) == first + 160 * 8 + rest
     assert read(data, budget=320) == first + 320 * 8 + rest
+    assert read(growing, budget=50) == first + 200 * 8 + rest, "four candidates per token of the budget"
     # Lists and blocks cannot be read in part.
     nested = {**data, "first": {"method": "ab_sparse"}, "second": CSA}
     assert read(nested) == 40 * 8 + CHANNEL + read(CSA)
