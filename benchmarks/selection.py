@@ -40,8 +40,10 @@ from prefix_kernels.testing import PLANTED
 from prefix_kernels.types import Selection
 from sglang_ext.calibration.selection_quality import FullAttention, Oracle, full_attention, oracle_at, selection_quality
 from sglang_ext.config import SparseAttnConfig
+from sglang_ext.indexing.base import IndexSpec
 from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan, LayerRole
 from sglang_ext.indexing.profile import Profile, load_profile
+from sglang_ext.indexing.profile_use import used_by_builders
 from sglang_ext.indexing.traffic import kv_bytes
 from sglang_ext.quality.tasks import TASKS
 
@@ -210,12 +212,20 @@ def identity(item: Item, name: str, options: Options, method: Method, plan: Laye
         "method": name,
         "spec": method.describe(),
         "layer_plan": None if reused is None else reused.to_dict()["layers"],
+        "calibrated": _calibrated(method, options),
         "pooling": options.pooling.value,
         "num_sink": options.num_sink,
         "num_recent": options.num_recent,
         "steps": options.steps,
         "keep_ratios": list(options.keep_ratios),
     }
+
+
+def _calibrated(method: Method, options: Options) -> str | None:
+    """Digest of the profile, for a method that is built by it."""
+    if options.profile is None or not isinstance(method.way, IndexSpec):
+        return None
+    return options.profile.digest() if used_by_builders([method.way], options.profile) else None
 
 
 def _key(row: Row) -> str:

@@ -20,6 +20,7 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
 from sglang_ext.indexing import make_builder, make_selector, parse_spec
+from sglang_ext.indexing.ab_sparse import ABSparseSpec
 from sglang_ext.indexing.base import NO_PROFILE, IndexSpec, LayerProfile
 from sglang_ext.indexing.combined import PARTS, TwoLevelSpec, UnionSpec, part_arrays
 from sglang_ext.indexing.exact import ExactSpec
@@ -127,7 +128,8 @@ class Method:
     def _needs_budget(self, step: Step, budget: Budget) -> bool:
         if isinstance(self.way, TwoLevelSpec):
             return self.way.num_candidates(step.prefix_len, budget.tokens) > self.way.num_candidates(step.prefix_len)
-        return isinstance(self.way, UnionSpec)
+        # Of the block that the budget cuts, a selector takes the first tokens; equal scores would leave it to topk.
+        return isinstance(self.way, UnionSpec | ABSparseSpec)
 
     def _select(self, arrays: Arrays, q: Tensor, step: Step, budget: Budget, way: IndexSpec | None = None) -> Selection:
         assert isinstance(self.way, IndexSpec)

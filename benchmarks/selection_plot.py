@@ -9,7 +9,7 @@ that cannot go down to that many bytes is out. The area under a method's curve s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,16 @@ Row = dict[str, Any]
 
 
 def curves(rows: Iterable[Row], source: str = "captured") -> list[Curve]:
-    """One curve per method over all prompts of a source."""
+    """One curve per method over all prompts of a source.
+
+    Raises:
+        ValueError: rows of different settings, or a method without a prompt that another one has.
+    """
     grouped: dict[str, list[Row]] = {}
     for row in rows:
         if row["source"] == source:
             grouped.setdefault(row["method"], []).append(row)
+    check_comparable(grouped)
     found = []
     for name, own in grouped.items():
         keeps = sorted(own[0]["points"], key=float)
@@ -36,6 +41,32 @@ def curves(rows: Iterable[Row], source: str = "captured") -> list[Curve]:
         )
         found.append(Curve(name, own[0]["kind"], _mean(row["stored_share"] for row in own), points))
     return found
+
+
+def check_comparable(grouped: Mapping[str, Sequence[Row]]) -> None:
+    """Raise unless all methods were measured on the same prompts with the same settings.
+
+    Raises:
+        ValueError: naming the setting or the method.
+    """
+    rows = [row for own in grouped.values() for row in own]
+    for name in ("pooling", "num_sink", "num_recent", "steps", "keep_ratios"):
+        values = {str(row[name]) for row in rows}
+        if len(values) > 1:
+            raise ValueError(
+                f"expected rows of one {name}, got {' and '.join(sorted(values))}; keep them in files of their own"
+            )
+    prompts = {
+        method: {(row["data"], row["num_tokens"], row["item"], str(row["generator"])) for row in own}
+        for method, own in grouped.items()
+    }
+    most = max(prompts.values(), key=len, default=set())
+    for method, own in prompts.items():
+        if own != most:
+            raise ValueError(
+                f"expected every method on the same {len(most)} prompts, got {method} on {len(own)}; run the benchmark "
+                "again with the same file, it measures what is missing"
+            )
 
 
 def eligible(found: Iterable[Curve]) -> list[Curve]:

@@ -334,15 +334,19 @@ def make_settings(config_text: str | None, store: str | None, model_folder: str 
                 f"--sparse-attn-store: expected to be able to make the default folder {store!r}; got: {error}. "
                 "Name a folder that exists."
             ) from error
-    config, profile = _profiled(_decoded(config_text), model_folder)
+    config, profile = parse_profiled(config_text, model_folder)
     return Settings(config=config, store=_checked_store(store, config), profile=profile)
 
 
-def _profiled(raw: Any, model_folder: str | None) -> tuple[SparseAttnConfig, Profile | None]:
+def parse_profiled(config_text: str | None, model_folder: str | None) -> tuple[SparseAttnConfig, Profile | None]:
     """The configuration, completed by the profile that it names or that lies in the model's folder, and that profile.
 
     Its `profile` then says which one it was, so that parsing it again gives the same.
+
+    Raises:
+        ConfigError: see `parse_config`; or the profile cannot be used.
     """
+    raw = _decoded(config_text)
     from sglang_ext.indexing.profile_use import used_by_builders
     from sglang_ext.prefill.builder import method_specs
 

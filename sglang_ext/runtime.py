@@ -309,8 +309,11 @@ class SparseRuntime:
 
     def _decode_chunks(self, forward_batch: Any) -> Sequence[Chunk]:
         """What a decode step leaves behind, in a process that captures."""
-        if self.builds is None or not self.builds.records_decode or not forward_batch.rids:
+        rids = forward_batch.rids
+        if self.builds is None or not self.builds.records_decode or not rids:
             return ()
+        if len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):
+            return ()  # padded or beam batches: rows are not one request each
         lens = forward_batch.seq_lens_cpu
         lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
         firsts = [length - 1 for length in lens]
@@ -343,7 +346,7 @@ class SparseRuntime:
         """
         step = self._step
         if step.chunks and self.builds is not None:
-            self.builds.recorder.record(step.chunks, layer.layer_id, q)
+            self.builds.recorder.record(step.chunks, layer.layer_id, q, float(layer.scaling))
         plan = step.plan
         if plan is None or not forward_batch.forward_mode.is_decode():
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 #: As a shell reports a process that SIGINT or SIGPIPE ended.
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -37,3 +38,24 @@ def parse_seconds(text: str) -> float:
     if not 0.0 <= seconds < 1e10:
         raise argparse.ArgumentTypeError(f"expected seconds, or a time such as 90m, 12h or 30d; found {text!r}")
     return seconds
+
+
+def names_cpu(sglang_flags: Sequence[str]) -> bool:
+    """Whether SGLang's flags choose the CPU, in either spelling (`--device cpu`, `--device=cpu`)."""
+    return sglang_option(sglang_flags, "--device") == "cpu"
+
+
+def checkpoint_options(sglang_flags: Sequence[str]) -> tuple[str | None, str | None]:
+    """(revision, download folder) that SGLang's flags name, for `profiles.local_folder`."""
+    return sglang_option(sglang_flags, "--revision"), sglang_option(sglang_flags, "--download-dir")
+
+
+def sglang_option(sglang_flags: Sequence[str], name: str) -> str | None:
+    """The last value of one of SGLang's options, in either spelling; None where it is not given."""
+    value = None
+    for place, word in enumerate(sglang_flags):
+        if word == name and place + 1 < len(sglang_flags):
+            value = sglang_flags[place + 1]
+        elif word.startswith(f"{name}="):
+            value = word.partition("=")[2]
+    return value

@@ -15,6 +15,7 @@ import torch
 
 from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture
+from sglang_ext.cli.arguments import names_cpu
 from sglang_ext.config import Build
 
 #: Seconds that a capture may take to be written after its request ended.
@@ -86,7 +87,7 @@ class CaptureSession:
         flags = ["--model-path", self._model_path, "--log-level", "error", *self._given_flags]
         flags += ["--disable-radix-cache", "--sparse-attn", "--sparse-attn-store", str(folder / "store")]
         flags += ["--sparse-attn-config", json.dumps(config)]
-        if "--device" not in flags:  # on a GPU, where SGLang captures graphs unless told not to
+        if not names_cpu(flags):  # on a GPU, where SGLang captures graphs unless told not to
             flags += ["--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
         return flags
 
@@ -137,9 +138,10 @@ class CaptureSession:
             capture = load_capture(path)
         finally:
             path.unlink(missing_ok=True)
-        if not bool(torch.isfinite(capture.queries).all() & torch.isfinite(capture.keys).all()):
+        if not all(bool(torch.isfinite(x).all()) for x in (capture.queries, capture.keys, capture.values)):
             raise CaptureError(
-                f"{name}: expected finite queries and keys, got NaN or infinity; does the model overflow in this dtype?"
+                f"{name}: expected finite queries, keys and values, got NaN or infinity; does the model overflow in "
+                "this dtype?"
             )
         return capture if prefix_len is None else capture.behind(prefix_len)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from prefix_index import IndexStoreError, InvalidPayload
 from prefix_index.connect import locate
-from sglang_ext.cli.arguments import INTERRUPTED, parse_seconds
+from sglang_ext.cli.arguments import INTERRUPTED, checkpoint_options, names_cpu, parse_seconds
 from sglang_ext.storage import configured_store
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
@@ -69,15 +69,16 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Entry of the subcommand; returns the exit status."""
     from sglang_ext.cli.prebuild_job import PrebuildJob
-    from sglang_ext.config import ConfigError, make_settings, parse_config
+    from sglang_ext.config import ConfigError, make_settings, parse_profiled
     from sglang_ext.prefill.prompts import PromptError, read_prompts
     from sglang_ext.profiles import local_folder
 
     try:
         prompts = read_prompts(args.prompts)
-        parse_config(args.sparse_attn_config)
+        model_folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
+        parse_profiled(args.sparse_attn_config, model_folder)  # before a folder is made for a store
         _make_folder(args.store)
-        settings = make_settings(args.sparse_attn_config, args.store, local_folder(args.model_path))
+        settings = make_settings(args.sparse_attn_config, args.store, model_folder)
         store = configured_store(settings.store, settings.config)
     except (PromptError, ConfigError) as error:
         print(f"sglang-ext prebuild: {error}", file=sys.stderr)
@@ -117,7 +118,7 @@ def _flags(args: argparse.Namespace, settings: Settings, events: str) -> list[st
     flags = ["--model-path", args.model_path, "--log-level", "error", *args.sglang_flags]
     flags += ["--disable-radix-cache", "--sparse-attn", "--sparse-attn-store", settings.store]
     flags += ["--sparse-attn-config", msgspec.json.encode(building).decode()]
-    if "--device" not in flags and "--disable-decode-cuda-graph" not in flags:
+    if not names_cpu(flags) and "--disable-decode-cuda-graph" not in flags:
         flags.append("--disable-decode-cuda-graph")
     return flags
 

@@ -30,17 +30,22 @@ def observe_residual_stream(model: Any, observer: Observer) -> None:
     fits = layers is not None and len(layers) > 0 and all(_fits(layer) for layer in layers)
     if not fits or layers is None:
         raise RuntimeError(
-            f"--sparse-attn: expected a decoder whose layers have self_attn and take hidden_states and residual, got "
-            f"{type(model).__name__}; calibration does not support this architecture yet"
+            "--sparse-attn: expected a decoder whose layers have self_attn, take hidden_states and residual, and add "
+            f"attention's output to the residual stream as it is, got {type(model).__name__}; calibration does not "
+            "support this architecture yet"
         )
     for number, layer in enumerate(layers):
         _Probe(number, inspect.signature(type(layer).forward), observer).attach(layer)
 
 
+#: Attributes of layers that change attention's output before it is added (Granite, GLM-4, Gemma 2 and 3).
+_CHANGED_BEFORE_ADDING = ("residual_multiplier", "post_self_attn_layernorm", "pre_feedforward_layernorm")
+
+
 def _fits(layer: Any) -> bool:
-    return hasattr(layer, "self_attn") and {"hidden_states", "residual"} <= set(
-        inspect.signature(type(layer).forward).parameters
-    )
+    takes = set(inspect.signature(type(layer).forward).parameters)
+    plain = not any(hasattr(layer, name) for name in _CHANGED_BEFORE_ADDING)
+    return plain and hasattr(layer, "self_attn") and {"hidden_states", "residual"} <= takes
 
 
 class _Probe:

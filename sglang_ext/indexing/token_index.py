@@ -78,7 +78,7 @@ class TokenIndexSpec(IndexSpec):
         if self.num_channels:
             return self.num_channels
         unit = 8 // self.bits
-        return min(head_dim, math.ceil(round(self.channel_ratio * head_dim, 6) / unit) * unit)
+        return math.ceil(round(self.channel_ratio * head_dim, 6) / unit) * unit
 
     @property
     def selects_channels(self) -> bool:
@@ -112,10 +112,11 @@ class TokenIndexBuilder:
     def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         """See `IndexBuilder.build_layer`."""
         check_keys(keys)
-        if not self.spec.selects_channels and keys.shape[2] % (8 // self.spec.bits):
+        unit, head_dim = 8 // self.spec.bits, keys.shape[2]
+        if not self.spec.num_channels and self.spec.kept_channels(head_dim) > head_dim - head_dim % unit:
             raise ValueError(
-                f"expected head_dim to be a multiple of {8 // self.spec.bits} for {self.spec.bits} bits, got "
-                f"{keys.shape[2]}; raise token_index.bits"
+                f"expected head_dim to be a multiple of {unit} for {self.spec.bits} bits, got {head_dim}; raise "
+                "token_index.bits or lower token_index.channel_ratio"
             )
         channels = self._channels(keys, queries).to(keys.device)
         rows = keys.transpose(0, 1)

@@ -34,7 +34,7 @@ def top_lists(scores: Tensor, list_len: int) -> tuple[Tensor, Tensor]:
     n = scores.shape[-1]
     if not 1 <= list_len <= n:
         raise ValueError(f"expected list_len in 1..{n} (scores of a row), got {list_len}")
-    rows = scores.reshape(-1, n)
+    rows = scores.reshape(-1, n).contiguous()
     best = rows.topk(list_len, dim=1, sorted=False).values
     least = best.amin(dim=1, keepdim=True)
     tied = rows == least

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class PrefillCaptures:
         self._folder = Path(config.capture_folder)
         self._report_to = config.build_report
         self._view = view
-        self._sm_scale = view.head_dim**-0.5
+        self._written = 0
 
     def __len__(self) -> int:
         return self.recorder.num_captures
@@ -82,7 +83,9 @@ class PrefillCaptures:
         if problem or capture.samples is None:
             self._report(rid, status="failed", reason="capture_rejected", detail=problem or "nothing was recorded")
             return
-        path = self._folder / f"{rid}.safetensors"
+        # A request id is the client's: never part of a path.
+        self._written += 1
+        path = self._folder / f"{os.getpid()}-{self._written}.safetensors"
         try:
             save_capture(self._whole(capture, row), path)
         except Exception as error:  # one prompt must not end the job
@@ -98,9 +101,11 @@ class PrefillCaptures:
         """
         assert capture.samples is not None
         device = capture.samples.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # a step that overlaps may still write
         positions = torch.from_numpy(capture.positions)
         order = positions.argsort(stable=True)
-        order = order[positions[order] >= 0]
+        order = order[(positions[order] >= 0) & (positions[order] < min(capture.seen))]
         slots = self._view.req_to_token[row, : capture.prompt_len].to(torch.int64)
         layers = range(self._view.num_layers)
         importance = capture.importance
@@ -114,7 +119,7 @@ class PrefillCaptures:
             values=self._gather(slots, layers, "v_cache"),
             importance=importance[:, order.to(importance.device)],
             prompt_len=capture.prompt_len,
-            sm_scale=self._sm_scale,
+            sm_scale=self._view.head_dim**-0.5 if capture.sm_scale is None else capture.sm_scale,
         )
 
     def _gather(self, slots: Tensor, layers: range, cache: str) -> Tensor:

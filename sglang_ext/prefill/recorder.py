@@ -35,6 +35,7 @@ class Capture:
             layer: the reservoir (of min(capacity, prompt_len) rows), then the late tokens.
         positions: [rows of samples] int64, position of the token in each row; -1 while the row is empty.
         importance: [num_layers, rows of samples] fp32, see `residual_stream`; None unless it is observed.
+        sm_scale: attention scale of the layers; None until one is known.
         seen: tokens passed per layer, counted from position 0 without a gap.
         broken: why the capture cannot become complete any more; None while it can.
     """
@@ -48,6 +49,7 @@ class Capture:
     num_late: int = 0
     samples: Tensor | None = None
     importance: Tensor | None = None
+    sm_scale: float | None = None
     positions: NDArray[np.int64] = field(init=False)
     seen: list[int] = field(init=False)
     broken: str | None = None
@@ -232,11 +234,12 @@ class QueryRecorder:
             row += count
         return chunks
 
-    def record(self, chunks: Sequence[Chunk], layer: int, q: Tensor) -> None:
+    def record(self, chunks: Sequence[Chunk], layer: int, q: Tensor, sm_scale: float | None = None) -> None:
         """Keep one layer's queries of the running step.
 
         Args:
             q: [num_tokens, num_qo_heads * head_dim] or [num_tokens, num_qo_heads, head_dim], post-RoPE.
+            sm_scale: the layer's attention scale, where it is known; one that layers do not share breaks a capture.
         """
         q = q.reshape(q.shape[0], self._num_qo_heads, -1)
         for chunk in chunks:
@@ -244,6 +247,13 @@ class QueryRecorder:
             if q.shape[0] < chunk.first_row + chunk.num_tokens:
                 capture.broken = f"expected at least {chunk.first_row + chunk.num_tokens} query rows, got {q.shape[0]}"
                 continue
+            if sm_scale is not None and capture.sm_scale not in (None, sm_scale):
+                capture.broken = (
+                    f"expected one attention scale in all layers, got {capture.sm_scale} and {sm_scale} (layer "
+                    f"{layer}); such models are not supported yet"
+                )
+                continue
+            capture.sm_scale = sm_scale
             if capture.samples is None:
                 shape = (self._num_layers, len(capture.positions), *q.shape[1:])
                 capture.samples = torch.zeros(shape, dtype=q.dtype, device=q.device)

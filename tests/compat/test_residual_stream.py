@@ -57,7 +57,15 @@ def test_x_and_y_are_the_stream_before_and_behind_attention() -> None:
         torch.testing.assert_close(y_seen, y_expected)
 
 
+@pytest.mark.parametrize("name", ["residual_multiplier", "post_self_attn_layernorm", "pre_feedforward_layernorm"])
+def test_layers_that_change_the_output_before_adding_it_are_refused(name: str) -> None:
+    decoder = Decoder()
+    setattr(decoder.model.layers[1], name, torch.nn.Identity())
+    with pytest.raises(RuntimeError, match=r"as it is, got Decoder; calibration does not support"):
+        observe_residual_stream(decoder, lambda *_: None)
+
+
 @pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), None])
 def test_another_structure_is_refused_by_name(model: object) -> None:
-    with pytest.raises(RuntimeError, match=r"expected a decoder whose layers have self_attn .* not support"):
+    with pytest.raises(RuntimeError, match=r"expected a decoder whose layers have self_attn.* not support"):
         observe_residual_stream(model, lambda *_: None)

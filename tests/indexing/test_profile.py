@@ -2,11 +2,14 @@
 
 import json
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from sglang_ext.config import SparseAttnConfig
 from sglang_ext.indexing import LayerPlan, profile
+from sglang_ext.indexing.base import METHODS
 from sglang_ext.indexing.profile import Profile, ProfileError, decode_profile, load_profile
 
 DIGEST = "ab" * 32
@@ -207,3 +210,17 @@ def test_missing_places(tmp_path):
         load_profile(tmp_path / "none.json")
     with pytest.raises(FileNotFoundError):
         decode(plain()).save(tmp_path / "none" / "profile.json")
+
+
+def test_the_shipped_models_profile_is_its_own():
+    folder = Path(__file__).resolve().parents[2] / "models" / "needle"
+    profile = load_profile(folder / "sparse_attn_profile.json")
+    config = json.loads((folder / "config.json").read_text())
+    sizes = (config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])
+    names = ("num_layers", "num_kv_heads", "head_dim")
+    profile.check_model(**dict(zip(names, sizes, strict=True)))
+    assert profile.plan().anchor_layers == (1, 2, 3, 4, 5)
+    spec = profile.recommended.index_spec()
+    assert spec == METHODS[SparseAttnConfig().method].spec(), (
+        "calibration found no recipe clearly better than the default"
+    )

@@ -141,6 +141,13 @@ def test_channels_as_a_part_of_the_head(ratio, bits, head_dim, kept):
     assert all(torch.equal(arrays[name], same[name]) for name in same)
 
 
+@pytest.mark.parametrize(("head_dim", "ratio", "bits"), [(65, 0.99, 4), (66, 0.99, 2), (65, 1.0, 4)])
+def test_channels_that_fill_no_bytes_are_refused(head_dim, ratio, bits):
+    builder = make_builder(token_spec(channel_ratio=ratio, bits=bits))
+    with pytest.raises(ValueError, match=rf"head_dim to be a multiple of {8 // bits} for {bits} bits, got {head_dim}"):
+        builder.build_layer(randn(20, 2, head_dim), randn(2, 9, head_dim, seed=1))
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [

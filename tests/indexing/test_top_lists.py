@@ -67,3 +67,10 @@ def test_half_precision_and_errors():
     for list_len in (0, 501):
         with pytest.raises(ValueError, match=f"1\\.\\.500 .*got {list_len}"):
             top_lists(scores, list_len)
+
+
+def test_a_transposed_input_is_read_as_it_stands():
+    scores = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)).T
+    got, want = top_lists(scores, 5), top_lists(scores.contiguous(), 5)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])

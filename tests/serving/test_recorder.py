@@ -304,3 +304,14 @@ def test_importance_stands_in_the_rows_of_its_tokens() -> None:
     for layer in range(LAYERS):
         cosine = torch.nn.functional.cosine_similarity(x, layer + y)[torch.from_numpy(capture.positions)]
         torch.testing.assert_close(capture.importance[layer], 1 - cosine)
+
+
+def test_layers_of_different_scales_break_a_capture() -> None:
+    recorder = _recorder(4)
+    recorder.start("a", 6)
+    step = recorder.begin_step(["a"], [0], [6], CPU)
+    recorder.record(step, 0, _queries(6, 0), 0.5)
+    recorder.record(step, 1, _queries(6, 1), 0.25)
+    capture = recorder.take("a")
+    assert capture is not None
+    assert "expected one attention scale in all layers, got 0.5 and 0.25 (layer 1)" in str(capture.problem())

@@ -1,0 +1,106 @@
+"""Captures of a process, from records to files: what is written, under which name, and what is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from prefix_kernels.types import PagedKV
+from sglang_ext.calibration.prompt_capture import load_capture
+from sglang_ext.config import config_from_dict
+from sglang_ext.prefill.captures import PrefillCaptures
+
+LAYERS, HEADS, KV_HEADS, DIM, PROMPT = 2, 4, 2, 8, 12
+
+
+def _view() -> SimpleNamespace:
+    generator = torch.Generator().manual_seed(0)
+    pools = [PagedKV(*torch.randn(2, 40, KV_HEADS, DIM, generator=generator)) for _ in range(LAYERS)]
+    table = torch.arange(40).flip(0)[None]
+    return SimpleNamespace(
+        num_layers=LAYERS,
+        num_qo_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        req_to_token=table,
+        kv=lambda layer: pools[layer],
+    )
+
+
+def _captures(folder: Path) -> PrefillCaptures:
+    config = config_from_dict(
+        {
+            "build": "capture",
+            "capture_folder": str(folder),
+            "build_report": str(folder / "events.jsonl"),
+            "query_samples": 8,
+            "capture_tail": 2,
+            "capture_steps": 3,
+        }
+    )
+    return PrefillCaptures(config, _view())
+
+
+def _run(captures: PrefillCaptures, rid: str, steps: int, layers_of_last_step: int = LAYERS) -> torch.Tensor:
+    """Records a prompt and decode steps; returns all queries [LAYERS, tokens, HEADS, DIM]."""
+    q = torch.randn(LAYERS, PROMPT + steps, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    captures.admit(rid, list(range(PROMPT)), {}, None)
+    for first, count in [(0, PROMPT), *((PROMPT + i, 1) for i in range(steps))]:
+        chunks = captures.recorder.begin_step([rid], [first], [count], torch.device("cpu"))
+        last = first == PROMPT + steps - 1
+        for layer in range(layers_of_last_step if last else LAYERS):
+            captures.recorder.record(chunks, layer, q[layer, first : first + count], 0.125)
+    captures.finish(rid, 0)
+    return q
+
+
+def _events(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_capture_holds_queries_keys_values_and_the_layers_scale(tmp_path: Path) -> None:
+    captures = _captures(tmp_path)
+    q = _run(captures, "a", 2)
+    (event,) = _events(tmp_path)
+    assert event["status"] == "captured"
+    capture = load_capture(event["path"])
+    assert capture.sm_scale == 0.125
+    assert capture.positions[~capture.sampled].tolist() == [10, 11, 12, 13]
+    torch.testing.assert_close(capture.queries, q[:, capture.positions])
+    for layer in range(LAYERS):
+        pool = captures._view.kv(layer)
+        assert torch.equal(capture.keys[layer], pool.k_cache.flip(0)[:PROMPT])
+        assert torch.equal(capture.values[layer], pool.v_cache.flip(0)[:PROMPT])
+
+
+def test_a_token_that_a_layer_has_not_seen_is_left_out(tmp_path: Path) -> None:
+    captures = _captures(tmp_path)
+    _run(captures, "a", 2, layers_of_last_step=1)
+    capture = load_capture(_events(tmp_path)[0]["path"])
+    assert capture.positions[~capture.sampled].tolist() == [10, 11, 12]
+
+
+def test_a_request_id_is_no_path(tmp_path: Path) -> None:
+    folder = tmp_path / "in" / "here"
+    folder.mkdir(parents=True)
+    captures = _captures(folder)
+    for rid in ("../escaped", "/absolute", "same", "same"):
+        _run(captures, rid, 1)
+    paths = [Path(event["path"]) for event in _events(folder)]
+    assert len(set(paths)) == 4
+    assert {path.parent for path in paths} == {folder}
+    assert sorted(p.name for p in tmp_path.rglob("*.safetensors")) == sorted(p.name for p in paths)
+
+
+def test_refused_and_incomplete_requests_are_reported_and_leave_nothing(tmp_path: Path) -> None:
+    captures = _captures(tmp_path)
+    captures.admit("a", [1] * PROMPT, {}, ("by_request", "no"))
+    captures.admit("b", [1] * PROMPT, {}, None)
+    captures.finish("b", 0)
+    reasons = [(event["status"], event["reason"]) for event in _events(tmp_path)]
+    assert reasons == [("skipped", "by_request"), ("failed", "capture_rejected")]
+    assert len(captures) == 0
+    assert not list(tmp_path.glob("*.safetensors"))
