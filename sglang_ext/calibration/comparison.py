@@ -31,7 +31,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         mean: calibrated less rival.
-        low, high: 95% interval by bootstrap over prompts; None with fewer than two prompts.
+        low, high: 95% interval by bootstrap over groups of prompts; None with fewer than two groups.
         reason: why it does not win, where it does not.
     """
 
@@ -145,7 +145,11 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(
-    fitted: Sequence[PromptMeasurement], held: Sequence[PromptMeasurement], tasks: Sequence[str], setting: FitSetting
+    fitted: Sequence[PromptMeasurement],
+    held: Sequence[PromptMeasurement],
+    tasks: Sequence[str],
+    setting: FitSetting,
+    groups: Sequence[str] | None = None,
 ) -> HeldOut:
     """Fit on one half, compare on the other.
 
@@ -154,15 +158,22 @@ def compare(
         held: prompts to compare on, at least one.
         tasks: of the held-out prompts.
         setting: how the profile is fitted.
+        groups: of the held-out prompts: those with the same prefix are not independent, and intervals draw them
+            together. None: every prompt is a group of its own.
 
     Raises:
-        ValueError: an empty half, or a setting that does not fit the model.
+        ValueError: an empty half, not one task or group for each held-out prompt, or a setting that does not fit the
+            model.
     """
     if not fitted or len(held) != len(tasks):
         raise ValueError(
             f"expected prompts in both halves and a task for each held-out one, got {len(fitted)} fitted, "
             f"{len(held)} held out and {len(tasks)} tasks; give at least two prompts"
         )
+    if groups is not None and len(groups) != len(held):
+        raise ValueError(f"expected a group for each of {len(held)} held-out prompts, got {len(groups)}; name all")
+    names = [str(i) for i in range(len(held))] if groups is None else list(groups)
+    numbers = torch.tensor([names.index(name) for name in names])
     fit, rest = average(fitted), average(held)
     num_layers, num_kv_heads = fit.oracle.shape
     first = setting.first_layer(num_layers)
@@ -171,7 +182,9 @@ def compare(
     for i, name in enumerate(SCORERS):
         chosen_by = fit.recall[i, first:]
         for average_kind, size in itertools.product(Average, setting.block_sizes):
-            blocks.append(_blocks(name, average_kind, size, chosen_by, recalls[:, i], tasks, setting.block_sizes))
+            blocks.append(
+                _blocks(name, average_kind, size, chosen_by, recalls[:, i], tasks, setting.block_sizes, numbers)
+            )
         by_tau.append(_by_tau(name, chosen_by, recalls[:, i], setting))
     counts = range(1, num_layers - first + 1)
     recovery = torch.stack([one.recovery for one in held])
@@ -179,9 +192,9 @@ def compare(
     for criterion in CRITERIA:
         ruled = replace(setting, criterion=criterion)
         for count in counts:
-            anchors.append(_anchors(count, fit, rest, recovery, ruled))
+            anchors.append(_anchors(count, fit, rest, recovery, ruled, numbers))
             if count < num_layers - first:
-                maps.append(_head_maps(anchors[-1].programme, fit, recovery, criterion))
+                maps.append(_head_maps(anchors[-1].programme, fit, recovery, criterion, numbers))
     return HeldOut(
         fitted=len(fitted),
         held_out=len(held),
@@ -194,14 +207,23 @@ def compare(
     )
 
 
-def paired(differences: Tensor, reason: str) -> Difference:
-    """Mean and 95% bootstrap interval of [num_prompts] differences; the reason is kept where they do not win."""
+def paired(differences: Tensor, reason: str, groups: Tensor | None = None) -> Difference:
+    """Mean and 95% bootstrap interval of [num_prompts] differences; the reason is kept where they do not win.
+
+    Args:
+        differences: calibrated less rival.
+        reason: why they do not win.
+        groups: [num_prompts] int64, prompts of one number are drawn together; None: each alone.
+    """
     mean = float(differences.mean())
     low = high = None
-    if len(differences) > 1:
+    place = torch.arange(len(differences)) if groups is None else torch.unique(groups, return_inverse=True)[1]
+    count = place.bincount()
+    if len(count) > 1:
+        total = torch.zeros(len(count), dtype=torch.float64).index_add_(0, place, differences.double())
         gen = torch.Generator().manual_seed(0)
-        drawn = torch.randint(len(differences), (RESAMPLES, len(differences)), generator=gen)
-        means = differences.double()[drawn].mean(dim=1)
+        drawn = torch.randint(len(count), (RESAMPLES, len(count)), generator=gen)
+        means = total[drawn].sum(dim=1) / count[drawn].sum(dim=1)
         low, high = (float(means.quantile(q)) for q in (0.025, 0.975))
     return Difference(mean=mean, low=low, high=high, reason="" if mean > 0 else reason)
 
@@ -221,6 +243,7 @@ def _blocks(
     held: Tensor,
     tasks: Sequence[str],
     block_sizes: Sequence[int],
+    groups: Tensor,
 ) -> BlockComparison:
     sizes = block_sizes_by_budget(fitted, size, kind, block_sizes)
     uniform = recall_of(held, torch.full_like(sizes, size), block_sizes)
@@ -242,7 +265,7 @@ def _blocks(
         adaptive_average=average_block_size(sizes, kind),
         uniform=float(uniform.mean()),
         adaptive=float(adaptive.mean()),
-        difference=paired(adaptive - uniform, reason),
+        difference=paired(adaptive - uniform, reason, groups),
         by_task=by_task,
         sizes=sizes.tolist(),
     )
@@ -260,7 +283,9 @@ def _by_tau(name: str, fitted: Tensor, held: Tensor, setting: FitSetting) -> Tau
     )
 
 
-def _anchors(count: int, fit: Averages, rest: Averages, recovery: Tensor, setting: FitSetting) -> AnchorComparison:
+def _anchors(
+    count: int, fit: Averages, rest: Averages, recovery: Tensor, setting: FitSetting, groups: Tensor
+) -> AnchorComparison:
     num_layers = fit.oracle.shape[0]
     first = setting.first_layer(num_layers)
     table, held_table = (criterion_table(part, setting.criterion) for part in (fit, rest))
@@ -273,6 +298,7 @@ def _anchors(count: int, fit: Averages, rest: Averages, recovery: Tensor, settin
     }
     kept = {anchors: plan_recovery(recovery, anchors, table) for anchors in (programme, even)}
     free = num_layers - first - 1
+    reason = _anchor_reason(count, free, programme == even, setting)
     best: float | None = None
     if math.comb(free, count - 1) <= MAX_EXHAUSTIVE:
         choices = itertools.combinations(range(first + 1, num_layers), count - 1)
@@ -287,7 +313,7 @@ def _anchors(count: int, fit: Averages, rest: Averages, recovery: Tensor, settin
         recovery_programme=float(kept[programme].mean()),
         recovery_even=float(kept[even].mean()),
         recovery_best=best,
-        difference=paired(kept[programme] - kept[even], _anchor_reason(count, free, programme == even, setting)),
+        difference=paired(kept[programme] - kept[even], reason, groups),
     )
 
 
@@ -304,7 +330,9 @@ def _anchor_reason(count: int, free: int, same: bool, setting: FitSetting) -> st
     return "the programme weighs layers by importance; the mean mass compared here does not"
 
 
-def _head_maps(anchors: tuple[int, ...], fit: Averages, recovery: Tensor, criterion: str) -> HeadMapComparison:
+def _head_maps(
+    anchors: tuple[int, ...], fit: Averages, recovery: Tensor, criterion: str, groups: Tensor
+) -> HeadMapComparison:
     table = criterion_table(fit, criterion)
     remapped = plan_recovery(recovery, anchors, table)
     identity = plan_recovery(recovery, anchors, table, remap=False)
@@ -318,5 +346,5 @@ def _head_maps(anchors: tuple[int, ...], fit: Averages, recovery: Tensor, criter
         anchors=anchors,
         remapped=float(remapped.mean()),
         identity=float(identity.mean()),
-        difference=paired(remapped - identity, reason),
+        difference=paired(remapped - identity, reason, groups),
     )

@@ -42,7 +42,7 @@ class FitSetting:
             among those with so many blocks.
         representation: block representation whose recall chooses the block sizes.
         criterion: one of `CRITERIA`.
-        dense_layers: layers that read the whole prefix.
+        dense_layers: layers that read the whole prefix: none, or the first ones (0, 1, ...).
         num_channels: channels of the token index, limited by head_dim.
         block_sizes: as they were measured.
 
@@ -54,7 +54,7 @@ class FitSetting:
     tau: float = TAU
     block_average: float | None = None
     representation: str = "minmax"
-    criterion: str = "similarity"
+    criterion: str = "recovery"
     dense_layers: tuple[int, ...] = (0,)
     num_channels: int = NUM_CHANNELS_GQA
     block_sizes: tuple[int, ...] = BLOCK_SIZES
@@ -66,6 +66,11 @@ class FitSetting:
         ):
             if value not in choices:
                 raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}; choose one")
+        if tuple(self.dense_layers) != tuple(range(len(self.dense_layers))):
+            raise ValueError(
+                f"expected dense layers to be the first ones (0, or 0,1, ...), got {list(self.dense_layers)}; name "
+                "all layers from 0 on with --dense-layers, or fewer"
+            )
 
     def first_layer(self, num_layers: int) -> int:
         """The first layer that is not dense.
@@ -73,14 +78,12 @@ class FitSetting:
         Raises:
             ValueError: a dense layer that the model does not have, or none that is left.
         """
-        odd = [layer for layer in self.dense_layers if not 0 <= layer < num_layers]
-        sparse = [layer for layer in range(num_layers) if layer not in self.dense_layers]
-        if odd or not sparse:
+        if len(self.dense_layers) >= num_layers:
             raise ValueError(
                 f"expected dense layers in 0..{num_layers - 1} that leave one sparse, got {list(self.dense_layers)}; "
                 "name fewer with --dense-layers"
             )
-        return sparse[0]
+        return len(self.dense_layers)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +27,7 @@ from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.similarity import TOP_K, prompt_similarity
 from sglang_ext.indexing.ab_sparse import BLOCK_SIZES
 
-MEASUREMENT_VERSION = 2
+MEASUREMENT_VERSION = 3
 
 SCORERS = {"mean": mean_scorer, "minmax": minmax_scorer}
 """Block representations that recall is measured with, in the order of `PromptMeasurement.recall`."""
@@ -82,7 +82,7 @@ class PromptMeasurement:
         recovery: same shape, attention mass of b in the Top-k of a at the budget (not relative to b's own Top-k).
         importance: [num_layers].
         q_sum, q_max, k_sum, k_max: see `ChannelAccumulator`.
-        quality: [num_recipes, num_keep_ratios, 5] or empty, see `recommend.measure_quality`.
+        quality: [num_recipes, num_keep_ratios, 6] or empty, see `recommend.measure_quality`.
     """
 
     recall: Tensor
@@ -312,7 +312,7 @@ def load_measurement(path: str | Path) -> tuple[PromptMeasurement, PromptInfo]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no measurement, or one of another version.
+        ValueError: it is no measurement, one of another version, or it does not say of which prompt.
     """
     try:
         with safe_open(str(path), "pt") as file:
@@ -328,4 +328,23 @@ def load_measurement(path: str | Path) -> tuple[PromptMeasurement, PromptInfo]:
             f"expected a measurement in {path}, got a file that cannot be read ({error}); remove it, and the prompt "
             "is measured again"
         ) from error
-    return PromptMeasurement(**tensors), PromptInfo(**json.loads(meta["info"]))
+    return PromptMeasurement(**tensors), _read_info(meta.get("info", ""), path)
+
+
+def _read_info(text: str, path: str | Path) -> PromptInfo:
+    """Inverse of what `save_measurement` writes. Raises ValueError where it is something else."""
+    kinds = get_type_hints(PromptInfo)
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if (
+        not isinstance(values, dict)
+        or values.keys() != kinds.keys()
+        or any(type(values[name]) is not kind for name, kind in kinds.items())
+    ):
+        raise ValueError(
+            f"expected a measurement with the fields {', '.join(kinds)} of its prompt in {path}, got {text!r}; remove "
+            "it, and the prompt is measured again"
+        )
+    return PromptInfo(**values)

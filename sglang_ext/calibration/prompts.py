@@ -38,12 +38,14 @@ def read_calibration_prompts(path: str | os.PathLike[str]) -> tuple[list[Calibra
         The prompts with ids and tasks filled in, and the digest (SHA-256) of the file.
 
     Raises:
-        PromptError: unreadable file, fewer than two prompts, or a bad line (all are checked before any work begins).
+        PromptError: unreadable file, fewer than two prompts, the same prefix in all of them, or a bad line (all are
+            checked before any work begins).
     """
     file = Path(path)
     try:
         raw = file.read_bytes()
-        lines = raw.decode().splitlines()
+        # Only "\n" ends a line: JSON strings may hold U+2028 and U+0085, which `splitlines` would cut at.
+        lines = raw.decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"{file}: expected a readable JSONL file, got: {error}; check --data") from error
     prompts: list[CalibrationPrompt] = []
@@ -69,6 +71,11 @@ def read_calibration_prompts(path: str | os.PathLike[str]) -> tuple[list[Calibra
         raise PromptError(
             f"{file}: expected at least two prompts, got {len(prompts)}; one half is fitted, the other compared"
         )
+    if len({prefix_digest(prompt) for prompt in prompts}) < 2:
+        raise PromptError(
+            f"{file}: expected at least two different prompts, got {len(prompts)} with the same prefix; one half is "
+            "fitted, the other compared, and they must not share it: add prompts of another text"
+        )
     return prompts, hashlib.sha256(raw).hexdigest()
 
 
@@ -84,10 +91,21 @@ def _check(prompt: CalibrationPrompt, where: str) -> None:
         )
 
 
+def prefix_digest(prompt: CalibrationPrompt) -> str:
+    """SHA-256 of the prompt without its question: equal for questions about one document."""
+    return hashlib.sha256(msgspec.json.encode([prompt.text, prompt.input_ids])).hexdigest()
+
+
 def held_out_ids(prompts: Sequence[CalibrationPrompt]) -> frozenset[str]:
-    """Every second prompt in the order of tasks: both halves have as many of a task, but for one."""
-    ordered = sorted(prompts, key=lambda prompt: prompt.task)
-    return frozenset(prompt.id for prompt in ordered[1::2])
+    """Every second group of prompts in the order of tasks; both halves have as many groups of a task, but for one.
+
+    A group is the prompts with the same prefix: its keys must not be fitted on and compared with. A prefix of several
+    tasks is one group, of the task that comes first.
+    """
+    groups: dict[str, list[str]] = {}
+    for prompt in sorted(prompts, key=lambda prompt: prompt.task):
+        groups.setdefault(prefix_digest(prompt), []).append(prompt.id)
+    return frozenset(name for group in list(groups.values())[1::2] for name in group)
 
 
 def prompt_tokens(prompt: CalibrationPrompt, tokenize: Callable[[str], list[int]]) -> tuple[list[int], int | None]:

@@ -149,7 +149,7 @@ def report_page(shown: Shown, plots: Mapping[str, bytes]) -> str:
             f"Chosen on {held.fitted} prompts, compared on {held.held_out} others; the profile is fitted on all. "
             f"Layers before {held.first_layer} are dense and take no part. Room for improvement: block sizes differ "
             f"over {held.num_heads} heads, a head map chooses among {own.num_kv_heads} heads, anchors among "
-            f"{own.num_layers - held.first_layer} layers. Differences have 95% bootstrap intervals over prompts."
+            f"{own.num_layers - held.first_layer} layers. Differences have 95% bootstrap intervals over texts."
         ),
         _image(plots, "held_out", "calibrated choices and their rivals on held-out prompts"),
         "<h3>Block sizes per head against one size at an equal average</h3>",

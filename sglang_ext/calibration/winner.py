@@ -17,6 +17,9 @@ MAX_STORED_SHARE = 0.15
 READ_SHARE = 0.10
 """Bytes that a step reads over those that dense attention reads."""
 
+TOLERANCE = 1e-9
+"""Shares are sums of rounded quotients: one that exceeds a bound by less than this does not exceed it."""
+
 AREA_FROM, AREA_TO = 0.05, 0.2
 
 
@@ -36,7 +39,7 @@ class Curve(NamedTuple):
 
     def error_at(self, share: float) -> float:
         """Output error when a step reads that share of dense; infinite below what the method can do."""
-        if share < self.points[0][0]:
+        if share < self.points[0][0] - TOLERANCE:
             return math.inf
         best = self.points[0][1]
         for (x0, y0), (x1, y1) in pairwise(self.points):

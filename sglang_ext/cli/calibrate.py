@@ -23,7 +23,7 @@ Give prompts as long as those that will be served, at least two, better some doz
 
 Measurements lie in OUT.state, one small file per prompt. Running the job again measures only what is missing; with
 all prompts measured, it fits the profile anew without running the model (--anchors, --tau, ...). Every second prompt
-is held out in the report's comparisons; the profile is fitted on all.
+(all questions about one text together) is held out in the report's comparisons; the profile is fitted on all.
 Flags after -- go to SGLang (device, dtype, attention backend, context length, ...): use those of the server.
 """
 
@@ -68,7 +68,11 @@ def _add_measuring(group: Any) -> None:
         "--method", help="recipe that is recommended unless another is clearly better (default: the server's default)"
     )
     group.add_argument(
-        "--dense-layers", type=_layers, default=(0,), metavar="0,1", help="layers that read everything (default: 0)"
+        "--dense-layers",
+        type=_layers,
+        default=(0,),
+        metavar="0,1",
+        help="first layers, which read everything (default: 0)",
     )
     group.add_argument(
         "--device", default="auto", help="where to measure: cpu, cuda, or auto: cuda where there is one (default)"
@@ -92,7 +96,7 @@ def _add_fitting(group: Any) -> None:
     group.add_argument(
         "--criterion",
         choices=("similarity", "recovery"),
-        default="similarity",
+        default="recovery",
         help="of anchors and head maps: Kascade's score, or attention mass at the budget (default: %(default)s)",
     )
     group.add_argument(
@@ -167,7 +171,12 @@ def _layers(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise argparse.ArgumentTypeError(f"expected layer numbers such as 0,1 (or nothing), got {text!r}")
-    return tuple(sorted({int(part) for part in parts}))
+    layers = tuple(sorted({int(part) for part in parts}))
+    if layers != tuple(range(len(layers))):
+        raise argparse.ArgumentTypeError(
+            f"expected the first layers (0, or 0,1, ..., or nothing), got {text!r}; name all layers from 0 on, or fewer"
+        )
+    return layers
 
 
 def default_state(out: str) -> str:

@@ -35,7 +35,13 @@ from sglang_ext.calibration.measurement import (
     save_measurement,
 )
 from sglang_ext.calibration.prompt_capture import PromptCapture
-from sglang_ext.calibration.prompts import CalibrationPrompt, held_out_ids, prompt_tokens, read_calibration_prompts
+from sglang_ext.calibration.prompts import (
+    CalibrationPrompt,
+    held_out_ids,
+    prefix_digest,
+    prompt_tokens,
+    read_calibration_prompts,
+)
 from sglang_ext.calibration.recommend import (
     KEEP_RATIOS,
     Choice,
@@ -43,6 +49,7 @@ from sglang_ext.calibration.recommend import (
     default_recipes,
     measure_quality,
     quality_table,
+    quality_tokens,
     recommend,
 )
 from sglang_ext.cli.calibrate import default_state
@@ -206,7 +213,7 @@ class CalibrateJob:
         """Fit, write profile and report; returns the exit status: 1 where a prompt was left out.
 
         Raises:
-            StateError: too few prompts were measured.
+            StateError: too few prompts were measured, or no recipe could be tried on one.
             ValueError: a setting that does not fit the model.
         """
         measured = [load_measurement(self._path(p.id)) for p in self._prompts if self._path(p.id).is_file()]
@@ -219,11 +226,20 @@ class CalibrateJob:
                 f"{len(halves[0])} and {len(halves[1])}; no profile is written. Give more prompts, or correct those "
                 "that were left out"
             )
+        # Recipes are not tried on prompts without a token behind the prefix.
+        tried = [one.quality for one in halves[1] if one.quality.numel()]
+        if not tried:
+            raise StateError(
+                "expected a held-out prompt with a token behind its prefix to try the recipes on, got none; no profile "
+                'is written. Give prompts a "question", and measure anew with --no-resume'
+            )
         averages = average([measurement for measurement, _ in measured])
         fit = fit_settings(averages, self._options.fit)
         tasks = [info.task for _, info in measured if info.held_out]
-        held_out = compare(*halves, tasks, self._options.fit)
-        quality = quality_table(torch.stack([one.quality for one in halves[1]]), list(self._recipes))
+        prefixes = {prompt.id: prefix_digest(prompt) for prompt in self._prompts}
+        groups = [prefixes[info.id] for _, info in measured if info.held_out]
+        held_out = compare(*halves, tasks, self._options.fit, groups)
+        quality = quality_table(torch.stack(tried), list(self._recipes))
         choice = recommend(quality, self._recipes)
         infos = [info for _, info in measured]
         profile = self._profile(self._model, fit, choice, infos)
@@ -251,11 +267,12 @@ class CalibrateJob:
             )
         held_out = prompt.id in self._held_out
         quality = None
-        if held_out:
+        if held_out and len(quality_tokens(capture)):
             quality = measure_quality(
                 capture,
                 self._recipes,
-                [layer for layer in range(capture.num_layers) if layer not in options.fit.dense_layers],
+                range(options.fit.first_layer(capture.num_layers), capture.num_layers),
+                min_top_k=SparseAttnConfig().min_top_k,
                 num_sink=options.measure.num_sink,
                 num_recent=options.measure.num_recent,
                 device=options.device,
@@ -324,6 +341,7 @@ class CalibrateJob:
             "dense_layers": list(options.fit.dense_layers),
             "recipes": {name: spec.to_dict() for name, spec in self._recipes.items()},
             "keep_ratios": list(KEEP_RATIOS),
+            "min_top_k": SparseAttnConfig().min_top_k,
         }
 
     def _open_state(self) -> ModelFingerprint | None:

@@ -31,6 +31,15 @@ def test_prompts_are_read_with_ids_and_tasks(tmp_path):
     assert read_calibration_prompts(path)[1] != digest
 
 
+def test_only_a_line_feed_ends_a_line(tmp_path):
+    odd = "a\u2028b\u0085c\u2029d"
+    lines = [json.dumps({"text": odd, "question": "q"}, ensure_ascii=False), json.dumps({"text": "b"})]
+    path = tmp_path / "d.jsonl"
+    path.write_bytes("\r\n".join(lines).encode())
+    prompts, _ = read_calibration_prompts(path)
+    assert [(prompt.id, prompt.text) for prompt in prompts] == [("1", odd), ("2", "b")]
+
+
 GOOD = {"id": "x", "text": "a"}
 
 
@@ -44,6 +53,10 @@ GOOD = {"id": "x", "text": "a"}
         ([GOOD, {"text": "a", "input_ids": [1]}], r":2: expected exactly one of text and input_ids"),
         ([GOOD, {"text": ""}], r":2: expected a prompt of at least one token"),
         ([GOOD, GOOD], r":2: expected ids that differ, got 'x' as in line 1"),
+        (
+            [{"text": "a", "question": "b"}, {"text": "a", "question": "c"}],
+            r"two different prompts, got 2 with the same",
+        ),
         ([GOOD, {"text": "a", "question": [1]}], r":2: expected the question as text"),
         ([GOOD, {"input_ids": [1], "question": "a"}], r":2: expected the question as token ids"),
     ],
@@ -59,13 +72,26 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_every_second_prompt_of_each_task_is_held_out():
-    prompts = [CalibrationPrompt(id=f"{task}{i}", text="x", task=task) for i in range(5) for task in "abc"]
+    prompts = [CalibrationPrompt(id=f"{task}{i}", text=f"{task}{i}", task=task) for i in range(5) for task in "abc"]
     held = held_out_ids(prompts)
     assert len(held) == 7
     for task in "abc":
         assert sum(name.startswith(task) for name in held) in (2, 3)
-    single = [CalibrationPrompt(id=task, text="x", task=task) for task in "abcd"]
+    single = [CalibrationPrompt(id=task, text=task, task=task) for task in "abcd"]
     assert held_out_ids(single) == {"b", "d"}, "also with one prompt per task"
+
+
+def test_questions_about_one_text_stay_together():
+    """Documents 0..3 with three questions each, mixed; as text and as token ids."""
+    prompts = []
+    for question in "uvw":
+        for i in range(4):
+            kinds = ({"text": f"doc {i}", "question": question}, {"input_ids": [i, 7], "question": [ord(question)]})
+            prompts.append(CalibrationPrompt(id=f"{i}{question}", task="a", **kinds[i % 2]))
+    held = held_out_ids(prompts)
+    assert held == {f"{i}{question}" for i in (1, 3) for question in "uvw"}
+    shared = [CalibrationPrompt(id=f"{task}{i}", text=f"doc {i}", task=task) for i in range(2) for task in "ab"]
+    assert held_out_ids(shared) == {"a1", "b1"}, "also over tasks"
 
 
 def test_a_question_follows_its_prompt():

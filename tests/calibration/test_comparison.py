@@ -146,6 +146,35 @@ def test_the_interval_covers_the_mean_and_needs_two_prompts():
     assert (one.low, one.high, one.reason) == (None, None, "why")
 
 
+def test_the_interval_draws_groups():
+    """Ten prompts of two texts hold no more than two independent figures."""
+    values = torch.tensor([0.1] * 5 + [0.3] * 5, dtype=torch.float64)
+    groups = torch.tensor([4] * 5 + [9] * 5)
+    grouped = paired(values, "why", groups)
+    two = paired(torch.tensor([0.1, 0.3], dtype=torch.float64), "why")
+    assert (grouped.low, grouped.high) == (pytest.approx(two.low), pytest.approx(two.high))
+    assert (grouped.low, grouped.high) == (pytest.approx(0.1), pytest.approx(0.3))
+    alone = paired(values, "why")
+    assert 0.1 < alone.low < alone.high < 0.3
+    assert paired(values, "why", torch.zeros(10, dtype=torch.int64)).low is None
+
+
+def test_the_interval_of_unequal_groups_is_over_prompts():
+    values = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    found = paired(values, "why", torch.tensor([0, 1, 1, 1]))
+    assert (found.mean, found.low, found.high) == (0.75, 0.0, 1.0)
+
+
+def test_groups_reach_every_comparison():
+    whole = compare(FITTED, HELD, ["a", "b"], FitSetting(), ["one text", "one text"])
+    rows = [*whole.blocks, *whole.anchors, *whole.head_maps]
+    assert {row.difference.low for row in rows} == {None}
+    apart = compare(FITTED, HELD, ["a", "b"], FitSetting(), ["one text", "another"])
+    assert None not in {row.difference.low for row in [*apart.blocks, *apart.anchors, *apart.head_maps]}
+    with pytest.raises(ValueError, match="a group for each of 2 held-out prompts, got 1"):
+        compare(FITTED, HELD, ["a", "b"], FitSetting(), ["one text"])
+
+
 def test_an_empty_half_is_refused():
     with pytest.raises(ValueError, match="prompts in both halves"):
         compared(fitted=[])
@@ -202,7 +231,14 @@ def test_unknown_choices_are_refused(change, message):
         FitSetting(**change)
 
 
-@pytest.mark.parametrize("dense", [(9,), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("dense", [(9,), (1,), (0, 2), (1, 0), (0, 0)])
+def test_dense_layers_are_the_first_ones(dense):
+    assert [FitSetting(dense_layers=tuple(range(n))).first_layer(5) for n in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"expected dense layers to be the first ones .*got \[.*--dense-layers"):
+        FitSetting(dense_layers=dense)
+
+
+@pytest.mark.parametrize("dense", [(0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5)])
 def test_dense_layers_that_do_not_fit_are_refused(dense):
     with pytest.raises(ValueError, match=r"dense layers in 0\.\.4 that leave one sparse"):
         fit_settings(average(FITTED), FitSetting(dense_layers=dense))

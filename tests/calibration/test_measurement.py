@@ -1,14 +1,17 @@
 """What is measured of one prompt, against plain loops; its file; its mean over prompts."""
 
+import json
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sglang_ext.calibration import ChannelAccumulator, prompt_similarity
 from sglang_ext.calibration.block_recall import minmax_scorer, recall_by_block_size
 from sglang_ext.calibration.measurement import (
+    MEASUREMENT_VERSION,
     MeasureSetting,
     PromptInfo,
     PromptMeasurement,
@@ -136,7 +139,7 @@ def test_an_average_of_nothing_or_of_two_models_is_refused():
 
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path):
-    one = measure_prompt(make_capture(4), SETTING, quality=torch.rand(2, 5, 3))
+    one = measure_prompt(make_capture(4), SETTING, quality=torch.rand(2, 5, 6))
     save_measurement(one, INFO, tmp_path / "a.safetensors")
     again, info = load_measurement(tmp_path / "a.safetensors")
     assert info == INFO
@@ -153,7 +156,35 @@ def test_a_damaged_or_newer_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("sglang_ext.calibration.measurement.MEASUREMENT_VERSION", 99)
     save_measurement(measure_prompt(make_capture(), SETTING), INFO, path)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"version 2 in .*, got '99'"):
+    with pytest.raises(ValueError, match=r"version 3 in .*, got '99'"):
+        load_measurement(path)
+
+
+GOOD_INFO = INFO._asdict()
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        None,
+        "{",
+        "[]",
+        "null",
+        json.dumps({**GOOD_INFO, "odd": 1}),
+        json.dumps({name: value for name, value in GOOD_INFO.items() if name != "task"}),
+        json.dumps({**GOOD_INFO, "held_out": 2}),
+    ],
+    ids=["none", "no JSON", "a list", "null", "one field more", "one less", "another kind"],
+)
+def test_a_file_that_does_not_tell_its_prompt_is_refused(tmp_path, info):
+    one = measure_prompt(make_capture(), SETTING)
+    tensors = {field.name: getattr(one, field.name).contiguous() for field in fields(PromptMeasurement)}
+    meta = {"version": str(MEASUREMENT_VERSION)}
+    path = tmp_path / "a.safetensors"
+    save_file(tensors, str(path), {**meta, "info": json.dumps(GOOD_INFO)})
+    assert load_measurement(path)[1] == INFO
+    save_file(tensors, str(path), meta if info is None else {**meta, "info": info})
+    with pytest.raises(ValueError, match=r"expected a measurement with the fields id, task, .* measured again"):
         load_measurement(path)
 
 

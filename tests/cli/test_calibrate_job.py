@@ -33,6 +33,7 @@ class Engine:
     captured: list[str]
     model: ModelFingerprint = MODEL
     broken: frozenset[str] = frozenset()
+    silent: frozenset[str] = frozenset()
     interrupted_at: str | None = None
 
     def __init__(self, model_path: str, flags: list[str], **options: Any) -> None:
@@ -56,7 +57,8 @@ class Engine:
         if name == "refused" or name in self.broken:
             raise ValueError(f"{name}: refused by SGLang: too long")
         Engine.captured.append(name)
-        capture = make_capture(sum(map(ord, name)), num_layers=3, prefix_len=288, sampled=96, asked=decode_steps)
+        asked = 0 if name in self.silent else decode_steps
+        capture = make_capture(sum(map(ord, name)), num_layers=3, prefix_len=288, sampled=96, asked=asked)
         if name == "nan":
             return replace(capture, keys=torch.full_like(capture.keys, torch.nan))
         return capture.behind(60) if name == "short" else capture
@@ -68,7 +70,7 @@ def calibrate(
 ) -> Callable[..., Any]:
     """Runs the command over prompts of these names: (status, stderr)."""
     monkeypatch.setattr("sglang_ext.cli.capturing.CaptureSession", Engine)
-    for name in ("starts", "model", "broken", "interrupted_at"):
+    for name in ("starts", "model", "broken", "silent", "interrupted_at"):
         monkeypatch.setattr(Engine, name, getattr(Engine, name))
     monkeypatch.setattr(Engine, "starts", 0)
     monkeypatch.setattr(Engine, "captured", [], raising=False)
@@ -79,7 +81,7 @@ def calibrate(
 
     def run(*words: str, names: tuple[str, ...] = NAMES) -> tuple[int, str]:
         data = tmp_path / "dev.jsonl"
-        data.write_text("".join(json.dumps({"id": name, "text": "one two three"}) + "\n" for name in names))
+        data.write_text("".join(json.dumps({"id": name, "text": f"one two {name}"}) + "\n" for name in names))
         fixed = ["--model", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out" / "profile.json")]
         fixed += ["--decode-steps", "6", "--query-samples", "64", "--device", "cpu", *words]
         capsys.readouterr()
@@ -188,6 +190,36 @@ def test_too_few_prompts_make_no_profile(calibrate: Any, profile_path: Path, mon
     status, said = calibrate()
     assert (status, profile_path.exists()) == (1, False)
     assert "got 1 and 0; no profile is written" in said
+
+
+def test_recipes_are_tried_behind_the_prefix_only(
+    calibrate: Any, profile_path: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """copy-2 and needle-2 are held out; the first ends at once and has no question."""
+    monkeypatch.setattr(Engine, "silent", frozenset({"copy-2"}))
+    status, said = calibrate("--report", str(tmp_path / "report"))
+    assert status == 0, said
+    assert load_profile(profile_path).calibration.prompts == 4, "it stays in the other measurements"
+    first = json.loads((tmp_path / "report" / "report.json").read_text())["selection_quality"]
+    alone = calibrate("--no-resume", "--report", str(tmp_path / "report"), names=("needle-1", "needle-2"))
+    assert alone[0] == 0
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["selection_quality"] == first
+    assert {row["kept_share"] for row in first} == {128 / 288}, "the floor of serving"
+
+
+def test_no_prompt_to_try_recipes_on_makes_no_profile(calibrate: Any, profile_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Engine, "silent", frozenset(NAMES))
+    status, said = calibrate()
+    assert (status, profile_path.exists()) == (1, False)
+    assert "expected a held-out prompt with a token behind its prefix" in said
+
+
+@pytest.mark.parametrize("layers", ["1", "0,2"])
+def test_dense_layers_behind_a_sparse_one_are_refused(calibrate: Any, capsys: Any, layers: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        calibrate("--dense-layers", layers)
+    assert (stopped.value.code, Engine.starts) == (2, 0)
+    assert f"expected the first layers (0, or 0,1, ..., or nothing), got '{layers}'" in capsys.readouterr().err
 
 
 def test_a_damaged_measurement_is_made_again(calibrate: Any, tmp_path: Path) -> None:
