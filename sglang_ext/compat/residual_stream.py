@@ -19,8 +19,9 @@ def observe_residual_stream(model: Any, observer: Observer) -> None:
     """Call `observer` in every forward, once per layer.
 
     Args:
-        model: SGLang's model: `model.model.layers[i].self_attn`, as its dense decoders have it, whose layers take
-            `hidden_states` and the `residual` that the fused norms have not added yet.
+        model: SGLang's model: `model.model.layers[i].self_attn`, as its dense decoders have it. Its layers take
+            `hidden_states` and the `residual` that the fused norms have not added yet (0.5.16), or an `attn_boundary`
+            that keeps the stream in `forward_batch.residual_stream` (0.5.23).
         observer: what is called.
 
     Raises:
@@ -35,7 +36,8 @@ def observe_residual_stream(model: Any, observer: Observer) -> None:
             "support this architecture yet"
         )
     for number, layer in enumerate(layers):
-        _Probe(number, inspect.signature(type(layer).forward), observer).attach(layer)
+        probe = _BoundaryProbe if hasattr(layer, "attn_boundary") else _LayerProbe
+        probe(number, observer).attach(layer)
 
 
 #: Attributes of layers that change attention's output before it is added (Granite, GLM-4, Gemma 2 and 3).
@@ -45,19 +47,29 @@ _CHANGED_BEFORE_ADDING = ("residual_multiplier", "post_self_attn_layernorm", "pr
 def _fits(layer: Any) -> bool:
     takes = set(inspect.signature(type(layer).forward).parameters)
     plain = not any(hasattr(layer, name) for name in _CHANGED_BEFORE_ADDING)
-    return plain and hasattr(layer, "self_attn") and {"hidden_states", "residual"} <= takes
+    known = hasattr(layer, "attn_boundary") or {"hidden_states", "residual"} <= takes
+    return plain and known and hasattr(layer, "self_attn")
 
 
 class _Probe:
-    """Two hooks of one layer."""
+    """Two hooks of one layer: what comes in, and what attention adds."""
 
-    def __init__(self, number: int, signature: inspect.Signature, observer: Observer) -> None:
+    def __init__(self, number: int, observer: Observer) -> None:
         self._number = number
-        self._signature = signature
         self._observer = observer
         self._x: Tensor | None = None
 
+    def _behind(self, _attention: Any, _args: tuple[Any, ...], output: Tensor) -> None:
+        if self._x is not None:
+            self._observer(self._number, self._x, self._x + output)
+            self._x = None
+
+
+class _LayerProbe(_Probe):
+    """The stream is the layer's `hidden_states` and `residual` together."""
+
     def attach(self, layer: Any) -> None:
+        self._signature = inspect.signature(type(layer).forward)
         layer.register_forward_pre_hook(self._before, with_kwargs=True)
         layer.self_attn.register_forward_hook(self._behind)
 
@@ -67,7 +79,15 @@ class _Probe:
         # New memory in both cases: the fused norms write into their inputs.
         self._x = hidden.clone() if residual is None else hidden + residual
 
-    def _behind(self, _attention: Any, _args: tuple[Any, ...], output: Tensor) -> None:
-        if self._x is not None:
-            self._observer(self._number, self._x, self._x + output)
-            self._x = None
+
+class _BoundaryProbe(_Probe):
+    """The stream is what the boundary before attention left in the batch."""
+
+    def attach(self, layer: Any) -> None:
+        self._signature = inspect.signature(type(layer.self_attn).forward)
+        layer.self_attn.register_forward_pre_hook(self._before, with_kwargs=True)
+        layer.self_attn.register_forward_hook(self._behind)
+
+    def _before(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = self._signature.bind(attention, *args, **kwargs).arguments
+        self._x = given["forward_batch"].residual_stream.residual.clone()

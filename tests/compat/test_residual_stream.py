@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -53,6 +55,42 @@ def test_x_and_y_are_the_stream_before_and_behind_attention() -> None:
     decoder(x.clone())
     assert [layer for layer, *_ in seen] == [0, 1]
     for (_, x_seen, y_seen), (_, x_expected, y_expected) in zip(seen, expected, strict=True):
+        torch.testing.assert_close(x_seen, x_expected)
+        torch.testing.assert_close(y_seen, y_expected)
+
+
+class BoundaryAttention(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor, forward_batch: SimpleNamespace) -> torch.Tensor:
+        return hidden_states * 0.5
+
+
+class BoundaryLayer(torch.nn.Module):
+    """As in releases that keep the stream in the batch: the boundary adds what the stage before produced, in place."""
+
+    attn_boundary = object()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = BoundaryAttention()
+
+    def forward(self, hidden_states: torch.Tensor, forward_batch: SimpleNamespace) -> torch.Tensor:
+        stream = forward_batch.residual_stream
+        stream.residual = hidden_states.clone() if stream.residual is None else stream.residual.add_(hidden_states)
+        return self.self_attn(hidden_states=stream.residual * 2, forward_batch=forward_batch)
+
+
+def test_the_stream_that_a_boundary_keeps_in_the_batch_is_seen() -> None:
+    seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    decoder = Decoder()
+    decoder.model.layers = torch.nn.ModuleList([BoundaryLayer(), BoundaryLayer()])
+    observe_residual_stream(decoder, lambda layer, x, y: seen.append((layer, x, y)))
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    batch = SimpleNamespace(residual_stream=SimpleNamespace(residual=None))
+    hidden = x.clone()
+    for layer in decoder.model.layers:
+        hidden = layer(hidden, batch)
+    assert [layer for layer, *_ in seen] == [0, 1]
+    for (_, x_seen, y_seen), (x_expected, y_expected) in zip(seen, [(x, 2 * x), (2 * x, 4 * x)], strict=True):
         torch.testing.assert_close(x_seen, x_expected)
         torch.testing.assert_close(y_seen, y_expected)
 
