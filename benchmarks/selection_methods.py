@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from selection_rivals import ArkVale, DoubleSparsity, KMeansKeys, Quest, Random, Rival, StreamingLLM
+from selection_rivals import (
+    ArkVale,
+    DoubleSparsity,
+    FixedRival,
+    KMeansKeys,
+    Quest,
+    Random,
+    Rival,
+    ScoringRival,
+    StreamingLLM,
+)
 from torch import Tensor
 
 from prefix_kernels.pooling import Pooling
@@ -146,9 +156,9 @@ class Method:
 
     def _scores(self, arrays: Arrays, q: Tensor, num_rows: int, step: Step) -> Tensor:
         common = {"prefix_len": step.prefix_len, "sm_scale": step.sm_scale, "pooling": step.pooling}
-        if isinstance(self.way, StreamingLLM | Random):
+        if isinstance(self.way, FixedRival):
             return self.way.fixed_scores(num_rows, step.prefix_len, q.device)
-        if isinstance(self.way, Rival):
+        if isinstance(self.way, ScoringRival):
             return self.way.token_scores(arrays, q, **common)
         if isinstance(self.way, TwoLevelSpec):
             return self._two_level_scores(self.way, arrays, q, step)

@@ -7,6 +7,7 @@ the estimate of the scores differs. KV heads do not depend on each other.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,8 +22,8 @@ Arrays = Mapping[str, Tensor]
 
 
 @dataclass
-class Rival:
-    """Base: what a rival keeps, and how it scores every position.
+class Rival(ABC):
+    """Base: what a rival keeps. How it selects is `ScoringRival`'s or `FixedRival`'s part.
 
     `needs` says what the offline calibration hands in: "" nothing, "channels" the channel set of the layer.
     """
@@ -34,18 +35,33 @@ class Rival:
         """Parameters for the row."""
         return {"method": self.name, **{key: value for key, value in vars(self).items() if not key.startswith("_")}}
 
+    @abstractmethod
     def build(self, keys: Tensor, samples: Tensor | None, channels: Tensor | None = None) -> dict[str, Tensor]:
         """Arrays of a layer from keys [prefix_len, num_kv_heads, head_dim]; leading dimension num_kv_heads."""
-        raise NotImplementedError
-
-    def token_scores(self, arrays: Arrays, q: Tensor, prefix_len: int, sm_scale: float, pooling: Pooling) -> Tensor:
-        """[num_kv_heads, prefix_len] from q [1, num_qo_heads, head_dim]: higher is better."""
-        raise NotImplementedError
 
     def index_bytes(self, arrays: Arrays, prefix_len: int, budget: int) -> float:
         """Bytes of the index that a step reads for one KV head; by default all of it."""
         heads = next(iter(arrays.values())).shape[0] if arrays else 1
         return sum(array.nbytes for array in arrays.values()) / heads
+
+
+class ScoringRival(Rival):
+    """Scores every position by its arrays and the query."""
+
+    @abstractmethod
+    def token_scores(self, arrays: Arrays, q: Tensor, prefix_len: int, sm_scale: float, pooling: Pooling) -> Tensor:
+        """[num_kv_heads, prefix_len] from q [1, num_qo_heads, head_dim]: higher is better."""
+
+
+class FixedRival(Rival):
+    """Keeps nothing and looks at no query."""
+
+    def build(self, keys: Tensor, samples: Tensor | None, channels: Tensor | None = None) -> dict[str, Tensor]:
+        return {}
+
+    @abstractmethod
+    def fixed_scores(self, num_rows: int, prefix_len: int, device: torch.device) -> Tensor:
+        """[num_rows, prefix_len]: higher is better."""
 
 
 def _tile(q: Tensor, num_kv_heads: int) -> Tensor:
@@ -54,7 +70,7 @@ def _tile(q: Tensor, num_kv_heads: int) -> Tensor:
 
 
 @dataclass
-class Quest(Rival):
+class Quest(ScoringRival):
     """Quest (2406.10774): pages of 16 tokens, minimum and maximum of each channel in fp16, upper bound of q.k."""
 
     name: ClassVar[str] = "quest"
@@ -73,7 +89,7 @@ class Quest(Rival):
 
 
 @dataclass
-class ArkVale(Rival):
+class ArkVale(ScoringRival):
     """ArkVale (NeurIPS 2024): pages of 32 tokens in bounding balls, fp16 center and radius, upper bound of q.k."""
 
     name: ClassVar[str] = "arkvale"
@@ -94,7 +110,7 @@ class ArkVale(Rival):
 
 
 @dataclass
-class KMeansKeys(Rival):
+class KMeansKeys(ScoringRival):
     """Squeezed Attention (2411.09688): the prefix's keys in cosine k-means clusters, about 20 keys each; a step scores
     the clusters' mean keys and takes the keys of the best clusters.
 
@@ -134,7 +150,7 @@ class KMeansKeys(Rival):
 
 
 @dataclass
-class DoubleSparsity(Rival):
+class DoubleSparsity(ScoringRival):
     """Double Sparsity (2408.07092): the keys on a few channels that an offline calibration chose, every token scored.
 
     bits 16 keeps them in fp16, 4 in INT4 per channel.
@@ -167,16 +183,10 @@ class DoubleSparsity(Rival):
 
 
 @dataclass
-class StreamingLLM(Rival):
+class StreamingLLM(FixedRival):
     """StreamingLLM (2309.17453): attention sinks and the most recent tokens, no index."""
 
     name: ClassVar[str] = "streaming_llm"
-
-    def build(self, keys: Tensor, samples: Tensor | None, channels: Tensor | None = None) -> dict[str, Tensor]:
-        return {}
-
-    def token_scores(self, arrays: Arrays, q: Tensor, prefix_len: int, sm_scale: float, pooling: Pooling) -> Tensor:
-        raise NotImplementedError("it knows no KV heads; selections come from `fixed_scores`")
 
     def fixed_scores(self, num_rows: int, prefix_len: int, device: torch.device) -> Tensor:
         """[num_rows, prefix_len]: the later the better."""
@@ -184,7 +194,7 @@ class StreamingLLM(Rival):
 
 
 @dataclass
-class Random(Rival):
+class Random(FixedRival):
     """Positions at random beside the windows; other ones at every call."""
 
     name: ClassVar[str] = "random"
@@ -193,12 +203,6 @@ class Random(Rival):
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(self.seed)
-
-    def build(self, keys: Tensor, samples: Tensor | None, channels: Tensor | None = None) -> dict[str, Tensor]:
-        return {}
-
-    def token_scores(self, arrays: Arrays, q: Tensor, prefix_len: int, sm_scale: float, pooling: Pooling) -> Tensor:
-        raise NotImplementedError("it knows no KV heads; selections come from `fixed_scores`")
 
     def fixed_scores(self, num_rows: int, prefix_len: int, device: torch.device) -> Tensor:
         """[num_rows, prefix_len] uniform numbers."""

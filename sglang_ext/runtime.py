@@ -325,8 +325,8 @@ class SparseRuntime:
         Args:
             x, y: [num_tokens, hidden_size] before and behind the block.
         """
-        if self._step.chunks and self.builds is not None:
-            self.builds.recorder.observe(self._step.chunks, layer, x, y)
+        if self._step.chunks and isinstance(self.builds, PrefillCaptures):
+            self.builds.observe(self._step.chunks, layer, x, y)
 
     def attend(
         self,

@@ -272,19 +272,29 @@ def is_finite(x: Tensor) -> bool:
     return math.isfinite(float(torch.linalg.vector_norm(x, ord=torch.inf)))
 
 
-def check_keys(keys: Tensor) -> None:
-    """Raise unless `keys` is [prefix_len >= 1, num_kv_heads, head_dim], floating and finite."""
+def require_keys(keys: Tensor) -> None:
+    """Raise unless `keys` is [prefix_len >= 1, num_kv_heads, head_dim] and floating. Reads no value."""
     if keys.dim() != 3 or 0 in keys.shape or not keys.dtype.is_floating_point:
         raise ValueError(
             "expected keys [prefix_len >= 1, num_kv_heads, head_dim] in a floating dtype, got "
             f"{tuple(keys.shape)} {keys.dtype}"
         )
+
+
+def check_keys(keys: Tensor) -> None:
+    """Raise unless `keys` is [prefix_len >= 1, num_kv_heads, head_dim], floating and finite."""
+    require_keys(keys)
     if not is_finite(keys):
-        raise ValueError("expected finite keys, got NaN or infinity; the capture is unusable, take it again")
+        raise not_finite("keys")
 
 
-def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> Tensor:
-    """The sampled queries, if they are there, fit the keys and are finite.
+def not_finite(name: str) -> ValueError:
+    """What to raise for captured tensors with NaN or infinity."""
+    return ValueError(f"expected finite {name}, got NaN or infinity; the capture is unusable, take it again")
+
+
+def require_samples(queries: Tensor | None, keys: Tensor, method: str) -> Tensor:
+    """The sampled queries, if they are there and fit the keys. Reads no value.
 
     Raises:
         ValueError: otherwise.
@@ -300,9 +310,19 @@ def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> Tensor:
             f"expected queries [num_kv_heads={expected[0]}, num_samples >= 1, head_dim={expected[1]}], got "
             f"{tuple(queries.shape)}"
         )
-    if not is_finite(queries):
-        raise ValueError("expected finite queries, got NaN or infinity; the capture is unusable, take it again")
     return queries
+
+
+def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> Tensor:
+    """The sampled queries, if they are there, fit the keys and are finite.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    samples = require_samples(queries, keys, method)
+    if not is_finite(samples):
+        raise not_finite("queries")
+    return samples
 
 
 def to_half(x: Tensor, name: str) -> Tensor:

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from sglang_ext.indexing.base import not_finite, require_keys, require_samples
+
 
 def check_layer(keys: Tensor, queries: Tensor | None, method: str) -> tuple[Tensor, float]:
     """The queries and the largest absolute value in the keys, if both are as `IndexBuilder.build_layer` wants them.
@@ -16,23 +18,9 @@ def check_layer(keys: Tensor, queries: Tensor | None, method: str) -> tuple[Tens
     Raises:
         ValueError: otherwise.
     """
-    if keys.dim() != 3 or 0 in keys.shape or not keys.dtype.is_floating_point:
-        raise ValueError(
-            "expected keys [prefix_len >= 1, num_kv_heads, head_dim] in a floating dtype, got "
-            f"{tuple(keys.shape)} {keys.dtype}"
-        )
-    if queries is None:
-        raise ValueError(
-            f"{method} needs queries of the prefix's prefill, got none; record them, or choose a method that "
-            "needs keys only"
-        )
-    _, num_kv_heads, head_dim = keys.shape
-    if queries.dim() != 3 or (queries.shape[0], queries.shape[2]) != (num_kv_heads, head_dim) or 0 in queries.shape:
-        raise ValueError(
-            f"expected queries [num_kv_heads={num_kv_heads}, num_samples >= 1, head_dim={head_dim}], got "
-            f"{tuple(queries.shape)}"
-        )
-    return queries, check_finite(keys=keys, queries=queries)["keys"]
+    require_keys(keys)
+    samples = require_samples(queries, keys, method)
+    return samples, check_finite(keys=keys, queries=samples)["keys"]
 
 
 def check_layers(queries: Tensor) -> None:
@@ -56,5 +44,5 @@ def check_finite(**tensors: Tensor) -> dict[str, float]:
     largest = dict(zip(tensors, torch.stack(norms).tolist(), strict=True))
     for name, value in largest.items():
         if not math.isfinite(value):
-            raise ValueError(f"expected finite {name}, got NaN or infinity; the capture is unusable, take it again")
+            raise not_finite(name)
     return largest

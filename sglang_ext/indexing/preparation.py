@@ -65,11 +65,6 @@ def at_layers(prepared: Mapping[str, Tensor], layers: range) -> Prepared:
     return {name: tensor[layers.start : layers.stop].flatten(0, 1) for name, tensor in prepared.items()}
 
 
-def at_layer(prepared: Mapping[str, Tensor], layer: int) -> Prepared:
-    """What `prepare` computed, of one layer (views)."""
-    return {name: tensor[layer] for name, tensor in prepared.items()}
-
-
 def build_layer(
     builder: IndexBuilder, keys: Tensor, queries: Tensor | None, prepared: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -77,7 +72,7 @@ def build_layer(
 
     Args:
         builder, keys, queries: as there.
-        prepared: of this layer (`at_layer`); empty to have the builder do that step itself.
+        prepared: of this layer, or of those built at once (`at_layers`); empty to have the builder do that step itself.
 
     Raises:
         ValueError: as there, or `prepared` is of another shape.

@@ -71,24 +71,21 @@ class IndexFactory:
     Args:
         store: open store; not owned.
         config: methods, sample sizes.
-        sm_scale: attention scale, for the sampled recall.
         profile: the model's; its block sizes and channels go to the builders that use them.
     """
 
-    def __init__(
-        self, store: IndexStore, config: SparseAttnConfig, sm_scale: float, profile: Profile | None = None
-    ) -> None:
+    def __init__(self, store: IndexStore, config: SparseAttnConfig, profile: Profile | None = None) -> None:
         self._store = store
         self._config = config
         self._profile = profile
         self._specs = method_specs(config)
-        self._sm_scale = sm_scale
 
     def build(
         self,
         identity: IndexIdentity,
         keys_of: Callable[[int], Tensor],
         queries: Tensor | None,
+        sm_scale: float,
     ) -> tuple[IndexEntry, dict[str, Any]]:
         """Build, store, read back and verify one index.
 
@@ -96,6 +93,7 @@ class IndexFactory:
             identity: of the prefix; its num_tokens is the prefix length.
             keys_of: layer -> [prefix_len, num_kv_heads, head_dim] post-RoPE keys.
             queries: [num_layers, num_kv_heads, num_samples, head_dim], or None without a recording.
+            sm_scale: attention scale of the layers, for the sampled recall.
 
         Returns:
             The store's entry and what was measured (also kept in the index): seconds, bytes, and per method
@@ -126,7 +124,7 @@ class IndexFactory:
                 _wait_for(keys)
                 seconds[name] += time.perf_counter() - begun
                 if own is not None:
-                    recall[name] += self._recall(spec, built, keys, own) * len(layers) / num_layers
+                    recall[name] += self._recall(spec, built, keys, own, sm_scale) * len(layers) / num_layers
                 host = {array: tensor.cpu() for array, tensor in built.items()}
                 for place, pieces in enumerate(split_heads(host)):
                     layer, head = layers[place // heads], place % heads
@@ -154,10 +152,12 @@ class IndexFactory:
     def _builder(self, name: str, layers: range) -> IndexBuilder:
         return make_builder(self._specs[name], stacked_profile(self._profile, layers))
 
-    def _recall(self, spec: IndexSpec, built: Mapping[str, Tensor], keys: Tensor, queries: Tensor) -> float:
+    def _recall(
+        self, spec: IndexSpec, built: Mapping[str, Tensor], keys: Tensor, queries: Tensor, sm_scale: float
+    ) -> float:
         num_kv_heads, samples, _ = queries.shape
         rows = queries[:, :: max(1, samples // _RECALL_ROWS)][:, :_RECALL_ROWS]
-        scores = torch.matmul(rows.float(), keys.float().permute(1, 2, 0)) * self._sm_scale
+        scores = torch.matmul(rows.float(), keys.float().permute(1, 2, 0)) * sm_scale
         mass = scores.softmax(dim=-1)  # [num_kv_heads, rows, prefix_len]
         selector = make_selector(spec)
         budget = self._config.budget(keys.shape[0])
@@ -170,7 +170,7 @@ class IndexFactory:
                 budget=budget,
                 num_sink=min(self._config.num_sink_tokens, budget),
                 num_recent=0,
-                sm_scale=self._sm_scale,
+                sm_scale=sm_scale,
                 pooling=Pooling.MAX,
             )
             taken = mass[:, row].gather(1, selection.positions.long().clamp(min=0))

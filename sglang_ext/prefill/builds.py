@@ -4,7 +4,6 @@ of it.
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from sglang_ext.indexing.profile import Profile
 from sglang_ext.prefill.builder import IndexFactory, covered_tokens, profile_digest
 from sglang_ext.prefill.claims import Claim, ClaimDesk
 from sglang_ext.prefill.recorder import Capture, QueryRecorder
+from sglang_ext.prefill.report import report
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class PrefillBuilds:
         self._view = view
         self._model = model
         self._profile = profile_digest(config, profile)
-        self._factory = IndexFactory(store, config, view.head_dim**-0.5, profile)
+        self._factory = IndexFactory(store, config, profile)
         self._pending: dict[str, Claim] = {}
 
     def __len__(self) -> int:
@@ -180,7 +180,9 @@ class PrefillBuilds:
         try:
             queries = capture.queries(self._view.num_kv_heads)
             slots = self._view.req_to_token[row, : identity.num_tokens].to(torch.int64)
-            entry, stats = self._factory.build(identity, lambda layer: self._view.kv(layer).k_cache[slots], queries)
+            entry, stats = self._factory.build(
+                identity, lambda layer: self._view.kv(layer).k_cache[slots], queries, capture.scale(self._view.head_dim)
+            )
         except Exception as error:  # one prompt must not end the job
             self._failed(rid, error)
             return None
@@ -192,9 +194,4 @@ class PrefillBuilds:
         self._report(rid, status="failed", reason=type(error).__name__, detail=str(error))
 
     def _report(self, rid: str, **fields: Any) -> None:
-        if self._config.build_report:
-            try:
-                with open(self._config.build_report, "a") as file:
-                    file.write(json.dumps({"rid": rid, **fields}) + "\n")
-            except OSError as error:  # the server must live on
-                logger.error("sparse attention: build_report cannot be written (%s): %s %s", error, rid, fields)
+        report(self._config.build_report, rid, **fields)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_ext.calibration.importance import attention_importance
 from sglang_ext.calibration.prompt_capture import PromptCapture, save_capture
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.prefill.builds import BuildView
-from sglang_ext.prefill.recorder import Capture, QueryRecorder
+from sglang_ext.prefill.recorder import Capture, Chunk, QueryRecorder
+from sglang_ext.prefill.report import report
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,22 @@ class PrefillCaptures:
         else:
             self._report(rid, status="captured", path=str(path))
 
+    def observe(self, chunks: Sequence[Chunk], layer: int, x: Tensor, y: Tensor) -> None:
+        """Keep one layer's importance of the kept tokens of the running step.
+
+        Args:
+            chunks: of the step.
+            x, y: [num_tokens, hidden_size] residual stream before and behind the layer's attention block.
+        """
+        for chunk in chunks:
+            capture = chunk.capture
+            if capture.importance is None:
+                shape = (self._view.num_layers, len(capture.positions))
+                capture.importance = torch.full(shape, torch.nan, device=x.device)
+            if chunk.offsets.numel():
+                value = attention_importance(x[chunk.offsets], y[chunk.offsets])
+                capture.importance[layer].index_copy_(0, chunk.rows, value.float())
+
     def _whole(self, capture: Capture, row: int) -> PromptCapture:
         """The capture with the prompt's keys and values, its tokens in the order of their positions.
 
@@ -119,16 +136,11 @@ class PrefillCaptures:
             values=self._gather(slots, layers, "v_cache"),
             importance=importance[:, order.to(importance.device)],
             prompt_len=capture.prompt_len,
-            sm_scale=self._view.head_dim**-0.5 if capture.sm_scale is None else capture.sm_scale,
+            sm_scale=capture.scale(self._view.head_dim),
         )
 
     def _gather(self, slots: Tensor, layers: range, cache: str) -> Tensor:
         return torch.stack([getattr(self._view.kv(layer), cache)[slots].cpu() for layer in layers])
 
     def _report(self, rid: str, **fields: Any) -> None:
-        if self._report_to:
-            try:
-                with open(self._report_to, "a") as file:
-                    file.write(json.dumps({"rid": rid, **fields}) + "\n")
-            except OSError as error:
-                logger.error("sparse attention: build_report cannot be written (%s): %s %s", error, rid, fields)
+        report(self._report_to, rid, **fields)

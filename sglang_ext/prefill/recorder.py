@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_ext.calibration.importance import attention_importance
-
 #: Requests recorded at a time; an 8B model's capture takes 134 MB at 2,048 rows.
 MAX_CAPTURES = 8
 
@@ -34,7 +32,7 @@ class Capture:
         samples: [num_layers, capacity + num_late, num_qo_heads, head_dim] on the model's device, made at the first
             layer: the reservoir (of min(capacity, prompt_len) rows), then the late tokens.
         positions: [rows of samples] int64, position of the token in each row; -1 while the row is empty.
-        importance: [num_layers, rows of samples] fp32, see `residual_stream`; None unless it is observed.
+        importance: [num_layers, rows of samples] fp32 on the model's device; made and filled by `PrefillCaptures`.
         sm_scale: attention scale of the layers; None until one is known.
         seen: tokens passed per layer, counted from position 0 without a gap.
         broken: why the capture cannot become complete any more; None while it can.
@@ -112,6 +110,10 @@ class Capture:
         layers, _, heads, dim = self.samples.shape
         grouped = self.samples[:, :kept].reshape(layers, kept, num_kv_heads, heads // num_kv_heads, dim)
         return grouped.permute(0, 2, 1, 3, 4).reshape(layers, num_kv_heads, -1, dim)
+
+    def scale(self, head_dim: int) -> float:
+        """Attention scale of the layers: the one they recorded, or the usual one where none did."""
+        return head_dim**-0.5 if self.sm_scale is None else self.sm_scale
 
     def problem(self) -> str | None:
         """None when every layer saw every token of the prompt once."""
@@ -259,18 +261,3 @@ class QueryRecorder:
                 capture.samples = torch.zeros(shape, dtype=q.dtype, device=q.device)
             capture.samples[layer].index_copy_(0, chunk.rows, q[chunk.offsets])
             capture.seen[layer] += chunk.num_tokens
-
-    def observe(self, chunks: Sequence[Chunk], layer: int, x: Tensor, y: Tensor) -> None:
-        """Keep one layer's importance of the kept tokens of the running step.
-
-        Args:
-            x, y: [num_tokens, hidden_size] residual stream before and behind the layer's attention block.
-        """
-        for chunk in chunks:
-            capture = chunk.capture
-            if capture.importance is None:
-                shape = (self._num_layers, len(capture.positions))
-                capture.importance = torch.full(shape, torch.nan, device=x.device)
-            if chunk.offsets.numel():
-                value = attention_importance(x[chunk.offsets], y[chunk.offsets])
-                capture.importance[layer].index_copy_(0, chunk.rows, value.float())

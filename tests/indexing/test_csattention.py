@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prefix_kernels.ops import Pooling, csa_scores
 from sglang_ext.indexing import make_builder, make_selector, parse_spec
 from sglang_ext.indexing.csattention import CSAttentionSpec, subspace_channels
-from sglang_ext.indexing.preparation import at_layer, build_layer, prepare
+from sglang_ext.indexing.preparation import at_layers, build_layer, prepare
 
 
 def randn(*shape, seed=0):
@@ -152,12 +152,13 @@ def test_layers_prepared_together_are_those_built_alone(data):
     assert bool(prepared) == builder.needs_queries
     for layer in range(3):
         alone = builder.build_layer(keys[layer], queries[layer])
-        together = build_layer(builder, keys[layer], queries[layer], at_layer(prepared, layer))
+        own, wrong = (at_layers(prepared, range(one, one + 1)) for one in (layer, (layer + 1) % 3))
+        together = build_layer(builder, keys[layer], queries[layer], own)
         assert alone.keys() == together.keys()
         for name, array in alone.items():
             assert torch.equal(array, together[name])
         if prepared:
-            other = build_layer(builder, keys[layer], queries[layer], at_layer(prepared, (layer + 1) % 3))
+            other = build_layer(builder, keys[layer], queries[layer], wrong)
             assert any(not torch.equal(array, other[name]) for name, array in alone.items())
 
 
@@ -181,7 +182,7 @@ def test_preparation_errors():
         broken[0, 1, 5, 3] = bad
         with pytest.raises(ValueError, match="finite queries"):
             prepare(builder, broken)
-    other = at_layer(prepare(make_builder(CSAttentionSpec(num_subspaces=8)), queries), 0)
+    other = at_layers(prepare(make_builder(CSAttentionSpec(num_subspaces=8)), queries), range(1))
     with pytest.raises(ValueError, match=r"expected prepared centroids .* are they of this spec"):
         build_layer(builder, keys, queries[0], other)
     with pytest.raises(ValueError, match="build it again"):

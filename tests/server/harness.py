@@ -318,6 +318,25 @@ class Prebuilt:
         return next(line for line in self.report if line["id"] == name)
 
 
+def run_job(command: Sequence[str], log: Path, timeout: float = 420.0) -> tuple[int, str]:
+    """A job in a process group of its own, which does not outlive it: (status, output)."""
+    with log.open("w") as out:
+        job = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, **THREADS},
+        )
+        try:
+            status = job.wait(timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+    return status, log.read_text(errors="replace")
+
+
 def run_prebuild(
     folder: Path,
     prompts: Sequence[dict[str, Any]] | str,
@@ -337,20 +356,6 @@ def run_prebuild(
     command += ["--sparse-attn-config", json.dumps(config if config is not None else EXACT_CONFIG), "--"]
     command += flags_of(None, None, {"--" + k.replace("_", "-"): v for k, v in changes.items()})
     begun = time.monotonic()
-    with (folder / "prebuild.log").open("w") as out:
-        job = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=ROOT,
-            env={**os.environ, **THREADS},
-        )
-        try:
-            status = job.wait(timeout)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
+    status, output = run_job(command, folder / "prebuild.log", timeout)
     lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-    output = (folder / "prebuild.log").read_text(errors="replace")
     return Prebuilt(store, status, lines, output, time.monotonic() - begun)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ import pytest
 
 from sglang_ext.indexing.profile import load_profile
 from sglang_ext.quality.tasks import make_document
-from tests.server.harness import MODEL, ROOT, THREADS, flags_of
+from tests.server.harness import MODEL, flags_of, run_job
 
 
 def run_calibrate(folder: Path, *words: str, timeout: float = 420.0) -> tuple[int, str]:
@@ -23,21 +19,7 @@ def run_calibrate(folder: Path, *words: str, timeout: float = 420.0) -> tuple[in
     command = [sys.executable, "-m", "sglang_ext.cli", "calibrate", "--model-path", str(MODEL)]
     command += ["--data", str(folder / "dev.jsonl"), "--out", str(folder / "profile.json"), *words]
     command += ["--", *flags_of(None, None, {})]
-    with (folder / "calibrate.log").open("w") as out:
-        job = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=ROOT,
-            env={**os.environ, **THREADS},
-        )
-        try:
-            status = job.wait(timeout)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
-    return status, (folder / "calibrate.log").read_text(errors="replace")
+    return run_job(command, folder / "calibrate.log", timeout)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from typing import Any
 
@@ -15,7 +13,7 @@ from sglang_ext.calibration.importance import attention_importance
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture
 from sglang_ext.quality.tasks import make_document
 from tests.server.capture_job import DECODE_STEPS
-from tests.server.harness import MODEL, ROOT, THREADS
+from tests.server.harness import MODEL, run_job
 
 SAMPLED_TOKENS = 512 // 4  # query_samples over the query heads of a KV head
 TAIL = 32
@@ -72,11 +70,9 @@ def captured(tmp_path_factory: Any, cpu_flags: Any, serve: Any) -> tuple[PromptC
     request = json.dumps({"input_ids": ids, "prefix_len": len(prefix)})
     flags = cpu_flags(None, None, {"--chunked-prefill-size": "384"})
     command = [sys.executable, "-m", "tests.server.capture_job", request, str(path), "--", *flags]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **THREADS}, capture_output=True, text=True, timeout=420, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return load_capture(path), ids, len(prefix), done.stdout
+    status, output = run_job(command, path.with_suffix(".log"))
+    assert status == 0, output[-4000:]
+    return load_capture(path), ids, len(prefix), output
 
 
 @pytest.fixture(scope="module")

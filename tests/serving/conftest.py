@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ class Bench:
         if any(name != "exact" and name != "ab_sparse" for name in self.config.methods):
             gen = torch.Generator().manual_seed(1)
             queries = torch.randn(LAYERS, KV_HEADS, 64, HEAD_DIM, generator=gen)
-        factory = IndexFactory(self.store, self.config, HEAD_DIM**-0.5)
-        entry, _ = factory.build(identity, lambda layer: self.keys(tokens[: identity.num_tokens], layer), queries)
+        factory = IndexFactory(self.store, self.config)
+        keys_of = partial(self.keys, tokens[: identity.num_tokens])
+        entry, _ = factory.build(identity, keys_of, queries, HEAD_DIM**-0.5)
         return entry
 
 

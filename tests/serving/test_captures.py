@@ -104,3 +104,21 @@ def test_refused_and_incomplete_requests_are_reported_and_leave_nothing(tmp_path
     assert reasons == [("skipped", "by_request"), ("failed", "capture_rejected")]
     assert len(captures) == 0
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_importance_stands_in_the_rows_of_its_tokens(tmp_path: Path) -> None:
+    captures = _captures(tmp_path)
+    captures.admit("a", list(range(PROMPT)), {}, None)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, PROMPT, 5, generator=generator)
+    for first, count in ((0, 7), (7, PROMPT - 7)):
+        here = slice(first, first + count)
+        step = captures.recorder.begin_step(["a"], [first], [count], torch.device("cpu"))
+        for layer in range(LAYERS):
+            captures.recorder.record(step, layer, torch.randn(count, HEADS, DIM, generator=generator))
+            captures.observe(step, layer, x[here], (layer + y)[here])
+    captures.finish("a", 0)
+    capture = load_capture(_events(tmp_path)[0]["path"])
+    for layer in range(LAYERS):
+        cosine = torch.nn.functional.cosine_similarity(x, layer + y)[capture.positions]
+        torch.testing.assert_close(capture.importance[layer], 1 - cosine)

@@ -288,24 +288,6 @@ def test_a_gap_between_decode_steps_rejects_a_capture() -> None:
     assert "expected the prefill to go on at token 10, got token 11" in str(capture.problem())
 
 
-def test_importance_stands_in_the_rows_of_its_tokens() -> None:
-    recorder = _capturing(4, tail=2, steps=0)
-    recorder.start("a", 12)
-    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
-    y = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
-    for first, count in ((0, 7), (7, 5)):
-        step = recorder.begin_step(["a"], [first], [count], CPU)
-        for layer in range(LAYERS):
-            recorder.record(step, layer, _queries(12, layer)[first : first + count])
-            recorder.observe(step, layer, x[first : first + count], (layer + y)[first : first + count])
-    capture = recorder.take("a")
-    assert capture is not None
-    assert capture.importance is not None
-    for layer in range(LAYERS):
-        cosine = torch.nn.functional.cosine_similarity(x, layer + y)[torch.from_numpy(capture.positions)]
-        torch.testing.assert_close(capture.importance[layer], 1 - cosine)
-
-
 def test_layers_of_different_scales_break_a_capture() -> None:
     recorder = _recorder(4)
     recorder.start("a", 6)
