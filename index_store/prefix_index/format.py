@@ -118,6 +118,12 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arrays: list[ArrayRecord]
 
 
+# Made once, while the module is imported: msgspec works out a type at its first use, and two threads that do so at
+# the same time crash the process (seen with msgspec 0.22).
+_ENTRY: Final = msgspec.json.Decoder(Entry)
+_TABLE: Final = msgspec.json.Decoder(Table)
+
+
 class Prelude(NamedTuple):
     """The first 64 bytes, checked."""
 
@@ -310,7 +316,7 @@ def check_footer(raw: bytes, prelude: Prelude) -> None:
 
 def parse_entry(raw: bytes, prelude: Prelude) -> Entry:
     """Checks and decodes the first header section. Raises IndexCorrupt."""
-    entry = _decode(raw, prelude.entry_xxh3, Entry, "entry")
+    entry = _decode(raw, prelude.entry_xxh3, _ENTRY, "entry")
     if entry.identity.format_version != FORMAT_VERSION:
         raise corrupt("identity.format_version", FORMAT_VERSION, entry.identity.format_version)
     return entry
@@ -318,18 +324,18 @@ def parse_entry(raw: bytes, prelude: Prelude) -> Entry:
 
 def parse_table(raw: bytes, prelude: Prelude) -> Table:
     """Checks and decodes the second header section, each row included. Raises IndexCorrupt."""
-    table = _decode(raw, prelude.table_xxh3, Table, "table")
+    table = _decode(raw, prelude.table_xxh3, _TABLE, "table")
     problem = table_problem(table.arrays, prelude.total_nbytes - ALIGN - prelude.data_offset)
     if problem is not None:
         raise corrupt(*problem)
     return table
 
 
-def _decode(raw: bytes, checksum: int, kind: type[_Section], what: str) -> _Section:
+def _decode(raw: bytes, checksum: int, decoder: msgspec.json.Decoder[_Section], what: str) -> _Section:
     if xxhash.xxh3_64_intdigest(raw) != checksum:
         raise corrupt(f"header {what} checksum", f"{checksum:016x}", xxhash.xxh3_64_hexdigest(raw))
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return decoder.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
         raise corrupt(f"header {what}", f"the JSON of format version {FORMAT_VERSION}", err) from err
 

@@ -27,6 +27,7 @@ from .store import Retention
 KEEP_SUFFIX: Final = ".pfxkeep"
 DEFAULT: Final = Retention()
 _MAX_NBYTES: Final = 4096
+_RETENTION: Final = msgspec.json.Decoder(Retention)
 
 
 def read_retention(dir_fd: int, digest: str) -> Retention:
@@ -53,7 +54,7 @@ def read_retention(dir_fd: int, digest: str) -> Retention:
         if checksum.decode("ascii", "replace") != _checksum(digest, kept):
             found = repr(checksum[:32])
             raise IndexCorrupt(what, expected=f"checksum {_checksum(digest, kept)}", found=found, remedy=remedy)
-        return msgspec.json.decode(kept, type=Retention)
+        return _RETENTION.decode(kept)
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
         raise IndexCorrupt(what, expected="JSON of Retention", found=str(err)[:200], remedy=remedy) from None
     except OSError as err:

@@ -21,7 +21,7 @@ from ..errors import IndexFormatError, IndexStoreError
 from ..lease import LocalLeases
 from ..store import BuildLease
 from .transfer import Values
-from .values import LEASE, LeaseRecord, new_generation, pack_record, unpack_record
+from .values import LEASE, LEASES, LeaseRecord, new_generation, pack_record, unpack_record
 
 _GENERATION: Final = new_generation(0)
 
@@ -132,6 +132,6 @@ def _holder_of(values: Values, digest: str) -> LeaseRecord | None:
     """None where there is none, and for a value that is none of ours."""
     raw = values.fetch(_name(digest))
     try:
-        return None if raw is None else unpack_record(LEASE, digest, raw, LeaseRecord)
+        return None if raw is None else unpack_record(LEASE, digest, raw, LEASES)
     except IndexFormatError:
         return None

@@ -77,6 +77,11 @@ class LeaseRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     expires: float
 
 
+_MANIFESTS: Final = msgspec.json.Decoder(Manifest)
+#: Decodes the body of a lease.
+LEASES: Final = msgspec.json.Decoder(LeaseRecord)
+
+
 def new_generation(now: float) -> str:
     """16 hex digits: ``now``, seconds since the Unix epoch (for ``collect``), then 32 random bits."""
     return f"{int(now) & 0xFFFFFFFF:08x}{secrets.token_hex(4)}"
@@ -143,7 +148,7 @@ def pack_record(kind: int, digest: str, generation: str, record: msgspec.Struct)
     return value_header(kind, digest, generation, 0, body) + body
 
 
-def unpack_record(kind: int, digest: str, raw: bytes, record: type[_Record]) -> _Record:
+def unpack_record(kind: int, digest: str, raw: bytes, decoder: msgspec.json.Decoder[_Record]) -> _Record:
     """The other way. Raises IndexFormatError for anything that is not exactly that."""
     header, body = raw[: HEADER.size], raw[HEADER.size :]
     length, checksum, _ = check_header(header, kind, digest, None, 0)
@@ -151,14 +156,14 @@ def unpack_record(kind: int, digest: str, raw: bytes, record: type[_Record]) -> 
         found = f"{len(body)} bytes of xxh3 {xxhash.xxh3_64_hexdigest(body)}"
         raise corrupt(KINDS[kind], f"{length} bytes of xxh3 {checksum:016x}", found)
     try:
-        return msgspec.json.decode(body, type=record)
+        return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
         raise corrupt(KINDS[kind], f"the JSON of version {VERSION}", err) from err
 
 
 def unpack_manifest(digest: str, raw: bytes) -> Manifest:
     """A manifest, its identity compared with the name it was found under. Raises IndexFormatError."""
-    manifest = unpack_record(MANIFEST, digest, raw, Manifest)
+    manifest = unpack_record(MANIFEST, digest, raw, _MANIFESTS)
     if manifest.entry.identity.digest != digest:
         raise corrupt("identity digest", digest, manifest.entry.identity.digest)
     check_header(raw[: HEADER.size], MANIFEST, digest, manifest.generation, 0)
