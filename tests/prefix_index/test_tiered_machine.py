@@ -65,13 +65,14 @@ class TwoFoldersMachine(TieredMachine):
     def wait(self) -> Wait:
         return Wait.WAIT_COMPLETE
 
-    @rule(data=st.data())
-    def damage_a_copy(self, data: st.DataObject) -> None:
+    @rule(place=st.integers(0, 255), at=st.integers(0, 63), bit=st.integers(0, 7))
+    def damage_a_copy(self, place: int, at: int, bit: int) -> None:
+        """Whichever copies there are by now: some are made in the background."""
         paths = sorted(self.fast_folder.glob("*/*.pfxindex"))
         if paths:
-            path = data.draw(st.sampled_from(paths))
+            path = paths[place % len(paths)]
             raw = bytearray(path.read_bytes())
-            raw[data.draw(st.integers(0, 63))] ^= 1 << data.draw(st.integers(0, 7))
+            raw[at] ^= 1 << bit
             path.unlink()
             path.write_bytes(raw)
 
