@@ -22,7 +22,6 @@ import prefix_index.direct as direct_module
 import prefix_index.reader as reader_module
 from prefix_index import (
     ArrayKey,
-    FileStore,
     IndexCorrupt,
     IndexFile,
     IndexFormatError,
@@ -30,7 +29,6 @@ from prefix_index import (
     IndexPayload,
     IndexUnreadable,
     InvalidPayload,
-    Retention,
     StoreClosed,
     write_index,
 )
@@ -408,36 +406,3 @@ def test_what_the_page_cache_holds_is_known(index: IndexFile, path: Path) -> Non
             pytest.skip("this file system lies in the page cache")
         path.read_bytes()
         assert all(fetch._is_cached(4096, nbytes - 4096) for _ in range(20))  # type: ignore[attr-defined]
-
-
-READ_ALL_RECORDS = """
-import sys
-import prefix_index.remote
-from prefix_index import FileStore
-from prefix_index.remote.claims import LeaseRecord
-from prefix_index.remote.values import LEASE, LEASES, pack_record, unpack_record
-
-worked_out = set()
-
-def called(frame, event, arg):
-    if event == "call" and "msgspec" in frame.f_code.co_filename:
-        worked_out.add(frame.f_code.co_name)
-
-sys.setprofile(called)
-with FileStore(sys.argv[1]) as store:
-    (entry,) = store.list()
-    assert entry.retention.pinned
-    store.get(entry.digest).close()
-lease = pack_record(LEASE, entry.digest, "0" * 16, LeaseRecord(holder="me", expires=1.0))
-unpack_record(LEASE, entry.digest, lease, LEASES)
-sys.setprofile(None)
-print(*sorted(worked_out))
-"""
-
-
-def test_types_of_records_are_worked_out_before_any_thread_reads_one(payload: IndexPayload, tmp_path: Path) -> None:
-    """msgspec does so in Python at a type's first use; processes whose threads did it together died (SIGSEGV)."""
-    with FileStore(tmp_path / "store", create=True) as store:
-        store.put(payload, retention=Retention(pinned=True))
-    ran = subprocess.run([sys.executable, "-c", READ_ALL_RECORDS, tmp_path / "store"], capture_output=True, timeout=60)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"\n", b"")
