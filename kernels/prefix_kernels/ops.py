@@ -5,6 +5,7 @@ from prefix_kernels.budget import BudgetGrowth, budget_for_group, num_blocks_for
 from prefix_kernels.csa_scores import CompactLists, csa_scores, csa_scores_compact
 from prefix_kernels.low_bit import LowBitTensor, dequantize, pack_codes, quantize, unpack_codes
 from prefix_kernels.merge_state import merge_state
+from prefix_kernels.pooled_scores import exact_scores, low_bit_block_scores, token_scores
 from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.prefix_attention import prefix_attention
 from prefix_kernels.suffix_attention import suffix_attention
@@ -22,6 +23,8 @@ __all__ = [
     "csa_scores",
     "csa_scores_compact",
     "dequantize",
+    "exact_scores",
+    "low_bit_block_scores",
     "merge_state",
     "num_blocks_for_budget",
     "pack_codes",
@@ -29,6 +32,7 @@ __all__ = [
     "prefix_attention",
     "quantize",
     "suffix_attention",
+    "token_scores",
     "top_k_selection",
     "unpack_codes",
 ]

@@ -17,8 +17,8 @@ class PagedKV:
     """One layer's KV pool buffers, as SGLang's pool getters return them. Borrowed: never written here.
 
     Attributes:
-        k_cache: [num_slots, num_kv_heads, head_dim], fp32, fp16 or bf16. One slot holds one token, whatever
-            the page size. Rows that no operation is asked to read may hold anything, NaN included.
+        k_cache: [num_slots, num_kv_heads, head_dim], fp32, fp16, bf16 or (Triton forms only) fp8-e4m3. One slot holds
+            one token, whatever the page size. Rows that no operation is asked to read may hold anything, NaN included.
         v_cache: [num_slots, num_kv_heads, v_head_dim], dtype of `k_cache`.
 
     Raises:

@@ -160,4 +160,4 @@ def test_errors():
     with pytest.raises(ValueError, match="subspace_weights"):
         csa_scores_compact(q, centroids, lists, 5, 4, dims, 600, randn(2, 3))
     with pytest.raises(ValueError, match="Nothing is substituted"):
-        csa_scores_compact(q, centroids, lists, 5, 4, dims, 600, implementation="triton")
+        csa_scores_compact(q, centroids, lists, 5, 4, dims, 600, implementation="fastest")

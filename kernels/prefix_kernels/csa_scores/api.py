@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import Tensor
 
 from prefix_kernels._tile import check_queries
@@ -10,7 +12,10 @@ from prefix_kernels.csa_scores.reference import csa_scores_compact_reference, cs
 from prefix_kernels.dispatch import resolve
 
 _IMPLEMENTATIONS = {"reference": csa_scores_reference}
-_COMPACT = {"reference": csa_scores_compact_reference}
+_COMPACT: Mapping[str, Callable[..., Tensor] | str] = {
+    "reference": csa_scores_compact_reference,
+    "triton": "prefix_kernels.csa_scores.triton:csa_scores_compact_triton",
+}
 
 
 def csa_scores(
@@ -79,10 +84,11 @@ def csa_scores_compact(
     """`csa_scores` on compact lists.
 
     Args:
-        q, centroids, subspace_dims, prefix_len, subspace_weights, implementation: as in `csa_scores`.
+        q, centroids, subspace_dims, prefix_len, subspace_weights: as in `csa_scores`.
         lists: leading dims [num_kv_heads, num_subspaces, num_centroids], see `CompactLists`.
         list_len: entries of a list.
         bits: of a score, 4 or 8.
+        implementation: "reference" or "triton" (on a GPU, or in Triton's interpreter).
 
     Returns:
         As `csa_scores` of the decoded lists.

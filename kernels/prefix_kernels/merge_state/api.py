@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from prefix_kernels.dispatch import resolve
 from prefix_kernels.merge_state.reference import merge_state_reference
 from prefix_kernels.types import AttnState
 
-_IMPLEMENTATIONS = {"reference": merge_state_reference}
+_IMPLEMENTATIONS: Mapping[str, Callable[..., AttnState] | str] = {
+    "reference": merge_state_reference,
+    "triton": "prefix_kernels.merge_state.triton:merge_state_triton",
+}
 
 
 def merge_state(*states: AttnState, implementation: str = "reference") -> AttnState:
@@ -18,7 +23,7 @@ def merge_state(*states: AttnState, implementation: str = "reference") -> AttnSt
     Args:
         *states: one or more states of equal shapes, out [num_rows, num_qo_heads, v_head_dim], lse
             [num_rows, num_qo_heads]. Read only. A row with lse -inf is empty; its `out` may hold anything.
-        implementation: "reference".
+        implementation: "reference" or "triton" (on a GPU, or in Triton's interpreter).
 
     Returns:
         A new state with out in fp32. Rows empty in every state have out 0 and lse -inf; no NaN arises.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import Tensor
 
 from prefix_kernels._tile import check_queries
@@ -9,7 +11,10 @@ from prefix_kernels.dispatch import resolve
 from prefix_kernels.prefix_attention.reference import prefix_attention_reference
 from prefix_kernels.types import AttnState, PagedKV, Selection
 
-_IMPLEMENTATIONS = {"reference": prefix_attention_reference}
+_IMPLEMENTATIONS: Mapping[str, Callable[..., AttnState] | str] = {
+    "reference": prefix_attention_reference,
+    "triton": "prefix_kernels.prefix_attention.triton:prefix_attention_triton",
+}
 
 
 def prefix_attention(
@@ -33,7 +38,7 @@ def prefix_attention(
         slots: [prefix_len] int64, prefix position -> token slot.
         selection: positions per KV head, all below prefix_len (not checked: that would wait for the device).
         sm_scale: multiplies q.k before the softmax.
-        implementation: "reference".
+        implementation: "reference" or "triton" (on a GPU, or in Triton's interpreter).
 
     Returns:
         out [num_rows, num_qo_heads, v_head_dim] fp32 and lse (natural log); out 0 and lse -inf where a KV

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import Tensor
 
 from prefix_kernels._tile import check_queries
@@ -9,7 +11,10 @@ from prefix_kernels.dispatch import resolve
 from prefix_kernels.suffix_attention.reference import suffix_attention_reference
 from prefix_kernels.types import AttnState, PagedKV
 
-_IMPLEMENTATIONS = {"reference": suffix_attention_reference}
+_IMPLEMENTATIONS: Mapping[str, Callable[..., AttnState] | str] = {
+    "reference": suffix_attention_reference,
+    "triton": "prefix_kernels.suffix_attention.triton:suffix_attention_triton",
+}
 
 
 def suffix_attention(
@@ -33,7 +38,8 @@ def suffix_attention(
             kv_indices[kv_indptr[b]:kv_indptr[b + 1]]. Equal neighbours make an empty suffix.
         kv_indices: [>= kv_indptr[-1]] int32 or int64 token slots; entries past kv_indptr[-1] are ignored.
         sm_scale: multiplies q.k before the softmax.
-        implementation: "reference", which waits for the device to read kv_indptr.
+        implementation: "reference" or "triton" (on a GPU, or in Triton's interpreter). Both wait for the device to
+            read kv_indptr.
 
     Returns:
         out [batch, num_qo_heads, v_head_dim] fp32 and lse (natural log); out 0 and lse -inf where the suffix

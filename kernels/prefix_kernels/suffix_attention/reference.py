@@ -25,12 +25,8 @@ def suffix_attention_reference(
     batch, num_qo_heads, head_dim = q.shape
     num_kv_heads, v_dim = kv.num_kv_heads, kv.v_cache.shape[2]
     indptr = kv_indptr.long().cpu()
+    check_indptr(indptr, kv_indices)
     lengths = indptr.diff()
-    if int(indptr[0]) != 0 or bool((lengths < 0).any()) or int(indptr[-1]) > kv_indices.shape[0]:
-        raise ValueError(
-            f"expected kv_indptr ascending from 0 to at most {kv_indices.shape[0]} (kv_indices), got "
-            f"{indptr[:4].tolist()} ... {int(indptr[-1])}"
-        )
     longest = int(lengths.max()) if batch else 0
     if longest == 0:
         out = q.new_zeros(batch, num_qo_heads, v_dim, dtype=torch.float32)
@@ -54,6 +50,15 @@ def suffix_attention_reference(
         outs.append(out.reshape(-1, num_qo_heads, v_dim))
         lses.append(lse.reshape(-1, num_qo_heads))
     return _merge_pieces(torch.cat(outs), torch.cat(lses), owner, batch)
+
+
+def check_indptr(indptr: Tensor, kv_indices: Tensor) -> None:
+    """Raise ValueError unless `indptr` (on the host) ascends from 0 to at most the length of `kv_indices`."""
+    if int(indptr[0]) != 0 or bool((indptr.diff() < 0).any()) or int(indptr[-1]) > kv_indices.shape[0]:
+        raise ValueError(
+            f"expected kv_indptr ascending from 0 to at most {kv_indices.shape[0]} (kv_indices), got "
+            f"{indptr[:4].tolist()} ... {int(indptr[-1])}"
+        )
 
 
 def _pieces(indptr: Tensor, lengths: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:

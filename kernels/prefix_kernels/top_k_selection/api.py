@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import Tensor
 
 from prefix_kernels.dispatch import resolve
 from prefix_kernels.top_k_selection.reference import top_k_selection_reference
 from prefix_kernels.types import Selection
 
-_IMPLEMENTATIONS = {"reference": top_k_selection_reference}
+_IMPLEMENTATIONS: Mapping[str, Callable[..., Selection] | str] = {
+    "reference": top_k_selection_reference,
+    "triton": "prefix_kernels.top_k_selection.triton:top_k_selection_triton",
+}
 
 
 def top_k_selection(
@@ -35,7 +40,8 @@ def top_k_selection(
         num_recent: trailing positions of the prefix always taken.
         block_size: tokens per score; 1 is token granularity. The last block may be shorter.
         prefix_len: tokens of the prefix, 0 allowed.
-        implementation: "reference".
+        implementation: "reference", or "triton": on a GPU, the same up to the order of equal scores, where the most
+            recent token comes first.
 
     Returns:
         A new `Selection` of max_count = min(budget, prefix_len) without padding.

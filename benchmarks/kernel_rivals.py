@@ -1,0 +1,126 @@
+"""FlashInfer's decode attention over the same pages, for `kernels.py`: imported only when a rival is measured."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from kernel_cases import Case
+from kernel_problem import Problem
+from torch import Tensor
+
+_WORKSPACE_BYTES = 384 << 20
+
+
+class RivalMissingError(RuntimeError):
+    """A rival that was asked for cannot be imported here."""
+
+
+def flashinfer() -> Any:
+    """The module.
+
+    Raises:
+        RivalMissingError: it is not installed, or its parts are not.
+    """
+    try:
+        import flashinfer as module
+    except ImportError as error:
+        raise RivalMissingError(
+            f"expected FlashInfer to be installed, got {error!r}; install flashinfer-python, or measure without it: "
+            "--rivals none"
+        ) from error
+    return module
+
+
+def decode(problem: Problem) -> Case:
+    """Paged decode on tensor cores; every request lists all of its pages, so a shared prefix is read per request."""
+    module, sizes, shape = flashinfer(), problem.sizes, problem.shape
+    workspace = _workspace(problem)
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    pages = [
+        torch.cat([problem.prefix_pages[row // sizes.rows], problem.suffix_pages[row]]) for row in range(sizes.batch)
+    ]
+    last = _last_page(sizes.suffix or sizes.context, sizes.page)
+    wrapper.plan(
+        _indptr([len(own) for own in pages]),
+        torch.cat(pages),
+        torch.full((sizes.batch,), last, dtype=torch.int32),
+        shape.num_qo_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        sizes.page,
+        q_data_type=shape.dtype,
+        kv_data_type=shape.kv_dtype,
+        sm_scale=problem.sm_scale,
+    )
+    out = torch.empty_like(problem.q)
+    cache = _paged(problem)
+    return Case(
+        lambda: wrapper.run(problem.q, cache, out=out), out, None, "all", _config(module), kept=(wrapper, workspace)
+    )
+
+
+def cascade(problem: Problem) -> Case:
+    """Two levels: each prefix once for its group, each suffix alone, and their merge."""
+    module, sizes, shape = flashinfer(), problem.sizes, problem.shape
+    if not sizes.suffix:
+        raise ValueError(f"expected suffixes for the second level, got {sizes}")
+    workspace = _workspace(problem)
+    wrapper = module.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
+    device = problem.q.device
+
+    def on_device(lengths: Sequence[int]) -> Tensor:
+        return _indptr(lengths).to(device)
+
+    def last_pages(count: int, length: int) -> Tensor:
+        return torch.full((count,), _last_page(length, sizes.page), dtype=torch.int32, device=device)
+
+    wrapper.plan(
+        [on_device([sizes.rows] * sizes.groups), on_device([1] * sizes.batch)],
+        [on_device([table.shape[1]] * table.shape[0]) for table in (problem.prefix_pages, problem.suffix_pages)],
+        [problem.prefix_pages.flatten(), problem.suffix_pages.flatten()],
+        [last_pages(sizes.groups, sizes.context), last_pages(sizes.batch, sizes.suffix)],
+        shape.num_qo_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        sizes.page,
+        q_data_type=shape.dtype,
+        kv_data_type=shape.kv_dtype,
+        sm_scale=problem.sm_scale,
+    )
+    out = torch.empty_like(problem.q)
+    cache = _paged(problem)
+
+    def run() -> None:
+        out.copy_(wrapper.run(problem.q, cache))  # it has no `out`; the copy is below a microsecond
+
+    return Case(run, out, None, "all", _config(module), kept=(wrapper, workspace))
+
+
+#: name -> builder. `flashinfer` is what a user of SGLang gets today.
+RIVALS: dict[str, Callable[[Problem], Case]] = {"flashinfer": decode, "flashinfer_cascade": cascade}
+
+
+def _workspace(problem: Problem) -> Tensor:
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=problem.q.device)
+
+
+def _paged(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The pool as FlashInfer sees it: [num_pages, page, num_kv_heads, head_dim], no copy."""
+    page = problem.sizes.page
+    k, v = (cache.view(-1, page, *cache.shape[1:]) for cache in (problem.kv.k_cache, problem.kv.v_cache))
+    return k, v
+
+
+def _indptr(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def _last_page(length: int, page: int) -> int:
+    return (length - 1) % page + 1
+
+
+def _config(module: Any) -> dict[str, Any]:
+    return {"flashinfer": getattr(module, "__version__", "unknown")}

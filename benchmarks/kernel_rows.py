@@ -1,0 +1,104 @@
+"""Rows of `kernels.py`: one JSON line each, with what it takes to repeat them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+MEMORY_RATE = 4.3e12
+"""Bytes a second of an H200, as a device copy reaches them."""
+
+
+class Run:
+    """Rows of one result file.
+
+    Args:
+        out: appended to.
+        origin: provenance of what is measured now.
+    """
+
+    def __init__(self, out: Path, origin: Row) -> None:
+        self._out = out
+        self.origin = origin
+        self.rows: list[Row] = []
+        self.failed = 0
+        if out.exists():
+            found = [json.loads(line) for line in out.read_text().splitlines()]
+            self.rows = [row for row in found if row["device"] == origin["device"] and row["torch"] == origin["torch"]]
+
+    def has(self, key: Row) -> bool:
+        """Whether a green row with this key is there."""
+        return any(row["green"] and all(row.get(k) == v for k, v in key.items()) for row in self.rows)
+
+    def add(self, row: Row) -> None:
+        """Write a row and print it."""
+        row = {**row, **self.origin}
+        with self._out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.rows.append(row)
+        self.failed += not row["green"]
+        print(brief(row), flush=True)
+
+
+def brief(row: Row) -> str:
+    """One row for the terminal."""
+    at = f"{row['case']:22s} {row['context']:7d} tokens, batch {row['batch']:3d} in {row['groups']:2d} groups"
+    if not row["green"]:
+        return f"FAILED {at}: {row.get('error') or row['gate']}; no time"
+    text = f"{at}: {row['us']:10.2f} us [{row['us_p10']:.2f}, {row['us_p90']:.2f}]"
+    if row.get("share") is not None:
+        text += f", {row['share']:6.1%} of 4.3 TB/s"
+    for rival, ratio in row.get("ratio", {}).items():
+        text += f", {ratio:.3f} x {rival}"
+    return text if row["meaningful"] else text + " (times mean nothing here)"
+
+
+def provenance(args: argparse.Namespace) -> Row:
+    """What a row needs to be repeated, beside its key."""
+    import torch
+
+    return {
+        "device": (platform.processor() or platform.machine() or "CPU") if args.cpu else torch.cuda.get_device_name(),
+        "driver": None if args.cpu else driver(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": installed("triton"),
+        "flashinfer": installed("flashinfer-python"),
+        "commit": args.commit or commit(),
+        "seed": args.seed,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def driver() -> str:
+    """The NVIDIA driver's version; empty where nvidia-smi does not say."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip().split("\n")[0]
+
+
+def commit() -> str:
+    """The checkout's commit, `+` when files were changed; empty outside a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,180 @@
+"""`kernels.py attention --tune`: launch parameters of grouped attention, swept per height of the tile.
+
+Every configuration runs the cases that a tile of its height serves (`TUNED`), each behind its correctness gate; the
+best one has the least geometric mean of its times over the fastest ones. Rows go to --out, so an interrupted sweep goes
+on.
+`programs_per_sm` stands for the number of thread blocks as well: the work is cut for that many times the
+multiprocessors, so values beyond what fits at a time are several waves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import math
+import multiprocessing
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import kernel_bench
+from kernel_bench import attempt, measure, out_of_time, shape_of, timer_of
+from kernel_rows import Row, Run
+
+#: (case, context, requests) that share a height of tile with 4 query heads a KV head: 16, 32, 64 and 128 rows.
+TUNED = [
+    ("exact", 131072, 1),
+    ("sparse", 131072, 1),
+    ("plain", 8192, 8),
+    ("plain", 32768, 32),
+    ("suffix", 8192, 32),
+    ("exact", 131072, 8),
+    ("sparse", 131072, 8),
+    ("exact", 131072, 16),
+    ("sparse", 131072, 16),
+    ("exact", 131072, 32),
+    ("sparse", 131072, 32),
+    ("exact", 131072, 64),
+    ("sparse", 131072, 64),
+]
+SMOKE = [("exact", 192, 1), ("sparse", 192, 1), ("plain", 64, 2)]
+SPACE = {"block_n": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4, 5), "programs_per_sm": (1, 2, 3, 4)}
+SMOKE_SPACE = {"block_n": (16, 32), "num_warps": (4,), "num_stages": (2,), "programs_per_sm": (1,)}
+_SHARED_MEMORY = 227 << 10
+
+
+class One:
+    """A configuration for tiles of its height; the package's own for others."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __call__(self, shape: Any, rows: int) -> Any:
+        from kernel_cases import Configs
+
+        own = Configs()(shape, rows)
+        return self._config if own.block_m == self._config.block_m else own
+
+
+def space(args: argparse.Namespace, block_m: int) -> list[Any]:
+    """Configurations of one height, the package's own first; without those whose keys and values cannot fit."""
+    from prefix_kernels.grouped_attention import AttentionConfig, default_config
+
+    shape = shape_of(args)
+    key_bytes = (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize
+    configs = [default_config(block_m, shape.head_dim, shape.dtype)]
+    for block_n, warps, stages, programs in itertools.product(*(SMOKE_SPACE if args.cpu else SPACE).values()):
+        # One step is in registers or just used while the others are on their way.
+        if (stages - 1) * block_n * key_bytes <= _SHARED_MEMORY:
+            configs.append(AttentionConfig(block_m, block_n, warps, stages, programs))
+    return list(dict.fromkeys(configs))
+
+
+def tune(args: argparse.Namespace, run: Run) -> None:
+    """Sweep what the result file does not hold yet, then write the best of all that it holds."""
+    from prefix_kernels.grouped_attention import block_m_for
+
+    shape, timer = shape_of(args), timer_of(args)
+    cases = SMOKE if args.cpu else [case for case in TUNED if case[2] in {*args.batches, 16}]
+    heights: dict[int, list[tuple[str, int, int]]] = {}
+    for case in cases:
+        heights.setdefault(block_m_for(1 if case[0] in ("plain", "suffix") else case[2], shape.gqa), []).append(case)
+    for block_m, own in heights.items():
+        configs = space(args, block_m)
+        if args.tune_workers and not out_of_time(args):
+            compile_ahead(args, configs)
+        for case in own:
+            sweep(args, run, timer, case, configs)
+    found = best(run.rows)
+    args.tune.write_text(json.dumps([entry for entry, _ in found], indent=1) + "\n")
+    for entry, count in found:
+        times = ", ".join(f"{name} {us:.1f} us" for name, us in entry["us_by_case"].items())
+        print(f"best of {count} for {entry['block_m']} rows: {entry['config']}: {times}")
+
+
+def key_of(args: argparse.Namespace, case: tuple[str, int, int], config: Any) -> Row:
+    """What identifies a row of the sweep."""
+    name, context, batch = case
+    key = {"bench": "tune", "case": name, "context": context, "batch": batch, "keep": args.keep}
+    key |= {"groups": batch if name == "plain" else 1, "suffix": 0 if name == "plain" else args.suffix}
+    return {**key, **kernel_bench.conditions(args), "launch": dataclasses.asdict(config)}
+
+
+def sweep(args: argparse.Namespace, run: Run, timer: Any, case: tuple[str, int, int], configs: Sequence[Any]) -> None:
+    """All configurations of one case. What cannot be compiled or fails its gate is a row, never a candidate."""
+    import torch
+    from kernel_cases import ATTENTION
+    from kernel_problem import Sizes, make_problem
+
+    held = [row for row in run.rows if row["bench"] == "tune"]
+    keys = [(config, key_of(args, case, config)) for config in configs]
+    keys = [(c, key) for c, key in keys if not any(all(row.get(k) == v for k, v in key.items()) for row in held)]
+    if not keys or out_of_time(args):
+        return
+    first = keys[0][1]
+    sizes = Sizes(case[1], case[2], first["groups"], first["suffix"], args.page)
+    problem = make_problem(shape_of(args), sizes, args.keep, torch.device("cpu" if args.cpu else "cuda"), args.seed)
+    for config, key in keys:
+        if out_of_time(args):
+            break
+        row = attempt(timer, lambda config=config: measure(problem, ATTENTION[case[0]](problem, One(config)), timer))
+        run.add({**key, **row})
+        run.failed -= row.get("error", "").startswith("OutOfResources")  # an answer, not a failure
+
+
+def best(rows: Iterable[Row]) -> list[tuple[Row, int]]:
+    """Per height, head dim and dtype the entry of the tuned file, and of how many configurations it is the best.
+
+    Only configurations that are green in every case of their height count.
+    """
+    groups: dict[tuple[int, int, str], dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if row["bench"] == "tune" and row["green"]:
+            height = (row["launch"]["block_m"], row["shape"][2], row["dtype"])
+            case = f"{row['case']} {row['context']} x {row['batch']}"
+            groups.setdefault(height, {}).setdefault(case, {})[json.dumps(row["launch"])] = row["us"]
+    found = []
+    for (block_m, head_dim, dtype), cases in sorted(groups.items()):
+        complete = set.intersection(*(set(times) for times in cases.values()))
+        if not complete:
+            print(f"no configuration of {block_m} rows is green in all of {', '.join(cases)}", file=sys.stderr)
+            continue
+        least = {case: min(times.values()) for case, times in cases.items()}
+
+        def cost(config: str, cases: Any = cases, least: Any = least) -> float:
+            return math.prod(times[config] / least[case] for case, times in cases.items()) ** (1 / len(cases))
+
+        chosen = min(sorted(complete), key=cost)
+        times = {case: times[chosen] for case, times in cases.items()}
+        entry = {"op": "grouped_attention", "block_m": block_m, "head_dim": head_dim, "dtype": dtype}
+        entry |= {"config": json.loads(chosen), "us": next(iter(times.values())), "us_by_case": times}
+        found.append((entry, len(complete)))
+    return found
+
+
+def compile_ahead(args: argparse.Namespace, configs: Sequence[Any]) -> None:
+    """Run every distinct kernel once on a tiny problem in processes of their own: Triton keeps it on disk."""
+    distinct = {(c.block_m, c.block_n, c.num_warps, c.num_stages): dataclasses.asdict(c) for c in configs}
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.tune_workers, mp_context=context) as pool:
+        jobs = [pool.submit(_compile, args, config) for config in distinct.values()]
+        broken = [str(job.exception()) for job in concurrent.futures.as_completed(jobs) if job.exception()]
+    print(f"compiled {len(distinct) - len(broken)} of {len(distinct)} kernels ahead", flush=True)
+
+
+def _compile(args: argparse.Namespace, config: dict[str, Any]) -> None:
+    import torch
+    from kernel_cases import sparse
+    from kernel_problem import Sizes, make_problem
+
+    from prefix_kernels.grouped_attention import AttentionConfig
+
+    shape, device = shape_of(args), torch.device("cpu" if args.cpu else "cuda")
+    rows = max(config["block_m"] // shape.gqa, 1)
+    problem = make_problem(shape, Sizes(1024, rows, 1, args.suffix, args.page), args.keep, device, args.seed)
+    sparse(problem, One(AttentionConfig(**config))).run()  # type: ignore[arg-type]
+    if device.type == "cuda":
+        torch.cuda.synchronize()

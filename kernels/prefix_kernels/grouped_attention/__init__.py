@@ -1,0 +1,33 @@
+"""Attention of tiles of query rows over lists of KV slots: what prefix and suffix attention have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefix_kernels.grouped_attention.config import AttentionConfig, block_m_for, default_config
+from prefix_kernels.grouped_attention.items import Items, Segment, cut
+
+if TYPE_CHECKING:
+    from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
+
+__all__ = [
+    "AttentionConfig",
+    "AttentionShape",
+    "GroupedAttention",
+    "Items",
+    "Segment",
+    "block_m_for",
+    "cut",
+    "default_config",
+]
+
+_NEED_TRITON = ("AttentionShape", "GroupedAttention")
+
+
+def __getattr__(name: str) -> object:
+    """The runner's, imported when it is asked for: importing the package must not import Triton."""
+    if name not in _NEED_TRITON:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from prefix_kernels.grouped_attention import runner
+
+    return getattr(runner, name)

@@ -1,0 +1,90 @@
+"""Launch parameters of the attention kernel, by the shape of a tile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIN_BLOCK_M = 16
+"""Rows of the least tile that tensor cores take."""
+MAX_BLOCK_M = 128
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """How one tile is computed. All of it is a matter of speed, none of it of the result's meaning.
+
+    Attributes:
+        block_m: rows of a tile: requests times query heads of a KV head; a power of 2 of at least 16.
+        block_n: keys of one step; a power of 2 of at least 16.
+        num_warps: of a program.
+        num_stages: steps whose keys and values are on their way at a time.
+        programs_per_sm: programs that fill one multiprocessor.
+
+    Raises:
+        ValueError: a block that is no power of 2 or too small.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n"):
+            value = getattr(self, name)
+            if value < MIN_BLOCK_M or value & (value - 1):
+                raise ValueError(f"expected {name} as a power of 2 of at least {MIN_BLOCK_M}, got {value}")
+
+
+def block_m_for(rows: int, gqa: int) -> int:
+    """The least tile that holds so many requests of `gqa` rows each, at most 128 rows unless one request has more."""
+    rows = max(min(rows * gqa, MAX_BLOCK_M), gqa, MIN_BLOCK_M)
+    return 1 << math.ceil(math.log2(rows))
+
+
+def default_config(block_m: int, head_dim: int, dtype: torch.dtype) -> AttentionConfig:
+    """What runs where nothing was tuned: fits the registers and the shared memory (163 KB) of sm_80.
+
+    Args:
+        block_m: rows of a tile.
+        head_dim: channels of a key.
+        dtype: of the queries; fp32 is there to be exact, not fast.
+    """
+    if dtype is torch.float32:
+        return AttentionConfig(block_m, 16, 8, 2, 1)
+    if head_dim > 128:
+        return AttentionConfig(block_m, 32, 8 if block_m >= 64 else 4, 3, 1)
+    return AttentionConfig(block_m, 64, 8 if block_m >= 128 else 4, 3, 2)
+
+
+def programs_at_once(device: torch.device, config: AttentionConfig) -> int:
+    """Programs that run at the same time on a device; 1 where it is no GPU."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm
+
+
+def check_dtypes(q: Tensor, k_cache: Tensor) -> None:
+    """Raise unless these queries and keys can be multiplied on their device.
+
+    Raises:
+        ValueError: fp8 keys before sm_89, or another pair of dtypes.
+    """
+    if k_cache.dtype is torch.float8_e4m3fn:
+        good = q.dtype in (torch.float16, torch.bfloat16)
+        if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 9):
+            raise ValueError(
+                f"expected sm_89 or later for fp8 keys, got {torch.cuda.get_device_name(q.device)}; keep the KV in bf16"
+            )
+    else:
+        good = q.dtype == k_cache.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    if not good:
+        raise ValueError(
+            "expected queries and keys of one dtype (fp32, fp16 or bf16), or fp16 or bf16 queries and fp8-e4m3 keys, "
+            f"got {q.dtype} and {k_cache.dtype}"
+        )

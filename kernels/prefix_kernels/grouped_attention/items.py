@@ -1,0 +1,141 @@
+"""Work of one grouped attention launch, cut into items on the host: no device is asked, and no Python runs in `run()`.
+
+A *segment* is a list of slots and the rows that attend it: a group and its selection, or one request and its suffix.
+An *item* is one tile of a segment's rows over one stretch of its list; every KV head runs every item. A *span* says
+where a batch row finds the parts that the items of its segments wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ITEM_FIELDS = 8
+SPAN_FIELDS = 4
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A list of slots and the requests that attend it.
+
+    Attributes:
+        rows: batch rows, one query row each. Empty: nothing to do.
+        length: entries of the list that may be attended, 0 allowed.
+        list_begin: where the list begins in the arena of slots.
+        head_stride: entries from one KV head's list to the next; 0 where all heads read the same one.
+        list_id: row of the device's table of counts that bounds the list per KV head; -1 for exactly `length`.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    rows: tuple[int, ...]
+    length: int
+    list_begin: int = 0
+    head_stride: int = 0
+    list_id: int = -1
+
+    def __post_init__(self) -> None:
+        numbers = (*self.rows, self.length, self.list_begin, self.head_stride, self.list_id + 1)
+        if min(numbers) < 0:
+            raise ValueError(f"expected rows, length, list_begin and head_stride of at least 0, got {self}")
+
+
+class Items(NamedTuple):
+    """What a launch reads.
+
+    Attributes:
+        rows: batch rows in the order of the segments.
+        items: per item (first of `rows`, its requests, list_begin, head_stride, list_id, first entry, end, first
+            partial row). KV head h writes its tile to the partial rows from `first + h * block_m` on.
+        spans: per segment and request (batch row, partial row of KV head 0 and query head 0 of its group, partial rows
+            from one part to the next, partial rows from one KV head to the next, number of parts).
+        num_partials: partial rows that are written or skipped.
+        chunk: entries of a stretch.
+    """
+
+    rows: list[int]
+    items: list[tuple[int, ...]]
+    spans: list[tuple[int, int, int, int, int]]
+    num_partials: int
+    chunk: int
+
+
+def requests_per_tile(block_m: int, gqa: int) -> int:
+    """Requests whose query heads of one KV head fit a tile.
+
+    Raises:
+        ValueError: not even one does.
+    """
+    if block_m < gqa:
+        raise ValueError(f"expected block_m of at least gqa={gqa} rows, got {block_m}; raise block_m")
+    return block_m // gqa
+
+
+def cut(
+    segments: Sequence[Segment],
+    *,
+    gqa: int,
+    num_kv_heads: int,
+    block_m: int,
+    block_n: int,
+    target: int,
+    chunk: int = 0,
+    first_partial: int = 0,
+) -> Items:
+    """Items of about `target` in number, all of nearly the same length.
+
+    The shortest chunk (a multiple of block_n) is taken that needs no more than `target` items, so that the last wave
+    of thread blocks is full; segments of several tiles, or more segments than that, get one item a tile at least.
+
+    Args:
+        segments: in any order. Those without rows or entries give no item.
+        gqa: query heads per KV head.
+        num_kv_heads: KV heads.
+        block_m: rows of a tile, a power of 2 of at least `gqa`.
+        block_n: entries of one step inside a stretch.
+        target: items that fill the GPU once, at least 1.
+        chunk: entries of a stretch; then `target` says nothing and a row's result does not depend on what else is in
+            the batch. A multiple of block_n. 0: by `target`.
+        first_partial: where the partial rows begin.
+
+    Raises:
+        ValueError: a size out of range.
+    """
+    if target < 1 or block_n < 1 or chunk < 0 or chunk % block_n:
+        raise ValueError(
+            f"expected target >= 1, block_n >= 1 and chunk a multiple of it, got {target}, {block_n} and {chunk}"
+        )
+    per_tile = requests_per_tile(block_m, gqa)
+    busy = [s for s in segments if s.rows and s.length]
+    tiles = [-(-len(s.rows) // per_tile) for s in busy]
+    chunk = chunk or _chunk([s.length for s in busy], tiles, block_n, target)
+    rows: list[int] = []
+    items: list[tuple[int, ...]] = []
+    spans: list[tuple[int, int, int, int, int]] = []
+    partial = first_partial
+    for segment, num_tiles in zip(busy, tiles, strict=True):
+        parts = -(-segment.length // chunk)
+        for tile in range(num_tiles):
+            members = segment.rows[tile * per_tile : (tile + 1) * per_tile]
+            stride = num_kv_heads * block_m
+            for part in range(parts):
+                begin = part * chunk
+                stretch = (begin, min(begin + chunk, segment.length), partial + part * stride)
+                which = (segment.list_begin, segment.head_stride, segment.list_id)
+                items.append((len(rows), len(members), *which, *stretch))
+            spans += [(row, partial + i * gqa, stride, block_m, parts) for i, row in enumerate(members)]
+            rows += members
+            partial += parts * stride
+    return Items(rows, items, spans, partial - first_partial, chunk)
+
+
+def _chunk(lengths: Sequence[int], tiles: Sequence[int], block_n: int, target: int) -> int:
+    """The least multiple of block_n for which all segments together need at most `target` items, if there is one."""
+    low, high = 1, max((-(-length // block_n) for length in lengths), default=1)
+    while low < high:
+        middle = (low + high) // 2
+        needed = sum(n * -(-length // (middle * block_n)) for length, n in zip(lengths, tiles, strict=True))
+        low, high = (low, middle) if needed <= target else (middle + 1, high)
+    return low * block_n

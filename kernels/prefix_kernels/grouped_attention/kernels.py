@@ -1,0 +1,228 @@
+"""Triton kernels of grouped attention: tiles of query rows over lists of slots, and the merge of the parts.
+
+Both are portable from sm_80 on. Inside, exponents are to base 2 (one instruction) and turned into natural logarithms
+when they leave.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _attend_block(
+    q,
+    k_base,
+    v_base,
+    list_ptr,
+    start,
+    end,
+    k_stride_slot,
+    v_stride_slot,
+    qk_scale,
+    acc,
+    total,
+    peak,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One block of keys: q [BLOCK_M, BLOCK_D], acc [BLOCK_M, BLOCK_V], total and peak [BLOCK_M] (base 2)."""
+    column = start + tl.arange(0, BLOCK_N)
+    # Columns past the end read the last key again and are masked after the product: no load is predicated, and no
+    # row is read that is not listed.
+    place = tl.minimum(column, end - 1) if MASKED else column
+    slot = tl.load(list_ptr + place).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    k_ptrs = k_base + slot[None, :] * k_stride_slot + d[:, None]
+    k = tl.load(k_ptrs) if HEAD_DIM == BLOCK_D else tl.load(k_ptrs, mask=d[:, None] < HEAD_DIM, other=0.0)
+    scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * qk_scale
+    if MASKED:
+        scores = tl.where((column < end)[None, :], scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, axis=1))
+    weight = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(peak - higher)
+    total = total * shrink + tl.sum(weight, axis=1)
+    e = tl.arange(0, BLOCK_V)
+    v_ptrs = v_base + slot[:, None] * v_stride_slot + e[None, :]
+    v = tl.load(v_ptrs) if V_DIM == BLOCK_V else tl.load(v_ptrs, mask=e[None, :] < V_DIM, other=0.0)
+    acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
+    return acc, total, higher
+
+
+@triton.jit
+def attend_items_kernel(
+    q_ptr,  # [batch, num_qo_heads, HEAD_DIM]
+    k_ptr,  # [num_slots, num_kv_heads, HEAD_DIM]
+    v_ptr,  # [num_slots, num_kv_heads, V_DIM]
+    slots_ptr,  # int32 or int64 [arena]
+    rows_ptr,  # int32 [num_tile_requests], batch rows
+    counts_ptr,  # int32 [num_lists, num_kv_heads]
+    head_map_ptr,  # int32 [num_kv_heads], whose list a KV head reads
+    items_ptr,  # int32 [max_items, 8], see `items.py`
+    out_ptr,  # fp32 [num_partials, V_DIM]
+    lse_ptr,  # fp32 [num_partials], natural log
+    sm_scale,  # fp32, times the scale of K
+    q_stride_row,
+    q_stride_head,
+    k_stride_slot,
+    k_stride_head,
+    v_stride_slot,
+    v_stride_head,
+    GQA: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (KV head, item): one tile of rows over one stretch of one list; writes that part's state."""
+    head = tl.program_id(0)
+    fields = items_ptr + tl.program_id(1).to(tl.int64) * 8
+    num_rows = tl.load(fields + 1)
+    if num_rows > 0:
+        row_begin = tl.load(fields)
+        list_begin = tl.load(fields + 2).to(tl.int64)
+        head_stride = tl.load(fields + 3).to(tl.int64)
+        list_id = tl.load(fields + 4)
+        begin = tl.load(fields + 5)
+        end = tl.load(fields + 6)
+        partial = tl.load(fields + 7).to(tl.int64) + head * BLOCK_M
+        source = tl.load(head_map_ptr + head)
+        if list_id >= 0:
+            end = tl.minimum(end, tl.load(counts_ptr + list_id * tl.num_programs(0) + source))
+        list_ptr = slots_ptr + list_begin + source * head_stride
+
+        m = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_D)
+        live = m < num_rows * GQA
+        row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(tl.int64)
+        q_ptrs = q_ptr + row[:, None] * q_stride_row + (head * GQA + m % GQA)[:, None] * q_stride_head + d[None, :]
+        q = tl.load(q_ptrs, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        k_base = k_ptr + head * k_stride_head
+        v_base = v_ptr + head * v_stride_head
+        qk_scale = sm_scale * LOG2E
+        full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+        for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
+            acc, total, peak = _attend_block(
+                q,
+                k_base,
+                v_base,
+                list_ptr,
+                start,
+                end,
+                k_stride_slot,
+                v_stride_slot,
+                qk_scale,
+                acc,
+                total,
+                peak,
+                HEAD_DIM,
+                BLOCK_D,
+                V_DIM,
+                BLOCK_V,
+                BLOCK_N,
+                False,
+                PRECISION,
+            )
+        if full < end:
+            acc, total, peak = _attend_block(
+                q,
+                k_base,
+                v_base,
+                list_ptr,
+                full,
+                end,
+                k_stride_slot,
+                v_stride_slot,
+                qk_scale,
+                acc,
+                total,
+                peak,
+                HEAD_DIM,
+                BLOCK_D,
+                V_DIM,
+                BLOCK_V,
+                BLOCK_N,
+                True,
+                PRECISION,
+            )
+        empty = total == 0.0
+        e = tl.arange(0, BLOCK_V)
+        out_ptrs = out_ptr + (partial + m)[:, None] * V_DIM + e[None, :]
+        out = acc / tl.where(empty, 1.0, total)[:, None]
+        tl.store(out_ptrs, out, mask=live[:, None] & (e < V_DIM)[None, :])
+        lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+        tl.store(lse_ptr + partial + m, lse, mask=live)
+
+
+@triton.jit
+def merge_items_kernel(
+    partial_out_ptr,  # fp32 [num_partials, V_DIM]
+    partial_lse_ptr,  # fp32 [num_partials]
+    spans_ptr,  # int32 [batch, NUM_SPANS, 4], see `items.py`
+    out_ptr,  # [batch, num_qo_heads, V_DIM]
+    lse_ptr,  # fp32 [batch, num_qo_heads]
+    v_scale,  # fp32, scale of V
+    out_stride_row,
+    out_stride_head,
+    GQA: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_SPANS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Program (query head, batch row): merges the parts of that row's spans; an empty row gets 0 and -inf."""
+    qo_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    head = qo_head // GQA
+    e = tl.arange(0, BLOCK_V)
+    part = tl.arange(0, BLOCK_S)
+    acc = tl.zeros([BLOCK_V], tl.float32)
+    total = 0.0
+    peak = float("-inf")
+    for span in tl.static_range(NUM_SPANS):
+        fields = spans_ptr + (row * NUM_SPANS + span) * 4
+        first = tl.load(fields).to(tl.int64) + qo_head % GQA
+        part_stride = tl.load(fields + 1).to(tl.int64)
+        head_stride = tl.load(fields + 2)
+        count = tl.load(fields + 3)
+        for begin in tl.range(0, count, BLOCK_S):
+            there = begin + part < count
+            place = first + head * head_stride + (begin + part) * part_stride
+            lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf")) * LOG2E
+            higher = tl.maximum(peak, tl.max(lse, axis=0))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(lse - safe)
+            # An empty part may hold anything; its weight of 0 would not silence a NaN.
+            some = there & (lse > float("-inf"))
+            out = tl.load(
+                partial_out_ptr + place[:, None] * V_DIM + e[None, :],
+                mask=some[:, None] & (e < V_DIM)[None, :],
+                other=0.0,
+            )
+            shrink = tl.exp2(peak - safe)
+            acc = acc * shrink + tl.sum(weight[:, None] * out, axis=0)
+            total = total * shrink + tl.sum(weight, axis=0)
+            peak = higher
+    empty = total == 0.0
+    out = acc * (v_scale / tl.where(empty, 1.0, total))
+    out_ptrs = out_ptr + row * out_stride_row + qo_head * out_stride_head + e
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=e < V_DIM)
+    lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+    tl.store(lse_ptr + row * tl.num_programs(0) + qo_head, lse)

@@ -1,0 +1,340 @@
+"""Decode attention of a batch over lists of slots: planned on the host, then run without a wait or an allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.grouped_attention.config import (
+    AttentionConfig,
+    check_dtypes,
+    default_config,
+    programs_at_once,
+)
+from prefix_kernels.grouped_attention.items import ITEM_FIELDS, SPAN_FIELDS, Segment, cut
+from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
+from prefix_kernels.launching import launch
+from prefix_kernels.types import AttnState, PagedKV
+
+_MERGED_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What stays the same from step to step.
+
+    Attributes:
+        num_qo_heads: query heads, a multiple of num_kv_heads.
+        num_kv_heads: KV heads.
+        head_dim: channels of a key.
+        v_head_dim: channels of a value.
+        dtype: of queries and output: fp32, fp16 or bf16.
+        kv_dtype: of keys and values: `dtype`, or float8_e4m3fn.
+
+    Raises:
+        ValueError: query heads that do not divide.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_qo_heads < 1 or self.num_qo_heads % self.num_kv_heads:
+            raise ValueError(
+                f"expected num_qo_heads as a multiple of num_kv_heads, got {self.num_qo_heads} and {self.num_kv_heads}"
+            )
+
+    @property
+    def gqa(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @classmethod
+    def of(cls, q: Tensor, kv: PagedKV) -> AttentionShape:
+        """The shape of these tensors. Raises ValueError where they cannot be used together."""
+        check_dtypes(q, kv.k_cache)
+        return cls(q.shape[1], kv.num_kv_heads, kv.head_dim, kv.v_cache.shape[2], q.dtype, kv.k_cache.dtype)
+
+
+class AttentionPass:
+    """One launch of the attention kernel: its configuration and its table of items, in fixed device buffers.
+
+    Args:
+        config: tile and schedule.
+        max_batch: requests of a batch, at most.
+        target: items that fill the GPU once.
+        device: where the buffers are made.
+    """
+
+    def __init__(self, config: AttentionConfig, max_batch: int, target: int, device: torch.device) -> None:
+        self.config = config
+        self.target = target
+        self.max_items = max(target, max_batch)
+        self.items = torch.zeros(self.max_items, ITEM_FIELDS, dtype=torch.int32, device=device)
+        self.rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
+
+    def partial_rows(self, num_kv_heads: int) -> int:
+        """Partial rows that its items may write."""
+        return self.max_items * num_kv_heads * self.config.block_m
+
+
+class GroupedAttention:
+    """Attention of a batch: every request over its group's list, over its own list, or over both, merged.
+
+    The device buffers are made once, so that `run()` can be captured in a CUDA graph and replayed after another
+    `plan()`: counts and tables are read on the device, and items that a plan does not need leave at once.
+
+    Args:
+        shape: of the layers.
+        max_batch: requests of a batch, at most.
+        passes: configurations. Segments of the first element of `plan(...)` run with the first one, and so on.
+            Several passes serve tiles of different height, as a group's and a single request's.
+        device: where everything lies.
+        num_programs: thread blocks that fill the device, per pass; None asks the device.
+        chunk: tokens of a stretch, the same for every batch, so that a request's result does not depend on the rest
+            of the batch (give it one `passes` of fixed height, too); 0: as the batch is best spread.
+
+    Raises:
+        ValueError: no pass, or a batch of no request.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_batch: int,
+        passes: Sequence[AttentionConfig],
+        device: torch.device,
+        *,
+        num_programs: int | None = None,
+        chunk: int = 0,
+    ) -> None:
+        if not passes or max_batch < 1:
+            raise ValueError(f"expected one pass or more and max_batch >= 1, got {len(passes)} and {max_batch}")
+        self.shape = shape
+        self.max_batch = max_batch
+        self._chunk = chunk
+        self.passes = [
+            AttentionPass(
+                config,
+                max_batch,
+                max(1, (num_programs or programs_at_once(device, config)) // shape.num_kv_heads),
+                device,
+            )
+            for config in passes
+        ]
+        self._make_workspace(sum(one.partial_rows(shape.num_kv_heads) for one in self.passes), device)
+        self._spans = torch.zeros(max_batch, len(passes), SPAN_FIELDS, dtype=torch.int32, device=device)
+        self._own_heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=device)
+        self._no_counts = torch.zeros(1, shape.num_kv_heads, dtype=torch.int32, device=device)
+
+    def _make_workspace(self, num_rows: int, device: torch.device) -> None:
+        self._partial_out = torch.empty(num_rows, self.shape.v_head_dim, dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(num_rows, dtype=torch.float32, device=device)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory of the parts' states."""
+        return self._partial_out.nbytes + self._partial_lse.nbytes
+
+    def plan(self, *segments: Sequence[Segment]) -> None:
+        """Write the tables of the next runs. Copies to the device, without a wait.
+
+        Args:
+            *segments: per pass. A batch row may stand in one segment of each pass.
+
+        Raises:
+            ValueError: more passes than there are, a row out of range or twice in a pass, or (with a fixed chunk)
+                more items than the buffers hold.
+        """
+        if len(segments) > len(self.passes):
+            raise ValueError(f"expected segments of at most {len(self.passes)} passes, got {len(segments)}")
+        spans = torch.zeros(self._spans.shape, dtype=torch.int32)
+        first_partial = 0
+        for number, one in enumerate(self.passes):
+            items = cut(
+                segments[number] if number < len(segments) else (),
+                gqa=self.shape.gqa,
+                num_kv_heads=self.shape.num_kv_heads,
+                block_m=one.config.block_m,
+                block_n=one.config.block_n,
+                target=one.target,
+                chunk=self._chunk,
+                first_partial=first_partial,
+            )
+            self._check(items.rows, len(items.items), number)
+            table = torch.zeros(one.items.shape, dtype=torch.int32)
+            if items.items:
+                table[: len(items.items)] = torch.tensor(items.items, dtype=torch.int32)
+                at = torch.tensor(items.spans, dtype=torch.int32)
+                spans[at[:, 0].long(), number] = at[:, 1:]
+            _send(table, one.items)
+            _send(torch.tensor(items.rows, dtype=torch.int32), one.rows)
+            first_partial += one.partial_rows(self.shape.num_kv_heads)
+        _send(spans, self._spans)
+
+    def _check(self, rows: list[int], num_items: int, number: int) -> None:
+        if len(set(rows)) < len(rows) or (rows and max(rows) >= self.max_batch):
+            raise ValueError(
+                f"expected each batch row below {self.max_batch} once in a pass, got {sorted(rows)} in pass {number}"
+            )
+        most = self.passes[number].max_items
+        if num_items > most:
+            raise ValueError(
+                f"expected at most {most} items in pass {number}, got {num_items}; raise chunk={self._chunk}"
+            )
+
+    def run(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        slots: Tensor,
+        sm_scale: float,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        counts: Tensor | None = None,
+        head_map: Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
+        """Attend as planned. One launch per pass, one for the merge.
+
+        Args:
+            q: [batch, num_qo_heads, head_dim] post-RoPE queries.
+            kv: the layer's pool buffers; only listed slots are read.
+            slots: int32 or int64 arena in which the segments' lists lie. Listed slots must be in the pool (not checked:
+                that would wait for the device).
+            sm_scale: multiplies q.k before the softmax.
+            out: [batch, num_qo_heads, v_head_dim], written: 0 where a row has nothing to attend.
+            lse: [batch, num_qo_heads] fp32, written, natural log: -inf where a row has nothing to attend.
+            counts: int32 [num_lists, num_kv_heads], entries of the lists that segments name by `list_id`.
+            head_map: int32 [num_kv_heads], for a reuse layer: KV head h reads the lists and counts of head
+                `head_map[h]`. None: its own.
+            k_scale, v_scale: of fp8 keys and values.
+
+        Raises:
+            ValueError: tensors of another shape than planned for.
+        """
+        self._check_run(q, kv, slots, out, lse)
+        shape = self.shape
+        for one in self.passes:
+            launch(
+                attend_items_kernel,
+                (shape.num_kv_heads, one.max_items),
+                {
+                    "q_ptr": q,
+                    "k_ptr": kv.k_cache,
+                    "v_ptr": kv.v_cache,
+                    "slots_ptr": slots,
+                    "rows_ptr": one.rows,
+                    "counts_ptr": self._no_counts if counts is None else counts,
+                    "head_map_ptr": self._own_heads if head_map is None else head_map,
+                    "items_ptr": one.items,
+                    "out_ptr": self._partial_out,
+                    "lse_ptr": self._partial_lse,
+                    "sm_scale": float(sm_scale * k_scale),
+                    "q_stride_row": q.stride(0),
+                    "q_stride_head": q.stride(1),
+                    "k_stride_slot": kv.k_cache.stride(0),
+                    "k_stride_head": kv.k_cache.stride(1),
+                    "v_stride_slot": kv.v_cache.stride(0),
+                    "v_stride_head": kv.v_cache.stride(1),
+                    "GQA": shape.gqa,
+                    "HEAD_DIM": shape.head_dim,
+                    "BLOCK_D": block_of(shape.head_dim),
+                    "V_DIM": shape.v_head_dim,
+                    "BLOCK_V": block_of(shape.v_head_dim),
+                    "BLOCK_M": one.config.block_m,
+                    "BLOCK_N": one.config.block_n,
+                    "STAGES": one.config.num_stages,
+                    "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
+                },
+                num_warps=one.config.num_warps,
+                num_stages=one.config.num_stages,
+            )
+        launch(
+            merge_items_kernel,
+            (shape.num_qo_heads, q.shape[0]),
+            {
+                "partial_out_ptr": self._partial_out,
+                "partial_lse_ptr": self._partial_lse,
+                "spans_ptr": self._spans,
+                "out_ptr": out,
+                "lse_ptr": lse,
+                "v_scale": float(v_scale),
+                "out_stride_row": out.stride(0),
+                "out_stride_head": out.stride(1),
+                "GQA": shape.gqa,
+                "V_DIM": shape.v_head_dim,
+                "BLOCK_V": block_of(shape.v_head_dim),
+                "NUM_SPANS": len(self.passes),
+                "BLOCK_S": min(_MERGED_AT_ONCE, block_of(max(one.target for one in self.passes))),
+            },
+            num_warps=4,
+        )
+
+    def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, out: Tensor, lse: Tensor) -> None:
+        shape = self.shape
+        heads = (q.shape[0], shape.num_qo_heads)
+        if AttentionShape.of(q, kv) != shape or q.shape[0] > self.max_batch or q.shape[2] != shape.head_dim:
+            raise ValueError(
+                f"expected queries and KV of {shape} and at most {self.max_batch} rows, got q {tuple(q.shape)} "
+                f"{q.dtype} and k_cache {tuple(kv.k_cache.shape)} {kv.k_cache.dtype}"
+            )
+        for name, tensor, wanted in (("out", out, (*heads, shape.v_head_dim)), ("lse", lse, heads)):
+            if tuple(tensor.shape) != wanted:
+                raise ValueError(f"expected {name} {wanted}, got {tuple(tensor.shape)}")
+        if lse.dtype is not torch.float32 or not lse.is_contiguous():
+            raise ValueError(f"expected lse contiguous in float32, got {lse.dtype}")
+        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"expected slots [arena] int32 or int64, got {tuple(slots.shape)} {slots.dtype}")
+        for name, tensor in (("q", q), ("k_cache", kv.k_cache), ("v_cache", kv.v_cache), ("out", out)):
+            if tensor.stride(2) != 1:
+                raise ValueError(f"expected {name} with adjacent channels, got strides {tensor.stride()}")
+
+
+def attend_segments(
+    q: Tensor,
+    kv: PagedKV,
+    slots: Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float,
+    block_m: int,
+    counts: Tensor | None = None,
+) -> AttnState:
+    """Plan and run once, in fp32 output: for callers that are not in a hurry.
+
+    Args:
+        q, kv, slots, sm_scale, counts: as in `GroupedAttention.run`.
+        segments: of one pass.
+        block_m: rows of a tile.
+    """
+    shape = AttentionShape.of(q, kv)
+    attention = GroupedAttention(
+        shape, max(q.shape[0], 1), [default_config(block_m, shape.head_dim, shape.dtype)], q.device
+    )
+    attention.plan(segments)
+    out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.v_head_dim, dtype=torch.float32)
+    lse = q.new_empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
+    attention.run(q, kv, slots, sm_scale, out, lse, counts=counts)
+    return AttnState(out, lse)
+
+
+def block_of(size: int) -> int:
+    """The least power of 2 of at least `size` and 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _send(table: Tensor, buffer: Tensor) -> None:
+    """Copy the first rows of a fixed buffer, without a wait."""
+    if table.shape[0] == 0:
+        return
+    source = table.pin_memory() if buffer.device.type == "cuda" else table
+    buffer[: table.shape[0]].copy_(source, non_blocking=True)

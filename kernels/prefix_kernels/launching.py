@@ -1,0 +1,131 @@
+"""Launching Triton kernels, and compiling what would be launched for a GPU that is not there.
+
+Operations launch through `launch()`. Inside `recording()` nothing runs: each launch is kept, with the types and the
+divisibility of its very arguments, and `compiled()` compiles it for any target. So "this kernel compiles for sm_80"
+is said of the code that runs, in the shapes that it runs in, on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_POINTERS = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+_DIVISIBLE = 16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as it was asked for.
+
+    Attributes:
+        kernel: the Triton function.
+        grid: programs.
+        arguments: by parameter name, compile-time ones included.
+        options: of the compiler: num_warps, num_stages.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    options: Mapping[str, int]
+
+
+@dataclass
+class Recording:
+    """The launches of a `recording()` block."""
+
+    launches: list[Launch] = field(default_factory=list)
+
+
+_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int) -> None:
+    """Start a kernel on the current stream; neither allocates nor waits.
+
+    Args:
+        kernel: a Triton function.
+        grid: programs, up to three axes; nothing happens where one is 0.
+        arguments: by parameter name.
+        options: num_warps, num_stages.
+    """
+    if 0 in grid:
+        return
+    kept = _recording.get()
+    if kept is not None:
+        kept.launches.append(Launch(kernel, grid, dict(arguments), dict(options)))
+        return
+    kernel[grid](**arguments, **options)
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Within the block, launches are kept instead of run. Outputs stay as they were."""
+    kept = Recording()
+    token = _recording.set(kept)
+    try:
+        yield kept
+    finally:
+        _recording.reset(token)
+
+
+def compiled(launched: Launch, capability: int) -> Any:
+    """Compile a launch for a CUDA target, without a GPU.
+
+    Args:
+        launched: from `recording()`.
+        capability: 80 for sm_80, 90 for sm_90 (with its own instructions), and so on.
+
+    Returns:
+        Triton's compiled kernel: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared` in bytes.
+
+    Raises:
+        Exception: whatever Triton or the assembler raises for code that this target cannot run.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for at, parameter in enumerate(launched.kernel.params):
+        value = launched.arguments[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[(at,)] = value
+            continue
+        signature[parameter.name] = _type_of(value)
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if isinstance(number, int) and number % _DIVISIBLE == 0:
+            attributes[(at,)] = [["tt.divisibility", _DIVISIBLE]]
+    source = ASTSource(fn=launched.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launched.options))
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    raise TypeError(f"expected a tensor, int or float as a kernel's argument, got {type(value).__name__}")

@@ -1,0 +1,321 @@
+"""Pooled scores of the groups of a batch: planned on the host, then run in two launches without a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from prefix_kernels.launching import launch
+from prefix_kernels.pooled_scores.kernels import pooled_scores_kernel
+from prefix_kernels.pooling import Pooling
+
+_POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
+_COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+HEAD_FIELDS = 4
+ARRAYS = 5
+
+
+class Source(IntEnum):
+    """Where raw scores come from."""
+
+    RAW = 0
+    """Scores that are there already: fp32, -inf for none."""
+    KEYS = 1
+    """Keys in the pool, by lists of slots: exact q.k."""
+    LOW_BIT = 2
+    """Rows of codes (tokens, or mean keys of blocks)."""
+    MINMAX = 3
+    """Minimum and maximum of blocks in codes: upper bounds of q.k."""
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """How candidates are scored; a matter of speed only.
+
+    Attributes:
+        block_m: query rows of a tile, a power of 2 of at least 16.
+        block_n: candidates of a step, a power of 2 of at least 16.
+        num_warps: of a program.
+        num_stages: steps that are on their way at a time.
+        num_chunks: stretches of a (group, KV head).
+    """
+
+    block_m: int = 16
+    block_n: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+    num_chunks: int = 1
+
+
+@dataclass(frozen=True)
+class ScoreShape:
+    """What stays the same from step to step.
+
+    Attributes:
+        num_qo_heads, num_kv_heads: heads.
+        source: of raw scores.
+        channels: of a key that are multiplied: head_dim with KEYS, those that the codes keep otherwise.
+        bits: of a code: 2, 4 or 8.
+        listed_channels: whether codes keep some channels only, which an array names.
+        pooling: over the rows and query heads of a group.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    source: Source
+    channels: int = 16
+    bits: int = 4
+    listed_channels: bool = False
+    pooling: Pooling = Pooling.MAX
+
+    @property
+    def gqa(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def row_units(self) -> int:
+        """Words (4 bits) or bytes (2 and 8 bits) of one row of codes; channels of a key with KEYS."""
+        if self.source in (Source.KEYS, Source.RAW):
+            return self.channels
+        return self.channels // (1 if self.bits == 8 else 4)
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group and what it chooses from.
+
+    Attributes:
+        rows: batch rows.
+        counts: per KV head, candidates.
+        first_rows: per KV head, first of its rows among the codes; with RAW and KEYS all 0.
+        list_begins: per KV head, where its list begins in the arena of `run`: slots with KEYS, rows of codes where
+            candidates are listed; else all 0.
+        score_begins: per KV head, where its scores go in the arena of scores.
+        arrays: tensors of the index on the device: channels (int16 [num_kv_heads, channels]) or None, codes (uint8),
+            scale (fp32 [num_kv_heads, channels]), with MINMAX codes and scale of the maximum first, of the minimum
+            second. Kept alive by the caller while runs may read them.
+    """
+
+    rows: tuple[int, ...]
+    counts: tuple[int, ...]
+    first_rows: tuple[int, ...]
+    list_begins: tuple[int, ...]
+    score_begins: tuple[int, ...]
+    arrays: tuple[Tensor | None, ...] = ()
+
+
+class PooledScores:
+    """Scores of candidates, pooled over the rows of their group: log of the (largest or mean) share of attention.
+
+    Source of the pooling: Kascade, 3.4 (after the softmax); see `pooling.pool_scores`.
+
+    Args:
+        shape: of heads and index.
+        max_batch: requests of a batch, at most.
+        max_groups: groups of a batch, at most.
+        config: tile and schedule; `block_m` that is less than a group's rows takes several tiles.
+        device: where the buffers are made.
+        listed: whether candidates are named by a list (always with KEYS).
+
+    Raises:
+        ValueError: query heads that do not divide, or bits that are no code's.
+    """
+
+    def __init__(
+        self,
+        shape: ScoreShape,
+        max_batch: int,
+        max_groups: int,
+        config: ScoreConfig,
+        device: torch.device,
+        *,
+        listed: bool = False,
+    ) -> None:
+        coded = shape.source in (Source.LOW_BIT, Source.MINMAX) and shape.bits < 8
+        if shape.num_qo_heads % shape.num_kv_heads or shape.bits not in (2, 4, 8) or (coded and shape.channels % 4):
+            raise ValueError(
+                "expected num_qo_heads as a multiple of num_kv_heads, bits of 2, 4 or 8, and with codes of 2 and 4 "
+                f"bits channels as a multiple of 4, got {shape}"
+            )
+        self.shape = shape
+        self.config = config
+        self.max_batch, self.max_groups = max_batch, max_groups
+        self._listed = listed or shape.source is Source.KEYS
+        self._max_rows = max_batch * shape.gqa
+        heads = (max_groups, shape.num_kv_heads)
+        self._rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._groups = torch.zeros(max_groups, 4, dtype=torch.int32, device=device)
+        self._heads = torch.zeros(*heads, HEAD_FIELDS, dtype=torch.int64, device=device)
+        self._arrays = torch.zeros(max_groups, ARRAYS, dtype=torch.int64, device=device)
+        stats = (*heads, config.num_chunks, self._max_rows)
+        self._peak = torch.empty(stats, dtype=torch.float32, device=device)
+        self._total = torch.empty(stats, dtype=torch.float32, device=device)
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
+        self._no_scores = torch.zeros(1, dtype=torch.float32, device=device)
+
+    def plan(self, groups: Sequence[ScoredGroup]) -> None:
+        """Write the tables of the next runs. Copies to the device, without a wait.
+
+        Raises:
+            ValueError: more groups or rows than the buffers hold, or a group of another number of KV heads.
+        """
+        rows = [row for group in groups for row in group.rows]
+        if len(groups) > self.max_groups or len(rows) > self.max_batch:
+            raise ValueError(
+                f"expected at most {self.max_groups} groups of {self.max_batch} rows together, got {len(groups)} of "
+                f"{len(rows)}"
+            )
+        tables = torch.zeros(self._groups.shape, dtype=torch.int32)
+        heads = torch.zeros(self._heads.shape, dtype=torch.int64)
+        arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
+        first = 0
+        for number, group in enumerate(groups):
+            fields = (group.counts, group.first_rows, group.list_begins, group.score_begins)
+            if {len(field) for field in fields} != {self.shape.num_kv_heads}:
+                raise ValueError(
+                    f"expected counts and begins for each of {self.shape.num_kv_heads} KV heads, got {group}"
+                )
+            tables[number] = torch.tensor([first, len(group.rows), max(group.counts), 0])
+            heads[number] = torch.tensor(fields).T
+            for at, array in enumerate(group.arrays):
+                arrays[number, at] = 0 if array is None else array.data_ptr()
+            first += len(group.rows)
+        for source, buffer in (
+            (torch.tensor(rows, dtype=torch.int32), self._rows),
+            (tables, self._groups),
+            (heads, self._heads),
+            (arrays, self._arrays),
+        ):
+            if source.shape[0]:
+                pinned = source.pin_memory() if buffer.device.type == "cuda" else source
+                buffer[: source.shape[0]].copy_(pinned, non_blocking=True)
+
+    def run(
+        self,
+        q: Tensor,
+        scores: Tensor,
+        sm_scale: float,
+        *,
+        k_cache: Tensor | None = None,
+        lists: Tensor | None = None,
+        raw: Tensor | None = None,
+        arrays: Tensor | None = None,
+    ) -> None:
+        """Score as planned: two launches.
+
+        Args:
+            q: [batch, num_qo_heads, head_dim] post-RoPE queries.
+            scores: fp32 arena, written at the groups' `score_begins`: natural log of the pooled share of attention
+                among a KV head's candidates; -inf where no row says anything.
+            sm_scale: multiplies q.k before the softmax.
+            k_cache: [num_slots, num_kv_heads, head_dim], with KEYS.
+            lists: int32 or int64 arena of the groups' lists.
+            raw: fp32 [max_groups, num_kv_heads, rows, candidates] by its strides. With RAW the scores, read. Otherwise
+                room for them, worth it for few rows: the second pass then reads them back instead of scoring again.
+            arrays: int64 [max_groups, 5] addresses of another layer's arrays; None for those of the plan.
+
+        Raises:
+            ValueError: a tensor that the source needs is missing, or of another shape.
+        """
+        self._check_run(q, scores, k_cache, lists, raw)
+        first = self._arguments(q, scores, sm_scale, k_cache, lists, raw, arrays)
+        shape = self.shape
+        reread = shape.source is not Source.RAW and raw is not None
+        second = replace(shape, source=Source.RAW) if reread else shape
+        for pool, of in ((0, shape), (_POOL[shape.pooling], second)):
+            launch(
+                pooled_scores_kernel,
+                (self.config.num_chunks, shape.num_kv_heads, self.max_groups),
+                {**first, "POOL": pool, "SOURCE": int(of.source), "STORE_RAW": bool(reread and pool == 0)},
+                num_warps=self.config.num_warps,
+                num_stages=self.config.num_stages,
+            )
+
+    def _arguments(
+        self,
+        q: Tensor,
+        scores: Tensor,
+        sm_scale: float,
+        k_cache: Tensor | None,
+        lists: Tensor | None,
+        raw: Tensor | None,
+        arrays: Tensor | None,
+    ) -> dict[str, Any]:
+        shape, config = self.shape, self.config
+        half = shape.source in (Source.LOW_BIT, Source.MINMAX) and q.dtype is not torch.float32
+        return {
+            "q_ptr": q,
+            "rows_ptr": self._rows,
+            "groups_ptr": self._groups,
+            "heads_ptr": self._heads,
+            "arrays_ptr": self._arrays if arrays is None else arrays,
+            "k_ptr": self._no_scores if k_cache is None else k_cache,
+            "lists_ptr": self._nothing if lists is None else lists,
+            "raw_ptr": self._no_scores if raw is None else raw,
+            "peak_ptr": self._peak,
+            "total_ptr": self._total,
+            "scores_ptr": scores,
+            "sm_scale": float(sm_scale),
+            "q_stride_row": q.stride(0),
+            "q_stride_head": q.stride(1),
+            "k_stride_slot": 0 if k_cache is None else k_cache.stride(0),
+            "k_stride_head": 0 if k_cache is None else k_cache.stride(1),
+            "raw_stride_group": 0 if raw is None else raw.stride(0),
+            "raw_stride_head": 0 if raw is None else raw.stride(1),
+            "raw_stride_row": 0 if raw is None else raw.stride(2),
+            "raw_stride_candidate": 0 if raw is None else raw.stride(3),
+            "max_rows": self._max_rows,
+            "GQA": shape.gqa,
+            "CHANNELS": shape.channels,
+            "BLOCK_K": _power_of_2(shape.row_units),
+            "ROW_UNITS": shape.row_units,
+            "BITS": shape.bits,
+            "LISTED_ROWS": self._listed,
+            "LISTED_CHANNELS": shape.listed_channels,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_CHUNKS": _power_of_2(config.num_chunks),
+            # Sixteen candidates to a warp, see the kernel's sums.
+            "LANES": min(config.num_warps, config.block_n // 16),
+            "STAGES": config.num_stages,
+            # Codes are exact in fp16, and a query's channel keeps 11 bits there.
+            "COMPUTE": tl.float16 if half else _COMPUTE[q.dtype],
+            "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
+            # The interpreter knows no assembly.
+            "ASSEMBLY": half and not knobs.runtime.interpret,
+        }
+
+    def _check_run(
+        self, q: Tensor, scores: Tensor, k_cache: Tensor | None, lists: Tensor | None, raw: Tensor | None
+    ) -> None:
+        source = self.shape.source
+        missing = [
+            name
+            for name, tensor, needed in (
+                ("k_cache", k_cache, source is Source.KEYS),
+                ("lists", lists, self._listed),
+                ("raw", raw, source is Source.RAW),
+            )
+            if needed and tensor is None
+        ]
+        if missing:
+            raise ValueError(f"expected {' and '.join(missing)} for scores from {source.name}, got none; hand them in")
+        if q.dim() != 3 or q.shape[1] != self.shape.num_qo_heads or q.shape[0] > self.max_batch or q.stride(2) != 1:
+            raise ValueError(
+                f"expected q [at most {self.max_batch}, {self.shape.num_qo_heads}, head_dim] with adjacent channels, "
+                f"got {tuple(q.shape)} of strides {q.stride()}"
+            )
+        if scores.dtype is not torch.float32 or not scores.is_contiguous():
+            raise ValueError(f"expected scores as a contiguous float32 arena, got {scores.dtype}")
+
+
+def _power_of_2(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())

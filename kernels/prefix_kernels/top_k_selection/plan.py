@@ -1,0 +1,107 @@
+"""What a step selects from, cut on the host into chunks that fill the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NUM_FIELDS = 12
+"""int64 fields of an item: group, begin, end (tokens of its chunk), the group's first item, the group's number of
+items, prefix_len, count, num_sink, recent_begin, score_start, score_stride, slot_start. Group -1: leave at once."""
+
+
+@dataclass(frozen=True)
+class SelectionGroup:
+    """One group's candidates and budget.
+
+    Attributes:
+        prefix_len: tokens of the prefix, 0 allowed.
+        budget: tokens per KV head, at least 1; sink and recent window count towards it.
+        score_start: where its scores begin in the arena.
+        score_stride: from one KV head's scores to the next one's.
+        block_size: tokens per score, a power of 2, of all KV heads or one for each; 1 is token granularity. KV head h
+            has ceil(prefix_len / block_size) scores.
+        num_sink: leading positions always taken.
+        num_recent: trailing positions always taken.
+        slot_start: where its position-to-slot table begins in the arena of slots.
+
+    Raises:
+        ValueError: sizes out of range, or windows that do not fit the budget.
+    """
+
+    prefix_len: int
+    budget: int
+    score_start: int = 0
+    score_stride: int = 0
+    block_size: int | tuple[int, ...] = 1
+    num_sink: int = 0
+    num_recent: int = 0
+    slot_start: int = 0
+
+    def __post_init__(self) -> None:
+        least_block = self.block_size if isinstance(self.block_size, int) else min(self.block_size, default=0)
+        for name, value, least in (
+            ("prefix_len", self.prefix_len, 0),
+            ("budget", self.budget, 1),
+            ("score_start", self.score_start, 0),
+            ("score_stride", self.score_stride, 0),
+            ("block_size", least_block, 1),
+            ("num_sink", self.num_sink, 0),
+            ("num_recent", self.num_recent, 0),
+            ("slot_start", self.slot_start, 0),
+        ):
+            if value < least:
+                raise ValueError(f"expected {name} >= {least}, got {value}; correct the group's plan")
+        for size in self.block_size if isinstance(self.block_size, tuple) else (self.block_size,):
+            if size & (size - 1):
+                raise ValueError(f"expected block_size as a power of 2, got {size}; repeat the scores to such blocks")
+        if self.budget < self.prefix_len and self.num_sink + self.num_recent > self.budget:
+            raise ValueError(
+                f"expected num_sink + num_recent <= budget={self.budget} tokens, got {self.num_sink} + "
+                f"{self.num_recent}; raise the budget or shrink the windows"
+            )
+
+    @property
+    def count(self) -> int:
+        """Tokens that are selected per KV head."""
+        return min(self.budget, self.prefix_len)
+
+    def block_sizes(self, num_kv_heads: int) -> list[int]:
+        """Of every KV head. Raises ValueError where there is not one for each."""
+        if isinstance(self.block_size, int):
+            return [self.block_size] * num_kv_heads
+        if len(self.block_size) != num_kv_heads:
+            raise ValueError(
+                f"expected a block size for each of {num_kv_heads} KV heads, got {len(self.block_size)}; "
+                "give one for all, or one for each"
+            )
+        return list(self.block_size)
+
+    def scores_end(self, num_kv_heads: int) -> int:
+        """Entries that the arena of scores must have for this group; 0 where none is read."""
+        if self.prefix_len == 0:
+            return 0
+        sizes = enumerate(self.block_sizes(num_kv_heads))
+        return max(self.score_start + h * self.score_stride + -(-self.prefix_len // size) for h, size in sizes)
+
+
+def cut_groups(groups: Sequence[SelectionGroup], max_groups: int, target: int, tile: int) -> list[list[int]]:
+    """Items of all groups, chunks of one length in whole tiles: at most `target` items, and one more for each group.
+
+    A group without tokens, and a group that the plan does not name, has one item: it writes a count of 0 and the
+    padding.
+    """
+    total = sum(group.prefix_len for group in groups)
+    chunk = max(1, -(-total // (target * tile))) * tile
+    items: list[list[int]] = []
+    for g in range(max_groups):
+        group = groups[g] if g < len(groups) else SelectionGroup(0, 1)
+        num_items = max(1, -(-group.prefix_len // chunk))
+        first = len(items)
+        for number in range(num_items):
+            begin = number * chunk
+            end = min(begin + chunk, group.prefix_len)
+            fields = [g, begin, end, first, num_items, group.prefix_len, group.count, group.num_sink]
+            fields += [group.prefix_len - group.num_recent, group.score_start, group.score_stride, group.slot_start]
+            items.append(fields)
+    return items

@@ -1,0 +1,250 @@
+"""Parts of the kernels' benchmark, in this process: oracles, gates, tuning's choice; rivals and timer on fakes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from prefix_kernels.testing import dense_attention
+from prefix_kernels.types import PagedKV
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The modules that run no kernel."""
+    sys.path.insert(0, str(BENCHMARKS))
+    names = ("kernel_naive", "kernel_problem", "kernel_rivals", "kernel_timing", "kernel_tune")
+    try:
+        yield SimpleNamespace(**{name.removeprefix("kernel_"): importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_the_best_configuration_is_green_everywhere_and_least_on_average(bench, capsys):
+    def row(case: str, block_n: int, us: float, green: bool = True, block_m: int = 16) -> dict:
+        launch = {"block_m": block_m, "block_n": block_n}
+        key = {"bench": "tune", "case": case, "context": 1, "batch": 1, "shape": [4, 2, 64], "dtype": "bfloat16"}
+        return {**key, "launch": launch, "us": us, "green": green}
+
+    rows = [row("exact", 32, 10.0), row("sparse", 32, 40.0), row("exact", 64, 12.0), row("sparse", 64, 20.0)]
+    rows += [row("exact", 128, 1.0), row("sparse", 128, 1.0, green=False)]
+    rows += [row("exact", 32, 1.0, block_m=32), row("sparse", 64, 1.0, block_m=32)]
+    ((entry, count),) = bench.tune.best(rows)
+    assert entry["config"] == {"block_m": 16, "block_n": 64}
+    assert entry["us"] == 12.0
+    assert count == 2
+    assert "no configuration of 32 rows" in capsys.readouterr().err
+
+
+def test_the_oracle_agrees_with_dense_attention(bench):
+    gen = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, 16, generator=gen)
+    kv = PagedKV(torch.randn(60, 2, 16, generator=gen), torch.randn(60, 2, 8, generator=gen))
+    shared, own = torch.arange(5, 25), torch.stack([torch.arange(30, 37), torch.arange(40, 47)])
+    parts = [((0, 2), shared[None]), ((2,), own), ((1,), own)]
+    state = bench.problem.oracle(q, kv, parts, 0.3)
+    for row, lists in ((0, [shared] * 2), (1, list(own)), (2, [torch.cat([shared, one]) for one in own])):
+        for head, slots in enumerate(lists):
+            part = slice(2 * head, 2 * head + 2)
+            keys, values = kv.k_cache[slots, head : head + 1], kv.v_cache[slots, head : head + 1]
+            wanted = dense_attention(q[row : row + 1, part], keys, values, 0.3)
+            torch.testing.assert_close(state.out[row : row + 1, part], wanted.out)
+            torch.testing.assert_close(state.lse[row : row + 1, part], wanted.lse)
+
+
+def test_the_oracle_of_blocks_agrees_with_naive_loops(bench):
+    from prefix_kernels.grouped_attention import AttentionShape
+
+    shape = AttentionShape(6, 3, 16, 16, torch.float32, torch.float32)
+    inputs = bench.naive.Inputs(shape, 2, 128, torch.device("cpu"))
+    assert inputs.sizes == [16, 32, 64]
+    estimation = bench.naive.Estimation(inputs, "vector")
+    estimation.poison()
+    assert estimation.check().error == math.inf
+    estimation.run()
+    assert estimation.check().green
+    estimation.scores[1][int(estimation.scores[1].argmax())] += 0.01
+    assert not estimation.check().green
+    with pytest.raises(ValueError, match="expected prefix_len as a multiple of 64 tokens, got 100"):
+        bench.naive.Inputs(shape, 2, 100, torch.device("cpu"))
+
+
+def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
+    """A lost beacon of 64 in 4,096 keys is far outside bf16's limit; rounding to bf16 is inside."""
+    from prefix_kernels.grouped_attention import AttentionShape
+
+    shape = AttentionShape(4, 2, 32, 32, torch.bfloat16, torch.bfloat16)
+    sizes = bench.problem.Sizes(4096, 2, 1, 16, 16)
+    problem = bench.problem.make_problem(shape, sizes, 0.05, torch.device("cpu"))
+    assert problem.positions.shape[2] == math.ceil(round(0.05 * 4096) * math.sqrt(2))
+    wanted = problem.oracle("all")
+    assert problem.gate(wanted.out.bfloat16(), wanted.lse, "all").green
+    assert not problem.gate(wanted.out.bfloat16(), wanted.lse + 2e-3, "all").green
+    parts = [((row,), slots[None]) for row, slots in enumerate(problem.suffix_slots)]
+    for lost in (problem.prefix_slots[:, 1:], problem.prefix_slots[:, :-1]):
+        state = bench.problem.oracle(problem.q, problem.kv, [((0, 1), lost), *parts], problem.sm_scale)
+        assert problem.gate(state.out, None, "all").error > 2
+    assert bool(torch.isnan(problem.kv.k_cache).any())
+    with pytest.raises(ValueError, match="expected a batch that is a multiple of the groups"):
+        bench.problem.Sizes(4096, 3, 2, 16, 16)
+
+
+class FakeDecode:
+    """FlashInfer's decode wrapper as documented, from its page tables."""
+
+    def __init__(self, workspace, layout, *, use_tensor_cores):
+        assert (workspace.dtype, layout, use_tensor_cores) == (torch.uint8, "NHD", True)
+
+    def plan(self, indptr, indices, last_page_len, qo, kv, dim, page, *, q_data_type, kv_data_type, sm_scale):
+        assert (qo, kv, dim, q_data_type, kv_data_type) == (4, 2, 16, torch.float32, torch.float32)
+        self.tables, self.page, self.scale = paged(indptr, indices, last_page_len, page), page, sm_scale
+
+    def run(self, q, cache, out):
+        pool = unpaged(cache, self.page)
+        for row, slots in enumerate(self.tables):
+            out[row] = dense_attention(q[row : row + 1], *(part[slots] for part in pool), self.scale).out[0]
+        return out
+
+
+class FakeCascade:
+    """FlashInfer's cascade: a row attends its page table of every level."""
+
+    def __init__(self, levels, workspace, layout):
+        assert (levels, layout) == (2, "NHD")
+
+    def plan(
+        self, qo_indptr, indptr, indices, last_page_len, qo, kv, dim, page, *, q_data_type, kv_data_type, sm_scale
+    ):
+        self.levels = [
+            (own.tolist(), paged(*tables, page))
+            for own, *tables in zip(qo_indptr, indptr, indices, last_page_len, strict=True)
+        ]
+        self.page, self.scale = page, sm_scale
+
+    def run(self, q, cache):
+        pool, out = unpaged(cache, self.page), torch.empty_like(q)
+        for row in range(len(q)):
+            slots = torch.cat([tables[sum(b <= row for b in bounds) - 1] for bounds, tables in self.levels])
+            out[row] = dense_attention(q[row : row + 1], *(part[slots] for part in pool), self.scale).out[0]
+        return out
+
+
+def paged(indptr, indices, last_page_len, page) -> list[torch.Tensor]:
+    bounds = indptr.tolist()
+    return [
+        (indices[begin:end, None] * page + torch.arange(page)).flatten()[: (end - begin - 1) * page + int(last)]
+        for begin, end, last in zip(bounds, bounds[1:], last_page_len, strict=False)
+    ]
+
+
+def unpaged(cache, page) -> list[torch.Tensor]:
+    assert all(part.shape[1] == page for part in cache)
+    return [part.flatten(0, 1) for part in cache]
+
+
+@pytest.mark.parametrize(("batch", "groups", "suffix"), [(3, 1, 21), (4, 2, 16), (2, 2, 0)])
+def test_rivals_are_given_the_same_keys(bench, monkeypatch, batch, groups, suffix):
+    from prefix_kernels.grouped_attention import AttentionShape
+
+    fake = SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=FakeDecode, MultiLevelCascadeAttentionWrapper=FakeCascade, __version__="0"
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    shape = AttentionShape(4, 2, 16, 16, torch.float32, torch.float32)
+    sizes = bench.problem.Sizes(48, batch, groups, suffix, 16)
+    problem = bench.problem.make_problem(shape, sizes, 0.5, torch.device("cpu"))
+    for name in bench.rivals.RIVALS if suffix else ["flashinfer"]:
+        case = bench.rivals.RIVALS[name](problem)
+        case.poison()
+        assert not problem.gate(case.out, case.lse, case.reads).green
+        case.run()
+        assert problem.gate(case.out, case.lse, case.reads).green, name
+
+
+class FakeEvent:
+    """Its time is its place in the journal."""
+
+    journal: list[str] = []  # noqa: RUF012
+
+    def __init__(self, *, enable_timing, external=False):
+        assert enable_timing
+        self.external = external
+
+    def record(self):
+        self.place = len(self.journal)
+        self.journal.append("event")
+
+    def elapsed_time(self, other):
+        return (other.place - self.place) * 1e-3
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """torch.cuda as far as the timer uses it; replaying a graph runs what it captured."""
+    captured: list[FakeGraph] = []
+
+    class FakeGraph:
+        def replay(self):
+            FakeEvent.journal.append("replay")
+
+    @contextlib.contextmanager
+    def graph(made):
+        captured.append(made)
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "Event": FakeEvent,
+        "CUDAGraph": FakeGraph,
+        "graph": graph,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda own: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    FakeEvent.journal.clear()
+    return captured
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_only_the_work_stands_between_the_events(bench, fake_cuda, monkeypatch, in_graph):
+    monkeypatch.setattr(bench.timing, "_FLUSH_BYTES", 64)
+    timer = bench.timing.GpuTimer(torch.device("cpu"), repeats=(3, 3), in_graph=in_graph)
+    timer.flush = lambda: FakeEvent.journal.append("flush")
+
+    def work():
+        FakeEvent.journal.append("work")
+
+    replay = timer.prepare(work)
+    assert FakeEvent.journal == ["work"] * 3  # twice to warm up, once captured
+    FakeEvent.journal.clear()
+    times = timer.time(replay, work)
+    assert times.repeats == 3
+    assert times.us == 2  # one entry between the events
+    measured = FakeEvent.journal[8:]
+    one = ["flush", "event", "work" if in_graph else "replay", "event"]
+    assert measured == one * 3 + ["replay"] * (2 * in_graph)
+
+
+def test_what_cannot_be_captured_is_an_error_or_timed_without_a_graph(bench, fake_cuda, monkeypatch):
+    monkeypatch.setattr(bench.timing, "_FLUSH_BYTES", 64)
+    timer = bench.timing.GpuTimer(torch.device("cpu"))
+
+    def work():
+        if fake_cuda:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    assert timer.prepare(work, eager_too=True) is work
+    fake_cuda.clear()
+    with pytest.raises(RuntimeError, match="not permitted"):
+        timer.prepare(work)

@@ -1,0 +1,170 @@
+"""Every Triton kernel compiles for sm_80 and sm_90, without a GPU, in the shapes that it is launched in.
+
+The launches are those of the operations themselves, kept by `recording()`; nothing spills to local memory.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefix_kernels import AttnState, PagedKV, Selection
+from prefix_kernels.csa_scores import encode_lists
+from prefix_kernels.launching import Launch, compiled, launch, recording
+from prefix_kernels.low_bit import LowBitTensor, quantize
+from prefix_kernels.ops import (
+    csa_scores_compact,
+    exact_scores,
+    low_bit_block_scores,
+    merge_state,
+    prefix_attention,
+    suffix_attention,
+    token_scores,
+    top_k_selection,
+)
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+HEADS, KV_HEADS, DIM = 32, 8, 128
+
+
+def q(rows: int, dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> torch.Tensor:
+    return torch.zeros(rows, HEADS, dim, dtype=dtype)
+
+
+def pool(dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> PagedKV:
+    cache = torch.zeros(64, KV_HEADS, dim).to(dtype)
+    return PagedKV(cache, cache)
+
+
+def codes(channels: int, *lead: int) -> LowBitTensor:
+    return quantize(torch.zeros(*lead, channels), 4)
+
+
+def prefix(rows: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | None = None, dim: int = DIM) -> None:
+    everything = Selection.all(64, KV_HEADS)
+    prefix_attention(
+        q(rows, dtype, dim), pool(kv or dtype, dim), torch.arange(64), everything, 0.1, implementation="triton"
+    )
+
+
+def suffix() -> None:
+    suffix_attention(q(1), pool(), torch.tensor([0, 64]), torch.arange(64).int(), 0.1, implementation="triton")
+
+
+def merge() -> None:
+    state = AttnState(torch.zeros(2, HEADS, DIM), torch.zeros(2, HEADS))
+    merge_state(state, state, implementation="triton")
+
+
+def tokens(rows: int) -> None:
+    channels = torch.arange(96).expand(KV_HEADS, -1)
+    token_scores(q(rows), codes(96, KV_HEADS, 256), channels, 0.1, implementation="triton")
+
+
+def exact(rows: int) -> None:
+    exact_scores(q(rows), pool().k_cache, torch.arange(64), 0.1, implementation="triton")
+
+
+def blocks(parts: int) -> None:
+    part = LowBitTensor(codes(DIM, 64).packed, torch.zeros(KV_HEADS, DIM), torch.zeros(KV_HEADS, DIM))
+    low_bit_block_scores(q(1), (part,) * parts, torch.arange(0, 65, 8), 0.1, implementation="triton")
+
+
+def csa(list_len: int) -> None:
+    """16 subspaces of 16 centroids; a list of many entries is a bitmap."""
+    lists = torch.arange(list_len).expand(KV_HEADS, 16, 16, -1).contiguous()
+    compact = encode_lists(lists, torch.zeros(lists.shape), 600, 4)
+    centroids = torch.zeros(KV_HEADS, 16, 16, DIM // 16, dtype=torch.float16)
+    channels = torch.arange(DIM).view(16, -1)
+    csa_scores_compact(q(1), centroids, compact, list_len, 4, channels, 600, implementation="triton")
+
+
+def top_k(block_size: int) -> None:
+    scores = torch.zeros(KV_HEADS, -(-600 // block_size))
+    top_k_selection(scores, 64, 4, 16, block_size, 600, implementation="triton")
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "prefix_attention of 1 request": lambda: prefix(1),
+    "prefix_attention of 8 requests": lambda: prefix(8),
+    "prefix_attention of 32 requests": lambda: prefix(32),
+    "prefix_attention on fp8": lambda: prefix(8, kv=torch.float8_e4m3fn),
+    "prefix_attention in fp32": lambda: prefix(1, torch.float32),
+    "prefix_attention with heads of 256": lambda: prefix(1, dim=256),
+    "prefix_attention with heads of 96": lambda: prefix(1, dim=96),
+    "suffix_attention": suffix,
+    "merge_state": merge,
+    "token_scores of 1 request": lambda: tokens(1),
+    "token_scores of 32 requests": lambda: tokens(32),
+    "exact_scores of 1 request": lambda: exact(1),
+    "exact_scores of 32 requests": lambda: exact(32),
+    "mean block scores": lambda: blocks(1),
+    "min/max block scores": lambda: blocks(2),
+    "csa_scores_compact on offsets": lambda: csa(12),
+    "csa_scores_compact on a bitmap": lambda: csa(120),
+    "top_k_selection of tokens": lambda: top_k(1),
+    "top_k_selection of blocks": lambda: top_k(16),
+}
+#: fp8 is refused below sm_89, where the conversion is not in hardware.
+NOT_FOR = {("prefix_attention on fp8", 80)}
+
+
+def launches(case: str) -> list[Launch]:
+    with recording() as kept:
+        CASES[case]()
+    assert kept.launches
+    return kept.launches
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Bytes of local memory that a thread needs: spilled registers."""
+    from triton import knobs
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", told)
+    assert found is not None, told
+    return int(found[1])
+
+
+@pytest.mark.parametrize("capability", [80, 90], ids=lambda c: f"sm_{c}")
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile_without_spilling(case: str, capability: int, tmp_path: Path) -> None:
+    if (case, capability) in NOT_FOR:
+        pytest.skip("refused there")
+    for one in launches(case):
+        kernel = compiled(one, capability)
+        assert f".target sm_{capability}" in kernel.asm["ptx"]
+        assert kernel.metadata.shared <= SHARED_BYTES[capability]
+        assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0, (one.kernel.__name__, one.options)
+
+
+def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:
+    (attend, _) = launches("prefix_attention of 32 requests")
+    assert "wgmma.mma_async" in compiled(attend, 90).asm["ptx"]
+    assert "wgmma.mma_async" not in compiled(attend, 80).asm["ptx"]
+
+
+def test_codes_are_unpacked_without_a_conversion() -> None:
+    """In the loop of the token index a code costs less than one instruction; a conversion alone would be one."""
+    sums, _ = launches("token_scores of 1 request")
+    ptx = compiled(sums, 90).asm["ptx"]
+    assert not re.search(r"cvt\.rn\.f16\.[us](8|16|32)", ptx)
+    assert "cp.async.cg.shared.global" in ptx
+
+
+def test_nothing_runs_while_launches_are_recorded() -> None:
+    with recording() as kept:
+        launch(None, (4, 0), {})
+        assert not kept.launches  # an empty grid is no launch
+        out = torch.full((2,), torch.nan)
+        launch(None, (1,), {"out_ptr": out})
+    assert len(kept.launches) == 1
+    assert bool(out.isnan().all())

@@ -1,0 +1,237 @@
+"""Pooled scores against the references: exact keys, token codes, block bounds, raw scores; groups in one plan."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from prefix_kernels.block_scores import block_scores_mean, block_scores_minmax
+from prefix_kernels.low_bit import LowBitTensor, dequantize, quantize
+from prefix_kernels.ops import exact_scores, low_bit_block_scores, token_scores
+from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoredGroup, ScoreShape, Source
+from prefix_kernels.pooling import Pooling, pool_scores
+from prefix_kernels.testing import paged_kv
+from tests.prefix_kernels.triton.conftest import INTERPRETED
+
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+#: Largest error of a natural-log score of about unit variance, by the dtype of the queries.
+BUDGET = {torch.float32: 1e-4, torch.float16: 6e-3, torch.bfloat16: 6e-3}
+SM_SCALE = 0.2
+
+
+def queries(rows: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(rows, heads, dim, generator=torch.Generator().manual_seed(rows)).to(device, dtype)
+
+
+def codes(count: int, kv_heads: int, channels: int, bits: int, device: torch.device, seed: int = 0) -> LowBitTensor:
+    gen = torch.Generator().manual_seed(seed)
+    return quantize((torch.randn(kv_heads, count, channels, generator=gen) + 0.7).to(device), bits)
+
+
+def uniform_group(rows: int, count: int, kv_heads: int, arrays: tuple[Tensor | None, ...] = ()) -> ScoredGroup:
+    every = tuple(count * head for head in range(kv_heads))
+    return ScoredGroup(tuple(range(rows)), (count,) * kv_heads, every, (0,) * kv_heads, every, arrays)
+
+
+def scored(scoring: PooledScores, q: Tensor, group: ScoredGroup, count: int, **options: Any) -> Tensor:
+    scoring.plan([group])
+    scores = torch.full((scoring.shape.num_kv_heads * count,), torch.nan, device=q.device)
+    scoring.run(q, scores, SM_SCALE, **options)
+    return scores.view(scoring.shape.num_kv_heads, count)
+
+
+def close(scores: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(scores, reference, atol=BUDGET[dtype], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_token_codes_on_some_channels(bits: int, pooling: Pooling, dtype: torch.dtype, device: torch.device) -> None:
+    count, kv_heads, gqa, dim, kept = 203, 2, 4, 64, 48
+    q = queries(3, kv_heads * gqa, dim, dtype, device)
+    keys = codes(count, kv_heads, kept, bits, device)
+    channels = torch.stack([torch.randperm(dim)[:kept].sort().values for _ in range(kv_heads)]).to(device)
+    shape = ScoreShape(kv_heads * gqa, kv_heads, Source.LOW_BIT, kept, bits, True, pooling)
+    scoring = PooledScores(shape, 4, 1, ScoreConfig(block_n=32, num_chunks=3), device)
+    group = uniform_group(3, count, kv_heads, (channels.short(), keys.packed, keys.scale))
+    index = channels[None, :, None].expand(3, -1, gqa, -1)
+    picked = q.view(3, kv_heads, gqa, dim).gather(3, index).reshape(3, kv_heads * gqa, kept)
+    raw = block_scores_mean(picked.float(), dequantize(keys))
+    close(scored(scoring, q, group, count), pool_scores(raw, SM_SCALE, pooling), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "pooling"), [(4, Pooling.MAX), (4, Pooling.MEAN), (8, Pooling.MAX), (2, Pooling.MAX)])
+def test_block_bounds(bits: int, pooling: Pooling, dtype: torch.dtype, device: torch.device) -> None:
+    count, kv_heads, dim = 75, 2, 64
+    q = queries(2, 8, dim, dtype, device)
+    tokens = torch.randn(kv_heads, count, 16, dim, generator=torch.Generator().manual_seed(4)).to(device)
+    low, high = quantize(tokens.amin(dim=2) - 0.5, bits), quantize(tokens.amax(dim=2) + 0.5, bits)
+    below, above = dequantize(low), dequantize(high)
+    assert bool((above > below).all())
+    scoring = PooledScores(
+        ScoreShape(8, kv_heads, Source.MINMAX, dim, bits, False, pooling), 2, 1, ScoreConfig(block_n=16), device
+    )
+    group = uniform_group(2, count, kv_heads, (None, high.packed, high.scale, low.packed, low.scale))
+    reference = pool_scores(block_scores_minmax(q.float(), below, above), SM_SCALE, pooling)
+    close(scored(scoring, q, group, count), reference, dtype)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "gqa", "dim"), [(1, 1, 64), (5, 5, 96), (9, 4, 128), (2, 16, 256)])
+def test_exact_keys(rows: int, gqa: int, dim: int, dtype: torch.dtype, stored: bool, device: torch.device) -> None:
+    count, kv_heads = 70, 2
+    q = queries(rows, kv_heads * gqa, dim, dtype, device)
+    keys = torch.randn(count, kv_heads, dim, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    kv, slots = paged_kv(keys, keys)
+    scoring = PooledScores(
+        ScoreShape(kv_heads * gqa, kv_heads, Source.KEYS, dim), rows, 1, ScoreConfig(block_n=32, num_chunks=2), device
+    )
+    raw = torch.full((1, kv_heads, rows * gqa, count), torch.nan, device=device) if stored else None
+    scores = scored(scoring, q, uniform_group(rows, count, kv_heads), count, k_cache=kv.k_cache, lists=slots, raw=raw)
+    reference = pool_scores(block_scores_mean(q.float(), keys.float().transpose(0, 1)), SM_SCALE)
+    close(scores, reference, dtype)
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_raw_scores_with_holes_and_silent_rows(pooling: Pooling, device: torch.device) -> None:
+    count, kv_heads, rows, gqa = 100, 2, 3, 4
+    gen = torch.Generator().manual_seed(0)
+    raw = torch.randn(1, kv_heads, rows * gqa, count, generator=gen)
+    raw[torch.rand(raw.shape, generator=gen) < 0.5] = -torch.inf
+    raw[:, 0, 3] = -torch.inf  # a row that says nothing
+    raw[:, :, :, 40] = -torch.inf  # a candidate that nobody names
+    raw = raw.to(device)
+    scoring = PooledScores(
+        ScoreShape(kv_heads * gqa, kv_heads, Source.RAW, pooling=pooling),
+        rows,
+        1,
+        ScoreConfig(block_n=16, num_chunks=3),
+        device,
+    )
+    q = queries(rows, kv_heads * gqa, 16, torch.float32, device)
+    scores = scored(scoring, q, uniform_group(rows, count, kv_heads), count, raw=raw)
+    close(scores, pool_scores(raw.view(kv_heads, rows, gqa, count), SM_SCALE, pooling), torch.float32)
+    assert bool((scores[:, 40] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("rows", [1, 4, 5, 11])
+def test_rows_of_several_tiles(rows: int, pooling: Pooling, device: torch.device) -> None:
+    count, kv_heads, gqa, dim = 60, 1, 4, 64
+    q = queries(rows, kv_heads * gqa, dim, torch.float32, device)
+    keys = codes(count, kv_heads, dim, 4, device)
+    scoring = PooledScores(
+        ScoreShape(kv_heads * gqa, kv_heads, Source.LOW_BIT, dim, pooling=pooling),
+        rows,
+        1,
+        ScoreConfig(block_n=16, num_chunks=2),
+        device,
+    )
+    scores = scored(scoring, q, uniform_group(rows, count, kv_heads, (None, keys.packed, keys.scale)), count)
+    close(scores, pool_scores(block_scores_mean(q, dequantize(keys)), SM_SCALE, pooling), torch.float32)
+
+
+def test_groups_ragged_heads_and_listed_candidates(device: torch.device) -> None:
+    """Two groups with indexes of their own; heads of different length; only listed rows are scored."""
+    kv_heads, gqa, dim = 2, 4, 64
+    q = queries(5, kv_heads * gqa, dim, torch.float32, device)
+    members = ((3, 0, 4), (1,))
+    gen = torch.Generator().manual_seed(3)
+    lists: list[Tensor] = []
+    groups, wanted = [], []
+    at = 0
+    for number, rows in enumerate(members):
+        lengths = ((50, 31), (90, 17))[number]
+        flat = torch.randn(1, sum(lengths), dim, generator=gen).to(device)
+        keys = quantize(flat, 4)
+        scale = keys.scale.expand(kv_heads, dim).contiguous()
+        picks = [torch.randperm(n, generator=gen)[: n // 2].sort().values.to(device) for n in lengths]
+        counts = [len(pick) for pick in picks]
+        begins = [at, at + counts[0]]
+        firsts = (0, lengths[0])
+        lists += picks
+        groups.append(
+            ScoredGroup(rows, tuple(counts), firsts, tuple(begins), tuple(begins), (None, keys.packed[0], scale))
+        )
+        values = dequantize(keys)[0]
+        for head, (pick, first) in enumerate(zip(picks, firsts, strict=True)):
+            part = q[list(rows), head * gqa : head * gqa + gqa]
+            raw = block_scores_mean(part, values[first + pick][None])
+            wanted.append(pool_scores(raw, SM_SCALE)[0])
+        at += sum(counts)
+    scoring = PooledScores(
+        ScoreShape(kv_heads * gqa, kv_heads, Source.LOW_BIT, dim),
+        5,
+        3,
+        ScoreConfig(block_n=16, num_chunks=2),
+        device,
+        listed=True,
+    )
+    for order in (groups, groups[::-1], groups):  # one plan after another
+        scoring.plan(order)
+        scores = torch.full((at,), torch.nan, device=device)
+        scoring.run(q, scores, SM_SCALE, lists=torch.cat(lists).int())
+        close(scores, torch.cat(wanted), torch.float32)
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_one_group_s_forms_equal_their_references(rows: int, pooling: Pooling, device: torch.device) -> None:
+    """Token codes on all and on some channels, exact keys (kept raw and read twice), ragged blocks of both kinds."""
+    kv_heads, gqa, dim, count = 2, 4, 64, 150
+    q = queries(rows, kv_heads * gqa, dim, torch.float32, device)
+    keys = torch.randn(count, kv_heads, dim, generator=torch.Generator().manual_seed(rows)).to(device)
+    channels = torch.stack([torch.randperm(dim)[:24].sort().values for _ in range(kv_heads)]).to(device)
+    kept = keys.transpose(0, 1).gather(2, channels[:, None].expand(-1, count, -1))
+    indptr = torch.tensor([0, 37, 48], dtype=torch.int32, device=device)
+    blocks = torch.randn(48, 16, dim, generator=torch.Generator().manual_seed(1)).to(device)
+    parts = [ragged(blocks.amax(dim=1) + 0.5, indptr), ragged(blocks.amin(dim=1) - 0.5, indptr)]
+    kv, slots = paged_kv(keys, keys)
+    for form, arguments in (
+        (token_scores, (quantize(keys.transpose(0, 1), 4), None)),
+        (token_scores, (quantize(kept, 4), channels)),
+        (exact_scores, (kv.k_cache, slots)),
+        (low_bit_block_scores, (tuple(parts), indptr)),
+        (low_bit_block_scores, (tuple(parts[:1]), indptr)),
+    ):
+        ours = form(q, *arguments, SM_SCALE, pooling, implementation="triton")  # type: ignore[operator]
+        close(ours, form(q, *arguments, SM_SCALE, pooling), torch.float32)  # type: ignore[operator]
+
+
+def ragged(rows: Tensor, indptr: Tensor) -> LowBitTensor:
+    """Blocks of all heads one after the other, each head with its own scales."""
+    heads = [quantize(rows[begin:end], 4) for begin, end in itertools.pairwise(indptr.tolist())]
+    packed = torch.cat([head.packed for head in heads])
+    return LowBitTensor(packed, torch.stack([h.scale for h in heads]), torch.stack([h.zero for h in heads]))
+
+
+@pytest.mark.parametrize("source", [Source.KEYS, Source.RAW, Source.LOW_BIT])
+def test_missing_tensors_are_named(source: Source, device: torch.device) -> None:
+    scoring = PooledScores(ScoreShape(4, 1, source, 16), 1, 1, ScoreConfig(), device, listed=True)
+    with pytest.raises(ValueError, match=r"expected .*(k_cache|raw|lists).* got none"):
+        scoring.run(queries(1, 4, 16, torch.float32, device), torch.empty(4, device=device), SM_SCALE)
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    shape = ScoreShape(4, 1, Source.LOW_BIT, 16)
+    scoring = PooledScores(shape, 2, 1, ScoreConfig(), device)
+    group = uniform_group(2, 5, 1)
+    for groups in ([group, group], [uniform_group(3, 5, 1)]):
+        with pytest.raises(ValueError, match="expected at most 1 groups of 2 rows"):
+            scoring.plan(groups)
+    with pytest.raises(ValueError, match="for each of 1 KV heads"):
+        scoring.plan([uniform_group(1, 5, 2)])
+    with pytest.raises(ValueError, match="expected q"):
+        scoring.run(queries(3, 4, 16, torch.float32, device), torch.empty(5, device=device), SM_SCALE)
+    with pytest.raises(ValueError, match="contiguous float32 arena"):
+        scoring.run(queries(2, 4, 16, torch.float32, device), torch.empty(5, device=device).half(), SM_SCALE)
+    for heads, bits in itertools.product((4,), (3, 16)):
+        with pytest.raises(ValueError, match="bits of 2, 4 or 8"):
+            PooledScores(ScoreShape(heads, 1, Source.LOW_BIT, 16, bits), 2, 1, ScoreConfig(), device)

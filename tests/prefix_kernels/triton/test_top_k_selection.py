@@ -1,0 +1,332 @@
+"""Top-k selection: the positions of a full sort; the reference by score; chunks, groups and replays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefix_kernels.ops import top_k_selection
+from prefix_kernels.top_k_selection import (
+    SelectedLists,
+    SelectionGroup,
+    TopKConfig,
+    TopKSelection,
+    top_k_selection_reference,
+)
+from prefix_kernels.top_k_selection.runner import default_config
+from tests.prefix_kernels.triton.conftest import INTERPRETED
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SMALL = TopKConfig(256, 2)
+POISON = 1_000_007
+#: Largest prefix, entries of a row of scores.
+ROW = 1304
+
+
+def keys_of(scores: torch.Tensor, key_bits: int) -> torch.Tensor:
+    """int64 keys, written otherwise than in the kernel: -inf and NaN 0."""
+    real = scores > -torch.inf
+    if key_bits == 16:
+        scale = torch.tensor(65533.0 / 44.0, dtype=torch.float32)
+        place = (scores.clamp(-44.0, 0.0).nan_to_num() - -44.0) * scale
+        return torch.where(real, (place.long() + 1).clamp_max(65534), 0)
+    bits = (scores + 0.0).view(torch.int32).long() & 0xFFFFFFFF
+    keys = torch.where(bits >= 2**31, 2**32 - 1 - bits, bits + 2**31)
+    return torch.where(real, keys, 0) >> (32 - key_bits)
+
+
+def expected(row: torch.Tensor, group: SelectionGroup, block_size: int, key_bits: int = 32) -> list[int]:
+    """The positions of one KV head: sorted whole by window, then key, then position, the highest first."""
+    token = torch.arange(group.prefix_len)
+    keys = keys_of(row, key_bits)[token // block_size].tolist()
+    recent = group.prefix_len - group.num_recent
+    order = sorted(range(group.prefix_len), key=lambda t: (t < group.num_sink or t >= recent, keys[t], t), reverse=True)
+    return sorted(order[: group.count])
+
+
+def select(runner: TopKSelection, groups: list[SelectionGroup], scores: torch.Tensor, **options: Any) -> SelectedLists:
+    """Plan and run into lists that hold garbage before."""
+    lists = runner.new_lists(with_slots="slot_table" in options)
+    for buffer in (lists.positions, lists.counts, lists.slots):
+        if buffer is not None:
+            buffer.fill_(POISON)
+    runner.plan(groups)
+    runner.run(scores, lists, **options)
+    return lists
+
+
+def check(
+    lists: SelectedLists, groups: list[SelectionGroup], scores: torch.Tensor, runner: TopKSelection, key_bits: int = 32
+) -> None:
+    positions, counts = lists.positions.tolist(), lists.counts.tolist()
+    for g in range(runner.max_groups):
+        group = groups[g] if g < len(groups) else SelectionGroup(0, 1)
+        assert counts[g] == [group.count] * runner.num_kv_heads
+        for head, size in enumerate(group.block_sizes(runner.num_kv_heads)):
+            begin = group.score_start + head * group.score_stride
+            row = scores[begin : begin + -(-group.prefix_len // size)].cpu()
+            padding = [-1] * (runner.max_budget - group.count)
+            assert positions[g][head] == expected(row, group, size, key_bits) + padding
+
+
+def kinds(kind: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    scores = torch.randn(size, generator=gen)
+    if kind == "ties":
+        return scores.round()
+    if kind == "one_value":
+        return torch.full(size, -2.5)
+    if kind == "nothing":
+        return torch.full(size, -torch.inf)
+    if kind == "nan":
+        return torch.where(scores < 0.5, torch.nan, scores)
+    if kind == "holes":
+        return torch.where(scores < 0.5, -torch.inf, scores)
+    if kind == "zeros":
+        return torch.where(scores < 0, -0.0, 0.0)
+    if kind == "extreme":
+        wild = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, -3.4e38, 1e-45, -1e-45, 0.0, -0.0])
+        return wild[torch.randint(len(wild), size, generator=gen)]
+    if kind == "close":
+        return 1.0 + scores * 3e-7  # the digits of the last pass decide
+    assert kind == "plain"
+    return scores
+
+
+KINDS = ["plain", "ties", "one_value", "nothing", "nan", "holes", "zeros", "extreme", "close"]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+@pytest.mark.parametrize(
+    ("prefix_len", "budget", "num_sink", "num_recent"),
+    [(1, 1, 0, 0), (17, 5, 2, 1), (300, 299, 0, 3), (300, 64, 20, 33), (300, 400, 9, 9), (5000, 700, 16, 64)],
+)
+def test_equals_the_reference_by_score(
+    block_size: int, prefix_len: int, budget: int, num_sink: int, num_recent: int
+) -> None:
+    scores = kinds("plain", (2, -(-prefix_len // block_size)), prefix_len).to(DEVICE)
+    arguments = (scores, budget, num_sink, num_recent, block_size, prefix_len)
+    mine = top_k_selection(*arguments, implementation="triton")
+    theirs = top_k_selection_reference(*arguments)
+    mine.check_integrity(prefix_len)
+    assert torch.equal(mine.counts, theirs.counts)
+    windows = [*range(num_sink), *range(prefix_len - num_recent, prefix_len)]
+    for head in range(2):
+        assert set(windows) <= set(mine.positions[head].tolist())
+        taken = [scores[head, s.positions[head].long() // block_size].sort().values for s in (mine, theirs)]
+        assert torch.equal(*taken)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_programs", [2, 9])
+def test_every_kind_of_score(kind: str, num_programs: int) -> None:
+    runner = TopKSelection(1, 2, ROW, 400, DEVICE, config=SMALL, num_programs=num_programs, max_block_size=1)
+    scores = kinds(kind, (2 * ROW,), 3).to(DEVICE)
+    group = SelectionGroup(1301, 333, score_stride=ROW, num_sink=5, num_recent=40)
+    check(select(runner, [group], scores), [group], scores, runner)
+
+
+@st.composite
+def cases(draw: Any) -> tuple[str, int, SelectionGroup]:
+    prefix_len = draw(st.integers(0, 700))
+    budget = draw(st.integers(1, 720))
+    num_sink = draw(st.integers(0, min(budget, 40)))
+    num_recent = draw(st.integers(0, min(budget - num_sink, 70)))
+    sizes = tuple(draw(st.sampled_from([1, 2, 16, 32, 64])) for _ in range(2))
+    group = SelectionGroup(prefix_len, budget, 3, 701, sizes, num_sink, num_recent)
+    return draw(st.sampled_from(KINDS)), draw(st.integers(1, 8)), group
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases())
+def test_the_positions_of_a_full_sort(case: tuple[str, int, SelectionGroup]) -> None:
+    kind, num_programs, group = case
+    runner = TopKSelection(1, 2, 700, 720, DEVICE, config=SMALL, num_programs=num_programs)
+    scores = kinds(kind, (1500,), group.budget).to(DEVICE)
+    check(select(runner, [group], scores), [group], scores, runner)
+
+
+BATCH = [
+    SelectionGroup(1300, 77, 0, ROW, (16, 64, 1), 4, 20, slot_start=9),
+    SelectionGroup(0, 5),
+    SelectionGroup(513, 600, 3 * ROW, 520, (1, 1, 32), slot_start=1400),
+    SelectionGroup(258, 100, 5 * ROW, 300, 2, 0, 100, slot_start=2000),
+]
+"""Four groups and a place that no group takes: ragged blocks, an empty prefix, a budget above the prefix."""
+
+
+def batch_runner(**options: Any) -> TopKSelection:
+    return TopKSelection(5, 3, 1300, 700, DEVICE, config=SMALL, num_programs=12, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("key_bits", [16, 24, 32])
+def test_groups_of_different_sizes_and_their_slots(key_bits: int, dtype: torch.dtype) -> None:
+    runner = batch_runner(key_bits=key_bits)
+    gen = torch.Generator().manual_seed(key_bits)
+    scores = torch.randn(8 * ROW, generator=gen)
+    if key_bits == 16:
+        scores = (scores - 3.0) * 4.0  # of both signs, and some below -44 after the next line
+        scores[::7], scores[::11], scores[::13] = -60.0, torch.nan, -torch.inf
+    table = torch.randperm(4000, generator=gen).to(DEVICE, dtype)
+    lists = select(runner, BATCH, scores.to(DEVICE), slot_table=table)
+    check(lists, BATCH, scores, runner, key_bits)
+    assert lists.slots is not None
+    slots = lists.slots.long()
+    for g, group in enumerate(BATCH):
+        positions = lists.positions[g, :, : group.count].long()
+        assert torch.equal(slots[g, :, : group.count], table[group.slot_start + positions].long())
+        assert bool((slots[g, :, group.count :] == -1).all())
+    assert bool((slots[4] == -1).all())
+
+
+def test_log_keys_tell_probabilities_apart() -> None:
+    scores = torch.tensor([0.0, -0.001, -0.002, -43.9, -44.0, -80.0, -torch.inf, torch.nan, 5.0, -1e30, -22.0, -21.99])
+    runner = TopKSelection(1, 1, 12, 12, DEVICE, key_bits=16, max_block_size=1, config=TopKConfig(32, 1))
+    taken = []
+    for budget in range(1, 12):
+        lists = select(runner, [SelectionGroup(12, budget, score_stride=12)], scores.to(DEVICE))
+        taken.append(set(lists.positions[0, 0, :budget].tolist()))
+    order = [next(iter(more - less)) for less, more in zip([set(), *taken], taken, strict=False)]
+    # 5.0 ties with 0.0, and all below -44 tie; among ties the most recent comes first, and what has no score last.
+    assert order == [8, 0, 1, 2, 11, 10, 3, 9, 5, 4, 7]
+
+
+def test_a_shorter_plan_leaves_nothing_behind() -> None:
+    runner = batch_runner()
+    scores = kinds("plain", (8 * ROW,), 1).to(DEVICE)
+    lists = select(runner, BATCH, scores)
+    shorter = [SelectionGroup(40, 8, 0, ROW), SelectionGroup(300, 9, 50, 400, 4)]
+    for groups in (shorter, [], BATCH[2:]):
+        runner.plan(groups)
+        runner.run(scores, lists)
+        check(lists, groups, scores, runner)
+
+
+def test_padding_may_be_left_out() -> None:
+    runner = batch_runner()
+    scores = kinds("plain", (8 * ROW,), 2).to(DEVICE)
+    lists = select(runner, BATCH, scores, pad=False)
+    for g, group in enumerate([*BATCH, SelectionGroup(0, 1)]):
+        assert bool((lists.positions[g, :, group.count :] == POISON).all())
+        lists.positions[g, :, group.count :] = -1
+    check(lists, BATCH, scores, runner)
+
+
+@pytest.mark.parametrize(("num_programs", "key_bits"), [(1, 16), (7, 24), (50, 32)])
+def test_chunks_do_not_matter(num_programs: int, key_bits: int) -> None:
+    """Up to 41 chunks: more than are added up at once."""
+    scores = -kinds("ties", (ROW,), 5).abs()
+    one = TopKSelection(1, 1, ROW, 400, DEVICE, key_bits=key_bits, config=TopKConfig(32, 1), num_programs=num_programs)
+    group = SelectionGroup(1301, 400, num_sink=33, num_recent=65)
+    check(select(one, [group], scores.to(DEVICE)), [group], scores, one, key_bits)
+
+
+def test_an_empty_prefix_and_no_head() -> None:
+    nothing = top_k_selection(torch.zeros(2, 0, device=DEVICE), 5, 1, 1, 16, 0, implementation="triton")
+    assert nothing.counts.tolist() == [0, 0]
+    assert nothing.positions.shape == (2, 0)
+    assert top_k_selection(torch.zeros(0, 4, device=DEVICE), 2, 0, 0, 1, 4, implementation="triton").num_kv_heads == 0
+
+
+def test_half_scores() -> None:
+    scores = kinds("plain", (2, 50), 1).to(DEVICE, torch.float16)
+    arguments = (scores, 13, 1, 2, 1, 50)
+    assert torch.equal(
+        top_k_selection(*arguments, implementation="triton").positions, top_k_selection_reference(*arguments).positions
+    )
+
+
+def test_default_config_fills_the_device() -> None:
+    assert default_config(131072, 33) == TopKConfig(4096, 8)
+    assert default_config(131072, 264) == TopKConfig(2048, 4)
+    assert default_config(100, 33) == TopKConfig(512, 4)
+    assert TopKConfig(4096, 8).max_registers == 128
+    assert TopKConfig(512, 1).max_registers == 255
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prefix_len": -1, "budget": 1}, "prefix_len >= 0"),
+        ({"prefix_len": 1, "budget": 0}, "budget >= 1"),
+        ({"prefix_len": 1, "budget": 1, "score_start": -1}, "score_start >= 0"),
+        ({"prefix_len": 1, "budget": 1, "slot_start": -1}, "slot_start >= 0"),
+        ({"prefix_len": 1, "budget": 1, "block_size": (16, 0)}, "block_size >= 1"),
+        ({"prefix_len": 1, "budget": 1, "block_size": ()}, "block_size >= 1"),
+        ({"prefix_len": 1, "budget": 1, "block_size": 3}, "power of 2, got 3"),
+        ({"prefix_len": 10, "budget": 5, "num_sink": 3, "num_recent": 3}, "shrink the windows"),
+    ],
+)
+def test_groups_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SelectionGroup(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([SelectionGroup(1, 1)] * 3, "at most 2 groups, got 3"),
+        ([SelectionGroup(101, 1)], "at most 100 tokens of a prefix and 50 selected, got 101 and 1"),
+        ([SelectionGroup(100, 51)], "got 100 and 51"),
+        ([SelectionGroup(1, 1, block_size=(1,))], "each of 2 KV heads, got 1"),
+        ([SelectionGroup(1, 1, block_size=128)], "blocks of at most 1 tokens, got 128"),
+        ([SelectionGroup(1, 1, score_start=2)], "multiples of 4, got 2 and 0"),
+        ([SelectionGroup(1, 1, score_stride=3)], "multiples of 4, got 0 and 3"),
+    ],
+)
+def test_plans_that_do_not_fit(groups: list[SelectionGroup], message: str) -> None:
+    runner = TopKSelection(2, 2, 100, 50, DEVICE, max_block_size=1)
+    with pytest.raises(ValueError, match=message):
+        runner.plan(groups)
+
+
+def test_runs_that_do_not_fit() -> None:
+    runner = TopKSelection(2, 2, 100, 50, DEVICE, max_block_size=1)
+    runner.plan([SelectionGroup(99, 9, 4, 100, slot_start=7)])
+    lists, table = runner.new_lists(with_slots=True), torch.zeros(200, dtype=torch.int32, device=DEVICE)
+    scores = torch.zeros(204, device=DEVICE)
+    bare = replace(lists, slots=None)
+    for arguments, message in (
+        ((scores.half(), bare), "scores .arena. fp32 contiguous, got .204,. torch.float16"),
+        ((scores[:203], bare), "arena of 204 scores, got 203"),
+        ((scores, replace(bare, positions=lists.positions[:, :, :7])), "expected positions .2, 2, 50. int32"),
+        ((scores, replace(bare, counts=lists.counts.long())), "expected counts .2, 2. int32"),
+        ((scores, lists), "both or none"),
+        ((scores, bare, table), "both or none"),
+        ((scores, lists, table.float()), "expected slot_table .arena. int32 or int64"),
+        ((scores, lists, table[:105]), "slot_table of 106 entries, got 105"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runner.run(*arguments[:2], slot_table=arguments[2] if len(arguments) > 2 else None)
+    runner.run(scores, lists, slot_table=table[:106])
+
+
+def test_runners_that_cannot_be() -> None:
+    for arguments in ((0, 1, 1, 1), (1, 1, 2**30, 1)):
+        with pytest.raises(ValueError, match="of at least 1 and max_prefix_len"):
+            TopKSelection(*arguments, DEVICE)
+    with pytest.raises(ValueError, match="key_bits 16, 24 or 32, got 8"):
+        TopKSelection(1, 1, 1, 1, DEVICE, key_bits=8)
+    for tile in (16, 48, 32768):
+        with pytest.raises(ValueError, match=f"from 32 .32 a warp. to 16384, got {tile}"):
+            TopKConfig(tile, 1)
+
+
+def test_the_package_is_imported_without_triton() -> None:
+    source = Path(__file__).parents[3] / "kernels"
+    code = (
+        "import sys, prefix_kernels.ops, prefix_kernels.top_k_selection as t; assert 'triton' not in sys.modules; "
+        "t.TopKSelection; assert 'triton' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=source)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        sys.modules["prefix_kernels.top_k_selection"].Nothing  # noqa: B018
