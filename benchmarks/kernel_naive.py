@@ -43,16 +43,24 @@ class Inputs:
         batch: requests of one group.
         prefix_len: tokens, a multiple of the largest block.
         device: where everything lies.
-        tokens: INT4 tokens on 32 channels in place of INT4 blocks.
+        tokens: INT4 tokens in place of INT4 blocks.
+        channels: of a token that are kept.
     """
 
     def __init__(
-        self, shape: AttentionShape, batch: int, prefix_len: int, device: torch.device, *, tokens: bool = False
+        self,
+        shape: AttentionShape,
+        batch: int,
+        prefix_len: int,
+        device: torch.device,
+        *,
+        tokens: bool = False,
+        channels: int = TOKEN_CHANNELS,
     ) -> None:
         if prefix_len % max(BLOCK_SIZES):
             raise ValueError(f"expected prefix_len as a multiple of {max(BLOCK_SIZES)} tokens, got {prefix_len}")
         gen = torch.Generator(device).manual_seed(prefix_len + batch)
-        heads, dim = shape.num_kv_heads, TOKEN_CHANNELS if tokens else shape.head_dim
+        heads, dim = shape.num_kv_heads, channels if tokens else shape.head_dim
         dim = min(dim, shape.head_dim)
         self.shape, self.prefix_len, self.sm_scale = shape, prefix_len, shape.head_dim**-0.5
         self.q = torch.randn(batch, shape.num_qo_heads, dim, generator=gen, device=device).to(shape.dtype)
