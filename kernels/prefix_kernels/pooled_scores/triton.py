@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -91,7 +92,9 @@ def raw_for(shape: ScoreShape, num_rows: int, count: int, device: torch.device) 
 
 
 def _planned(shape: ScoreShape, group: ScoredGroup, q: Tensor) -> PooledScores:
-    config = config_for(len(group.rows) * shape.gqa, max(1, _PROGRAMS // shape.num_kv_heads))
+    config = config_for(len(group.rows) * shape.gqa, 1)
+    steps = -(-max(group.counts) // config.block_n)
+    config = replace(config, num_chunks=max(1, min(_PROGRAMS // shape.num_kv_heads, steps)))
     scoring = PooledScores(shape, max(q.shape[0], 1), 1, config, q.device)
     scoring.plan([group])
     return scoring
