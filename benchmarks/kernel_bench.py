@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import hashlib
 import os
 import sys
 import time
@@ -107,7 +108,8 @@ def conditions(args: argparse.Namespace) -> Row:
         "dtype": args.dtype,
         "flush": args.flush,
         "in_graph": args.in_graph,
-        "tuned": args.tuned.name if args.tuned else None,
+        "tuned": hashlib.sha256(args.tuned.read_bytes()).hexdigest()[:12] if args.tuned else None,
+        "commit": args.commit,
     }
 
 
@@ -201,7 +203,8 @@ def fits(args: argparse.Namespace, sizes: Sizes, shape: AttentionShape) -> bool:
 def is_fatal(error: BaseException) -> bool:
     """Whether the CUDA context is lost, or a rival cannot be had: then nothing after it can be measured."""
     text = str(error).lower()
-    lost = any(word in text for word in ("illegal memory access", "misaligned address", "unspecified launch failure"))
+    words = ("illegal memory access", "illegal instruction", "misaligned address", "unspecified launch failure")
+    lost = any(word in text for word in (*words, "device-side assert", "invalid program counter"))
     return lost or type(error).__name__ == "RivalMissingError"
 
 

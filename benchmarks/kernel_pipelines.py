@@ -89,12 +89,12 @@ class OurTopK(TopK):
         self._select.run(self._arena, self._lists, pad=False)
 
     def check(self) -> Gate:
-        """As the naive form's; scores are compared as the keys tell them apart."""
+        """As the naive form's; scores are compared as the keys tell them apart: by steps, rounded down."""
         if self._bits == 32:
             return super().check()
         kept = self._scores
-        steps = 65533 / 44.0
-        self._scores = [((own.clamp(-44.0, 0.0) + 44.0) * steps).round() for own in kept]
+        steps = torch.tensor(65533 / 44.0, dtype=torch.float32, device=kept[0].device)
+        self._scores = [((own.clamp(-44.0, 0.0) + 44.0) * steps).floor().clamp_max(65533.0) for own in kept]
         try:
             return super().check()
         finally:

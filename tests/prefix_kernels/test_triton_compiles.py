@@ -61,9 +61,9 @@ def merge() -> None:
     merge_state(state, state, implementation="triton")
 
 
-def tokens(rows: int) -> None:
-    channels = torch.arange(96).expand(KV_HEADS, -1)
-    token_scores(q(rows), codes(96, KV_HEADS, 256), channels, 0.1, implementation="triton")
+def tokens(rows: int, kv_heads: int = KV_HEADS, count: int = 256) -> None:
+    channels = torch.arange(96).expand(kv_heads, -1)
+    token_scores(q(rows), codes(96, kv_heads, count), channels, 0.1, implementation="triton")
 
 
 def exact(rows: int) -> None:
@@ -96,11 +96,14 @@ CASES: dict[str, Callable[[], None]] = {
     "prefix_attention on fp8": lambda: prefix(8, kv=torch.float8_e4m3fn),
     "prefix_attention in fp32": lambda: prefix(1, torch.float32),
     "prefix_attention with heads of 256": lambda: prefix(1, dim=256),
+    "prefix_attention of 32 requests with heads of 256": lambda: prefix(32, dim=256),
+    "prefix_attention of 32 requests in fp32": lambda: prefix(32, torch.float32),
     "prefix_attention with heads of 96": lambda: prefix(1, dim=96),
     "suffix_attention": suffix,
     "merge_state": merge,
     "token_scores of 1 request": lambda: tokens(1),
     "token_scores of 32 requests": lambda: tokens(32),
+    "token_scores of one KV head in many chunks": lambda: tokens(1, 1, 40_000),
     "exact_scores of 1 request": lambda: exact(1),
     "exact_scores of 32 requests": lambda: exact(32),
     "mean block scores": lambda: blocks(1),

@@ -82,7 +82,8 @@ def pick_lists_kernel(
             whole = tl.load(q_row + e, mask=e < HEAD_DIM, other=0.0).to(tl.float32)
             share = tl.load(tl.load(fields + WEIGHTS).to(tl.pointer_type(tl.float32)) + of_head)
             weight = share * tl.sqrt(tl.sum(whole * whole, axis=0))
-        one = of_head * NUM_CENTROIDS + nearest
+        # A query of NaN is nearest to anything, also to the padding.
+        one = of_head * NUM_CENTROIDS + tl.minimum(nearest, NUM_CENTROIDS - 1)
         scale = tl.load(tl.load(fields + SCALE).to(tl.pointer_type(tl.float16)) + one).to(tl.float32)
         zero = tl.load(tl.load(fields + ZERO).to(tl.pointer_type(tl.float16)) + one).to(tl.float32)
         pick = (tile_row * tl.num_programs(1) + head).to(tl.int64) * NUM_SUBSPACES + subspace

@@ -264,7 +264,12 @@ class CsaScores:
                 shape or form.
         """
         rows = [row for group in groups for row in group.rows]
-        if len(groups) > self._groups.shape[1] or len(rows) > self.max_rows or len(set(rows)) < len(rows):
+        if (
+            len(groups) > self._groups.shape[1]
+            or len(rows) > self.max_rows
+            or len(set(rows)) < len(rows)
+            or min(rows, default=0) < 0
+        ):
             raise ValueError(
                 f"expected at most {self._groups.shape[1]} groups and {self.max_rows} rows, each once, got "
                 f"{len(groups)} groups with rows {rows}"

@@ -47,18 +47,20 @@ def block_m_for(rows: int, gqa: int) -> int:
     return 1 << math.ceil(math.log2(rows))
 
 
-def default_config(block_m: int, head_dim: int, dtype: torch.dtype) -> AttentionConfig:
+def default_config(block_m: int, head_dim: int, dtype: torch.dtype, least: int = MIN_BLOCK_M) -> AttentionConfig:
     """What runs where nothing was tuned: fits the registers and the shared memory (163 KB) of sm_80.
 
     Args:
         block_m: rows of a tile.
         head_dim: channels of a key.
         dtype: of the queries; fp32 is there to be exact, not fast.
+        least: rows that one request needs, rounded up to a power of 2.
     """
-    if dtype is torch.float32:
-        return AttentionConfig(block_m, 16, 8, 2, 1)
-    if head_dim > 128:
-        return AttentionConfig(block_m, 32, 8 if block_m >= 64 else 4, 3, 1)
+    if dtype is torch.float32 or head_dim > 128:
+        # Lower tiles than asked for: more of them, and each in registers.
+        exact = dtype is torch.float32
+        block_m = max(min(block_m, 16 if exact else 32), least)
+        return AttentionConfig(block_m, 16 if exact else 32, 8 if exact or block_m >= 32 else 4, 3, 1)
     return AttentionConfig(block_m, 64, 8 if block_m >= 128 else 4, 3, 2)
 
 

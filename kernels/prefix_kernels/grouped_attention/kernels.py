@@ -88,7 +88,7 @@ def attend_items_kernel(
     PRECISION: tl.constexpr,
 ):
     """Program (KV head, item): one tile of rows over one stretch of one list; writes that part's state."""
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)
     fields = items_ptr + tl.program_id(1).to(tl.int64) * 8
     num_rows = tl.load(fields + 1)
     if num_rows > 0:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from prefix_kernels.grouped_attention.config import (
     AttentionConfig,
+    block_m_for,
     check_dtypes,
     default_config,
     programs_at_once,
@@ -133,6 +134,7 @@ class GroupedAttention:
         self._spans = torch.zeros(max_batch, len(passes), SPAN_FIELDS, dtype=torch.int32, device=device)
         self._own_heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=device)
         self._no_counts = torch.zeros(1, shape.num_kv_heads, dtype=torch.int32, device=device)
+        self._most_rows = self._most_lists = 0
 
     def _make_workspace(self, num_rows: int, device: torch.device) -> None:
         self._partial_out = torch.empty(num_rows, self.shape.v_head_dim, dtype=torch.float32, device=device)
@@ -144,19 +146,21 @@ class GroupedAttention:
         return self._partial_out.nbytes + self._partial_lse.nbytes
 
     def plan(self, *segments: Sequence[Segment]) -> None:
-        """Write the tables of the next runs. Copies to the device, without a wait.
+        """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
 
         Args:
-            *segments: per pass. A batch row may stand in one segment of each pass.
+            *segments: per pass. A batch row may stand in one segment of each pass, and must be a row of `run`'s q, of a
+                graph's replay, too.
 
         Raises:
             ValueError: more passes than there are, a row out of range or twice in a pass, or (with a fixed chunk)
-                more items than the buffers hold.
+                more items than the buffers hold. The plan before stays in force.
         """
         if len(segments) > len(self.passes):
             raise ValueError(f"expected segments of at most {len(self.passes)} passes, got {len(segments)}")
         spans = torch.zeros(self._spans.shape, dtype=torch.int32)
-        first_partial = 0
+        tables: list[tuple[Tensor, Tensor]] = [(spans, self._spans)]
+        most_rows = first_partial = 0
         for number, one in enumerate(self.passes):
             items = cut(
                 segments[number] if number < len(segments) else (),
@@ -174,10 +178,13 @@ class GroupedAttention:
                 table[: len(items.items)] = torch.tensor(items.items, dtype=torch.int32)
                 at = torch.tensor(items.spans, dtype=torch.int32)
                 spans[at[:, 0].long(), number] = at[:, 1:]
-            _send(table, one.items)
-            _send(torch.tensor(items.rows, dtype=torch.int32), one.rows)
+            tables += [(table, one.items), (torch.tensor(items.rows, dtype=torch.int32), one.rows)]
+            most_rows = max(most_rows, *(row + 1 for row in items.rows), 0)
             first_partial += one.partial_rows(self.shape.num_kv_heads)
-        _send(spans, self._spans)
+        for table, buffer in tables:
+            _send(table, buffer)
+        self._most_rows = most_rows
+        self._most_lists = max((s.list_id + 1 for of_pass in segments for s in of_pass), default=0)
 
     def _check(self, rows: list[int], num_items: int, number: int) -> None:
         if len(set(rows)) < len(rows) or (rows and max(rows) >= self.max_batch):
@@ -206,6 +213,9 @@ class GroupedAttention:
     ) -> None:
         """Attend as planned. One launch per pass, one for the merge.
 
+        Runs of one object follow each other on one stream: they share the parts' states. Run once before a capture, so
+        that the kernels are compiled; scales are constants of the captured graph.
+
         Args:
             q: [batch, num_qo_heads, head_dim] post-RoPE queries.
             kv: the layer's pool buffers; only listed slots are read.
@@ -214,7 +224,8 @@ class GroupedAttention:
             sm_scale: multiplies q.k before the softmax.
             out: [batch, num_qo_heads, v_head_dim], written: 0 where a row has nothing to attend.
             lse: [batch, num_qo_heads] fp32, written, natural log: -inf where a row has nothing to attend.
-            counts: int32 [num_lists, num_kv_heads], entries of the lists that segments name by `list_id`.
+            counts: int32 [num_lists, num_kv_heads], entries of the lists that segments name by `list_id`; needed
+                where one does.
             head_map: int32 [num_kv_heads], for a reuse layer: KV head h reads the lists and counts of head
                 `head_map[h]`. None: its own.
             k_scale, v_scale: of fp8 keys and values.
@@ -223,6 +234,7 @@ class GroupedAttention:
             ValueError: tensors of another shape than planned for.
         """
         self._check_run(q, kv, slots, out, lse)
+        self._check_lists(q, counts, head_map)
         shape = self.shape
         for one in self.passes:
             launch(
@@ -293,11 +305,34 @@ class GroupedAttention:
                 raise ValueError(f"expected {name} {wanted}, got {tuple(tensor.shape)}")
         if lse.dtype is not torch.float32 or not lse.is_contiguous():
             raise ValueError(f"expected lse contiguous in float32, got {lse.dtype}")
-        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"expected slots [arena] int32 or int64, got {tuple(slots.shape)} {slots.dtype}")
+        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
+            raise ValueError(
+                f"expected slots [arena] int32 or int64 contiguous, got {tuple(slots.shape)} {slots.dtype} of stride "
+                f"{slots.stride()}"
+            )
         for name, tensor in (("q", q), ("k_cache", kv.k_cache), ("v_cache", kv.v_cache), ("out", out)):
             if tensor.stride(2) != 1:
                 raise ValueError(f"expected {name} with adjacent channels, got strides {tensor.stride()}")
+
+    def _check_lists(self, q: Tensor, counts: Tensor | None, head_map: Tensor | None) -> None:
+        if q.shape[0] < self._most_rows:
+            raise ValueError(
+                f"expected q of {self._most_rows} rows or more, as planned, got {q.shape[0]}; plan for this batch"
+            )
+        heads = self.shape.num_kv_heads
+        lists = 0 if counts is None else counts.shape[0]
+        if lists < self._most_lists:
+            raise ValueError(
+                f"expected counts of {self._most_lists} lists or more, as planned, got {lists}; hand in counts"
+            )
+        for name, tensor, dims in (("counts", counts, (lists, heads)), ("head_map", head_map, (heads,))):
+            if tensor is not None and (
+                tuple(tensor.shape) != dims or tensor.dtype is not torch.int32 or not tensor.is_contiguous()
+            ):
+                raise ValueError(
+                    f"expected {name} {dims} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
+                    f"{tensor.stride()}"
+                )
 
 
 def attend_segments(
@@ -312,18 +347,22 @@ def attend_segments(
     """Plan and run once, in fp32 output: for callers that are not in a hurry.
 
     Args:
-        q, kv, slots, sm_scale, counts: as in `GroupedAttention.run`.
+        q, kv, slots, sm_scale, counts: as in `GroupedAttention.run`; of any strides.
         segments: of one pass.
         block_m: rows of a tile.
     """
     shape = AttentionShape.of(q, kv)
     attention = GroupedAttention(
-        shape, max(q.shape[0], 1), [default_config(block_m, shape.head_dim, shape.dtype)], q.device
+        shape,
+        max(q.shape[0], 1),
+        [default_config(block_m, shape.head_dim, shape.dtype, block_m_for(1, shape.gqa))],
+        q.device,
     )
     attention.plan(segments)
     out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.v_head_dim, dtype=torch.float32)
     lse = q.new_empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
-    attention.run(q, kv, slots, sm_scale, out, lse, counts=counts)
+    counts = None if counts is None else counts.contiguous()
+    attention.run(q, kv, slots.contiguous(), sm_scale, out, lse, counts=counts)
     return AttnState(out, lse)
 
 

@@ -38,7 +38,7 @@ def merge_state_triton(states: Sequence[AttnState]) -> AttnState:
             "V_DIM": dim,
             "BLOCK_V": block_of(dim),
             "NUM_SPANS": 1,
-            "BLOCK_S": block_of(len(states)),
+            "BLOCK_S": min(64, block_of(len(states))),
         },
         num_warps=4,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from prefix_kernels._tile import check_queries
@@ -114,7 +115,11 @@ def low_bit_block_scores(
         parts: one for mean keys, or the maximum and the minimum of each channel, in this order: packed [num_rows,
             head_dim * bits / 8] uint8, the blocks of all heads one after the other; scale and zero [num_kv_heads,
             head_dim] fp32.
-        row_indptr: [num_kv_heads + 1] integer, where each head's blocks begin; each has one block or more.
+        row_indptr: [num_kv_heads + 1] integer, where each head's blocks begin, from 0 to at most num_rows; each has one
+            block or more.
+
+    The bound of two parts takes the maximum for positive and the minimum for negative channels of a query: where
+    quantization let them cross, it is lower than Quest's by less than a step.
 
     Returns:
         [num_kv_heads, most blocks of a head] fp32, natural log; -inf behind a head's own blocks.
@@ -136,6 +141,11 @@ def low_bit_block_scores(
             raise ValueError(
                 f"expected packed [num_rows, head_dim * bits / 8] and scale [{num_kv_heads}, {head_dim}], got "
                 f"{tuple(part.packed.shape)} and {tuple(part.scale.shape)}"
+            )
+        if part.packed.dtype != torch.uint8 or part.packed.shape != parts[0].packed.shape:
+            raise ValueError(
+                f"expected parts of one shape in uint8, got {tuple(part.packed.shape)} {part.packed.dtype} beside "
+                f"{tuple(parts[0].packed.shape)}"
             )
     _check_some(q, parts[0].packed.shape[0])
     _check_units(parts[0].packed.shape[1] * 8 // head_dim, head_dim, implementation)

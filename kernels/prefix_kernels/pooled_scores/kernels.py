@@ -150,7 +150,7 @@ def _nibbles(words, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
             and.b32 $3, upper, 0x00F000F0;
             }
             """,
-            "=r,=r,=r,=r,r",
+            "=&r,=&r,=&r,=&r,r",
             [words],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
@@ -202,13 +202,17 @@ def _product(
 @triton.jit
 def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS: tl.constexpr):
     """[BLOCK_M] base 2, from the sums of all chunks; +inf for a row that has no score at all, or is none."""
-    parts = tl.arange(0, BLOCK_CHUNKS)
-    where = stats + parts[:, None] * max_rows + m[None, :]
-    there = (parts < num_chunks)[:, None] & live[None, :]
-    peaks = tl.load(peak_ptr + where, mask=there, other=-1e30)
-    highest = tl.max(peaks, axis=0)
-    totals = tl.load(total_ptr + where, mask=there, other=0.0)
-    total = tl.sum(tl.exp2(peaks - highest[None, :]) * totals, axis=0)
+    highest = tl.full([m.shape[0]], -1e30, tl.float32)
+    total = tl.zeros([m.shape[0]], tl.float32)
+    for begin in range(0, num_chunks, BLOCK_CHUNKS):
+        parts = begin + tl.arange(0, BLOCK_CHUNKS)
+        where = stats + parts[:, None] * max_rows + m[None, :]
+        there = (parts < num_chunks)[:, None] & live[None, :]
+        peaks = tl.load(peak_ptr + where, mask=there, other=-1e30)
+        totals = tl.load(total_ptr + where, mask=there, other=0.0)
+        higher = tl.maximum(highest, tl.max(peaks, axis=0))
+        total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(peaks - higher[None, :]) * totals, axis=0)
+        highest = higher
     # Such a row says nothing: everything is less than +inf.
     return tl.where(total == 0.0, float("inf"), highest + tl.log2(tl.where(total == 0.0, 1.0, total)))
 
@@ -288,7 +292,7 @@ def _step(
     n = start + tl.arange(0, BLOCK_N)
     # Candidates past the end read the last one again, and are masked after the product.
     entry = tl.minimum(n, end - 1) if MASKED else n
-    raw_ptrs = raw_base + entry[:, None].to(tl.int64) * raw_stride_candidate + m[None, :] * raw_stride_row
+    raw_ptrs = raw_base + entry[:, None].to(tl.int64) * raw_stride_candidate + m[None, :].to(tl.int64) * raw_stride_row
     if SOURCE == RAW:
         scores = tl.load(raw_ptrs, mask=live[None, :], other=float("-inf"))
     else:
@@ -335,7 +339,7 @@ def _step(
 def pooled_scores_kernel(
     q_ptr,  # [batch, num_qo_heads, head_dim]
     rows_ptr,  # int32 [batch], batch rows by group
-    groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, prefix_len, 0
+    groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
     heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, first list entry, first score
     arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, second packed, second scale
     k_ptr,  # [num_slots, num_kv_heads, head_dim], where SOURCE is KEYS
@@ -375,7 +379,7 @@ def pooled_scores_kernel(
 ):
     """Program (chunk, KV head, group): one stretch of candidates against all rows of the group, tile by tile."""
     chunk = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     group = tl.program_id(2).to(tl.int64)
     num_chunks = tl.num_programs(0)
     num_heads = tl.num_programs(1)
@@ -398,7 +402,7 @@ def pooled_scores_kernel(
     scale_ptr = tl.load(arrays + 2).to(tl.pointer_type(tl.float32)) + head * CHANNELS
     packed2_ptr = tl.multiple_of(tl.load(arrays + 3).to(tl.pointer_type(UNITS)), 16)
     scale2_ptr = tl.load(arrays + 4).to(tl.pointer_type(tl.float32)) + head * CHANNELS
-    raw_base = raw_ptr + group * raw_stride_group + head.to(tl.int64) * raw_stride_head
+    raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
     stats = (group * num_heads + head) * num_chunks * max_rows
 
     # What a code in fp16 is too small by, see `_codes`.

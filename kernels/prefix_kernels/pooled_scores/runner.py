@@ -160,18 +160,20 @@ class PooledScores:
         self._total = torch.empty(stats, dtype=torch.float32, device=device)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_scores = torch.zeros(1, dtype=torch.float32, device=device)
+        self._most_rows = 0
 
     def plan(self, groups: Sequence[ScoredGroup]) -> None:
-        """Write the tables of the next runs. Copies to the device, without a wait.
+        """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
 
         Raises:
-            ValueError: more groups or rows than the buffers hold, or a group of another number of KV heads.
+            ValueError: more groups or rows than the buffers hold, a row out of range, a group of another number of KV
+                heads, or arrays that the kernel cannot read. The plan before stays in force.
         """
         rows = [row for group in groups for row in group.rows]
-        if len(groups) > self.max_groups or len(rows) > self.max_batch:
+        if len(groups) > self.max_groups or len(rows) > self.max_batch or max(rows, default=0) >= self.max_batch:
             raise ValueError(
                 f"expected at most {self.max_groups} groups of {self.max_batch} rows together, got {len(groups)} of "
-                f"{len(rows)}"
+                f"rows {rows}"
             )
         tables = torch.zeros(self._groups.shape, dtype=torch.int32)
         heads = torch.zeros(self._heads.shape, dtype=torch.int64)
@@ -183,6 +185,7 @@ class PooledScores:
                 raise ValueError(
                     f"expected counts and begins for each of {self.shape.num_kv_heads} KV heads, got {group}"
                 )
+            check_arrays(self.shape, group.arrays)
             tables[number] = torch.tensor([first, len(group.rows), max(group.counts), 0])
             heads[number] = torch.tensor(fields).T
             for at, array in enumerate(group.arrays):
@@ -197,6 +200,7 @@ class PooledScores:
             if source.shape[0]:
                 pinned = source.pin_memory() if buffer.device.type == "cuda" else source
                 buffer[: source.shape[0]].copy_(pinned, non_blocking=True)
+        self._most_rows = max(rows, default=-1) + 1
 
     def run(
         self,
@@ -209,7 +213,7 @@ class PooledScores:
         raw: Tensor | None = None,
         arrays: Tensor | None = None,
     ) -> None:
-        """Score as planned: two launches.
+        """Score as planned: two launches. Runs of one object follow each other on one stream.
 
         Args:
             q: [batch, num_qo_heads, head_dim] post-RoPE queries.
@@ -220,12 +224,14 @@ class PooledScores:
             lists: int32 or int64 arena of the groups' lists.
             raw: fp32 [max_groups, num_kv_heads, rows, candidates] by its strides. With RAW the scores, read. Otherwise
                 room for them, worth it for few rows: the second pass then reads them back instead of scoring again.
-            arrays: int64 [max_groups, 5] addresses of another layer's arrays; None for those of the plan.
+            arrays: int64 [max_groups, 5] addresses of another layer's arrays, each as `check_arrays` asks for; None for
+                those of the plan.
 
         Raises:
             ValueError: a tensor that the source needs is missing, or of another shape.
         """
         self._check_run(q, scores, k_cache, lists, raw)
+        self._check_pool(q, k_cache, lists, raw, arrays)
         first = self._arguments(q, scores, sm_scale, k_cache, lists, raw, arrays)
         shape = self.shape
         reread = shape.source is not Source.RAW and raw is not None
@@ -282,7 +288,7 @@ class PooledScores:
             "LISTED_CHANNELS": shape.listed_channels,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
-            "BLOCK_CHUNKS": _power_of_2(config.num_chunks),
+            "BLOCK_CHUNKS": min(_power_of_2(config.num_chunks), 32),
             # Sixteen candidates to a warp, see the kernel's sums.
             "LANES": min(config.num_warps, config.block_n // 16),
             "STAGES": config.num_stages,
@@ -315,6 +321,64 @@ class PooledScores:
             )
         if scores.dtype is not torch.float32 or not scores.is_contiguous():
             raise ValueError(f"expected scores as a contiguous float32 arena, got {scores.dtype}")
+
+    def _check_pool(
+        self, q: Tensor, k_cache: Tensor | None, lists: Tensor | None, raw: Tensor | None, arrays: Tensor | None
+    ) -> None:
+        if q.shape[0] < self._most_rows:
+            raise ValueError(
+                f"expected q of {self._most_rows} rows or more, as planned, got {q.shape[0]}; plan for this batch"
+            )
+        wanted = (self.shape.num_kv_heads, self.shape.channels)
+        if k_cache is not None and (
+            tuple(k_cache.shape[1:]) != wanted or k_cache.stride(2) != 1 or k_cache.dtype is not q.dtype
+        ):
+            raise ValueError(
+                f"expected k_cache [num_slots, {wanted[0]}, {wanted[1]}] in {q.dtype} with adjacent channels, got "
+                f"{tuple(k_cache.shape)} {k_cache.dtype} of strides {k_cache.stride()}"
+            )
+        if lists is not None and not (lists.is_contiguous() and lists.dtype in (torch.int32, torch.int64)):
+            raise ValueError(f"expected lists int32 or int64 contiguous, got {lists.dtype} of stride {lists.stride()}")
+        if raw is not None and (raw.dim() != 4 or raw.dtype is not torch.float32):
+            raise ValueError(
+                f"expected raw [max_groups, num_kv_heads, rows, candidates] fp32, got {tuple(raw.shape)} {raw.dtype}"
+            )
+        if arrays is not None and (tuple(arrays.shape) != tuple(self._arrays.shape) or not arrays.is_contiguous()):
+            raise ValueError(f"expected arrays {tuple(self._arrays.shape)} int64, got {tuple(arrays.shape)}")
+
+
+def check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:
+    """Raise unless these are a group's arrays as `ScoredGroup` names them, and lie as the kernel reads them.
+
+    Codes are read 16 bytes at a time: their memory must begin at a multiple of that.
+
+    Raises:
+        ValueError: another number of arrays, another dtype or shape, strided, or codes that begin elsewhere.
+    """
+    if shape.source not in (Source.LOW_BIT, Source.MINMAX):
+        return
+    count = 5 if shape.source is Source.MINMAX else 3
+    if len(arrays) != count:
+        raise ValueError(
+            f"expected {count} arrays for {shape.source.name} (channels, codes, scale, ...), got {len(arrays)}"
+        )
+    wide = (shape.num_kv_heads, shape.channels)
+    dtypes = (torch.int16, *(torch.uint8, torch.float32) * 2)
+    names = ("channels", "codes", "scale", "second codes", "second scale")
+    for name, array, dtype in zip(names, arrays, dtypes, strict=False):
+        if array is None:
+            if name != "channels" or shape.listed_channels:
+                raise ValueError(f"expected {name} of a group's arrays, got none; hand them in")
+            continue
+        codes = dtype is torch.uint8
+        row_bytes = shape.channels * shape.bits // 8
+        fits = array.shape[-1] == row_bytes if codes else tuple(array.shape) == wide
+        if not fits or array.dtype is not dtype or not array.is_contiguous() or (codes and array.data_ptr() % 16):
+            raise ValueError(
+                f"expected {name} {f'[..., {row_bytes}], at a multiple of 16 bytes' if codes else wide} in {dtype}, "
+                f"contiguous, got {tuple(array.shape)} {array.dtype} of strides {array.stride()} at "
+                f"{array.data_ptr() % 16}"
+            )
 
 
 def _power_of_2(size: int) -> int:

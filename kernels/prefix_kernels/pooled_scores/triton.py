@@ -31,7 +31,7 @@ def token_scores_triton(
         every,
         (0,) * num_kv_heads,
         every,
-        (named, keys.packed.contiguous(), keys.scale.float().contiguous()),
+        (named, _aligned(keys.packed), keys.scale.float().contiguous()),
     )
     scores = q.new_empty(num_kv_heads * count, dtype=torch.float32)
     _planned(shape, group, q).run(q, scores, sm_scale)
@@ -40,6 +40,8 @@ def token_scores_triton(
 
 def exact_scores_triton(q: Tensor, k_cache: Tensor, slots: Tensor, sm_scale: float, pooling: Pooling) -> Tensor:
     """As the reference; for few rows the keys are read once and raw scores are kept, else they are read twice."""
+    if k_cache.stride(2) != 1:
+        k_cache = k_cache.contiguous()
     count, num_kv_heads, head_dim = slots.shape[0], k_cache.shape[1], k_cache.shape[2]
     shape = ScoreShape(q.shape[1], num_kv_heads, Source.KEYS, head_dim, pooling=pooling)
     every = tuple(count * head for head in range(num_kv_heads))
@@ -47,7 +49,7 @@ def exact_scores_triton(q: Tensor, k_cache: Tensor, slots: Tensor, sm_scale: flo
     group = ScoredGroup(tuple(range(q.shape[0])), (count,) * num_kv_heads, nothing, nothing, every)
     scores = q.new_empty(num_kv_heads * count, dtype=torch.float32)
     raw = raw_for(shape, q.shape[0], count, q.device)
-    _planned(shape, group, q).run(q, scores, sm_scale, k_cache=k_cache, lists=slots, raw=raw)
+    _planned(shape, group, q).run(q, scores, sm_scale, k_cache=k_cache, lists=slots.contiguous(), raw=raw)
     return scores.view(num_kv_heads, count)
 
 
@@ -64,7 +66,7 @@ def block_scores_triton(
     source = Source.LOW_BIT if len(parts) == 1 else Source.MINMAX
     arrays: list[Tensor | None] = [None]
     for part in parts:
-        arrays += [part.packed.contiguous(), part.scale.float().contiguous()]
+        arrays += [_aligned(part.packed), part.scale.float().contiguous()]
     group = ScoredGroup(
         tuple(range(q.shape[0])),
         counts,
@@ -74,7 +76,7 @@ def block_scores_triton(
         tuple(arrays),
     )
     shape = ScoreShape(q.shape[1], num_kv_heads, source, head_dim, bits, False, pooling)
-    scores = torch.full((num_kv_heads * most,), -torch.inf, device=q.device)
+    scores = torch.full((num_kv_heads * most,), -torch.inf, dtype=torch.float32, device=q.device)
     _planned(shape, group, q).run(q, scores, sm_scale)
     return scores.view(num_kv_heads, most)
 
@@ -91,8 +93,14 @@ def raw_for(shape: ScoreShape, num_rows: int, count: int, device: torch.device) 
     return room.transpose(2, 3)
 
 
+def _aligned(codes: Tensor) -> Tensor:
+    """As the kernel reads them: contiguous, from a multiple of 16 bytes on."""
+    codes = codes.contiguous()
+    return codes.clone() if codes.data_ptr() % 16 else codes
+
+
 def _planned(shape: ScoreShape, group: ScoredGroup, q: Tensor) -> PooledScores:
-    config = config_for(len(group.rows) * shape.gqa, 1)
+    config = config_for(shape, len(group.rows))
     steps = -(-max(group.counts) // config.block_n)
     config = replace(config, num_chunks=max(1, min(_PROGRAMS // shape.num_kv_heads, steps)))
     scoring = PooledScores(shape, max(q.shape[0], 1), 1, config, q.device)
@@ -100,7 +108,8 @@ def _planned(shape: ScoreShape, group: ScoredGroup, q: Tensor) -> PooledScores:
     return scoring
 
 
-def config_for(rows: int, num_chunks: int) -> ScoreConfig:
+def config_for(shape: ScoreShape, num_rows: int) -> ScoreConfig:
     """What runs where nothing was tuned: tiles of up to 32 rows, so that a step stays in registers on sm_80, too."""
-    block_m = min(32, max(16, 1 << (rows - 1).bit_length()))
-    return ScoreConfig(block_m, 128, 4, 3, num_chunks)
+    block_m = min(32, max(16, 1 << (num_rows * shape.gqa - 1).bit_length()))
+    coded = shape.source in (Source.LOW_BIT, Source.MINMAX)
+    return ScoreConfig(block_m, 64 if coded and shape.row_units >= 32 else 128, 4, 3)

@@ -19,4 +19,4 @@ def prefix_attention_triton(q: Tensor, kv: PagedKV, slots: Tensor, selection: Se
     arena = slots[selection.positions.clamp_min(0).long()].flatten()
     segment = Segment(tuple(range(num_rows)), max_count, head_stride=max_count, list_id=0)
     block_m = block_m_for(num_rows, q.shape[1] // kv.num_kv_heads)
-    return attend_segments(q, kv, arena, [segment], sm_scale, block_m, counts=selection.counts)
+    return attend_segments(q, kv, arena, [segment], sm_scale, block_m, counts=selection.counts[None])

@@ -277,9 +277,11 @@ class TopKSelection:
             )
         if slot_table is None:
             return
-        if slot_table.dim() != 1 or slot_table.dtype not in (torch.int32, torch.int64):
+        good = slot_table.dim() == 1 and slot_table.dtype in (torch.int32, torch.int64)
+        if not good or not slot_table.is_contiguous():
             raise ValueError(
-                f"expected slot_table [arena] int32 or int64, got {tuple(slot_table.shape)} {slot_table.dtype}"
+                f"expected slot_table [arena] int32 or int64 contiguous, got {tuple(slot_table.shape)} "
+                f"{slot_table.dtype} of strides {slot_table.stride()}"
             )
         if slot_table.shape[0] < self._slots_end:
             raise ValueError(f"expected a slot_table of {self._slots_end} entries, got {slot_table.shape[0]}")

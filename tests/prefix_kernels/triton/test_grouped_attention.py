@@ -216,8 +216,52 @@ def test_strided_pool_and_query(device: torch.device) -> None:
     kv, slots = paged_kv(keys, values)
     both = torch.stack([kv.k_cache, kv.v_cache], dim=1)
     wide = torch.cat([q, q], dim=2)[:, :, :64]
-    state = prefix_attention(wide, PagedKV(both[:, 0], both[:, 1]), slots, Selection.all(40, 2, device), 0.25)
+    state = prefix_attention(
+        wide, PagedKV(both[:, 0], both[:, 1]), slots, Selection.all(40, 2, device), 0.25, implementation="triton"
+    )
     close(state.out, state.lse, dense_attention(q, keys, values, 0.25), torch.float32)
+
+
+def test_strided_lists_are_read_as_they_are(device: torch.device) -> None:
+    q, keys, values = inputs(40, 3, 2, 4, 64, 64, torch.float32, device)
+    kv, slots = paged_kv(keys, values)
+    spread = torch.stack([slots, slots.flip(0)], dim=1)[:, 0]
+    indptr = torch.tensor([0, 10, 25, 40], device=device)
+    state = suffix_attention(q, kv, indptr, spread, 0.25, implementation="triton")
+    torch.testing.assert_close(state.out, suffix_attention(q, kv, indptr, slots, 0.25).out, atol=1e-5, rtol=1e-5)
+    every = Selection.all(40, 2, device)
+    alike = Selection(every.positions, torch.tensor([40], dtype=torch.int32, device=device).expand(2))
+    state = prefix_attention(q, kv, spread, alike, 0.25, implementation="triton")
+    close(state.out, state.lse, dense_attention(q, keys, values, 0.25), torch.float32)
+
+
+def test_what_does_not_fit_the_plan_is_refused(device: torch.device) -> None:
+    """Kernels would read behind what they are given; and a refused plan leaves the one before as it was."""
+    batch = Batch(device)
+    attention = batch.attention(num_programs=40)
+    attention.plan(batch.groups, batch.suffixes)
+    for segments, message in (
+        (([Segment((8,), 3)],), "each batch row below 8 once"),
+        (([Segment((1, 1), 3)],), "each batch row below 8 once"),
+        ((batch.groups, batch.suffixes, []), "segments of at most 2 passes"),
+        ((batch.groups, [Segment((9,), 3)]), "each batch row below 8 once"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention.plan(*segments)
+    batch.check(*run(attention, batch.q, batch.kv, batch.slots, 0.1))
+    with pytest.raises(ValueError, match="expected q of 7 rows or more, as planned, got 2"):
+        run(attention, batch.q[:2], batch.kv, batch.slots, 0.1)
+    with pytest.raises(ValueError, match=r"slots \[arena\] int32 or int64 contiguous"):
+        run(attention, batch.q, batch.kv, batch.slots[::2], 0.1)
+    attention.plan([Segment((0,), 3, list_id=1)])
+    for counts in (None, torch.zeros(1, 2, dtype=torch.int32, device=device)):
+        with pytest.raises(ValueError, match="expected counts of 2 lists or more, as planned"):
+            run(attention, batch.q, batch.kv, batch.slots, 0.1, counts=counts)
+    with pytest.raises(ValueError, match=r"expected counts \(2, 2\) int32 contiguous"):
+        run(attention, batch.q, batch.kv, batch.slots, 0.1, counts=torch.zeros(2, 2, device=device))
+    attention.plan()
+    with pytest.raises(ValueError, match=r"expected head_map \(2,\) int32"):
+        run(attention, batch.q, batch.kv, batch.slots, 0.1, head_map=torch.zeros(3, dtype=torch.int32, device=device))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 70])

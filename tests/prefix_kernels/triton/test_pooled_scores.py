@@ -55,7 +55,8 @@ def test_token_codes_on_some_channels(bits: int, pooling: Pooling, dtype: torch.
     count, kv_heads, gqa, dim, kept = 203, 2, 4, 64, 48
     q = queries(3, kv_heads * gqa, dim, dtype, device)
     keys = codes(count, kv_heads, kept, bits, device)
-    channels = torch.stack([torch.randperm(dim)[:kept].sort().values for _ in range(kv_heads)]).to(device)
+    order = torch.rand(kv_heads, dim, generator=torch.Generator().manual_seed(bits)).argsort(dim=1)
+    channels = order[:, :kept].sort(dim=1).values.to(device)
     shape = ScoreShape(kv_heads * gqa, kv_heads, Source.LOW_BIT, kept, bits, True, pooling)
     scoring = PooledScores(shape, 4, 1, ScoreConfig(block_n=32, num_chunks=3), device)
     group = uniform_group(3, count, kv_heads, (channels.short(), keys.packed, keys.scale))
@@ -188,7 +189,8 @@ def test_one_group_s_forms_equal_their_references(rows: int, pooling: Pooling, d
     kv_heads, gqa, dim, count = 2, 4, 64, 150
     q = queries(rows, kv_heads * gqa, dim, torch.float32, device)
     keys = torch.randn(count, kv_heads, dim, generator=torch.Generator().manual_seed(rows)).to(device)
-    channels = torch.stack([torch.randperm(dim)[:24].sort().values for _ in range(kv_heads)]).to(device)
+    order = torch.rand(kv_heads, dim, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
+    channels = order[:, :24].sort(dim=1).values.to(device)
     kept = keys.transpose(0, 1).gather(2, channels[:, None].expand(-1, count, -1))
     indptr = torch.tensor([0, 37, 48], dtype=torch.int32, device=device)
     blocks = torch.randn(48, 16, dim, generator=torch.Generator().manual_seed(1)).to(device)
@@ -198,6 +200,7 @@ def test_one_group_s_forms_equal_their_references(rows: int, pooling: Pooling, d
         (token_scores, (quantize(keys.transpose(0, 1), 4), None)),
         (token_scores, (quantize(kept, 4), channels)),
         (exact_scores, (kv.k_cache, slots)),
+        (exact_scores, (kv.k_cache.transpose(1, 2).contiguous().transpose(1, 2), slots.repeat_interleave(2)[::2])),
         (low_bit_block_scores, (tuple(parts), indptr)),
         (low_bit_block_scores, (tuple(parts[:1]), indptr)),
     ):
@@ -222,12 +225,29 @@ def test_missing_tensors_are_named(source: Source, device: torch.device) -> None
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     shape = ScoreShape(4, 1, Source.LOW_BIT, 16)
     scoring = PooledScores(shape, 2, 1, ScoreConfig(), device)
-    group = uniform_group(2, 5, 1)
+    keys = codes(5, 1, 16, 4, device)
+    arrays = (None, keys.packed, keys.scale)
+    group = uniform_group(2, 5, 1, arrays)
     for groups in ([group, group], [uniform_group(3, 5, 1)]):
         with pytest.raises(ValueError, match="expected at most 1 groups of 2 rows"):
             scoring.plan(groups)
     with pytest.raises(ValueError, match="for each of 1 KV heads"):
         scoring.plan([uniform_group(1, 5, 2)])
+    with pytest.raises(ValueError, match="expected at most 1 groups of 2 rows"):
+        scoring.plan([ScoredGroup((2,), (5,), (0,), (0,), (0,), arrays)])
+    shifted = torch.zeros(48, dtype=torch.uint8, device=device)[8:48].view(1, 5, 8)
+    for wrong, message in (
+        ((), "expected 3 arrays for LOW_BIT"),
+        ((None, None, keys.scale), "expected codes of a group's arrays, got none"),
+        ((None, keys.packed, keys.scale.half()), "expected scale"),
+        ((None, keys.packed.int(), keys.scale), "expected codes"),
+        ((None, shifted, keys.scale), "at a multiple of 16 bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scoring.plan([uniform_group(2, 5, 1, wrong)])
+    scoring.plan([group])
+    with pytest.raises(ValueError, match="expected q of 2 rows or more, as planned, got 1"):
+        scoring.run(queries(1, 4, 16, torch.float32, device), torch.empty(5, device=device), SM_SCALE)
     with pytest.raises(ValueError, match="expected q"):
         scoring.run(queries(3, 4, 16, torch.float32, device), torch.empty(5, device=device), SM_SCALE)
     with pytest.raises(ValueError, match="contiguous float32 arena"):
