@@ -108,8 +108,8 @@ def conditions(args: argparse.Namespace) -> Row:
         "dtype": args.dtype,
         "flush": args.flush,
         "in_graph": args.in_graph,
-        "tuned": hashlib.sha256(args.tuned.read_bytes()).hexdigest()[:12] if args.tuned else None,
-        "commit": args.commit,
+        "tuned": args.tuned.name if args.tuned else None,
+        "tuned_sha256": hashlib.sha256(args.tuned.read_bytes()).hexdigest() if args.tuned else None,
     }
 
 

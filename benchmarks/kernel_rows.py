@@ -16,6 +16,9 @@ Row = dict[str, Any]
 MEMORY_RATE = 4.3e12
 """Bytes a second of an H200, as a device copy reaches them."""
 
+#: Provenance that a row must share to count as measured already.
+_SAME = ("device", "torch", "triton", "flashinfer", "commit")
+
 
 class Run:
     """Rows of one result file.
@@ -32,7 +35,7 @@ class Run:
         self.failed = 0
         if out.exists():
             found = [json.loads(line) for line in out.read_text().splitlines()]
-            self.rows = [row for row in found if row["device"] == origin["device"] and row["torch"] == origin["torch"]]
+            self.rows = [row for row in found if all(row.get(key) == origin[key] for key in _SAME)]
 
     def has(self, key: Row) -> bool:
         """Whether a green row with this key is there."""
