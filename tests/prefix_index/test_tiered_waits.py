@@ -241,7 +241,7 @@ def test_the_process_ends_in_time_with_a_copy_under_way(tmp_path: Path, stuck: b
     code = f"""
         import atexit, threading
         from pathlib import Path
-        atexit.register(lambda: print([t.is_alive() for t in threads]))  # runs after those of what is imported now
+        atexit.register(lambda: print(any(t.is_alive() for t in threads)))  # runs after those of what is imported now
         from prefix_index import FileStore, MemoryStore
         from prefix_index.testing import sample_payload, sample_identity
         from prefix_index.tiered import TieredStore
@@ -266,5 +266,5 @@ def test_the_process_ends_in_time_with_a_copy_under_way(tmp_path: Path, stuck: b
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"[{stuck}]\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{stuck}\n", "")
     assert time.monotonic() - started < 20
