@@ -1,4 +1,4 @@
-"""Launching Triton kernels, and compiling what would be launched for a GPU that is not there.
+"""Launching Triton kernels, sending their tables, and compiling what would be launched for a GPU that is not there.
 
 Operations launch through `launch()`. Inside `recording()` nothing runs: each launch is kept, with the types and the
 divisibility of its very arguments, and `compiled()` compiles it for any target. So "this kernel compiles for sm_80"
@@ -74,6 +74,23 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
         kept.launches.append(Launch(kernel, grid, dict(arguments), dict(options)))
         return
     kernel[grid](**arguments, **options)
+
+
+def send(table: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy a table of the host into the first rows of a fixed device buffer, without a wait.
+
+    Args:
+        table: as many rows as the buffer, or fewer; none: nothing happens.
+        buffer: the other rows stay as they are.
+    """
+    if table.shape[0]:
+        source = table.pin_memory() if buffer.device.type == "cuda" else table
+        buffer[: table.shape[0]].copy_(source, non_blocking=True)
+
+
+def block_of(size: int, least: int = 1) -> int:
+    """The least power of 2 of at least `size` and `least`, as blocks of Triton are."""
+    return max(least, 1 << (size - 1).bit_length())
 
 
 @contextmanager

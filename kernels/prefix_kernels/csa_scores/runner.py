@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefix_kernels.csa_scores.compact import BLOCK_POSITIONS, CompactLists, check_lists
 from prefix_kernels.csa_scores.kernels import FIELDS, pick_lists_kernel, score_tiles_kernel
-from prefix_kernels.launching import launch
+from prefix_kernels.launching import block_of, launch, send
 
 _BITMAP_RATIO = 0.117
 """From here on lists of long prefixes are bitmaps, see `compact`."""
@@ -284,8 +284,8 @@ class CsaScores:
                 listed[slot] = torch.tensor([number, row, within, 0], dtype=torch.int32)
                 slot += 1
             begin += self._scores_of(group)
-        _send(table, self._groups[layer])
-        _send(listed, self._rows[layer])
+        send(table, self._groups[layer])
+        send(listed, self._rows[layer])
         self._planned[layer] = tuple(groups)
 
     def run(self, q: Tensor, out: Tensor, layer: int = 0) -> None:
@@ -329,14 +329,14 @@ class CsaScores:
                 "q_stride_row": q.stride(0),
                 "q_stride_head": q.stride(1),
                 "HEAD_DIM": shape.head_dim,
-                "BLOCK_D": _power_of_2(shape.head_dim),
+                "BLOCK_D": block_of(shape.head_dim),
                 "SUB": sub,
-                "BLOCK_SUB": _power_of_2(sub),
+                "BLOCK_SUB": block_of(sub),
                 "NUM_CENTROIDS": shape.num_centroids,
-                "BLOCK_C": _power_of_2(shape.num_centroids),
+                "BLOCK_C": block_of(shape.num_centroids),
                 "WEIGHTED": shape.weighted,
-                "BLOCK_N": max(tile_blocks, min(512, _power_of_2(num_blocks))),
-                "BITMAP_N": max(tile_blocks, min(64, _power_of_2(num_blocks))),
+                "BLOCK_N": max(tile_blocks, min(512, block_of(num_blocks))),
+                "BITMAP_N": max(tile_blocks, min(64, block_of(num_blocks))),
             },
             num_warps=4,
             num_stages=1,
@@ -376,13 +376,3 @@ class CsaScores:
                 f"expected out contiguous in float32 with at least {self.out_elements(layer)} elements, got "
                 f"{tuple(out.shape)} {out.dtype}"
             )
-
-
-def _power_of_2(size: int) -> int:
-    """The least power of 2 of at least `size`."""
-    return 1 << (size - 1).bit_length()
-
-
-def _send(table: Tensor, buffer: Tensor) -> None:
-    """Copy a table to its fixed buffer, without a wait."""
-    buffer.copy_(table.pin_memory() if buffer.device.type == "cuda" else table, non_blocking=True)

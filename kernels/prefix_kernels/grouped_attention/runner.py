@@ -17,10 +17,12 @@ from prefix_kernels.grouped_attention.config import (
 )
 from prefix_kernels.grouped_attention.items import ITEM_FIELDS, SPAN_FIELDS, Segment, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
-from prefix_kernels.launching import launch
+from prefix_kernels.launching import block_of, launch, send
 from prefix_kernels.types import AttnState, PagedKV
 
 _MERGED_AT_ONCE = 64
+_LEAST_BLOCK = 16
+"""Of a tensor core's operand."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class GroupedAttention:
             most_rows = max(most_rows, *(row + 1 for row in items.rows), 0)
             first_partial += one.partial_rows(self.shape.num_kv_heads)
         for table, buffer in tables:
-            _send(table, buffer)
+            send(table, buffer)
         self._most_rows = most_rows
         self._most_lists = max((s.list_id + 1 for of_pass in segments for s in of_pass), default=0)
 
@@ -236,41 +238,10 @@ class GroupedAttention:
         self._check_run(q, kv, slots, out, lse)
         self._check_lists(q, counts, head_map)
         shape = self.shape
+        counts = self._no_counts if counts is None else counts
+        head_map = self._own_heads if head_map is None else head_map
         for one in self.passes:
-            launch(
-                attend_items_kernel,
-                (shape.num_kv_heads, one.max_items),
-                {
-                    "q_ptr": q,
-                    "k_ptr": kv.k_cache,
-                    "v_ptr": kv.v_cache,
-                    "slots_ptr": slots,
-                    "rows_ptr": one.rows,
-                    "counts_ptr": self._no_counts if counts is None else counts,
-                    "head_map_ptr": self._own_heads if head_map is None else head_map,
-                    "items_ptr": one.items,
-                    "out_ptr": self._partial_out,
-                    "lse_ptr": self._partial_lse,
-                    "sm_scale": float(sm_scale * k_scale),
-                    "q_stride_row": q.stride(0),
-                    "q_stride_head": q.stride(1),
-                    "k_stride_slot": kv.k_cache.stride(0),
-                    "k_stride_head": kv.k_cache.stride(1),
-                    "v_stride_slot": kv.v_cache.stride(0),
-                    "v_stride_head": kv.v_cache.stride(1),
-                    "GQA": shape.gqa,
-                    "HEAD_DIM": shape.head_dim,
-                    "BLOCK_D": block_of(shape.head_dim),
-                    "V_DIM": shape.v_head_dim,
-                    "BLOCK_V": block_of(shape.v_head_dim),
-                    "BLOCK_M": one.config.block_m,
-                    "BLOCK_N": one.config.block_n,
-                    "STAGES": one.config.num_stages,
-                    "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
-                },
-                num_warps=one.config.num_warps,
-                num_stages=one.config.num_stages,
-            )
+            self._attend(one, q, kv, slots, float(sm_scale * k_scale), counts, head_map)
         launch(
             merge_items_kernel,
             (shape.num_qo_heads, q.shape[0]),
@@ -285,11 +256,57 @@ class GroupedAttention:
                 "out_stride_head": out.stride(1),
                 "GQA": shape.gqa,
                 "V_DIM": shape.v_head_dim,
-                "BLOCK_V": block_of(shape.v_head_dim),
+                "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
                 "NUM_SPANS": len(self.passes),
-                "BLOCK_S": min(_MERGED_AT_ONCE, block_of(max(one.target for one in self.passes))),
+                "BLOCK_S": min(_MERGED_AT_ONCE, block_of(max(one.target for one in self.passes), _LEAST_BLOCK)),
             },
             num_warps=4,
+        )
+
+    def _attend(
+        self,
+        one: AttentionPass,
+        q: Tensor,
+        kv: PagedKV,
+        slots: Tensor,
+        sm_scale: float,
+        counts: Tensor,
+        head_map: Tensor,
+    ) -> None:
+        shape = self.shape
+        launch(
+            attend_items_kernel,
+            (shape.num_kv_heads, one.max_items),
+            {
+                "q_ptr": q,
+                "k_ptr": kv.k_cache,
+                "v_ptr": kv.v_cache,
+                "slots_ptr": slots,
+                "rows_ptr": one.rows,
+                "counts_ptr": counts,
+                "head_map_ptr": head_map,
+                "items_ptr": one.items,
+                "out_ptr": self._partial_out,
+                "lse_ptr": self._partial_lse,
+                "sm_scale": sm_scale,
+                "q_stride_row": q.stride(0),
+                "q_stride_head": q.stride(1),
+                "k_stride_slot": kv.k_cache.stride(0),
+                "k_stride_head": kv.k_cache.stride(1),
+                "v_stride_slot": kv.v_cache.stride(0),
+                "v_stride_head": kv.v_cache.stride(1),
+                "GQA": shape.gqa,
+                "HEAD_DIM": shape.head_dim,
+                "BLOCK_D": block_of(shape.head_dim, _LEAST_BLOCK),
+                "V_DIM": shape.v_head_dim,
+                "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
+                "BLOCK_M": one.config.block_m,
+                "BLOCK_N": one.config.block_n,
+                "STAGES": one.config.num_stages,
+                "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
+            },
+            num_warps=one.config.num_warps,
+            num_stages=one.config.num_stages,
         )
 
     def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -364,16 +381,3 @@ def attend_segments(
     counts = None if counts is None else counts.contiguous()
     attention.run(q, kv, slots.contiguous(), sm_scale, out, lse, counts=counts)
     return AttnState(out, lse)
-
-
-def block_of(size: int) -> int:
-    """The least power of 2 of at least `size` and 16."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def _send(table: Tensor, buffer: Tensor) -> None:
-    """Copy the first rows of a fixed buffer, without a wait."""
-    if table.shape[0] == 0:
-        return
-    source = table.pin_memory() if buffer.device.type == "cuda" else table
-    buffer[: table.shape[0]].copy_(source, non_blocking=True)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from prefix_kernels.grouped_attention.kernels import merge_items_kernel
-from prefix_kernels.grouped_attention.runner import block_of
-from prefix_kernels.launching import launch
+from prefix_kernels.launching import block_of, launch
 from prefix_kernels.types import AttnState
 
 
@@ -36,9 +35,9 @@ def merge_state_triton(states: Sequence[AttnState]) -> AttnState:
             "out_stride_head": out.stride(1),
             "GQA": 1,
             "V_DIM": dim,
-            "BLOCK_V": block_of(dim),
+            "BLOCK_V": block_of(dim, 16),
             "NUM_SPANS": 1,
-            "BLOCK_S": min(64, block_of(len(states))),
+            "BLOCK_S": min(64, block_of(len(states), 16)),
         },
         num_warps=4,
     )

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from prefix_kernels.launching import launch
+from prefix_kernels.launching import block_of, launch, send
 from prefix_kernels.pooled_scores.kernels import pooled_scores_kernel
 from prefix_kernels.pooling import Pooling
 
@@ -197,9 +197,7 @@ class PooledScores:
             (heads, self._heads),
             (arrays, self._arrays),
         ):
-            if source.shape[0]:
-                pinned = source.pin_memory() if buffer.device.type == "cuda" else source
-                buffer[: source.shape[0]].copy_(pinned, non_blocking=True)
+            send(source, buffer)
         self._most_rows = max(rows, default=-1) + 1
 
     def run(
@@ -281,14 +279,14 @@ class PooledScores:
             "max_rows": self._max_rows,
             "GQA": shape.gqa,
             "CHANNELS": shape.channels,
-            "BLOCK_K": _power_of_2(shape.row_units),
+            "BLOCK_K": block_of(shape.row_units, 16),
             "ROW_UNITS": shape.row_units,
             "BITS": shape.bits,
             "LISTED_ROWS": self._listed,
             "LISTED_CHANNELS": shape.listed_channels,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
-            "BLOCK_CHUNKS": min(_power_of_2(config.num_chunks), 32),
+            "BLOCK_CHUNKS": min(block_of(config.num_chunks, 16), 32),
             # Sixteen candidates to a warp, see the kernel's sums.
             "LANES": min(config.num_warps, config.block_n // 16),
             "STAGES": config.num_stages,
@@ -379,7 +377,3 @@ def check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:
                 f"contiguous, got {tuple(array.shape)} {array.dtype} of strides {array.stride()} at "
                 f"{array.data_ptr() % 16}"
             )
-
-
-def _power_of_2(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())

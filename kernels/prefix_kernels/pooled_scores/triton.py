@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from prefix_kernels.launching import block_of
 from prefix_kernels.low_bit import LowBitTensor
 from prefix_kernels.pooled_scores.runner import PooledScores, ScoreConfig, ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooling import Pooling
@@ -110,6 +111,6 @@ def _planned(shape: ScoreShape, group: ScoredGroup, q: Tensor) -> PooledScores:
 
 def config_for(shape: ScoreShape, num_rows: int) -> ScoreConfig:
     """What runs where nothing was tuned: tiles of up to 32 rows, so that a step stays in registers on sm_80, too."""
-    block_m = min(32, max(16, 1 << (num_rows * shape.gqa - 1).bit_length()))
+    block_m = min(32, block_of(num_rows * shape.gqa, 16))
     coded = shape.source in (Source.LOW_BIT, Source.MINMAX)
     return ScoreConfig(block_m, 64 if coded and shape.row_units >= 32 else 128, 4, 3)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import launch
+from prefix_kernels.launching import launch, send
 from prefix_kernels.top_k_selection.kernels import count_digits_kernel, list_selected_kernel
 from prefix_kernels.top_k_selection.plan import NUM_FIELDS, SelectionGroup, cut_groups
 
@@ -190,8 +190,8 @@ class TopKSelection:
         table[:, 0] = -1
         items = cut_groups(groups, self.max_groups, self._target, self.config.tile)
         table[: len(items)] = torch.tensor(items, dtype=torch.int64)
-        _send(table, self._items)
-        _send(shifts, self._block_shifts)
+        send(table, self._items)
+        send(shifts, self._block_shifts)
         self._scores_end = max((group.scores_end(self.num_kv_heads) for group in groups), default=0)
         if self.max_block_size == 1:
             self._scores_end += -self._scores_end % _ALIGNED
@@ -290,8 +290,3 @@ class TopKSelection:
 def _multiprocessors(device: torch.device) -> int:
     """Of a GPU; 1 where the device is none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _send(table: Tensor, buffer: Tensor) -> None:
-    """Fill a fixed buffer, without a wait."""
-    buffer.copy_(table.pin_memory() if buffer.device.type == "cuda" else table, non_blocking=True)
