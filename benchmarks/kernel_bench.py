@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from kernel_rows import MEMORY_RATE, Row, Run, provenance
 
 if TYPE_CHECKING:
-    from kernel_cases import Case, Configs
+    from kernel_cases import Case, Launching
     from kernel_problem import Gate, Problem, Sizes
 
     from prefix_kernels.grouped_attention import AttentionShape
@@ -48,10 +48,10 @@ RIVALS = ("flashinfer", "flashinfer_cascade")
 def attention(args: argparse.Namespace, run: Run) -> None:
     """All problems that are asked for."""
     import torch
-    from kernel_cases import ATTENTION, Configs
+    from kernel_cases import ATTENTION
 
     known(args, [*RIVALS, *ATTENTION])
-    shape, timer, configs = shape_of(args), timer_of(args), Configs(args.tuned)
+    shape, timer, configs = shape_of(args), timer_of(args), launching_of(args)
     run.origin["null_us"] = round(timer.null_us(), 2)
     for sizes, names in problems(args):
         keys = {name: attention_key(args, name, sizes) for name in names}
@@ -101,6 +101,17 @@ def attention_key(args: argparse.Namespace, name: str, sizes: Sizes) -> Row:
     }
 
 
+def launching_of(args: argparse.Namespace) -> Launching:
+    """Launch parameters: of --tuned, else those shipped for this GPU, else the package's own."""
+    import torch
+
+    from prefix_kernels.grouped_attention import TunedConfigs
+
+    if args.tuned:
+        return TunedConfigs.read(args.tuned)
+    return TunedConfigs.for_device(torch.device("cpu" if args.cpu else "cuda"))
+
+
 def conditions(args: argparse.Namespace) -> Row:
     """The part of a key that all rows of a command share."""
     return {
@@ -120,7 +131,7 @@ def measure_problem(
     shape: AttentionShape,
     sizes: Sizes,
     keys: dict[str, Row],
-    configs: Configs,
+    configs: Launching,
 ) -> None:
     """One pool, all of its cases."""
     import torch
@@ -149,7 +160,7 @@ def attempt(timer: Any, work: Callable[[], Row]) -> Row:
         return {"green": False, "error": text, "meaningful": timer.meaningful}
 
 
-def build(problem: Problem, name: str, configs: Configs) -> Case:
+def build(problem: Problem, name: str, configs: Launching) -> Case:
     """A case by its name."""
     if name in RIVALS:
         import kernel_rivals

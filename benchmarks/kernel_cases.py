@@ -14,10 +14,8 @@ Stages: `estimation`, `top_k` (AB-Sparse's kernels 1 and 2), `token_estimation` 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +29,6 @@ from prefix_kernels.grouped_attention import (
     AttentionShape,
     GroupedAttention,
     Segment,
-    block_m_for,
-    default_config,
 )
 from prefix_kernels.grouped_attention.config import programs_at_once
 
@@ -46,6 +42,9 @@ class Pipeline(Protocol):
     def check(self) -> Gate:
         """What the last run wrote, against an oracle."""
 
+
+#: Launch parameters by shape and requests of a tile: `TunedConfigs`, or a sweep's candidate.
+Launching = Callable[[AttentionShape, int], AttentionConfig]
 
 SELECTION: dict[str, Callable[[AttentionShape, int, int, torch.device], Pipeline]] = {**NAIVE, **OURS}
 
@@ -79,32 +78,7 @@ class Case:
             self.lse.fill_(torch.nan)
 
 
-class Configs:
-    """Launch parameters: tuned ones from a file, the package's own where it has none.
-
-    Args:
-        path: as `--tune` writes it, or None.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._tuned: list[dict[str, Any]] = json.loads(path.read_text()) if path else []
-
-    def __call__(self, shape: AttentionShape, rows: int) -> AttentionConfig:
-        """For tiles of so many requests."""
-        block_m = block_m_for(rows, shape.gqa)
-        key = {"op": "grouped_attention", "block_m": block_m, "head_dim": shape.head_dim, "dtype": name_of(shape.dtype)}
-        for entry in self._tuned:
-            if all(entry.get(name) == value for name, value in key.items()):
-                return AttentionConfig(**entry["config"])
-        return default_config(block_m, shape.head_dim, shape.dtype)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """`bfloat16`, not `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def exact(problem: Problem, configs: Configs) -> Case:
+def exact(problem: Problem, configs: Launching) -> Case:
     """Whole prefixes, suffixes and their merge: one plan of two passes."""
     sizes = problem.sizes
     slots = torch.cat([problem.prefix_slots.flatten(), problem.suffix_slots.flatten()])
@@ -115,7 +89,7 @@ def exact(problem: Problem, configs: Configs) -> Case:
     return _grouped(problem, configs, slots, groups, sizes.groups * sizes.context, "all")
 
 
-def sparse(problem: Problem, configs: Configs) -> Case:
+def sparse(problem: Problem, configs: Launching) -> Case:
     """Selected positions per KV head, as lists of slots with counts on the device, and suffixes."""
     lists = problem.selected_slots
     num_groups, num_heads, count = lists.shape
@@ -128,13 +102,13 @@ def sparse(problem: Problem, configs: Configs) -> Case:
     return _grouped(problem, configs, slots, groups, lists.numel(), "sparse", counts)
 
 
-def suffix(problem: Problem, configs: Configs) -> Case:
+def suffix(problem: Problem, configs: Launching) -> Case:
     """Private suffixes and the merge kernel, apart."""
     slots = problem.suffix_slots.flatten()
     return _alone(problem, configs(problem.shape, 1), slots, _suffixes(problem, 0), "suffix")
 
 
-def plain(problem: Problem, configs: Configs) -> Case:
+def plain(problem: Problem, configs: Launching) -> Case:
     """The suffix pass from position 0: every request reads the whole of its own sequence."""
     context = problem.sizes.context
     if problem.sizes.rows != 1 or problem.sizes.suffix:
@@ -190,7 +164,7 @@ def vector(problem: Problem, reads: str) -> Case:
 
 
 #: name -> builder, in the order in which they are measured. Rivals come first (see `kernel_rivals`).
-ATTENTION: dict[str, Callable[[Problem, Configs], Case]] = {
+ATTENTION: dict[str, Callable[[Problem, Launching], Case]] = {
     "exact": exact,
     "sparse": sparse,
     "suffix": suffix,
@@ -223,7 +197,7 @@ def _suffixes(problem: Problem, begin: int) -> list[Segment]:
 
 def _grouped(
     problem: Problem,
-    configs: Configs,
+    configs: Launching,
     slots: Tensor,
     groups: Sequence[Segment],
     suffix_begin: int,

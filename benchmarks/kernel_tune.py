@@ -12,17 +12,22 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import itertools
 import json
-import math
 import multiprocessing
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import kernel_bench
+import torch
 from kernel_bench import attempt, measure, out_of_time, shape_of, timer_of
+from kernel_cases import ATTENTION, sparse
+from kernel_problem import Sizes, make_problem
 from kernel_rows import Row, Run
+
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, TunedConfigs, block_m_for
+from prefix_kernels.grouped_attention.tuned import TileKey, TunedEntry, name_of, own_config
+from prefix_kernels.grouped_attention.tuning import Space, candidates, fastest, shared_memory_of
 
 #: (case, context, requests) that share a height of tile with 4 query heads a KV head: 16, 32, 64 and 128 rows.
 TUNED = [
@@ -41,42 +46,29 @@ TUNED = [
     ("sparse", 131072, 64),
 ]
 SMOKE = [("exact", 192, 1), ("sparse", 192, 1), ("plain", 64, 2)]
-SPACE = {"block_n": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4, 5), "programs_per_sm": (1, 2, 3, 4)}
-SMOKE_SPACE = {"block_n": (16, 32), "num_warps": (4,), "num_stages": (2,), "programs_per_sm": (1,)}
-_SHARED_MEMORY = 227 << 10
 
 
 class One:
     """A configuration for tiles of its height; the package's own for others."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: AttentionConfig) -> None:
         self._config = config
 
-    def __call__(self, shape: Any, rows: int) -> Any:
-        from kernel_cases import Configs
-
-        own = Configs()(shape, rows)
+    def __call__(self, shape: AttentionShape, rows: int) -> AttentionConfig:
+        own = own_config(shape, block_m_for(rows, shape.gqa))
         return self._config if own.block_m == self._config.block_m else own
 
 
-def space(args: argparse.Namespace, block_m: int) -> list[Any]:
-    """Configurations of one height, the package's own first; without those whose keys and values cannot fit."""
-    from prefix_kernels.grouped_attention import AttentionConfig, default_config
-
-    shape = shape_of(args)
-    key_bytes = (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize
-    configs = [default_config(block_m, shape.head_dim, shape.dtype)]
-    for block_n, warps, stages, programs in itertools.product(*(SMOKE_SPACE if args.cpu else SPACE).values()):
-        # One step is in registers or just used while the others are on their way.
-        if (stages - 1) * block_n * key_bytes <= _SHARED_MEMORY:
-            configs.append(AttentionConfig(block_m, block_n, warps, stages, programs))
-    return list(dict.fromkeys(configs))
+def space(args: argparse.Namespace, block_m: int) -> list[AttentionConfig]:
+    """Configurations of one height, the package's own first."""
+    wide = Space(num_stages=(2, 3, 4, 5), programs_per_sm=(1, 2, 3, 4))
+    narrow = Space(block_n=(16, 32), num_warps=(4,), num_stages=(2,), programs_per_sm=(1,))
+    device = torch.device("cpu" if args.cpu else "cuda")
+    return candidates(shape_of(args), block_m, narrow if args.cpu else wide, shared_memory_of(device))
 
 
 def tune(args: argparse.Namespace, run: Run) -> None:
     """Sweep what the result file does not hold yet, then write the best of all that it holds."""
-    from prefix_kernels.grouped_attention import block_m_for
-
     shape, timer = shape_of(args), timer_of(args)
     cases = SMOKE if args.cpu else [case for case in TUNED if case[2] in {*args.batches, 16}]
     heights: dict[int, list[tuple[str, int, int]]] = {}
@@ -87,30 +79,34 @@ def tune(args: argparse.Namespace, run: Run) -> None:
         if args.tune_workers and not out_of_time(args):
             compile_ahead(args, configs)
         for case in own:
-            sweep(args, run, timer, case, configs)
-    found = best(run.rows)
-    args.tune.write_text(json.dumps([entry for entry, _ in found], indent=1) + "\n")
+            sweep(args, run, timer, case, block_m, configs)
+    found = best(run.rows, shape)
+    gpu = "cpu" if args.cpu else torch.cuda.get_device_name()
+    TunedConfigs(gpu, [entry for entry, _ in found]).write(args.tune)
     for entry, count in found:
-        times = ", ".join(f"{name} {us:.1f} us" for name, us in entry["us_by_case"].items())
-        print(f"best of {count} for {entry['block_m']} rows: {entry['config']}: {times}")
+        times = ", ".join(f"{name} {us:.1f} us" for name, us in entry.us_by_case.items())
+        print(f"best of {count} for {entry.key.block_m} rows: {entry.config}: {times}")
 
 
-def key_of(args: argparse.Namespace, case: tuple[str, int, int], config: Any) -> Row:
-    """What identifies a row of the sweep."""
+def key_of(args: argparse.Namespace, case: tuple[str, int, int], block_m: int, config: AttentionConfig) -> Row:
+    """What identifies a row of the sweep. `block_m` is the height asked for; a wide head's tile may be lower."""
     name, context, batch = case
     key = {"bench": "tune", "case": name, "context": context, "batch": batch, "keep": args.keep}
     key |= {"groups": batch if name == "plain" else 1, "suffix": 0 if name == "plain" else args.suffix}
-    return {**key, **kernel_bench.conditions(args), "launch": dataclasses.asdict(config)}
+    return {**key, **kernel_bench.conditions(args), "block_m": block_m, "launch": dataclasses.asdict(config)}
 
 
-def sweep(args: argparse.Namespace, run: Run, timer: Any, case: tuple[str, int, int], configs: Sequence[Any]) -> None:
+def sweep(
+    args: argparse.Namespace,
+    run: Run,
+    timer: Any,
+    case: tuple[str, int, int],
+    block_m: int,
+    configs: Sequence[AttentionConfig],
+) -> None:
     """All configurations of one case. What cannot be compiled or fails its gate is a row, never a candidate."""
-    import torch
-    from kernel_cases import ATTENTION
-    from kernel_problem import Sizes, make_problem
-
     held = [row for row in run.rows if row["bench"] == "tune"]
-    keys = [(config, key_of(args, case, config)) for config in configs]
+    keys = [(config, key_of(args, case, block_m, config)) for config in configs]
     keys = [(c, key) for c, key in keys if not any(all(row.get(k) == v for k, v in key.items()) for row in held)]
     if not keys or out_of_time(args):
         return
@@ -125,34 +121,34 @@ def sweep(args: argparse.Namespace, run: Run, timer: Any, case: tuple[str, int, 
         run.failed -= row.get("error", "").startswith("OutOfResources")  # an answer, not a failure
 
 
-def best(rows: Iterable[Row]) -> list[tuple[Row, int]]:
-    """Per height, head dim and dtype the entry of the tuned file, and of how many configurations it is the best.
+def best(rows: Iterable[Row], shape: AttentionShape) -> list[tuple[TunedEntry, int]]:
+    """Per height the entry of the tuned file, and of how many configurations it is the best.
 
     Only configurations that are green in every case of their height count.
     """
-    groups: dict[tuple[int, int, str], dict[str, dict[str, float]]] = {}
+    heights: dict[int, dict[str, dict[str, float]]] = {}
     for row in rows:
-        if row["bench"] == "tune" and row["green"]:
-            height = (row["launch"]["block_m"], row["shape"][2], row["dtype"])
+        if row["bench"] == "tune" and row["green"] and (row["shape"], row["dtype"]) == _shape_fields(shape):
             case = f"{row['case']} {row['context']} x {row['batch']}"
-            groups.setdefault(height, {}).setdefault(case, {})[json.dumps(row["launch"])] = row["us"]
+            heights.setdefault(row["block_m"], {}).setdefault(case, {})[json.dumps(row["launch"])] = row["us"]
     found = []
-    for (block_m, head_dim, dtype), cases in sorted(groups.items()):
-        complete = set.intersection(*(set(times) for times in cases.values()))
+    for block_m, cases in sorted(heights.items()):
+        complete = sorted(set.intersection(*(set(times) for times in cases.values())))
         if not complete:
             print(f"no configuration of {block_m} rows is green in all of {', '.join(cases)}", file=sys.stderr)
             continue
-        least = {case: min(times.values()) for case, times in cases.items()}
-
-        def cost(config: str, cases: Any = cases, least: Any = least) -> float:
-            return math.prod(times[config] / least[case] for case, times in cases.items()) ** (1 / len(cases))
-
-        chosen = min(sorted(complete), key=cost)
-        times = {case: times[chosen] for case, times in cases.items()}
-        entry = {"op": "grouped_attention", "block_m": block_m, "head_dim": head_dim, "dtype": dtype}
-        entry |= {"config": json.loads(chosen), "us": next(iter(times.values())), "us_by_case": times}
-        found.append((entry, len(complete)))
+        times = {
+            AttentionConfig(**json.loads(one)): {case: of_case[one] for case, of_case in cases.items()}
+            for one in complete
+        }
+        config = fastest(times)
+        found.append((TunedEntry(TileKey.of(shape, block_m), config, times[config]), len(complete)))
     return found
+
+
+def _shape_fields(shape: AttentionShape) -> tuple[list[int], str]:
+    """As rows have them."""
+    return [shape.num_qo_heads, shape.num_kv_heads, shape.head_dim], name_of(shape.dtype)
 
 
 def compile_ahead(args: argparse.Namespace, configs: Sequence[Any]) -> None:
@@ -166,15 +162,9 @@ def compile_ahead(args: argparse.Namespace, configs: Sequence[Any]) -> None:
 
 
 def _compile(args: argparse.Namespace, config: dict[str, Any]) -> None:
-    import torch
-    from kernel_cases import sparse
-    from kernel_problem import Sizes, make_problem
-
-    from prefix_kernels.grouped_attention import AttentionConfig
-
     shape, device = shape_of(args), torch.device("cpu" if args.cpu else "cuda")
     rows = max(config["block_m"] // shape.gqa, 1)
     problem = make_problem(shape, Sizes(1024, rows, 1, args.suffix, args.page), args.keep, device, args.seed)
-    sparse(problem, One(AttentionConfig(**config))).run()  # type: ignore[arg-type]
+    sparse(problem, One(AttentionConfig(**config))).run()
     if device.type == "cuda":
         torch.cuda.synchronize()

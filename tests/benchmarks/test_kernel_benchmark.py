@@ -5,6 +5,7 @@ What runs kernels does so in processes of its own: Triton's interpreter must be 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -17,6 +18,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from prefix_kernels.grouped_attention import TunedConfigs
+from prefix_kernels.grouped_attention.tuned import TileKey
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -201,15 +205,11 @@ def test_tuning_writes_the_best_and_goes_on_where_it_stopped(bench, tmp_path):
     assert {(row["case"], row["launch"]["block_n"]) for row in rows} == {
         (case, n) for case in ("exact", "sparse", "plain") for n in (16, 32)
     }
-    (entry,) = json.loads(tuned.read_text())
-    assert {name: entry[name] for name in ("op", "block_m", "head_dim", "dtype")} == {
-        "op": "grouped_attention",
-        "block_m": 16,
-        "head_dim": 32,
-        "dtype": "float32",
-    }
-    assert entry["config"] in [row["launch"] for row in rows]
-    assert set(entry["us_by_case"]) == {"exact 192 x 1", "sparse 192 x 1", "plain 64 x 2"}
+    (entry,) = TunedConfigs.read(tuned).entries
+    assert entry.key == TileKey(16, 32, 32, "float32", "float32")
+    config = dataclasses.asdict(entry.config)
+    assert config in [row["launch"] for row in rows]
+    assert set(entry.us_by_case) == {"exact 192 x 1", "sparse 192 x 1", "plain 64 x 2"}
     before = tuned.read_text()
     again = command(*arguments)
     assert again.returncode == 0
@@ -217,7 +217,7 @@ def test_tuning_writes_the_best_and_goes_on_where_it_stopped(bench, tmp_path):
     assert tuned.read_text() == before
     ran = command("attention", *NARROW, "--batches", "1", "--only", "exact", "--smoke", "--tuned", tuned, "--out", out)
     assert ran.returncode == 0, ran.stderr
-    assert rows_of(out)[-1]["config"]["passes"][0] == entry["config"]
+    assert rows_of(out)[-1]["config"]["passes"][0] == config
     assert rows_of(out)[-1]["tuned"] == "tuned.json"
 
 

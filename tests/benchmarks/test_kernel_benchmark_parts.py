@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import math
 import sys
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape
+from prefix_kernels.grouped_attention.tuned import TileKey
 from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
 
@@ -30,17 +33,21 @@ def bench():
 
 
 def test_the_best_configuration_is_green_everywhere_and_least_on_average(bench, capsys):
-    def row(case: str, block_n: int, us: float, green: bool = True, block_m: int = 16) -> dict:
-        launch = {"block_m": block_m, "block_n": block_n}
+    shape = AttentionShape(4, 2, 64, 64, torch.bfloat16, torch.bfloat16)
+
+    def row(case: str, block_n: int, us: float, green: bool = True, block_m: int = 16, **more) -> dict:
+        launch = dataclasses.asdict(AttentionConfig(block_m, block_n, 4, 2, 1))
         key = {"bench": "tune", "case": case, "context": 1, "batch": 1, "shape": [4, 2, 64], "dtype": "bfloat16"}
-        return {**key, "launch": launch, "us": us, "green": green}
+        return {**key, "block_m": block_m, "launch": launch, "us": us, "green": green, **more}
 
     rows = [row("exact", 32, 10.0), row("sparse", 32, 40.0), row("exact", 64, 12.0), row("sparse", 64, 20.0)]
     rows += [row("exact", 128, 1.0), row("sparse", 128, 1.0, green=False)]
     rows += [row("exact", 32, 1.0, block_m=32), row("sparse", 64, 1.0, block_m=32)]
-    ((entry, count),) = bench.tune.best(rows)
-    assert entry["config"] == {"block_m": 16, "block_n": 64}
-    assert entry["us"] == 12.0
+    rows += [row(case, 32, 0.1, shape=[8, 2, 64]) for case in ("exact", "sparse")]
+    ((entry, count),) = bench.tune.best(rows, shape)
+    assert entry.config == AttentionConfig(16, 64, 4, 2, 1)
+    assert entry.us_by_case == {"exact 1 x 1": 12.0, "sparse 1 x 1": 20.0}
+    assert entry.key == TileKey(16, 64, 64, "bfloat16", "bfloat16")
     assert count == 2
     assert "no configuration of 32 rows" in capsys.readouterr().err
 

@@ -105,15 +105,16 @@ def test_a_prefill_is_timed_to_its_first_token_and_every_prompt_is_new(build: An
 def test_pairs_alternate_and_only_the_recorded_prompt_is_built(
     build: Any, server: Any, fake: Fake, tmp_path: Path
 ) -> None:
-    fake.recording = 0.06
+    # What the client sees of a sleep is shorter by as much as its own thread was late: the sleeps are far above that.
+    fake.recording, fake.build = 0.5, 1.0
     row = build.recording_row(server, 40, 3)
     opted_out = ["custom_params" in body["sampling_params"] for body in fake.bodies]
     assert opted_out == [True, False, False, True, True, False]
     assert row["ratio"]["median"] > 1.5
-    assert row["recorded"]["median"] >= 0.08 > row["plain"]["min"]
+    assert row["recorded"]["median"] >= 0.52 > row["plain"]["min"]
     assert row["build"] == {"median": 0.5, "min": 0.5, "max": 0.5, "values": [0.5] * 3}
     assert row["other_seconds"] == {"kmeans_seconds": [0.25] * 3}
-    assert row["held"]["min"] >= 0.05
+    assert row["held"]["min"] >= 0.3
     assert not list(tmp_path.glob("build-*")), "indexes of two gigabytes each would fill the disk"
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from prefix_kernels.grouped_attention.config import AttentionConfig, block_m_for, default_config
 from prefix_kernels.grouped_attention.items import Items, Segment, cut
+from prefix_kernels.grouped_attention.tuned import TunedConfigs
 
 if TYPE_CHECKING:
     from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
@@ -16,6 +17,7 @@ __all__ = [
     "GroupedAttention",
     "Items",
     "Segment",
+    "TunedConfigs",
     "block_m_for",
     "cut",
     "default_config",

@@ -1,0 +1,220 @@
+"""Tuning of grouped attention on the GPU at hand: seconds, once; `TunedConfigs` keeps what was found.
+
+Each candidate attends a whole prefix and a selection of it with a full tile of requests. A candidate that cannot be
+launched, or whose result differs from plain torch's, is out. The best one has the least geometric mean of its times
+over the fastest ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.grouped_attention.config import AttentionConfig, block_m_for
+from prefix_kernels.grouped_attention.items import Segment
+from prefix_kernels.grouped_attention.tuned import TileKey, TunedConfigs, TunedEntry, own_config
+from prefix_kernels.testing import ERROR_BUDGET
+from prefix_kernels.types import PagedKV
+
+if TYPE_CHECKING:
+    from prefix_kernels.grouped_attention.runner import AttentionShape
+
+logger = logging.getLogger(__name__)
+
+Timer = Callable[[Callable[[], None]], float]
+"""Microseconds of one run of some work, with a cold L2 cache."""
+
+PREFIX_LEN = 32768
+KEPT = 2048
+_PAGE = 16
+_SHARED_MEMORY = 163 << 10
+"""Of a thread block on sm_80, in bytes; used where the device does not say."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """Values to combine. `programs_per_sm` costs no compilation."""
+
+    block_n: tuple[int, ...] = (32, 64, 128)
+    num_warps: tuple[int, ...] = (4, 8)
+    num_stages: tuple[int, ...] = (2, 3, 4)
+    programs_per_sm: tuple[int, ...] = (1, 2, 3)
+
+
+def candidates(shape: AttentionShape, block_m: int, space: Space, shared_memory: int) -> list[AttentionConfig]:
+    """Parameters of one height, the package's own first, without those whose keys and values cannot fit.
+
+    Args:
+        shape: of the layers.
+        block_m: rows of a tile.
+        space: values to combine.
+        shared_memory: bytes that a thread block may have.
+    """
+    own = own_config(shape, block_m)
+    key_bytes = (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize
+    found = [own]
+    values = (space.block_n, space.num_warps, space.num_stages, space.programs_per_sm)
+    for block_n, warps, stages, programs in itertools.product(*values):
+        # One step is in registers or just used while the others are on their way.
+        if (stages - 1) * block_n * key_bytes <= shared_memory:
+            found.append(AttentionConfig(own.block_m, block_n, warps, stages, programs))
+    return list(dict.fromkeys(found))
+
+
+def tune_missing(
+    configs: TunedConfigs,
+    shape: AttentionShape,
+    rows: Iterable[int],
+    device: torch.device,
+    *,
+    space: Space | None = None,
+    timer: Timer | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[TunedEntry]:
+    """Measure what `configs` does not know of yet, and let it know.
+
+    Compiling takes most of the time, for every distinct kernel once. While it runs it needs device memory for 32,768
+    tokens of one layer, a few times over.
+
+    Args:
+        configs: gets the entries; `save()` is the caller's.
+        shape: of the layers.
+        rows: numbers of requests on one prefix that will be met; one of them for each height of tile counts.
+        device: a CUDA device, unless `timer` is given.
+        space: values to combine; None: `Space()`.
+        timer: None: CUDA events around the work with L2 cleared, the median.
+        progress: called with (done, of how many, what) after each candidate.
+
+    Returns:
+        What was found, by height. A height for which nothing could be run is left out, with a warning.
+    """
+    heights = configs.missing(shape, rows)
+    shared = shared_memory_of(device)
+    todo = [(h, candidates(shape, h, space or Space(), shared)) for h in heights]
+    total, done, found = sum(len(of_height) for _, of_height in todo), 0, []
+    for block_m, of_height in todo:
+        problem = _Problem(shape, block_m, device)
+        times: dict[AttentionConfig, dict[str, float]] = {}
+        for config in of_height:
+            us = _measured(problem, config, timer or _event_timer)
+            if us:
+                times[config] = us
+            done += 1
+            if progress:
+                progress(done, total, f"{block_m} rows")
+        if not times:
+            logger.warning("no launch parameters for tiles of %d rows could be measured; the own ones stay", block_m)
+            continue
+        config = fastest(times)
+        entry = TunedEntry(TileKey.of(shape, block_m), config, times[config])
+        configs.add(entry)
+        found.append(entry)
+    return found
+
+
+def fastest(times: dict[AttentionConfig, dict[str, float]]) -> AttentionConfig:
+    """The candidate of the least geometric mean, over the cases, of its time over the fastest one's.
+
+    Args:
+        times: microseconds by candidate and case; every candidate has every case.
+    """
+    cases = next(iter(times.values())).keys()
+    least = {case: min(us[case] for us in times.values()) for case in cases}
+    return min(times, key=lambda config: math.prod(times[config][case] / least[case] for case in cases))
+
+
+class _Problem:
+    """A full tile of requests on one prefix of random pages, and a selection of it; what attention of them gives."""
+
+    def __init__(self, shape: AttentionShape, block_m: int, device: torch.device) -> None:
+        gen = torch.Generator(device).manual_seed(block_m)
+        self.shape = shape
+        self.batch = max(block_m // shape.gqa, 1)
+        self.sm_scale = shape.head_dim**-0.5
+        length, kept = (PREFIX_LEN, KEPT) if device.type == "cuda" else (64, 20)
+
+        def random(*dims: int) -> Tensor:
+            return torch.randn(dims, generator=gen, device=device)
+
+        # Three times as large as usual: weights that differ, so that a key that is left out is seen.
+        self.q = (3 * random(self.batch, shape.num_qo_heads, shape.head_dim)).to(shape.dtype)
+        k = random(length, shape.num_kv_heads, shape.head_dim).to(shape.kv_dtype)
+        self.kv = PagedKV(k, random(length, shape.num_kv_heads, shape.v_head_dim).to(shape.kv_dtype))
+        pages = torch.randperm(length // _PAGE, generator=gen, device=device)
+        whole = (pages[:, None] * _PAGE + torch.arange(_PAGE, device=device)).flatten()
+        chosen = torch.stack([torch.randperm(length, generator=gen, device=device) for _ in range(shape.num_kv_heads)])
+        selected = whole[chosen[:, :kept].sort(dim=1).values]
+        self.slots = torch.cat([whole, selected.flatten()]).to(torch.int32)
+        rows = tuple(range(self.batch))
+        whole_of_each = whole.expand(shape.num_kv_heads, -1)
+        self.cases = {
+            "prefix": (Segment(rows, length), self._oracle(whole_of_each)),
+            "selection": (Segment(rows, kept, list_begin=length, head_stride=kept), self._oracle(selected)),
+        }
+
+    def _oracle(self, slots: Tensor) -> Tensor:
+        """[batch, num_qo_heads, v_head_dim] fp32, of int64 [num_kv_heads, count] slots."""
+        q = self.q.float().view(self.batch, self.shape.num_kv_heads, self.shape.gqa, self.shape.head_dim)
+        heads = []
+        for head, of_head in enumerate(slots):
+            scores = q[:, head] @ self.kv.k_cache[of_head, head].float().T * self.sm_scale
+            heads.append(scores.softmax(dim=-1) @ self.kv.v_cache[of_head, head].float())
+        return torch.stack(heads, dim=1).flatten(1, 2)
+
+
+def _measured(problem: _Problem, config: AttentionConfig, timer: Timer) -> dict[str, float]:
+    """Microseconds by case; none where it cannot run or is wrong."""
+    from triton.runtime.errors import OutOfResources
+
+    from prefix_kernels.grouped_attention.runner import GroupedAttention
+
+    shape, device = problem.shape, problem.q.device
+    out = torch.empty(problem.batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=device)
+    lse = torch.empty(problem.batch, shape.num_qo_heads, device=device)
+    budget = ERROR_BUDGET[shape.dtype]
+    times = {}
+    for case, (segment, expected) in problem.cases.items():
+        attention = GroupedAttention(shape, problem.batch, [config], device)
+        attention.plan([segment])
+
+        def work(attention: GroupedAttention = attention) -> None:
+            attention.run(problem.q, problem.kv, problem.slots, problem.sm_scale, out, lse)
+
+        out.fill_(torch.nan)
+        try:
+            work()
+        except OutOfResources as error:
+            logger.debug("%s: %s", config, error)
+            return {}
+        worst = (out.float() - expected).abs().max().item()
+        if not worst <= budget:
+            logger.warning("expected an error of at most %g, got %g; left out: %s", budget, worst, config)
+            return {}
+        times[case] = timer(work)
+    return times
+
+
+def _event_timer(work: Callable[[], None]) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(work, warmup=5, rep=20, return_mode="median")) * 1e3
+
+
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes that a thread block of a device may have."""
+    if device.type != "cuda":
+        return _SHARED_MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", _SHARED_MEMORY))
+
+
+def rows_of_heights(gqa: int, max_batch: int) -> Sequence[int]:
+    """One number of requests for each height of tile that groups of up to `max_batch` requests meet."""
+    return list({block_m_for(n, gqa): n for n in range(1, max_batch + 1)}.values())

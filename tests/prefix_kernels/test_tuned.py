@@ -1,0 +1,141 @@
+"""Files of tuned launch parameters: what is found again, what is refused, what is left aside."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, TunedConfigs
+from prefix_kernels.grouped_attention import tuned as module
+from prefix_kernels.grouped_attention.tuned import TileKey, TunedEntry, file_name, own_config, parse
+
+SHAPE = AttentionShape(32, 8, 128, 128, torch.bfloat16, torch.bfloat16)
+WIDE = AttentionShape(16, 2, 256, 256, torch.float16, torch.float8_e4m3fn)
+FAST = AttentionConfig(16, 128, 8, 2, 1)
+CPU = torch.device("cpu")
+
+
+def entry(shape: AttentionShape = SHAPE, config: AttentionConfig = FAST) -> TunedEntry:
+    return TunedEntry(TileKey.of(shape, config.block_m), config, {"prefix": 1.5, "selection": 0.25})
+
+
+def test_what_was_saved_is_found_by_its_whole_key(tmp_path: Path) -> None:
+    saved = TunedConfigs("cpu", [entry(), entry(WIDE, AttentionConfig(32, 32, 4, 3, 2))])
+    assert saved.save(tmp_path / "new" / "folder").is_file()
+    found = TunedConfigs.for_device(CPU, tmp_path / "new" / "folder")
+    assert found.entries == saved.entries
+    assert found(SHAPE, 1) == found(SHAPE, 4) == FAST
+    assert found(WIDE, 4) == AttentionConfig(32, 32, 4, 3, 2)
+    for other in (
+        replace(SHAPE, kv_dtype=torch.float8_e4m3fn),
+        replace(SHAPE, head_dim=96),
+        replace(SHAPE, v_head_dim=96),
+    ):
+        assert found(other, 1) == own_config(other, 16)
+    assert found(SHAPE, 8) == own_config(SHAPE, 32)
+    assert found.missing(SHAPE, [1, 2, 8, 32, 64]) == [32, 128]
+    assert not list((tmp_path / "new" / "folder").glob(".*")), "the partial file is gone"
+
+
+def test_without_a_file_the_own_parameters_run(tmp_path: Path) -> None:
+    for cache in (None, tmp_path, tmp_path / "none"):
+        found = TunedConfigs.for_device(CPU, cache)
+        assert found.entries == []
+        assert found(SHAPE, 32) == own_config(SHAPE, 128)
+
+
+def test_an_own_finding_goes_before_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tuned").mkdir()
+    shipped = TunedConfigs("cpu", [entry(), entry(WIDE, AttentionConfig(32, 32, 4, 3, 2))])
+    shipped.write(tmp_path / "tuned" / "cpu.json")
+    monkeypatch.setattr(module, "files", lambda package: tmp_path)
+    assert TunedConfigs.for_device(CPU)(SHAPE, 1) == FAST
+    own = replace(FAST, num_stages=4)
+    TunedConfigs("cpu", [entry(config=own)]).save(tmp_path / "cache")
+    found = TunedConfigs.for_device(CPU, tmp_path / "cache")
+    assert found(SHAPE, 1) == own
+    assert found(WIDE, 4) == AttentionConfig(32, 32, 4, 3, 2)
+
+
+GOOD = {"format": 1, "gpu": "cpu", "triton": "3", "entries": []}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "\x00",
+        json.dumps({**GOOD, "format": 2}),
+        json.dumps({**GOOD, "gpu": "NVIDIA H200"}),
+        json.dumps({**GOOD, "gpu": 3}),
+        json.dumps({**GOOD, "entries": {}}),
+        json.dumps({**GOOD, "entries": [3]}),
+        json.dumps({**GOOD, "entries": [{"block_m": 16}]}),
+    ],
+    ids=range(9),
+)
+def test_a_bad_file_is_named_and_in_the_cache_left_aside(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match=r"^expected .* in here, got"):
+        parse(text, "cpu", "here")
+    path = TunedConfigs("cpu", [entry()]).save(tmp_path)
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING, logger=module.__name__):
+        assert TunedConfigs.for_device(CPU, tmp_path).entries == []
+    assert str(path) in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_n": 48},
+        {"block_n": "64"},
+        {"num_warps": 0},
+        {"num_stages": True},
+        {"block_m": 8},
+        {"dtype": None},
+        {"us": [1]},
+        {"us": {"prefix": "fast"}},
+    ],
+    ids=str,
+)
+def test_an_entry_that_cannot_be_is_refused(change: dict[str, object]) -> None:
+    document = json.loads(TunedConfigs("cpu", [entry()]).dump())
+    document["entries"][0] |= change
+    with pytest.raises(ValueError, match=r"expected an entry of tuned parameters in here, got "):
+        parse(json.dumps(document), "cpu", "here")
+
+
+def test_a_file_of_any_gpu_can_be_read_by_its_path(tmp_path: Path) -> None:
+    TunedConfigs("NVIDIA H200", [entry()]).write(tmp_path / "x.json")
+    found = TunedConfigs.read(tmp_path / "x.json")
+    assert (found.gpu, found.entries) == ("NVIDIA H200", [entry()])
+    with pytest.raises(OSError, match=r"none\.json"):
+        TunedConfigs.read(tmp_path / "none.json")
+
+
+def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = TunedConfigs("cpu", [entry()]).save(tmp_path)
+    before = path.read_text()
+
+    def broken(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(module.os, "replace", broken)
+    with pytest.raises(OSError, match="no space left"):
+        TunedConfigs("cpu").save(tmp_path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_names() -> None:
+    assert file_name("NVIDIA H200") == "nvidia-h200.json"
+    assert file_name("NVIDIA A100-SXM4-80GB", "3.6.0") == "nvidia-a100-sxm4-80gb-triton-3.6.0.json"
+    assert "/" not in file_name("../../x")
