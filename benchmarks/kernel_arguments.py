@@ -112,6 +112,9 @@ def _how(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--in-graph", action="store_true", help="time inside one graph, without the start of a graph, as in a model"
     )
+    how.add_argument(
+        "--overlapped", action="store_true", help="start each of our kernels while the one before it still runs (sm_90)"
+    )
     how.add_argument("--tuned", type=Path, metavar="JSON", help="launch parameters, as --tune writes them")
     how.add_argument(
         "--tune",

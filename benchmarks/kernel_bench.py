@@ -119,6 +119,7 @@ def conditions(args: argparse.Namespace) -> Row:
         "dtype": args.dtype,
         "flush": args.flush,
         "in_graph": args.in_graph,
+        "overlapped": args.overlapped,
         "tuned": args.tuned.name if args.tuned else None,
         "tuned_sha256": hashlib.sha256(args.tuned.read_bytes()).hexdigest() if args.tuned else None,
     }
@@ -318,15 +319,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
     args.deadline, args.stopped = time.monotonic() + args.seconds, False
     run = Run(Path(args.out), provenance(args))
-    try:
-        if args.part == "selection":
-            selection(args, run)
-        elif args.tune:
-            import kernel_tune
+    from prefix_kernels.launching import overlapped_launches
 
-            kernel_tune.tune(args, run)
-        else:
-            attention(args, run)
+    try:
+        with overlapped_launches(args.overlapped):
+            if args.part == "selection":
+                selection(args, run)
+            elif args.tune:
+                import kernel_tune
+
+                kernel_tune.tune(args, run)
+            else:
+                attention(args, run)
     except RuntimeError as error:
         if type(error).__name__ != "RivalMissingError":
             raise

@@ -36,7 +36,7 @@ def read(paths: Iterable[str | Path]) -> list[Row]:
         for line in Path(path).read_text().splitlines():
             row = json.loads(line)
             named = ("bench", "case", "context", "batch", "groups", "suffix", "keep", "shape", "dtype", "device")
-            key = json.dumps([row.get(name) for name in (*named, "flush", "in_graph", "tuned", "launch")])
+            key = json.dumps([row.get(name) for name in (*named, "flush", "in_graph", "overlapped", "tuned", "launch")])
             rows.pop(key, None)
             rows[key] = row
     return list(rows.values())
@@ -61,6 +61,8 @@ def _title(row: Row) -> str:
     parts = [f"{row['device']}, torch {row['torch']}, Triton {row['triton']}, FlashInfer {row['flashinfer']}"]
     parts.append(f"{qo} query heads, {kv} KV heads of {dim}, {row['dtype']}, L2 flushed by {row['flush']}s")
     parts.append("inside one graph" if row["in_graph"] else "graph replays")
+    if row["overlapped"]:
+        parts.append("our launches overlapped")
     if row["tuned"]:
         parts.append(f"tuned by {row['tuned']}")
     if not row["meaningful"]:

@@ -28,6 +28,7 @@ from kernel_rows import Row, Run
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, TunedConfigs, block_m_for
 from prefix_kernels.grouped_attention.tuned import TileKey, TunedEntry, name_of, own_config
 from prefix_kernels.grouped_attention.tuning import Space, candidates, fastest, shared_memory_of
+from prefix_kernels.launching import overlapped_launches
 
 #: (case, context, requests) that share a height of tile with 4 query heads a KV head: 16, 32, 64 and 128 rows.
 TUNED = [
@@ -165,6 +166,7 @@ def _compile(args: argparse.Namespace, config: dict[str, Any]) -> None:
     shape, device = shape_of(args), torch.device("cpu" if args.cpu else "cuda")
     rows = max(config["block_m"] // shape.gqa, 1)
     problem = make_problem(shape, Sizes(1024, rows, 1, args.suffix, args.page), args.keep, device, args.seed)
-    sparse(problem, One(AttentionConfig(**config))).run()
+    with overlapped_launches(args.overlapped):
+        sparse(problem, One(AttentionConfig(**config))).run()
     if device.type == "cuda":
         torch.cuda.synchronize()

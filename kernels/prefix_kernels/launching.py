@@ -56,6 +56,7 @@ class Recording:
 
 
 _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
+_overlapped: ContextVar[bool] = ContextVar("overlapped", default=False)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int) -> None:
@@ -64,16 +65,26 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
     Args:
         kernel: a Triton function.
         grid: programs, up to three axes; nothing happens where one is 0.
-        arguments: by parameter name.
+        arguments: by parameter name, without `OVERLAPPED`, which every kernel has.
         options: num_warps, num_stages.
     """
     if 0 in grid:
         return
+    overlapped = _overlapped.get() and not _interpreted()
+    arguments = {**arguments, "OVERLAPPED": overlapped}
+    if overlapped:
+        options["launch_pdl"] = True
     kept = _recording.get()
     if kept is not None:
-        kept.launches.append(Launch(kernel, grid, dict(arguments), dict(options)))
+        kept.launches.append(Launch(kernel, grid, arguments, dict(options)))
         return
     kernel[grid](**arguments, **options)
+
+
+def _interpreted() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
 
 
 def send(table: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -91,6 +102,22 @@ def send(table: torch.Tensor, buffer: torch.Tensor) -> None:
 def block_of(size: int, least: int = 1) -> int:
     """The least power of 2 of at least `size` and `least`, as blocks of Triton are."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+@contextmanager
+def overlapped_launches(overlapped: bool = True) -> Iterator[None]:
+    """Within the block, kernels are launched while the one before them on the stream still runs (from sm_90 on).
+
+    Each waits for it before it touches memory, see `dependent_launch`. A graph that was captured so stays so.
+
+    Args:
+        overlapped: False: not, as outside of any such block.
+    """
+    token = _overlapped.set(overlapped)
+    try:
+        yield
+    finally:
+        _overlapped.reset(token)
 
 
 @contextmanager

@@ -215,15 +215,25 @@ def test_tuning_writes_the_best_and_goes_on_where_it_stopped(bench, tmp_path):
     assert again.returncode == 0
     assert rows_of(out) == rows
     assert tuned.read_text() == before
-    ran = command("attention", *NARROW, "--batches", "1", "--only", "exact", "--smoke", "--tuned", tuned, "--out", out)
+    arguments = ["attention", *NARROW, "--batches", "1", "--only", "exact", "--smoke", "--overlapped", "--tuned", tuned]
+    ran = command(*arguments, "--out", out)
     assert ran.returncode == 0, ran.stderr
+    assert [row.get("overlapped") for row in rows_of(out)] == [False] * len(rows) + [True]
     assert rows_of(out)[-1]["config"]["passes"][0] == config
     assert rows_of(out)[-1]["tuned"] == "tuned.json"
 
 
 def made_row(case: str, us: float, context: int = 131072, batch: int = 1, groups: int = 1, **more) -> dict:
     row = {"bench": "attention", "case": case, "context": context, "batch": batch, "groups": groups, "suffix": 64}
-    row |= {"page": 16, "keep": 0.05, "shape": [32, 8, 128], "dtype": "bfloat16", "flush": "read", "in_graph": False}
+    row |= {
+        "page": 16,
+        "keep": 0.05,
+        "shape": [32, 8, 128],
+        "dtype": "bfloat16",
+        "flush": "read",
+        "in_graph": False,
+        "overlapped": False,
+    }
     row |= {"tuned": None, "green": True, "gate": {"out": 1e-3}, "gate_share": 0.1, "meaningful": True, "us": us}
     row |= {"us_p10": us, "us_p90": us, "us_min": us, "repeats": 9, "bytes": 537_000_000, "device": "H200"}
     row |= {"share": round(537e6 / us * 1e6 / 4.3e12, 4), "torch": "2.11", "triton": "3.6", "flashinfer": "0.6"}

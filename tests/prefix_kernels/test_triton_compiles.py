@@ -15,7 +15,7 @@ import torch
 
 from prefix_kernels import AttnState, PagedKV, Selection
 from prefix_kernels.csa_scores import encode_lists
-from prefix_kernels.launching import Launch, compiled, launch, recording
+from prefix_kernels.launching import Launch, compiled, launch, overlapped_launches, recording
 from prefix_kernels.low_bit import LowBitTensor, quantize
 from prefix_kernels.ops import (
     csa_scores_compact,
@@ -30,6 +30,7 @@ from prefix_kernels.ops import (
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 HEADS, KV_HEADS, DIM = 32, 8, 128
+_GLOBAL = r"(ld|st|red|atom|cp\.async\.c[ag]\.shared)\.global"
 
 
 def q(rows: int, dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> torch.Tensor:
@@ -160,6 +161,30 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
     ptx = compiled(sums, 90).asm["ptx"]
     assert not re.search(r"cvt\.rn\.f16\.[us](8|16|32)", ptx)
     assert "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [
+        ("prefix_attention of 1 request", 2),
+        ("token_scores of 1 request", 2),
+        ("csa_scores_compact on offsets", 2),
+        ("top_k_selection of tokens", 5),
+    ],
+)
+def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:
+    with overlapped_launches():
+        found = launches(case)
+    assert len(found) == count
+    for one in found:
+        assert one.options["launch_pdl"] is True
+        before, _, after = compiled(one, 90).asm["ptx"].partition("griddepcontrol.wait")
+        assert "griddepcontrol.launch_dependents" in after
+        assert re.search(_GLOBAL, after)
+        assert not re.search(_GLOBAL, before)
+    for one in launches(case):
+        assert "launch_pdl" not in one.options
+        assert one.arguments["OVERLAPPED"] is False
 
 
 def test_nothing_runs_while_launches_are_recorded() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+
 BLOCK = tl.constexpr(256)
 """Positions whose offset fits one byte: `compact.BLOCK_POSITIONS`."""
 FIELDS = tl.constexpr(12)
@@ -53,8 +55,10 @@ def pick_lists_kernel(
     BITMAP_N: tl.constexpr,
     BITMAP: tl.constexpr,
     OFFSETS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Program (subspace, KV head, tile row): nearest centroid, factors of its list, prefix sums of its counts."""
+    wait_for_the_kernel_before(OVERLAPPED)
     subspace = tl.program_id(0)
     head = tl.program_id(1)
     tile_row = tl.program_id(2)
@@ -150,8 +154,10 @@ def score_tiles_kernel(
     STEP: tl.constexpr,
     BITMAP: tl.constexpr,
     OFFSETS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Program (tile of positions, KV head, tile row): the sum of that row's lists in that tile, -inf where none is."""
+    wait_for_the_kernel_before(OVERLAPPED)
     tile = tl.program_id(0)
     head = tl.program_id(1)
     tile_row = tl.program_id(2)

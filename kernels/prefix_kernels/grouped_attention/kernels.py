@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -86,8 +88,10 @@ def attend_items_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Program (KV head, item): one tile of rows over one stretch of one list; writes that part's state."""
+    wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(0).to(tl.int64)
     fields = items_ptr + tl.program_id(1).to(tl.int64) * 8
     num_rows = tl.load(fields + 1)
@@ -186,8 +190,10 @@ def merge_items_kernel(
     BLOCK_V: tl.constexpr,
     NUM_SPANS: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Program (query head, batch row): merges the parts of that row's spans; an empty row gets 0 and -inf."""
+    wait_for_the_kernel_before(OVERLAPPED)
     qo_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     head = qo_head // GQA

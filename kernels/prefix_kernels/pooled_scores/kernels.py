@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -376,8 +378,10 @@ def pooled_scores_kernel(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Program (chunk, KV head, group): one stretch of candidates against all rows of the group, tile by tile."""
+    wait_for_the_kernel_before(OVERLAPPED)
     chunk = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     group = tl.program_id(2).to(tl.int64)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+
 NUM_DIGITS = tl.constexpr(256)
 DIGIT_BITS = tl.constexpr(8)
 ALIGNED = tl.constexpr(4)
@@ -105,8 +107,10 @@ def count_digits_kernel(
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Program (KV head, item): counts the next digit of its chunk's tokens that match the bits fixed so far."""
+    wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(0)
     item = tl.program_id(1)
     num_heads = tl.num_programs(0)
@@ -190,8 +194,10 @@ def list_selected_kernel(
     BLOCK_C: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     PAD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Program (KV head, item): lists its chunk's tokens above the threshold, and the last ones of those at it."""
+    wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(0)
     item = tl.program_id(1)
     num_heads = tl.num_programs(0)

@@ -1,0 +1,21 @@
+"""The start of every kernel that may be launched while the one before it still runs.
+
+Hopper's programmatic dependent launch takes the start of a kernel off the clock: its programs are on the GPU when the
+kernel before them ends. Whatever that one wrote may only be read after `wait_for_the_kernel_before`, so it stands
+before the first read or write of memory in each kernel (a test looks for it in what is compiled). `launching.launch`
+sets it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_the_kernel_before(OVERLAPPED: tl.constexpr):  # noqa: N803
+    """Wait until it has ended and all that it wrote can be read, then let the next kernel's programs come."""
+    if OVERLAPPED:
+        gdc_wait()
+        gdc_launch_dependents()
