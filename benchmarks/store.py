@@ -268,7 +268,10 @@ def latency_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     except ImportError as error:
         print(f"get_latency through the service: not measured, {error}", file=sys.stderr)
         return
-    with running_service(folder) as endpoint, contextlib.closing(service.StoreClient(endpoint)) as client:
+    with (
+        running_service(folder) as endpoint,
+        contextlib.closing(service.StoreClient(endpoint, timeout_s=60)) as client,  # a slow answer is a figure, too
+    ):
         client.open()
         yield {"bench": "get_latency", "store": "service", **get_latency(client, payload, args.gets)}
 

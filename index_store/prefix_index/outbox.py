@@ -116,9 +116,8 @@ class Outbox:
 
     def flush(self, timeout_s: float) -> bool:
         """Sends all that is due, for at most ``timeout_s`` seconds. Returns whether nothing is left."""
-        self.resend()
         with self._changed:
-            self._changed.wait_for(lambda: self._current is None and self._next() is None, timeout_s)
+            self._changed.wait_for(self._is_settled, timeout_s)
             return not self._changes and self._current is None
 
     @contextlib.contextmanager
@@ -130,6 +129,15 @@ class Outbox:
         finally:
             if paused:
                 self._sending.release()
+
+    def _is_settled(self) -> bool:
+        """Nothing is sent, and nothing due; what is, also what came due since it was tried, is sent soon."""
+        if self._current is not None:
+            return False
+        if self._next() is None:
+            return True
+        self._kick()
+        return False
 
     def _is_replaced(self, change: Change) -> bool:
         return self._changes.get(change.digest) is not change

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import itertools
 import os
 import shutil
 import signal
@@ -30,6 +31,7 @@ from prefix_index.remote import MooncakeBlobs
 INSIDE = "PREFIX_INDEX_MOONCAKE_NAMESPACE"
 HOST = "127.0.0.1"
 _QUIET = {"MC_TCP_BIND_ADDRESS": HOST, "GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR"}
+_ports = itertools.count()
 
 
 def is_inside() -> bool:
@@ -140,12 +142,12 @@ class Cluster:
 
     def _asks(self, what: str) -> bytes | None:
         try:
-            with urllib.request.urlopen(f"{self.listing_url}/{what}", timeout=1) as reply:
+            with urllib.request.urlopen(f"{self.listing_url}/{what}", timeout=10) as reply:
                 return bytes(reply.read())
         except OSError:
             return None
 
-    def _wait(self, done: Any, what: str, seconds: float = 20.0) -> None:
+    def _wait(self, done: Any, what: str, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not done():
             if time.monotonic() > deadline:
@@ -200,9 +202,14 @@ def _unshare() -> list[str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """One that nobody else takes before it is used: below those that the kernel gives out (from 32768 on), above those
+    that Mooncake seeks for itself (up to 17000), and another one for each process and call.
+    """
+    while True:
+        port = 20_000 + (os.getpid() * 16 + next(_ports)) % 12_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
 
 
 def _loopback_up() -> None:

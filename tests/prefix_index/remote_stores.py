@@ -28,7 +28,7 @@ OBJECT_STORES: dict[str, Callable[[Path], ObjectBlobs]] = {
 
 def machine(blobs: ObjectBlobs, **options: Any) -> RemoteStore:
     """One machine's store, of small chunks: a sample index has three."""
-    return RemoteStore(blobs, **{"chunk_nbytes": CHUNK_NBYTES, "timeout_s": 20, **options})
+    return RemoteStore(blobs, **{"chunk_nbytes": CHUNK_NBYTES, "timeout_s": 60, **options})
 
 
 def chunks_of(blobs: ObjectBlobs, digest: str = DIGEST) -> list[str]:

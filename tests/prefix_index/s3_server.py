@@ -29,7 +29,7 @@ def new_bucket() -> ObjectBlobs:
     """An empty bucket, and a folder in it."""
     name = f"bucket-{secrets.token_hex(6)}"
     request = urllib.request.Request(f"{endpoint()}/{name}", method="PUT")
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10):
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60):
         return bucket(name)
 
 

@@ -14,23 +14,28 @@ from prefix_index import (
 from prefix_index.remote import BlobsFailed, ObjectBlobs
 from tests.prefix_index.remote_stores import DIGEST
 
-SOON = 20.0
+SOON = 60.0
 
 
 class Shaky(ObjectBlobs):
-    """A real object store behind a network that fails, hangs, or waits for ``gate`` before it gives bytes."""
+    """A real object store behind a network that fails, hangs while ``answers`` is cleared, or waits for ``gate`` before
+    it gives or takes bytes; ``calls`` counts what came to it, ``reading`` and ``writing`` say that it came so far.
+    """
 
     def __init__(self, url: str = "memory:///") -> None:
         super().__init__(url)
         self.fails = False
-        self.hang_s = 0.0
+        self.calls = 0
+        self.answers = threading.Event()
+        self.answers.set()
         self.gate = threading.Event()
         self.gate.set()
         self.reading = threading.Event()
+        self.writing = threading.Event()
 
     def _go(self) -> None:
-        if self.hang_s:
-            time.sleep(self.hang_s)
+        self.calls += 1
+        self.answers.wait(2 * SOON)
         if self.fails:
             raise BlobsFailed("the network is gone")
 
@@ -54,6 +59,7 @@ class Shaky(ObjectBlobs):
 
     def write(self, name: str, value: memoryview) -> None:
         self._go()
+        self.writing.set()
         self.gate.wait(SOON)
         super().write(name, value)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import mmap
 import os
 import resource
 from collections.abc import Iterator
@@ -44,7 +47,10 @@ def held(store: FileStore | MemoryStore) -> set[int]:
 
 @contextlib.contextmanager
 def few_descriptors(left: int) -> Iterator[None]:
-    """This process may open ``left`` more files; then the system says EMFILE."""
+    """This process may open ``left`` more files; then the system says EMFILE. For a process of one thread: others
+    could close files meanwhile.
+    """
+    gc.collect()  # nor may files of objects that nobody has any more be closed then
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(len(os.listdir("/proc/self/fd")) + 32, hard), hard))
@@ -59,6 +65,18 @@ def few_descriptors(left: int) -> Iterator[None]:
         for fd in taken:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def resident_bytes(path: Path) -> int:
+    """How much of a file, in whole pages, is in the page cache (mincore)."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        pages = (ctypes.c_ubyte * (len(mapping) // mmap.PAGESIZE))()
+        first = ctypes.c_char.from_buffer(mapping)
+        libc = ctypes.CDLL(None, use_errno=True)
+        address, nbytes = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapping))
+        assert libc.mincore(address, nbytes, pages) == 0
+        del first
+        return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 def settled(folder: Path) -> None:

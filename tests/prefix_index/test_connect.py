@@ -125,7 +125,7 @@ def test_a_store_of_three_kinds_works(tmp_path: Path) -> None:
         assert isinstance(tiers, TieredStore)
         assert isinstance(tiers.slow, SharedStore)
         entry = tiers.put(sample_payload())
-        assert tiers.slow.flush(20)
+        assert tiers.slow.flush(60)
         for below in (tiers.fast, tiers.slow.local, tiers.slow.remote):
             assert below.contains(entry.digest)
         tiers.slow.local.delete(entry.digest)

@@ -291,6 +291,6 @@ def test_on_a_disk_of_one_mebibyte(tmp_path: Path) -> None:
         pytest.skip(f"no mount namespace here: {err}")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [*mount, disk + f"exec '{sys.executable}' -c \"$0\" '{tmp_path}'", SMALL_DISK]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert "disk: expected room for the index, found No space left on device; free" in done.stdout

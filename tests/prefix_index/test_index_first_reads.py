@@ -38,5 +38,5 @@ def test_types_of_records_are_worked_out_before_any_thread_reads_one(tmp_path: P
     """msgspec does so in Python at a type's first use; processes whose threads did it together died (SIGSEGV)."""
     with FileStore(tmp_path / "store", create=True) as store:
         store.put(sample_payload(sample_identity()), retention=Retention(pinned=True))
-    ran = subprocess.run([sys.executable, "-c", READ_ALL_RECORDS, tmp_path / "store"], capture_output=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", READ_ALL_RECORDS, tmp_path / "store"], capture_output=True, timeout=300)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"\n", b"")

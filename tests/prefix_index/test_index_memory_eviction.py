@@ -50,7 +50,7 @@ class Gate:
 
     def _load(self) -> Any:
         self.entered.set()
-        assert self.open.wait(20)
+        assert self.open.wait(60)
         return np.zeros(ONE, "uint8")
 
     def put(self, store: MemoryStore) -> threading.Thread:
@@ -62,7 +62,7 @@ class Gate:
 
         thread = threading.Thread(target=run)
         thread.start()
-        assert self.entered.wait(20)
+        assert self.entered.wait(60)
         return thread
 
 

@@ -20,6 +20,7 @@ from prefix_index import (
     TieredStore,
 )
 from prefix_index.testing import sample_payload
+from tests.prefix_index.faults.tools import fork, reap
 from tests.prefix_index.small_stores import IDS, PINNED, few_descriptors, index_file, keep_file, opened, settled
 
 
@@ -37,23 +38,28 @@ def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, error: int) -> None:
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_get_without_descriptors_forgets_nothing(folder: Path, left: int) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]), retention=PINNED)
-        settled(folder)
-        store.rescan()
-        with (
-            few_descriptors(left),
-            pytest.raises(IndexUnreadable, match="expected readable bytes, found Too many open"),
-        ):
-            store.get(IDS[0])
-        store.rescan()
-        assert [e.identity for e in store.list()] == [IDS[0]]
-        assert list(store.problems()) == []
-        store.check_integrity()
-        store.collect()
-        assert keep_file(folder, IDS[0]).exists()
-        assert store.contains(IDS[0])
-        store.get(IDS[0]).close()
+    """In a child: other threads of this process may open and close files meanwhile."""
+
+    def work() -> None:
+        with opened(folder) as store:
+            store.put(sample_payload(IDS[0]), retention=PINNED)
+            settled(folder)
+            store.rescan()
+            with (
+                few_descriptors(left),
+                pytest.raises(IndexUnreadable, match="expected readable bytes, found Too many open"),
+            ):
+                store.get(IDS[0])
+            store.rescan()
+            assert [e.identity for e in store.list()] == [IDS[0]]
+            assert list(store.problems()) == []
+            store.check_integrity()
+            store.collect()
+            assert keep_file(folder, IDS[0]).exists()
+            assert store.contains(IDS[0])
+            store.get(IDS[0]).close()
+
+    assert reap(fork(work), 120) == 0
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ESTALE])
@@ -138,18 +144,22 @@ def test_a_store_that_opened_without_descriptors_sees_all_after_a_rescan(folder:
     with opened(folder) as writer:
         writer.put(sample_payload(IDS[0]))
     settled(folder)
-    store = FileStore(folder)
-    with few_descriptors(left):
-        try:
-            store.open()
-        except StoreFolderError:
-            with pytest.raises(StoreClosed):
-                store.list()
-    with store:
-        store.rescan()
-        assert len(store.list()) == 1
-        assert list(store.problems()) == []
-        store.check_integrity()
+
+    def work() -> None:
+        store = FileStore(folder)
+        with few_descriptors(left):
+            try:
+                store.open()
+            except StoreFolderError:
+                with pytest.raises(StoreClosed):
+                    store.list()
+        with store:
+            store.rescan()
+            assert len(store.list()) == 1
+            assert list(store.problems()) == []
+            store.check_integrity()
+
+    assert reap(fork(work), 120) == 0
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EACCES, errno.EIO])

@@ -131,14 +131,14 @@ def test_a_put_whose_file_was_deleted_meanwhile_is_not_listed_for_ever(
         real(fd)
         if stat.S_ISDIR(os.fstat(fd).st_mode) and threading.current_thread() is writer:
             named.set()
-            assert deleted.wait(10)
+            assert deleted.wait(60)
 
     with opened(folder) as store:
         store.put(sample_payload(IDS[0]))
         writer = threading.Thread(target=store.put, args=(sample_payload(IDS[0]),))
         monkeypatch.setattr(os, "fsync", slow)
         writer.start()
-        assert named.wait(10)
+        assert named.wait(60)
         monkeypatch.undo()
         assert store.delete(IDS[0])
         settled(folder)

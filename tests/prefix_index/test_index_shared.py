@@ -57,17 +57,29 @@ def make(tmp_path: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Itera
     def machine(name: str = "a", *, on: ObjectBlobs = blobs, remote: Any = None, **options: Any) -> SharedStore:
         limits = {key: options.pop(key) for key in ("max_bytes",) if key in options}
         local = FileStore(tmp_path / name, create=True, **limits)
-        over = RemoteStore(on, chunk_nbytes=CHUNK_NBYTES, **{"timeout_s": 5.0, "backoff_s": 0.0, **(remote or {})})
+        over = RemoteStore(on, chunk_nbytes=CHUNK_NBYTES, **{"timeout_s": SOON, "backoff_s": 0.0, **(remote or {})})
         store = SharedStore(local, over, **{"timeout_s": SOON, "rescan_s": 0.0, **options})
         store.open()
         stores.append(store)
         return store
 
     yield machine
-    blobs.fails, blobs.hang_s = False, 0.0
+    blobs.fails = False
+    blobs.answers.set()
     blobs.gate.set()
     for store in stores:
         store.close()
+
+
+def reached(store: SharedStore) -> bool:
+    """Has it rescan the remote store until that answered in time."""
+
+    def answered() -> bool:
+        store.rescan(full=True)
+        return not store.problems()
+
+    eventually(answered)
+    return True
 
 
 def find(store: SharedStore, tokens: Sequence[int] = LONG) -> int:
@@ -146,8 +158,10 @@ def test_a_replaced_index_is_local_s_here_and_soon_everybody_s(make: Make, blobs
     one, two = make("a"), make("b")
     one.put(sample_payload(fill=1))
     assert flushed(one)
+    blobs.writing.clear()
     blobs.gate.clear()
     one.put(sample_payload(fill=2))
+    assert blobs.writing.wait(SOON)  # before it is read, nothing would be published of what is deleted now
     one.local.delete(DIGEST)
     with pytest.raises(IndexNotFound):
         one.get(DIGEST)  # what the remote store has is outdated
@@ -287,7 +301,7 @@ def test_the_store_opens_without_its_remote_store_and_finds_it_later(make: Make,
     with pytest.raises(IndexNotFound):
         store.get(sample_identity(LONG))
     assert fill_of(store) == 5
-    assert store.counters.publish_failures > 0
+    eventually(lambda: store.counters.publish_failures > 0)
     blobs.fails = False
     store.rescan()
     assert list(store.problems()) == []
@@ -304,8 +318,8 @@ def test_a_deletion_reaches_a_remote_store_that_was_away(make: Make, blobs: Shak
     assert store.delete(DIGEST)
     assert (find(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
     assert blobs._store is not None
+    assert ObjectBlobs.names(blobs, "prefix_index") != {}  # past the network, which fails until this was looked at
     blobs.fails = False
-    assert blobs.names("prefix_index") != {}
     store.rescan()
     assert find(store) == 0
     assert flushed(store)
@@ -316,41 +330,83 @@ def test_a_deletion_reaches_a_remote_store_that_was_away(make: Make, blobs: Shak
 def test_a_hanging_remote_store_costs_its_time_limit_once_and_local_answers_nothing(
     make: Make, blobs: Shaky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = make("a"), make("b", remote={"timeout_s": 0.4}, timeout_s=1.0)
+    """The network hangs until the end of the test: who waits for it longer than its limit is seen to."""
+    one, two = make("a"), make("b", remote={"timeout_s": 2 * SOON}, timeout_s=2 * SOON)
+    impatient = make("c", remote={"timeout_s": 0.4})
     one.put(sample_payload(sample_identity(LONG)))
     assert flushed(one)
-    two.rescan()
+    assert reached(impatient)
+    assert find(impatient) == 64
     monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
-    blobs.hang_s = 1.5
+    blobs.answers.clear()
+    before, begun = blobs.calls, time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        impatient.get(sample_identity(LONG))
+    assert time.monotonic() - begun < SOON / 2
+    eventually(lambda: blobs.calls > before)
+    asked = blobs.calls
+    with pytest.raises(StoreUnavailable):
+        impatient.get(sample_identity(LONG))
+    assert blobs.calls == asked, "it was asked again"
     begun = time.monotonic()
     two.put(sample_payload(fill=5))
     assert fill_of(two) == 5
-    assert time.monotonic() - begun < 0.3
-    for limit in (2.0, 0.3):
-        begun = time.monotonic()
-        with pytest.raises(StoreUnavailable):
-            two.get(sample_identity(LONG))
-        assert time.monotonic() - begun < limit
+    assert time.monotonic() - begun < SOON / 2
+    impatient.put(sample_payload(fill=5))
     begun = time.monotonic()
-    two.close()
-    assert time.monotonic() - begun < 5
-    assert list((two.local.folder).glob("*/*.pfxindex"))  # type: ignore[attr-defined]
+    impatient.close()
+    assert time.monotonic() - begun < SOON / 2
+    for store in (two, impatient):
+        assert list((store.local.folder).glob("*/*.pfxindex"))  # type: ignore[attr-defined]
 
 
 def test_closing_while_something_is_published_takes_a_bounded_time(make: Make, blobs: Shaky) -> None:
     store = make("a", timeout_s=0.2, remote={"timeout_s": 1.0})
+    assert reached(store)
     blobs.gate.clear()
     store.put(sample_payload(fill=5))
-    time.sleep(0.05)
+    assert blobs.writing.wait(SOON)
     begun = time.monotonic()
     store.close()
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < SOON / 2  # the gate opens after SOON
     blobs.gate.set()
     eventually(lambda: not any(t.name == "prefix_index-promoter" for t in threading.enumerate()))
     store.open()
     assert fill_of(store) == 5
     assert flushed(store), "what was not published then is now"
-    assert store.remote.contains(DIGEST)
+    eventually(lambda: store.remote.contains(DIGEST))
+
+
+def test_a_flush_that_wakes_late_sends_what_came_due_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = threading.Event()
+
+    class Late(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            if threading.current_thread() is flushing:
+                waiting.set()
+            notified = super().wait(timeout)
+            if threading.current_thread() is flushing:
+                self.release()
+                time.sleep(0.3)  # longer than the pauses after the first try and the second
+                self.acquire()
+            return notified
+
+    tries: list[str] = []
+
+    def send(change: outbox.Change, _: Callable[[], None]) -> None:
+        assert waiting.wait(SOON)
+        tries.append(change.digest)
+        if len(tries) < 3:
+            raise OSError("the network is gone")
+
+    monkeypatch.setattr(outbox, "FIRST_RETRY_S", 0.05)
+    flushing = threading.current_thread()
+    box = outbox.Outbox(send, on_failure=lambda: None, on_drop=lambda: None)
+    box._changed = Late()
+    box.post(outbox.Change(DIGEST, outbox.ChangeKind.DELETE))
+    assert box.flush(SOON)
+    assert tries == [DIGEST] * 3
+    box.close(SOON)
 
 
 # Local comes first

@@ -37,8 +37,9 @@ def test_a_store_that_somebody_keeps_locked_goes_on(folder: Path, monkeypatch: p
 # Each index is written once: while one is replaced, the old and the new file are there, above the cap.
 WRITER = """
 import sys
-from prefix_index import FileStore, IndexNotFound
+from prefix_index import FileStore, IndexNotFound, folder
 from prefix_index.testing import sample_identity, sample_payload
+folder._EXCLUSIVE_WAIT_S = 120.0  # who gives up waiting may exceed the cap: here nobody does, however slow
 with FileStore(sys.argv[1], max_bytes=int(sys.argv[3])) as store:
     for step in range(60):
         i = 1000 * int(sys.argv[2]) + step
@@ -63,7 +64,9 @@ def test_processes_keep_one_cap_together(folder: Path) -> None:
         children = [subprocess.Popen([*command, str(i), str(cap)], env=env) for i in range(3)]
         most = 0
         fd = os.open(folder, os.O_RDONLY)
-        while any(child.poll() is None for child in children):
+        running = True
+        while running:
+            running = any(child.poll() is None for child in children)  # so the last look is at what they leave
             fcntl.flock(fd, fcntl.LOCK_EX)  # so that nothing gets a name, or takes room, while files are counted
             sizes = 0
             for path in (*folder.rglob("*.pfxindex"), *folder.rglob(".partial-*")):

@@ -13,8 +13,9 @@ from prefix_index.testing import sample_identity, sample_model, sample_payload
 from tests.prefix_index.conformance import PINNED, PROMPT, find, miss, same_arrays
 
 
-def in_an_hour(*, pinned: bool = False) -> Retention:
-    return Retention(pinned=pinned, expires=time.time() + 3600)
+def in_a_year(*, pinned: bool = False) -> Retention:
+    """Parameters are made when tests are collected, which may be hours before they run."""
+    return Retention(pinned=pinned, expires=time.time() + 365 * 86_400)
 
 
 def long_ago(*, pinned: bool = False) -> Retention:
@@ -26,7 +27,7 @@ def test_an_index_stays_by_default(store: IndexStore) -> None:
     assert [e.retention for e in store.list()] == [Retention()]
 
 
-@pytest.mark.parametrize("retention", [PINNED, in_an_hour(), in_an_hour(pinned=True)], ids=["pin", "ttl", "both"])
+@pytest.mark.parametrize("retention", [PINNED, in_a_year(), in_a_year(pinned=True)], ids=["pin", "ttl", "both"])
 def test_retention_is_shown_and_kept_when_the_index_is_replaced(store: IndexStore, retention: Retention) -> None:
     assert store.put(sample_payload(fill=1), retention=retention).retention == retention
     store.rescan()
@@ -45,7 +46,7 @@ def test_retention_is_shown_and_kept_when_the_index_is_replaced(store: IndexStor
 def test_retain_changes_only_how_long_it_stays(store: IndexStore) -> None:
     entry = store.put(sample_payload(fill=1))
     other = store.put(sample_payload(sample_identity(PROMPT)))
-    for key, retention in ((entry.identity, PINNED), (entry.digest, in_an_hour()), (entry.digest, Retention())):
+    for key, retention in ((entry.identity, PINNED), (entry.digest, in_a_year()), (entry.digest, Retention())):
         assert store.retain(key, retention) == msgspec.structs.replace(entry, retention=retention)
         store.rescan()
         assert {e.digest: e.retention for e in store.list()} == {
@@ -120,7 +121,7 @@ def test_an_index_expires_when_its_time_comes(store: IndexStore) -> None:
 
 def test_longest_falls_to_a_shorter_index_that_has_not_expired(store: IndexStore) -> None:
     store.put(sample_payload(sample_identity(PROMPT)), retention=long_ago())
-    store.put(sample_payload(sample_identity(PROMPT[:64])), retention=in_an_hour())
+    store.put(sample_payload(sample_identity(PROMPT[:64])), retention=in_a_year())
     found = find(store)
     assert found is not None
     assert found.identity.num_tokens == 64
@@ -141,7 +142,7 @@ def test_delete_takes_an_expired_index_too(store: IndexStore) -> None:
 
 def test_collect_removes_what_has_expired_and_nothing_else(store: IndexStore) -> None:
     assert list(store.collect()) == []
-    retentions = [Retention(), PINNED, in_an_hour(), long_ago(), long_ago(pinned=True)]
+    retentions = [Retention(), PINNED, in_a_year(), long_ago(), long_ago(pinned=True)]
     ids = [sample_identity(PROMPT[: 16 * n]) for n in range(1, 6)]
     for identity, retention in zip(ids, retentions, strict=True):
         store.put(sample_payload(identity), retention=retention)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,10 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.remote import ObjectBlobs, RemoteStore, claims
+from prefix_index.remote.values import LEASE, LEASES, unpack_record
 from prefix_index.testing import sample_identity, sample_model, sample_payload
+from tests.prefix_index.machine import Clock
 from tests.prefix_index.remote_stores import (
     DIGEST,
     OBJECT_STORES,
@@ -41,7 +44,7 @@ from tests.prefix_index.remote_stores import (
 @pytest.fixture(params=OBJECT_STORES)
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectBlobs]:
     made = OBJECT_STORES[request.param](tmp_path)
-    made.open(20)
+    made.open(60)
     yield made
     made.close()
 
@@ -209,11 +212,11 @@ def test_collect_leaves_a_put_under_way_alone(tmp_path: Path) -> None:
     """By the writer's clock; one that ran backwards only keeps garbage longer."""
     blobs = file_blobs(tmp_path)
     blobs.open(5)
-    with machine(blobs, grace_s=100) as store:
+    clock = Clock()
+    with machine(blobs, grace_s=100, clock=clock) as store:
         store.put(sample_payload())
-        now = time.time()
-        for age, kept in ((0, True), (90, True), (110, False), (-1e6, True)):
-            generation = f"{int(now - age):08x}00000000"
+        for age, kept in ((0, True), (99, True), (101, False), (-1e6, True)):
+            generation = f"{int(clock.now - age):08x}00000000"
             name = f"prefix_index/{DIGEST}.{generation}.000000"
             blobs.write(name, memoryview(b"x"))
             assert list(store.collect()) == []
@@ -350,25 +353,40 @@ def test_one_lease_between_machines(blobs: ObjectBlobs) -> None:
         assert blobs.names("prefix_index") == {}
 
 
-def test_a_lease_outlives_its_time_only_while_its_holder_lives(tmp_path: Path) -> None:
-    blobs = file_blobs(tmp_path)
+def test_a_lease_outlives_its_time_only_while_its_holder_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of this machine that the test sets: how soon the holder gets its turn does not matter."""
+    blobs, clock = file_blobs(tmp_path), Clock()
+    monkeypatch.setattr(claims, "time", SimpleNamespace(time=clock))
     code = (
         "import sys, time; from prefix_index.remote import *\n"
         "store = RemoteStore(ObjectBlobs(sys.argv[1]), lease_ttl_s=0.6); store.open()\n"
-        "lease = store.lease(sys.argv[2]); print(lease is not None, flush=True); time.sleep(60)\n"
+        "lease = store.lease(sys.argv[2]); print(lease is not None, flush=True); time.sleep(600)\n"
     )
+
+    def expires() -> float:
+        return unpack_record(LEASE, DIGEST, blobs.fetch(f"prefix_index/{DIGEST}.lease", 1 << 20), LEASES).expires
+
     with machine(blobs, lease_ttl_s=0.6, grace_s=0) as store:
         command = [sys.executable, "-c", code, (tmp_path / "objects").as_uri(), DIGEST]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == b"True\n"
-            time.sleep(1)
-            assert store.lease(DIGEST) is None
-            os.kill(holder.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 5
-        while (lease := store.lease(DIGEST)) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+            try:
+                assert holder.stdout is not None
+                assert holder.stdout.readline() == b"True\n"
+                first, deadline = expires(), time.monotonic() + 60
+                while expires() == first:
+                    assert time.monotonic() < deadline, "the holder does not renew it"
+                    time.sleep(0.05)
+                os.kill(holder.pid, signal.SIGSTOP)
+                os.waitid(os.P_PID, holder.pid, os.WSTOPPED)
+                last = expires()
+                clock.now = last - 0.001
+                assert clock.now > first
+                assert store.lease(DIGEST) is None
+            finally:
+                holder.kill()
+        clock.now = last
+        lease = store.lease(DIGEST)
+        assert lease is not None
         lease.release()
 
 
@@ -385,9 +403,9 @@ def test_a_broken_or_absurd_lease_stops_nobody(tmp_path: Path) -> None:
 
 
 def test_a_forgotten_lease_ends(tmp_path: Path) -> None:
-    with machine(file_blobs(tmp_path)) as store:
+    with machine(file_blobs(tmp_path), lease_ttl_s=3600) as store:
         store.lease(DIGEST)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (lease := store.lease(DIGEST)) is None:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -21,7 +21,7 @@ def test_everything_over_mooncake_in_a_network_namespace(tmp_path: Path) -> None
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "mooncake", f"--junitxml={report}"]
     modules = ("mooncake_cases.py", "test_index_stores.py", "test_index_store_lifetimes.py")
     command += [*(str(HERE / name) for name in modules), "--durations=8"]
-    done = mooncake_cluster.run_inside(command, timeout_s=240)
+    done = mooncake_cluster.run_inside(command, timeout_s=800)
     assert done.returncode == 0, done.stdout[-20_000:]
     suites = ET.parse(report).getroot().findall("testsuite")
     count = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "skipped", "failures")}

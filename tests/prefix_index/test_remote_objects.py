@@ -44,7 +44,7 @@ from tests.prefix_index.remote_stores import (
 @pytest.fixture(params=OBJECT_STORES)
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectBlobs]:
     made = OBJECT_STORES[request.param](tmp_path)
-    made.open(20)
+    made.open(60)
     yield made
     made.close()
 

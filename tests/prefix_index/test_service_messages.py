@@ -25,7 +25,7 @@ from prefix_index.folder import PARTIAL
 from prefix_index.service import StoreClient, messages
 from prefix_index.service.changes import ChangeLog
 from prefix_index.testing import sample_identity, sample_payload
-from tests.prefix_index.served_stores import PROMPT
+from tests.prefix_index.served_stores import PROMPT, patient
 from tests.prefix_index.tiers import serving
 
 
@@ -37,7 +37,7 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def client(endpoint: str) -> Iterator[StoreClient]:
-    with StoreClient(endpoint) as client:
+    with patient(endpoint) as client:
         yield client
 
 
@@ -147,7 +147,7 @@ def test_removed_digests_are_forgotten_in_time_and_who_is_behind_starts_over(tmp
 
 
 def test_two_clients_agree_after_a_rescan(endpoint: str) -> None:
-    with StoreClient(endpoint) as a, StoreClient(endpoint) as b:
+    with patient(endpoint) as a, patient(endpoint) as b:
         for n in range(1, 5):
             a.put(sample_payload(sample_identity(PROMPT[: 16 * n])))
         assert list(b.list()) == []
@@ -195,7 +195,7 @@ def test_a_client_of_another_protocol_version_is_told(endpoint: str) -> None:
     socket.connect(endpoint)
     try:
         socket.send(b"12345678" + messages.encode(messages.Hello(version=99, pid=1)))
-        assert socket.poll(5000)
+        assert socket.poll(60_000)
         answer = socket.recv()
         assert answer[:8] == b"12345678"
         failed = messages.decode_answer(answer[8:])
@@ -204,7 +204,7 @@ def test_a_client_of_another_protocol_version_is_told(endpoint: str) -> None:
         assert isinstance(error, StoreUnavailable)
         assert "expected protocol version 1, found version 99" in str(error)
         socket.send(b"12345679" + messages.encode(messages.Ping()))
-        assert socket.poll(5000)
+        assert socket.poll(60_000)
         assert isinstance(messages.decode_answer(socket.recv()[8:]), messages.HelloFirst)
     finally:
         socket.close(linger=0)

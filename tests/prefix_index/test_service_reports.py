@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,19 +12,24 @@ from pathlib import Path
 import pytest
 
 from prefix_index import FileStore, IndexCorrupt, IndexNotFound, IndexUnreadable, Retention, StoreUnavailable
-from prefix_index.service import Depot, ServedFolder, StoreClient, depot, messages, pages
+from prefix_index.service import Depot, Limits, ServedFolder, StoreClient, depot, messages, pages
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.faults.service_process import Service
-from tests.prefix_index.faults.tools import fork, reap
-from tests.prefix_index.served_stores import PROMPT, eventually, served
-from tests.prefix_index.tiers import serving
+from tests.prefix_index.faults.tools import SOON, fork, reap
+from tests.prefix_index.served_stores import PROMPT, copied, eventually, patient, remove, served, two_tiers
+from tests.prefix_index.tiered_stores import flip
 
 DIGEST = sample_identity().digest
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[StoreClient]:
-    with serving(tmp_path) as endpoint, StoreClient(endpoint) as client:
+def own(tmp_path: Path) -> Depot:
+    return two_tiers(tmp_path)
+
+
+@pytest.fixture
+def client(tmp_path: Path, own: Depot) -> Iterator[StoreClient]:
+    with served(tmp_path, own) as endpoint, patient(endpoint) as client:
         yield client
 
 
@@ -36,11 +40,11 @@ def in_dram(client: StoreClient) -> bool:
 
 @pytest.mark.parametrize("free", [0, 1, 2])
 def test_a_client_without_descriptors_says_nothing_against_an_index(tmp_path: Path, free: int) -> None:
-    with Service(tmp_path) as process, StoreClient(process.endpoint) as other:
+    with Service(tmp_path) as process, patient(process.endpoint) as other:
         other.put(sample_payload(fill=4))
 
         def child() -> None:
-            client = StoreClient(process.endpoint)
+            client = patient(process.endpoint)
             client.open()
             client.get(DIGEST).close()
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -65,23 +69,22 @@ def test_a_client_without_descriptors_says_nothing_against_an_index(tmp_path: Pa
             client.check_integrity()
             client.close()
 
-        assert reap(fork(child), 20.0) == 0
+        assert reap(fork(child), SOON) == 0
         other.rescan()
         assert len(other.list()) == 1
         assert list(other.problems()) == []
 
 
-def test_a_report_about_a_file_is_believed_only_after_a_look_at_it(client: StoreClient) -> None:
+def test_a_report_about_a_file_is_believed_only_after_a_look_at_it(client: StoreClient, own: Depot) -> None:
     entry = client.put(sample_payload(fill=4))
     path = Path(entry.path or "")
+    copied(own)
     about_it = IndexCorrupt("checksum", expected="a", found="b", remedy="c", path=path)
     for error in (about_it, IndexUnreadable("file", expected="a", found="b", remedy="c")):
         client.report(DIGEST, error)
         assert len(client.list()) == 1
         assert list(client.problems()) == []
-    raw = bytearray(path.read_bytes())
-    raw[-2 * 4096] ^= 1  # the last array; the header does not show it
-    path.write_bytes(raw)
+    flip(path, path.stat().st_size - 2 * 4096)  # the last array; the header does not show it
     client.report(DIGEST, about_it)
     assert list(client.list()) == []
     assert [(p.path, type(p.error)) for p in client.problems()] == [(str(path), IndexCorrupt)]
@@ -91,7 +94,7 @@ def test_a_report_about_a_file_is_believed_only_after_a_look_at_it(client: Store
 def test_one_report_at_a_time_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(depot, "_CHECK_WAIT_S", 0.05)
     own = Depot(ServedFolder(tmp_path / "store", create=True))
-    with served(tmp_path, own) as endpoint, StoreClient(endpoint) as client:
+    with served(tmp_path, own) as endpoint, patient(endpoint) as client:
         entry = client.put(sample_payload())
         error = IndexCorrupt("checksum", expected="a", found="b", remedy="c", path=entry.path)
         request = messages.Report(digest=DIGEST, error=messages.error_text(error))
@@ -127,12 +130,13 @@ def test_an_expired_index_that_was_asked_for_leaves_the_books_in_order(client: S
     client.check_integrity()
 
 
-def test_a_report_of_a_copy_in_a_tier_that_is_gone(client: StoreClient, tmp_path: Path) -> None:
+def test_a_report_of_a_copy_in_a_tier_that_is_gone(client: StoreClient, own: Depot, tmp_path: Path) -> None:
     client.put(sample_payload())
     eventually(lambda: in_dram(client))
+    copied(own)
     with client.get(DIGEST) as index:
         path = index.path
-    shutil.rmtree(tmp_path / "dram")
+    remove(tmp_path / "dram")
     (tmp_path / "dram").touch()
     client.report(DIGEST, IndexCorrupt("checksum", expected="a", found="b", remedy="c", path=path))
     client.report(DIGEST, IndexCorrupt("checksum", expected="a", found="b", remedy="c"))
@@ -140,10 +144,11 @@ def test_a_report_of_a_copy_in_a_tier_that_is_gone(client: StoreClient, tmp_path
     assert list(client.list()) == []
 
 
-def test_the_durable_file_is_read_without_being_used(client: StoreClient, tmp_path: Path) -> None:
+def test_the_durable_file_is_read_without_being_used(client: StoreClient, own: Depot) -> None:
     entry = client.put(sample_payload(fill=5))
     path = Path(entry.path or "")
     eventually(lambda: in_dram(client))
+    copied(own)
     long_ago = 1_000_000_000 * 10**9
     os.utime(path, ns=(long_ago, path.stat().st_mtime_ns))
     hits = [tier.hits for tier in client.status().tiers]
@@ -152,9 +157,7 @@ def test_the_durable_file_is_read_without_being_used(client: StoreClient, tmp_pa
         assert index.array("channels")[0] == 5
     assert path.stat().st_atime_ns == long_ago
     assert [tier.hits for tier in client.status().tiers] == hits
-    raw = bytearray(path.read_bytes())
-    raw[70] ^= 1
-    path.write_bytes(raw)
+    flip(path, 70)
     with pytest.raises(IndexCorrupt, match="header entry checksum") as caught:
         client.get_durable(DIGEST)
     assert len(client.list()) == 1  # whoever asked decides whether to report it
@@ -172,9 +175,10 @@ def test_all_that_was_collected_is_told(tmp_path: Path, monkeypatch: pytest.Monk
             expired = Retention(expires=time.time() - 1.0)
             store.put(sample_payload(sample_identity(range(n, n + 16))), retention=expired)
 
-    with FileStore(tmp_path / "store", create=True) as store, served(tmp_path) as endpoint:
+    alone = Limits(collect_s=3600.0)  # nothing is collected but what is asked for
+    with FileStore(tmp_path / "store", create=True) as store, served(tmp_path, limits=alone) as endpoint:
         fill(store)
-        with StoreClient(endpoint) as client:
+        with patient(endpoint) as client:
             assert len({entry.digest for entry in client.collect()}) == 40
             assert not client.collect()
             fill(store)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +16,25 @@ from prefix_index.folder import PARTIAL
 from prefix_index.service import Depot, ServedFolder, StoreClient
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.machine import STEPS, StoreMachine
-from tests.prefix_index.served_stores import PROMPT, eventually
+from tests.prefix_index.served_stores import PROMPT, copied, eventually, patient, remove, served, two_tiers
+from tests.prefix_index.tiered_stores import flip
 from tests.prefix_index.tiers import serving
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[StoreClient]:
-    with serving(tmp_path) as endpoint, StoreClient(endpoint) as client:
+def own(tmp_path: Path) -> Depot:
+    return two_tiers(tmp_path)
+
+
+@pytest.fixture
+def client(tmp_path: Path, own: Depot) -> Iterator[StoreClient]:
+    with served(tmp_path, own) as endpoint, patient(endpoint) as client:
         yield client
 
 
-def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(client: StoreClient, tmp_path: Path) -> None:
+def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(
+    client: StoreClient, own: Depot, tmp_path: Path
+) -> None:
     def tier() -> str:
         with client.get(sample_identity()) as index:
             assert index.array("channels")[0] == fill
@@ -39,6 +46,7 @@ def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(client: St
         eventually(lambda: tier() == "dram")
     assert client.status().tiers[0].indexes == 1
     # Somebody who knows nothing of the service replaces it: the next get sees it.
+    copied(own)
     fill = 4
     with FileStore(tmp_path / "store") as other:
         other.put(sample_payload(fill=fill))
@@ -46,13 +54,12 @@ def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(client: St
     eventually(lambda: tier() == "dram")
 
 
-def test_a_damaged_copy_is_dropped_and_the_original_served(client: StoreClient, tmp_path: Path) -> None:
+def test_a_damaged_copy_is_dropped_and_the_original_served(client: StoreClient, own: Depot, tmp_path: Path) -> None:
     client.put(sample_payload(fill=5))
     (copy,) = wait_for_files(tmp_path / "dram")
     eventually(lambda: client.get(sample_identity()).path == str(copy))
-    raw = bytearray(copy.read_bytes())
-    raw[70] ^= 1
-    copy.write_bytes(raw)
+    copied(own)
+    flip(copy, 70)
     with client.get(sample_identity()) as index:
         assert index.array("channels")[0] == 5
         assert index.path == str(tmp_path / "store" / copy.parent.name / copy.name)
@@ -69,13 +76,11 @@ def wait_for_files(folder: Path) -> list[Path]:
     return list(folder.glob("*/*.pfxindex"))
 
 
-def test_a_damaged_original_becomes_a_problem(client: StoreClient, tmp_path: Path) -> None:
-    with serving(tmp_path / "2", fast_bytes=4096) as endpoint, StoreClient(endpoint) as client:
+def test_a_damaged_original_becomes_a_problem(tmp_path: Path) -> None:
+    with serving(tmp_path, fast_bytes=4096) as endpoint, patient(endpoint) as client:
         client.put(sample_payload(fill=5))
-        (file,) = (tmp_path / "2" / "store").glob("*/*.pfxindex")
-        raw = bytearray(file.read_bytes())
-        raw[70] ^= 1
-        file.write_bytes(raw)
+        (file,) = (tmp_path / "store").glob("*/*.pfxindex")
+        flip(file, 70)
         with pytest.raises(IndexCorrupt, match="header entry checksum"):
             client.get(sample_identity())
         assert not client.contains(sample_identity())
@@ -86,25 +91,25 @@ def test_a_damaged_original_becomes_a_problem(client: StoreClient, tmp_path: Pat
 
 
 def test_dram_contents_outlive_the_service(tmp_path: Path) -> None:
-    with serving(tmp_path) as endpoint, StoreClient(endpoint) as client:
+    with serving(tmp_path) as endpoint, patient(endpoint) as client:
         client.put(sample_payload(fill=1))
         (copy,) = wait_for_files(tmp_path / "dram")
     inode = copy.stat().st_ino
-    with serving(tmp_path) as endpoint, StoreClient(endpoint) as client, client.get(sample_identity()) as index:
+    with serving(tmp_path) as endpoint, patient(endpoint) as client, client.get(sample_identity()) as index:
         assert index.path == str(copy)
         assert copy.stat().st_ino == inode
 
 
 def test_a_dram_folder_that_was_removed_comes_back(tmp_path: Path) -> None:
-    with serving(tmp_path) as endpoint, StoreClient(endpoint) as client:
+    with serving(tmp_path) as endpoint, patient(endpoint) as client:
         client.put(sample_payload(fill=2))
         wait_for_files(tmp_path / "dram")
-        shutil.rmtree(tmp_path / "dram")
+        remove(tmp_path / "dram")
         with client.get(sample_identity()) as index:
             assert index.array("channels")[0] == 2
         client.check_integrity()
         assert (tmp_path / "dram").is_dir()
-        shutil.rmtree(tmp_path / "dram")
+        remove(tmp_path / "dram")
         eventually(lambda: (tmp_path / "dram").is_dir())
         copy = tmp_path / "dram" / sample_identity().digest[:2] / f"{sample_identity().digest}.pfxindex"
         eventually(lambda: client.get(sample_identity()).path == str(copy))
@@ -152,9 +157,11 @@ def test_a_dram_folder_is_not_made_below_somebody_elses(tmp_path: Path) -> None:
 
 def test_a_full_store_evicts_and_every_client_learns_of_it(tmp_path: Path) -> None:
     ids = [sample_identity(PROMPT[: 16 * n]) for n in range(1, 5)]
-    with serving(tmp_path, max_bytes=3 * 45056) as endpoint, StoreClient(endpoint) as a, StoreClient(endpoint) as b:
+    own = two_tiers(tmp_path, max_bytes=3 * 45056)
+    with served(tmp_path, own) as endpoint, patient(endpoint) as a, patient(endpoint) as b:
         for identity in ids:
             a.put(sample_payload(identity))
+            copied(own)  # which is a use of it
             time.sleep(0.01)
         assert {e.identity.num_tokens for e in a.list()} == {32, 48, 64}
         b.rescan()
@@ -196,9 +203,9 @@ class ServiceMachine(StoreMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.context = serving(Path(self.folder.name))
         endpoint = self.context.__enter__()
-        self.other = StoreClient(endpoint)
+        self.other = patient(endpoint)
         self.other.open()
-        return StoreClient(endpoint)
+        return patient(endpoint)
 
     def teardown(self) -> None:
         self.other.rescan()

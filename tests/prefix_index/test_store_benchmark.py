@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "store.py"
 ORIGIN = {"config", "date", "commit", "cpu", "kernel", "filesystem", "disk", "direct", "python", "numpy", "xxhash"}
+HALF = 0.000_501
 
 
 def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -50,7 +49,9 @@ def test_every_row_has_its_figures_and_its_origin(tmp_path: Path) -> None:
     for row in rows:
         if "ratio" in row:
             ours, reference = (row[name]["median"] for name in ("ours_GB_s", "reference_GB_s"))
-            assert row["ratio"] == pytest.approx(ours / reference, rel=0.01)
+            # All three are rounded to the third digit, which is much of what a slow disk gives.
+            assert (ours - HALF) / (reference + HALF) - HALF <= row["ratio"]
+            assert reference <= HALF or row["ratio"] <= (ours + HALF) / (reference - HALF) + HALF
             assert row["reference"]
             assert row["ours_GB_s"]["spread"][0] <= ours <= row["ours_GB_s"]["spread"][1]
     assert {row["store"] for row in rows if row["bench"] == "get_latency"} >= {"memory", "embedded file"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -71,10 +72,11 @@ class TwoFoldersMachine(TieredMachine):
         paths = sorted(self.fast_folder.glob("*/*.pfxindex"))
         if paths:
             path = paths[place % len(paths)]
-            raw = bytearray(path.read_bytes())
-            raw[at] ^= 1 << bit
-            path.unlink()
-            path.write_bytes(raw)
+            with contextlib.suppress(FileNotFoundError):  # dropped in the background just now
+                raw = bytearray(path.read_bytes())
+                raw[at] ^= 1 << bit
+                path.unlink()
+                path.write_bytes(raw)
 
 
 class ThreeTiersMachine(TwoFoldersMachine):

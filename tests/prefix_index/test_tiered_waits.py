@@ -69,7 +69,7 @@ def test_best_effort_serves_slow_now_and_fast_later(folder: Path) -> None:
     with opened(memory(), slow) as store:
         started = time.monotonic()
         assert not in_memory(store.get(sample_identity()))
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < SOON
         assert slow.entered.wait(SOON)
         assert not in_memory(store.get(sample_identity()))
         slow.gate.set()
@@ -105,7 +105,7 @@ def test_timeout_waits_that_long_and_then_serves_slow(folder: Path) -> None:
     with opened(memory(), slow, wait="timeout", timeout_s=0.2) as store:
         started = time.monotonic()
         assert not in_memory(store.get(sample_identity()))
-        assert 0.2 <= time.monotonic() - started < 5
+        assert 0.19 < time.monotonic() - started < SOON
         slow.gate.set()
         assert store.promotion(sample_identity(), SOON)
         assert in_memory(store.get(sample_identity()))
@@ -196,7 +196,7 @@ def test_close_ends_while_a_copy_is_stuck_and_the_copy_never_arrives(
     assert slow.entered.wait(SOON)
     started = time.monotonic()
     store.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < SOON
     waiting.join(SOON)
     assert ended == ["tiered store: expected open, found closed; call open() first"]
     store.open()
@@ -210,15 +210,16 @@ def test_close_ends_while_a_copy_is_stuck_and_the_copy_never_arrives(
     store.close()
 
 
-def test_close_stops_a_copy_between_two_arrays(folder: Path) -> None:
-    """A fast tier that takes its time with each array: what it got by then is no index."""
+def test_close_stops_a_copy_between_two_arrays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast tier that is at an array when the store is closed: what it got by then is no index."""
+    monkeypatch.setattr(tiered_module, "_CLOSE_S", SOON)
     started = threading.Event()
 
     class Leisurely(FileStore):
         def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
             def slowly(array: LazyArray) -> Any:
                 started.set()
-                time.sleep(0.2)
+                eventually(lambda: store._promoter._closed)
                 return array.load()
 
             arrays = {
@@ -242,9 +243,11 @@ def test_the_process_ends_in_time_with_a_copy_under_way(tmp_path: Path, stuck: b
         import atexit, threading
         from pathlib import Path
         atexit.register(lambda: print(any(t.is_alive() for t in threads)))  # runs after those of what is imported now
-        from prefix_index import FileStore, MemoryStore
+        from prefix_index import FileStore, MemoryStore, prefetch
         from prefix_index.testing import sample_payload, sample_identity
         from prefix_index.tiered import TieredStore
+        if not {stuck}:
+            prefetch._EXIT_S = 60.0  # a copy that can end does, however late its thread is
 
         class Slow(FileStore):
             def get(self, key):
@@ -264,7 +267,7 @@ def test_the_process_ends_in_time_with_a_copy_under_way(tmp_path: Path, stuck: b
         """
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{stuck}\n", "")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 120

@@ -23,7 +23,7 @@ from prefix_index.store import IndexLookup
 from prefix_index.testing import sample_payload
 from prefix_index.tiered import TieredStore
 
-SOON = 20.0
+SOON = 60.0
 
 
 class GatedStore(FileStore):

@@ -10,13 +10,17 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import pytest
+
 from prefix_index import FileStore, IndexStore, MemoryStore, SharedStore
 from prefix_index.remote import ObjectBlobs, RemoteStore
-from prefix_index.service import Depot, ServedFolder, StoreClient, StoreServer
+from prefix_index.service import Depot, Limits, ServedFolder, StoreClient, StoreServer, patience
 from prefix_index.tiered import TieredStore
 from tests.prefix_index import mooncake_cluster, s3_server
 
 Tier: TypeAlias = Callable[[Path], AbstractContextManager[IndexStore]]
+PATIENCE_S = 60.0
+"""Of stores whose time limits are not what is tested: no stall of the machine is an answer that did not come."""
 
 
 @contextlib.contextmanager
@@ -52,52 +56,60 @@ def tiered_memory_tmpfs_file(tmp_path: Path) -> Iterator[IndexStore]:
 @contextlib.contextmanager
 def remote_memory(tmp_path: Path) -> Iterator[IndexStore]:
     """Several chunks an index, as in all remote tiers here."""
-    yield RemoteStore(ObjectBlobs("memory:///"), chunk_nbytes=16 << 10)
+    yield RemoteStore(ObjectBlobs("memory:///"), chunk_nbytes=16 << 10, timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
 def remote_file(tmp_path: Path) -> Iterator[IndexStore]:
-    yield RemoteStore(ObjectBlobs((tmp_path / "objects").as_uri()), chunk_nbytes=16 << 10)
+    blobs = ObjectBlobs((tmp_path / "objects").as_uri())
+    yield RemoteStore(blobs, chunk_nbytes=16 << 10, timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
 def remote_s3(tmp_path: Path) -> Iterator[IndexStore]:
-    yield RemoteStore(s3_server.new_bucket(), chunk_nbytes=16 << 10, timeout_s=20)
+    yield RemoteStore(s3_server.new_bucket(), chunk_nbytes=16 << 10, timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
 def remote_mooncake(tmp_path: Path) -> Iterator[IndexStore]:
     """Only where a cluster is: test_remote_mooncake.py runs the suite again in a network namespace of its own."""
-    yield RemoteStore(mooncake_cluster.shared_blobs(), folder=tmp_path.name, chunk_nbytes=16 << 10, timeout_s=20)
+    blobs = mooncake_cluster.shared_blobs()
+    yield RemoteStore(blobs, folder=tmp_path.name, chunk_nbytes=16 << 10, timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
 def shared_file_file(tmp_path: Path) -> Iterator[IndexStore]:
     """A folder of this machine, and one that others share."""
-    yield SharedStore(FileStore(tmp_path / "store", create=True), FileStore(tmp_path / "shared", create=True))
+    local, remote = FileStore(tmp_path / "store", create=True), FileStore(tmp_path / "shared", create=True)
+    yield SharedStore(local, remote, timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
 def shared_file_objects(tmp_path: Path) -> Iterator[IndexStore]:
     with remote_memory(tmp_path) as remote:
-        yield SharedStore(FileStore(tmp_path / "store", create=True), remote)
+        yield SharedStore(FileStore(tmp_path / "store", create=True), remote, timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
 def service(tmp_path: Path) -> Iterator[IndexStore]:
     """A client of a service in another thread, with both of its tiers."""
-    with serving(tmp_path) as endpoint:
-        yield StoreClient(endpoint)
+    with serving(tmp_path) as endpoint, pytest.MonkeyPatch.context() as patch:
+        for name in ("_CONNECT_S", "_PROBE_S"):  # threads make connections of their own, which may take their time
+            patch.setattr(patience, name, PATIENCE_S)
+        yield StoreClient(endpoint, timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
 def serving(tmp_path: Path, fast_bytes: int = 150 << 10, **options: Any) -> Iterator[str]:
-    """A running service on ``tmp_path/store``; ``options`` are those of its durable tier. Gives the endpoint."""
+    """A running service on ``tmp_path/store``; ``options`` are those of its durable tier. Gives the endpoint.
+
+    It collects nothing by itself and takes no writer for dead: how long a test takes does not matter.
+    """
     slow = ServedFolder(tmp_path / "store", create=True, **options)
     fast = ServedFolder(tmp_path / "dram", create=True, max_bytes=fast_bytes)
     with tempfile.TemporaryDirectory(prefix="svc-") as folder:  # a socket's path must be short
         endpoint = f"ipc://{folder}/socket"
-        server = StoreServer(Depot(slow, fast), endpoint)
+        server = StoreServer(Depot(slow, fast, grace_s=3600.0), endpoint, Limits(collect_s=3600.0))
         server.open()
         thread = threading.Thread(target=server.serve)
         thread.start()

@@ -15,7 +15,20 @@ from prefix_index import FileStore, IndexStoreError
 from prefix_index.folder import PARTIAL
 
 from .outcome import Campaign, Outcome
-from .tools import MEDIUM, Line, Tally, folder, fork, identity_of, opened, payload_of, read_fill, reap, stored_files
+from .tools import (
+    MEDIUM,
+    SOON,
+    Line,
+    Tally,
+    folder,
+    fork,
+    identity_of,
+    opened,
+    payload_of,
+    read_fill,
+    reap,
+    stored_files,
+)
 
 KEYS = 4
 SIZES = (MEDIUM // 2, 2 * MEDIUM, 4 * MEDIUM)
@@ -81,10 +94,10 @@ def kill_writer(path: Path, phase: str, seed: int, first_fill: int) -> tuple[lis
     rng = random.Random(seed)
     line = Line()
     pid = fork(lambda: write_for_ever(path, line, phase, seed, first_fill))
-    started = line.wait_for("ready" if phase == "any" else f"at {phase}", 20.0)
+    started = line.wait_for("ready" if phase == "any" else f"at {phase}", SOON)
     time.sleep(rng.choice((0.0, rng.uniform(0, LATEST_S[phase]))))
     os.kill(pid, signal.SIGKILL)
-    code = reap(pid, 20.0)
+    code = reap(pid, SOON)
     return line.close(), started and code == -signal.SIGKILL
 
 

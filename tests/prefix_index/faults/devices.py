@@ -23,6 +23,7 @@ from .outcome import Campaign, Outcome
 from .tools import (
     MEDIUM,
     SMALL,
+    SOON,
     Line,
     Tally,
     array_of,
@@ -123,7 +124,7 @@ def in_reader(work: Callable[[], str]) -> str:
         except BaseException as err:
             line.say(f"{type(err).__name__}: {err}"[:300].replace("\n", " "))
 
-    code = reap(fork(run), 30.0)
+    code = reap(fork(run), SOON)
     said = line.close()
     if code is None:
         return "stuck"

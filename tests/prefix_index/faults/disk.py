@@ -27,6 +27,7 @@ from .outcome import Campaign, Outcome
 from .tools import (
     MEDIUM,
     SMALL,
+    SOON,
     Line,
     Tally,
     folder,
@@ -220,7 +221,7 @@ def without_permission(tally: Tally, where: str, path: Path, rounds: int, seed: 
         said = inner.outcome("").detail.replace("\n", " ")
         line.say(f"{inner.tried} {inner.lost} {inner.wrong} {said}")
 
-    code = reap(fork(work), 60 + rounds)
+    code = reap(fork(work), 5 * SOON + rounds)
     said = line.close()
     if code is None:
         tally.hang(where)
@@ -253,7 +254,7 @@ def folder_gone(count: int, seed: int) -> Outcome:
                 gone_under(tally, f"try {i}", store, replaced=i % 3 == 1)
                 reader.verify()
                 reader.close()
-                code = reap(pid, 20.0)
+                code = reap(pid, SOON)
                 if code is None:
                     tally.hang(f"try {i}: a writer in another process")
                 tally.expect(code == 0, f"try {i}: a writer in another process failed otherwise ({code})")

@@ -19,7 +19,7 @@ from prefix_index import FileStore, IndexStoreError, InvalidPayload, Retention
 from prefix_index.folder import PARTIAL
 
 from .outcome import Campaign, Outcome
-from .tools import Tally, folder, identity_of, in_child, opened, payload_of, read_fill
+from .tools import SOON, Tally, folder, identity_of, in_child, opened, payload_of, read_fill
 
 MINE: Final = identity_of(0).digest
 OTHER: Final = identity_of(1).digest
@@ -216,7 +216,7 @@ def planted(count: int, seed: int) -> Outcome:
         with folder() as path:
             store = prepare(path, role, plant, early)
             before = snapshot(path / "outside")
-            said = in_child(partial(one_call, store, call), 20.0)
+            said = in_child(partial(one_call, store, call), SOON)
             if said is None:
                 tally.hang(where)
             elif said != "fine":

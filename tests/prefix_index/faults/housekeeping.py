@@ -15,7 +15,20 @@ from prefix_index import FileStore, IndexNotFound, IndexStoreError, Retention
 
 from .crashes import announce
 from .outcome import Campaign, Outcome
-from .tools import SMALL, Line, Tally, folder, fork, identity_of, opened, payload_of, read_fill, reap, stored_files
+from .tools import (
+    SMALL,
+    SOON,
+    Line,
+    Tally,
+    folder,
+    fork,
+    identity_of,
+    opened,
+    payload_of,
+    read_fill,
+    reap,
+    stored_files,
+)
 
 CAP = 40 * 32 * 1024
 SIZES = (SMALL, 8 * SMALL)
@@ -100,12 +113,12 @@ def kill_housekeeping(count: int, seed: int) -> Outcome:
             rng = random.Random(seed * 1_000_003 + i)
             phase, line = PHASES[i % len(PHASES)], Line()
             pid = fork(partial(housekeep, path, line, phase, seed + i, 1000 * (i + 1)))
-            fine = line.wait_for("ready" if phase == "any" else f"at {phase}", 20.0)
+            fine = line.wait_for("ready" if phase == "any" else f"at {phase}", SOON)
             for _ in range(rng.randrange(12) if phase != "any" else 0):
                 time.sleep(0.001)
             time.sleep(rng.choice((0.0, rng.uniform(0, LATEST_S[phase]))))
             os.kill(pid, signal.SIGKILL)
-            fine = reap(pid, 20.0) == -signal.SIGKILL and fine
+            fine = reap(pid, SOON) == -signal.SIGKILL and fine
             tally.tried += 1
             seen[phase] += 1
             said = line.close()

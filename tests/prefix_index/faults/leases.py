@@ -14,7 +14,10 @@ from pathlib import Path
 
 from .outcome import Campaign, Outcome
 from .sharing import PROCESSES, run_all
-from .tools import Line, Tally, folder, fork, identity_of, opened, reap
+from .tools import SOON, Line, Tally, folder, fork, identity_of, opened, reap
+
+LIFE_S = 10 * SOON
+"""Of who holds a lease until it is killed: a lease that is free before was not freed by the end of its holder."""
 
 
 def hold(path: Path, line: Line, kind: str) -> None:
@@ -31,11 +34,11 @@ def hold(path: Path, line: Line, kind: str) -> None:
             line.say("refused")
             return
         if kind == "with a forked child":
-            line.say(f"child {fork(lambda: time.sleep(30))}")
+            line.say(f"child {fork(lambda: time.sleep(LIFE_S))}")
         elif kind == "with a subprocess":
-            line.say(f"child {subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(30)']).pid}")
+            line.say(f"child {subprocess.Popen([sys.executable, '-c', f'import time; time.sleep({LIFE_S})']).pid}")
         line.say("held")
-        time.sleep(30)
+        time.sleep(LIFE_S)
 
 
 KINDS = ("alone", "with a forked child", "taking and releasing", "with a subprocess")
@@ -51,15 +54,15 @@ def kill_lease_holder(count: int, seed: int) -> Outcome:
             tally.tried += 1
             line = Line()
             pid = fork(partial(hold, path, line, kind))
-            if not line.wait_for("held", 20.0):
+            if not line.wait_for("held", SOON):
                 tally.hang(f"try {i}: a free lease was refused: {line.heard!r}")
             if kind != "taking and releasing":
                 tally.expect(store.lease(identity_of(0)) is None, f"try {i}: a second holder beside one {kind}")
             time.sleep(rng.uniform(0, 0.003))
             os.kill(pid, signal.SIGKILL)
-            reap(pid, 20.0)
+            reap(pid, SOON)
             lease = store.lease(identity_of(0))
-            until = time.monotonic() + (1.0 if kind == "with a forked child" else 0.0)
+            until = time.monotonic() + (SOON if kind == "with a forked child" else 0.0)
             while lease is None and time.monotonic() < until:  # a child lets go as soon as it runs at all
                 time.sleep(0.001)
                 lease = store.lease(identity_of(0))
@@ -85,7 +88,7 @@ def lease_contention(count: int, seed: int) -> Outcome:
 
         def want(number: int) -> str:
             rng, held = random.Random(seed * PROCESSES + number), 0
-            until = time.monotonic() + 60 + count * 0.05
+            until = time.monotonic() + 5 * SOON + count * 0.05
             with opened(path / "store") as store:
                 while held < each:
                     assert time.monotonic() < until, f"only {held} leases in time"
@@ -103,7 +106,7 @@ def lease_contention(count: int, seed: int) -> Outcome:
             return f"held {held}"
 
         workers = [partial(want, i) for i in range(PROCESSES)]
-        said = run_all(tally, workers, 90 + count * 0.06)
+        said = run_all(tally, workers, 6 * SOON + count * 0.06)
         tally.tried += sum(int(text.split()[-1]) for text in said if "held" in text and "error" not in text)
         tally.expect(tally.tried == each * PROCESSES, f"{tally.tried} leases held of {each * PROCESSES}")
     return tally.outcome(f"{PROCESSES} processes, one lease")

@@ -14,7 +14,7 @@ CLONE_NEWNS = 0x0002_0000
 
 
 def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 
 def can_mount() -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from prefix_index import FileStore, IndexPayload, IndexStoreError, Retention
 
 from .outcome import Campaign, Outcome
-from .tools import Tally, folder, fork, opened, payload_of, read_fill, reap, stored_files
+from .tools import SOON, Tally, folder, fork, opened, payload_of, read_fill, reap, stored_files
 
 FAR = 4e9
 RETENTIONS = (
@@ -38,7 +38,7 @@ def put_and_die(path: Path, step: int, payload: IndexPayload, retention: Retenti
             setattr(os, name, partial(_dying, getattr(os, name), calls, step))
         store.put(payload, retention=retention)
 
-    code = reap(fork(work), 20.0)
+    code = reap(fork(work), SOON)
     if code not in (0, -signal.SIGKILL):
         raise AssertionError(f"the writer ended with {code}")
     return code != 0

@@ -18,27 +18,44 @@ from prefix_index.folder import PARTIAL
 from prefix_index.service import writing
 
 from .outcome import Campaign, Outcome
-from .service_process import CALL_S, Service, client_of
-from .tools import SMALL, Line, Tally, folder, fork, identity_of, opened, payload_of, read_fill, reap, stored_files
+from .service_process import CALL_S, Service, client_of, hasty_client_of
+from .tools import (
+    SMALL,
+    SOON,
+    Line,
+    Tally,
+    folder,
+    fork,
+    identity_of,
+    opened,
+    payload_of,
+    read_fill,
+    reap,
+    stored_files,
+)
 
 CLIENTS = 4
 KEYS = 3
+LIFE_S = 10 * SOON
+"""Of who stands still until it is killed."""
 
 
 def work(service: Service, line: Line, me: int, seed: int, until: Path) -> None:
-    """A client: puts, gets and looks up its own keys until the file ``until`` is there. Says what came of it."""
+    """A client: puts, gets and looks up its own keys until the file ``until`` is there and it has done both. Says what
+    came of it.
+    """
     rng = random.Random(seed * 100 + me)
     said: Counter[str] = Counter()
     bad: list[str] = []
     may: dict[int, set[int]] = {}
     fills = itertools.count(1)
-    client = client_of(service)
+    client = hasty_client_of(service)
     began = 0.0
     while True:
         with contextlib.suppress(StoreUnavailable):
             client.open()
             break
-    while not until.exists():
+    while not (until.exists() and said["puts"] and said["gets"]):
         number = me * KEYS + rng.randrange(KEYS)
         began = time.monotonic()
         try:
@@ -86,7 +103,7 @@ def kill_service_under_load(count: int, seed: int) -> Outcome:
         time.sleep(0.5)
         until.touch()
         for pid in pids:
-            code = reap(pid, 60.0)
+            code = reap(pid, 2 * SOON)
             if code is None:
                 tally.hang("a client did not end")
             tally.expect(code in (0, None), f"a client ended with {code}")
@@ -123,15 +140,15 @@ def kill_client_mid_put(count: int, seed: int) -> Outcome:
             phase, number = phases[i % len(phases)], rng.randrange(KEYS)
             line = Line()
             pid = fork(lambda: put_and_hang(service, line, phase, number, i))  # noqa: B023
-            if not line.wait_for(f"at {phase}", 20.0):
+            if not line.wait_for(f"at {phase}", SOON):
                 tally.hang(f"try {i}: the writer never was at {phase}")
             os.kill(pid, signal.SIGKILL)
-            reap(pid, 20.0)
+            reap(pid, SOON)
             line.close()
             tally.tried += 1
             said[f"at {phase}"] += 1
             tally.expect(read_fill(good, number) == 1, f"try {i}: index {number} changed")
-        deadline = time.monotonic() + 15.0
+        deadline = time.monotonic() + SOON
         while left := [name for name in stored_files(path / "store") if name.startswith(PARTIAL)]:
             if time.monotonic() > deadline:
                 tally.err(f"partial files stay: {left[:2]}")
@@ -154,7 +171,7 @@ def put_and_hang(service: Service, line: Line, phase: str, number: int, fill: in
 
     def stand(*_: Any) -> Any:
         line.say(f"at {phase}")
-        time.sleep(60)
+        time.sleep(LIFE_S)
 
     payload = payload_of(number, fill + 10, 1 << 18)
     if phase == "load":
@@ -175,16 +192,16 @@ def kill_lease_holder(count: int, seed: int) -> Outcome:
         for i in range(count):
             line, identity = Line(), identity_of(i % 5)
             pid = fork(lambda: hold_lease(service, line, i % 5))  # noqa: B023
-            if not line.wait_for("held", 20.0):
+            if not line.wait_for("held", SOON):
                 tally.hang(f"try {i}: no lease")
             tally.expect(good.lease(identity) is None, f"try {i}: two leases")
             os.kill(pid, signal.SIGKILL)
-            reap(pid, 20.0)
+            reap(pid, SOON)
             line.close()
             tally.tried += 1
             began = time.monotonic()
             lease = good.lease(identity)
-            while lease is None and time.monotonic() - began < 5.0:
+            while lease is None and time.monotonic() - began < SOON:
                 time.sleep(0.001)
                 lease = good.lease(identity)
             slowest = max(slowest, time.monotonic() - began)
@@ -199,7 +216,7 @@ def hold_lease(service: Service, line: Line, number: int) -> None:
     with client_of(service) as client:
         lease = client.lease(identity_of(number))
         line.say("held" if lease is not None else "refused")
-        time.sleep(60)
+        time.sleep(LIFE_S)
 
 
 CAMPAIGNS = {

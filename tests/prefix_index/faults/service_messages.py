@@ -21,9 +21,10 @@ from prefix_index.service import StoreClient, messages
 
 from .outcome import Campaign, Outcome
 from .service_process import CALL_S, MAX_GROWTH, Service, client_of
-from .tools import Tally, folder, identity_of, opened, payload_of, read_fill
+from .tools import SOON, Tally, folder, identity_of, opened, payload_of, read_fill
 
 LISTED = 400
+_SOON_MS = int(1000 * SOON)
 
 
 def stalled_reader(count: int, seed: int) -> Outcome:
@@ -85,10 +86,10 @@ class Wire:
         return next(self._numbers).to_bytes(8, "little")
 
     def hello(self) -> None:
-        self._socket.poll(5000, zmq.POLLOUT)
+        self._socket.poll(_SOON_MS, zmq.POLLOUT)
         hello = messages.Hello(version=messages.PROTOCOL, pid=os.getpid(), name="fault")
         self._socket.send(self.number() + messages.encode(hello))
-        assert self._socket.poll(5000), "no welcome"
+        assert self._socket.poll(_SOON_MS), "no welcome"
         self._socket.recv()
 
     def again(self) -> None:
@@ -98,8 +99,8 @@ class Wire:
         self.hello()
 
     def send(self, frames: Any, tally: Tally) -> None:
-        if not self._socket.poll(10_000, zmq.POLLOUT):
-            tally.hang("nothing could be sent for 10 s")
+        if not self._socket.poll(_SOON_MS, zmq.POLLOUT):
+            tally.hang(f"nothing could be sent for {SOON:.0f} s")
             return
         self._socket.send_multipart(list(frames))
 
@@ -113,7 +114,8 @@ class Wire:
         """Whether all that was sent has been read: a Ping is answered. Answers to a flood may be dropped, so it is
         asked again.
         """
-        for _ in range(20):
+        deadline = time.monotonic() + SOON
+        while time.monotonic() < deadline:
             number = self.number()
             if self._socket.poll(500, zmq.POLLOUT):
                 self._socket.send(number + messages.encode(messages.Ping()))
@@ -257,11 +259,11 @@ def fuzz_one(
 def check_alive(wire: Wire, good: StoreClient, rng: random.Random, tally: Tally, said: Counter[str]) -> None:
     """The service answers the one that sends rubbish, tells it so, and serves the other as ever."""
     if not wire.settled():
-        tally.hang("no answer to a Ping within 10 s")
+        tally.hang(f"no answer to a Ping within {SOON:.0f} s")
         wire.again()
     number = wire.number()
     wire.send((number + b"\xc1 rubbish",), tally)
-    answer = wire.answer_to(number, 10.0)
+    answer = wire.answer_to(number, SOON)
     if answer is None or not isinstance(messages.decode_answer(answer), messages.Failed):
         tally.err("rubbish with a readable id got no error answer")
     began = time.monotonic()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from prefix_index.service import Depot, Limits, ServedFolder, StoreClient, StoreServer
 
-from .tools import Line, fork, reap
+from .tools import SOON, Line, fork, reap
 
-CALL_S = 12.0
-"""Longer than any call of these clients may take: 5 s for what waits for a disk, tried again after a restart."""
+CALL_S = SOON
+"""Longer than any call of these clients may take, on the slowest of machines."""
 MAX_GROWTH = 96 << 20
 
 
@@ -32,19 +32,19 @@ class Service:
         """Whether it listens."""
         line = Line()
         self.pid = fork(lambda: self._serve(line))
-        up = line.wait_for("up", 20.0)
+        up = line.wait_for("up", SOON)
         os.close(line.writer)
         os.close(line.reader)
         return up
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
-        reap(self.pid, 20.0)
+        reap(self.pid, SOON)
 
     def stop(self) -> int | None:
         """Its exit status, None where SIGTERM did not end it."""
         os.kill(self.pid, signal.SIGTERM)
-        return reap(self.pid, 20.0)
+        return reap(self.pid, SOON)
 
     def rss(self) -> int:
         fields = Path(f"/proc/{self.pid}/statm").read_text().split()
@@ -74,4 +74,10 @@ class Service:
 
 
 def client_of(service: Service) -> StoreClient:
+    """One that takes no stall of the machine for a service that is away."""
+    return StoreClient(service.endpoint, timeout_s=CALL_S / 2)
+
+
+def hasty_client_of(service: Service) -> StoreClient:
+    """One with the limits of real life, for whom a service may be away."""
     return StoreClient(service.endpoint, timeout_s=2.0, slow_timeout_s=5.0)

@@ -14,7 +14,21 @@ from pathlib import Path
 from prefix_index import IndexFile, IndexNotFound, Retention
 
 from .outcome import Campaign, Outcome
-from .tools import MEDIUM, SMALL, Line, Tally, fill_of, folder, fork, identity_of, opened, payload_of, read_fill, reap
+from .tools import (
+    MEDIUM,
+    SMALL,
+    SOON,
+    Line,
+    Tally,
+    fill_of,
+    folder,
+    fork,
+    identity_of,
+    opened,
+    payload_of,
+    read_fill,
+    reap,
+)
 from .tools import stored_files as names_in
 
 PROCESSES = 8
@@ -76,7 +90,7 @@ def two_writers(count: int, seed: int) -> Outcome:
                     assert not store.problems(), str(store.problems()[0])
             return f"read {reads}"
 
-        said = run_all(tally, [partial(write, 1), partial(write, 2), read], 60 + count * 0.2)
+        said = run_all(tally, [partial(write, 1), partial(write, 2), read], 5 * SOON + count * 0.2)
         tally.tried += rounds * sum("done" in text for text in said)
         with opened(path, partial_grace_s=0.0) as store:
             fill = read_fill(store, 0)
@@ -174,7 +188,7 @@ def hammered(name: str, count: int, seed: int, cap: int | None) -> Outcome:
                 store.put(payload_of(number, 1), retention=Retention(pinned=True))
         steps = count // PROCESSES
         workers = [partial(hammering, path, seed * PROCESSES + i, cap, steps) for i in range(PROCESSES)]
-        said = run_all(tally, workers, 60 + count * 0.05)
+        said = run_all(tally, workers, 5 * SOON + count * 0.05)
         tally.tried += steps * sum("hits" in text for text in said)
         after(tally, path, options)
     hits = sum(int(text.split()[-1]) for text in said if "hits" in text)
@@ -211,13 +225,13 @@ def hammer_killed(count: int, seed: int) -> Outcome:
             time.sleep(rng.uniform(0, 0.04))
             victim = pids.pop(rng.randrange(PROCESSES))
             os.kill(victim, signal.SIGKILL)
-            if reap(victim, 20.0) is None:
+            if reap(victim, SOON) is None:
                 tally.hang(f"process {victim}")
             tally.tried += 1
             pids.append(fork(partial(work, seed * 1_000_000 + PROCESSES + i)))
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-            reap(pid, 20.0)
+            reap(pid, SOON)
         for text in line.close():
             tally.err(text)
         after(tally, path, options)

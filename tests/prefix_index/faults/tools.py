@@ -21,6 +21,8 @@ from prefix_index.testing import sample_identity
 
 from .outcome import Outcome
 
+SOON = 60.0
+"""Seconds for what happens in any case, on the slowest of machines; longer is a hang."""
 SMALL = 1 << 12
 MEDIUM = 1 << 20
 
