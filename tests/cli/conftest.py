@@ -7,16 +7,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefix_index import BuildInfo, FileStore, IndexEntry
+from prefix_index.connect import open_store
 from prefix_index.testing import sample_identity, sample_model, sample_payload
 from sglang_ext.cli import main
+from tests.serving.test_store_in_serving import Service
 
 PROGRAM = [sys.executable, "-m", "sglang_ext.cli"]
 
@@ -101,3 +104,18 @@ def program(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
         return subprocess.Popen([*PROGRAM, *map(str, words)], env=environment, **options)
 
     return start
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands in this process wait longer for a service: one that is slow here is not what they are tried on."""
+    monkeypatch.setattr("sglang_ext.cli.index.targets.open_store", partial(open_store, timeout_s=120.0))
+
+
+@pytest.fixture
+def served(patient: None, shelf: Shelf, tmp_path: Path) -> Iterator[Service]:
+    """A service of the shelf's folder."""
+    service = Service(shelf.folder, tmp_path / "s")
+    service.start()
+    yield service
+    service.close()

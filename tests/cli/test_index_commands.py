@@ -263,7 +263,7 @@ def test_verify_shows_its_progress_on_a_terminal(shelf: Any, program: Callable[.
         except OSError:
             break
     os.close(master)
-    out = ran.communicate(timeout=60)[0]
+    out = ran.communicate(timeout=120)[0]
     assert ran.returncode == 0
     assert b"verify" in seen
     assert b"%|" in seen

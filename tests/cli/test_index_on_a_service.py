@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.serving.test_store_in_serving import Service
-
-
-@pytest.fixture
-def served(shelf: Any, tmp_path: Path) -> Iterator[Service]:
-    service = Service(shelf.folder, tmp_path / "s")
-    service.start()
-    yield service
-    service.close()
 
 
 def test_all_commands_work_through_the_socket(

@@ -26,7 +26,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path, program: Callable[...,
     os.close(write)
     os.read(read, 10)
     os.close(read)
-    err = ran.communicate(timeout=60)[1]
+    err = ran.communicate(timeout=120)[1]
     assert (ran.returncode, err) == (141, b"")
 
 
@@ -35,9 +35,11 @@ def test_ctrl_c_ends_with_130_and_one_line(shelf: Any, program: Callable[..., An
     ran = program("index", "rm", "--store", shelf.folder, shelf.entries[0].digest, stdin=slave, stderr=subprocess.PIPE)
     asked = b""
     while b"[y/N]" not in asked:
-        asked += ran.stderr.read(1)
+        said = ran.stderr.read(1)
+        assert said, asked
+        asked += said
     ran.send_signal(signal.SIGINT)
-    err = ran.communicate(timeout=60)[1]
+    err = ran.communicate(timeout=120)[1]
     os.close(master)
     os.close(slave)
     assert ran.returncode == 130
@@ -53,15 +55,17 @@ def test_a_listing_imports_neither_torch_nor_sglang_and_starts_fast(shelf: Any) 
         "loaded = {'torch', 'sglang', 'transformers', 'zmq', 'obstore'} & set(sys.modules); "
         "sys.exit(f'loaded {loaded}' if loaded else status)"
     )
-    seconds = []
-    for _ in range(3):
+
+    def seconds(code: str) -> float:
+        """Of the processor, not of the clock: others may be running."""
         ran = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(ran.pid, 0)
         ran.returncode = os.waitstatus_to_exitcode(status)
         assert ran.returncode == 0
-        seconds.append(usage.ru_utime + usage.ru_stime)
-    # Of the processor, not of the clock: 0.3 s, where importing torch alone takes 1.5. Others may be running.
-    assert min(seconds) < 0.8
+        return usage.ru_utime + usage.ru_stime
+
+    # 0.3 s beside 1.9 of an import of torch; whatever slows the machine down slows both.
+    assert min(seconds(code) for _ in range(3)) < seconds("import torch") / 2
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def _run(code: str, **environment: str) -> tuple[int, Any, str]:
     """Run code in an interpreter of its own; the JSON after RESULT, and all its output."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "PYTEST_"))}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env={**clean, **environment}
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env={**clean, **environment}
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return done.returncode, json.loads(lines[-1][7:]) if lines else None, done.stdout + done.stderr

@@ -61,7 +61,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         [sys.executable, "-c", _RECORDS, str(store), str(model)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=clean,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from prefix_index import (
-    FileStore,
-    SharedStore,
-)
-from prefix_index.remote import BlobsFailed, ObjectBlobs
-from tests.prefix_index.remote_stores import DIGEST
+import pytest
+
+from prefix_index import FileStore, SharedStore, link, namespace_digest, outbox, page_hashes
+from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
+from prefix_index.testing import sample_model
+from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST
 
 SOON = 60.0
+LONG = tuple(range(64))
 
 
 class Shaky(ObjectBlobs):
@@ -78,6 +81,57 @@ class Shaky(ObjectBlobs):
     def wipe(self) -> None:
         for name in self.names("prefix_index"):
             super().delete(name)
+
+
+@contextmanager
+def shaky() -> Iterator[Shaky]:
+    """One, that lets everything go at the end."""
+    blobs = Shaky()
+    yield blobs
+    blobs.gate.set()
+
+
+Make = Callable[..., SharedStore]
+
+
+@contextmanager
+def machines(folder: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Machines on one remote store, each with a folder of its name, open; hardly a pause after failures."""
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 0.0)
+    monkeypatch.setattr(outbox, "FIRST_RETRY_S", 0.01)
+    stores: list[SharedStore] = []
+
+    def machine(name: str = "a", *, on: ObjectBlobs = blobs, remote: Any = None, **options: Any) -> SharedStore:
+        limits = {key: options.pop(key) for key in ("max_bytes",) if key in options}
+        local = FileStore(folder / name, create=True, **limits)
+        over = RemoteStore(on, chunk_nbytes=CHUNK_NBYTES, **{"timeout_s": SOON, "backoff_s": 0.0, **(remote or {})})
+        store = SharedStore(local, over, **{"timeout_s": SOON, "rescan_s": 0.0, **options})
+        store.open()
+        stores.append(store)
+        return store
+
+    yield machine
+    blobs.fails = False
+    blobs.answers.set()
+    blobs.gate.set()
+    for store in stores:
+        store.close()
+
+
+def reached(store: SharedStore) -> bool:
+    """Has it rescan the remote store until that answered in time."""
+
+    def answered() -> bool:
+        store.rescan(full=True)
+        return not store.problems()
+
+    eventually(answered)
+    return True
+
+
+def find(store: SharedStore, tokens: Sequence[int] = LONG) -> int:
+    found = store.longest(namespace_digest({"extra_key": None}), page_hashes(tokens), sample_model(), "profile-1")
+    return 0 if found is None else found.identity.num_tokens
 
 
 def fill_of(store: SharedStore | FileStore, key: Any = DIGEST) -> int:

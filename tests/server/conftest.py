@@ -114,8 +114,9 @@ def cpu_flags() -> Callable[..., list[str]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test of this folder starts servers."""
+    """Every test of this folder starts servers, and may have to wait for a job and a server before its own turn."""
     here = Path(__file__).parent
     for item in items:
         if here in Path(str(item.path)).parents:
             item.add_marker(pytest.mark.server)
+            item.add_marker(pytest.mark.timeout(1800))

@@ -7,8 +7,10 @@ flags, `Server` asks it, `stocked` is a store with prebuilt indexes.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -71,8 +73,24 @@ DEFAULTS = {
 #: Threads that wait must not spin: the cores are few, and shared.
 THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
 READY = "The server is fired up and ready to roll!"
-START_SECONDS = 240.0
+START_SECONDS = 480.0
 STOP_SECONDS = 15.0
+REQUEST_SECONDS = 480.0
+JOB_SECONDS = 900.0
+
+
+def free_port() -> int:
+    """A port that nobody uses. SGLang binds it seconds later: it is below those that the system gives to anybody."""
+    for port in random.sample(range(11000, 22000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise RuntimeError("expected a free port in 11000..21999, found none in 100 attempts")
+
+
+def rendezvous() -> list[str]:
+    """Flags for the port where SGLang's processes meet; by itself 0.5.16 takes one that somebody else may get."""
+    return ["--nccl-port", str(free_port())]
 
 
 @dataclass(frozen=True)
@@ -123,14 +141,12 @@ class Server:
 
     def __init__(self, flags: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self.log = log
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--port", str(self.port)]
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [*command, *flags],
+                [*command, *rendezvous(), *flags],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -147,7 +163,7 @@ class Server:
             try:
                 with urllib.request.urlopen(self.url + "/health", timeout=30):
                     pass
-            except OSError:
+            except (OSError, http.client.HTTPException):
                 time.sleep(0.3)
                 continue
             if READY in self.log.read_text(errors="replace"):  # only then SGLang's own warm-up request is over
@@ -182,7 +198,7 @@ class Server:
         *,
         sparse: bool = True,
         to_the_end: bool = False,
-        timeout: float = 240.0,
+        timeout: float = REQUEST_SECONDS,
         **fields: Any,
     ) -> Answer:
         """One greedy answer of exactly `num_tokens` tokens, or up to `<end>` with `to_the_end`."""
@@ -202,7 +218,7 @@ class Server:
     def state(self) -> dict[str, Any]:
         return server_state(self.url)
 
-    def settled(self, seconds: float = 10.0) -> dict[str, Any]:
+    def settled(self, seconds: float = 60.0) -> dict[str, Any]:
         """The state once no request is known any more; a request leaves a moment after its last token does."""
         deadline = time.monotonic() + seconds
         while True:
@@ -223,7 +239,8 @@ class Server:
 
     def flush(self) -> None:
         """Empty the radix cache."""
-        for _ in range(50):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
             try:
                 request = urllib.request.Request(self.url + "/flush_cache", b"", method="POST")
                 with urllib.request.urlopen(request, timeout=30):
@@ -318,7 +335,7 @@ class Prebuilt:
         return next(line for line in self.report if line["id"] == name)
 
 
-def run_job(command: Sequence[str], log: Path, timeout: float = 420.0) -> tuple[int, str]:
+def run_job(command: Sequence[str], log: Path, timeout: float = JOB_SECONDS) -> tuple[int, str]:
     """A job in a process group of its own, which does not outlive it: (status, output)."""
     with log.open("w") as out:
         job = subprocess.Popen(
@@ -343,7 +360,7 @@ def run_prebuild(
     *,
     store: Path | None = None,
     config: dict[str, Any] | None = None,
-    timeout: float = 420.0,
+    timeout: float = JOB_SECONDS,
     **changes: str | None,
 ) -> Prebuilt:
     """`sglang-ext prebuild` in a process of its own; `prompts` may be the text of the file."""
@@ -354,7 +371,7 @@ def run_prebuild(
     command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(MODEL)]
     command += ["--prompts", str(file), "--store", str(store), "--report", str(report)]
     command += ["--sparse-attn-config", json.dumps(config if config is not None else EXACT_CONFIG), "--"]
-    command += flags_of(None, None, {"--" + k.replace("_", "-"): v for k, v in changes.items()})
+    command += [*rendezvous(), *flags_of(None, None, {"--" + k.replace("_", "-"): v for k, v in changes.items()})]
     begun = time.monotonic()
     status, output = run_job(command, folder / "prebuild.log", timeout)
     lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []

@@ -36,7 +36,7 @@ def _launch(model: str, *flags: str) -> tuple[int, str]:
         [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--device", "cpu", *flags],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -93,7 +93,7 @@ def refused(model_path: str) -> dict[str, Any]:
     base = ["--model-path", model_path, "--device", "cpu", "--sparse-attn"]
     wanted = {name: base + flags for name, (flags, _) in BAD_FLAGS.items()}
     done = subprocess.run(
-        [sys.executable, "-c", _TRY_ALL, json.dumps(wanted)], capture_output=True, text=True, timeout=400
+        [sys.executable, "-c", _TRY_ALL, json.dumps(wanted)], capture_output=True, text=True, timeout=900
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
@@ -124,7 +124,7 @@ print("sglang" in sys.modules)
 def _register_with_version_0_5_99(*argv: str, **environment: str) -> tuple[int, str, str]:
     code = _PATCHED.format(argv=list(argv))
     env = {**os.environ, **environment}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env)
     return done.returncode, done.stdout.strip(), done.stderr
 
 

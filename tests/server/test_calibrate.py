@@ -11,14 +11,14 @@ import pytest
 
 from sglang_ext.indexing.profile import load_profile
 from sglang_ext.quality.tasks import make_document
-from tests.server.harness import MODEL, flags_of, run_job
+from tests.server.harness import JOB_SECONDS, MODEL, flags_of, rendezvous, run_job
 
 
-def run_calibrate(folder: Path, *words: str, timeout: float = 420.0) -> tuple[int, str]:
+def run_calibrate(folder: Path, *words: str, timeout: float = JOB_SECONDS) -> tuple[int, str]:
     """The command in a process of its own: (status, output)."""
     command = [sys.executable, "-m", "sglang_ext.cli", "calibrate", "--model-path", str(MODEL)]
     command += ["--data", str(folder / "dev.jsonl"), "--out", str(folder / "profile.json"), *words]
-    command += ["--", *flags_of(None, None, {})]
+    command += ["--", *rendezvous(), *flags_of(None, None, {})]
     return run_job(command, folder / "calibrate.log", timeout)
 
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.server.harness import JOB_SECONDS, free_port
+
 _ENGINE = """
 import json, sys
 
@@ -46,6 +48,7 @@ def test_an_engine_made_by_server_args_decodes_sparsely_and_equals_dense(
         "max_running_requests": 4,
         "context_length": 4096,
         "page_size": 16,
+        "nccl_port": free_port(),
     }
     given = {"config": exact_config, "store": str(store), "kwargs": kwargs, "prompt": texts.ask(texts.first, 0)}
     script = tmp_path / "engine.py"
@@ -54,7 +57,7 @@ def test_an_engine_made_by_server_args_decodes_sparsely_and_equals_dense(
         [sys.executable, str(script), json.dumps(given)],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=JOB_SECONDS,
         env={**os.environ, "SGLANG_EXT_CPU_SHORT_EXTEND": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

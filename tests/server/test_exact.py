@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.quality.vocabulary import encode
+from tests.server.harness import REQUEST_SECONDS
 
 LAYERS = 6
 STEPS = 12
@@ -78,11 +79,14 @@ def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_aski
 def test_requests_behind_one_cached_prefix_are_grouped(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.first, n) for n in range(4)]
     alone = [server.generate(prompt, 24, sparse=False) for prompt in prompts]
-    delta = server.delta()
-    batch = server.together([lambda p=p: server.generate(p, 24) for p in prompts])
-    server.done(delta)
-    assert [a.ids for a in batch] == [a.ids for a in alone]
-    assert delta.after["largest_group"] >= 3
+    for _attempt in range(10):  # a request that is late may find the others gone
+        delta = server.delta()
+        batch = server.together([lambda p=p: server.generate(p, 24) for p in prompts])
+        server.done(delta)
+        assert [a.ids for a in batch] == [a.ids for a in alone]
+        if delta.after["largest_group"] >= 3:
+            break
+    assert delta.after["largest_group"] >= 3, "in ten attempts"
     assert delta.per_layer("selections_per_layer")[0] < delta.sparse_rows, "a group selects once for all its rows"
 
 
@@ -171,7 +175,7 @@ def test_two_simultaneous_cold_prefills_of_one_prompt_are_sparse_at_once_and_gro
     dense = [server.generate(prompt, 40, sparse=False) for prompt in prompts]
     sampling = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
     body = {"input_ids": [encode(prompt) for prompt in prompts], "sampling_params": sampling}
-    for _attempt in range(4):
+    for _attempt in range(10):
         server.flush()
         delta = server.delta()
         # While another request decodes, the scheduler is busy, and finds both in its queue afterwards.
@@ -180,12 +184,12 @@ def test_two_simultaneous_cold_prefills_of_one_prompt_are_sparse_at_once_and_gro
             _until(lambda before=delta.before: server.state()["dense_rows"] > before["dense_rows"] + 3)
             replies = _post(server, "/generate", body)
             _post(server, "/abort_request", {"rid": "busy"})
-            busy.exception(60)
+            busy.exception(REQUEST_SECONDS)
         server.done(delta)
         if [reply["meta_info"]["cached_tokens"] for reply in replies] == [0, 0]:
             break
     else:
-        pytest.fail("expected two cold prefills in one batch, in four attempts")
+        pytest.fail("expected two cold prefills in one batch, in ten attempts")
     assert [tuple(reply["output_ids"]) for reply in replies] == [a.ids for a in dense]
     assert delta.sparse_rows == 2 * 39
     assert delta.fallbacks == {"short_prefix": 1}, "only the request that keeps the scheduler busy"
@@ -197,20 +201,24 @@ def test_two_simultaneous_cold_prefills_of_one_prompt_are_sparse_at_once_and_gro
 def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: Any, sglang_version: str) -> None:
     prompts = [texts.ask(texts.first, 9), texts.ask(texts.first, 10), texts.ask(texts.second, 9)]
     dense = [server.generate(prompt, 60, sparse=False) for prompt in prompts]
-    delta = server.delta()
-    with ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(server.generate, prompt, 60) for prompt in prompts]
-        _until(lambda: server.state()["sparse_rows"] > delta.before["sparse_rows"] + 20)
-        _post(server, "/pause_generation", {"mode": "retract"})
-        try:
-            assert not any(future.done() for future in running), "expected to pause them halfway"
-            if sglang_version != "0.5.16":  # which flushes only when nothing waits
-                server.flush()  # their KV is gone: the prefix is prefilled again, into other slots
-        finally:
-            _post(server, "/continue_generation", {})
-        answers = [future.result(240) for future in running]
-    server.done(delta)
-    assert [a.ids for a in answers] == [a.ids for a in dense]
+    for _attempt in range(10):  # one that came late, or was done already, was not retracted
+        delta = server.delta()
+        with ThreadPoolExecutor(3) as pool:
+            running = [pool.submit(server.generate, prompt, 60) for prompt in prompts]
+            _until(lambda before=delta.before: server.state()["sparse_rows"] > before["sparse_rows"] + 20)
+            _post(server, "/pause_generation", {"mode": "retract"})
+            try:
+                if sglang_version != "0.5.16":  # which flushes only when nothing waits
+                    server.flush()  # their KV is gone: the prefix is prefilled again, into other slots
+            finally:
+                _post(server, "/continue_generation", {})
+            answers = [future.result(REQUEST_SECONDS) for future in running]
+        server.done(delta)
+        assert [a.ids for a in answers] == [a.ids for a in dense]
+        if [a.num_retractions for a in answers] == [1, 1, 1]:
+            break
+    else:
+        pytest.fail("expected to pause three requests halfway, in ten attempts")
     # One token of each came out of the second prefill instead of a decode step.
     assert delta.sparse_rows == 3 * (60 - 2)
     assert (delta.dense_rows, delta.hits, delta.fallbacks) == (0, 3, {})
@@ -236,7 +244,7 @@ def test_an_aborted_running_request_leaves_nothing_behind(server: Any, texts: An
         _until(lambda: server.state()["sparse_rows"] > delta.before["sparse_rows"] + 5)
         _post(server, "/abort_request", {"rid": "to-abort"})
         try:
-            aborted = running.result(60)
+            aborted = running.result(REQUEST_SECONDS)
         except OSError:
             pass
         else:
@@ -287,6 +295,6 @@ def _post(server: Any, path: str, body: dict[str, Any]) -> Any:
     import urllib.request
 
     request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
         text = response.read()
     return json.loads(text) if text.strip().startswith((b"{", b"[")) else None

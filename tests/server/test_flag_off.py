@@ -37,7 +37,7 @@ def test_with_the_flag_off_the_server_shows_no_sparse_state(serve: Any) -> None:
     import urllib.request
 
     server = serve(environment={"SGLANG_PLUGINS": "sparse_attn,sparse_attn_cpu"})
-    with urllib.request.urlopen(server.url + "/get_server_info", timeout=60) as response:
+    with urllib.request.urlopen(server.url + "/get_server_info", timeout=120) as response:
         info = json.load(response)
     assert "sparse_attn" not in info["internal_states"][0]
     assert server.generate("the", 2, sparse=False).decode_steps == 1, "the opt-out means nothing here"
@@ -48,7 +48,7 @@ def test_help_shows_the_three_flags() -> None:
         [sys.executable, "-m", "sglang.launch_server", "--help"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**os.environ, "COLUMNS": "120"},
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -7,6 +7,8 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tests.server.harness import REQUEST_SECONDS
+
 #: Room for the first document and 256 tokens more, and an admission that expects short answers.
 SMALL_POOL: dict[str, Any] = {
     "max_total_tokens": "1792",
@@ -28,7 +30,7 @@ def _batch(server: Any, prompts: list[str], num_tokens: int) -> tuple[Any, list[
 def post_nothing(server: Any, path: str, body: dict[str, Any]) -> None:
     """POST where no JSON comes back."""
     request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60):
+    with urllib.request.urlopen(request, timeout=REQUEST_SECONDS):
         pass
 
 
@@ -71,11 +73,14 @@ def test_mixed_chunks_equal_dense(serve: Any, store: Any, exact_config: Any, tex
 def test_retraction_under_memory_pressure_equals_dense(serve: Any, store: Any, exact_config: Any, texts: Any) -> None:
     server = serve(store, exact_config, **SMALL_POOL)
     prompts = [texts.ask(texts.first, n) for n in range(4)]
-    delta, alone, batch = _batch(server, prompts, 100)
-    assert sum(a.num_retractions for a in batch) > 0, "expected the pool to be too small for four requests"
+    for _attempt in range(5):  # a request that is late finds room
+        delta, alone, batch = _batch(server, prompts, 100)
+        retractions = sum(a.num_retractions for a in batch)
+        if retractions:
+            break
+    assert retractions > 0, "expected the pool to be too small for four requests"
     assert [a.ids for a in batch] == [a.ids for a in alone]
     assert (delta.dense_rows, delta.hits, delta.fallbacks) == (0, 4, {})
-    retractions = sum(a.num_retractions for a in batch)
     assert delta.sparse_rows == 4 * 99 - retractions, "a prefill after a retraction gives one token itself"
 
 
@@ -85,10 +90,10 @@ def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(
     """Such a request was matched and got its index, but never a slot: no slot is given back when it ends."""
     server = serve(store, exact_config, **SMALL_POOL)
     words = texts.unindexed.text.split()
-    prompts = [f"{texts.first.text} {' '.join(words[n * 130 : n * 130 + 130])}" for n in range(3)]
+    prompts = [f"{texts.first.text} {' '.join(words[n * 130 : n * 130 + 130])}" for n in range(6)]
     server.flush()
     delta = server.delta()
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(len(prompts)) as pool:
         running = [pool.submit(server.generate, p, 90, rid=f"crowd-{n}") for n, p in enumerate(prompts)]
         waited = False
         while not waited and not all(future.done() for future in running):
@@ -97,7 +102,7 @@ def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(
         assert waited, "expected one request to decode and another one to wait for memory"
         post_nothing(server, "/abort_request", {"rid": "crowd-"})
         for future in running:
-            future.exception(120)
+            future.exception(REQUEST_SECONDS)
     server.done(delta)
     assert server.generate(texts.ask(texts.first, 0), 4).decode_steps == 3
 

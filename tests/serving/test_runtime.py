@@ -221,7 +221,7 @@ def test_a_retracted_request_keeps_its_index_and_leaves_its_group(start: Any) ->
 def test_a_decode_step_meets_a_loading_index_by_its_policy(start: Any, policy: str) -> None:
     runtime, request = start([PROMPT], prefetch_policy=policy, prefetch_timeout_s=0.05), Request()
     gate, real = threading.Event(), runtime.store.get
-    runtime.store.get = lambda key: (gate.wait(30), real(key))[1]  # a slow disk
+    runtime.store.get = lambda key: (gate.wait(120), real(key))[1]  # a slow disk
     runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
     if policy == "wait_complete":
         threading.Timer(0.2, gate.set).start()
@@ -230,7 +230,7 @@ def test_a_decode_step_meets_a_loading_index_by_its_policy(start: Any, policy: s
         return
     begun = time.monotonic()
     assert _step(runtime, _decode_batch(runtime, ["a"], [66])) == [None] * LAYERS
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
     assert runtime.snapshot()["fallbacks"] == {"index_loading": 1}
     gate.set()
     index = runtime.requests.get("a").index
