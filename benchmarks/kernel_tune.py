@@ -154,7 +154,9 @@ def _shape_fields(shape: AttentionShape) -> tuple[list[int], str]:
 
 def compile_ahead(args: argparse.Namespace, configs: Sequence[Any]) -> None:
     """Run every distinct kernel once on a tiny problem in processes of their own: Triton keeps it on disk."""
-    distinct = {(c.block_m, c.block_n, c.num_warps, c.num_stages): dataclasses.asdict(c) for c in configs}
+    distinct = {
+        (c.block_m, c.block_n, c.num_warps, c.num_stages, c.max_registers): dataclasses.asdict(c) for c in configs
+    }
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.tune_workers, mp_context=context) as pool:
         jobs = [pool.submit(_compile, args, config) for config in distinct.values()]

@@ -39,13 +39,13 @@ class Launch:
         kernel: the Triton function.
         grid: programs.
         arguments: by parameter name, compile-time ones included.
-        options: of the compiler: num_warps, num_stages.
+        options: of the compiler: num_warps, num_stages, maxnreg.
     """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: Mapping[str, Any]
-    options: Mapping[str, int]
+    options: Mapping[str, int | None]
 
 
 @dataclass
@@ -59,14 +59,14 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 _overlapped: ContextVar[bool] = ContextVar("overlapped", default=False)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int | None) -> None:
     """Start a kernel on the current stream; neither allocates nor waits.
 
     Args:
         kernel: a Triton function.
         grid: programs, up to three axes; nothing happens where one is 0.
         arguments: by parameter name, without `OVERLAPPED`, which every kernel has.
-        options: num_warps, num_stages.
+        options: num_warps, num_stages, maxnreg.
     """
     if 0 in grid:
         return

@@ -99,6 +99,8 @@ def test_a_bad_file_is_named_and_in_the_cache_left_aside(
         {"block_n": "64"},
         {"num_warps": 0},
         {"num_stages": True},
+        {"num_stages": None},
+        {"max_registers": 0},
         {"block_m": 8},
         {"dtype": None},
         {"us": [1]},

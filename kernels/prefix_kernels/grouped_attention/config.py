@@ -23,6 +23,9 @@ class AttentionConfig:
         num_warps: of a program.
         num_stages: steps whose keys and values are on their way at a time.
         programs_per_sm: programs that fill one multiprocessor.
+        max_registers: of a thread, at most; None leaves it to the compiler. 65,536 of a multiprocessor, divided by the
+            threads of the programs that are to run on it side by side: one's softmax then hides behind the other's
+            products.
 
     Raises:
         ValueError: a block that is no power of 2 or too small.
@@ -33,6 +36,7 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    max_registers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n"):

@@ -307,6 +307,7 @@ class GroupedAttention:
             },
             num_warps=one.config.num_warps,
             num_stages=one.config.num_stages,
+            maxnreg=one.config.max_registers,
         )
 
     def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, out: Tensor, lse: Tensor) -> None:

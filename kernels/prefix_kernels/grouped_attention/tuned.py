@@ -212,7 +212,8 @@ def _entry(one: Any, source: str) -> TunedEntry:
         key = TileKey(**{name: one[name] for name in TileKey.__dataclass_fields__})
         config = AttentionConfig(**{name: one[name] for name in AttentionConfig.__dataclass_fields__})
         us = {str(name): float(value) for name, value in one.get("us", {}).items()}
-        numbers = (key.block_m, key.head_dim, key.v_head_dim, *asdict(config).values())
+        values = [n for name, n in asdict(config).items() if (name, n) != ("max_registers", None)]
+        numbers = (key.block_m, key.head_dim, key.v_head_dim, *values)
         if any(type(n) is not int or n < 1 for n in numbers) or config.block_m > key.block_m:
             raise ValueError(f"numbers of at least 1 and a tile of at most {key.block_m} rows")
         if not isinstance(key.dtype, str) or not isinstance(key.kv_dtype, str):

@@ -40,12 +40,17 @@ _SHARED_MEMORY = 163 << 10
 
 @dataclass(frozen=True)
 class Space:
-    """Values to combine. `programs_per_sm` costs no compilation."""
+    """Values to combine. `programs_per_sm` costs no compilation.
+
+    `max_registers` is tried with 8 warps and tiles of 64 rows or more, where the compiler takes more than 128 and two
+    programs do not fit one multiprocessor.
+    """
 
     block_n: tuple[int, ...] = (32, 64, 128)
     num_warps: tuple[int, ...] = (4, 8)
     num_stages: tuple[int, ...] = (2, 3, 4)
     programs_per_sm: tuple[int, ...] = (1, 2, 3)
+    max_registers: tuple[int | None, ...] = (None, 128)
 
 
 def candidates(shape: AttentionShape, block_m: int, space: Space, shared_memory: int) -> list[AttentionConfig]:
@@ -60,11 +65,12 @@ def candidates(shape: AttentionShape, block_m: int, space: Space, shared_memory:
     own = own_config(shape, block_m)
     key_bytes = (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize
     found = [own]
-    values = (space.block_n, space.num_warps, space.num_stages, space.programs_per_sm)
-    for block_n, warps, stages, programs in itertools.product(*values):
+    values = (space.block_n, space.num_warps, space.num_stages, space.programs_per_sm, space.max_registers)
+    for block_n, warps, stages, programs, registers in itertools.product(*values):
+        many = warps == 8 and own.block_m >= 64
         # One step is in registers or just used while the others are on their way.
-        if (stages - 1) * block_n * key_bytes <= shared_memory:
-            found.append(AttentionConfig(own.block_m, block_n, warps, stages, programs))
+        if (stages - 1) * block_n * key_bytes <= shared_memory and (many or registers is None):
+            found.append(AttentionConfig(own.block_m, block_n, warps, stages, programs, registers))
     return list(dict.fromkeys(found))
 
 

@@ -99,6 +99,8 @@ def test_candidates_fit_the_shared_memory() -> None:
     assert len(set(found)) == len(found)
     assert all((one.num_stages - 1) * one.block_n * 512 <= 100 << 10 for one in found[1:])
     assert {one.block_m for one in found} == {128}
+    assert {one.max_registers for one in found if one.num_warps == 4} == {None}
+    assert {one.max_registers for one in found if one.num_warps == 8} == {None, 128}
     wide = AttentionShape(32, 8, 256, 256, torch.bfloat16, torch.bfloat16)
     assert {one.block_m for one in candidates(wide, 128, Space(), 227 << 10)} == {32}, "lower, and in registers"
 
