@@ -2,17 +2,20 @@
 
 A *segment* is a list of slots and the rows that attend it: a group and its selection, or one request and its suffix.
 An *item* is one tile of a segment's rows over one stretch of its list; every KV head runs every item. A *span* says
-where a batch row finds the parts that the items of its segments wrote.
+where a batch row finds the parts that the items of its segments wrote. A tile whose rows have no other part is
+*direct*: its item writes the result itself, and the merge leaves those rows alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 ITEM_FIELDS = 8
 SPAN_FIELDS = 4
+DIRECT = -1
+"""In place of an item's first partial row, and of a span's number of parts."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,9 @@ class Items(NamedTuple):
     Attributes:
         rows: batch rows in the order of the segments.
         items: per item (first of `rows`, its requests, list_begin, head_stride, list_id, first entry, end, first
-            partial row). KV head h writes its tile to the partial rows from `first + h * block_m` on.
+            partial row or DIRECT). KV head h writes its tile to the partial rows from `first + h * block_m` on.
         spans: per segment and request (batch row, partial row of KV head 0 and query head 0 of its group, partial rows
-            from one part to the next, partial rows from one KV head to the next, number of parts).
+            from one part to the next, partial rows from one KV head to the next, number of parts or DIRECT).
         num_partials: partial rows that are written or skipped.
         chunk: entries of a stretch.
     """
@@ -83,6 +86,7 @@ def cut(
     target: int,
     chunk: int = 0,
     first_partial: int = 0,
+    alone: Collection[int] = (),
 ) -> Items:
     """Items of about `target` in number, all of nearly the same length.
 
@@ -99,6 +103,7 @@ def cut(
         chunk: entries of a stretch; then `target` says nothing and a row's result does not depend on what else is in
             the batch. A multiple of block_n. 0: by `target`.
         first_partial: where the partial rows begin.
+        alone: batch rows that no other pass attends.
 
     Raises:
         ValueError: a size out of range.
@@ -119,11 +124,16 @@ def cut(
         parts = -(-segment.length // chunk)
         for tile in range(num_tiles):
             members = segment.rows[tile * per_tile : (tile + 1) * per_tile]
+            which = (segment.list_begin, segment.head_stride, segment.list_id)
+            if parts == 1 and all(row in alone for row in members):
+                items.append((len(rows), len(members), *which, 0, segment.length, DIRECT))
+                spans += [(row, 0, 0, 0, DIRECT) for row in members]
+                rows += members
+                continue
             stride = num_kv_heads * block_m
             for part in range(parts):
                 begin = part * chunk
                 stretch = (begin, min(begin + chunk, segment.length), partial + part * stride)
-                which = (segment.list_begin, segment.head_stride, segment.list_id)
                 items.append((len(rows), len(members), *which, *stretch))
             spans += [(row, partial + i * gqa, stride, block_m, parts) for i, row in enumerate(members)]
             rows += members

@@ -70,15 +70,20 @@ def attend_items_kernel(
     counts_ptr,  # int32 [num_lists, num_kv_heads]
     head_map_ptr,  # int32 [num_kv_heads], whose list a KV head reads
     items_ptr,  # int32 [max_items, 8], see `items.py`
-    out_ptr,  # fp32 [num_partials, V_DIM]
-    lse_ptr,  # fp32 [num_partials], natural log
+    partial_out_ptr,  # fp32 [num_partials, V_DIM]
+    partial_lse_ptr,  # fp32 [num_partials], natural log
+    out_ptr,  # [batch, num_qo_heads, V_DIM], of direct tiles
+    lse_ptr,  # fp32 [batch, num_qo_heads], of direct tiles
     sm_scale,  # fp32, times the scale of K
+    v_scale,  # fp32, scale of V, of direct tiles
     q_stride_row,
     q_stride_head,
     k_stride_slot,
     k_stride_head,
     v_stride_slot,
     v_stride_head,
+    out_stride_row,
+    out_stride_head,
     GQA: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -90,7 +95,10 @@ def attend_items_kernel(
     PRECISION: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Program (KV head, item): one tile of rows over one stretch of one list; writes that part's state."""
+    """Program (KV head, item): one tile of rows over one stretch of one list; writes that part's state.
+
+    Of a direct tile, whose rows have no other part, that is the result.
+    """
     wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(0).to(tl.int64)
     fields = items_ptr + tl.program_id(1).to(tl.int64) * 8
@@ -102,7 +110,6 @@ def attend_items_kernel(
         list_id = tl.load(fields + 4)
         begin = tl.load(fields + 5)
         end = tl.load(fields + 6)
-        partial = tl.load(fields + 7).to(tl.int64) + head * BLOCK_M
         source = tl.load(head_map_ptr + head)
         if list_id >= 0:
             end = tl.minimum(end, tl.load(counts_ptr + list_id * tl.num_programs(0) + source))
@@ -168,11 +175,22 @@ def attend_items_kernel(
             )
         empty = total == 0.0
         e = tl.arange(0, BLOCK_V)
-        out_ptrs = out_ptr + (partial + m)[:, None] * V_DIM + e[None, :]
+        there = live[:, None] & (e < V_DIM)[None, :]
         out = acc / tl.where(empty, 1.0, total)[:, None]
-        tl.store(out_ptrs, out, mask=live[:, None] & (e < V_DIM)[None, :])
         lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
-        tl.store(lse_ptr + partial + m, lse, mask=live)
+        # Read only now, and rows again: the compiler would keep them in registers through the loop.
+        first_partial = tl.load(fields + 7, volatile=True).to(tl.int64)
+        if first_partial >= 0:
+            partial = first_partial + head * BLOCK_M + m
+            tl.store(partial_out_ptr + partial[:, None] * V_DIM + e[None, :], out, mask=there)
+            tl.store(partial_lse_ptr + partial, lse, mask=live)
+        else:
+            row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0, volatile=True).to(tl.int64)
+            qo_head = head * GQA + m % GQA
+            out_ptrs = out_ptr + (row * out_stride_row + qo_head * out_stride_head)[:, None] + e[None, :]
+            tl.store(out_ptrs, (out * v_scale).to(out_ptr.dtype.element_ty), mask=there)
+            # To base 2 and back, as the merge does: a row's bits do not say which of the two wrote it.
+            tl.store(lse_ptr + row * (tl.num_programs(0) * GQA) + qo_head, lse * LOG2E * LN2, mask=live)
 
 
 @triton.jit
@@ -196,39 +214,44 @@ def merge_items_kernel(
     wait_for_the_kernel_before(OVERLAPPED)
     qo_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    head = qo_head // GQA
-    e = tl.arange(0, BLOCK_V)
-    part = tl.arange(0, BLOCK_S)
-    acc = tl.zeros([BLOCK_V], tl.float32)
-    total = 0.0
-    peak = float("-inf")
-    for span in tl.static_range(NUM_SPANS):
-        fields = spans_ptr + (row * NUM_SPANS + span) * 4
-        first = tl.load(fields).to(tl.int64) + qo_head % GQA
-        part_stride = tl.load(fields + 1).to(tl.int64)
-        head_stride = tl.load(fields + 2)
-        count = tl.load(fields + 3)
-        for begin in tl.range(0, count, BLOCK_S):
-            there = begin + part < count
-            place = first + head * head_stride + (begin + part) * part_stride
-            lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf")) * LOG2E
-            higher = tl.maximum(peak, tl.max(lse, axis=0))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp2(lse - safe)
-            # An empty part may hold anything; its weight of 0 would not silence a NaN.
-            some = there & (lse > float("-inf"))
-            out = tl.load(
-                partial_out_ptr + place[:, None] * V_DIM + e[None, :],
-                mask=some[:, None] & (e < V_DIM)[None, :],
-                other=0.0,
-            )
-            shrink = tl.exp2(peak - safe)
-            acc = acc * shrink + tl.sum(weight[:, None] * out, axis=0)
-            total = total * shrink + tl.sum(weight, axis=0)
-            peak = higher
-    empty = total == 0.0
-    out = acc * (v_scale / tl.where(empty, 1.0, total))
-    out_ptrs = out_ptr + row * out_stride_row + qo_head * out_stride_head + e
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=e < V_DIM)
-    lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
-    tl.store(lse_ptr + row * tl.num_programs(0) + qo_head, lse)
+    parts_ptr = spans_ptr + row * NUM_SPANS * 4 + 3
+    fewest = tl.load(parts_ptr)
+    for span in tl.static_range(1, NUM_SPANS):
+        fewest = tl.minimum(fewest, tl.load(parts_ptr + span * 4))
+    if fewest >= 0:  # else the row was written by its only part
+        head = qo_head // GQA
+        e = tl.arange(0, BLOCK_V)
+        part = tl.arange(0, BLOCK_S)
+        acc = tl.zeros([BLOCK_V], tl.float32)
+        total = 0.0
+        peak = float("-inf")
+        for span in tl.static_range(NUM_SPANS):
+            fields = spans_ptr + (row * NUM_SPANS + span) * 4
+            first = tl.load(fields).to(tl.int64) + qo_head % GQA
+            part_stride = tl.load(fields + 1).to(tl.int64)
+            head_stride = tl.load(fields + 2)
+            count = tl.load(fields + 3)
+            for begin in tl.range(0, count, BLOCK_S):
+                there = begin + part < count
+                place = first + head * head_stride + (begin + part) * part_stride
+                lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf")) * LOG2E
+                higher = tl.maximum(peak, tl.max(lse, axis=0))
+                safe = tl.where(higher == float("-inf"), 0.0, higher)
+                weight = tl.exp2(lse - safe)
+                # An empty part may hold anything; its weight of 0 would not silence a NaN.
+                some = there & (lse > float("-inf"))
+                out = tl.load(
+                    partial_out_ptr + place[:, None] * V_DIM + e[None, :],
+                    mask=some[:, None] & (e < V_DIM)[None, :],
+                    other=0.0,
+                )
+                shrink = tl.exp2(peak - safe)
+                acc = acc * shrink + tl.sum(weight[:, None] * out, axis=0)
+                total = total * shrink + tl.sum(weight, axis=0)
+                peak = higher
+        empty = total == 0.0
+        out = acc * (v_scale / tl.where(empty, 1.0, total))
+        out_ptrs = out_ptr + row * out_stride_row + qo_head * out_stride_head + e
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=e < V_DIM)
+        lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+        tl.store(lse_ptr + row * tl.num_programs(0) + qo_head, lse)

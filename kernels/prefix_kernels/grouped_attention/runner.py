@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,6 +162,8 @@ class GroupedAttention:
         """
         if len(segments) > len(self.passes):
             raise ValueError(f"expected segments of at most {len(self.passes)} passes, got {len(segments)}")
+        attended = Counter(row for of_pass in segments for s in of_pass if s.length for row in s.rows)
+        alone = {row for row, times in attended.items() if times == 1}
         spans = torch.zeros(self._spans.shape, dtype=torch.int32)
         tables: list[tuple[Tensor, Tensor]] = [(spans, self._spans)]
         most_rows = first_partial = 0
@@ -173,6 +177,7 @@ class GroupedAttention:
                 target=one.target,
                 chunk=self._chunk,
                 first_partial=first_partial,
+                alone=alone,
             )
             self._check(items.rows, len(items.items), number)
             table = torch.zeros(one.items.shape, dtype=torch.int32)
@@ -241,7 +246,15 @@ class GroupedAttention:
         counts = self._no_counts if counts is None else counts
         head_map = self._own_heads if head_map is None else head_map
         for one in self.passes:
-            self._attend(one, q, kv, slots, float(sm_scale * k_scale), counts, head_map)
+            arguments = self._arguments(one, q, kv, slots, out, lse, counts, head_map)
+            launch(
+                attend_items_kernel,
+                (shape.num_kv_heads, one.max_items),
+                {**arguments, "sm_scale": float(sm_scale * k_scale), "v_scale": float(v_scale)},
+                num_warps=one.config.num_warps,
+                num_stages=one.config.num_stages,
+                maxnreg=one.config.max_registers,
+            )
         launch(
             merge_items_kernel,
             (shape.num_qo_heads, q.shape[0]),
@@ -263,52 +276,50 @@ class GroupedAttention:
             num_warps=4,
         )
 
-    def _attend(
+    def _arguments(
         self,
         one: AttentionPass,
         q: Tensor,
         kv: PagedKV,
         slots: Tensor,
-        sm_scale: float,
+        out: Tensor,
+        lse: Tensor,
         counts: Tensor,
         head_map: Tensor,
-    ) -> None:
+    ) -> dict[str, Any]:
+        """Of the attention kernel; without scales."""
         shape = self.shape
-        launch(
-            attend_items_kernel,
-            (shape.num_kv_heads, one.max_items),
-            {
-                "q_ptr": q,
-                "k_ptr": kv.k_cache,
-                "v_ptr": kv.v_cache,
-                "slots_ptr": slots,
-                "rows_ptr": one.rows,
-                "counts_ptr": counts,
-                "head_map_ptr": head_map,
-                "items_ptr": one.items,
-                "out_ptr": self._partial_out,
-                "lse_ptr": self._partial_lse,
-                "sm_scale": sm_scale,
-                "q_stride_row": q.stride(0),
-                "q_stride_head": q.stride(1),
-                "k_stride_slot": kv.k_cache.stride(0),
-                "k_stride_head": kv.k_cache.stride(1),
-                "v_stride_slot": kv.v_cache.stride(0),
-                "v_stride_head": kv.v_cache.stride(1),
-                "GQA": shape.gqa,
-                "HEAD_DIM": shape.head_dim,
-                "BLOCK_D": block_of(shape.head_dim, _LEAST_BLOCK),
-                "V_DIM": shape.v_head_dim,
-                "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
-                "BLOCK_M": one.config.block_m,
-                "BLOCK_N": one.config.block_n,
-                "STAGES": one.config.num_stages,
-                "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
-            },
-            num_warps=one.config.num_warps,
-            num_stages=one.config.num_stages,
-            maxnreg=one.config.max_registers,
-        )
+        return {
+            "q_ptr": q,
+            "k_ptr": kv.k_cache,
+            "v_ptr": kv.v_cache,
+            "slots_ptr": slots,
+            "rows_ptr": one.rows,
+            "counts_ptr": counts,
+            "head_map_ptr": head_map,
+            "items_ptr": one.items,
+            "partial_out_ptr": self._partial_out,
+            "partial_lse_ptr": self._partial_lse,
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "q_stride_row": q.stride(0),
+            "q_stride_head": q.stride(1),
+            "k_stride_slot": kv.k_cache.stride(0),
+            "k_stride_head": kv.k_cache.stride(1),
+            "v_stride_slot": kv.v_cache.stride(0),
+            "v_stride_head": kv.v_cache.stride(1),
+            "out_stride_row": out.stride(0),
+            "out_stride_head": out.stride(1),
+            "GQA": shape.gqa,
+            "HEAD_DIM": shape.head_dim,
+            "BLOCK_D": block_of(shape.head_dim, _LEAST_BLOCK),
+            "V_DIM": shape.v_head_dim,
+            "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
+            "BLOCK_M": one.config.block_m,
+            "BLOCK_N": one.config.block_n,
+            "STAGES": one.config.num_stages,
+            "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
+        }
 
     def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, out: Tensor, lse: Tensor) -> None:
         shape = self.shape

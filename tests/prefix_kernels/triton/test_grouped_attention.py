@@ -175,12 +175,40 @@ def test_a_row_s_result_does_not_depend_on_the_batch(device: torch.device) -> No
     batch = Batch(device)
     attention = GroupedAttention(batch.shape, 8, [TALL, TALL], batch.q.device, num_programs=64, chunk=32)
     attention.plan(batch.groups, batch.suffixes)
-    together, _ = run(attention, batch.q, batch.kv, batch.slots, 0.1)
+    together = run(attention, batch.q, batch.kv, batch.slots, 0.1)
     for row in range(7):
         groups = [Segment((row,), s.length, s.list_begin) for s in batch.groups if row in s.rows]
         attention.plan(groups, [batch.suffixes[row]])
-        alone, _ = run(attention, batch.q, batch.kv, batch.slots, 0.1)
-        assert torch.equal(alone[row], together[row])
+        alone = run(attention, batch.q, batch.kv, batch.slots, 0.1)
+        assert all(torch.equal(one[row], other[row]) for one, other in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_split_list_gives_what_an_unsplit_one_does(dtype: torch.dtype, device: torch.device) -> None:
+    q, keys, values = inputs(150, 5, 2, 4, 64, 64, dtype, device)
+    kv, slots = paged_kv(keys, values)
+    oracle = dense_attention(q, keys, values, 0.125)
+    for num_programs in (2, 6, 40):
+        attention = GroupedAttention(AttentionShape.of(q, kv), 5, [TALL], q.device, num_programs=num_programs)
+        attention.plan([Segment(tuple(range(5)), 150)])
+        close(*run(attention, q, kv, slots, 0.125), oracle, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    q, keys, values = inputs(50, 3, 2, 4, 64, 64, dtype, device)
+    kv, slots = paged_kv(keys, values)
+    attention = GroupedAttention(AttentionShape.of(q, kv), 3, [TALL, FLAT], q.device, num_programs=2)
+    shared = Segment((0, 1, 2), 40)
+    attention.plan([shared])
+    direct = run(attention, q, kv, slots, 0.125, v_scale=0.75)
+    attention.plan([shared], [Segment((2,), 10, list_begin=40)])  # one of the tile has another part: all are merged
+    merged = run(attention, q, kv, slots, 0.125, v_scale=0.75)
+    for one, other in zip(direct, merged, strict=True):
+        assert torch.equal(one[:2], other[:2])
+        assert not torch.equal(one[2], other[2])
 
 
 def test_reuse_heads_read_another_head_s_list(device: torch.device) -> None:

@@ -1,0 +1,83 @@
+"""How the work of grouped attention is cut: every entry of every row once, no two parts in one place."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefix_kernels.grouped_attention.items import DIRECT, Segment, cut
+
+BLOCK_M, BLOCK_N, GQA, KV_HEADS = 16, 8, 4, 3
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> list[Segment]:
+    rows = draw(st.permutations(range(draw(st.integers(1, 24)))))
+    segments, begin = [], 0
+    while begin < len(rows):
+        end = begin + draw(st.integers(1, 9))
+        segments.append(Segment(tuple(rows[begin:end]), draw(st.integers(0, 100)), list_begin=1000 * begin, list_id=-1))
+        begin = end
+    return segments
+
+
+@given(passes(), st.integers(1, 40), st.sampled_from([0, 8, 32]), st.sets(st.integers(0, 23)), st.integers(0, 99))
+def test_every_entry_of_a_row_is_attended_once(
+    segments: list[Segment], target: int, chunk: int, alone: set[int], first_partial: int
+) -> None:
+    cuts = {"gqa": GQA, "num_kv_heads": KV_HEADS, "block_m": BLOCK_M, "block_n": BLOCK_N}
+    items = cut(segments, **cuts, target=target, chunk=chunk, first_partial=first_partial, alone=alone)
+    attended: Counter[tuple[int, int]] = Counter()
+    parts: dict[int, list[int]] = {}
+    tiles: list[int] = []
+    for first, count, begin, _, _, start, end, partial in items.items:
+        assert start % items.chunk == 0
+        assert 0 < end - start <= items.chunk
+        for place in range(first, first + count):
+            row = items.rows[place]
+            attended.update((row, begin + entry) for entry in range(start, end))
+            parts.setdefault(row, []).append(partial if partial == DIRECT else partial + (place - first) * GQA)
+        if partial != DIRECT:
+            tiles.append(partial)
+    wanted = Counter((row, s.list_begin + i) for s in segments for row in s.rows for i in range(s.length))
+    assert attended == wanted
+    tiles.sort()
+    height = KV_HEADS * BLOCK_M
+    assert all(after - before >= height for before, after in itertools.pairwise(tiles))
+    assert not tiles or (tiles[0] >= first_partial and tiles[-1] + height <= first_partial + items.num_partials)
+    for row, first, stride, head_stride, count in items.spans:
+        if count == DIRECT:
+            assert parts.pop(row) == [DIRECT]
+            assert row in alone
+        else:
+            assert parts.pop(row) == [first + i * stride for i in range(count)]
+            assert head_stride == BLOCK_M
+    assert not parts
+
+
+def test_a_tile_is_direct_where_none_of_its_rows_has_another_part() -> None:
+    cuts = {"gqa": GQA, "num_kv_heads": KV_HEADS, "block_m": BLOCK_M, "block_n": BLOCK_N, "target": 1}
+    segments = [Segment((0, 1, 2, 3, 4), 30)]
+    assert [item[-1] for item in cut(segments, **cuts, alone={0, 1, 2, 3, 4}).items] == [DIRECT, DIRECT]
+    assert [item[-1] for item in cut(segments, **cuts, alone={0, 1, 3, 4}).items] == [0, DIRECT]
+    assert [item[-1] for item in cut(segments, **cuts).items] == [0, 48]
+    split = cut(segments, **{**cuts, "target": 4}, alone={0, 1, 2, 3, 4})
+    assert [item[-1] for item in split.items] == [0, 48, 96, 144], "two parts each"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": 0}, "expected target >= 1"),
+        ({"chunk": 12}, "chunk a multiple of it"),
+        ({"block_m": 2}, "block_m of at least gqa=4 rows"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(options: dict[str, int], message: str) -> None:
+    cuts = {"gqa": GQA, "num_kv_heads": KV_HEADS, "block_m": BLOCK_M, "block_n": BLOCK_N, "target": 1}
+    with pytest.raises(ValueError, match=message):
+        cut([Segment((0,), 5)], **{**cuts, **options})
