@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sglang_ext.quality.ports import free_port
 
 Row = dict[str, Any]
 
@@ -136,10 +137,9 @@ def server_flags(args: argparse.Namespace, model: Path, chunk: str) -> list[str]
 @contextmanager
 def running_server(args: argparse.Namespace, folder: Path, chunk: str, *, building: bool) -> Iterator[Server]:
     """A server on a free port, stock or building; ends with its whole process group."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = [*server_flags(args, write_model(folder / "model", args.shape), chunk), "--port", str(port)]
+    flags += ["--nccl-port", str(free_port())]
     name = "building" if building else f"stock-{chunk}"
     log, events = folder / f"{name}.log", folder / "events.jsonl"
     if building:

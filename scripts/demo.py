@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.quality.evaluate import Reply, ask_many, keep_ratio_between, server_state
+from sglang_ext.quality.ports import free_port
 from sglang_ext.quality.tasks import Document, Question, make_document
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,13 +99,6 @@ def has_gpu() -> bool:
     """Whether this torch can use a GPU; asked in a process of its own, so that the demo holds none."""
     code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

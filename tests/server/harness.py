@@ -10,9 +10,7 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.quality.evaluate import post, server_state
+from sglang_ext.quality.ports import free_port
 from sglang_ext.quality.tasks import Document
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,15 +76,6 @@ START_SECONDS = 480.0
 STOP_SECONDS = 15.0
 REQUEST_SECONDS = 480.0
 JOB_SECONDS = 900.0
-
-
-def free_port() -> int:
-    """A port that nobody uses. SGLang binds it seconds later: it is below those that the system gives to anybody."""
-    for port in random.sample(range(11000, 22000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise RuntimeError("expected a free port in 11000..21999, found none in 100 attempts")
 
 
 def rendezvous() -> list[str]:

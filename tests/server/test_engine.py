@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.server.harness import JOB_SECONDS, free_port
+from sglang_ext.quality.ports import free_port
+from tests.server.harness import JOB_SECONDS
 
 _ENGINE = """
 import json, sys
