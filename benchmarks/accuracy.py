@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.quality.evaluate import ask_many, keep_ratio_between, paired, server_state
-from sglang_ext.quality.ports import free_port
+from sglang_ext.quality.ports import free_ports
 from sglang_ext.quality.tasks import TASKS, Document, make_document
 
 #: Questions per document where fewer are right: few needles must stay few, and many quotes from one small
@@ -61,9 +61,9 @@ def prebuild(args: argparse.Namespace, docs: dict[tuple[str, int], list[Document
 @contextmanager
 def running_server(args: argparse.Namespace, log: Path) -> Iterator[str]:
     """A server with --sparse-attn on a free port; ends with its whole process group."""
-    port = free_port()
+    port, nccl_port = free_ports(2)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model_path, "--port", str(port)]
-    command += ["--nccl-port", str(free_port())]
+    command += ["--nccl-port", str(nccl_port)]
     command += ["--sparse-attn", "--sparse-attn-store", str(args.store), "--sparse-attn-config", args.config]
     command += args.sglang_flags
     with log.open("w") as out:

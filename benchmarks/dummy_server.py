@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.quality.ports import free_port
+from sglang_ext.quality.ports import free_ports
 
 Row = dict[str, Any]
 
@@ -137,9 +137,9 @@ def server_flags(args: argparse.Namespace, model: Path, chunk: str) -> list[str]
 @contextmanager
 def running_server(args: argparse.Namespace, folder: Path, chunk: str, *, building: bool) -> Iterator[Server]:
     """A server on a free port, stock or building; ends with its whole process group."""
-    port = free_port()
+    port, nccl_port = free_ports(2)
     flags = [*server_flags(args, write_model(folder / "model", args.shape), chunk), "--port", str(port)]
-    flags += ["--nccl-port", str(free_port())]
+    flags += ["--nccl-port", str(nccl_port)]
     name = "building" if building else f"stock-{chunk}"
     log, events = folder / f"{name}.log", folder / "events.jsonl"
     if building:

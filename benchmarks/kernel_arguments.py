@@ -115,7 +115,12 @@ def _how(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--overlapped", action="store_true", help="start each of our kernels while the one before it still runs (sm_90)"
     )
-    how.add_argument("--tuned", type=Path, metavar="JSON", help="launch parameters, as --tune writes them")
+    how.add_argument(
+        "--tuned",
+        type=Path,
+        metavar="JSON",
+        help="launch parameters, as --tune writes them (default: those shipped for this GPU)",
+    )
     how.add_argument(
         "--tune",
         type=Path,

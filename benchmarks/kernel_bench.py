@@ -102,14 +102,10 @@ def attention_key(args: argparse.Namespace, name: str, sizes: Sizes) -> Row:
 
 
 def launching_of(args: argparse.Namespace) -> Launching:
-    """Launch parameters: of --tuned, else those shipped for this GPU, else the package's own."""
-    import torch
-
+    """Launch parameters: of --tuned, else the package's own. `main` sets --tuned to what is shipped for this GPU."""
     from prefix_kernels.grouped_attention import TunedConfigs
 
-    if args.tuned:
-        return TunedConfigs.read(args.tuned)
-    return TunedConfigs.for_device(torch.device("cpu" if args.cpu else "cuda"))
+    return TunedConfigs.read(args.tuned) if args.tuned else TunedConfigs("none")
 
 
 def conditions(args: argparse.Namespace) -> Row:
@@ -319,8 +315,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
     args.deadline, args.stopped = time.monotonic() + args.seconds, False
     run = Run(Path(args.out), provenance(args))
+    from prefix_kernels.grouped_attention.tuned import shipped_file
     from prefix_kernels.launching import overlapped_launches
 
+    if not args.tune and not args.tuned:
+        args.tuned = shipped_file(torch.device("cpu" if args.cpu else "cuda"))
     try:
         with overlapped_launches(args.overlapped):
             if args.part == "selection":

@@ -61,7 +61,7 @@ def _title(row: Row) -> str:
     parts = [f"{row['device']}, torch {row['torch']}, Triton {row['triton']}, FlashInfer {row['flashinfer']}"]
     parts.append(f"{qo} query heads, {kv} KV heads of {dim}, {row['dtype']}, L2 flushed by {row['flush']}s")
     parts.append("inside one graph" if row["in_graph"] else "graph replays")
-    if row["overlapped"]:
+    if row.get("overlapped"):
         parts.append("our launches overlapped")
     if row["tuned"]:
         parts.append(f"tuned by {row['tuned']}")

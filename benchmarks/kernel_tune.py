@@ -26,7 +26,7 @@ from kernel_problem import Sizes, make_problem
 from kernel_rows import Row, Run
 
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, TunedConfigs, block_m_for
-from prefix_kernels.grouped_attention.tuned import TileKey, TunedEntry, name_of, own_config
+from prefix_kernels.grouped_attention.tuned import TileKey, TunedEntry, own_config
 from prefix_kernels.grouped_attention.tuning import Space, candidates, fastest, shared_memory_of
 from prefix_kernels.launching import overlapped_launches
 
@@ -81,7 +81,7 @@ def tune(args: argparse.Namespace, run: Run) -> None:
             compile_ahead(args, configs)
         for case in own:
             sweep(args, run, timer, case, block_m, configs)
-    found = best(run.rows, shape)
+    found = best(run.rows, shape, sweep_conditions(args))
     gpu = "cpu" if args.cpu else torch.cuda.get_device_name()
     TunedConfigs(gpu, [entry for entry, _ in found]).write(args.tune)
     for entry, count in found:
@@ -92,9 +92,9 @@ def tune(args: argparse.Namespace, run: Run) -> None:
 def key_of(args: argparse.Namespace, case: tuple[str, int, int], block_m: int, config: AttentionConfig) -> Row:
     """What identifies a row of the sweep. `block_m` is the height asked for; a wide head's tile may be lower."""
     name, context, batch = case
-    key = {"bench": "tune", "case": name, "context": context, "batch": batch, "keep": args.keep}
+    key = {"case": name, "context": context, "batch": batch}
     key |= {"groups": batch if name == "plain" else 1, "suffix": 0 if name == "plain" else args.suffix}
-    return {**key, **kernel_bench.conditions(args), "block_m": block_m, "launch": dataclasses.asdict(config)}
+    return {**sweep_conditions(args), **key, "block_m": block_m, "launch": dataclasses.asdict(config)}
 
 
 def sweep(
@@ -122,15 +122,21 @@ def sweep(
         run.failed -= row.get("error", "").startswith("OutOfResources")  # an answer, not a failure
 
 
-def best(rows: Iterable[Row], shape: AttentionShape) -> list[tuple[TunedEntry, int]]:
+def sweep_conditions(args: argparse.Namespace) -> Row:
+    """What all rows of one sweep have in common; times of others are not compared with them."""
+    return {"bench": "tune", "keep": args.keep, **kernel_bench.conditions(args)}
+
+
+def best(rows: Iterable[Row], shape: AttentionShape, conditions: Row) -> list[tuple[TunedEntry, int]]:
     """Per height the entry of the tuned file, and of how many configurations it is the best.
 
-    Only configurations that are green in every case of their height count.
+    Only configurations that are green in every case of their height count, measured under these conditions.
     """
     heights: dict[int, dict[str, dict[str, float]]] = {}
     for row in rows:
-        if row["bench"] == "tune" and row["green"] and (row["shape"], row["dtype"]) == _shape_fields(shape):
+        if row["green"] and all(row.get(name) == value for name, value in conditions.items()):
             case = f"{row['case']} {row['context']} x {row['batch']}"
+            case += f" + {row['suffix']}" if row["suffix"] else ""
             heights.setdefault(row["block_m"], {}).setdefault(case, {})[json.dumps(row["launch"])] = row["us"]
     found = []
     for block_m, cases in sorted(heights.items()):
@@ -145,11 +151,6 @@ def best(rows: Iterable[Row], shape: AttentionShape) -> list[tuple[TunedEntry, i
         config = fastest(times)
         found.append((TunedEntry(TileKey.of(shape, block_m), config, times[config]), len(complete)))
     return found
-
-
-def _shape_fields(shape: AttentionShape) -> tuple[list[int], str]:
-    """As rows have them."""
-    return [shape.num_qo_heads, shape.num_kv_heads, shape.head_dim], name_of(shape.dtype)
 
 
 def compile_ahead(args: argparse.Namespace, configs: Sequence[Any]) -> None:

@@ -7,6 +7,7 @@ is said of the code that runs, in the shapes that it runs in, on a machine witho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -70,7 +71,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
     """
     if 0 in grid:
         return
-    overlapped = _overlapped.get() and not _interpreted()
+    overlapped = _overlapped.get() and _can_overlap()
     arguments = {**arguments, "OVERLAPPED": overlapped}
     if overlapped:
         options["launch_pdl"] = True
@@ -81,10 +82,14 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
     kernel[grid](**arguments, **options)
 
 
-def _interpreted() -> bool:
+@functools.cache
+def _can_overlap() -> bool:
+    """Whether kernels can be overlapped here; also where they are only compiled, for any target."""
     from triton import knobs
 
-    return bool(knobs.runtime.interpret)
+    if knobs.runtime.interpret:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
 
 
 def send(table: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -106,9 +111,10 @@ def block_of(size: int, least: int = 1) -> int:
 
 @contextmanager
 def overlapped_launches(overlapped: bool = True) -> Iterator[None]:
-    """Within the block, kernels are launched while the one before them on the stream still runs (from sm_90 on).
+    """Within the block, in this thread, kernels are launched while the one before them on the stream still runs.
 
-    Each waits for it before it touches memory, see `dependent_launch`. A graph that was captured so stays so.
+    Each waits for it before it touches memory, see `dependent_launch`. A graph that was captured so stays so; the run
+    that compiles before a capture must be in such a block, too. Before sm_90 nothing is overlapped.
 
     Args:
         overlapped: False: not, as outside of any such block.
@@ -153,13 +159,14 @@ def compiled(launched: Launch, capability: int) -> Any:
     attributes: dict[tuple[int, ...], Any] = {}
     for at, parameter in enumerate(launched.kernel.params):
         value = launched.arguments[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or one:
             signature[parameter.name] = "constexpr"
             constants[(at,)] = value
             continue
         signature[parameter.name] = _type_of(value)
         number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if isinstance(number, int) and number % _DIVISIBLE == 0:
+        if isinstance(number, int) and number % _DIVISIBLE == 0 and not parameter.do_not_specialize:
             attributes[(at,)] = [["tt.divisibility", _DIVISIBLE]]
     source = ASTSource(fn=launched.kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launched.options))

@@ -1,4 +1,4 @@
-"""A free port for a server that binds it some seconds later."""
+"""Free ports for a server that binds them some seconds later."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ import random
 import socket
 
 _PORTS = range(11000, 22000)
-"""Below those that systems hand out to whoever asks for any (Linux: from 32768 on), so nobody gets it by chance."""
+"""Below those that systems usually hand out to whoever asks for any (Linux: from 32768 on)."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of 11000 to 21999 that nobody listens on now.
+
+    Raises:
+        RuntimeError: not so many among a hundred.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError(
+        f"expected {count} free ports in {_PORTS[0]} to {_PORTS[-1]}, found {len(found)} in 100 attempts"
+    )
 
 
 def free_port() -> int:
-    """A port of 11000 to 21999 that nobody listens on now.
-
-    Raises:
-        RuntimeError: a hundred of them are taken.
-    """
-    for port in random.sample(_PORTS, 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise RuntimeError(f"expected a free port in {_PORTS[0]} to {_PORTS[-1]}, found none in 100 attempts")
+    """One of `free_ports`."""
+    return free_ports(1)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,16 +51,19 @@ def test_without_a_file_the_own_parameters_run(tmp_path: Path) -> None:
 
 
 def test_an_own_finding_goes_before_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tuned").mkdir()
     shipped = TunedConfigs("cpu", [entry(), entry(WIDE, AttentionConfig(32, 32, 4, 3, 2))])
-    shipped.write(tmp_path / "tuned" / "cpu.json")
-    monkeypatch.setattr(module, "files", lambda package: tmp_path)
+    shipped.write(tmp_path / "cpu.json")
+    monkeypatch.setattr(module, "SHIPPED", tmp_path)
     assert TunedConfigs.for_device(CPU)(SHAPE, 1) == FAST
     own = replace(FAST, num_stages=4)
     TunedConfigs("cpu", [entry(config=own)]).save(tmp_path / "cache")
     found = TunedConfigs.for_device(CPU, tmp_path / "cache")
     assert found(SHAPE, 1) == own
     assert found(WIDE, 4) == AttentionConfig(32, 32, 4, 3, 2)
+    found.save(tmp_path / "cache")
+    TunedConfigs("cpu", [entry(WIDE, AttentionConfig(32, 64, 4, 3, 2))]).write(tmp_path / "cpu.json")
+    later = TunedConfigs.for_device(CPU, tmp_path / "cache")
+    assert later(WIDE, 4) == AttentionConfig(32, 64, 4, 3, 2), "what was shipped before is not a machine's own finding"
 
 
 GOOD = {"format": 1, "gpu": "cpu", "triton": "3", "entries": []}
@@ -101,10 +105,14 @@ def test_a_bad_file_is_named_and_in_the_cache_left_aside(
         {"num_stages": True},
         {"num_stages": None},
         {"max_registers": 0},
+        {"max_registers": 256},
+        {"num_warps": 3},
+        {"num_warps": 64},
         {"block_m": 8},
         {"dtype": None},
         {"us": [1]},
         {"us": {"prefix": "fast"}},
+        {"us": {"prefix": 10**400}},
     ],
     ids=str,
 )
@@ -141,3 +149,41 @@ def test_file_names() -> None:
     assert file_name("NVIDIA H200") == "nvidia-h200.json"
     assert file_name("NVIDIA A100-SXM4-80GB", "3.6.0") == "nvidia-a100-sxm4-80gb-triton-3.6.0.json"
     assert "/" not in file_name("../../x")
+
+
+@pytest.mark.parametrize(
+    ("shape", "low"), [(replace(SHAPE, head_dim=256), 32), (replace(SHAPE, dtype=torch.float32), 16)]
+)
+def test_a_tile_that_is_too_low_for_one_request_is_not_known(shape: AttentionShape, low: int) -> None:
+    """Wide heads and fp32 have tiles lower than asked for; the same entry is met with more query heads to a KV head."""
+    one = TunedEntry(TileKey.of(shape, 128), AttentionConfig(low, 32, 4, 3, 1), {})
+    configs = TunedConfigs("cpu", [one])
+    assert configs(shape, 32).block_m == low
+    many = replace(shape, num_qo_heads=8 * 64)
+    assert configs(many, 2) == own_config(many, 128)
+    assert configs.missing(many, [2]) == [128]
+
+
+def test_a_folder_that_cannot_be_looked_into_is_left_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = TunedConfigs("cpu", [entry()]).save(tmp_path)
+
+    def refused(self: Path) -> bool:
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return False
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    with caplog.at_level(logging.WARNING, logger=module.__name__):
+        assert TunedConfigs.for_device(CPU, tmp_path).entries == []
+    assert "Permission denied" in caplog.text
+
+
+def test_others_may_read_what_was_saved(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        path = TunedConfigs("cpu", [entry()]).save(tmp_path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.quality.evaluate import post, server_state
-from sglang_ext.quality.ports import free_port
+from sglang_ext.quality.ports import free_port, free_ports
 from sglang_ext.quality.tasks import Document
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,12 +131,12 @@ class Server:
 
     def __init__(self, flags: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self.log = log
-        self.port = free_port()
+        self.port, nccl_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--port", str(self.port)]
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [*command, *rendezvous(), *flags],
+                [*command, "--nccl-port", str(nccl_port), *flags],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

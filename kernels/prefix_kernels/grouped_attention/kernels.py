@@ -60,7 +60,7 @@ def _attend_block(
     return acc, total, higher
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def attend_items_kernel(
     q_ptr,  # [batch, num_qo_heads, HEAD_DIM]
     k_ptr,  # [num_slots, num_kv_heads, HEAD_DIM]
@@ -71,11 +71,12 @@ def attend_items_kernel(
     head_map_ptr,  # int32 [num_kv_heads], whose list a KV head reads
     items_ptr,  # int32 [max_items, 8], see `items.py`
     partial_out_ptr,  # fp32 [num_partials, V_DIM]
-    partial_lse_ptr,  # fp32 [num_partials], natural log
+    partial_lse_ptr,  # fp32 [num_partials], base 2
     out_ptr,  # [batch, num_qo_heads, V_DIM], of direct tiles
     lse_ptr,  # fp32 [batch, num_qo_heads], of direct tiles
     sm_scale,  # fp32, times the scale of K
     v_scale,  # fp32, scale of V, of direct tiles
+    batch,  # rows of q, out and lse: a plan for more of them reads and writes nothing there
     q_stride_row,
     q_stride_head,
     k_stride_slot,
@@ -120,7 +121,7 @@ def attend_items_kernel(
         live = m < num_rows * GQA
         row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(tl.int64)
         q_ptrs = q_ptr + row[:, None] * q_stride_row + (head * GQA + m % GQA)[:, None] * q_stride_head + d[None, :]
-        q = tl.load(q_ptrs, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        q = tl.load(q_ptrs, mask=(live & (row < batch))[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
 
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -175,28 +176,29 @@ def attend_items_kernel(
             )
         empty = total == 0.0
         e = tl.arange(0, BLOCK_V)
-        there = live[:, None] & (e < V_DIM)[None, :]
         out = acc / tl.where(empty, 1.0, total)[:, None]
-        lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+        lse = tl.where(empty, float("-inf"), peak + tl.log2(tl.where(empty, 1.0, total)))
         # Read only now, and rows again: the compiler would keep them in registers through the loop.
         first_partial = tl.load(fields + 7, volatile=True).to(tl.int64)
         if first_partial >= 0:
             partial = first_partial + head * BLOCK_M + m
-            tl.store(partial_out_ptr + partial[:, None] * V_DIM + e[None, :], out, mask=there)
+            tl.store(
+                partial_out_ptr + partial[:, None] * V_DIM + e[None, :], out, mask=live[:, None] & (e < V_DIM)[None, :]
+            )
             tl.store(partial_lse_ptr + partial, lse, mask=live)
         else:
             row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0, volatile=True).to(tl.int64)
+            live = live & (row < batch)
             qo_head = head * GQA + m % GQA
             out_ptrs = out_ptr + (row * out_stride_row + qo_head * out_stride_head)[:, None] + e[None, :]
-            tl.store(out_ptrs, (out * v_scale).to(out_ptr.dtype.element_ty), mask=there)
-            # To base 2 and back, as the merge does: a row's bits do not say which of the two wrote it.
-            tl.store(lse_ptr + row * (tl.num_programs(0) * GQA) + qo_head, lse * LOG2E * LN2, mask=live)
+            tl.store(out_ptrs, (out * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None] & (e < V_DIM)[None, :])
+            tl.store(lse_ptr + row * (tl.num_programs(0) * GQA) + qo_head, lse * LN2, mask=live)
 
 
 @triton.jit
 def merge_items_kernel(
     partial_out_ptr,  # fp32 [num_partials, V_DIM]
-    partial_lse_ptr,  # fp32 [num_partials]
+    partial_lse_ptr,  # fp32 [num_partials], base 2, or natural log where NATURAL
     spans_ptr,  # int32 [batch, NUM_SPANS, 4], see `items.py`
     out_ptr,  # [batch, num_qo_heads, V_DIM]
     lse_ptr,  # fp32 [batch, num_qo_heads]
@@ -208,9 +210,14 @@ def merge_items_kernel(
     BLOCK_V: tl.constexpr,
     NUM_SPANS: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    NATURAL: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Program (query head, batch row): merges the parts of that row's spans; an empty row gets 0 and -inf."""
+    """Program (query head, batch row): merges the parts of that row's spans; an empty row gets 0 and -inf.
+
+    A row of one part leaves with the bits that a direct tile would have written: its weight is 2^0. So no factor may
+    stand at the logarithms of parts, which the compiler would fuse into the difference.
+    """
     wait_for_the_kernel_before(OVERLAPPED)
     qo_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -234,7 +241,9 @@ def merge_items_kernel(
             for begin in tl.range(0, count, BLOCK_S):
                 there = begin + part < count
                 place = first + head * head_stride + (begin + part) * part_stride
-                lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf")) * LOG2E
+                lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
+                if NATURAL:
+                    lse = lse * LOG2E
                 higher = tl.maximum(peak, tl.max(lse, axis=0))
                 safe = tl.where(higher == float("-inf"), 0.0, higher)
                 weight = tl.exp2(lse - safe)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
+_WARPS = (1, 2, 4, 8, 16, 32)
+_REGISTERS = (16, 255)
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,13 @@ class TunedConfigs:
     Args:
         gpu: name of the device, as torch gives it.
         entries: of which a later one takes the place of an earlier one with the same key.
+        shipped: what the package brings; serves where `entries` has nothing, and is never saved.
     """
 
-    def __init__(self, gpu: str, entries: Iterable[TunedEntry] = ()) -> None:
+    def __init__(self, gpu: str, entries: Iterable[TunedEntry] = (), shipped: Iterable[TunedEntry] = ()) -> None:
         self.gpu = gpu
-        self._entries = {entry.key: entry for entry in entries}
+        self._found = {entry.key: entry for entry in entries}
+        self._shipped = {entry.key: entry for entry in shipped}
 
     @classmethod
     def for_device(cls, device: torch.device, cache: Path | None = None) -> TunedConfigs:
@@ -83,18 +87,17 @@ class TunedConfigs:
             device: a CUDA device; on a CPU nothing is known.
             cache: folder that `save()` wrote to. A file in it that cannot be read is as none, with a warning.
         """
-        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        gpu = gpu_name(device)
+        path = shipped_file(device)
+        shipped = parse(path.read_text(), gpu, str(path)) if path else []
         entries: list[TunedEntry] = []
-        shipped = files("prefix_kernels") / "tuned" / file_name(gpu)
-        if shipped.is_file():
-            entries += parse(shipped.read_text(), gpu, str(shipped))
-        found = cache / file_name(gpu, _triton_version()) if cache else None
-        if found is not None and found.is_file():
+        if cache is not None:
+            found = cache / file_name(gpu, _triton_version())
             try:
-                entries += parse(found.read_text(), gpu, str(found))
+                entries = parse(found.read_text(), gpu, str(found)) if found.is_file() else []
             except (OSError, ValueError) as error:
                 logger.warning("tuned launch parameters are left aside and will be measured again: %s", error)
-        return cls(gpu, entries)
+        return cls(gpu, entries, shipped)
 
     @classmethod
     def read(cls, path: Path) -> TunedConfigs:
@@ -110,22 +113,28 @@ class TunedConfigs:
     def __call__(self, shape: AttentionShape, rows: int) -> AttentionConfig:
         """For tiles of `rows` requests, at most as many as fit one tile."""
         block_m = block_m_for(rows, shape.gqa)
-        entry = self._entries.get(TileKey.of(shape, block_m))
+        entry = self._entry(shape, block_m)
         return entry.config if entry else own_config(shape, block_m)
 
     def missing(self, shape: AttentionShape, rows: Iterable[int]) -> list[int]:
         """Heights of tile, ascending, that these numbers of requests need and that nothing was measured for."""
         heights = {block_m_for(n, shape.gqa) for n in rows}
-        return sorted(h for h in heights if TileKey.of(shape, h) not in self._entries)
+        return sorted(h for h in heights if self._entry(shape, h) is None)
 
     def add(self, entry: TunedEntry) -> None:
         """Know one more."""
-        self._entries[entry.key] = entry
+        self._found[entry.key] = entry
 
     @property
     def entries(self) -> list[TunedEntry]:
-        """All, by key."""
-        return [self._entries[key] for key in sorted(self._entries, key=lambda key: tuple(asdict(key).values()))]
+        """All but the shipped ones, by key."""
+        return [self._found[key] for key in sorted(self._found, key=lambda key: tuple(asdict(key).values()))]
+
+    def _entry(self, shape: AttentionShape, block_m: int) -> TunedEntry | None:
+        """None as well where its tile is too low for one request: measured with fewer query heads to a KV head."""
+        key = TileKey.of(shape, block_m)
+        entry = self._found.get(key) or self._shipped.get(key)
+        return entry if entry and entry.config.block_m >= shape.gqa else None
 
     def save(self, cache: Path) -> Path:
         """Write into a folder, for the next `for_device` under the same version of Triton; returns the file.
@@ -143,13 +152,12 @@ class TunedConfigs:
 
     def write(self, path: Path) -> None:
         """Write to a file, replaced as a whole. Raises OSError."""
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            with os.fdopen(handle, "w") as file:
-                file.write(self.dump())
+            partial.write_text(self.dump())
             os.replace(partial, path)
         except BaseException:
-            os.unlink(partial)
+            partial.unlink(missing_ok=True)
             raise
 
     def dump(self) -> str:
@@ -157,6 +165,17 @@ class TunedConfigs:
         head = {"format": FORMAT, "gpu": self.gpu, "triton": _triton_version()}
         lines = [json.dumps({**asdict(e.key), **asdict(e.config), "us": dict(e.us_by_case)}) for e in self.entries]
         return json.dumps(head)[:-1] + ', "entries": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def gpu_name(device: torch.device) -> str:
+    """As torch names it; `cpu` for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def shipped_file(device: torch.device) -> Path | None:
+    """The file that the package brings for a device, if there is one."""
+    path = SHIPPED / file_name(gpu_name(device))
+    return path if path.is_file() else None
 
 
 def own_config(shape: AttentionShape, block_m: int) -> AttentionConfig:
@@ -216,9 +235,11 @@ def _entry(one: Any, source: str) -> TunedEntry:
         numbers = (key.block_m, key.head_dim, key.v_head_dim, *values)
         if any(type(n) is not int or n < 1 for n in numbers) or config.block_m > key.block_m:
             raise ValueError(f"numbers of at least 1 and a tile of at most {key.block_m} rows")
+        if config.num_warps not in _WARPS or not _REGISTERS[0] <= (config.max_registers or 255) <= _REGISTERS[1]:
+            raise ValueError(f"num_warps of {_WARPS} and max_registers from {_REGISTERS[0]} to {_REGISTERS[1]}")
         if not isinstance(key.dtype, str) or not isinstance(key.kv_dtype, str):
             raise ValueError("names of dtypes")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
         raise ValueError(f"expected an entry of tuned parameters in {source}, got {one!r}: {error}") from error
     return TunedEntry(key, config, us)
 

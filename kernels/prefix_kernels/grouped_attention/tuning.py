@@ -1,8 +1,8 @@
-"""Tuning of grouped attention on the GPU at hand: seconds, once; `TunedConfigs` keeps what was found.
+"""Tuning of grouped attention on the GPU at hand: minutes, once; `TunedConfigs` keeps what was found.
 
 Each candidate attends a whole prefix and a selection of it with a full tile of requests. A candidate that cannot be
-launched, or whose result differs from plain torch's, is out. The best one has the least geometric mean of its times
-over the fastest ones.
+compiled or launched, or whose result differs from plain torch's, is out. The best one has the least geometric mean of
+its times over the fastest ones.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 Timer = Callable[[Callable[[], None]], float]
 """Microseconds of one run of some work, with a cold L2 cache."""
+
+_FATAL = (torch.AcceleratorError, torch.OutOfMemoryError)
+"""After which nothing else runs, or not as it should."""
 
 PREFIX_LEN = 32768
 KEPT = 2048
@@ -95,7 +100,7 @@ def tune_missing(
         rows: numbers of requests on one prefix that will be met; one of them for each height of tile counts.
         device: a CUDA device, unless `timer` is given.
         space: values to combine; None: `Space()`.
-        timer: None: CUDA events around the work with L2 cleared, the median.
+        timer: None: the median of CUDA graph replays, L2 filled with something else before each.
         progress: called with (done, of how many, what) after each candidate.
 
     Returns:
@@ -105,11 +110,12 @@ def tune_missing(
     shared = shared_memory_of(device)
     todo = [(h, candidates(shape, h, space or Space(), shared)) for h in heights]
     total, done, found = sum(len(of_height) for _, of_height in todo), 0, []
+    timer = timer or GraphTimer(device)
     for block_m, of_height in todo:
         problem = _Problem(shape, block_m, device)
         times: dict[AttentionConfig, dict[str, float]] = {}
         for config in of_height:
-            us = _measured(problem, config, timer or _event_timer)
+            us = _measured(problem, config, timer)
             if us:
                 times[config] = us
             done += 1
@@ -177,8 +183,6 @@ class _Problem:
 
 def _measured(problem: _Problem, config: AttentionConfig, timer: Timer) -> dict[str, float]:
     """Microseconds by case; none where it cannot run or is wrong."""
-    from triton.runtime.errors import OutOfResources
-
     from prefix_kernels.grouped_attention.runner import GroupedAttention
 
     shape, device = problem.shape, problem.q.device
@@ -196,8 +200,11 @@ def _measured(problem: _Problem, config: AttentionConfig, timer: Timer) -> dict[
         out.fill_(torch.nan)
         try:
             work()
-        except OutOfResources as error:
-            logger.debug("%s: %s", config, error)
+        except Exception as error:
+            # Triton's errors, for what does not compile or does not fit the device, have no common class.
+            if isinstance(error, _FATAL):
+                raise
+            logger.info("left out: %s: %s: %s", config, type(error).__name__, str(error)[:200])
             return {}
         worst = (out.float() - expected).abs().max().item()
         if not worst <= budget:
@@ -207,10 +214,35 @@ def _measured(problem: _Problem, config: AttentionConfig, timer: Timer) -> dict[
     return times
 
 
-def _event_timer(work: Callable[[], None]) -> float:
-    from triton.testing import do_bench
+class GraphTimer:
+    """Microseconds of some work: the median of CUDA graph replays, with L2 full of other clean lines before each.
 
-    return float(do_bench(work, warmup=5, rep=20, return_mode="median")) * 1e3
+    As a graph, so that the time of the host is not measured; short work would be over before the next launch comes.
+
+    Args:
+        device: a CUDA device, of which it takes 256 MiB.
+        repeats: replays.
+    """
+
+    def __init__(self, device: torch.device, repeats: int = 15) -> None:
+        self._other = torch.zeros(1 << 26, dtype=torch.float32, device=device)
+        self._repeats = repeats
+
+    def __call__(self, work: Callable[[], None]) -> float:
+        """Of work that was run before, so that it is compiled."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        event = partial(torch.cuda.Event, enable_timing=True)
+        pairs = [(event(), event()) for _ in range(self._repeats)]
+        graph.replay()
+        for start, stop in pairs:
+            self._other.sum()
+            start.record()
+            graph.replay()
+            stop.record()
+        torch.cuda.synchronize()
+        return statistics.median(float(start.elapsed_time(stop)) * 1e3 for start, stop in pairs)
 
 
 def shared_memory_of(device: torch.device) -> int:

@@ -36,6 +36,7 @@ def merge_state_triton(states: Sequence[AttnState]) -> AttnState:
             "GQA": 1,
             "V_DIM": dim,
             "BLOCK_V": block_of(dim, 16),
+            "NATURAL": True,
             "NUM_SPANS": 1,
             "BLOCK_S": min(64, block_of(len(states), 16)),
         },

@@ -308,3 +308,17 @@ def test_merged_states(count: int, device: torch.device) -> None:
     torch.testing.assert_close(merged.out, reference.out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(merged.lse, reference.lse, atol=1e-5, rtol=1e-5)
     assert bool((merged.out[2, 1] == 0).all())
+
+
+def test_a_replayed_plan_for_more_rows_than_were_captured_writes_nothing_behind_them(device: torch.device) -> None:
+    q, keys, values = inputs(40, 2, 2, 4, 64, 64, torch.float32, device)
+    kv, slots = paged_kv(keys, values)
+    attention = GroupedAttention(AttentionShape.of(q, kv), 8, [FLAT], q.device, num_programs=2)
+    attention.plan([Segment((0, 5, 1), 40)])
+    attention._most_rows = 0  # a replay checks nothing
+    out = torch.full((8, 8, 64), torch.nan, device=device)
+    lse = torch.full((8, 8), torch.nan, device=device)
+    attention.run(q, kv, slots, 0.1, out[:2], lse[:2])
+    close(out[:2], lse[:2], dense_attention(q, keys, values, 0.1), torch.float32)
+    assert bool(out[2:].isnan().all())
+    assert bool(lse[2:].isnan().all())

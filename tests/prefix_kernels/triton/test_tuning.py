@@ -76,13 +76,14 @@ def test_a_candidate_with_another_result_is_out(
     assert caplog.text.count("left out") == 2
 
 
-def test_what_does_not_fit_is_no_candidate_and_none_at_all_keeps_the_own_one(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["fit", "compile"])
+def test_what_cannot_run_is_no_candidate_and_none_at_all_keeps_the_own_one(
+    how: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from triton.runtime.errors import OutOfResources
+    from triton.runtime.errors import OutOfResources, PTXASError
 
     def none_fits(*_: object, **__: object) -> None:
-        raise OutOfResources(1, 0, "shared memory")
+        raise OutOfResources(1, 0, "shared memory") if how == "fit" else PTXASError("too much")
 
     monkeypatch.setattr(GroupedAttention, "run", none_fits)
     configs = TunedConfigs("cpu")
