@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from accuracy import _commit as commit
+from build_table import Groups, fastest_prefill, read, table
 from dummy_server import SHAPES, Row, Server, prefill, running_server, tail
 from timing import timed
 
@@ -228,16 +229,6 @@ def measure_recording(args: argparse.Namespace, run: Run, folder: Path) -> None:
 # -- what came out ---------------------------------------------------------------------------------------------
 
 
-def fastest_prefill(rows: Sequence[Row]) -> dict[int, float]:
-    """Per prompt length, the fastest median of all servers, the unrecorded prompts of a building one included."""
-    fastest: dict[int, float] = {}
-    for row in rows:
-        if row["bench"] != "layer":
-            seconds = (row["seconds"] if row["bench"] == "prefill" else row["plain"])["median"]
-            fastest[row["num_tokens"]] = min(seconds, fastest.get(row["num_tokens"], seconds))
-    return fastest
-
-
 def broken_limits(rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
     """Which limits the rows exceed, or cannot show; empty when all hold."""
     fastest = fastest_prefill(rows)
@@ -267,58 +258,6 @@ def broken_limits(rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
     return broken
 
 
-def table(paths: Sequence[str]) -> str:
-    """Result files as Markdown: one section per device and shape."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for path in paths:
-        for text in Path(path).read_text().splitlines():
-            row = json.loads(text)
-            groups.setdefault((row["shape"], row["device"], row["sglang"]), []).append(row)
-    parts = []
-    for (shape, device, sglang), rows in groups.items():
-        fastest = fastest_prefill(rows)
-        lines = [f"{shape}, {device}, SGLang {sglang}", "", *_server_lines(rows, fastest), ""]
-        parts.append("\n".join([*lines, *_layer_lines(rows, fastest)]))
-    return "\n\n".join(parts)
-
-
-def _range(values: Row, digits: int) -> str:
-    return f"{values['median']:.{digits}f} ({values['min']:.{digits}f}-{values['max']:.{digits}f})"
-
-
-def _server_lines(rows: Sequence[Row], fastest: dict[int, float]) -> list[str]:
-    lines = ["| tokens | chunks of | server | prefill s | recorded s | ratio | build s | of the fastest prefill |"]
-    lines[0] += " until verified s | index of KV |"
-    lines.append("|" + "---|" * 10)
-    for row in sorted((r for r in rows if r["bench"] != "layer"), key=lambda r: (r["num_tokens"], r["bench"])):
-        chunk = f"{row['chunked_prefill_size']}" if row["chunk"] == "default" else row["chunk"]
-        if row["bench"] == "prefill":
-            lines.append(f"| {row['num_tokens']} | {chunk} | stock | {_range(row['seconds'], 3)} | | | | | | |")
-            continue
-        methods = ", ".join(row["config"].get("methods") or [row["config"].get("method", "default")])
-        lines.append(
-            f"| {row['num_tokens']} | {chunk} | building {methods} | {_range(row['plain'], 3)} "
-            f"| {_range(row['recorded'], 3)} | {_range(row['ratio'], 4)} | {_range(row['build'], 3)} "
-            f"| {row['build']['median'] / fastest[row['num_tokens']]:.1%} | {_range(row['held'], 2)} "
-            f"| {row['index_bytes'] / row['kv_bytes']:.1%} |"
-        )
-    return lines
-
-
-def _layer_lines(rows: Sequence[Row], fastest: dict[int, float]) -> list[str]:
-    lines = ["| method | tokens | ms a layer | all layers s | of the fastest prefill | index of KV |", "|" + "---|" * 6]
-    for row in sorted((r for r in rows if r["bench"] == "layer"), key=lambda r: (r["num_tokens"], r["method"])):
-        seconds = row["seconds"]["median"] * row["layers"]
-        share = f"{seconds / fastest[row['num_tokens']]:.1%}" if row["num_tokens"] in fastest else ""
-        changed = ", ".join(f"{name}={value}" for name, value in row["spec"].items() if name != "method")
-        lines.append(
-            f"| {row['method']}{f' ({changed})' if changed else ''} | {row['num_tokens']} "
-            f"| {_range({name: row['seconds'][name] * 1e3 for name in ('median', 'min', 'max')}, 2)} "
-            f"| {seconds:.2f} | {share} | {row['index_bytes'] / row['kv_bytes']:.1%} |"
-        )
-    return lines
-
-
 # -- command line ----------------------------------------------------------------------------------------------
 
 
@@ -339,7 +278,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="build.jsonl", help="result file; rows are appended")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
-    parser.add_argument("--check", action="store_true", help="fail when a limit is exceeded")
+    parser.add_argument("--check", action="store_true", help="fail when a limit is exceeded, also with --table")
     parser.add_argument("--only", nargs="+", choices=["layer", "prefill", "recording"], help="parts to measure")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 131072], metavar="TOKENS")
@@ -387,12 +326,28 @@ def provenance(args: argparse.Namespace) -> Row:
     }
 
 
+def broken_in(groups: Groups, lengths: Sequence[int]) -> list[str]:
+    """`broken_limits` of files, each group with the limits of its own shape and device."""
+    broken = []
+    for (shape, device, _), rows in groups.items():
+        args = argparse.Namespace(lengths=lengths, shape=shape, cpu="NVIDIA" not in device)
+        broken += broken_limits(rows, args)
+    return broken
+
+
+def report(broken: Sequence[str]) -> int:
+    """Print what `broken_limits` found; the exit status."""
+    print("\n".join(broken) or "all limits hold")
+    return 1 if broken else 0
+
+
 def main() -> int:
     """Measure what the result file does not hold yet; returns the exit status."""
     args = parse()
     if args.table:
-        print(table(args.table))
-        return 0
+        groups = read(args.table)
+        print(table(groups))
+        return report(broken_in(groups, args.lengths)) if args.check else 0
     run = Run(Path(args.out), provenance(args))
     parts = args.only or ["layer", "prefill", "recording"]
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
@@ -402,11 +357,7 @@ def main() -> int:
             measure_prefill(args, run, Path(name))
         if "recording" in parts:
             measure_recording(args, run, Path(name))
-    if args.check:
-        broken = broken_limits(run.rows, args)
-        print("\n".join(broken) or "all limits hold")
-        return 1 if broken else 0
-    return 0
+    return report(broken_limits(run.rows, args)) if args.check else 0
 
 
 if __name__ == "__main__":

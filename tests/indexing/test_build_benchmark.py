@@ -214,12 +214,33 @@ def test_a_slow_prefill_makes_the_share_worthless(build: Any) -> None:
 def test_the_table_takes_shares_of_the_fastest_prefill(build: Any, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows(0.1, 1.01)))
-    text = build.table([str(file)])
+    text = build.table(build.read([str(file)]))
     assert "| 64 | 32 | stock | 2.000 (2.000-2.000) |" in text
     assert "| 1.0100 (1.0100-1.0100) | 0.100 (0.100-0.100) | 5.0% | 1.00 (1.00-1.00) | 10.0% |" in text
     assert "| ab_sparse (block_size=16) | 64 | 50.00 (50.00-50.00) | 0.10 | 5.0% | 2.0% |" in text
     for part in text.split("\n\n"):
         assert len({line.count("|") for line in part.splitlines() if line.startswith("|")}) <= 1
+
+
+@pytest.mark.parametrize(("build_seconds", "status", "said"), [(0.2, 0, "all limits hold"), (0.22, 1, "got 11.0%")])
+def test_the_limits_are_checked_of_a_printed_file_too(
+    build_seconds: float,
+    status: int,
+    said: str,
+    build: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows(build_seconds, 1.01)))
+    arguments = ["build.py", "--table", str(file), "--lengths", "64"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--check"])
+    assert build.main() == status
+    assert said in capsys.readouterr().out.splitlines()[-1]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert build.main() == 0
+    assert "limit" not in capsys.readouterr().out
 
 
 def test_rows_of_the_file_are_skipped_and_those_of_another_origin_are_not(build: Any, tmp_path: Path) -> None:
