@@ -12,13 +12,12 @@ from torch import Tensor
 
 from prefix_kernels.grouped_attention.config import (
     AttentionConfig,
-    block_m_for,
     check_dtypes,
-    default_config,
     programs_at_once,
 )
 from prefix_kernels.grouped_attention.items import ITEM_FIELDS, SPAN_FIELDS, Segment, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
+from prefix_kernels.grouped_attention.tuned import own_config
 from prefix_kernels.launching import block_of, launch, send
 from prefix_kernels.types import AttnState, PagedKV
 
@@ -386,7 +385,7 @@ def attend_segments(
     attention = GroupedAttention(
         shape,
         max(q.shape[0], 1),
-        [default_config(block_m, shape.head_dim, shape.dtype, block_m_for(1, shape.gqa))],
+        [own_config(shape, block_m)],
         q.device,
     )
     attention.plan(segments)

@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention.config import AttentionConfig, block_m_for
+from prefix_kernels.grouped_attention.config import AttentionConfig
 from prefix_kernels.grouped_attention.items import Segment
 from prefix_kernels.grouped_attention.tuned import TileKey, TunedConfigs, TunedEntry, own_config
 from prefix_kernels.testing import ERROR_BUDGET
@@ -97,7 +97,8 @@ def tune_missing(
     Args:
         configs: gets the entries; `save()` is the caller's.
         shape: of the layers.
-        rows: numbers of requests on one prefix that will be met; one of them for each height of tile counts.
+        rows: numbers of requests on one prefix that will be met, as range(1, max_batch + 1); each height of tile that
+            they need is measured once.
         device: a CUDA device, unless `timer` is given.
         space: values to combine; None: `Space()`.
         timer: None: the median of CUDA graph replays, L2 filled with something else before each.
@@ -251,8 +252,3 @@ def shared_memory_of(device: torch.device) -> int:
         return _SHARED_MEMORY
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", _SHARED_MEMORY))
-
-
-def rows_of_heights(gqa: int, max_batch: int) -> Sequence[int]:
-    """One number of requests for each height of tile that groups of up to `max_batch` requests meet."""
-    return list({block_m_for(n, gqa): n for n in range(1, max_batch + 1)}.values())

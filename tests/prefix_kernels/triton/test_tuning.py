@@ -12,7 +12,7 @@ import torch
 from prefix_kernels.grouped_attention import AttentionConfig, TunedConfigs, tuning
 from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
 from prefix_kernels.grouped_attention.tuned import TileKey, own_config
-from prefix_kernels.grouped_attention.tuning import Space, candidates, fastest, rows_of_heights, tune_missing
+from prefix_kernels.grouped_attention.tuning import Space, candidates, fastest, tune_missing
 
 SHAPE = AttentionShape(8, 2, 32, 32, torch.float32, torch.float32)
 SPACE = Space(block_n=(16, 32), num_warps=(4,), num_stages=(2,), programs_per_sm=(1, 2))
@@ -113,9 +113,9 @@ def test_the_choice_is_by_ratios_so_that_a_long_case_does_not_decide_alone() -> 
 
 
 @pytest.mark.parametrize(("gqa", "most", "heights"), [(4, 64, [16, 32, 64, 128]), (16, 1, [16]), (5, 4, [16, 32])])
-def test_a_number_of_requests_for_every_height(gqa: int, most: int, heights: list[int]) -> None:
+def test_the_heights_that_a_largest_batch_needs(gqa: int, most: int, heights: list[int]) -> None:
     shape = AttentionShape(gqa, 1, 64, 64, torch.float16, torch.float16)
-    assert TunedConfigs("cpu").missing(shape, rows_of_heights(gqa, most)) == heights
+    assert TunedConfigs("cpu").missing(shape, range(1, most + 1)) == heights
     assert TileKey.of(shape, heights[0]).block_m == heights[0]
 
 
