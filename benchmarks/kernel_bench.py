@@ -313,6 +313,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if not args.cpu and not torch.cuda.is_available():
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
+    if args.overlapped and not args.cpu and torch.cuda.get_device_capability() < (9, 0):
+        # They would be launched one after the other, and the rows would say otherwise.
+        raise SystemExit(f"expected sm_90 or later for --overlapped, got {torch.cuda.get_device_name()}; leave it out")
     args.deadline, args.stopped = time.monotonic() + args.seconds, False
     run = Run(Path(args.out), provenance(args))
     from prefix_kernels.grouped_attention.tuned import shipped_file

@@ -323,6 +323,16 @@ def test_a_missing_rival_says_how_to_go_on(tmp_path):
     assert "measure without it: --rivals none" in ran.stderr
 
 
+def test_overlapped_is_refused_where_nothing_could_be_overlapped(tmp_path):
+    code = "import sys, torch, kernel_bench; torch.cuda.is_available = lambda: True; "
+    code += "torch.cuda.get_device_capability = lambda: (8, 0); torch.cuda.get_device_name = lambda: 'NVIDIA A100'; "
+    code += "kernel_bench.main(sys.argv[1:])"
+    ran = command("attention", "--overlapped", "--out", tmp_path / "rows.jsonl", code=code)
+    assert ran.returncode == 1
+    assert "expected sm_90 or later for --overlapped, got NVIDIA A100; leave it out" in ran.stderr
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_says_so(tmp_path):
     ran = command("attention", "--out", tmp_path / "rows.jsonl")

@@ -111,6 +111,8 @@ def tune_missing(
     shared = shared_memory_of(device)
     todo = [(h, candidates(shape, h, space or Space(), shared)) for h in heights]
     total, done, found = sum(len(of_height) for _, of_height in todo), 0, []
+    if not todo:
+        return []
     timer = timer or GraphTimer(device)
     for block_m, of_height in todo:
         problem = _Problem(shape, block_m, device)

@@ -54,6 +54,7 @@ def test_the_fastest_is_found_once_and_kept(device: torch.device, tmp_path: Path
     again = TunedConfigs.for_device(device, tmp_path)
     assert again(SHAPE, 1) == best
     assert tune(again) == []
+    assert tune_missing(again, SHAPE, [4], device) == [], "nothing to measure: no clock is made, nor its memory taken"
 
 
 def test_a_candidate_with_another_result_is_out(
