@@ -219,7 +219,7 @@ def as_heads(arrays: Arrays, q: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return tiled, q.reshape(1, -1, q.shape[2])
 
 
-CSA = {"method": "csattention", "list_ratio": 0.08}
+CSA = {"method": "csattention"}
 AB = {"method": "ab_sparse"}
 TOKENS = {"method": "token_index"}
 TOKENS48 = {**TOKENS, "num_channels": 48}
