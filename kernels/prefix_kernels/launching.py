@@ -168,8 +168,15 @@ def compiled(launched: Launch, capability: int) -> Any:
         number = value.data_ptr() if isinstance(value, torch.Tensor) else value
         if isinstance(number, int) and number % _DIVISIBLE == 0 and not parameter.do_not_specialize:
             attributes[(at,)] = [["tt.divisibility", _DIVISIBLE]]
-    source = ASTSource(fn=launched.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    of_language = _gluon_source() if launched.kernel.is_gluon() else ASTSource
+    source = of_language(fn=launched.kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launched.options))
+
+
+def _gluon_source() -> Any:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def _type_of(value: object) -> str:

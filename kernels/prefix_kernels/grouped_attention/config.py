@@ -11,6 +11,8 @@ from torch import Tensor
 MIN_BLOCK_M = 16
 """Rows of the least tile that tensor cores take."""
 MAX_BLOCK_M = 128
+SPECIALIZED_ROWS = 64
+"""Of one group of multiplying warps on Hopper."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,11 @@ class AttentionConfig:
         max_registers: of a thread, at most; None leaves it to the compiler. 65,536 of a multiprocessor, divided by the
             threads of the programs that are to run on it side by side: one's softmax then hides behind the other's
             products.
+        specialized: sm_90's own kernel (`hopper`): warps that fetch apart from those that multiply. Tiles of 64 or 128
+            rows; num_warps is 4, of each of its groups, and num_stages the blocks that its ring holds.
 
     Raises:
-        ValueError: a block that is no power of 2 or too small.
+        ValueError: a block that is no power of 2 or too small, or one that the specialized kernel does not have.
     """
 
     block_m: int
@@ -37,12 +41,18 @@ class AttentionConfig:
     num_stages: int
     programs_per_sm: int
     max_registers: int | None = None
+    specialized: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n"):
             value = getattr(self, name)
             if value < MIN_BLOCK_M or value & (value - 1):
                 raise ValueError(f"expected {name} as a power of 2 of at least {MIN_BLOCK_M}, got {value}")
+        if self.specialized and (self.block_m not in (64, 128) or self.num_warps != 4 or self.num_stages < 2):
+            raise ValueError(
+                "expected block_m of 64 or 128, num_warps of 4 and num_stages of 2 or more of a specialized kernel, "
+                f"got {self.block_m}, {self.num_warps} and {self.num_stages}"
+            )
 
 
 def block_m_for(rows: int, gqa: int) -> int:

@@ -86,6 +86,7 @@ def cut(
     target: int,
     chunk: int = 0,
     first_partial: int = 0,
+    first_row: int = 0,
     alone: Collection[int] = (),
 ) -> Items:
     """Items of about `target` in number, all of nearly the same length.
@@ -103,6 +104,7 @@ def cut(
         chunk: entries of a stretch; then `target` says nothing and a row's result does not depend on what else is in
             the batch. A multiple of block_n. 0: by `target`.
         first_partial: where the partial rows begin.
+        first_row: where its `rows` will stand in the launch's.
         alone: batch rows that no other pass attends.
 
     Raises:
@@ -126,7 +128,7 @@ def cut(
             members = segment.rows[tile * per_tile : (tile + 1) * per_tile]
             which = (segment.list_begin, segment.head_stride, segment.list_id)
             if parts == 1 and all(row in alone for row in members):
-                items.append((len(rows), len(members), *which, 0, segment.length, DIRECT))
+                items.append((first_row + len(rows), len(members), *which, 0, segment.length, DIRECT))
                 spans += [(row, 0, 0, 0, DIRECT) for row in members]
                 rows += members
                 continue
@@ -134,7 +136,7 @@ def cut(
             for part in range(parts):
                 begin = part * chunk
                 stretch = (begin, min(begin + chunk, segment.length), partial + part * stride)
-                items.append((len(rows), len(members), *which, *stretch))
+                items.append((first_row + len(rows), len(members), *which, *stretch))
             spans += [(row, partial + i * gqa, stride, block_m, parts) for i, row in enumerate(members)]
             rows += members
             partial += parts * stride

@@ -68,25 +68,40 @@ class AttentionShape:
 
 
 class AttentionPass:
-    """One launch of the attention kernel: its configuration and its table of items, in fixed device buffers.
+    """Segments of one kind, as groups or single requests: at most one segment of a batch row.
 
     Args:
         config: tile and schedule.
         max_batch: requests of a batch, at most.
         target: items that fill the GPU once.
-        device: where the buffers are made.
     """
 
-    def __init__(self, config: AttentionConfig, max_batch: int, target: int, device: torch.device) -> None:
+    def __init__(self, config: AttentionConfig, max_batch: int, target: int) -> None:
         self.config = config
         self.target = target
         self.max_items = max(target, max_batch)
-        self.items = torch.zeros(self.max_items, ITEM_FIELDS, dtype=torch.int32, device=device)
-        self.rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
 
     def partial_rows(self, num_kv_heads: int) -> int:
         """Partial rows that its items may write."""
         return self.max_items * num_kv_heads * self.config.block_m
+
+
+class _Launch:
+    """One launch of an attention kernel: the items of its passes, in fixed device buffers."""
+
+    def __init__(self, passes: Sequence[int], all_passes: Sequence[AttentionPass], max_batch: int, device: torch.device):
+        self.passes = passes
+        self.config = all_passes[passes[0]].config
+        self.target = all_passes[passes[0]].target
+        self.max_items = sum(all_passes[number].max_items for number in passes)
+        self.items = torch.zeros(self.max_items, ITEM_FIELDS, dtype=torch.int32, device=device)
+        self.rows = torch.zeros(len(passes) * max_batch, dtype=torch.int32, device=device)
+        self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def programs(self) -> int:
+        """Programs per KV head: one an item, or, where each takes item after item, what fills the GPU."""
+        return self.target if self.config.specialized else self.max_items
 
 
 class GroupedAttention:
@@ -126,13 +141,11 @@ class GroupedAttention:
         self._chunk = chunk
         self.passes = [
             AttentionPass(
-                config,
-                max_batch,
-                max(1, (num_programs or programs_at_once(device, config)) // shape.num_kv_heads),
-                device,
+                config, max_batch, max(1, (num_programs or programs_at_once(device, config)) // shape.num_kv_heads)
             )
             for config in passes
         ]
+        self._launches = [_Launch(same, self.passes, max_batch, device) for same in _joined(passes)]
         self._make_workspace(sum(one.partial_rows(shape.num_kv_heads) for one in self.passes), device)
         self._spans = torch.zeros(max_batch, len(passes), SPAN_FIELDS, dtype=torch.int32, device=device)
         self._own_heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=device)
@@ -165,28 +178,39 @@ class GroupedAttention:
         alone = {row for row, times in attended.items() if times == 1}
         spans = torch.zeros(self._spans.shape, dtype=torch.int32)
         tables: list[tuple[Tensor, Tensor]] = [(spans, self._spans)]
-        most_rows = first_partial = 0
-        for number, one in enumerate(self.passes):
-            items = cut(
-                segments[number] if number < len(segments) else (),
-                gqa=self.shape.gqa,
-                num_kv_heads=self.shape.num_kv_heads,
-                block_m=one.config.block_m,
-                block_n=one.config.block_n,
-                target=one.target,
-                chunk=self._chunk,
-                first_partial=first_partial,
-                alone=alone,
-            )
-            self._check(items.rows, len(items.items), number)
+        first_partial = 0
+        most_rows = max((row + 1 for row in attended), default=0)
+        for one in self._launches:
+            rows: list[int] = []
+            listed: list[tuple[int, ...]] = []
+            for number in one.passes:
+                items = cut(
+                    segments[number] if number < len(segments) else (),
+                    gqa=self.shape.gqa,
+                    num_kv_heads=self.shape.num_kv_heads,
+                    block_m=one.config.block_m,
+                    block_n=one.config.block_n,
+                    target=one.target,
+                    chunk=self._chunk,
+                    first_partial=first_partial,
+                    first_row=len(rows),
+                    alone=alone,
+                )
+                self._check(items.rows, len(items.items), number)
+                if items.spans:
+                    at = torch.tensor(items.spans, dtype=torch.int32)
+                    spans[at[:, 0].long(), number] = at[:, 1:]
+                rows += items.rows
+                listed += items.items
+                first_partial += self.passes[number].partial_rows(self.shape.num_kv_heads)
             table = torch.zeros(one.items.shape, dtype=torch.int32)
-            if items.items:
-                table[: len(items.items)] = torch.tensor(items.items, dtype=torch.int32)
-                at = torch.tensor(items.spans, dtype=torch.int32)
-                spans[at[:, 0].long(), number] = at[:, 1:]
-            tables += [(table, one.items), (torch.tensor(items.rows, dtype=torch.int32), one.rows)]
-            most_rows = max(most_rows, *(row + 1 for row in items.rows), 0)
-            first_partial += one.partial_rows(self.shape.num_kv_heads)
+            if listed:
+                table[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
+            tables += [
+                (table, one.items),
+                (torch.tensor(rows, dtype=torch.int32), one.rows),
+                (torch.tensor([len(listed)], dtype=torch.int32), one.num_items),
+            ]
         for table, buffer in tables:
             send(table, buffer)
         self._most_rows = most_rows
@@ -217,7 +241,7 @@ class GroupedAttention:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
-        """Attend as planned. One launch per pass, one for the merge.
+        """Attend as planned. One launch per pass, one for the merge; passes of one specialized configuration share one.
 
         Runs of one object follow each other on one stream: they share the parts' states. Run once before a capture, so
         that the kernels are compiled; scales are constants of the captured graph.
@@ -244,12 +268,22 @@ class GroupedAttention:
         shape = self.shape
         counts = self._no_counts if counts is None else counts
         head_map = self._own_heads if head_map is None else head_map
-        for one in self.passes:
-            arguments = self._arguments(one, q, kv, slots, out, lse, counts, head_map)
+        scales = {"sm_scale": float(sm_scale * k_scale), "v_scale": float(v_scale)}
+        for one in self._launches:
+            arguments = {**self._arguments(one, q, kv, slots, out, lse, counts, head_map), **scales}
+            if one.config.specialized:
+                _launch_specialized(one, arguments, shape.num_kv_heads)
+                continue
             launch(
                 attend_items_kernel,
-                (shape.num_kv_heads, one.max_items),
-                {**arguments, "sm_scale": float(sm_scale * k_scale), "v_scale": float(v_scale)},
+                (shape.num_kv_heads, one.programs),
+                {
+                    **arguments,
+                    "BLOCK_D": block_of(shape.head_dim, _LEAST_BLOCK),
+                    "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
+                    "STAGES": one.config.num_stages,
+                    "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
+                },
                 num_warps=one.config.num_warps,
                 num_stages=one.config.num_stages,
                 maxnreg=one.config.max_registers,
@@ -278,7 +312,7 @@ class GroupedAttention:
 
     def _arguments(
         self,
-        one: AttentionPass,
+        one: _Launch,
         q: Tensor,
         kv: PagedKV,
         slots: Tensor,
@@ -287,7 +321,7 @@ class GroupedAttention:
         counts: Tensor,
         head_map: Tensor,
     ) -> dict[str, Any]:
-        """Of the attention kernel; without scales."""
+        """Of both attention kernels; without scales."""
         shape = self.shape
         return {
             "q_ptr": q,
@@ -313,13 +347,9 @@ class GroupedAttention:
             "out_stride_head": out.stride(1),
             "GQA": shape.gqa,
             "HEAD_DIM": shape.head_dim,
-            "BLOCK_D": block_of(shape.head_dim, _LEAST_BLOCK),
             "V_DIM": shape.v_head_dim,
-            "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
             "BLOCK_M": one.config.block_m,
             "BLOCK_N": one.config.block_n,
-            "STAGES": one.config.num_stages,
-            "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
         }
 
     def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -363,6 +393,29 @@ class GroupedAttention:
                     f"expected {name} {dims} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
                     f"{tensor.stride()}"
                 )
+
+
+def _joined(passes: Sequence[AttentionConfig]) -> list[list[int]]:
+    """Numbers of the passes by launch: neighbours of one specialized configuration together, others alone."""
+    joined: list[list[int]] = []
+    for number, config in enumerate(passes):
+        if joined and config.specialized and config == passes[joined[-1][0]]:
+            joined[-1].append(number)
+        else:
+            joined.append([number])
+    return joined
+
+
+def _launch_specialized(one: _Launch, arguments: dict[str, Any], num_kv_heads: int) -> None:
+    from prefix_kernels.grouped_attention.hopper import attend_items_hopper_kernel
+
+    launch(
+        attend_items_hopper_kernel,
+        (num_kv_heads, one.programs),
+        {**arguments, "num_items_ptr": one.num_items, "RING": one.config.num_stages},
+        num_warps=one.config.num_warps,
+        maxnreg=one.config.max_registers,
+    )
 
 
 def attend_segments(
