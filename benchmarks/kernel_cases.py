@@ -31,6 +31,7 @@ from prefix_kernels.grouped_attention import (
     Segment,
 )
 from prefix_kernels.grouped_attention.config import programs_at_once
+from prefix_kernels.grouped_attention.tuned import passes_of
 
 
 class Pipeline(Protocol):
@@ -205,7 +206,7 @@ def _grouped(
     counts: Tensor | None = None,
 ) -> Case:
     shape = problem.shape
-    passes = [configs(shape, problem.sizes.rows), configs(shape, 1)]
+    passes = passes_of(configs, shape, problem.sizes.rows)
     plan = (list(groups), _suffixes(problem, suffix_begin))
     if not problem.sizes.suffix:
         passes, plan = passes[:1], plan[:1]

@@ -26,6 +26,7 @@ from kernel_problem import Sizes, make_problem
 from kernel_rows import Row, Run
 
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, TunedConfigs, block_m_for
+from prefix_kernels.grouped_attention.config import has_specialized
 from prefix_kernels.grouped_attention.tuned import TileKey, TunedEntry, own_config
 from prefix_kernels.grouped_attention.tuning import Space, candidates, fastest, shared_memory_of
 from prefix_kernels.launching import overlapped_launches
@@ -50,14 +51,15 @@ SMOKE = [("exact", 192, 1), ("sparse", 192, 1), ("plain", 64, 2)]
 
 
 class One:
-    """A configuration for tiles of its height; the package's own for others."""
+    """A configuration for tiles of one height; the package's own for others."""
 
-    def __init__(self, config: AttentionConfig) -> None:
+    def __init__(self, config: AttentionConfig, block_m: int) -> None:
         self._config = config
+        self._block_m = block_m
 
     def __call__(self, shape: AttentionShape, rows: int) -> AttentionConfig:
-        own = own_config(shape, block_m_for(rows, shape.gqa))
-        return self._config if own.block_m == self._config.block_m else own
+        block_m = block_m_for(rows, shape.gqa)
+        return self._config if block_m == self._block_m else own_config(shape, block_m)
 
 
 def space(args: argparse.Namespace, block_m: int) -> list[AttentionConfig]:
@@ -65,7 +67,8 @@ def space(args: argparse.Namespace, block_m: int) -> list[AttentionConfig]:
     wide = Space(num_stages=(2, 3, 4, 5), programs_per_sm=(1, 2, 3, 4))
     narrow = Space(block_n=(16, 32), num_warps=(4,), num_stages=(2,), programs_per_sm=(1,))
     device = torch.device("cpu" if args.cpu else "cuda")
-    return candidates(shape_of(args), block_m, narrow if args.cpu else wide, shared_memory_of(device))
+    shared = shared_memory_of(device)
+    return candidates(shape_of(args), block_m, narrow if args.cpu else wide, shared, has_specialized(device))
 
 
 def tune(args: argparse.Namespace, run: Run) -> None:
@@ -78,7 +81,7 @@ def tune(args: argparse.Namespace, run: Run) -> None:
     for block_m, own in heights.items():
         configs = space(args, block_m)
         if args.tune_workers and not out_of_time(args):
-            compile_ahead(args, configs)
+            compile_ahead(args, configs, block_m)
         for case in own:
             sweep(args, run, timer, case, block_m, configs)
     found = best(run.rows, shape, sweep_conditions(args))
@@ -117,7 +120,9 @@ def sweep(
     for config, key in keys:
         if out_of_time(args):
             break
-        row = attempt(timer, lambda config=config: measure(problem, ATTENTION[case[0]](problem, One(config)), timer))
+        row = attempt(
+            timer, lambda config=config: measure(problem, ATTENTION[case[0]](problem, One(config, block_m)), timer)
+        )
         run.add({**key, **row})
         run.failed -= row.get("error", "").startswith("OutOfResources")  # an answer, not a failure
 
@@ -153,23 +158,21 @@ def best(rows: Iterable[Row], shape: AttentionShape, conditions: Row) -> list[tu
     return found
 
 
-def compile_ahead(args: argparse.Namespace, configs: Sequence[Any]) -> None:
+def compile_ahead(args: argparse.Namespace, configs: Sequence[AttentionConfig], block_m: int) -> None:
     """Run every distinct kernel once on a tiny problem in processes of their own: Triton keeps it on disk."""
-    distinct = {
-        (c.block_m, c.block_n, c.num_warps, c.num_stages, c.max_registers): dataclasses.asdict(c) for c in configs
-    }
+    distinct = {dataclasses.replace(one, programs_per_sm=1): one for one in configs}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.tune_workers, mp_context=context) as pool:
-        jobs = [pool.submit(_compile, args, config) for config in distinct.values()]
+        jobs = [pool.submit(_compile, args, dataclasses.asdict(one), block_m) for one in distinct.values()]
         broken = [str(job.exception()) for job in concurrent.futures.as_completed(jobs) if job.exception()]
     print(f"compiled {len(distinct) - len(broken)} of {len(distinct)} kernels ahead", flush=True)
 
 
-def _compile(args: argparse.Namespace, config: dict[str, Any]) -> None:
+def _compile(args: argparse.Namespace, config: dict[str, Any], block_m: int) -> None:
     shape, device = shape_of(args), torch.device("cpu" if args.cpu else "cuda")
-    rows = max(config["block_m"] // shape.gqa, 1)
+    rows = max(block_m // shape.gqa, 1)
     problem = make_problem(shape, Sizes(1024, rows, 1, args.suffix, args.page), args.keep, device, args.seed)
     with overlapped_launches(args.overlapped):
-        sparse(problem, One(AttentionConfig(**config))).run()
+        sparse(problem, One(AttentionConfig(**config), block_m)).run()
     if device.type == "cuda":
         torch.cuda.synchronize()

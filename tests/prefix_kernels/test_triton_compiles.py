@@ -15,6 +15,8 @@ import torch
 
 from prefix_kernels import AttnState, PagedKV, Selection
 from prefix_kernels.csa_scores import encode_lists
+from prefix_kernels.grouped_attention import AttentionConfig, Segment
+from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
 from prefix_kernels.launching import Launch, compiled, launch, overlapped_launches, recording
 from prefix_kernels.low_bit import LowBitTensor, quantize
 from prefix_kernels.ops import (
@@ -51,6 +53,17 @@ def prefix(rows: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | Non
     prefix_attention(
         q(rows, dtype, dim), pool(kv or dtype, dim), torch.arange(64), everything, 0.1, implementation="triton"
     )
+
+
+def grouped(config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> None:
+    """A group of a tile's rows and a suffix of each, in one launch where the kernel can."""
+    rows = config.block_m // (HEADS // KV_HEADS)
+    attention = GroupedAttention(
+        AttentionShape.of(q(rows, dtype, dim), pool(dtype, dim)), rows, [config] * 2, torch.device("cpu")
+    )
+    attention.plan([Segment(tuple(range(rows)), 40)], [Segment((r,), 5, list_begin=40) for r in range(rows)])
+    queries, lse = q(rows, dtype, dim), torch.zeros(rows, HEADS)
+    attention.run(queries, pool(dtype, dim), torch.arange(64).int(), 0.1, torch.empty_like(queries), lse)
 
 
 def suffix() -> None:
@@ -100,6 +113,11 @@ CASES: dict[str, Callable[[], None]] = {
     "prefix_attention of 32 requests with heads of 256": lambda: prefix(32, dim=256),
     "prefix_attention of 32 requests in fp32": lambda: prefix(32, torch.float32),
     "prefix_attention with heads of 96": lambda: prefix(1, dim=96),
+    "attention with bounded registers": lambda: grouped(AttentionConfig(128, 64, 8, 3, 2, 128)),
+    "specialized attention of 64 rows": lambda: grouped(SPECIALIZED),
+    "specialized attention of 64 rows, one program": lambda: grouped(AttentionConfig(64, 32, 4, 10, 1, None, True)),
+    "specialized attention of 128 rows": lambda: grouped(AttentionConfig(128, 64, 4, 5, 1, None, True)),
+    "specialized attention with heads of 64": lambda: grouped(SPECIALIZED, torch.float16, 64),
     "suffix_attention": suffix,
     "merge_state": merge,
     "token_scores of 1 request": lambda: tokens(1),
@@ -114,8 +132,13 @@ CASES: dict[str, Callable[[], None]] = {
     "top_k_selection of tokens": lambda: top_k(1),
     "top_k_selection of blocks": lambda: top_k(16),
 }
+SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
+
 #: fp8 is refused below sm_89, where the conversion is not in hardware.
-NOT_FOR = {("prefix_attention on fp8", 80)}
+NOT_FOR = {("prefix_attention on fp8", 80), ("attention with bounded registers", 80)}
+NOT_FOR |= {(case, 80) for case in CASES if case.startswith("specialized")}
+#: Bytes that a thread may spill: a bound on registers has its price, and so has the kernel whose warps share them out.
+SPILLED = {"attention with bounded registers": 32, "specialized attention of 128 rows": 16}
 
 
 def launches(case: str) -> list[Launch]:
@@ -146,13 +169,17 @@ def test_kernels_compile_without_spilling(case: str, capability: int, tmp_path: 
         kernel = compiled(one, capability)
         assert f".target sm_{capability}" in kernel.asm["ptx"]
         assert kernel.metadata.shared <= SHARED_BYTES[capability]
-        assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0, (one.kernel.__name__, one.options)
+        spilled = stack_bytes(kernel.asm["cubin"], tmp_path)
+        assert spilled <= SPILLED.get(case, 0), (one.kernel.__name__, one.options)
 
 
 def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:
     (attend, _) = launches("prefix_attention of 32 requests")
     assert "wgmma.mma_async" in compiled(attend, 90).asm["ptx"]
     assert "wgmma.mma_async" not in compiled(attend, 80).asm["ptx"]
+    attend, _ = launches("specialized attention of 64 rows")  # and the merge: groups and suffixes share a launch
+    ptx = compiled(attend, 90).asm["ptx"]
+    assert all(word in ptx for word in ("wgmma.mma_async", "setmaxnreg", "cp.async.mbarrier.arrive.noinc"))
 
 
 def test_codes_are_unpacked_without_a_conversion() -> None:
@@ -170,6 +197,7 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
         ("token_scores of 1 request", 2),
         ("csa_scores_compact on offsets", 2),
         ("top_k_selection of tokens", 5),
+        ("specialized attention of 64 rows", 2),
     ],
 )
 def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:

@@ -13,6 +13,7 @@ MIN_BLOCK_M = 16
 MAX_BLOCK_M = 128
 SPECIALIZED_ROWS = 64
 """Of one group of multiplying warps on Hopper."""
+_HOPPER = 9
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class AttentionConfig:
         max_registers: of a thread, at most; None leaves it to the compiler. 65,536 of a multiprocessor, divided by the
             threads of the programs that are to run on it side by side: one's softmax then hides behind the other's
             products.
-        specialized: sm_90's own kernel (`hopper`): warps that fetch apart from those that multiply. Tiles of 64 or 128
-            rows; num_warps is 4, of each of its groups, and num_stages the blocks that its ring holds.
+        specialized: sm_90's own kernel (`hopper_kernels`): warps that fetch apart from those that multiply. Tiles of
+            64 or 128 rows; num_warps is 4, of each of its groups, and num_stages the blocks that its ring holds.
 
     Raises:
         ValueError: a block that is no power of 2 or too small, or one that the specialized kernel does not have.
@@ -76,6 +77,19 @@ def default_config(block_m: int, head_dim: int, dtype: torch.dtype, least: int =
         block_m = max(min(block_m, 16 if exact else 32), least)
         return AttentionConfig(block_m, 16 if exact else 32, 8 if exact or block_m >= 32 else 4, 3, 1)
     return AttentionConfig(block_m, 64, 8 if block_m >= 128 else 4, 3, 2)
+
+
+def fits_specialized(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, v_head_dim: int, gqa: int, block_m: int = MAX_BLOCK_M
+) -> bool:
+    """Whether sm_90's own kernel has these layers and tiles: bf16 or fp16, keys and values of 64 or 128 channels."""
+    widths = head_dim in (64, 128) and v_head_dim in (64, 128)
+    return dtype in (torch.bfloat16, torch.float16) and kv_dtype == dtype and widths and gqa <= block_m
+
+
+def has_specialized(device: torch.device) -> bool:
+    """Whether a device can run sm_90's own kernel."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def programs_at_once(device: torch.device, config: AttentionConfig) -> int:

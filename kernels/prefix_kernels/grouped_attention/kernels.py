@@ -242,18 +242,19 @@ def merge_items_kernel(
                 there = begin + part < count
                 place = first + head * head_stride + (begin + part) * part_stride
                 lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
+                # Asked for together with its logarithm. An empty part may hold anything: a weight of 0 would not
+                # silence a NaN.
+                out = tl.load(
+                    partial_out_ptr + place[:, None] * V_DIM + e[None, :],
+                    mask=there[:, None] & (e < V_DIM)[None, :],
+                    other=0.0,
+                )
                 if NATURAL:
                     lse = lse * LOG2E
+                out = tl.where((lse > float("-inf"))[:, None], out, 0.0)
                 higher = tl.maximum(peak, tl.max(lse, axis=0))
                 safe = tl.where(higher == float("-inf"), 0.0, higher)
                 weight = tl.exp2(lse - safe)
-                # An empty part may hold anything; its weight of 0 would not silence a NaN.
-                some = there & (lse > float("-inf"))
-                out = tl.load(
-                    partial_out_ptr + place[:, None] * V_DIM + e[None, :],
-                    mask=some[:, None] & (e < V_DIM)[None, :],
-                    other=0.0,
-                )
                 shrink = tl.exp2(peak - safe)
                 acc = acc * shrink + tl.sum(weight[:, None] * out, axis=0)
                 total = total * shrink + tl.sum(weight, axis=0)

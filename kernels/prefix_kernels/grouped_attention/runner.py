@@ -13,6 +13,7 @@ from torch import Tensor
 from prefix_kernels.grouped_attention.config import (
     AttentionConfig,
     check_dtypes,
+    fits_specialized,
     programs_at_once,
 )
 from prefix_kernels.grouped_attention.items import ITEM_FIELDS, SPAN_FIELDS, Segment, cut
@@ -60,6 +61,10 @@ class AttentionShape:
         """Query heads of a KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
+    def fits_specialized(self, block_m: int) -> bool:
+        """Whether sm_90's own kernel has tiles of so many rows of it."""
+        return fits_specialized(self.dtype, self.kv_dtype, self.head_dim, self.v_head_dim, self.gqa, block_m)
+
     @classmethod
     def of(cls, q: Tensor, kv: PagedKV) -> AttentionShape:
         """The shape of these tensors. Raises ValueError where they cannot be used together."""
@@ -89,7 +94,9 @@ class AttentionPass:
 class _Launch:
     """One launch of an attention kernel: the items of its passes, in fixed device buffers."""
 
-    def __init__(self, passes: Sequence[int], all_passes: Sequence[AttentionPass], max_batch: int, device: torch.device):
+    def __init__(
+        self, passes: Sequence[int], all_passes: Sequence[AttentionPass], max_batch: int, device: torch.device
+    ):
         self.passes = passes
         self.config = all_passes[passes[0]].config
         self.target = all_passes[passes[0]].target
@@ -121,7 +128,7 @@ class GroupedAttention:
             of the batch (give it one `passes` of fixed height, too); 0: as the batch is best spread.
 
     Raises:
-        ValueError: no pass, or a batch of no request.
+        ValueError: no pass, a batch of no request, or a specialized configuration that does not fit the shape.
     """
 
     def __init__(
@@ -136,6 +143,12 @@ class GroupedAttention:
     ) -> None:
         if not passes or max_batch < 1:
             raise ValueError(f"expected one pass or more and max_batch >= 1, got {len(passes)} and {max_batch}")
+        for config in passes:
+            if config.specialized and not shape.fits_specialized(config.block_m):
+                raise ValueError(
+                    "expected a shape that the specialized kernel has (bf16 or fp16, also the KV; 64 or 128 channels; "
+                    f"at most {config.block_m} query heads to a KV head), got {shape}; use a portable configuration"
+                )
         self.shape = shape
         self.max_batch = max_batch
         self._chunk = chunk
@@ -251,7 +264,7 @@ class GroupedAttention:
             kv: the layer's pool buffers; only listed slots are read.
             slots: int32 or int64 arena in which the segments' lists lie. Listed slots must be in the pool (not checked:
                 that would wait for the device).
-            sm_scale: multiplies q.k before the softmax.
+            sm_scale: multiplies q.k before the softmax; positive where a pass is specialized.
             out: [batch, num_qo_heads, v_head_dim], written: 0 where a row has nothing to attend.
             lse: [batch, num_qo_heads] fp32, written, natural log: -inf where a row has nothing to attend.
             counts: int32 [num_lists, num_kv_heads], entries of the lists that segments name by `list_id`; needed
@@ -261,10 +274,12 @@ class GroupedAttention:
             k_scale, v_scale: of fp8 keys and values.
 
         Raises:
-            ValueError: tensors of another shape than planned for.
+            ValueError: tensors of another shape than planned for, or what the specialized kernel cannot read.
         """
         self._check_run(q, kv, slots, out, lse)
         self._check_lists(q, counts, head_map)
+        if any(one.config.specialized for one in self._launches):
+            _check_specialized(q, kv, sm_scale * k_scale)
         shape = self.shape
         counts = self._no_counts if counts is None else counts
         head_map = self._own_heads if head_map is None else head_map
@@ -406,8 +421,20 @@ def _joined(passes: Sequence[AttentionConfig]) -> list[list[int]]:
     return joined
 
 
+def _check_specialized(q: Tensor, kv: PagedKV, scale: float) -> None:
+    """It copies 16 bytes at a time, and takes the largest score before it scales."""
+    if not scale > 0:
+        raise ValueError(f"expected a positive scale of the scores, got {scale}; use a portable configuration")
+    for name, tensor in (("q", q), ("k_cache", kv.k_cache), ("v_cache", kv.v_cache)):
+        if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
+            raise ValueError(
+                f"expected {name} aligned to 16 bytes with strides of multiples of 16 elements, got "
+                f"{tensor.data_ptr() % 16} bytes off and strides {tensor.stride()}; use a portable configuration"
+            )
+
+
 def _launch_specialized(one: _Launch, arguments: dict[str, Any], num_kv_heads: int) -> None:
-    from prefix_kernels.grouped_attention.hopper import attend_items_hopper_kernel
+    from prefix_kernels.grouped_attention.hopper_kernels import attend_items_hopper_kernel
 
     launch(
         attend_items_hopper_kernel,

@@ -6,14 +6,14 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from prefix_kernels.grouped_attention.config import AttentionConfig, block_m_for, default_config
+from prefix_kernels.grouped_attention.config import SPECIALIZED_ROWS, AttentionConfig, block_m_for, default_config
 
 if TYPE_CHECKING:
     from prefix_kernels.grouped_attention.runner import AttentionShape
@@ -116,6 +116,10 @@ class TunedConfigs:
         entry = self._entry(shape, block_m)
         return entry.config if entry else own_config(shape, block_m)
 
+    def passes(self, shape: AttentionShape, rows: int) -> list[AttentionConfig]:
+        """For a group of `rows` requests and for single ones: a specialized one does for both, in one launch."""
+        return passes_of(self, shape, rows)
+
     def missing(self, shape: AttentionShape, rows: Iterable[int]) -> list[int]:
         """Heights of tile, ascending, that these numbers of requests need and that nothing was measured for."""
         heights = {block_m_for(n, shape.gqa) for n in rows}
@@ -165,6 +169,14 @@ class TunedConfigs:
         head = {"format": FORMAT, "gpu": self.gpu, "triton": _triton_version()}
         lines = [json.dumps({**asdict(e.key), **asdict(e.config), "us": dict(e.us_by_case)}) for e in self.entries]
         return json.dumps(head)[:-1] + ', "entries": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def passes_of(
+    configs: Callable[[AttentionShape, int], AttentionConfig], shape: AttentionShape, rows: int
+) -> list[AttentionConfig]:
+    """As `TunedConfigs.passes`, of anything that can be asked as it can."""
+    group = configs(shape, rows)
+    return [group, group if group.specialized else configs(shape, 1)]
 
 
 def gpu_name(device: torch.device) -> str:
@@ -231,10 +243,15 @@ def _entry(one: Any, source: str) -> TunedEntry:
         key = TileKey(**{name: one[name] for name in TileKey.__dataclass_fields__})
         config = AttentionConfig(**{name: one[name] for name in AttentionConfig.__dataclass_fields__})
         us = {str(name): float(value) for name, value in one.get("us", {}).items()}
-        values = [n for name, n in asdict(config).items() if (name, n) != ("max_registers", None)]
-        numbers = (key.block_m, key.head_dim, key.v_head_dim, *values)
-        if any(type(n) is not int or n < 1 for n in numbers) or config.block_m > key.block_m:
-            raise ValueError(f"numbers of at least 1 and a tile of at most {key.block_m} rows")
+        numbers = {**asdict(config), "key.block_m": key.block_m, "head_dim": key.head_dim, "v_head_dim": key.v_head_dim}
+        specialized = numbers.pop("specialized")
+        if config.max_registers is None:
+            del numbers["max_registers"]
+        most = max(key.block_m, SPECIALIZED_ROWS) if specialized is True else key.block_m
+        if any(type(n) is not int or n < 1 for n in numbers.values()) or config.block_m > most:
+            raise ValueError(f"numbers of at least 1 and a tile of at most {most} rows")
+        if type(specialized) is not bool:
+            raise ValueError("specialized as true or false")
         if config.num_warps not in _WARPS or not _REGISTERS[0] <= (config.max_registers or 255) <= _REGISTERS[1]:
             raise ValueError(f"num_warps of {_WARPS} and max_registers from {_REGISTERS[0]} to {_REGISTERS[1]}")
         if not isinstance(key.dtype, str) or not isinstance(key.kv_dtype, str):

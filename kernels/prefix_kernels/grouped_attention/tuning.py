@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention.config import AttentionConfig
+from prefix_kernels.grouped_attention.config import (
+    MAX_BLOCK_M,
+    SPECIALIZED_ROWS,
+    AttentionConfig,
+    has_specialized,
+)
 from prefix_kernels.grouped_attention.items import Segment
 from prefix_kernels.grouped_attention.tuned import TileKey, TunedConfigs, TunedEntry, own_config
 from prefix_kernels.testing import ERROR_BUDGET
@@ -41,6 +46,9 @@ KEPT = 2048
 _PAGE = 16
 _SHARED_MEMORY = 163 << 10
 """Of a thread block on sm_80, in bytes; used where the device does not say."""
+_RESERVED = 2048
+"""Bytes of a program's shared memory for barriers and for the system."""
+_LONGEST_RING = 12
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,9 @@ class Space:
     max_registers: tuple[int | None, ...] = (None, 128)
 
 
-def candidates(shape: AttentionShape, block_m: int, space: Space, shared_memory: int) -> list[AttentionConfig]:
+def candidates(
+    shape: AttentionShape, block_m: int, space: Space, shared_memory: int, specialized: bool = False
+) -> list[AttentionConfig]:
     """Parameters of one height, the package's own first, without those whose keys and values cannot fit.
 
     Args:
@@ -66,6 +76,7 @@ def candidates(shape: AttentionShape, block_m: int, space: Space, shared_memory:
         block_m: rows of a tile.
         space: values to combine.
         shared_memory: bytes that a thread block may have.
+        specialized: whether sm_90's own kernel is a candidate, where it has the shape.
     """
     own = own_config(shape, block_m)
     key_bytes = (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize
@@ -76,7 +87,30 @@ def candidates(shape: AttentionShape, block_m: int, space: Space, shared_memory:
         # One step is in registers or just used while the others are on their way.
         if (stages - 1) * block_n * key_bytes <= shared_memory and (many or registers is None):
             found.append(AttentionConfig(own.block_m, block_n, warps, stages, programs, registers))
+    if specialized:
+        found += _specialized(shape, block_m, shared_memory)
     return list(dict.fromkeys(found))
+
+
+def _specialized(shape: AttentionShape, block_m: int, shared_memory: int) -> list[AttentionConfig]:
+    """Rings as long as shared memory allows, for one program a multiprocessor or two."""
+    rows = SPECIALIZED_ROWS if block_m <= SPECIALIZED_ROWS else MAX_BLOCK_M
+    if not shape.fits_specialized(rows):
+        return []
+    key_bytes = (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize
+    found = []
+    for programs, block_n in itertools.product((1, 2) if rows == SPECIALIZED_ROWS else (1,), (32, 64, 128)):
+        left = shared_memory // programs - rows * shape.head_dim * shape.dtype.itemsize - _RESERVED
+        ring = min(left // (block_n * key_bytes), _LONGEST_RING)
+        # 65,536 registers for the 256 threads of each of two programs.
+        registers = 128 if programs == 2 else None
+        rings = {ring, max(ring // 2, 2)} if programs == 1 else {ring}
+        found += [
+            AttentionConfig(rows, block_n, 4, length, programs, registers, specialized=True)
+            for length in sorted(rings, reverse=True)
+            if length >= 2
+        ]
+    return found
 
 
 def tune_missing(
@@ -108,8 +142,8 @@ def tune_missing(
         What was found, by height. A height for which nothing could be run is left out, with a warning.
     """
     heights = configs.missing(shape, rows)
-    shared = shared_memory_of(device)
-    todo = [(h, candidates(shape, h, space or Space(), shared)) for h in heights]
+    shared, hopper = shared_memory_of(device), has_specialized(device)
+    todo = [(h, candidates(shape, h, space or Space(), shared, hopper)) for h in heights]
     total, done, found = sum(len(of_height) for _, of_height in todo), 0, []
     if not todo:
         return []

@@ -107,6 +107,24 @@ def test_candidates_fit_the_shared_memory() -> None:
     assert {one.block_m for one in candidates(wide, 128, Space(), 227 << 10)} == {32}, "lower, and in registers"
 
 
+def test_candidates_of_hopper_s_own_kernel_fill_the_shared_memory() -> None:
+    shape = AttentionShape(32, 8, 128, 128, torch.bfloat16, torch.bfloat16)
+    for height, rows in ((16, 64), (64, 64), (128, 128)):
+        found = [one for one in candidates(shape, height, Space(), 227 << 10, True) if one.specialized]
+        assert {one.block_m for one in found} == {rows}
+        for one in found:
+            held = rows * 256 + one.num_stages * one.block_n * 512
+            assert held * one.programs_per_sm <= 227 << 10
+            assert (one.max_registers == 128) == (one.programs_per_sm == 2)
+        assert max(one.num_stages * one.block_n for one in found) >= 320
+    for other in (
+        AttentionShape(32, 8, 128, 128, torch.bfloat16, torch.float8_e4m3fn),
+        AttentionShape(32, 8, 96, 96, torch.bfloat16, torch.bfloat16),
+        AttentionShape(8, 2, 64, 64, torch.float32, torch.float32),
+    ):
+        assert not any(one.specialized for one in candidates(other, 16, Space(), 227 << 10, True))
+
+
 def test_the_choice_is_by_ratios_so_that_a_long_case_does_not_decide_alone() -> None:
     one, two = AttentionConfig(16, 16, 4, 2, 1), AttentionConfig(16, 32, 4, 2, 1)
     assert fastest({one: {"long": 100.0, "short": 20.0}, two: {"long": 110.0, "short": 10.0}}) == two

@@ -1,9 +1,8 @@
 """Grouped attention on Hopper: warps that fetch keys and values apart from warps that multiply.
 
-The same items, the same results as `kernels.attend_items_kernel`, for sm_90: one warp group fetches listed keys and
-values into a ring in shared memory, one or two others (64 query rows each) multiply with Hopper's matrix instructions
-and never wait for an address. Written in Gluon, as Triton's own pipelining keeps one block of a gathered list on its way
-at a time.
+The same items as `kernels.attend_items_kernel`, for sm_90: one warp group fetches listed keys and values into a ring in
+shared memory; one or two others, of 64 query rows each, multiply with Hopper's matrix instructions and never wait for
+an address. In Gluon, since Triton's own pipelining keeps a single block of a gathered list on its way.
 """
 
 from __future__ import annotations
@@ -23,83 +22,92 @@ _wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
 
 
 @gluon.jit
-def _item(
-    items_ptr, item, counts_ptr, head_map_ptr, head, num_heads
-):
-    """Of one item: (its fields, first of its requests, how many, list's offset in the arena, begin, end)."""
-    fields = items_ptr + item.to(gl.int64) * 8
-    source = gl.load(head_map_ptr + head)
-    row_begin = gl.load(fields)
-    num_rows = gl.load(fields + 1)
-    list_begin = gl.load(fields + 2).to(gl.int64)
-    head_stride = gl.load(fields + 3).to(gl.int64)
-    list_id = gl.load(fields + 4)
-    begin = gl.load(fields + 5)
-    end = gl.load(fields + 6)
+def _fields(items_ptr, item):
+    """Of one item: first of its requests, how many, list_begin, head_stride, list_id, begin, end, first partial row."""
+    at = items_ptr + item.to(gl.int64) * 8
+    return (
+        gl.load(at),
+        gl.load(at + 1),
+        gl.load(at + 2),
+        gl.load(at + 3),
+        gl.load(at + 4),
+        gl.load(at + 5),
+        gl.load(at + 6),
+        gl.load(at + 7),
+    )
+
+
+@gluon.jit
+def _counted(end, list_id, counts_ptr, source, num_heads):
+    """Where a list ends whose count is on the device."""
     if list_id >= 0:
         end = gl.minimum(end, gl.load(counts_ptr + list_id * num_heads + source))
-    return fields, row_begin, num_rows, list_begin + source * head_stride, begin, end
+    return end
 
 
 @gluon.jit
 def _fetch(
-    k_ptr,
-    v_ptr,
-    slots_ptr,
-    counts_ptr,
-    head_map_ptr,
-    items_ptr,
-    num_items_ptr,
-    head,
-    num_heads,
-    k_stride_slot,
-    k_stride_head,
-    v_stride_slot,
-    v_stride_head,
-    k_ring,
-    v_ring,
-    k_full,
-    k_free,
-    v_full,
-    v_free,
+    queue,
+    ring,
+    pool,
     HEAD_DIM: gl.constexpr,
     V_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr,
     RING: gl.constexpr,
 ):
     """The fetching warps: block after block of listed keys and values, as places of the ring become free."""
+    items_ptr, first, num_items, counts_ptr, source, head, num_heads = queue
+    k_ring, v_ring, k_full, k_free, v_full, v_free = ring
+    k_ptr, v_ptr, slots_ptr, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head = pool
     k_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     v_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V_DIM, V_DIM // 8], [4, 1], [1, 0])
-    k_row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, k_layout))
-    v_row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, v_layout))
+    CHUNK: gl.constexpr = BLOCK_N if BLOCK_N < 64 else 64  # of which the slots fit the registers
+    k_row = gl.arange(0, CHUNK, gl.SliceLayout(1, k_layout))
+    v_row = gl.arange(0, CHUNK, gl.SliceLayout(1, v_layout))
     k_column = k_ptr + head * k_stride_head + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, k_layout))
     v_column = v_ptr + head * v_stride_head + gl.arange(0, V_DIM, gl.SliceLayout(0, v_layout))
     place = 0
     phase = 1
-    for item in range(gl.program_id(1), gl.load(num_items_ptr), gl.num_programs(1)):
-        _, _, _, offset, begin, end = _item(items_ptr, item, counts_ptr, head_map_ptr, head, num_heads)
-        list_ptr = slots_ptr + offset
+    _, _, list_begin, head_stride, list_id, begin, listed, _ = first
+    for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
+        list_ptr = slots_ptr + list_begin.to(gl.int64) + source * head_stride
+        # The first slots are asked for before their number is known, and again where there are fewer. Places past the
+        # end read the last slot once more: no copy is predicated, and nothing is read that is not listed.
+        room = gl.maximum(listed, begin + 1) - 1
+        k_slot = gl.load(list_ptr + gl.minimum(begin + k_row, room))
+        v_slot = gl.load(list_ptr + gl.minimum(begin + v_row, room))
+        end = _counted(listed, list_id, counts_ptr, source, num_heads)
         last = gl.maximum(end, begin + 1) - 1
-        k_slot = gl.load(list_ptr + gl.minimum(begin + k_row, last))
-        v_slot = gl.load(list_ptr + gl.minimum(begin + v_row, last))
+        if end < begin + CHUNK:
+            k_slot = gl.load(list_ptr + gl.minimum(begin + k_row, last))
+            v_slot = gl.load(list_ptr + gl.minimum(begin + v_row, last))
         for start in range(begin, end, BLOCK_N):
-            # The next block's slots are on their way while this block's keys are asked for. Places past the end read
-            # the last slot again: no copy is predicated, and nothing is read that is not listed.
-            k_ahead = gl.load(list_ptr + gl.minimum(start + BLOCK_N + k_row, last))
-            v_ahead = gl.load(list_ptr + gl.minimum(start + BLOCK_N + v_row, last))
-            hopper.mbarrier.wait(k_free.index(place), phase)
-            k_at = k_slot.to(gl.int64) * k_stride_slot
-            _copy_to_shared(k_ring.index(place), k_column[None, :] + k_at[:, None])
-            hopper.async_copy.mbarrier_arrive(k_full.index(place), increment_count=False)
-            hopper.mbarrier.wait(v_free.index(place), phase)
-            v_at = v_slot.to(gl.int64) * v_stride_slot
-            _copy_to_shared(v_ring.index(place), v_column[None, :] + v_at[:, None])
-            hopper.async_copy.mbarrier_arrive(v_full.index(place), increment_count=False)
-            k_slot = k_ahead
-            v_slot = v_ahead
+            for chunk in gl.static_range(BLOCK_N // CHUNK):
+                # The next slots are on their way while these keys are asked for.
+                ahead = start + (chunk + 1) * CHUNK
+                k_ahead = gl.load(list_ptr + gl.minimum(ahead + k_row, last))
+                v_ahead = gl.load(list_ptr + gl.minimum(ahead + v_row, last))
+                if chunk == 0:
+                    hopper.mbarrier.wait(k_free.index(place), phase)
+                k_at = k_slot.to(gl.int64) * k_stride_slot
+                k_place = k_ring.index(place).slice(chunk * CHUNK, CHUNK, 0)
+                _copy_to_shared(k_place, k_column[None, :] + k_at[:, None])
+                if chunk == BLOCK_N // CHUNK - 1:
+                    hopper.async_copy.mbarrier_arrive(k_full.index(place), increment_count=False)
+                if chunk == 0:
+                    hopper.mbarrier.wait(v_free.index(place), phase)
+                v_at = v_slot.to(gl.int64) * v_stride_slot
+                v_place = v_ring.index(place).slice(chunk * CHUNK, CHUNK, 0)
+                _copy_to_shared(v_place, v_column[None, :] + v_at[:, None])
+                if chunk == BLOCK_N // CHUNK - 1:
+                    hopper.async_copy.mbarrier_arrive(v_full.index(place), increment_count=False)
+                k_slot = k_ahead
+                v_slot = v_ahead
             wrap = place == RING - 1
             place = gl.where(wrap, 0, place + 1)
             phase = gl.where(wrap, phase ^ 1, phase)
+        following = gl.minimum(item + gl.num_programs(1), num_items - 1)
+        _, _, list_begin, head_stride, list_id, begin, listed, _ = _fields(items_ptr, following)
 
 
 @gluon.jit
@@ -117,32 +125,10 @@ def _weights(scores, peak, total, qk_scale, start, end, BLOCK_N: gl.constexpr, l
 @gluon.jit
 def _attend(
     HALF: gl.constexpr,
-    q_ptr,
-    rows_ptr,
-    counts_ptr,
-    head_map_ptr,
-    items_ptr,
-    num_items_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    head,
-    num_heads,
-    qk_scale,
-    v_scale,
-    batch,
-    q_stride_row,
-    q_stride_head,
-    out_stride_row,
-    out_stride_head,
-    q_tile,
-    k_ring,
-    v_ring,
-    k_full,
-    k_free,
-    v_full,
-    v_free,
+    queue,
+    ring,
+    query,
+    result,
     GQA: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     V_DIM: gl.constexpr,
@@ -151,6 +137,10 @@ def _attend(
     RING: gl.constexpr,
 ):
     """One warp group: 64 rows of each item's tile over all its blocks; writes that part's state, or the result."""
+    items_ptr, first, num_items, counts_ptr, source, head, num_heads = queue
+    k_ring, v_ring, k_full, k_free, v_full, v_free = ring
+    q_ptr, rows_ptr, batch, q_stride_row, q_stride_head, q_tile, qk_scale = query
+    partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, out_stride_row, out_stride_head, v_scale = result
     # One layout of rows for scores and output: no exchange between them.
     COLUMNS: gl.constexpr = BLOCK_N if BLOCK_N < V_DIM else V_DIM
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -165,10 +155,9 @@ def _attend(
     e = gl.arange(0, V_DIM, gl.SliceLayout(0, layout))
     place = 0
     phase = 0
-    for item in range(gl.program_id(1), gl.load(num_items_ptr), gl.num_programs(1)):
-        fields, row_begin, num_rows, _, begin, end = _item(
-            items_ptr, item, counts_ptr, head_map_ptr, head, num_heads
-        )
+    row_begin, num_rows, _, _, list_id, begin, listed, first_partial = first
+    for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
+        end = _counted(listed, list_id, counts_ptr, source, num_heads)
         q_live = q_m < num_rows * GQA
         q_row = gl.load(rows_ptr + row_begin + q_m // GQA, mask=q_live, other=0).to(gl.int64)
         q_ptrs = q_ptr + q_row[:, None] * q_stride_row + (head * GQA + q_m % GQA)[:, None] * q_stride_head + d[None, :]
@@ -222,9 +211,8 @@ def _attend(
         out = acc / gl.where(empty, 1.0, total)[:, None]
         lse = gl.where(empty, float("-inf"), peak + gl.log2(gl.where(empty, 1.0, total)))
         live = m < num_rows * GQA
-        first_partial = gl.load(fields + 7).to(gl.int64)
         if first_partial >= 0:
-            partial = first_partial + head * BLOCK_M + m
+            partial = first_partial.to(gl.int64) + head * BLOCK_M + m
             gl.store(partial_out_ptr + partial[:, None] * V_DIM + e[None, :], out, mask=live[:, None])
             gl.store(partial_lse_ptr + partial, lse, mask=live)
         else:
@@ -274,6 +262,10 @@ def attend_items_hopper_kernel(
     _wait_for_the_kernel_before(OVERLAPPED)
     head = gl.program_id(0).to(gl.int64)
     num_heads = gl.num_programs(0)
+    # On their way while the barriers are made. There is a first item for every program, be it an empty one.
+    num_items = gl.load(num_items_ptr)
+    source = gl.load(head_map_ptr + head)
+    first = _fields(items_ptr, gl.program_id(1))
     qk_scale = sm_scale * LOG2E
     HALVES: gl.constexpr = BLOCK_M // ROWS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -293,22 +285,28 @@ def attend_items_hopper_kernel(
         hopper.mbarrier.init(v_full.index(place), count=128)
         hopper.mbarrier.init(k_free.index(place), count=HALVES)
         hopper.mbarrier.init(v_free.index(place), count=HALVES)
+    queue = (items_ptr, first, num_items, counts_ptr, source, head, num_heads)
+    ring = (k_ring, v_ring, k_full, k_free, v_full, v_free)
+    pool = (k_ptr, v_ptr, slots_ptr, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head)
+    query = (q_ptr, rows_ptr, batch, q_stride_row, q_stride_head, q_tile, qk_scale)
+    result = (partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, out_stride_row, out_stride_head, v_scale)
+    # Registers: 65,536 of a multiprocessor, or as many as `maxnreg` says; what the others leave is the first group's.
     if HALVES == 2:
         gl.warp_specialize(
             [
-                (_attend, (gl.constexpr(0), q_ptr, rows_ptr, counts_ptr, head_map_ptr, items_ptr, num_items_ptr, partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, head, num_heads, qk_scale, v_scale, batch, q_stride_row, q_stride_head, out_stride_row, out_stride_head, q_tile, k_ring, v_ring, k_full, k_free, v_full, v_free, GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING)),
-                (_attend, (gl.constexpr(1), q_ptr, rows_ptr, counts_ptr, head_map_ptr, items_ptr, num_items_ptr, partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, head, num_heads, qk_scale, v_scale, batch, q_stride_row, q_stride_head, out_stride_row, out_stride_head, q_tile, k_ring, v_ring, k_full, k_free, v_full, v_free, GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING)),
-                (_fetch, (k_ptr, v_ptr, slots_ptr, counts_ptr, head_map_ptr, items_ptr, num_items_ptr, head, num_heads, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, k_ring, v_ring, k_full, k_free, v_full, v_free, HEAD_DIM, V_DIM, BLOCK_N, RING)),
+                (_attend, (gl.constexpr(0), queue, ring, query, result, GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING)),
+                (_attend, (gl.constexpr(1), queue, ring, query, result, GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING)),
+                (_fetch, (queue, ring, pool, HEAD_DIM, V_DIM, BLOCK_N, RING)),
             ],
             [4, 4],
-            [224, 56],
+            [216, 72],
         )
     else:
         gl.warp_specialize(
             [
-                (_attend, (gl.constexpr(0), q_ptr, rows_ptr, counts_ptr, head_map_ptr, items_ptr, num_items_ptr, partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, head, num_heads, qk_scale, v_scale, batch, q_stride_row, q_stride_head, out_stride_row, out_stride_head, q_tile, k_ring, v_ring, k_full, k_free, v_full, v_free, GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING)),
-                (_fetch, (k_ptr, v_ptr, slots_ptr, counts_ptr, head_map_ptr, items_ptr, num_items_ptr, head, num_heads, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, k_ring, v_ring, k_full, k_free, v_full, v_free, HEAD_DIM, V_DIM, BLOCK_N, RING)),
+                (_attend, (gl.constexpr(0), queue, ring, query, result, GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING)),
+                (_fetch, (queue, ring, pool, HEAD_DIM, V_DIM, BLOCK_N, RING)),
             ],
             [4],
-            [56],
+            [72],
         )

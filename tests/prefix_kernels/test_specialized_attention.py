@@ -10,11 +10,10 @@ import torch
 from prefix_kernels.grouped_attention import AttentionConfig, Segment
 from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
 from prefix_kernels.testing import dense_attention, paged_kv
-from tests.prefix_kernels.triton.conftest import INTERPRETED
 from tests.prefix_kernels.triton.test_grouped_attention import close, inputs, run
 
 pytestmark = pytest.mark.skipif(
-    INTERPRETED or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU (sm_90)"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU (sm_90)"
 )
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -29,13 +28,16 @@ CONFIGS = {
 }
 
 
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda")
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1, 64, 65, 1000])
-def test_every_tile(
-    length: int, dtype: torch.dtype, dim: int, config: AttentionConfig, device: torch.device
-) -> None:
+def test_every_tile(length: int, dtype: torch.dtype, dim: int, config: AttentionConfig, device: torch.device) -> None:
     q, keys, values = inputs(length, 21, 2, 4, dim, dim, dtype, device)
     kv, slots = paged_kv(keys, values)
     for num_programs in (2, 12):
@@ -72,9 +74,7 @@ def test_groups_and_suffixes_share_a_launch(num_programs: int, config: Attention
         Segment(members[1], 260, list_begin=700),
     ]
     suffixes = [Segment((r,), lengths[2 + r], list_begin=bounds[2 + r]) for r in range(39)]
-    attention = GroupedAttention(
-        AttentionShape.of(q, kv), 40, [config, config], device, num_programs=num_programs
-    )
+    attention = GroupedAttention(AttentionShape.of(q, kv), 40, [config, config], device, num_programs=num_programs)
     attention.plan([Segment(tuple(range(40)), 5)], [])
     run(attention, q, kv, arena, 0.1, counts=counts)
     attention.plan(groups, suffixes)
