@@ -222,6 +222,8 @@ def _attend(
             out_ptrs = out_ptr + (row * out_stride_row + qo_head * out_stride_head)[:, None] + e[None, :]
             gl.store(out_ptrs, (out * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
             gl.store(lse_ptr + row * (num_heads * GQA) + qo_head, lse * LN2, mask=live)
+        following = gl.minimum(item + gl.num_programs(1), num_items - 1)
+        row_begin, num_rows, _, _, list_id, begin, listed, first_partial = _fields(items_ptr, following)
 
 
 @gluon.jit(do_not_specialize=["batch"])
