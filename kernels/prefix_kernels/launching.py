@@ -40,7 +40,7 @@ class Launch:
         kernel: the Triton function.
         grid: programs.
         arguments: by parameter name, compile-time ones included.
-        options: of the compiler: num_warps, num_stages, maxnreg.
+        options: of the compiler and the launch: num_warps, num_stages, maxnreg, launch_cooperative_grid.
     """
 
     kernel: Any
@@ -67,11 +67,12 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
         kernel: a Triton function.
         grid: programs, up to three axes; nothing happens where one is 0.
         arguments: by parameter name, without `OVERLAPPED`, which every kernel has.
-        options: num_warps, num_stages, maxnreg.
+        options: num_warps, num_stages, maxnreg; launch_cooperative_grid for programs that wait for each other, which
+            are never overlapped with the kernel before.
     """
     if 0 in grid:
         return
-    overlapped = _overlapped.get() and _can_overlap()
+    overlapped = _overlapped.get() and _can_overlap() and not options.get("launch_cooperative_grid")
     arguments = {**arguments, "OVERLAPPED": overlapped}
     if overlapped:
         options["launch_pdl"] = True

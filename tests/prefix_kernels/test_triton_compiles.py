@@ -177,9 +177,19 @@ def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:
     (attend, _) = launches("prefix_attention of 32 requests")
     assert "wgmma.mma_async" in compiled(attend, 90).asm["ptx"]
     assert "wgmma.mma_async" not in compiled(attend, 80).asm["ptx"]
-    attend, _ = launches("specialized attention of 64 rows")  # and the merge: groups and suffixes share a launch
+    (attend,) = launches("specialized attention of 64 rows")  # groups, suffixes and their merge
     ptx = compiled(attend, 90).asm["ptx"]
     assert all(word in ptx for word in ("wgmma.mma_async", "setmaxnreg", "cp.async.mbarrier.arrive.noinc"))
+
+
+def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_kernel_before() -> None:
+    with overlapped_launches():
+        (attend,) = launches("specialized attention of 64 rows")
+    assert attend.options["launch_cooperative_grid"] is True
+    assert "launch_pdl" not in attend.options
+    ptx = compiled(attend, 90).asm["ptx"]
+    assert "griddepcontrol.wait" not in ptx
+    assert "atom.global.gpu.acq_rel" in ptx
 
 
 def test_codes_are_unpacked_without_a_conversion() -> None:
@@ -197,7 +207,6 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
         ("token_scores of 1 request", 2),
         ("csa_scores_compact on offsets", 2),
         ("top_k_selection of tokens", 5),
-        ("specialized attention of 64 rows", 2),
     ],
 )
 def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:

@@ -18,6 +18,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 _copy_to_shared = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
 """Renamed after Triton 3.6."""
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""Of the warps of one partition. Renamed after Triton 3.6."""
 _wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
 
 
@@ -123,18 +125,120 @@ def _weights(scores, peak, total, qk_scale, start, end, BLOCK_N: gl.constexpr, l
 
 
 @gluon.jit
+def _wait_for_all_parts(arrived_ptr, head, ARRIVALS: gl.constexpr):
+    """Until every multiplying group of this KV head has written its parts of this launch.
+
+    The counter only grows, by as much in each launch: no one has to set it back. The programs of a launch run at the
+    same time (a cooperative launch), so waiting for each other cannot last.
+    """
+    expected = gl.num_programs(1) * ARRIVALS
+    _barrier()
+    before = gl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu")
+    target = (before // expected + 1) * expected
+    seen = before + 1
+    while seen < target:
+        seen = gl.atomic_add(arrived_ptr + head, 0, sem="acquire", scope="gpu")
+
+
+@gluon.jit
+def _merge(
+    HALF: gl.constexpr,
+    queue,
+    query,
+    result,
+    merging,
+    GQA: gl.constexpr,
+    V_DIM: gl.constexpr,
+    HALVES: gl.constexpr,
+    NUM_SPANS: gl.constexpr,
+):
+    """This group's share of the rows: the parts of all their spans, as `kernels.merge_items_kernel` merges them."""
+    _, _, _, _, _, head, num_heads = queue
+    _, _, batch, _, _, _, _ = query
+    partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, out_stride_row, out_stride_head, v_scale = result
+    spans_ptr, arrived_ptr, some_parts = merging
+    if some_parts > 0:
+        _wait_for_all_parts(arrived_ptr, head, HALVES)
+
+    MERGED_ROWS: gl.constexpr = 2
+    AT_ONCE: gl.constexpr = 32
+    # Parts within a thread and its neighbours, channels across the warps: sums need no shared memory.
+    cube: gl.constexpr = gl.BlockedLayout([1, 8, V_DIM // 32], [1, 4, 8], [1, 1, 4], [2, 1, 0])
+    plane: gl.constexpr = gl.SliceLayout(2, cube)  # rows and parts
+    of_rows: gl.constexpr = gl.SliceLayout(1, plane)
+    written: gl.constexpr = gl.SliceLayout(1, cube)  # rows and channels
+    e = gl.arange(0, V_DIM, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
+    part = gl.arange(0, AT_ONCE, gl.SliceLayout(0, plane))
+    share = gl.program_id(1) * HALVES + HALF
+    for begin in range(share * MERGED_ROWS, batch * GQA, gl.num_programs(1) * HALVES * MERGED_ROWS):
+        r = begin + gl.arange(0, MERGED_ROWS, of_rows)
+        there = r < batch * GQA
+        row = r // GQA
+        spans = spans_ptr + row * (NUM_SPANS * 4)
+        # A row that was written by its only part has -1 parts. The others' parts, of all spans, are one list.
+        fewest = gl.full([MERGED_ROWS], 0, gl.int32, of_rows)
+        count = gl.full([MERGED_ROWS], 0, gl.int32, of_rows)
+        for span in gl.static_range(NUM_SPANS):
+            parts = gl.load(spans + span * 4 + 3, mask=there, other=0)
+            fewest = gl.minimum(fewest, parts)
+            count += parts
+        there = there & (fewest >= 0)
+        most = gl.max(gl.where(there, count, 0), axis=0)
+        acc = gl.full([MERGED_ROWS, V_DIM], 0.0, gl.float32, written)
+        total = gl.full([MERGED_ROWS], 0.0, gl.float32, of_rows)
+        peak = gl.full([MERGED_ROWS], float("-inf"), gl.float32, of_rows)
+        for at in range(0, most, AT_ONCE):
+            place = gl.full([MERGED_ROWS, AT_ONCE], 0, gl.int64, plane)
+            left = gl.full([MERGED_ROWS], 0, gl.int32, of_rows)
+            for span in gl.static_range(NUM_SPANS):
+                first = gl.load(spans + span * 4, mask=there, other=0).to(gl.int64) + r % GQA
+                part_stride = gl.load(spans + span * 4 + 1, mask=there, other=0).to(gl.int64)
+                head_stride = gl.load(spans + span * 4 + 2, mask=there, other=0)
+                parts = gl.load(spans + span * 4 + 3, mask=there, other=0)
+                own = (at + part)[None, :] - left[:, None]
+                where = (first + head * head_stride)[:, None] + own * part_stride[:, None]
+                place = gl.where((own >= 0) & (own < parts[:, None]), where, place)
+                left += parts
+            some = there[:, None] & ((at + part)[None, :] < count[:, None])
+            lse = gl.load(partial_lse_ptr + place, mask=some, other=float("-inf"))
+            corner = place[:, :, None] * V_DIM
+            out = gl.load(partial_out_ptr + corner + e[None, None, :], mask=some[:, :, None], other=0.0)
+            out = gl.where((lse > float("-inf"))[:, :, None], out, 0.0)
+            higher = gl.maximum(peak, gl.max(lse, axis=1))
+            safe = gl.where(higher == float("-inf"), 0.0, higher)
+            weight = gl.exp2(lse - safe[:, None])
+            shrink = gl.exp2(peak - safe)
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, written))[:, None]
+            acc += gl.sum(weight[:, :, None] * out, axis=1)
+            total = total * shrink + gl.sum(weight, axis=1)
+            peak = higher
+        empty = total == 0.0
+        lse = gl.where(empty, float("-inf"), (peak + gl.log2(gl.where(empty, 1.0, total))) * LN2)
+        gl.store(lse_ptr + row.to(gl.int64) * (num_heads * GQA) + head * GQA + r % GQA, lse, mask=there)
+        factor = gl.convert_layout(v_scale / gl.where(empty, 1.0, total), gl.SliceLayout(1, written))
+        own_r = begin + gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, written))
+        own_there = gl.convert_layout(there, gl.SliceLayout(1, written))
+        at = (own_r // GQA).to(gl.int64) * out_stride_row + (head * GQA + own_r % GQA) * out_stride_head
+        column = gl.arange(0, V_DIM, gl.SliceLayout(0, written))
+        ptrs = out_ptr + at[:, None] + column[None, :]
+        gl.store(ptrs, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=own_there[:, None])
+
+
+@gluon.jit
 def _attend(
     HALF: gl.constexpr,
     queue,
     ring,
     query,
     result,
+    merging,
     GQA: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     V_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     RING: gl.constexpr,
+    NUM_SPANS: gl.constexpr,
 ):
     """One warp group: 64 rows of each item's tile over all its blocks; writes that part's state, or the result."""
     items_ptr, first, num_items, counts_ptr, source, head, num_heads = queue
@@ -224,6 +328,8 @@ def _attend(
             gl.store(lse_ptr + row * (num_heads * GQA) + qo_head, lse * LN2, mask=live)
         following = gl.minimum(item + gl.num_programs(1), num_items - 1)
         row_begin, num_rows, _, _, list_id, begin, listed, first_partial = _fields(items_ptr, following)
+    if NUM_SPANS > 0:
+        _merge(HALF, queue, query, result, merging, GQA, V_DIM, BLOCK_M // ROWS, NUM_SPANS)
 
 
 @gluon.jit(do_not_specialize=["batch"])
@@ -236,7 +342,9 @@ def attend_items_hopper_kernel(
     counts_ptr,  # int32 [num_lists, num_kv_heads]
     head_map_ptr,  # int32 [num_kv_heads], whose list a KV head reads
     items_ptr,  # int32 [max_items, 8], see `items.py`
-    num_items_ptr,  # int32 [1]
+    num_items_ptr,  # int32 [2]: items, and whether any of them writes a part
+    spans_ptr,  # int32 [batch, NUM_SPANS, 4], see `items.py`
+    arrived_ptr,  # int64 [num_kv_heads], 0 before the first launch
     partial_out_ptr,  # fp32 [num_partials, V_DIM]
     partial_lse_ptr,  # fp32 [num_partials], base 2
     out_ptr,  # [batch, num_qo_heads, V_DIM], of direct tiles
@@ -258,14 +366,20 @@ def attend_items_hopper_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     RING: gl.constexpr,
+    NUM_SPANS: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
-    """Program (KV head, p): the items p, p + programs, ... of that KV head, one after the other."""
+    """Program (KV head, p): the items p, p + programs, ... of that KV head, one after the other.
+
+    Then the programs of a KV head wait for each other and share the rows to be merged. NUM_SPANS of 0: they do not,
+    `kernels.merge_items_kernel` follows.
+    """
     _wait_for_the_kernel_before(OVERLAPPED)
     head = gl.program_id(0).to(gl.int64)
     num_heads = gl.num_programs(0)
     # On their way while the barriers are made. There is a first item for every program, be it an empty one.
     num_items = gl.load(num_items_ptr)
+    some_parts = gl.load(num_items_ptr + 1)
     source = gl.load(head_map_ptr + head)
     first = _fields(items_ptr, gl.program_id(1))
     qk_scale = sm_scale * LOG2E
@@ -292,12 +406,47 @@ def attend_items_hopper_kernel(
     pool = (k_ptr, v_ptr, slots_ptr, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head)
     query = (q_ptr, rows_ptr, batch, q_stride_row, q_stride_head, q_tile, qk_scale)
     result = (partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, out_stride_row, out_stride_head, v_scale)
+    merging = (spans_ptr, arrived_ptr, some_parts)
     # Registers: 65,536 of a multiprocessor, or as many as `maxnreg` says; what the others leave is the first group's.
     if HALVES == 2:
         gl.warp_specialize(
             [
-                (_attend, (gl.constexpr(0), queue, ring, query, result, GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING)),
-                (_attend, (gl.constexpr(1), queue, ring, query, result, GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING)),
+                (
+                    _attend,
+                    (
+                        gl.constexpr(0),
+                        queue,
+                        ring,
+                        query,
+                        result,
+                        merging,
+                        GQA,
+                        HEAD_DIM,
+                        V_DIM,
+                        BLOCK_M,
+                        BLOCK_N,
+                        RING,
+                        NUM_SPANS,
+                    ),
+                ),
+                (
+                    _attend,
+                    (
+                        gl.constexpr(1),
+                        queue,
+                        ring,
+                        query,
+                        result,
+                        merging,
+                        GQA,
+                        HEAD_DIM,
+                        V_DIM,
+                        BLOCK_M,
+                        BLOCK_N,
+                        RING,
+                        NUM_SPANS,
+                    ),
+                ),
                 (_fetch, (queue, ring, pool, HEAD_DIM, V_DIM, BLOCK_N, RING)),
             ],
             [4, 4],
@@ -306,7 +455,24 @@ def attend_items_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (gl.constexpr(0), queue, ring, query, result, GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING)),
+                (
+                    _attend,
+                    (
+                        gl.constexpr(0),
+                        queue,
+                        ring,
+                        query,
+                        result,
+                        merging,
+                        GQA,
+                        HEAD_DIM,
+                        V_DIM,
+                        BLOCK_M,
+                        BLOCK_N,
+                        RING,
+                        NUM_SPANS,
+                    ),
+                ),
                 (_fetch, (queue, ring, pool, HEAD_DIM, V_DIM, BLOCK_N, RING)),
             ],
             [4],

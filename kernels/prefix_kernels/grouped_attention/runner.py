@@ -16,7 +16,7 @@ from prefix_kernels.grouped_attention.config import (
     fits_specialized,
     programs_at_once,
 )
-from prefix_kernels.grouped_attention.items import ITEM_FIELDS, SPAN_FIELDS, Segment, cut
+from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
 from prefix_kernels.grouped_attention.tuned import own_config
 from prefix_kernels.launching import block_of, launch, send
@@ -103,7 +103,7 @@ class _Launch:
         self.max_items = sum(all_passes[number].max_items for number in passes)
         self.items = torch.zeros(self.max_items, ITEM_FIELDS, dtype=torch.int32, device=device)
         self.rows = torch.zeros(len(passes) * max_batch, dtype=torch.int32, device=device)
-        self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
+        self.num_items = torch.zeros(2, dtype=torch.int32, device=device)
 
     @property
     def programs(self) -> int:
@@ -159,6 +159,8 @@ class GroupedAttention:
             for config in passes
         ]
         self._launches = [_Launch(same, self.passes, max_batch, device) for same in _joined(passes)]
+        self._merges_itself = len(self._launches) == 1 and passes[0].specialized
+        self._arrived = torch.zeros(shape.num_kv_heads, dtype=torch.int64, device=device)
         self._make_workspace(sum(one.partial_rows(shape.num_kv_heads) for one in self.passes), device)
         self._spans = torch.zeros(max_batch, len(passes), SPAN_FIELDS, dtype=torch.int32, device=device)
         self._own_heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=device)
@@ -222,7 +224,7 @@ class GroupedAttention:
             tables += [
                 (table, one.items),
                 (torch.tensor(rows, dtype=torch.int32), one.rows),
-                (torch.tensor([len(listed)], dtype=torch.int32), one.num_items),
+                (torch.tensor([len(listed), any(x[-1] != DIRECT for x in listed)], dtype=torch.int32), one.num_items),
             ]
         for table, buffer in tables:
             send(table, buffer)
@@ -287,7 +289,9 @@ class GroupedAttention:
         for one in self._launches:
             arguments = {**self._arguments(one, q, kv, slots, out, lse, counts, head_map), **scales}
             if one.config.specialized:
-                _launch_specialized(one, arguments, shape.num_kv_heads)
+                num_spans = len(self.passes) if self._merges_itself else 0
+                merging = {"spans_ptr": self._spans, "arrived_ptr": self._arrived, "NUM_SPANS": num_spans}
+                _launch_specialized(one, {**arguments, **merging}, shape.num_kv_heads)
                 continue
             launch(
                 attend_items_kernel,
@@ -303,6 +307,8 @@ class GroupedAttention:
                 num_stages=one.config.num_stages,
                 maxnreg=one.config.max_registers,
             )
+        if self._merges_itself:
+            return
         launch(
             merge_items_kernel,
             (shape.num_qo_heads, q.shape[0]),
@@ -442,6 +448,8 @@ def _launch_specialized(one: _Launch, arguments: dict[str, Any], num_kv_heads: i
         {**arguments, "num_items_ptr": one.num_items, "RING": one.config.num_stages},
         num_warps=one.config.num_warps,
         maxnreg=one.config.max_registers,
+        # Its programs wait for each other: started together, or refused with an error where they do not fit.
+        launch_cooperative_grid=arguments["NUM_SPANS"] > 0,
     )
 
 

@@ -46,8 +46,8 @@ KEPT = 2048
 _PAGE = 16
 _SHARED_MEMORY = 163 << 10
 """Of a thread block on sm_80, in bytes; used where the device does not say."""
-_RESERVED = 2048
-"""Bytes of a program's shared memory for barriers and for the system."""
+_RESERVED = 1536
+"""Bytes of a program's shared memory: 1,024 for the system, and its barriers."""
 _LONGEST_RING = 12
 
 
@@ -76,9 +76,12 @@ def candidates(
         block_m: rows of a tile.
         space: values to combine.
         shared_memory: bytes that a thread block may have.
-        specialized: whether sm_90's own kernel is a candidate, where it has the shape.
+        specialized: whether the device is one of sm_90. Where its own kernel has the shape, no other portable ones are
+            tried: of 23 on an H200 none was faster (docs/kernels.md), and each takes seconds to compile.
     """
     own = own_config(shape, block_m)
+    if specialized and (of_hopper := _specialized(shape, block_m, shared_memory)):
+        return [own, *of_hopper]
     key_bytes = (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize
     found = [own]
     values = (space.block_n, space.num_warps, space.num_stages, space.programs_per_sm, space.max_registers)
@@ -87,8 +90,6 @@ def candidates(
         # One step is in registers or just used while the others are on their way.
         if (stages - 1) * block_n * key_bytes <= shared_memory and (many or registers is None):
             found.append(AttentionConfig(own.block_m, block_n, warps, stages, programs, registers))
-    if specialized:
-        found += _specialized(shape, block_m, shared_memory)
     return list(dict.fromkeys(found))
 
 
