@@ -4,7 +4,7 @@ Every configuration runs the cases that a tile of its height serves (`TUNED`), e
 best one has the least geometric mean of its times over the fastest ones. Rows go to --out, so an interrupted sweep goes
 on.
 `programs_per_sm` stands for the number of thread blocks as well: the work is cut for that many times the
-multiprocessors, so values beyond what fits at a time are several waves.
+multiprocessors, so values beyond what fits at a time are several waves; of a specialized kernel they are refused.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, TunedConfigs
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, TunedConfigs
 from prefix_kernels.grouped_attention import tuned as module
+from prefix_kernels.grouped_attention.config import specialized_at_once
 from prefix_kernels.grouped_attention.tuned import TileKey, TunedEntry, file_name, own_config, parse
 
 SHAPE = AttentionShape(32, 8, 128, 128, torch.bfloat16, torch.bfloat16)
@@ -66,7 +67,7 @@ def test_an_own_finding_goes_before_a_shipped_one(tmp_path: Path, monkeypatch: p
     assert later(WIDE, 4) == AttentionConfig(32, 64, 4, 3, 2), "what was shipped before is not a machine's own finding"
 
 
-GOOD = {"format": 1, "gpu": "cpu", "triton": "3", "entries": []}
+GOOD = {"format": 2, "gpu": "cpu", "triton": "3", "entries": []}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ GOOD = {"format": 1, "gpu": "cpu", "triton": "3", "entries": []}
         "",
         "[]",
         "\x00",
-        json.dumps({**GOOD, "format": 2}),
+        json.dumps({**GOOD, "format": 1}),
         json.dumps({**GOOD, "gpu": "NVIDIA H200"}),
         json.dumps({**GOOD, "gpu": 3}),
         json.dumps({**GOOD, "entries": {}}),
@@ -109,10 +110,18 @@ def test_a_bad_file_is_named_and_in_the_cache_left_aside(
         {"num_warps": 3},
         {"num_warps": 64},
         {"block_m": 8},
+        {"rows": 8},
         {"dtype": None},
         {"us": [1]},
         {"us": {"prefix": "fast"}},
         {"us": {"prefix": 10**400}},
+        {"specialized": 1},
+        {"specialized": True},
+        {"specialized": True, "block_m": 64, "num_warps": 8},
+        {"specialized": True, "block_m": 64, "max_registers": 88},
+        {"specialized": True, "block_m": 64, "dtype": "float32", "kv_dtype": "float32"},
+        {"specialized": True, "block_m": 64, "kv_dtype": "float8_e4m3fn"},
+        {"specialized": True, "block_m": 64, "head_dim": 256},
     ],
     ids=str,
 )
@@ -187,3 +196,44 @@ def test_others_may_read_what_was_saved(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_specialized_entry_is_higher_than_what_it_serves_and_does_for_suffixes_too() -> None:
+    config = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
+    shape = AttentionShape(32, 8, 128, 128, torch.bfloat16, torch.bfloat16)
+    key = TileKey.of(shape, 32)
+    found = TunedConfigs("cpu", parse(TunedConfigs("cpu", [TunedEntry(key, config, {})]).dump(), "cpu", "here"))
+    assert found.passes(shape, 8) == [config, config]
+    assert found.passes(shape, 1) == [own_config(shape, 16)] * 2
+    assert found.passes(shape, 32) == [own_config(shape, 128), own_config(shape, 16)]
+
+
+@pytest.mark.parametrize("registers", [40, 88, 111])
+def test_a_specialized_kernel_needs_registers_for_all_of_its_warps(registers: int) -> None:
+    with pytest.raises(ValueError, match="expected max_registers of at least 112 or None"):
+        AttentionConfig(64, 64, 4, 3, 2, registers, specialized=True)
+    with pytest.raises(ValueError, match="expected max_registers of at least 168 or None"):
+        AttentionConfig(128, 64, 4, 3, 1, registers, specialized=True)
+    with pytest.raises(ValueError, match="num_warps of 4"):
+        AttentionConfig(32, 64, 4, 3, 1, specialized=True)
+
+
+def test_programs_at_a_time_are_bounded_by_memory_and_by_registers() -> None:
+    block, query = 64 * 512, 64 * 256
+    two = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
+    assert specialized_at_once(two, block, query, 228 << 10) == 2
+    assert specialized_at_once(AttentionConfig(64, 64, 4, 3, 2, specialized=True), block, query, 228 << 10) == 1
+    assert specialized_at_once(AttentionConfig(64, 64, 4, 4, 2, 128, specialized=True), block, query, 228 << 10) == 1
+    assert specialized_at_once(AttentionConfig(128, 64, 4, 5, 1, specialized=True), block, 2 * query, 228 << 10) == 1
+    assert specialized_at_once(AttentionConfig(128, 64, 4, 9, 1, specialized=True), block, 2 * query, 228 << 10) == 0
+
+
+def test_a_shape_that_the_specialized_kernel_does_not_have_is_refused() -> None:
+    config = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
+    for shape in (
+        AttentionShape(32, 8, 128, 128, torch.bfloat16, torch.float8_e4m3fn),
+        AttentionShape(32, 8, 96, 96, torch.bfloat16, torch.bfloat16),
+        AttentionShape(128, 1, 64, 64, torch.float16, torch.float16),
+    ):
+        with pytest.raises(ValueError, match="expected a shape that the specialized kernel has"):
+            GroupedAttention(shape, 4, [config], torch.device("cpu"))

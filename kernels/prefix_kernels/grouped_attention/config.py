@@ -14,6 +14,11 @@ MAX_BLOCK_M = 128
 SPECIALIZED_ROWS = 64
 """Of one group of multiplying warps on Hopper."""
 _HOPPER = 9
+_SPECIALIZED_REGISTERS = {64: 112, 128: 168}
+_REGISTERS = 65536
+"""Of a multiprocessor."""
+_RESERVED = 1536
+"""Bytes of a specialized program's shared memory: 1,024 for the system, and its barriers."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,10 @@ class AttentionConfig:
                 "expected block_m of 64 or 128, num_warps of 4 and num_stages of 2 or more of a specialized kernel, "
                 f"got {self.block_m}, {self.num_warps} and {self.num_stages}"
             )
+        least = _SPECIALIZED_REGISTERS.get(self.block_m, 0)
+        if self.specialized and self.max_registers is not None and self.max_registers < least:
+            # Its warps share the registers out among them: with fewer, one group would wait for them for ever.
+            raise ValueError(f"expected max_registers of at least {least} or None, got {self.max_registers}")
 
 
 def block_m_for(rows: int, gqa: int) -> int:
@@ -80,11 +89,43 @@ def default_config(block_m: int, head_dim: int, dtype: torch.dtype, least: int =
 
 
 def fits_specialized(
-    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, v_head_dim: int, gqa: int, block_m: int = MAX_BLOCK_M
+    dtype: str, kv_dtype: str, head_dim: int, v_head_dim: int, gqa: int, block_m: int = MAX_BLOCK_M
 ) -> bool:
-    """Whether sm_90's own kernel has these layers and tiles: bf16 or fp16, keys and values of 64 or 128 channels."""
+    """Whether sm_90's own kernel has these layers and tiles: bf16 or fp16, keys and values of 64 or 128 channels.
+
+    Args:
+        dtype: of the queries, by name: `bfloat16`.
+        kv_dtype: of keys and values, by name.
+        head_dim: channels of a key.
+        v_head_dim: channels of a value.
+        gqa: query heads of a KV head.
+        block_m: rows of a tile.
+    """
     widths = head_dim in (64, 128) and v_head_dim in (64, 128)
-    return dtype in (torch.bfloat16, torch.float16) and kv_dtype == dtype and widths and gqa <= block_m
+    return dtype in ("bfloat16", "float16") and kv_dtype == dtype and widths and gqa <= block_m
+
+
+def room_for_blocks(shared_memory: int, rows: int, head_dim: int, itemsize: int) -> int:
+    """Bytes that a specialized program's ring may take of `shared_memory` bytes."""
+    return shared_memory - rows * head_dim * itemsize - _RESERVED
+
+
+def specialized_at_once(
+    config: AttentionConfig, block_bytes: int, query_bytes: int, shared_memory: int, registers: int = _REGISTERS
+) -> int:
+    """Specialized programs that one multiprocessor can run at a time.
+
+    Args:
+        config: a specialized one.
+        block_bytes: of the keys and values of one block.
+        query_bytes: of a tile's queries.
+        shared_memory: bytes of a multiprocessor.
+        registers: of a multiprocessor.
+    """
+    groups = config.block_m // SPECIALIZED_ROWS + 1
+    wanted = config.max_registers or (255 if groups == 2 else 168)
+    by_registers = registers // (groups * 128 * (-(-wanted // 8) * 8))
+    return min(by_registers, shared_memory // (query_bytes + config.num_stages * block_bytes + _RESERVED))
 
 
 def has_specialized(device: torch.device) -> bool:

@@ -72,9 +72,10 @@ def _fetch(
     phase = 1
     _, _, list_begin, head_stride, list_id, begin, listed, _ = first
     for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
-        list_ptr = slots_ptr + list_begin.to(gl.int64) + source * head_stride
-        # The first slots are asked for before their number is known, and again where there are fewer. Places past the
-        # end read the last slot once more: no copy is predicated, and nothing is read that is not listed.
+        list_ptr = slots_ptr + list_begin.to(gl.int64) + source * head_stride.to(gl.int64)
+        # The first slots are asked for before the count on the device is known, and again where there are fewer: what
+        # stands behind the count is read, never used. Past the end the last key is copied once more, so no copy is
+        # predicated and no key is read that is not listed.
         room = gl.maximum(listed, begin + 1) - 1
         k_slot = gl.load(list_ptr + gl.minimum(begin + k_row, room))
         v_slot = gl.load(list_ptr + gl.minimum(begin + v_row, room))

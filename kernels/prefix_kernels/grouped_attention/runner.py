@@ -14,11 +14,13 @@ from prefix_kernels.grouped_attention.config import (
     AttentionConfig,
     check_dtypes,
     fits_specialized,
+    has_specialized,
     programs_at_once,
+    specialized_at_once,
 )
 from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
-from prefix_kernels.grouped_attention.tuned import own_config
+from prefix_kernels.grouped_attention.tuned import name_of, own_config
 from prefix_kernels.launching import block_of, launch, send
 from prefix_kernels.types import AttnState, PagedKV
 
@@ -63,7 +65,8 @@ class AttentionShape:
 
     def fits_specialized(self, block_m: int) -> bool:
         """Whether sm_90's own kernel has tiles of so many rows of it."""
-        return fits_specialized(self.dtype, self.kv_dtype, self.head_dim, self.v_head_dim, self.gqa, block_m)
+        names = name_of(self.dtype), name_of(self.kv_dtype)
+        return fits_specialized(*names, self.head_dim, self.v_head_dim, self.gqa, block_m)
 
     @classmethod
     def of(cls, q: Tensor, kv: PagedKV) -> AttentionShape:
@@ -128,7 +131,8 @@ class GroupedAttention:
             of the batch (give it one `passes` of fixed height, too); 0: as the batch is best spread.
 
     Raises:
-        ValueError: no pass, a batch of no request, or a specialized configuration that does not fit the shape.
+        ValueError: no pass, a batch of no request, or a specialized configuration that does not fit the
+            shape or the device.
     """
 
     def __init__(
@@ -144,11 +148,8 @@ class GroupedAttention:
         if not passes or max_batch < 1:
             raise ValueError(f"expected one pass or more and max_batch >= 1, got {len(passes)} and {max_batch}")
         for config in passes:
-            if config.specialized and not shape.fits_specialized(config.block_m):
-                raise ValueError(
-                    "expected a shape that the specialized kernel has (bf16 or fp16, also the KV; 64 or 128 channels; "
-                    f"at most {config.block_m} query heads to a KV head), got {shape}; use a portable configuration"
-                )
+            if config.specialized:
+                _check_fits(config, shape, device, num_programs)
         self.shape = shape
         self.max_batch = max_batch
         self._chunk = chunk
@@ -256,7 +257,9 @@ class GroupedAttention:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
-        """Attend as planned. One launch per pass, one for the merge; passes of one specialized configuration share one.
+        """Attend as planned. One launch per pass and one for the merge.
+
+        Neighbouring passes of one specialized configuration share a launch; where that is all, it merges, too.
 
         Runs of one object follow each other on one stream: they share the parts' states. Run once before a capture, so
         that the kernels are compiled; scales are constants of the captured graph.
@@ -425,6 +428,32 @@ def _joined(passes: Sequence[AttentionConfig]) -> list[list[int]]:
         else:
             joined.append([number])
     return joined
+
+
+def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, num_programs: int | None) -> None:
+    """A specialized configuration; on a CPU, where it can be compiled only, the device is not asked."""
+    if not shape.fits_specialized(config.block_m):
+        raise ValueError(
+            "expected a shape that the specialized kernel has (bf16 or fp16, also the KV; 64 or 128 channels; "
+            f"at most {config.block_m} query heads to a KV head), got {shape}; use a portable configuration"
+        )
+    if device.type != "cuda":
+        return
+    properties = torch.cuda.get_device_properties(device)
+    if not has_specialized(device):
+        raise ValueError(f"expected sm_90 for the specialized kernel, got {properties.name}; use a portable one")
+    item = shape.dtype.itemsize
+    at_once = specialized_at_once(
+        config,
+        config.block_n * (shape.head_dim + shape.v_head_dim) * item,
+        config.block_m * shape.head_dim * item,
+        properties.shared_memory_per_multiprocessor,
+    )
+    most = at_once * properties.multi_processor_count
+    wanted = num_programs or config.programs_per_sm * properties.multi_processor_count
+    if wanted > most:
+        # They wait for each other.
+        raise ValueError(f"expected at most {most} programs of {config} at a time on this GPU, got {wanted}")
 
 
 def _check_specialized(q: Tensor, kv: PagedKV, scale: float) -> None:

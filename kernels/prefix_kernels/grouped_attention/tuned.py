@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from prefix_kernels.grouped_attention.config import SPECIALIZED_ROWS, AttentionConfig, block_m_for, default_config
+from prefix_kernels.grouped_attention.config import (
+    SPECIALIZED_ROWS,
+    AttentionConfig,
+    block_m_for,
+    default_config,
+    fits_specialized,
+)
 
 if TYPE_CHECKING:
     from prefix_kernels.grouped_attention.runner import AttentionShape
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
 _WARPS = (1, 2, 4, 8, 16, 32)
 _REGISTERS = (16, 255)
@@ -167,7 +173,10 @@ class TunedConfigs:
     def dump(self) -> str:
         """As JSON, one entry a line."""
         head = {"format": FORMAT, "gpu": self.gpu, "triton": _triton_version()}
-        lines = [json.dumps({**asdict(e.key), **asdict(e.config), "us": dict(e.us_by_case)}) for e in self.entries]
+        lines = [
+            json.dumps({"rows": e.key.block_m, **asdict(e.key), **asdict(e.config), "us": dict(e.us_by_case)})
+            for e in self.entries
+        ]
         return json.dumps(head)[:-1] + ', "entries": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
@@ -240,10 +249,11 @@ def _document(text: str, source: str) -> dict[str, Any]:
 
 def _entry(one: Any, source: str) -> TunedEntry:
     try:
-        key = TileKey(**{name: one[name] for name in TileKey.__dataclass_fields__})
+        # `block_m` is the configuration's: a wide head's tile is lower than what it serves, a specialized one higher.
+        key = TileKey(**{name: one["rows" if name == "block_m" else name] for name in TileKey.__dataclass_fields__})
         config = AttentionConfig(**{name: one[name] for name in AttentionConfig.__dataclass_fields__})
         us = {str(name): float(value) for name, value in one.get("us", {}).items()}
-        numbers = {**asdict(config), "key.block_m": key.block_m, "head_dim": key.head_dim, "v_head_dim": key.v_head_dim}
+        numbers = {**asdict(config), "rows": key.block_m, "head_dim": key.head_dim, "v_head_dim": key.v_head_dim}
         specialized = numbers.pop("specialized")
         if config.max_registers is None:
             del numbers["max_registers"]
@@ -252,6 +262,8 @@ def _entry(one: Any, source: str) -> TunedEntry:
             raise ValueError(f"numbers of at least 1 and a tile of at most {most} rows")
         if type(specialized) is not bool:
             raise ValueError("specialized as true or false")
+        if specialized and not fits_specialized(key.dtype, key.kv_dtype, key.head_dim, key.v_head_dim, 1):
+            raise ValueError("a shape that the specialized kernel has")
         if config.num_warps not in _WARPS or not _REGISTERS[0] <= (config.max_registers or 255) <= _REGISTERS[1]:
             raise ValueError(f"num_warps of {_WARPS} and max_registers from {_REGISTERS[0]} to {_REGISTERS[1]}")
         if not isinstance(key.dtype, str) or not isinstance(key.kv_dtype, str):

@@ -24,6 +24,7 @@ from prefix_kernels.grouped_attention.config import (
     SPECIALIZED_ROWS,
     AttentionConfig,
     has_specialized,
+    room_for_blocks,
 )
 from prefix_kernels.grouped_attention.items import Segment
 from prefix_kernels.grouped_attention.tuned import TileKey, TunedConfigs, TunedEntry, own_config
@@ -46,8 +47,6 @@ KEPT = 2048
 _PAGE = 16
 _SHARED_MEMORY = 163 << 10
 """Of a thread block on sm_80, in bytes; used where the device does not say."""
-_RESERVED = 1536
-"""Bytes of a program's shared memory: 1,024 for the system, and its barriers."""
 _LONGEST_RING = 12
 
 
@@ -101,11 +100,11 @@ def _specialized(shape: AttentionShape, block_m: int, shared_memory: int) -> lis
     key_bytes = (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize
     found = []
     for programs, block_n in itertools.product((1, 2) if rows == SPECIALIZED_ROWS else (1,), (32, 64, 128)):
-        left = shared_memory // programs - rows * shape.head_dim * shape.dtype.itemsize - _RESERVED
+        left = room_for_blocks(shared_memory // programs, rows, shape.head_dim, shape.dtype.itemsize)
         ring = min(left // (block_n * key_bytes), _LONGEST_RING)
         # 65,536 registers for the 256 threads of each of two programs.
         registers = 128 if programs == 2 else None
-        rings = {ring, max(ring // 2, 2)} if programs == 1 else {ring}
+        rings = {ring, ring // 2} if programs == 1 else {ring}
         found += [
             AttentionConfig(rows, block_n, 4, length, programs, registers, specialized=True)
             for length in sorted(rings, reverse=True)
