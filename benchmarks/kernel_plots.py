@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kernel_rows import MEMORY_RATE, Row
 
@@ -43,17 +44,53 @@ def read(paths: Iterable[str | Path]) -> list[Row]:
 
 
 def tables(rows: Sequence[Row], context: int | None = None) -> str:
-    """Markdown: per device and conditions the issue's table, all contexts, plain decode, selection, ratios.
+    """Markdown: per device and conditions the issue's table, all contexts, plain decode, selection, ratios, sweeps.
 
     Args:
         rows: from `read`.
         context: of the issue's table; None for 131072, or the longest measured.
     """
     groups: dict[str, list[Row]] = {}
+    sweeps: dict[str, list[Row]] = {}
     for row in rows:
-        if row["bench"] != "tune":
-            groups.setdefault(_title(row), []).append(row)
-    return "\n\n".join(_section(title, own, context) for title, own in groups.items())
+        (sweeps if row["bench"] == "tune" else groups).setdefault(_title(row), []).append(row)
+    found = [_section(title, own, context) for title, own in groups.items()]
+    return "\n\n".join([*found, *(_sweep(title, own) for title, own in sweeps.items())])
+
+
+def _sweep(title: str, rows: Sequence[Row]) -> str:
+    """What `--tune` measured: per height of the tile its configurations, the fastest first, by the first case."""
+    parts = [title]
+    for height in sorted({row["block_m"] for row in rows}):
+        own = [row for row in rows if row["block_m"] == height]
+        cases = list(dict.fromkeys((row["case"], row["context"], row["batch"]) for row in own))
+        times: dict[str, dict[Any, float]] = {}
+        for row in own:
+            if row["green"]:
+                at = times.setdefault(_configuration(row["launch"]), {})
+                at[row["case"], row["context"], row["batch"]] = row["us"]
+        lines = [
+            f"us, for {height} rows:",
+            "",
+            "| kernel | block | warps | stages | programs | "
+            + " | ".join(f"{name} {context} x {batch}" for name, context, batch in cases)
+            + " |",
+            "|---" * (5 + len(cases)) + "|",
+        ]
+        for name, of_case in sorted(times.items(), key=lambda item: item[1].get(cases[0], math.inf)):
+            lines.append(
+                f"| {name} | " + " | ".join(f"{of_case[c]:.1f}" if c in of_case else "-" for c in cases) + " |"
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _configuration(launch: Row) -> str:
+    """Cells of a sweep's table."""
+    kernel = "specialized" if launch.get("specialized") else "portable"
+    bound = f" (registers <= {launch['max_registers']})" if launch["max_registers"] else ""
+    block = f"{launch['block_m']} x {launch['block_n']}"
+    return f"{kernel}{bound} | {block} | {launch['num_warps']} | {launch['num_stages']} | {launch['programs_per_sm']}"
 
 
 def _title(row: Row) -> str:

@@ -206,6 +206,9 @@ def test_tuning_writes_the_best_and_goes_on_where_it_stopped(bench, tmp_path):
         (case, n) for case in ("exact", "sparse", "plain") for n in (16, 32)
     }
     (entry,) = TunedConfigs.read(tuned).entries
+    table = command("--table", out).stdout
+    assert "us, for 16 rows:" in table
+    assert table.count("| portable | 16 x ") == len({json.dumps(row["launch"]) for row in rows_of(out)})
     assert entry.key == TileKey(16, 32, 32, "float32", "float32")
     config = dataclasses.asdict(entry.config)
     assert config in [row["launch"] for row in rows]

@@ -237,3 +237,23 @@ def test_a_shape_that_the_specialized_kernel_does_not_have_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="expected a shape that the specialized kernel has"):
             GroupedAttention(shape, 4, [config], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("path", sorted(module.SHIPPED.glob("*.json")), ids=lambda path: path.name)
+def test_what_the_package_ships_can_be_read_and_fits_its_shapes(path: Path) -> None:
+    shipped = TunedConfigs.read(path)
+    assert path.name == file_name(shipped.gpu)
+    assert shipped.entries
+    for one in shipped.entries:
+        assert one.us_by_case
+        assert one.config.block_m >= min(one.key.block_m, 64)
+
+
+def test_the_h200_runs_its_own_kernel_for_groups_of_every_size() -> None:
+    shipped = TunedConfigs.read(module.SHIPPED / "nvidia-h200.json")
+    shape = AttentionShape(32, 8, 128, 128, torch.bfloat16, torch.bfloat16)
+    assert shipped.missing(shape, range(1, 65)) == []
+    for rows in (1, 8, 16, 32, 64):
+        group, suffix = shipped.passes(shape, rows)
+        assert group == suffix
+        assert group.specialized
