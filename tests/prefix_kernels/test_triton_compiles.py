@@ -29,6 +29,7 @@ from prefix_kernels.ops import (
     token_scores,
     top_k_selection,
 )
+from prefix_kernels.top_k_selection import TopKSelection
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -103,6 +104,13 @@ def top_k(block_size: int) -> None:
     top_k_selection(scores, 64, 4, 16, block_size, 600, implementation="triton")
 
 
+def top_blocks(max_scores: int, key_bits: int) -> None:
+    runner = TopKSelection(
+        1, KV_HEADS, 131072, 600, torch.device("cpu"), key_bits=key_bits, max_scores=max_scores, max_block_size=64
+    )
+    runner.run(torch.zeros(64), runner.new_lists(with_slots=True), slot_table=torch.arange(64))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "prefix_attention of 1 request": lambda: prefix(1),
     "prefix_attention of 8 requests": lambda: prefix(8),
@@ -131,6 +139,8 @@ CASES: dict[str, Callable[[], None]] = {
     "csa_scores_compact on a bitmap": lambda: csa(120),
     "top_k_selection of tokens": lambda: top_k(1),
     "top_k_selection of blocks": lambda: top_k(16),
+    "top_k_selection of 8,192 blocks in one launch": lambda: top_blocks(8192, 32),
+    "top_k_selection of 2,048 blocks in one launch": lambda: top_blocks(2048, 16),
 }
 SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 
@@ -138,7 +148,11 @@ SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 NOT_FOR = {("prefix_attention on fp8", 80), ("attention with bounded registers", 80)}
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith("specialized")}
 #: Bytes that a thread may spill: a bound on registers has its price, and so has the kernel whose warps share them out.
-SPILLED = {"attention with bounded registers": 32, "specialized attention of 128 rows": 16}
+SPILLED = {
+    "attention with bounded registers": 32,
+    "specialized attention of 128 rows": 16,
+    "top_k_selection of 8,192 blocks in one launch": 160,
+}
 
 
 def launches(case: str) -> list[Launch]:
@@ -207,6 +221,7 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
         ("token_scores of 1 request", 2),
         ("csa_scores_compact on offsets", 2),
         ("top_k_selection of tokens", 5),
+        ("top_k_selection of 2,048 blocks in one launch", 1),
     ],
 )
 def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:

@@ -33,22 +33,25 @@ def _load_scores(scores, begin, end, block_shift, TILE: tl.constexpr, TOKENS: tl
 
 
 @triton.jit
-def _keys(scores, begin, num_sink, recent_begin, KEY_BITS: tl.constexpr, TILE: tl.constexpr):
-    """uint32 keys [TILE], KEY_BITS wide, in the order of scores: -inf and NaN 0, window tokens above all others."""
-    token = begin + tl.arange(0, TILE)
+def ordered_keys(scores, KEY_BITS: tl.constexpr):
+    """uint32 keys, KEY_BITS wide, in the order of fp32 scores: -inf and NaN 0. With 16 bits none is 65535."""
     real = scores > float("-inf")
     if KEY_BITS == 16:
         place = tl.minimum(tl.maximum(tl.where(real, scores, 0.0), LOWEST_LOG), 0.0) - LOWEST_LOG
         keys = tl.minimum((place * LOG_SCALE).to(tl.int32) + 1, 65534).to(tl.uint32)
-        keys = tl.where(real, keys, 0)
-        highest = 65535
-    else:
-        # -0.0 is 0.0. Negative floats order backwards, so all of their bits flip; of others the sign does.
-        bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
-        keys = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
-        keys = tl.where(real, keys, 0) >> (32 - KEY_BITS)
-        highest = 4294967295 >> (32 - KEY_BITS)
-    return tl.where((token < num_sink) | (token >= recent_begin), highest, keys)
+        return tl.where(real, keys, 0)
+    # -0.0 is 0.0. Negative floats order backwards, so all of their bits flip; of others the sign does.
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    keys = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+    return tl.where(real, keys, 0) >> (32 - KEY_BITS)
+
+
+@triton.jit
+def _keys(scores, begin, num_sink, recent_begin, KEY_BITS: tl.constexpr, TILE: tl.constexpr):
+    """Keys [TILE] of the tokens from `begin` on, those of the windows above all others."""
+    token = begin + tl.arange(0, TILE)
+    highest = 65535 if KEY_BITS == 16 else 4294967295 >> (32 - KEY_BITS)
+    return tl.where((token < num_sink) | (token >= recent_begin), highest, ordered_keys(scores, KEY_BITS))
 
 
 @triton.jit

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import launch, send
+from prefix_kernels.launching import block_of, launch, send
+from prefix_kernels.top_k_selection.block_kernels import select_blocks_kernel
 from prefix_kernels.top_k_selection.kernels import count_digits_kernel, list_selected_kernel
 from prefix_kernels.top_k_selection.plan import NUM_FIELDS, SelectionGroup, cut_groups
 
@@ -17,6 +19,11 @@ _DIGIT_BITS = 8
 _MOST_TOKENS = 2**30
 _CHUNKS_AT_ONCE = 32
 _ALIGNED = 4
+_MOST_SCORES_AT_ONCE = 8192
+"""Scores of a KV head that one program holds in registers."""
+_MOST_TOKENS_AT_ONCE = 2**20
+"""As it counts them (`block_kernels.COUNT_BITS`)."""
+_SCORES_OF_A_THREAD = 8
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,9 @@ class TopKSelection:
         config: None: `default_config`.
         num_programs: programs that fill the device; None asks it.
         max_block_size: tokens per score, at most. At 1, loads are wide, and scores must begin at multiples of 4.
+        max_scores: scores of a KV head, at most; None: one for each token. Up to 8,192, of up to 2^20 tokens, a run
+            is one launch of one program for each group and KV head: for blocks of a long prefix. `config` and
+            `num_programs` say nothing then.
 
     Raises:
         ValueError: sizes below 1, a prefix of 2^30 tokens or more, or other key bits.
@@ -111,6 +121,7 @@ class TopKSelection:
         config: TopKConfig | None = None,
         num_programs: int | None = None,
         max_block_size: int = 64,
+        max_scores: int | None = None,
     ) -> None:
         sizes = (max_groups, num_kv_heads, max_prefix_len, max_budget)
         if min(sizes) < 1 or max_prefix_len >= _MOST_TOKENS:
@@ -122,11 +133,15 @@ class TopKSelection:
             raise ValueError(f"expected key_bits 16, 24 or 32, got {key_bits}; 32 ranks any scores exactly")
         self.max_groups, self.num_kv_heads, self.max_prefix_len, self.max_budget = sizes
         self.key_bits, self.max_block_size = key_bits, max_block_size
+        self.max_scores = max_scores or max_prefix_len
+        few = max_scores is not None and max_scores <= _MOST_SCORES_AT_ONCE
+        self._at_once = few and max_prefix_len <= _MOST_TOKENS_AT_ONCE
         per_sm = 2 if config is None else config.programs_per_sm
-        self._target = max(1, (num_programs or _multiprocessors(device) * per_sm) // num_kv_heads)
+        programs = num_kv_heads if self._at_once else num_programs or _multiprocessors(device) * per_sm
+        self._target = max(1, programs // num_kv_heads)
         self.config = config or default_config(max_prefix_len, self._target)
         self._max_items = self._target + max_groups
-        num_passes = key_bits // _DIGIT_BITS
+        num_passes = 0 if self._at_once else key_bits // _DIGIT_BITS
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -183,6 +198,11 @@ class TopKSelection:
                     f"expected score_start and score_stride as multiples of {_ALIGNED}, got {group.score_start} and "
                     f"{group.score_stride}; round the stride up, or raise max_block_size"
                 )
+            most = max(-(-group.prefix_len // size) for size in group.block_sizes(self.num_kv_heads))
+            if most > self.max_scores:
+                raise ValueError(
+                    f"expected at most {self.max_scores} scores of a KV head, got {most}; raise max_scores"
+                )
         shifts = torch.zeros(self._block_shifts.shape, dtype=torch.int32)
         for g, group in enumerate(groups):
             shifts[g] = torch.tensor([size.bit_length() - 1 for size in group.block_sizes(self.num_kv_heads)])
@@ -198,7 +218,7 @@ class TopKSelection:
         self._slots_end = max((group.slot_start + group.prefix_len for group in groups), default=0)
 
     def run(self, scores: Tensor, lists: SelectedLists, *, slot_table: Tensor | None = None, pad: bool = True) -> None:
-        """Select as planned: one launch for every 8 bits of a key, one that writes the lists.
+        """Select as planned: one launch for every 8 bits of a key, one that writes the lists; or one for all.
 
         Args:
             scores: fp32 arena in which the groups' scores lie, higher is better. -inf and NaN rank last. Not written.
@@ -210,19 +230,35 @@ class TopKSelection:
             ValueError: tensors of another shape or dtype than planned for, or slots without a table.
         """
         self._check_run(scores, lists, slot_table)
-        config = self.config
-        grid = (self.num_kv_heads, self._max_items)
-        num_passes = self.key_bits // _DIGIT_BITS
-        common = {
+        inputs = {
             "scores_ptr": scores,
             "items_ptr": self._items,
             "block_shifts_ptr": self._block_shifts,
             "NUM_FIELDS": NUM_FIELDS,
             "KEY_BITS": self.key_bits,
-            "TILE": config.tile,
-            "TOKENS": self.max_block_size == 1,
-            "BLOCK_C": _CHUNKS_AT_ONCE,
         }
+        outputs = {
+            "slot_table_ptr": self._block_shifts if slot_table is None else slot_table,
+            "positions_ptr": lists.positions,
+            "slots_ptr": lists.positions if lists.slots is None else lists.slots,
+            "counts_ptr": lists.counts,
+            "max_budget": self.max_budget,
+            "HAS_SLOTS": lists.slots is not None,
+            "PAD": pad,
+        }
+        if self._at_once:
+            blocks = block_of(self.max_scores, 32)
+            warps = min(max(blocks // (32 * _SCORES_OF_A_THREAD), 1), 32)
+            grid = (self.num_kv_heads, self.max_groups)
+            launch(select_blocks_kernel, grid, {**inputs, **outputs, "BLOCKS": blocks}, num_warps=warps)
+        else:
+            self._run_passes(inputs, outputs)
+
+    def _run_passes(self, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+        config = self.config
+        grid = (self.num_kv_heads, self._max_items)
+        num_passes = self.key_bits // _DIGIT_BITS
+        common = {**inputs, "TILE": config.tile, "TOKENS": self.max_block_size == 1, "BLOCK_C": _CHUNKS_AT_ONCE}
         for number in range(num_passes):
             arguments = {
                 **common,
@@ -237,16 +273,10 @@ class TopKSelection:
             launch(count_digits_kernel, grid, arguments, num_warps=config.num_warps)
         arguments = {
             **common,
+            **outputs,
             "at_least_ptr": self._at_least[num_passes - 1],
             "fixed_ptr": self._fixed[num_passes - 1],
             "above_ptr": self._above[num_passes - 1],
-            "slot_table_ptr": self._block_shifts if slot_table is None else slot_table,
-            "positions_ptr": lists.positions,
-            "slots_ptr": lists.positions if lists.slots is None else lists.slots,
-            "counts_ptr": lists.counts,
-            "max_budget": self.max_budget,
-            "HAS_SLOTS": lists.slots is not None,
-            "PAD": pad,
         }
         # Left alone, the compiler takes so many registers that only half of the programs run at a time.
         launch(list_selected_kernel, grid, arguments, num_warps=config.num_warps, maxnreg=config.max_registers)
