@@ -23,6 +23,8 @@ _MOST_SCORES_AT_ONCE = 8192
 """Scores of a KV head that one program holds in registers."""
 _MOST_TOKENS_AT_ONCE = 2**20
 """As it counts them (`block_kernels.COUNT_BITS`)."""
+_LARGEST_BLOCK_AT_ONCE = 2**17
+"""So that the end of the last of 8,192 blocks is an int32."""
 _SCORES_OF_A_THREAD = 8
 
 
@@ -135,7 +137,8 @@ class TopKSelection:
         self.key_bits, self.max_block_size = key_bits, max_block_size
         self.max_scores = max_scores or max_prefix_len
         few = max_scores is not None and max_scores <= _MOST_SCORES_AT_ONCE
-        self._at_once = few and max_prefix_len <= _MOST_TOKENS_AT_ONCE
+        small = max_prefix_len <= _MOST_TOKENS_AT_ONCE and max_block_size <= _LARGEST_BLOCK_AT_ONCE
+        self._at_once = few and small
         per_sm = 2 if config is None else config.programs_per_sm
         programs = num_kv_heads if self._at_once else num_programs or _multiprocessors(device) * per_sm
         self._target = max(1, programs // num_kv_heads)

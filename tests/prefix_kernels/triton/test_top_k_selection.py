@@ -256,6 +256,10 @@ def test_blocks_of_a_long_prefix_are_selected_in_one_launch() -> None:
     with recording() as kept:
         select(more, [group], scores)
     assert len(kept.launches) == 5, "more than one program holds"
+    huge = TopKSelection(1, 2, 131072, 7000, DEVICE, max_block_size=1 << 18, max_scores=8192)
+    with recording() as kept:
+        select(huge, [group], scores)
+    assert len(kept.launches) == 5, "the last of so many such blocks would end beyond an int32"
 
 
 def test_an_empty_prefix_and_no_head() -> None:
