@@ -12,14 +12,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.grouped_attention.hopper_merge_kernels import LN2, merge_parts
 
 LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 _copy_to_shared = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
 """Renamed after Triton 3.6."""
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-"""Of the warps of one partition. Renamed after Triton 3.6."""
 _wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
 
 
@@ -52,12 +50,13 @@ def _fetch(
     queue,
     ring,
     pool,
-    HEAD_DIM: gl.constexpr,
-    V_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    RING: gl.constexpr,
+    sizes: gl.constexpr,
 ):
     """The fetching warps: block after block of listed keys and values, as places of the ring become free."""
+    HEAD_DIM: gl.constexpr = sizes[1]
+    V_DIM: gl.constexpr = sizes[2]
+    BLOCK_N: gl.constexpr = sizes[4]
+    RING: gl.constexpr = sizes[5]
     items_ptr, first, num_items, counts_ptr, source, head, num_heads = queue
     k_ring, v_ring, k_full, k_free, v_full, v_free = ring
     k_ptr, v_ptr, slots_ptr, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head = pool
@@ -126,106 +125,6 @@ def _weights(scores, peak, total, qk_scale, start, end, BLOCK_N: gl.constexpr, l
 
 
 @gluon.jit
-def _wait_for_all_parts(arrived_ptr, head, ARRIVALS: gl.constexpr):
-    """Until every multiplying group of this KV head has written its parts of this launch.
-
-    The counter only grows, by as much in each launch: no one has to set it back. The programs of a launch run at the
-    same time (a cooperative launch), so waiting for each other cannot last.
-    """
-    expected = gl.num_programs(1) * ARRIVALS
-    _barrier()
-    before = gl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu")
-    target = (before // expected + 1) * expected
-    seen = before + 1
-    while seen < target:
-        seen = gl.atomic_add(arrived_ptr + head, 0, sem="acquire", scope="gpu")
-
-
-@gluon.jit
-def _merge(
-    HALF: gl.constexpr,
-    queue,
-    query,
-    result,
-    merging,
-    GQA: gl.constexpr,
-    V_DIM: gl.constexpr,
-    HALVES: gl.constexpr,
-    NUM_SPANS: gl.constexpr,
-):
-    """This group's share of the rows: the parts of all their spans, as `kernels.merge_items_kernel` merges them."""
-    _, _, _, _, _, head, num_heads = queue
-    _, _, batch, _, _, _, _ = query
-    partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, out_stride_row, out_stride_head, v_scale = result
-    spans_ptr, arrived_ptr, some_parts = merging
-    if some_parts > 0:
-        _wait_for_all_parts(arrived_ptr, head, HALVES)
-
-    MERGED_ROWS: gl.constexpr = 2
-    AT_ONCE: gl.constexpr = 32
-    # Parts within a thread and its neighbours, channels across the warps: sums need no shared memory.
-    cube: gl.constexpr = gl.BlockedLayout([1, 8, V_DIM // 32], [1, 4, 8], [1, 1, 4], [2, 1, 0])
-    plane: gl.constexpr = gl.SliceLayout(2, cube)  # rows and parts
-    of_rows: gl.constexpr = gl.SliceLayout(1, plane)
-    written: gl.constexpr = gl.SliceLayout(1, cube)  # rows and channels
-    e = gl.arange(0, V_DIM, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
-    part = gl.arange(0, AT_ONCE, gl.SliceLayout(0, plane))
-    share = gl.program_id(1) * HALVES + HALF
-    for begin in range(share * MERGED_ROWS, batch * GQA, gl.num_programs(1) * HALVES * MERGED_ROWS):
-        r = begin + gl.arange(0, MERGED_ROWS, of_rows)
-        there = r < batch * GQA
-        row = r // GQA
-        spans = spans_ptr + row * (NUM_SPANS * 4)
-        # A row that was written by its only part has -1 parts. The others' parts, of all spans, are one list.
-        fewest = gl.full([MERGED_ROWS], 0, gl.int32, of_rows)
-        count = gl.full([MERGED_ROWS], 0, gl.int32, of_rows)
-        for span in gl.static_range(NUM_SPANS):
-            parts = gl.load(spans + span * 4 + 3, mask=there, other=0)
-            fewest = gl.minimum(fewest, parts)
-            count += parts
-        there = there & (fewest >= 0)
-        most = gl.max(gl.where(there, count, 0), axis=0)
-        acc = gl.full([MERGED_ROWS, V_DIM], 0.0, gl.float32, written)
-        total = gl.full([MERGED_ROWS], 0.0, gl.float32, of_rows)
-        peak = gl.full([MERGED_ROWS], float("-inf"), gl.float32, of_rows)
-        for at in range(0, most, AT_ONCE):
-            place = gl.full([MERGED_ROWS, AT_ONCE], 0, gl.int64, plane)
-            left = gl.full([MERGED_ROWS], 0, gl.int32, of_rows)
-            for span in gl.static_range(NUM_SPANS):
-                first = gl.load(spans + span * 4, mask=there, other=0).to(gl.int64) + r % GQA
-                part_stride = gl.load(spans + span * 4 + 1, mask=there, other=0).to(gl.int64)
-                head_stride = gl.load(spans + span * 4 + 2, mask=there, other=0)
-                parts = gl.load(spans + span * 4 + 3, mask=there, other=0)
-                own = (at + part)[None, :] - left[:, None]
-                where = (first + head * head_stride)[:, None] + own * part_stride[:, None]
-                place = gl.where((own >= 0) & (own < parts[:, None]), where, place)
-                left += parts
-            some = there[:, None] & ((at + part)[None, :] < count[:, None])
-            lse = gl.load(partial_lse_ptr + place, mask=some, other=float("-inf"))
-            corner = place[:, :, None] * V_DIM
-            out = gl.load(partial_out_ptr + corner + e[None, None, :], mask=some[:, :, None], other=0.0)
-            out = gl.where((lse > float("-inf"))[:, :, None], out, 0.0)
-            higher = gl.maximum(peak, gl.max(lse, axis=1))
-            safe = gl.where(higher == float("-inf"), 0.0, higher)
-            weight = gl.exp2(lse - safe[:, None])
-            shrink = gl.exp2(peak - safe)
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, written))[:, None]
-            acc += gl.sum(weight[:, :, None] * out, axis=1)
-            total = total * shrink + gl.sum(weight, axis=1)
-            peak = higher
-        empty = total == 0.0
-        lse = gl.where(empty, float("-inf"), (peak + gl.log2(gl.where(empty, 1.0, total))) * LN2)
-        gl.store(lse_ptr + row.to(gl.int64) * (num_heads * GQA) + head * GQA + r % GQA, lse, mask=there)
-        factor = gl.convert_layout(v_scale / gl.where(empty, 1.0, total), gl.SliceLayout(1, written))
-        own_r = begin + gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, written))
-        own_there = gl.convert_layout(there, gl.SliceLayout(1, written))
-        at = (own_r // GQA).to(gl.int64) * out_stride_row + (head * GQA + own_r % GQA) * out_stride_head
-        column = gl.arange(0, V_DIM, gl.SliceLayout(0, written))
-        ptrs = out_ptr + at[:, None] + column[None, :]
-        gl.store(ptrs, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=own_there[:, None])
-
-
-@gluon.jit
 def _attend(
     HALF: gl.constexpr,
     queue,
@@ -233,15 +132,16 @@ def _attend(
     query,
     result,
     merging,
-    GQA: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    V_DIM: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    RING: gl.constexpr,
-    NUM_SPANS: gl.constexpr,
+    sizes: gl.constexpr,
 ):
     """One warp group: 64 rows of each item's tile over all its blocks; writes that part's state, or the result."""
+    GQA: gl.constexpr = sizes[0]
+    HEAD_DIM: gl.constexpr = sizes[1]
+    V_DIM: gl.constexpr = sizes[2]
+    BLOCK_M: gl.constexpr = sizes[3]
+    BLOCK_N: gl.constexpr = sizes[4]
+    RING: gl.constexpr = sizes[5]
+    NUM_SPANS: gl.constexpr = sizes[6]
     items_ptr, first, num_items, counts_ptr, source, head, num_heads = queue
     k_ring, v_ring, k_full, k_free, v_full, v_free = ring
     q_ptr, rows_ptr, batch, q_stride_row, q_stride_head, q_tile, qk_scale = query
@@ -330,7 +230,7 @@ def _attend(
         following = gl.minimum(item + gl.num_programs(1), num_items - 1)
         row_begin, num_rows, _, _, list_id, begin, listed, first_partial = _fields(items_ptr, following)
     if NUM_SPANS > 0:
-        _merge(HALF, queue, query, result, merging, GQA, V_DIM, BLOCK_M // ROWS, NUM_SPANS)
+        merge_parts(HALF, queue, query, result, merging, GQA, V_DIM, BLOCK_M // ROWS, NUM_SPANS)
 
 
 @gluon.jit(do_not_specialize=["batch"])
@@ -409,46 +309,13 @@ def attend_items_hopper_kernel(
     result = (partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, out_stride_row, out_stride_head, v_scale)
     merging = (spans_ptr, arrived_ptr, some_parts)
     # Registers: 65,536 of a multiprocessor, or as many as `maxnreg` says; what the others leave is the first group's.
+    sizes: gl.constexpr = (GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING, NUM_SPANS)
     if HALVES == 2:
         gl.warp_specialize(
             [
-                (
-                    _attend,
-                    (
-                        gl.constexpr(0),
-                        queue,
-                        ring,
-                        query,
-                        result,
-                        merging,
-                        GQA,
-                        HEAD_DIM,
-                        V_DIM,
-                        BLOCK_M,
-                        BLOCK_N,
-                        RING,
-                        NUM_SPANS,
-                    ),
-                ),
-                (
-                    _attend,
-                    (
-                        gl.constexpr(1),
-                        queue,
-                        ring,
-                        query,
-                        result,
-                        merging,
-                        GQA,
-                        HEAD_DIM,
-                        V_DIM,
-                        BLOCK_M,
-                        BLOCK_N,
-                        RING,
-                        NUM_SPANS,
-                    ),
-                ),
-                (_fetch, (queue, ring, pool, HEAD_DIM, V_DIM, BLOCK_N, RING)),
+                (_attend, (gl.constexpr(0), queue, ring, query, result, merging, sizes)),
+                (_attend, (gl.constexpr(1), queue, ring, query, result, merging, sizes)),
+                (_fetch, (queue, ring, pool, sizes)),
             ],
             [4, 4],
             [216, 72],
@@ -456,25 +323,8 @@ def attend_items_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _attend,
-                    (
-                        gl.constexpr(0),
-                        queue,
-                        ring,
-                        query,
-                        result,
-                        merging,
-                        GQA,
-                        HEAD_DIM,
-                        V_DIM,
-                        BLOCK_M,
-                        BLOCK_N,
-                        RING,
-                        NUM_SPANS,
-                    ),
-                ),
-                (_fetch, (queue, ring, pool, HEAD_DIM, V_DIM, BLOCK_N, RING)),
+                (_attend, (gl.constexpr(0), queue, ring, query, result, merging, sizes)),
+                (_fetch, (queue, ring, pool, sizes)),
             ],
             [4],
             [72],
