@@ -62,7 +62,10 @@ class AttentionConfig:
         least = _SPECIALIZED_REGISTERS.get(self.block_m, 0)
         if self.specialized and self.max_registers is not None and self.max_registers < least:
             # Its warps share the registers out among them: with fewer, one group would wait for them for ever.
-            raise ValueError(f"expected max_registers of at least {least} or None, got {self.max_registers}")
+            raise ValueError(
+                f"expected max_registers of at least {least} or None, got {self.max_registers}; raise it, or lower "
+                "programs_per_sm"
+            )
 
 
 def block_m_for(rows: int, gqa: int) -> int:

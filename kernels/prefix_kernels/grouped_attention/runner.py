@@ -14,12 +14,12 @@ from prefix_kernels.grouped_attention.config import (
     AttentionConfig,
     check_dtypes,
     fits_specialized,
-    has_specialized,
     programs_at_once,
-    specialized_at_once,
 )
-from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, cut
+from prefix_kernels.grouped_attention.items import DIRECT, SPAN_FIELDS, Segment, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
+from prefix_kernels.grouped_attention.launches import AttentionLaunch, AttentionPass, joined
+from prefix_kernels.grouped_attention.specialized import check_fits, check_inputs, launch_specialized
 from prefix_kernels.grouped_attention.tuned import name_of, own_config
 from prefix_kernels.launching import block_of, launch, send
 from prefix_kernels.types import AttnState, PagedKV
@@ -75,45 +75,6 @@ class AttentionShape:
         return cls(q.shape[1], kv.num_kv_heads, kv.head_dim, kv.v_cache.shape[2], q.dtype, kv.k_cache.dtype)
 
 
-class AttentionPass:
-    """Segments of one kind, as groups or single requests: at most one segment of a batch row.
-
-    Args:
-        config: tile and schedule.
-        max_batch: requests of a batch, at most.
-        target: items that fill the GPU once.
-    """
-
-    def __init__(self, config: AttentionConfig, max_batch: int, target: int) -> None:
-        self.config = config
-        self.target = target
-        self.max_items = max(target, max_batch)
-
-    def partial_rows(self, num_kv_heads: int) -> int:
-        """Partial rows that its items may write."""
-        return self.max_items * num_kv_heads * self.config.block_m
-
-
-class _Launch:
-    """One launch of an attention kernel: the items of its passes, in fixed device buffers."""
-
-    def __init__(
-        self, passes: Sequence[int], all_passes: Sequence[AttentionPass], max_batch: int, device: torch.device
-    ):
-        self.passes = passes
-        self.config = all_passes[passes[0]].config
-        self.target = all_passes[passes[0]].target
-        self.max_items = sum(all_passes[number].max_items for number in passes)
-        self.items = torch.zeros(self.max_items, ITEM_FIELDS, dtype=torch.int32, device=device)
-        self.rows = torch.zeros(len(passes) * max_batch, dtype=torch.int32, device=device)
-        self.num_items = torch.zeros(2, dtype=torch.int32, device=device)
-
-    @property
-    def programs(self) -> int:
-        """Programs per KV head: one an item, or, where each takes item after item, what fills the GPU."""
-        return self.target if self.config.specialized else self.max_items
-
-
 class GroupedAttention:
     """Attention of a batch: every request over its group's list, over its own list, or over both, merged.
 
@@ -149,7 +110,7 @@ class GroupedAttention:
             raise ValueError(f"expected one pass or more and max_batch >= 1, got {len(passes)} and {max_batch}")
         for config in passes:
             if config.specialized:
-                _check_fits(config, shape, device, num_programs)
+                check_fits(config, shape, device, num_programs)
         self.shape = shape
         self.max_batch = max_batch
         self._chunk = chunk
@@ -159,7 +120,7 @@ class GroupedAttention:
             )
             for config in passes
         ]
-        self._launches = [_Launch(same, self.passes, max_batch, device) for same in _joined(passes)]
+        self._launches = [AttentionLaunch(same, self.passes, max_batch, device) for same in joined(passes)]
         self._merges_itself = len(self._launches) == 1 and passes[0].specialized
         self._arrived = torch.zeros(shape.num_kv_heads, dtype=torch.int64, device=device)
         self._make_workspace(sum(one.partial_rows(shape.num_kv_heads) for one in self.passes), device)
@@ -284,7 +245,7 @@ class GroupedAttention:
         self._check_run(q, kv, slots, out, lse)
         self._check_lists(q, counts, head_map)
         if any(one.config.specialized for one in self._launches):
-            _check_specialized(q, kv, sm_scale * k_scale)
+            check_inputs(q, kv, sm_scale * k_scale)
         shape = self.shape
         counts = self._no_counts if counts is None else counts
         head_map = self._own_heads if head_map is None else head_map
@@ -294,7 +255,7 @@ class GroupedAttention:
             if one.config.specialized:
                 num_spans = len(self.passes) if self._merges_itself else 0
                 merging = {"spans_ptr": self._spans, "arrived_ptr": self._arrived, "NUM_SPANS": num_spans}
-                _launch_specialized(one, {**arguments, **merging}, shape.num_kv_heads)
+                launch_specialized(one, {**arguments, **merging}, shape.num_kv_heads)
                 continue
             launch(
                 attend_items_kernel,
@@ -336,7 +297,7 @@ class GroupedAttention:
 
     def _arguments(
         self,
-        one: _Launch,
+        one: AttentionLaunch,
         q: Tensor,
         kv: PagedKV,
         slots: Tensor,
@@ -417,69 +378,6 @@ class GroupedAttention:
                     f"expected {name} {dims} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
                     f"{tensor.stride()}"
                 )
-
-
-def _joined(passes: Sequence[AttentionConfig]) -> list[list[int]]:
-    """Numbers of the passes by launch: neighbours of one specialized configuration together, others alone."""
-    joined: list[list[int]] = []
-    for number, config in enumerate(passes):
-        if joined and config.specialized and config == passes[joined[-1][0]]:
-            joined[-1].append(number)
-        else:
-            joined.append([number])
-    return joined
-
-
-def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, num_programs: int | None) -> None:
-    """A specialized configuration; on a CPU, where it can be compiled only, the device is not asked."""
-    if not shape.fits_specialized(config.block_m):
-        raise ValueError(
-            "expected a shape that the specialized kernel has (bf16 or fp16, also the KV; 64 or 128 channels; "
-            f"at most {config.block_m} query heads to a KV head), got {shape}; use a portable configuration"
-        )
-    if device.type != "cuda":
-        return
-    properties = torch.cuda.get_device_properties(device)
-    if not has_specialized(device):
-        raise ValueError(f"expected sm_90 for the specialized kernel, got {properties.name}; use a portable one")
-    item = shape.dtype.itemsize
-    at_once = specialized_at_once(
-        config,
-        config.block_n * (shape.head_dim + shape.v_head_dim) * item,
-        config.block_m * shape.head_dim * item,
-        properties.shared_memory_per_multiprocessor,
-    )
-    most = at_once * properties.multi_processor_count
-    wanted = num_programs or config.programs_per_sm * properties.multi_processor_count
-    if wanted > most:
-        # They wait for each other.
-        raise ValueError(f"expected at most {most} programs of {config} at a time on this GPU, got {wanted}")
-
-
-def _check_specialized(q: Tensor, kv: PagedKV, scale: float) -> None:
-    """It copies 16 bytes at a time, and takes the largest score before it scales."""
-    if not scale > 0:
-        raise ValueError(f"expected a positive scale of the scores, got {scale}; use a portable configuration")
-    for name, tensor in (("q", q), ("k_cache", kv.k_cache), ("v_cache", kv.v_cache)):
-        if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
-            raise ValueError(
-                f"expected {name} aligned to 16 bytes with strides of multiples of 16 elements, got "
-                f"{tensor.data_ptr() % 16} bytes off and strides {tensor.stride()}; use a portable configuration"
-            )
-
-
-def _launch_specialized(one: _Launch, arguments: dict[str, Any], num_kv_heads: int) -> None:
-    from prefix_kernels.grouped_attention.hopper_kernels import attend_items_hopper_kernel
-
-    launch(
-        attend_items_hopper_kernel,
-        (num_kv_heads, one.programs),
-        {**arguments, "num_items_ptr": one.num_items, "RING": one.config.num_stages},
-        num_warps=one.config.num_warps,
-        maxnreg=one.config.max_registers,
-        # Its programs wait for each other: started together, or refused with an error where they do not fit.
-        launch_cooperative_grid=arguments["NUM_SPANS"] > 0,
-    )
 
 
 def attend_segments(
