@@ -62,6 +62,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.cpu = args.smoke
     _fill(args)
     args.rivals = [] if args.rivals == ["none"] else args.rivals
+    if args.layers < 1:
+        parser.error(f"expected --layers of 1 or more, got {args.layers}")
+    if args.layers > 1 and (args.part != "attention" or args.tune):
+        parser.error("expected --layers with attention, without --tune")
     if "none" in args.rivals:
         parser.error("expected --rivals none alone")
     return args
@@ -88,6 +92,9 @@ def _what(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--rivals", nargs="+", choices=[*kernel_bench.RIVALS, "none"], help="measured in the same run (both)"
+    )
+    what.add_argument(
+        "--layers", type=int, default=1, metavar="N", help="attended by one graph, KV of their own (%(default)s)"
     )
     what.add_argument("--keep", type=float, default=0.05, help="share of the prefix, times sqrt(group) (%(default)s)")
     what.add_argument("--suffix", type=int, metavar="TOKENS", help="private tokens of a request (64)")

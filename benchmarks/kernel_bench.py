@@ -12,6 +12,9 @@ the file holds already are not measured again; --seconds ends a run between two 
 
 `bytes` are K and V that must be read, each once; `share` is of 4.3 TB/s. `ratio` is a rival's time over ours, both from
 this run.
+
+A time holds the start of a graph, and tables that no cache holds. With `--layers N` one graph attends N layers, each
+with a KV of its own, and a time is an Nth of the graph's: what a layer costs within a decode step.
 """
 
 from __future__ import annotations
@@ -115,6 +118,7 @@ def conditions(args: argparse.Namespace) -> Row:
         "dtype": args.dtype,
         "flush": args.flush,
         "in_graph": args.in_graph,
+        "layers": args.layers,
         "overlapped": args.overlapped,
         "tuned": args.tuned.name if args.tuned else None,
         "tuned_sha256": hashlib.sha256(args.tuned.read_bytes()).hexdigest() if args.tuned else None,
@@ -134,7 +138,7 @@ def measure_problem(
     import torch
     from kernel_problem import make_problem
 
-    problem = make_problem(shape, sizes, args.keep, torch.device("cpu" if args.cpu else "cuda"), args.seed)
+    problem = make_problem(shape, sizes, args.keep, torch.device("cpu" if args.cpu else "cuda"), args.seed, args.layers)
     rivals: dict[str, float] = {}
     for name, key in keys.items():
         row = attempt(timer, lambda name=name: measure(problem, build(problem, name, configs), timer))
@@ -177,7 +181,7 @@ def measure(problem: Problem, case: Case, timer: Any) -> Row:
     row |= {"config": case.config, "graph": replay is not case.run}
     if not row["green"]:
         return row
-    return {**row, **time_row(timer, replay, case.run, problem.kv_bytes(case.reads))}
+    return {**row, **time_row(timer, replay, case.run, problem.kv_bytes(case.reads), len(problem.layers))}
 
 
 def gate_row(gate: Gate, timer: Any) -> Row:
@@ -185,8 +189,9 @@ def gate_row(gate: Gate, timer: Any) -> Row:
     return {"green": gate.green, "gate": figures, "gate_share": round(gate.error, 4), "meaningful": timer.meaningful}
 
 
-def time_row(timer: Any, replay: Any, work: Any, nbytes: int | None) -> Row:
-    times = timer.time(replay, work)
+def time_row(timer: Any, replay: Any, work: Any, nbytes: int | None, layers: int = 1) -> Row:
+    """Times of one layer; `nbytes` are those of one, too."""
+    times = timer.time(replay, work).over(layers)
     row: Row = {name: round(value, 3) for name, value in dataclasses.asdict(times).items()}
     if nbytes is not None:
         rate = nbytes / (times.us * 1e-6)
@@ -201,6 +206,7 @@ def fits(args: argparse.Namespace, sizes: Sizes, shape: AttentionShape) -> bool:
     import torch
 
     tokens = 1.25 * (sizes.groups * sizes.context + sizes.batch * (sizes.suffix + sizes.page))
+    tokens *= args.layers
     needed = tokens * shape.num_kv_heads * (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize + (8 << 30)
     free = torch.cuda.mem_get_info()[0]
     if needed > free:

@@ -32,6 +32,7 @@ from prefix_kernels.grouped_attention import (
 )
 from prefix_kernels.grouped_attention.config import programs_at_once
 from prefix_kernels.grouped_attention.tuned import passes_of
+from prefix_kernels.types import PagedKV
 
 
 class Pipeline(Protocol):
@@ -55,7 +56,7 @@ class Case:
     """One measured form of attention over a problem.
 
     Attributes:
-        run: launches it.
+        run: launches it, for each layer of the problem.
         out: [batch, num_qo_heads, v_head_dim], written by `run`, or what `run` put into `results`.
         lse: [batch, num_qo_heads] or None.
         reads: `all`, `sparse` or `suffix`.
@@ -77,6 +78,16 @@ class Case:
         self.out.fill_(torch.nan)
         if self.lse is not None:
             self.lse.fill_(torch.nan)
+
+
+def each_layer(problem: Problem, attend: Callable[[PagedKV], Any]) -> Callable[[], None]:
+    """What attends all layers of a problem, one after the other."""
+
+    def run() -> None:
+        for kv in problem.layers:
+            attend(kv)
+
+    return run
 
 
 def exact(problem: Problem, configs: Launching) -> Case:
@@ -120,12 +131,12 @@ def plain(problem: Problem, configs: Launching) -> Case:
 
 def loops(problem: Problem, reads: str) -> Case:
     """Naive: per request and KV head, gather K and V, then torch's attention."""
-    sizes, shape, kv = problem.sizes, problem.shape, problem.kv
+    sizes, shape = problem.sizes, problem.shape
     lists = _lists(problem, reads)
     suffixes = problem.suffix_slots.long()
     out = torch.empty(sizes.batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=problem.q.device)
 
-    def run() -> None:
+    def attend(kv: PagedKV) -> None:
         for row in range(sizes.batch):
             for head in range(shape.num_kv_heads):
                 slots = torch.cat([lists[row // sizes.rows, head], suffixes[row]])
@@ -135,19 +146,19 @@ def loops(problem: Problem, reads: str) -> Case:
                     problem.q[row, part][None, None], k[None, None], v[None, None], scale=problem.sm_scale
                 )[0, 0]
 
-    return Case(run, out, None, reads, eager_too=True)
+    return Case(each_layer(problem, attend), out, None, reads, eager_too=True)
 
 
 def vector(problem: Problem, reads: str) -> Case:
     """Naive: per group, gather K and V of all KV heads once, then matrix products and a softmax of torch."""
-    sizes, shape, kv = problem.sizes, problem.shape, problem.kv
+    sizes, shape = problem.sizes, problem.shape
     lists, suffixes = _lists(problem, reads), problem.suffix_slots.long()
     heads = torch.arange(shape.num_kv_heads, device=lists.device)[:, None]
     out = torch.empty(sizes.batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=problem.q.device)
     tiles = problem.q.view(sizes.groups, sizes.rows, shape.num_kv_heads, shape.gqa, shape.head_dim)
     results = out.view(sizes.groups, sizes.rows, shape.num_kv_heads, shape.gqa, shape.v_head_dim)
 
-    def run() -> None:
+    def attend(kv: PagedKV) -> None:
         for group in range(sizes.groups):
             own = suffixes[group * sizes.rows : (group + 1) * sizes.rows]
             tile = tiles[group].transpose(0, 1).flatten(1, 2)
@@ -161,7 +172,7 @@ def vector(problem: Problem, reads: str) -> Case:
             state = state + torch.einsum("hrgs,rshd->hrgd", near_weight, kv.v_cache[own].float())
             results[group] = state.transpose(0, 1)
 
-    return Case(run, out, None, reads, eager_too=True)
+    return Case(each_layer(problem, attend), out, None, reads, eager_too=True)
 
 
 #: name -> builder, in the order in which they are measured. Rivals come first (see `kernel_rivals`).
@@ -233,12 +244,12 @@ def _case(
     out = torch.empty(problem.sizes.batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=device)
     lse = torch.empty(problem.sizes.batch, shape.num_qo_heads, device=device)
 
-    def run() -> None:
-        attention.run(problem.q, problem.kv, slots, problem.sm_scale, out, lse, counts=counts)
+    def attend(kv: PagedKV) -> None:
+        attention.run(problem.q, kv, slots, problem.sm_scale, out, lse, counts=counts)
 
     config: Mapping[str, Any] = {
         "passes": [dataclasses.asdict(one) for one in passes],
         "programs": [programs_at_once(device, one) for one in passes],
         "workspace_bytes": attention.workspace_bytes,
     }
-    return Case(run, out, lse, reads, dict(config), kept=(attention, slots, counts))
+    return Case(each_layer(problem, attend), out, lse, reads, dict(config), kept=(attention, slots, counts))

@@ -27,6 +27,9 @@ PLAIN_LIMIT = 1.03
 PAPER: dict[str, float] = {"estimation": 5.6, "top_k": 9.4, "attention": 3.1}
 _NAIVE_FORMS = ("loops", "vector")
 
+_KEY = ("bench", "case", "context", "batch", "groups", "suffix", "keep", "shape", "dtype", "device", "flush")
+_KEY += ("in_graph", "layers", "overlapped", "tuned", "launch")
+
 Point = tuple[str, str, int, int, int]
 
 
@@ -36,8 +39,7 @@ def read(paths: Iterable[str | Path]) -> list[Row]:
     for path in paths:
         for line in Path(path).read_text().splitlines():
             row = json.loads(line)
-            named = ("bench", "case", "context", "batch", "groups", "suffix", "keep", "shape", "dtype", "device")
-            key = json.dumps([row.get(name) for name in (*named, "flush", "in_graph", "overlapped", "tuned", "launch")])
+            key = json.dumps([row.get(name) for name in _KEY])
             rows.pop(key, None)
             rows[key] = row
     return list(rows.values())
@@ -98,6 +100,8 @@ def _title(row: Row) -> str:
     parts = [f"{row['device']}, torch {row['torch']}, Triton {row['triton']}, FlashInfer {row['flashinfer']}"]
     parts.append(f"{qo} query heads, {kv} KV heads of {dim}, {row['dtype']}, L2 flushed by {row['flush']}s")
     parts.append("inside one graph" if row["in_graph"] else "graph replays")
+    if row.get("layers", 1) > 1:
+        parts.append(f"{row['layers']} layers a graph, times of one")
     if row.get("overlapped"):
         parts.append("our launches overlapped")
     if row["tuned"]:

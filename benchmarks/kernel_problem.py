@@ -89,7 +89,7 @@ class Problem:
         shape: of the layer.
         sizes: of the batch.
         q: [batch, num_qo_heads, head_dim].
-        kv: the pool; pages of `sizes.page` slots.
+        layers: the pools of the layers that a run attends, one after the other, with the same pages.
         prefix_pages: int32 [groups, context / page].
         suffix_pages: int32 [batch, ceil(suffix / page)].
         positions: int32 [groups, num_kv_heads, count], ascending; the sparse case's selection.
@@ -99,12 +99,17 @@ class Problem:
     shape: AttentionShape
     sizes: Sizes
     q: Tensor
-    kv: PagedKV
+    layers: tuple[PagedKV, ...]
     prefix_pages: Tensor
     suffix_pages: Tensor
     positions: Tensor
     sm_scale: float
     _oracles: dict[str, AttnState] = field(default_factory=dict)
+
+    @property
+    def kv(self) -> PagedKV:
+        """The pool of the last layer, whose output a run leaves behind; pages of `sizes.page` slots."""
+        return self.layers[-1]
 
     @property
     def prefix_slots(self) -> Tensor:
@@ -158,7 +163,9 @@ class Problem:
         return Gate(max(errors), figures)
 
 
-def make_problem(shape: AttentionShape, sizes: Sizes, keep: float, device: torch.device, seed: int = 0) -> Problem:
+def make_problem(
+    shape: AttentionShape, sizes: Sizes, keep: float, device: torch.device, seed: int = 0, layers: int = 1
+) -> Problem:
     """Random keys, values and queries with beacons, and a random selection of them per KV head.
 
     Args:
@@ -167,6 +174,7 @@ def make_problem(shape: AttentionShape, sizes: Sizes, keep: float, device: torch
         keep: of the prefix's tokens, for a group of one; grows with the square root of the group.
         device: where everything lies.
         seed: of everything.
+        layers: pools; beacons are in the last one's keys.
     """
     gen = torch.Generator(device).manual_seed(seed + 7 * sizes.context + sizes.batch)
     per_prefix, per_suffix = sizes.context // sizes.page, -(-sizes.suffix // sizes.page)
@@ -175,7 +183,7 @@ def make_problem(shape: AttentionShape, sizes: Sizes, keep: float, device: torch
     least = _MIN_POOL_BYTES // (slot_bytes * sizes.page) if device.type == "cuda" else 0
     num_pages = max(used + used // 4 + 1, least)
     order = torch.randperm(num_pages, generator=gen, device=device).int()
-    kv = _filled_pool(shape, sizes.page, num_pages, order[:used], gen)
+    kv, *others = (_filled_pool(shape, sizes.page, num_pages, order[:used], gen) for _ in range(layers))
     prefix_pages = order[: sizes.groups * per_prefix].view(sizes.groups, per_prefix)
     suffix_pages = order[sizes.groups * per_prefix : used].view(sizes.batch, per_suffix)
 
@@ -192,7 +200,8 @@ def make_problem(shape: AttentionShape, sizes: Sizes, keep: float, device: torch
         own = _slots(suffix_pages, sizes.page)[:, _beacons(sizes.suffix, 4, gen)].flatten().long()
         kv.k_cache[own] += wanted.to(kv.k_cache.dtype)
     positions = _select(shape, sizes, keep, beacons, gen)
-    return Problem(shape, sizes, q.to(shape.dtype), kv, prefix_pages, suffix_pages, positions, shape.head_dim**-0.5)
+    pools = (*others, kv)
+    return Problem(shape, sizes, q.to(shape.dtype), pools, prefix_pages, suffix_pages, positions, shape.head_dim**-0.5)
 
 
 def oracle(q: Tensor, kv: PagedKV, parts: list[tuple[tuple[int, ...], Tensor]], sm_scale: float) -> AttnState:

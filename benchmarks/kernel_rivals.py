@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from kernel_cases import Case
+from kernel_cases import Case, each_layer
 from kernel_problem import Problem
 from torch import Tensor
+
+from prefix_kernels.types import PagedKV
 
 _WORKSPACE_BYTES = 384 << 20
 
@@ -56,10 +58,11 @@ def decode(problem: Problem) -> Case:
         sm_scale=problem.sm_scale,
     )
     out = torch.empty_like(problem.q)
-    cache = _paged(problem)
-    return Case(
-        lambda: wrapper.run(problem.q, cache, out=out), out, None, "all", _config(module), kept=(wrapper, workspace)
-    )
+
+    def attend(kv: PagedKV) -> None:
+        wrapper.run(problem.q, _paged(problem, kv), out=out)
+
+    return Case(each_layer(problem, attend), out, None, "all", _config(module), kept=(wrapper, workspace))
 
 
 def cascade(problem: Problem) -> Case:
@@ -91,12 +94,11 @@ def cascade(problem: Problem) -> Case:
         sm_scale=problem.sm_scale,
     )
     out = torch.empty_like(problem.q)
-    cache = _paged(problem)
 
-    def run() -> None:
-        out.copy_(wrapper.run(problem.q, cache))  # it has no `out`; the copy is timed with it
+    def attend(kv: PagedKV) -> None:
+        out.copy_(wrapper.run(problem.q, _paged(problem, kv)))  # it has no `out`; the copy is timed with it
 
-    return Case(run, out, None, "all", _config(module), kept=(wrapper, workspace))
+    return Case(each_layer(problem, attend), out, None, "all", _config(module), kept=(wrapper, workspace))
 
 
 #: name -> builder. FlashInfer's decode kernels as SGLang's flashinfer backend calls them; on Hopper SGLang's default
@@ -108,10 +110,10 @@ def _workspace(problem: Problem) -> Tensor:
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=problem.q.device)
 
 
-def _paged(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The pool as FlashInfer sees it: [num_pages, page, num_kv_heads, head_dim], no copy."""
+def _paged(problem: Problem, kv: PagedKV) -> tuple[Tensor, Tensor]:
+    """A pool as FlashInfer sees it: [num_pages, page, num_kv_heads, head_dim], no copy."""
     page = problem.sizes.page
-    k, v = (cache.view(-1, page, *cache.shape[1:]) for cache in (problem.kv.k_cache, problem.kv.v_cache))
+    k, v = (cache.view(-1, page, *cache.shape[1:]) for cache in (kv.k_cache, kv.v_cache))
     return k, v
 
 

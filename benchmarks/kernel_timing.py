@@ -40,6 +40,10 @@ class Times:
             statistics.median(ranked), ranked[round(0.1 * last)], ranked[round(0.9 * last)], ranked[0], len(ranked)
         )
 
+    def over(self, count: int) -> Times:
+        """Of one of so many equal parts of the work."""
+        return Times(self.us / count, self.us_p10 / count, self.us_p90 / count, self.us_min / count, self.repeats)
+
 
 class CpuTimer:
     """For `--smoke`: runs the same path without a GPU. Its times mean nothing."""

@@ -47,7 +47,7 @@ def rows_of(path: Path) -> list[dict]:
 def bench():
     """The modules that run no kernel."""
     sys.path.insert(0, str(BENCHMARKS))
-    names = ("kernel_arguments", "kernel_plots")
+    names = ("kernel_arguments", "kernel_plots", "kernel_timing")
     try:
         yield SimpleNamespace(**{name.removeprefix("kernel_"): importlib.import_module(name) for name in names})
     finally:
@@ -93,6 +93,22 @@ def test_bytes_count_each_key_and_value_once(smoke):
     assert row["share"] == round(row["bytes"] / (row["us"] * 1e-6) / 4.3e12, 4)
     plain = next(r for r in smoke.rows if r["case"] == "plain")
     assert plain["bytes"] == 2 * 80 * 2 * (32 + 32) * 4
+
+
+def test_layers_of_one_graph_are_rows_of_their_own(bench, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    few = [*NARROW, "--batches", "2", "--only", "exact", "--out", out]
+    for layers in ("1", "3"):
+        assert command("attention", "--smoke", *few, "--layers", layers).returncode == 0
+    one, three = rows_of(out)
+    assert (one["layers"], three["layers"]) == (1, 3)
+    assert one["green"]
+    assert three["green"]
+    assert three["bytes"] == one["bytes"]
+    table = bench.plots.tables(bench.plots.read([out]))
+    assert "3 layers a graph, times of one" in table
+    times = bench.timing.Times(40.0, 30.0, 50.0, 20.0, 9)
+    assert times.over(4) == bench.timing.Times(10.0, 7.5, 12.5, 5.0, 9)
 
 
 def test_rows_that_are_there_are_not_measured_again(smoke):
@@ -304,6 +320,8 @@ def test_nothing_to_plot_is_an_error(bench, tmp_path):
         (["selection", "--tune", "x.json"], "expected --tune with attention"),
         (["attention", "--groups", "8"], "expected GROUPSxREQUESTS such as 8x4, got '8'"),
         (["attention", "--rivals", "none", "flashinfer"], "expected --rivals none alone"),
+        (["attention", "--layers", "0"], "expected --layers of 1 or more, got 0"),
+        (["selection", "--layers", "2"], "expected --layers with attention, without --tune"),
     ],
 )
 def test_wrong_arguments_say_what_is_right(bench, arguments, message, capsys):
