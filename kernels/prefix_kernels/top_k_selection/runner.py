@@ -360,7 +360,9 @@ class TopKSelection:
                 f"{candidates.dtype} of strides {candidates.stride()}"
             )
         if candidates.data_ptr() == lists.positions.data_ptr():
-            raise ValueError("expected candidates apart from the lists that are written, got one tensor; use new_lists()")
+            raise ValueError(
+                "expected candidates apart from the lists that are written, got one tensor; use new_lists()"
+            )
 
 
 def _multiprocessors(device: torch.device) -> int:

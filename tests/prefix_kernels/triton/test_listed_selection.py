@@ -106,18 +106,18 @@ def test_candidates_belong_to_a_plan_that_names_them() -> None:
     lists = runner.new_lists()
     runner.run(scores, lists, candidates=candidates)  # no plan yet, as before a capture
     runner.run(scores, lists)
-    with pytest.raises(ValueError, match="expected num_candidates of all groups or of none, got .599, None."):
+    with pytest.raises(ValueError, match=r"expected num_candidates of all groups or of none, got .599, None."):
         runner.plan([GROUPS[0], SelectionGroup(40, 9)])
     runner.plan(GROUPS)
     with pytest.raises(ValueError, match="expected candidates and groups with num_candidates both or none"):
         runner.run(scores, lists)
     for wrong in (candidates[:4], candidates.long(), candidates[..., :598], candidates[0], candidates[..., ::2]):
-        with pytest.raises(ValueError, match="expected candidates .5, 2, 599. or longer, int32 with adjacent"):
+        with pytest.raises(ValueError, match=r"expected candidates .5, 2, 599. or longer, int32 with adjacent"):
             runner.run(scores, lists, candidates=wrong)
+    wide = TopKSelection(5, HEADS, WIDTH, WIDTH, DEVICE, num_programs=14)
+    wide.plan(GROUPS)
+    own = wide.new_lists()
     with pytest.raises(ValueError, match="expected candidates apart from the lists that are written"):
-        wide = TopKSelection(5, HEADS, WIDTH, WIDTH, DEVICE, num_programs=14)
-        wide.plan(GROUPS)
-        own = wide.new_lists()
         wide.run(scores, own, candidates=own.positions)
     runner.plan([SelectionGroup(40, 9, 0, WIDTH)])
     with pytest.raises(ValueError, match="both or none of them, got one; plan for what is handed in"):
