@@ -130,8 +130,8 @@ class BlockFirstLevel:
             rows = {layer.first[1].shape[:-1].numel() for layer in group.layers if layer.first[1] is not None}
             if max(counts) > self.score_stride or min(rows, default=0) < sum(counts):
                 raise ValueError(
-                    f"expected at most {self.score_stride} blocks of a KV head, and {sum(counts)} in each layer's index, "
-                    f"got {max(counts)} and {sorted(rows)}; raise max_blocks, or correct block_size"
+                    f"expected at most {self.score_stride} blocks a head and {sum(counts)} in each layer's index, got "
+                    f" {max(counts)} and {sorted(rows)}; raise max_blocks, or correct block_size"
                 )
             first_rows = tuple(sum(counts[:head]) for head in range(len(counts)))
             nothing, begins = (0,) * len(counts), begins_of(number, self.num_kv_heads, self.score_stride)

@@ -31,6 +31,12 @@ class TwoLevelSelection(Generic[Index]):
     Raises:
         ValueError: stages of other sizes, or a second level that does not score what is listed.
 
+    Attributes:
+        candidates: what `nominate` chose in the last run; the windows are the ends of each list.
+        scores: fp32 arena, natural logs of the candidates' pooled shares, group g's KV head h from (g * num_kv_heads +
+            h) * score_stride on.
+        num_layers: of the first level.
+
     Example, for CSAttention's lists and a token index on some channels:
         first = CsaFirstLevel(CsaScores(...), PooledScores(ScoreShape(32, 8, Source.RAW), ...))
         nominate = TopKSelection(max_groups, 8, max_prefix_len, max_candidates, device, key_bits=16, max_block_size=1)
@@ -66,10 +72,10 @@ class TwoLevelSelection(Generic[Index]):
         self.first, self.nominate, self.second, self.select = first, nominate, second, select
         self.num_layers = first.num_layers
         self.candidates = nominate.new_lists()
-        self._stride = aligned(nominate.max_budget)
+        self.score_stride = aligned(nominate.max_budget)
         max_groups, num_kv_heads = sizes[0]
-        room = max_groups * num_kv_heads * self._stride
-        self._scores = torch.empty(room, dtype=torch.float32, device=second.device)
+        room = max_groups * num_kv_heads * self.score_stride
+        self.scores = torch.empty(room, dtype=torch.float32, device=second.device)
         self._arrays = LayerArrays(second, first.num_layers)
 
     def new_lists(self, *, with_slots: bool = False) -> SelectedLists:
@@ -122,8 +128,8 @@ class TwoLevelSelection(Generic[Index]):
         self.first.run(q, sm_scale, layer)
         self.nominate.run(self.first.scores, self.candidates, pad=False)
         positions = self.candidates.positions
-        self.second.run(q, self._scores, sm_scale, lists=positions, arrays=self._arrays.of(layer))
-        self.select.run(self._scores, lists, slot_table=slot_table, candidates=positions, pad=pad)
+        self.second.run(q, self.scores, sm_scale, lists=positions, arrays=self._arrays.of(layer))
+        self.select.run(self.scores, lists, slot_table=slot_table, candidates=positions, pad=pad)
 
     def _nominated(self, number: int, group: TwoLevelGroup[Index]) -> SelectionGroup:
         stride = self.first.score_stride
@@ -144,7 +150,7 @@ class TwoLevelSelection(Generic[Index]):
             (group.count,) * num_kv_heads,
             tuple(group.prefix_len * head for head in range(num_kv_heads)),
             begins_of(number, num_kv_heads, self.nominate.max_budget),
-            begins_of(number, num_kv_heads, self._stride),
+            begins_of(number, num_kv_heads, self.score_stride),
             group.layers[0].second,
         )
 
@@ -152,8 +158,8 @@ class TwoLevelSelection(Generic[Index]):
         return SelectionGroup(
             group.prefix_len,
             group.budget,
-            number * self.first.num_kv_heads * self._stride,
-            self._stride,
+            number * self.first.num_kv_heads * self.score_stride,
+            self.score_stride,
             num_sink=group.num_sink,
             num_recent=group.num_recent,
             slot_start=group.slot_start,

@@ -308,6 +308,6 @@ def test_groups_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"expected tables of a prefix of 700 tokens, got .130."):
         selection.plan([dataclasses.replace(group, layers=mixed)])
     blocks, _ = groups_of("blocks")[0]
-    for size, message in ((8, "expected at most 48 blocks of a KV head"), (16, "and 88 in each layer's index")):
+    for size, message in ((8, "expected at most 48 blocks a head"), (16, "and 88 in each layer's index")):
         with pytest.raises(ValueError, match=message):
             selection_of("blocks").plan([dataclasses.replace(blocks, block_size=size)])
