@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from prefix_kernels.csa_scores import CompactLists, decode_lists
 from prefix_kernels.csa_scores.runner import CsaScores, CsaShape, CsaTables, default_config
 from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoreShape, Source
+from prefix_kernels.pooled_scores.triton import config_for
 from prefix_kernels.top_k_selection import TopKSelection
 from prefix_kernels.two_level_selection import (
     BlockFirstLevel,
@@ -117,7 +119,10 @@ class CsaIndex:
         of_csa = CsaShape(*heads, shape.head_dim, spec.num_subspaces, spec.num_centroids, spec.score_bits)
         config = default_config(self._list_len / length)
         csa = CsaScores(of_csa, self._dims, rows, length, config, bitmap=self._lists.counts is None)
-        pooling = PooledScores(ScoreShape(*heads, Source.RAW), rows, 1, config_of(prefix), q.device)
+        pooled = ScoreShape(*heads, Source.RAW)
+        # Short stretches: nothing is multiplied while scores are on their way.
+        chunks = replace(config_for(pooled, rows), num_chunks=4 * config_of(prefix).num_chunks)
+        pooling = PooledScores(pooled, rows, 1, chunks, q.device)
         self.level = CsaFirstLevel(csa, pooling)
         # What the rows fetch, each list once.
         of_list = sum(part[0, 0, 0].nbytes for part in self._lists if part is not None)
