@@ -40,7 +40,7 @@ class ScoreConfig:
     """How candidates are scored; a matter of speed only.
 
     Attributes:
-        block_m: query rows of a tile, a power of 2 of at least 16.
+        block_m: query rows of a tile, a power of 2 of at least 16; any with RAW, where nothing is multiplied.
         block_n: candidates of a step, a power of 2 of at least 16.
         num_warps: of a program.
         num_stages: steps that are on their way at a time.

@@ -101,8 +101,9 @@ def test_exact_keys(rows: int, gqa: int, dim: int, dtype: torch.dtype, stored: b
     close(scores, reference, dtype)
 
 
+@pytest.mark.parametrize("block_m", [1, 4, 16])
 @pytest.mark.parametrize("pooling", list(Pooling))
-def test_raw_scores_with_holes_and_silent_rows(pooling: Pooling, device: torch.device) -> None:
+def test_raw_scores_with_holes_and_silent_rows(pooling: Pooling, block_m: int, device: torch.device) -> None:
     count, kv_heads, rows, gqa = 100, 2, 3, 4
     gen = torch.Generator().manual_seed(0)
     raw = torch.randn(1, kv_heads, rows * gqa, count, generator=gen)
@@ -114,7 +115,7 @@ def test_raw_scores_with_holes_and_silent_rows(pooling: Pooling, device: torch.d
         ScoreShape(kv_heads * gqa, kv_heads, Source.RAW, pooling=pooling),
         rows,
         1,
-        ScoreConfig(block_n=16, num_chunks=3),
+        ScoreConfig(block_m, block_n=16, num_chunks=3),
         device,
     )
     q = queries(rows, kv_heads * gqa, 16, torch.float32, device)
