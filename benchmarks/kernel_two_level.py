@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 RECIPES = {"csa": TwoLevelSpec(), "blocks": TwoLevelSpec(first=ABSparseSpec(representation="minmax"))}
 TOPICS, NUM_SAMPLES = 32, 1024
-#: Largest error of a log-probability of listed tokens, where queries are multiplied in fp16: a channel keeps 11 bits.
+#: Largest error of a log-probability from codes, where queries are multiplied in fp16: a channel, times its step, keeps
+#: 11 bits. Of 96 such products the errors add up to 2e-4 (rms); the limit is for the worst of some million.
 HALF_LIMIT = 5e-3
 _STEPS_PER_LOG = 65533 / 44.0
 _ORACLE_ELEMENTS = 1 << 24
@@ -83,6 +84,7 @@ class Prefix:
         budget = budget_for_group(max(NUM_SINK + NUM_RECENT + 16, round(KEEP * prefix_len)), batch)
         self.budget = min(budget, prefix_len)
         self.num_candidates = spec.num_candidates(prefix_len, self.budget)
+        self.limit = SCORE_LIMIT if shape.dtype is torch.float32 else HALF_LIMIT
 
     def tile(self, head: int) -> Tensor:
         """Queries of a KV head in fp64, [rows, head_dim]."""
@@ -103,7 +105,7 @@ class Prefix:
 class CsaIndex:
     """CSAttention's tables of a prefix: the first level and its oracle."""
 
-    block_size = 1
+    block_size, limit = 1, SCORE_LIMIT
 
     def __init__(self, prefix: Prefix) -> None:
         spec, q = prefix.spec.first, prefix.q
@@ -128,7 +130,7 @@ class CsaIndex:
         of_list = sum(part[0, 0, 0].nbytes for part in self._lists if part is not None)
         fetched = min(rows * shape.gqa, spec.num_centroids) * spec.num_subspaces * shape.num_kv_heads
         self.nbytes = of_list * fetched + prefix.first["centroids"].nbytes
-        self.config: dict[str, Any] = {**vars(config), "list_len": self._list_len}
+        self.config: dict[str, Any] = {"csa": vars(config), "pooling": vars(chunks), "list_len": self._list_len}
 
     def oracle(self, head: int) -> Tensor:
         """Pooled scores [prefix_len] of a KV head."""
@@ -154,7 +156,7 @@ class BlockIndex:
     def __init__(self, prefix: Prefix) -> None:
         spec, shape, first = prefix.spec.first, prefix.shape, prefix.first
         assert isinstance(spec, ABSparseSpec)
-        self._prefix, self.block_size = prefix, spec.block_size
+        self._prefix, self.block_size, self.limit = prefix, spec.block_size, prefix.limit
         self.arrays = (None, *(first[f"{part}_{name}"] for part in ("max", "min") for name in ("packed", "scale")))
         heads = (shape.num_qo_heads, shape.num_kv_heads)
         scores = ScoreShape(*heads, Source.MINMAX, shape.head_dim)
@@ -193,7 +195,7 @@ class FirstLevelAlone:
     def check(self) -> Gate:
         """The scores against fp64."""
         error = first_error(self._prefix, self._index)
-        return Gate(error / SCORE_LIMIT, {"first_log_prob": error})
+        return Gate(error / self._index.limit, {"first_log_prob": error})
 
 
 class TwoLevel:
@@ -240,7 +242,7 @@ class TwoLevel:
         token = prefix.second["keys_packed"][0, 0].nbytes
         self.nbytes = index.nbytes + heads * prefix.num_candidates * token
         self.config: dict[str, Any] = {**index.config, "budget": prefix.budget, "candidates": prefix.num_candidates}
-        self.config |= {"num_sink": NUM_SINK, "num_recent": NUM_RECENT, **vars(config_of(prefix))}
+        self.config |= {"num_sink": NUM_SINK, "num_recent": NUM_RECENT, "codes": vars(config_of(prefix))}
 
     def poison(self) -> None:
         """Scores, candidates and lists."""
@@ -275,8 +277,7 @@ class TwoLevel:
             missing = int((named[head, places.clamp_max(prefix.num_candidates - 1)] != taken[head]).sum())
             wrong += missing + (0 if missing else wrongly_chosen(scores, places))
         error = first_error(prefix, index)
-        limit = SCORE_LIMIT if prefix.q.dtype is torch.float32 else HALF_LIMIT
-        share = max(error / SCORE_LIMIT, worst / limit, math.inf if wrong else 0.0)
+        share = max(error / index.limit, worst / prefix.limit, math.inf if wrong else 0.0)
         return Gate(share, {"first_log_prob": error, "second_log_prob": worst, "wrong_tokens": float(wrong)})
 
 
