@@ -2,13 +2,14 @@
 
 To add a selection pipeline, put a builder into `SELECTION` under the name `stage/form`:
 
-    SELECTION["anchor/two_level"] = lambda shape, batch, prefix_len, device: TwoLevel(...)
+    SELECTION["anchor/mine"] = lambda shape, batch, prefix_len, device: Mine(...)
 
 Its object has `run()` (what is timed and captured), `check()` (a `Gate` of what the last run wrote) and, if it likes,
 `poison()` (fill every output with NaN or -1 before a run), `nbytes` (that must be read), `config` (for the row) and
 `eager_too` (True: timed without a CUDA graph where none can hold it).
-Stages: `estimation`, `top_k` (AB-Sparse's kernels 1 and 2), `token_estimation` (the INT4 token index) and `anchor`
-(from queries to lists). A stage's forms are compared with `loops` (per KV head, as in the paper) and `vector` (torch).
+Stages: `estimation`, `top_k` (AB-Sparse's kernels 1 and 2), `token_estimation` (the INT4 token index), `csa` (scores
+from CSAttention's lists, pooled) and `anchor` (from queries to lists). A stage's forms are compared with `loops` (per
+KV head, as in the paper) and `vector` (torch).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from kernel_naive import NAIVE
 from kernel_pipelines import OURS
 from kernel_problem import Gate, Problem
+from kernel_two_level import TWO_LEVEL
 from torch import Tensor
 
 from prefix_kernels.grouped_attention import (
@@ -48,7 +50,7 @@ class Pipeline(Protocol):
 #: Launch parameters by shape and requests of a tile: `TunedConfigs`, or a sweep's candidate.
 Launching = Callable[[AttentionShape, int], AttentionConfig]
 
-SELECTION: dict[str, Callable[[AttentionShape, int, int, torch.device], Pipeline]] = {**NAIVE, **OURS}
+SELECTION: dict[str, Callable[[AttentionShape, int, int, torch.device], Pipeline]] = {**NAIVE, **OURS, **TWO_LEVEL}
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ from prefix_kernels.ops import (
     token_scores,
     top_k_selection,
 )
+from prefix_kernels.pooled_scores import PooledScores, ScoreShape, Source
+from prefix_kernels.pooled_scores.triton import config_for
 from prefix_kernels.top_k_selection import TopKSelection
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -111,6 +114,39 @@ def top_blocks(max_scores: int, key_bits: int) -> None:
     runner.run(torch.zeros(64), runner.new_lists(with_slots=True), slot_table=torch.arange(64))
 
 
+def listed_top_k(max_candidates: int) -> None:
+    """Among candidates of 131,072 tokens: up to 8,192 of them in one launch."""
+    runner = TopKSelection(
+        1,
+        KV_HEADS,
+        max_candidates,
+        600,
+        torch.device("cpu"),
+        key_bits=16,
+        num_programs=264,
+        max_block_size=1,
+        max_scores=max_candidates,
+    )
+    candidates = torch.zeros(1, KV_HEADS, max_candidates, dtype=torch.int32)
+    lists, table = runner.new_lists(with_slots=True), torch.arange(64).int()
+    runner.run(torch.zeros(64), lists, slot_table=table, candidates=candidates)
+
+
+def listed_tokens(rows: int) -> None:
+    """96 channels of candidates' codes."""
+    pooled(ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, 96, 4, True), rows, lists=torch.arange(64).int())
+
+
+def raw_scores(rows: int) -> None:
+    pooled(ScoreShape(HEADS, KV_HEADS, Source.RAW), rows, raw=torch.zeros(64))
+
+
+def pooled(shape: ScoreShape, rows: int, **options: torch.Tensor) -> None:
+    config = replace(config_for(shape, rows), num_chunks=33)
+    scoring = PooledScores(shape, rows, 1, config, torch.device("cpu"), listed="lists" in options)
+    scoring.run(q(rows), torch.zeros(64), 0.1, **options)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "prefix_attention of 1 request": lambda: prefix(1),
     "prefix_attention of 8 requests": lambda: prefix(8),
@@ -141,6 +177,12 @@ CASES: dict[str, Callable[[], None]] = {
     "top_k_selection of blocks": lambda: top_k(16),
     "top_k_selection of 8,192 blocks in one launch": lambda: top_blocks(8192, 32),
     "top_k_selection of 2,048 blocks in one launch": lambda: top_blocks(2048, 16),
+    "top_k_selection among 32,768 candidates": lambda: listed_top_k(32768),
+    "top_k_selection among 8,192 candidates in one launch": lambda: listed_top_k(8192),
+    "token scores of 1 request's candidates": lambda: listed_tokens(1),
+    "token scores of 32 requests' candidates": lambda: listed_tokens(32),
+    "raw scores of 1 request": lambda: raw_scores(1),
+    "raw scores of 32 requests": lambda: raw_scores(32),
 }
 SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 
@@ -152,6 +194,7 @@ SPILLED = {
     "attention with bounded registers": 32,
     "specialized attention of 128 rows": 16,
     "top_k_selection of 8,192 blocks in one launch": 160,
+    "top_k_selection among 8,192 candidates in one launch": 160,
 }
 
 
@@ -222,6 +265,8 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
         ("csa_scores_compact on offsets", 2),
         ("top_k_selection of tokens", 5),
         ("top_k_selection of 2,048 blocks in one launch", 1),
+        ("top_k_selection among 32,768 candidates", 3),
+        ("raw scores of 1 request", 2),
     ],
 )
 def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:

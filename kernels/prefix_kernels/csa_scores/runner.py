@@ -216,7 +216,7 @@ class CsaScores:
                 f"expected integer subspace_dims {dims}, got {tuple(subspace_dims.shape)} {subspace_dims.dtype}"
             )
         self.shape, self.config, self.bitmap = shape, config, bitmap
-        self.max_rows, self.max_prefix_len = max_rows, max_prefix_len
+        self.max_rows, self.max_prefix_len, self.num_layers = max_rows, max_prefix_len, num_layers
         device = subspace_dims.device
         self._dims = subspace_dims.long().contiguous()
         self._rows = torch.full((num_layers, max_rows, _ROW_FIELDS), -1, dtype=torch.int32, device=device)

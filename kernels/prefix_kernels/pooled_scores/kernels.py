@@ -341,12 +341,12 @@ def _step(
 def pooled_scores_kernel(
     q_ptr,  # [batch, num_qo_heads, head_dim]
     rows_ptr,  # int32 [batch], batch rows by group
-    groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
-    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, first list entry, first score
+    groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, stride of rows of raw scores
+    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, first list entry or raw score, first score
     arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, second packed, second scale
     k_ptr,  # [num_slots, num_kv_heads, head_dim], where SOURCE is KEYS
     lists_ptr,  # int32 or int64 arena: slots (KEYS), or rows that are candidates; where LISTED_ROWS
-    raw_ptr,  # fp32, raw scores: read where SOURCE is RAW, written where STORE_RAW
+    raw_ptr,  # fp32, raw scores: read where SOURCE is RAW, written where STORE_RAW; an arena with RAW_ARENA
     peak_ptr,  # fp32 [num_groups, num_kv_heads, num_chunks, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log
@@ -369,6 +369,7 @@ def pooled_scores_kernel(
     LISTED_ROWS: tl.constexpr,
     LISTED_CHANNELS: tl.constexpr,
     STORE_RAW: tl.constexpr,
+    RAW_ARENA: tl.constexpr,
     POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -407,6 +408,9 @@ def pooled_scores_kernel(
     packed2_ptr = tl.multiple_of(tl.load(arrays + 3).to(tl.pointer_type(UNITS)), 16)
     scale2_ptr = tl.load(arrays + 4).to(tl.pointer_type(tl.float32)) + head * CHANNELS
     raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
+    if RAW_ARENA:
+        raw_base = raw_ptr + tl.load(fields + 2)
+        raw_stride_row = tl.load(groups_ptr + group * 4 + 3)
     stats = (group * num_heads + head) * num_chunks * max_rows
 
     # What a code in fp16 is too small by, see `_codes`.

@@ -40,7 +40,7 @@ class ScoreConfig:
     """How candidates are scored; a matter of speed only.
 
     Attributes:
-        block_m: query rows of a tile, a power of 2 of at least 16.
+        block_m: query rows of a tile, a power of 2 of at least 16; any with RAW, where nothing is multiplied.
         block_n: candidates of a step, a power of 2 of at least 16.
         num_warps: of a program.
         num_stages: steps that are on their way at a time.
@@ -97,11 +97,13 @@ class ScoredGroup:
         counts: per KV head, candidates.
         first_rows: per KV head, first of its rows among the codes; with RAW and KEYS all 0.
         list_begins: per KV head, where its list begins in the arena of `run`: slots with KEYS, rows of codes where
-            candidates are listed; else all 0.
+            candidates are listed; with RAW, where its raw scores begin; else all 0.
         score_begins: per KV head, where its scores go in the arena of scores.
         arrays: tensors of the index on the device: channels (int16 [num_kv_heads, channels]) or None, codes (uint8),
             scale (fp32 [num_kv_heads, channels]), with MINMAX codes and scale of the maximum first, of the minimum
             second. Kept alive by the caller while runs may read them.
+        raw_stride: with RAW, from one row's raw scores to the next one's. A KV head's rows are the requests in the
+            order of `rows`, each with its query heads.
     """
 
     rows: tuple[int, ...]
@@ -110,6 +112,12 @@ class ScoredGroup:
     list_begins: tuple[int, ...]
     score_begins: tuple[int, ...]
     arrays: tuple[Tensor | None, ...] = ()
+    raw_stride: int = 0
+
+    def raw_end(self, gqa: int) -> int:
+        """Raw scores that an arena with this group's must have."""
+        last_row = max(len(self.rows) * gqa - 1, 0) * self.raw_stride
+        return max(begin + last_row + count for begin, count in zip(self.list_begins, self.counts, strict=True))
 
 
 class PooledScores:
@@ -147,8 +155,8 @@ class PooledScores:
             )
         self.shape = shape
         self.config = config
-        self.max_batch, self.max_groups = max_batch, max_groups
-        self._listed = listed or shape.source is Source.KEYS
+        self.max_batch, self.max_groups, self.device = max_batch, max_groups, device
+        self.listed = listed or shape.source is Source.KEYS
         self._max_rows = max_batch * shape.gqa
         heads = (max_groups, shape.num_kv_heads)
         self._rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
@@ -160,7 +168,7 @@ class PooledScores:
         self._total = torch.empty(stats, dtype=torch.float32, device=device)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_scores = torch.zeros(1, dtype=torch.float32, device=device)
-        self._most_rows = 0
+        self._most_rows = self._raw_end = 0
 
     def plan(self, groups: Sequence[ScoredGroup]) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
@@ -185,11 +193,10 @@ class PooledScores:
                 raise ValueError(
                     f"expected counts and begins for each of {self.shape.num_kv_heads} KV heads, got {group}"
                 )
-            check_arrays(self.shape, group.arrays)
-            tables[number] = torch.tensor([first, len(group.rows), max(group.counts), 0])
+            addresses = array_addresses(self.shape, group.arrays)
+            tables[number] = torch.tensor([first, len(group.rows), max(group.counts), group.raw_stride])
             heads[number] = torch.tensor(fields).T
-            for at, array in enumerate(group.arrays):
-                arrays[number, at] = 0 if array is None else array.data_ptr()
+            arrays[number] = torch.tensor(addresses, dtype=torch.int64)
             first += len(group.rows)
         for source, buffer in (
             (torch.tensor(rows, dtype=torch.int32), self._rows),
@@ -199,6 +206,7 @@ class PooledScores:
         ):
             send(source, buffer)
         self._most_rows = max(rows, default=-1) + 1
+        self._raw_end = max((group.raw_end(self.shape.gqa) for group in groups), default=0)
 
     def run(
         self,
@@ -220,10 +228,10 @@ class PooledScores:
             sm_scale: multiplies q.k before the softmax.
             k_cache: [num_slots, num_kv_heads, head_dim], with KEYS.
             lists: int32 or int64 arena of the groups' lists.
-            raw: fp32 [max_groups, num_kv_heads, rows, candidates] by its strides. With RAW the scores, read. Otherwise
-                room for them, worth it for few rows: the second pass then reads them back instead of scoring again.
-            arrays: int64 [max_groups, 5] addresses of another layer's arrays, each as `check_arrays` asks for; None for
-                those of the plan.
+            raw: with RAW the scores: an fp32 arena in which the groups' rows lie. Otherwise room for them, fp32
+                [max_groups, num_kv_heads, rows, candidates] by its strides, worth it for few rows: the second pass
+                then reads them back instead of scoring again.
+            arrays: int64 [max_groups, 5], another layer's `array_addresses`; None for those of the plan.
 
         Raises:
             ValueError: a tensor that the source needs is missing, or of another shape.
@@ -254,6 +262,7 @@ class PooledScores:
         arrays: Tensor | None,
     ) -> dict[str, Any]:
         shape, config = self.shape, self.config
+        raw_strides = (0, 0, 0, 1) if raw is None or raw.dim() == 1 else raw.stride()
         half = shape.source in (Source.LOW_BIT, Source.MINMAX) and q.dtype is not torch.float32
         return {
             "q_ptr": q,
@@ -272,17 +281,18 @@ class PooledScores:
             "q_stride_head": q.stride(1),
             "k_stride_slot": 0 if k_cache is None else k_cache.stride(0),
             "k_stride_head": 0 if k_cache is None else k_cache.stride(1),
-            "raw_stride_group": 0 if raw is None else raw.stride(0),
-            "raw_stride_head": 0 if raw is None else raw.stride(1),
-            "raw_stride_row": 0 if raw is None else raw.stride(2),
-            "raw_stride_candidate": 0 if raw is None else raw.stride(3),
+            "raw_stride_group": raw_strides[0],
+            "raw_stride_head": raw_strides[1],
+            "raw_stride_row": raw_strides[2],
+            "raw_stride_candidate": raw_strides[3],
+            "RAW_ARENA": shape.source is Source.RAW,
             "max_rows": self._max_rows,
             "GQA": shape.gqa,
             "CHANNELS": shape.channels,
             "BLOCK_K": block_of(shape.row_units, 16),
             "ROW_UNITS": shape.row_units,
             "BITS": shape.bits,
-            "LISTED_ROWS": self._listed,
+            "LISTED_ROWS": self.listed,
             "LISTED_CHANNELS": shape.listed_channels,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -305,7 +315,7 @@ class PooledScores:
             name
             for name, tensor, needed in (
                 ("k_cache", k_cache, source is Source.KEYS),
-                ("lists", lists, self._listed),
+                ("lists", lists, self.listed),
                 ("raw", raw, source is Source.RAW),
             )
             if needed and tensor is None
@@ -337,12 +347,28 @@ class PooledScores:
             )
         if lists is not None and not (lists.is_contiguous() and lists.dtype in (torch.int32, torch.int64)):
             raise ValueError(f"expected lists int32 or int64 contiguous, got {lists.dtype} of stride {lists.stride()}")
-        if raw is not None and (raw.dim() != 4 or raw.dtype is not torch.float32):
+        arena = self.shape.source is Source.RAW
+        if raw is not None and (raw.dim() != (1 if arena else 4) or raw.dtype is not torch.float32):
+            wanted_raw = "[arena]" if arena else "[max_groups, num_kv_heads, rows, candidates]"
+            raise ValueError(f"expected raw {wanted_raw} fp32, got {tuple(raw.shape)} {raw.dtype}")
+        if raw is not None and arena and (raw.shape[0] < self._raw_end or not raw.is_contiguous()):
             raise ValueError(
-                f"expected raw [max_groups, num_kv_heads, rows, candidates] fp32, got {tuple(raw.shape)} {raw.dtype}"
+                f"expected a contiguous arena of {self._raw_end} raw scores, got {raw.shape[0]} of stride "
+                f"{raw.stride(0)}; was it planned so?"
             )
         if arrays is not None and (tuple(arrays.shape) != tuple(self._arrays.shape) or not arrays.is_contiguous()):
             raise ValueError(f"expected arrays {tuple(self._arrays.shape)} int64, got {tuple(arrays.shape)}")
+
+
+def array_addresses(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> list[int]:
+    """A group's row of the table of addresses that the kernel reads: 5 of them, 0 for what is not there.
+
+    Raises:
+        ValueError: as `check_arrays`.
+    """
+    check_arrays(shape, arrays)
+    addresses = [0 if array is None else array.data_ptr() for array in arrays]
+    return addresses + [0] * (ARRAYS - len(addresses))
 
 
 def check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:

@@ -110,7 +110,14 @@ def _planned(shape: ScoreShape, group: ScoredGroup, q: Tensor) -> PooledScores:
 
 
 def config_for(shape: ScoreShape, num_rows: int) -> ScoreConfig:
-    """What runs where nothing was tuned: tiles of up to 32 rows, so that a step stays in registers on sm_80, too."""
+    """What runs where nothing was tuned: tiles of up to 32 rows, so that a step stays in registers on sm_80, too.
+
+    Raw scores that are there take up to 16 rows at a time, and no more than there are: their addresses need registers,
+    nothing is multiplied, and no row is read twice.
+    """
+    if shape.source is Source.RAW:
+        block_m = min(16, block_of(num_rows * shape.gqa))
+        return ScoreConfig(block_m, min(512, 4096 // block_m), 4, 3)
     block_m = min(32, block_of(num_rows * shape.gqa, 16))
     coded = shape.source in (Source.LOW_BIT, Source.MINMAX)
     return ScoreConfig(block_m, 64 if coded and shape.row_units >= 32 else 128, 4, 3)

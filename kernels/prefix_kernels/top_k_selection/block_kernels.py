@@ -50,19 +50,23 @@ def select_blocks_kernel(
     scores_ptr,  # fp32 [arena]
     items_ptr,  # int64 [max_groups, NUM_FIELDS], see `plan.py`: one item a group
     block_shifts_ptr,  # int32 [max_groups, num_kv_heads], log2 of the tokens of a block
+    candidates_ptr,  # int32 [max_groups, num_kv_heads, candidates] by its strides: positions, ascending; where LISTED
     slot_table_ptr,  # int32 or int64 [arena]
     positions_ptr,  # int32 [max_groups, num_kv_heads, max_budget], written
     slots_ptr,  # int32 [max_groups, num_kv_heads, max_budget], written with HAS_SLOTS
     counts_ptr,  # int32 [max_groups, num_kv_heads], written
     max_budget,
+    candidates_stride_group,
+    candidates_stride_head,
     NUM_FIELDS: tl.constexpr,
     KEY_BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    LISTED: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     PAD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Program (KV head, group): all of its blocks."""
+    """Program (KV head, group): all of its blocks; with LISTED all of its candidates, as blocks of one token."""
     wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(0)
     group = tl.program_id(1)
@@ -99,13 +103,17 @@ def select_blocks_kernel(
 
     positions = positions_ptr + row.to(tl.int64) * max_budget
     slots = slots_ptr + row.to(tl.int64) * max_budget
+    candidates = candidates_ptr + group.to(tl.int64) * candidates_stride_group + head * candidates_stride_head
     for step in range(1 << block_shift):
         token = begin + step
         chosen = (token < num_sink) | (token >= recent_begin) | ((token >= chosen_begin) & (token < free_end))
         chosen = chosen & (token < end)
-        tl.store(positions + place, token, mask=chosen)
+        position = token
+        if LISTED:
+            position = tl.load(candidates + token, mask=chosen, other=0)
+        tl.store(positions + place, position, mask=chosen)
         if HAS_SLOTS:
-            slot = tl.load(slot_table + token, mask=chosen, other=0)
+            slot = tl.load(slot_table + position, mask=chosen, other=0)
             tl.store(slots + place, slot.to(tl.int32), mask=chosen)
         place += chosen.to(tl.int32)
     tl.store(counts_ptr + row, count)

@@ -185,21 +185,28 @@ def list_selected_kernel(
     at_least_ptr,  # int32 [num_kv_heads, max_items, NUM_DIGITS], of the last pass
     fixed_ptr,  # int32 [max_groups, num_kv_heads, 2], after the last pass but one
     above_ptr,  # int32 [num_kv_heads, max_items], after the last pass but one
+    candidates_ptr,  # int32 [max_groups, num_kv_heads, candidates] by its strides: positions, ascending; where LISTED
     slot_table_ptr,  # int32 or int64 [arena]
     positions_ptr,  # int32 [max_groups, num_kv_heads, max_budget], written
     slots_ptr,  # int32 [max_groups, num_kv_heads, max_budget], written with HAS_SLOTS
     counts_ptr,  # int32 [max_groups, num_kv_heads], written
     max_budget,
+    candidates_stride_group,
+    candidates_stride_head,
     NUM_FIELDS: tl.constexpr,
     KEY_BITS: tl.constexpr,
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    LISTED: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     PAD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Program (KV head, item): lists its chunk's tokens above the threshold, and the last ones of those at it."""
+    """Program (KV head, item): lists its chunk's tokens above the threshold, and the last ones of those at it.
+
+    With LISTED, what is counted as tokens are places in the list of candidates, which names their positions.
+    """
     wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(0)
     item = tl.program_id(1)
@@ -243,8 +250,12 @@ def list_selected_kernel(
                 above_before += tl.sum(known, axis=0)
         positions = positions_ptr + row.to(tl.int64) * max_budget
         slots = slots_ptr + row.to(tl.int64) * max_budget
+        candidates = candidates_ptr + group.to(tl.int64) * candidates_stride_group + head * candidates_stride_head
         for start in range(begin, end, TILE):
             token = start + tl.arange(0, TILE)
+            position = token
+            if LISTED:
+                position = tl.load(candidates + token, mask=token < end, other=0)
             keys = _keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
             if start + TILE < end:
                 tile = _load_scores(scores, start + TILE, end, block_shift, TILE, TOKENS)
@@ -255,9 +266,9 @@ def list_selected_kernel(
             place = _listed(upto - both, above_before, ties_before)
             # Where listing goes on by one, the token is listed.
             chosen_token = _listed(upto, above_before, ties_before) > place
-            tl.store(positions + place, token, mask=chosen_token)
+            tl.store(positions + place, position, mask=chosen_token)
             if HAS_SLOTS:
-                slot = tl.load(slot_table + token, mask=chosen_token, other=0)
+                slot = tl.load(slot_table + position, mask=chosen_token, other=0)
                 tl.store(slots + place, slot.to(tl.int32), mask=chosen_token)
             tile_total = tl.sum(both, axis=0)
             above_before += tile_total & 65535

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 NUM_FIELDS = 12
 """int64 fields of an item: group, begin, end (tokens of its chunk), the group's first item, the group's number of
-items, prefix_len, count, num_sink, recent_begin, score_start, score_stride, slot_start. Group -1: leave at once."""
+items, prefix_len, count, num_sink, recent_begin, score_start, score_stride, slot_start. Group -1: leave at once. Where
+candidates are listed, tokens are places in the list, and their number stands in the place of prefix_len."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,12 @@ class SelectionGroup:
         num_sink: leading positions always taken.
         num_recent: trailing positions always taken.
         slot_start: where its position-to-slot table begins in the arena of slots.
+        num_candidates: positions of the list that `TopKSelection.run` takes for each KV head, and from which it
+            chooses; None: from all of the prefix. The list ascends and holds the sink and the recent window: they are
+            its ends. There is a score for each entry, so `block_size` is 1.
 
     Raises:
-        ValueError: sizes out of range, or windows that do not fit the budget.
+        ValueError: sizes out of range, windows that do not fit the budget, or blocks of listed candidates.
     """
 
     prefix_len: int
@@ -37,6 +41,7 @@ class SelectionGroup:
     num_sink: int = 0
     num_recent: int = 0
     slot_start: int = 0
+    num_candidates: int | None = None
 
     def __post_init__(self) -> None:
         least_block = self.block_size if isinstance(self.block_size, int) else min(self.block_size, default=0)
@@ -52,9 +57,17 @@ class SelectionGroup:
         ):
             if value < least:
                 raise ValueError(f"expected {name} >= {least}, got {value}; correct the group's plan")
-        for size in self.block_size if isinstance(self.block_size, tuple) else (self.block_size,):
+        sizes = self.block_size if isinstance(self.block_size, tuple) else (self.block_size,)
+        for size in sizes:
             if size & (size - 1):
                 raise ValueError(f"expected block_size as a power of 2, got {size}; repeat the scores to such blocks")
+        windows = min(self.num_sink + self.num_recent, self.prefix_len)
+        if not windows <= self.num_scored <= self.prefix_len or (self.num_candidates is not None and set(sizes) != {1}):
+            raise ValueError(
+                f"expected num_candidates from {windows} (the windows) to {self.prefix_len} (the prefix) and "
+                f"block_size 1 with it, got {self.num_candidates} and {self.block_size}; list the windows, and score "
+                "each candidate"
+            )
         if self.budget < self.prefix_len and self.num_sink + self.num_recent > self.budget:
             raise ValueError(
                 f"expected num_sink + num_recent <= budget={self.budget} tokens, got {self.num_sink} + "
@@ -64,7 +77,12 @@ class SelectionGroup:
     @property
     def count(self) -> int:
         """Tokens that are selected per KV head."""
-        return min(self.budget, self.prefix_len)
+        return min(self.budget, self.num_scored)
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that compete: the listed candidates, or all of the prefix."""
+        return self.prefix_len if self.num_candidates is None else self.num_candidates
 
     def block_sizes(self, num_kv_heads: int) -> list[int]:
         """Of every KV head. Raises ValueError where there is not one for each."""
@@ -79,10 +97,10 @@ class SelectionGroup:
 
     def scores_end(self, num_kv_heads: int) -> int:
         """Entries that the arena of scores must have for this group; 0 where none is read."""
-        if self.prefix_len == 0:
+        if self.num_scored == 0:
             return 0
         sizes = enumerate(self.block_sizes(num_kv_heads))
-        return max(self.score_start + h * self.score_stride + -(-self.prefix_len // size) for h, size in sizes)
+        return max(self.score_start + h * self.score_stride + -(-self.num_scored // size) for h, size in sizes)
 
 
 def cut_groups(groups: Sequence[SelectionGroup], max_groups: int, target: int, tile: int) -> list[list[int]]:
@@ -91,17 +109,17 @@ def cut_groups(groups: Sequence[SelectionGroup], max_groups: int, target: int, t
     A group without tokens, and a group that the plan does not name, has one item: it writes a count of 0 and the
     padding.
     """
-    total = sum(group.prefix_len for group in groups)
+    total = sum(group.num_scored for group in groups)
     chunk = max(1, -(-total // (target * tile))) * tile
     items: list[list[int]] = []
     for g in range(max_groups):
         group = groups[g] if g < len(groups) else SelectionGroup(0, 1)
-        num_items = max(1, -(-group.prefix_len // chunk))
+        num_items = max(1, -(-group.num_scored // chunk))
         first = len(items)
         for number in range(num_items):
             begin = number * chunk
-            end = min(begin + chunk, group.prefix_len)
-            fields = [g, begin, end, first, num_items, group.prefix_len, group.count, group.num_sink]
-            fields += [group.prefix_len - group.num_recent, group.score_start, group.score_stride, group.slot_start]
+            end = min(begin + chunk, group.num_scored)
+            fields = [g, begin, end, first, num_items, group.num_scored, group.count, group.num_sink]
+            fields += [group.num_scored - group.num_recent, group.score_start, group.score_stride, group.slot_start]
             items.append(fields)
     return items

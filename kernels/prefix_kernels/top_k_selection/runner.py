@@ -94,7 +94,7 @@ class TopKSelection:
     Args:
         max_groups: groups of a batch, at most.
         num_kv_heads: KV heads.
-        max_prefix_len: tokens of a prefix, at most.
+        max_prefix_len: tokens of a prefix, or candidates where they are listed, at most.
         max_budget: tokens that are selected per group and KV head, at most: the width of the lists.
         device: where everything lies.
         key_bits: how scores are told apart. 32: as they are. 24: by their sign, exponent and 15 bits of the mantissa
@@ -185,11 +185,16 @@ class TopKSelection:
         """
         if len(groups) > self.max_groups:
             raise ValueError(f"expected at most {self.max_groups} groups, got {len(groups)}; raise max_groups")
+        if len({group.num_candidates is None for group in groups}) > 1:
+            raise ValueError(
+                f"expected num_candidates of all groups or of none, got {[group.num_candidates for group in groups]}; "
+                "list all positions of the others, or select from them apart"
+            )
         for group in groups:
-            if group.prefix_len > self.max_prefix_len or group.count > self.max_budget:
+            if group.num_scored > self.max_prefix_len or group.count > self.max_budget:
                 raise ValueError(
                     f"expected at most {self.max_prefix_len} tokens of a prefix and {self.max_budget} selected, got "
-                    f"{group.prefix_len} and {group.count}; raise max_prefix_len or max_budget"
+                    f"{group.num_scored} and {group.count}; raise max_prefix_len or max_budget"
                 )
             if max(group.block_sizes(self.num_kv_heads)) > self.max_block_size:
                 raise ValueError(
@@ -201,7 +206,7 @@ class TopKSelection:
                     f"expected score_start and score_stride as multiples of {_ALIGNED}, got {group.score_start} and "
                     f"{group.score_stride}; round the stride up, or raise max_block_size"
                 )
-            most = max(-(-group.prefix_len // size) for size in group.block_sizes(self.num_kv_heads))
+            most = max(-(-group.num_scored // size) for size in group.block_sizes(self.num_kv_heads))
             if most > self.max_scores:
                 raise ValueError(
                     f"expected at most {self.max_scores} scores of a KV head, got {most}; raise max_scores"
@@ -219,20 +224,36 @@ class TopKSelection:
         if self.max_block_size == 1:
             self._scores_end += -self._scores_end % _ALIGNED
         self._slots_end = max((group.slot_start + group.prefix_len for group in groups), default=0)
+        # An empty plan fits either kind of run, for instance the one that is captured.
+        self._listed = groups[0].num_candidates is not None if groups else None
+        self._most_candidates = max((group.num_candidates or 0 for group in groups), default=0)
 
-    def run(self, scores: Tensor, lists: SelectedLists, *, slot_table: Tensor | None = None, pad: bool = True) -> None:
+    def run(
+        self,
+        scores: Tensor,
+        lists: SelectedLists,
+        *,
+        slot_table: Tensor | None = None,
+        candidates: Tensor | None = None,
+        pad: bool = True,
+    ) -> None:
         """Select as planned: one launch for every 8 bits of a key, one that writes the lists; or one for all.
 
         Args:
             scores: fp32 arena in which the groups' scores lie, higher is better. -inf and NaN rank last. Not written.
             lists: written; every entry, unless `pad` is off.
             slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
+            candidates: int32 [max_groups, num_kv_heads, most candidates of a group, or more], adjacent entries: of each
+                KV head the ascending positions that its scores are of, where the plan has `num_candidates`. For
+                instance the `positions` of another selection. Not written; not `lists.positions`.
             pad: write -1 behind the counts. Attention goes by the counts and does not need it.
 
         Raises:
-            ValueError: tensors of another shape or dtype than planned for, or slots without a table.
+            ValueError: tensors of another shape or dtype than planned for, slots without a table, or candidates that
+                were not planned.
         """
         self._check_run(scores, lists, slot_table)
+        self._check_candidates(candidates, lists)
         inputs = {
             "scores_ptr": scores,
             "items_ptr": self._items,
@@ -241,6 +262,10 @@ class TopKSelection:
             "KEY_BITS": self.key_bits,
         }
         outputs = {
+            "candidates_ptr": self._block_shifts if candidates is None else candidates,
+            "candidates_stride_group": 0 if candidates is None else candidates.stride(0),
+            "candidates_stride_head": 0 if candidates is None else candidates.stride(1),
+            "LISTED": candidates is not None,
             "slot_table_ptr": self._block_shifts if slot_table is None else slot_table,
             "positions_ptr": lists.positions,
             "slots_ptr": lists.positions if lists.slots is None else lists.slots,
@@ -318,6 +343,26 @@ class TopKSelection:
             )
         if slot_table.shape[0] < self._slots_end:
             raise ValueError(f"expected a slot_table of {self._slots_end} entries, got {slot_table.shape[0]}")
+
+    def _check_candidates(self, candidates: Tensor | None, lists: SelectedLists) -> None:
+        if self._listed is not None and self._listed != (candidates is not None):
+            raise ValueError(
+                "expected candidates and groups with num_candidates both or none of them, got one; plan for what is "
+                "handed in"
+            )
+        if candidates is None:
+            return
+        wanted = (self.max_groups, self.num_kv_heads, self._most_candidates)
+        good = candidates.dim() == 3 and candidates.dtype is torch.int32 and tuple(candidates.shape[:2]) == wanted[:2]
+        if not good or candidates.shape[2] < wanted[2] or candidates.stride(2) != 1:
+            raise ValueError(
+                f"expected candidates {wanted} or longer, int32 with adjacent entries, got {tuple(candidates.shape)} "
+                f"{candidates.dtype} of strides {candidates.stride()}"
+            )
+        if candidates.data_ptr() == lists.positions.data_ptr():
+            raise ValueError(
+                "expected candidates apart from the lists that are written, got one tensor; use new_lists()"
+            )
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,8 +101,9 @@ def test_exact_keys(rows: int, gqa: int, dim: int, dtype: torch.dtype, stored: b
     close(scores, reference, dtype)
 
 
+@pytest.mark.parametrize("block_m", [1, 4, 16])
 @pytest.mark.parametrize("pooling", list(Pooling))
-def test_raw_scores_with_holes_and_silent_rows(pooling: Pooling, device: torch.device) -> None:
+def test_raw_scores_with_holes_and_silent_rows(pooling: Pooling, block_m: int, device: torch.device) -> None:
     count, kv_heads, rows, gqa = 100, 2, 3, 4
     gen = torch.Generator().manual_seed(0)
     raw = torch.randn(1, kv_heads, rows * gqa, count, generator=gen)
@@ -113,13 +115,43 @@ def test_raw_scores_with_holes_and_silent_rows(pooling: Pooling, device: torch.d
         ScoreShape(kv_heads * gqa, kv_heads, Source.RAW, pooling=pooling),
         rows,
         1,
-        ScoreConfig(block_n=16, num_chunks=3),
+        ScoreConfig(block_m, block_n=16, num_chunks=3),
         device,
     )
     q = queries(rows, kv_heads * gqa, 16, torch.float32, device)
-    scores = scored(scoring, q, uniform_group(rows, count, kv_heads), count, raw=raw)
+    begins = tuple(rows * gqa * count * head for head in range(kv_heads))
+    group = replace(uniform_group(rows, count, kv_heads), list_begins=begins, raw_stride=count)
+    scores = scored(scoring, q, group, count, raw=raw.flatten())
     close(scores, pool_scores(raw.view(kv_heads, rows, gqa, count), SM_SCALE, pooling), torch.float32)
     assert bool((scores[:, 40] == -torch.inf).all())
+    with pytest.raises(ValueError, match="expected a contiguous arena of 2400 raw scores, got 2399 of stride 1"):
+        scored(scoring, q, group, count, raw=raw.flatten()[:-1])
+    with pytest.raises(ValueError, match=r"expected raw .arena. fp32, got .1, 2, 12, 100."):
+        scored(scoring, q, group, count, raw=raw)
+
+
+def test_raw_scores_of_groups_of_other_lengths(device: torch.device) -> None:
+    """Rows and begins as they come, in one arena; the second group has more rows than the first."""
+    kv_heads, gqa = 2, 2
+    scoring = PooledScores(ScoreShape(4, kv_heads, Source.RAW), 5, 3, ScoreConfig(block_n=16, num_chunks=2), device)
+    arena = torch.full((3000,), torch.nan)
+    gen = torch.Generator().manual_seed(0)
+    groups, wanted, at = [], [], 7
+    for number, (rows, count, stride) in enumerate((((2,), 33, 35), ((4, 0, 1), 101, 101))):
+        raw = torch.randn(kv_heads, len(rows) * gqa, count, generator=gen)
+        begins = tuple(at + head * len(rows) * gqa * stride for head in range(kv_heads))
+        for head, begin in enumerate(begins):
+            arena.as_strided((len(rows) * gqa, count), (stride, 1), begin).copy_(raw[head])
+        at += kv_heads * len(rows) * gqa * stride + 3
+        nothing, own = (0,) * kv_heads, tuple(300 * number + 150 * head for head in range(kv_heads))
+        groups.append(ScoredGroup(rows, (count,) * kv_heads, nothing, begins, own, raw_stride=stride))
+        wanted.append(pool_scores(raw.view(kv_heads, len(rows), gqa, count), SM_SCALE))
+    scoring.plan(groups)
+    scores = torch.full((600,), torch.nan, device=device)
+    scoring.run(queries(5, 4, 16, torch.float32, device), scores, SM_SCALE, raw=arena.to(device))
+    for number, expected in enumerate(wanted):
+        close(scores.view(2, kv_heads, 150)[number, :, : expected.shape[1]].cpu(), expected, torch.float32)
+    assert bool(scores.view(2, kv_heads, 150)[0, :, 33:].isnan().all())
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
