@@ -210,8 +210,9 @@ def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CH
         parts = begin + tl.arange(0, BLOCK_CHUNKS)
         where = stats + parts[:, None] * max_rows + m[None, :]
         there = (parts < num_chunks)[:, None] & live[None, :]
-        peaks = tl.load(peak_ptr + where, mask=there, other=-1e30)
-        totals = tl.load(total_ptr + where, mask=there, other=0.0)
+        # Other programs of the same launch may have written them: past the first level of caches.
+        peaks = tl.load(peak_ptr + where, mask=there, other=-1e30, cache_modifier=".cg")
+        totals = tl.load(total_ptr + where, mask=there, other=0.0, cache_modifier=".cg")
         higher = tl.maximum(highest, tl.max(peaks, axis=0))
         total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(peaks - higher[None, :]) * totals, axis=0)
         highest = higher
@@ -338,25 +339,37 @@ def _step(
 
 
 @triton.jit
-def pooled_scores_kernel(
-    q_ptr,  # [batch, num_qo_heads, head_dim]
-    rows_ptr,  # int32 [batch], batch rows by group
-    groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
-    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, first list entry, first score
-    arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, second packed, second scale
-    k_ptr,  # [num_slots, num_kv_heads, head_dim], where SOURCE is KEYS
-    lists_ptr,  # int32 or int64 arena: slots (KEYS), or rows that are candidates; where LISTED_ROWS
-    raw_ptr,  # fp32, raw scores: read where SOURCE is RAW, written where STORE_RAW
-    peak_ptr,  # fp32 [num_groups, num_kv_heads, num_chunks, max_rows], base 2
-    total_ptr,  # the same
-    scores_ptr,  # fp32 arena, natural log
+def stretch_of(chunk, num_chunks, count, BLOCK_N: tl.constexpr):
+    """Where a chunk of `count` candidates begins and ends: whole blocks, but for the last one; or nothing."""
+    stretch = tl.cdiv(tl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
+    begin = chunk * stretch
+    return begin, tl.minimum(begin + stretch, count)
+
+
+@triton.jit
+def score_stretch(
+    begin,
+    end,
+    q_ptr,
+    rows_ptr,
+    row_begin,
+    num_rows,
+    head,
+    arrays,  # of this group: addresses of channels, packed, scale, second packed, second scale
+    first_row,
+    list_ptr,
+    raw_base,
+    out_ptr,
+    k_base,
+    peak_ptr,
+    total_ptr,
+    stats,  # where the sums of this group and head begin
+    chunk,
+    num_chunks,
     sm_scale,
     q_stride_row,
     q_stride_head,
     k_stride_slot,
-    k_stride_head,
-    raw_stride_group,
-    raw_stride_head,
     raw_stride_row,
     raw_stride_candidate,
     max_rows,
@@ -369,7 +382,7 @@ def pooled_scores_kernel(
     LISTED_ROWS: tl.constexpr,
     LISTED_CHANNELS: tl.constexpr,
     STORE_RAW: tl.constexpr,
-    POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
+    POOL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -378,41 +391,19 @@ def pooled_scores_kernel(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ):
-    """Program (chunk, KV head, group): one stretch of candidates against all rows of the group, tile by tile."""
-    wait_for_the_kernel_before(OVERLAPPED)
-    chunk = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(2).to(tl.int64)
-    num_chunks = tl.num_programs(0)
-    num_heads = tl.num_programs(1)
-    row_begin = tl.load(groups_ptr + group * 4)
-    num_rows = tl.load(groups_ptr + group * 4 + 1)
-    fields = heads_ptr + (group * num_heads + head) * 4
-    count = tl.load(fields).to(tl.int32)
-    first_row = tl.load(fields + 1)
-    list_ptr = lists_ptr + tl.load(fields + 2)
-    out_ptr = scores_ptr + tl.load(fields + 3)
-    stretch = tl.cdiv(tl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
-    begin = chunk * stretch
-    end = tl.minimum(begin + stretch, count)
-
+    """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores."""
     PARTS: tl.constexpr = 1 if SOURCE == KEYS or BITS == 8 else 4
     UNITS: tl.constexpr = tl.uint16 if BITS == 4 else tl.uint8
-    arrays = arrays_ptr + group * 5
     channels_ptr = tl.load(arrays).to(tl.pointer_type(tl.int16)) + head * CHANNELS
     packed_ptr = tl.multiple_of(tl.load(arrays + 1).to(tl.pointer_type(UNITS)), 16)
     scale_ptr = tl.load(arrays + 2).to(tl.pointer_type(tl.float32)) + head * CHANNELS
     packed2_ptr = tl.multiple_of(tl.load(arrays + 3).to(tl.pointer_type(UNITS)), 16)
     scale2_ptr = tl.load(arrays + 4).to(tl.pointer_type(tl.float32)) + head * CHANNELS
-    raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
-    stats = (group * num_heads + head) * num_chunks * max_rows
 
     # What a code in fp16 is too small by, see `_codes`.
     UNIT: tl.constexpr = 16777216.0 if (SOURCE == LOW_BIT or SOURCE == MINMAX) and COMPUTE == tl.float16 else 1.0
     factor = sm_scale * LOG2E * UNIT
-    k_base = k_ptr + head * k_stride_head
 
     for tile in range(tl.cdiv(num_rows * GQA, BLOCK_M)):
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -496,3 +487,71 @@ def pooled_scores_kernel(
             tl.store(total_ptr + stats + chunk * max_rows + m, mass, mask=live)
         # The next tile reads what other threads of this program wrote.
         tl.debug_barrier()
+
+
+@triton.jit
+def pooled_scores_kernel(
+    q_ptr,  # [batch, num_qo_heads, head_dim]
+    rows_ptr,  # int32 [batch], batch rows by group
+    groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
+    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, first list entry, first score
+    arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, second packed, second scale
+    k_ptr,  # [num_slots, num_kv_heads, head_dim], where SOURCE is KEYS
+    lists_ptr,  # int32 or int64 arena: slots (KEYS), or rows that are candidates; where LISTED_ROWS
+    raw_ptr,  # fp32, raw scores: read where SOURCE is RAW, written where STORE_RAW
+    peak_ptr,  # fp32 [num_groups, num_kv_heads, num_chunks, max_rows], base 2
+    total_ptr,  # the same
+    scores_ptr,  # fp32 arena, natural log
+    sm_scale,
+    q_stride_row,
+    q_stride_head,
+    k_stride_slot,
+    k_stride_head,
+    raw_stride_group,
+    raw_stride_head,
+    raw_stride_row,
+    raw_stride_candidate,
+    max_rows,
+    GQA: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW_UNITS: tl.constexpr,
+    BITS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    LISTED_ROWS: tl.constexpr,
+    LISTED_CHANNELS: tl.constexpr,
+    STORE_RAW: tl.constexpr,
+    POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Program (chunk, KV head, group): one stretch of candidates against all rows of the group, tile by tile."""
+    wait_for_the_kernel_before(OVERLAPPED)
+    chunk = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(2).to(tl.int64)
+    num_chunks = tl.num_programs(0)
+    num_heads = tl.num_programs(1)
+    row_begin = tl.load(groups_ptr + group * 4)
+    num_rows = tl.load(groups_ptr + group * 4 + 1)
+    fields = heads_ptr + (group * num_heads + head) * 4
+    count = tl.load(fields).to(tl.int32)
+    first_row = tl.load(fields + 1)
+    list_ptr = lists_ptr + tl.load(fields + 2)
+    out_ptr = scores_ptr + tl.load(fields + 3)
+    begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
+    score_stretch(
+        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, arrays_ptr + group * 5, first_row, list_ptr,
+        raw_ptr + group * raw_stride_group + head * raw_stride_head, out_ptr, k_ptr + head * k_stride_head, peak_ptr,
+        total_ptr, (group * num_heads + head) * num_chunks * max_rows, chunk, num_chunks, sm_scale, q_stride_row,
+        q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
+        BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, STORE_RAW, POOL, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES,
+        COMPUTE, PRECISION, ASSEMBLY,
+    )  # fmt: skip
