@@ -23,7 +23,7 @@ def share_programs(lengths: Sequence[int], num_programs: int) -> list[int]:
         One for each group, or more where there are fewer groups than programs; then `num_programs` together.
     """
     shares = [1] * len(lengths)
-    longest = [(-length, group) for group, length in enumerate(lengths)]
+    longest: list[tuple[float, int]] = [(-length, group) for group, length in enumerate(lengths)]
     heapq.heapify(longest)
     for _ in range(num_programs - len(lengths) if lengths else 0):
         _, group = heapq.heappop(longest)

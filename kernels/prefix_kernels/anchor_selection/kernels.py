@@ -77,7 +77,7 @@ def _count_digits(
         keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
         matching = start + tl.arange(0, TILE) < end
         if LOWER:
-            matching = matching & ((keys >> DIGIT_BITS) == upper)
+            matching = matching & ((keys >> DIGIT_BITS) == upper.to(tl.uint32))
         else:
             keys = keys >> DIGIT_BITS
         counts += tl.histogram((~keys & (NUM_DIGITS - 1)).to(tl.int32), NUM_DIGITS, mask=matching)
@@ -207,7 +207,7 @@ def select_kernel(
                         COMPUTE, PRECISION, ASSEMBLY,
                     )  # fmt: skip
                     _count_digits(
-                        scores, token_begin, token_end, block_shift, num_sink, recent_begin, 0,
+                        scores, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,
                         uppers + chunk * NUM_DIGITS, False, TILE, TOKENS,
                     )  # fmt: skip
                 if FIRST_PHASE <= 2 and LAST_PHASE > 2:
@@ -229,7 +229,7 @@ def select_kernel(
                     above_before += more_before
                     # The last ties are taken. Those that are skipped count below zero.
                     ties_before -= above + ties - need
-                    threshold = ((upper << DIGIT_BITS) | lower).to(tl.uint32)
+                    threshold = (upper.to(tl.uint32) << DIGIT_BITS) | lower.to(tl.uint32)
             if LAST_PHASE == 4:
                 positions = positions_ptr + row * max_budget
                 slots = slots_ptr + row * max_budget

@@ -79,8 +79,8 @@ class AnchorSelection:
         sizes = (max_batch, max_groups, max_prefix_len, max_budget)
         if min(sizes) < 1 or max_prefix_len >= _MOST_TOKENS:
             raise ValueError(
-                "expected max_batch, max_groups, max_prefix_len and max_budget of at least 1 and max_prefix_len < 2^30, "
-                f"got {sizes}"
+                "expected max_batch, max_groups, max_prefix_len and max_budget of at least 1 and max_prefix_len < "
+                f"2^30, got {sizes}"
             )
         if shape.source is Source.RAW:
             raise ValueError("expected an index or keys to score, got Source.RAW; use TopKSelection for scores")
