@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prefix_kernels.anchor_selection.runner import AnchorSelection, Form
+    from prefix_kernels.anchor_selection.config import AnchorConfig, Form, default_config
+    from prefix_kernels.anchor_selection.runner import AnchorSelection
 
-__all__ = ["AnchorSelection", "Form"]
+__all__ = ["AnchorConfig", "AnchorSelection", "Form", "default_config"]
 
 
 def __getattr__(name: str) -> object:
-    """The runner, imported when it is asked for: importing the package must not import Triton."""
+    """Imported when it is asked for: importing the package must not import Triton."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from prefix_kernels.anchor_selection import runner
+    from prefix_kernels.anchor_selection import config, runner
 
-    return getattr(runner, name)
+    return getattr(runner if name == "AnchorSelection" else config, name)

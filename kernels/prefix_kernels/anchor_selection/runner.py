@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton import knobs
 
+from prefix_kernels.anchor_selection.config import AnchorConfig, Form
 from prefix_kernels.anchor_selection.items import ITEM_FIELDS, make_items
 from prefix_kernels.anchor_selection.kernels import select_kernel
 from prefix_kernels.launching import block_of, launch, send
-from prefix_kernels.pooled_scores.runner import ScoreConfig
 from prefix_kernels.pooled_scores.tables import POOL, ScoredGroup, ScoreInputs, ScoreShape, ScoreTables, Source
 from prefix_kernels.top_k_selection.lists import SelectedLists, check_lists, new_lists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
@@ -23,15 +22,6 @@ _TOKENS_OF_A_THREAD = 16
 _ALIGNED = 4
 _MOST_TOKENS = 2**30
 _PHASES = 4
-
-
-class Form(Enum):
-    """How the phases of a selection are launched. The result is the same."""
-
-    JOINED = (1, _PHASES)
-    """In one launch, whose programs wait for each other: all of them must fit the GPU at a time."""
-    SPLIT = (1, 1)
-    """In one launch for each phase: on any GPU, and in Triton's interpreter."""
 
 
 class AnchorSelection:
@@ -51,11 +41,12 @@ class AnchorSelection:
         max_groups: groups of a batch, at most.
         max_prefix_len: tokens of a prefix, or entries of a list, at most.
         max_budget: tokens that are selected per group and KV head, at most: the width of the lists.
-        config: tile and schedule; `num_chunks` programs for every KV head, shared among the groups by length.
+        config: tile and schedule.
         device: where the buffers are made.
         listed: whether candidates are named by a list (always with KEYS).
         max_block_size: tokens of a candidate, at most. At 1, scores must begin at multiples of 4.
         form: one launch, or one for each phase.
+        num_programs: of a launch, shared by the KV heads and then by the groups; None: as many as run at a time.
 
     Raises:
         ValueError: sizes below 1, a prefix of 2^30 tokens or more, scores that are there already, lists of blocks,
@@ -69,12 +60,13 @@ class AnchorSelection:
         max_groups: int,
         max_prefix_len: int,
         max_budget: int,
-        config: ScoreConfig,
+        config: AnchorConfig,
         device: torch.device,
         *,
         listed: bool = False,
         max_block_size: int = 64,
         form: Form = Form.JOINED,
+        num_programs: int | None = None,
     ) -> None:
         sizes = (max_batch, max_groups, max_prefix_len, max_budget)
         if min(sizes) < 1 or max_prefix_len >= _MOST_TOKENS:
@@ -90,7 +82,9 @@ class AnchorSelection:
         self.max_groups, self.max_prefix_len, self.max_budget = max_groups, max_prefix_len, max_budget
         self.max_block_size = max_block_size
         self._tables = ScoreTables(shape, max_batch, max_groups, device, listed=listed)
-        heads, max_items = shape.num_kv_heads, config.num_chunks + max_groups
+        heads = shape.num_kv_heads
+        self.programs_of_a_head = max(1, (num_programs or programs_at_once(device, config)) // heads)
+        max_items = self.programs_of_a_head + max_groups
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -135,7 +129,7 @@ class AnchorSelection:
         self._tables.plan(scored)
         table = torch.zeros(self._items.shape, dtype=torch.int64)
         table[:, 0] = -1
-        items = make_items(selected, self.max_groups, self.config.num_chunks)
+        items = make_items(selected, self.max_groups, self.programs_of_a_head)
         table[: len(items)] = torch.tensor(items, dtype=torch.int64)
         send(table, self._items)
         send(shifts, self._block_shifts)
@@ -167,7 +161,7 @@ class AnchorSelection:
         Raises:
             ValueError: a tensor that the source needs is missing, or of another shape or dtype than planned for; slots
                 without a table; or one launch in Triton's interpreter.
-            RuntimeError: CUDA's, where one launch does not fit the GPU; take fewer `num_chunks`, or `Form.SPLIT`.
+            RuntimeError: CUDA's, where one launch does not fit the GPU; take fewer `num_programs`, or `Form.SPLIT`.
         """
         if self.form is Form.JOINED and knobs.runtime.interpret:
             raise ValueError("expected Form.SPLIT in Triton's interpreter, where no program waits for a later one")
@@ -180,18 +174,18 @@ class AnchorSelection:
         shape = (self.max_groups, self.shape.num_kv_heads, self.max_budget)
         check_lists(lists, shape, slot_table, self._slots_end)
         arguments |= self._own_arguments(inputs, lists, slot_table) | {"PAD": pad}
-        first, last = self.form.value
-        while last <= _PHASES:
-            joined = {"launch_cooperative_grid": True} if last > first else {}
+        joined = self.form is Form.JOINED
+        options = {"launch_cooperative_grid": True} if joined else {}
+        for first, last in ((1, _PHASES),) if joined else ((phase, phase) for phase in range(1, _PHASES + 1)):
             launch(
                 select_kernel,
-                (self.config.num_chunks, self.shape.num_kv_heads),
+                (self.programs_of_a_head, self.shape.num_kv_heads),
                 {**arguments, "FIRST_PHASE": first, "LAST_PHASE": last},
                 num_warps=self.config.num_warps,
                 num_stages=self.config.num_stages,
-                **joined,
+                maxnreg=self.config.max_registers,
+                **options,
             )
-            first, last = last + 1, last + 1
 
     @property
     def _tokens(self) -> bool:
@@ -202,7 +196,7 @@ class AnchorSelection:
         # Raw scores of few rows fill a tile that is not as wide, and higher.
         raw_m = config.block_m if inputs.raw is None else min(config.block_m, block_of(inputs.raw.shape[2]))
         return {
-            **config.arguments(),
+            **config.scoring(self.programs_of_a_head).arguments(),
             "peak_ptr": self._peak,
             "total_ptr": self._total,
             "items_ptr": self._items,
@@ -243,3 +237,10 @@ class AnchorSelection:
             raise ValueError(
                 f"expected scores of tokens to begin at multiples of {_ALIGNED}, got {of.score_begins}; pad the rows"
             )
+
+
+def programs_at_once(device: torch.device, config: AnchorConfig) -> int:
+    """Programs that run at the same time on a device; 1 where it is no GPU."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm

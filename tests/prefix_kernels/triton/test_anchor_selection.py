@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefix_kernels.anchor_selection import AnchorSelection, Form
+from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.items import ITEM_FIELDS, make_items, share_programs
 from prefix_kernels.launching import recording
 from prefix_kernels.low_bit import quantize
-from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoredGroup, ScoreShape, Source
+from prefix_kernels.pooled_scores import PooledScores, ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.tables import ScoreInputs
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import SelectedLists, SelectionGroup, TopKConfig, TopKSelection
@@ -24,7 +24,7 @@ HEADS = KV_HEADS * GQA
 FORMS = [Form.SPLIT] if INTERPRETED else [Form.SPLIT, Form.JOINED]
 SM_SCALE = 0.3
 POISON = 1_000_007
-CONFIG = ScoreConfig(block_n=64, num_chunks=3)
+CONFIG = AnchorConfig(block_n=64)
 
 
 @dataclass(eq=False)
@@ -116,18 +116,19 @@ def problem(
     return Problem(shape, q, scored, selected, at + 4, lists, k_cache, max(block_sizes))
 
 
-def runner(made: Problem, form: Form, config: ScoreConfig = CONFIG, max_groups: int = 4) -> AnchorSelection:
+def runner(made: Problem, form: Form, num_chunks: int = 3, max_groups: int = 4) -> AnchorSelection:
     return AnchorSelection(
         made.shape,
         8,
         max_groups,
         1500,
         700,
-        config,
+        CONFIG,
         made.q.device,
         listed=made.listed,
         max_block_size=made.block_size,
         form=form,
+        num_programs=num_chunks * KV_HEADS,
     )
 
 
@@ -152,15 +153,13 @@ def slot_table(device: torch.device) -> Tensor:
     return torch.randperm(6000, generator=torch.Generator().manual_seed(9)).to(device, torch.int32)
 
 
-def scored_in_two_launches(made: Problem, num_chunks: list[int], config: ScoreConfig) -> Tensor:
+def scored_in_two_launches(made: Problem, num_chunks: list[int], config: AnchorConfig) -> Tensor:
     """Each group by itself, cut as the anchor's programs are shared out."""
     scores = torch.full((made.room,), torch.nan, device=made.q.device)
     for group, chunks, chosen in zip(made.scored, num_chunks, made.selected, strict=True):
         if chosen.budget >= chosen.prefix_len:
             continue
-        scoring = PooledScores(
-            made.shape, 8, 1, replace(config, num_chunks=chunks), made.q.device, listed=made.lists is not None
-        )
+        scoring = PooledScores(made.shape, 8, 1, config.scoring(chunks), made.q.device, listed=made.lists is not None)
         scoring.plan([group])
         scoring.run(made.q, scores, SM_SCALE, k_cache=made.k_cache, lists=made.lists)
     return scores
@@ -168,7 +167,7 @@ def scored_in_two_launches(made: Problem, num_chunks: list[int], config: ScoreCo
 
 def check(made: Problem, scores: Tensor, lists: SelectedLists, one: AnchorSelection, *, exactly: bool = True) -> None:
     """Scores of `PooledScores`; the lists that `TopKSelection` makes of them."""
-    programs = one.config.num_chunks
+    programs = one.programs_of_a_head
     filled = [group for group in made.selected if group.prefix_len]
     shares = iter(share_programs([group.prefix_len for group in filled], programs))
     chunks = [next(shares) if group.prefix_len else 1 for group in made.selected]
@@ -252,7 +251,7 @@ def test_groups_share_the_programs(
 ) -> None:
     """Fewer programs than groups, as many, and more; a place that no group takes; plans one after another."""
     made = problem(source, device, THREE, **options)
-    one = runner(made, form, replace(CONFIG, num_chunks=num_chunks))
+    one = runner(made, form, num_chunks)
     for part in (slice(0, 3), slice(2, 3), slice(0, 0), slice(1, 3)):
         some = replace(made, scored=made.scored[part], selected=made.selected[part])
         check(some, *select(one, some), one)
@@ -321,11 +320,69 @@ def test_one_launch_or_one_for_each_phase(device: torch.device) -> None:
     assert all(one.grid == (3, KV_HEADS) for one in kept.launches)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: programs that wait for each other, and a CUDA graph")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_one_launch_is_four_on_a_whole_gpu(dtype: torch.dtype, device: torch.device) -> None:
+    """As many programs as wait for each other in earnest, launch after launch; a replay after another plan."""
+    long = [((0, 3), 70_001, 700), ((2,), 30_000, 333)]
+    made = problem(Source.LOW_BIT, device, long, dtype=dtype)
+    short = replace(made, scored=made.scored[1:], selected=made.selected[1:])
+    q, table = made.q, torch.arange(100_100, device=device).int()
+
+    def build(form: Form) -> tuple[AnchorSelection, Tensor, SelectedLists]:
+        one = AnchorSelection(made.shape, 8, 4, 70_001, 700, CONFIG, device, max_block_size=1, form=form)
+        return one, torch.full((made.room,), torch.nan, device=device), one.new_lists(with_slots=True)
+
+    def same(first: tuple[Tensor, SelectedLists], second: tuple[Tensor, SelectedLists]) -> None:
+        assert torch.equal(first[0].view(torch.int32), second[0].view(torch.int32))
+        for name in ("positions", "counts", "slots"):
+            assert torch.equal(getattr(first[1], name), getattr(second[1], name)), name
+
+    split, joined = build(Form.SPLIT), build(Form.JOINED)
+    for plan in (made, short, made):
+        for one, _, _ in (split, joined):
+            one.plan(plan.scored, plan.selected)
+        for step in range(50):
+            inputs = ScoreInputs(q if step % 2 else -q, SM_SCALE)
+            for one, scores, lists in (split, joined):
+                one.run(inputs, scores, lists, slot_table=table)
+            same(split[1:], joined[1:])
+
+    one, scores, lists = joined
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one.run(ScoreInputs(q, SM_SCALE), scores, lists, slot_table=table)
+    for plan in (short, made, short):
+        for runs, _, _ in (split, joined):
+            runs.plan(plan.scored, plan.selected)
+        split[0].run(ScoreInputs(q, SM_SCALE), split[1], split[2], slot_table=table)
+        for _ in range(20):
+            graph.replay()
+        same(split[1:], joined[1:])
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="what Triton's interpreter cannot do")
 def test_the_interpreter_refuses_programs_that_wait(device: torch.device) -> None:
     made = problem(Source.LOW_BIT, device, THREE)
     with pytest.raises(ValueError, match=r"expected Form.SPLIT in Triton's interpreter"):
         select(runner(made, Form.JOINED), made)
+
+
+def test_configs() -> None:
+    tokens, blocks = ScoreShape(32, 8, Source.LOW_BIT, 96), ScoreShape(32, 8, Source.MINMAX, 128)
+    assert default_config(tokens, 1) == AnchorConfig(8, 128, 4, 3, 2)
+    assert default_config(tokens, 32) == AnchorConfig(128, 128, 8, 3, 1)
+    assert default_config(blocks, 9) == AnchorConfig(64, 64, 4, 3, 2)
+    assert default_config(tokens, 32, (8, 0)) == AnchorConfig(32, 64, 4, 3, 2)
+    assert [AnchorConfig(programs_per_sm=n).max_registers for n in (1, 2, 3)] == [255, 255, 168]
+    for wrong, message in (
+        ({"block_m": 4}, "block_m as a power of 2 of at least 8, got 4"),
+        ({"block_n": 96}, "block_n as a power of 2 of at least 64, got 96"),
+        ({"programs_per_sm": 0}, "programs_per_sm from 1"),
+        ({"programs_per_sm": 9}, "leaves a thread 64 registers, got 9 of 4 warps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AnchorConfig(**wrong)
 
 
 @pytest.mark.parametrize(
