@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kernel_naive import BLOCK_SIZES, NUM_RECENT, NUM_SINK, Both, Estimation, Inputs, TopK
+from kernel_naive import BLOCK_SIZES, NUM_RECENT, NUM_SINK, SCORE_LIMIT, Both, Estimation, Inputs, TopK
 from kernel_problem import Gate
+from kernel_rounding import rounded_oracle, rounding_limit
 from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
@@ -61,6 +62,22 @@ class OurEstimation(Estimation):
 
     def _run(self) -> None:
         self._scoring.run(self._inputs.q, self.arena, self._inputs.sm_scale)
+
+    def check(self) -> Gate:
+        """Errors within a factor e^8 of the best: beside rounded queries, and beside the queries themselves."""
+        share, figures = 0.0, {"log_prob": 0.0, "log_prob_rounded": 0.0, "rounding_limit": 0.0}
+        for head, scores in enumerate(self.scores):
+            rounding = rounding_limit(self._inputs, head)
+            figures["rounding_limit"] = max(figures["rounding_limit"], rounding)
+            for name, wanted, limit in (
+                ("log_prob", self._inputs.oracle(head), SCORE_LIMIT + rounding),
+                ("log_prob_rounded", rounded_oracle(self._inputs, head), SCORE_LIMIT),
+            ):
+                error = (scores.double() - wanted).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+                worst = float(error[wanted > wanted.max() - 8.0].max())
+                figures[name] = max(figures[name], worst)
+                share = max(share, worst / limit)
+        return Gate(share, figures)
 
 
 class OurTopK(TopK):
