@@ -25,6 +25,7 @@ from prefix_kernels.top_k_selection.kernels import (
     NUM_DIGITS,
     choose_digit,
     load_scores,
+    ordered_keys,
     pad_list,
     placed,
     window_keys,
@@ -56,31 +57,83 @@ def _wait_for_the_others(arrived_ptr, chunk, num_chunks):
 
 
 @triton.jit
-def _count_digits(
-    scores,
-    begin,
-    end,
-    block_shift,
-    num_sink,
-    recent_begin,
-    upper,
-    at_least_ptr,
-    LOWER: tl.constexpr,
-    TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Write how many tokens of a stretch have a digit of 255 - i or above, at place i: of their upper byte, or with
-    LOWER of the lower one, of those whose upper byte is `upper`."""
+def _place_of_digit(keys, upper, LOWER: tl.constexpr):
+    """255 less a key's upper byte; or with LOWER less its lower one, and whether its upper byte is `upper`."""
+    if LOWER:
+        return (~keys & (NUM_DIGITS - 1)).to(tl.int32), (keys >> DIGIT_BITS) == upper.to(tl.uint32)
+    return (~(keys >> DIGIT_BITS) & (NUM_DIGITS - 1)).to(tl.int32), keys == keys
+
+
+@triton.jit
+def _count_tokens(scores, begin, end, num_sink, recent_begin, upper, LOWER: tl.constexpr, TILE: tl.constexpr):
+    """int32 [NUM_DIGITS]: tokens of a stretch by the place of their digit, each with a score of its own."""
     counts = tl.zeros([NUM_DIGITS], tl.int32)
     for start in range(begin, end, TILE):
-        tile = load_scores(scores, start, end, block_shift, TILE, TOKENS)
+        tile = load_scores(scores, start, end, 0, TILE, True)
         keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
-        matching = start + tl.arange(0, TILE) < end
-        if LOWER:
-            matching = matching & ((keys >> DIGIT_BITS) == upper.to(tl.uint32))
-        else:
-            keys = keys >> DIGIT_BITS
-        counts += tl.histogram((~keys & (NUM_DIGITS - 1)).to(tl.int32), NUM_DIGITS, mask=matching)
+        place, matching = _place_of_digit(keys, upper, LOWER)
+        counts += tl.histogram(place, NUM_DIGITS, mask=matching & (start + tl.arange(0, TILE) < end))
+    return counts
+
+
+@triton.jit
+def _count_cut_block(counts, scores, block, there, free, upper, LOWER: tl.constexpr):
+    """Count the `free` tokens of one block, if it is `there`."""
+    keys = ordered_keys(tl.load(scores + block, mask=there, other=0.0), KEY_BITS)
+    place, matching = _place_of_digit(keys, upper, LOWER)
+    return counts + tl.where((tl.arange(0, NUM_DIGITS) == place) & matching & there, free, 0)
+
+
+@triton.jit
+def _free_tokens(block, block_shift, num_sink, recent_begin):
+    """Tokens of a block that no window takes."""
+    begin = block << block_shift
+    return tl.maximum(tl.minimum(begin + (1 << block_shift), recent_begin) - tl.maximum(begin, num_sink), 0)
+
+
+@triton.jit
+def _count_blocks(
+    scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """As `_count_tokens`, for blocks `begin` to `end`, which are tokens `token_begin` to `token_end`."""
+    counts = tl.zeros([NUM_DIGITS], tl.int32)
+    for start in range(begin, end, TILE):
+        block = start + tl.arange(0, TILE)
+        keys = ordered_keys(tl.load(scores + block, mask=block < end, other=0.0), KEY_BITS)
+        place, matching = _place_of_digit(keys, upper, LOWER)
+        whole = _free_tokens(block, block_shift, num_sink, recent_begin) == 1 << block_shift
+        counts += tl.histogram(place, NUM_DIGITS, mask=matching & whole & (block < end))
+    counts = counts << block_shift
+    # Windows cut two blocks, or one of them twice; the end of the prefix cuts none that the recent window leaves whole.
+    first, last = num_sink >> block_shift, recent_begin >> block_shift
+    free = _free_tokens(first, block_shift, num_sink, recent_begin)
+    cut = (free < 1 << block_shift) & (first >= begin) & (first < end)
+    counts = _count_cut_block(counts, scores, first, cut, free, upper, LOWER)
+    free = _free_tokens(last, block_shift, num_sink, recent_begin)
+    cut = (free < 1 << block_shift) & (last >= begin) & (last < end) & (last != first)
+    counts = _count_cut_block(counts, scores, last, cut, free, upper, LOWER)
+    # Tokens of the windows have the highest key.
+    free = tl.maximum(tl.minimum(token_end, recent_begin) - tl.maximum(token_begin, num_sink), 0)
+    windows = tl.maximum(token_end - token_begin, 0) - free
+    if LOWER:
+        windows = tl.where(upper == NUM_DIGITS - 1, windows, 0)
+    return counts + tl.where(tl.arange(0, NUM_DIGITS) == 0, windows, 0)
+
+
+@triton.jit
+def _count_digits(
+    scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, at_least_ptr,
+    LOWER: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write how many tokens of a stretch have a digit of 255 - i or above, at place i: of their upper byte, or with
+    LOWER of the lower one, of those whose upper byte is `upper`."""
+    if TOKENS:
+        counts = _count_tokens(scores, token_begin, token_end, num_sink, recent_begin, upper, LOWER, TILE)
+    else:
+        counts = _count_blocks(
+            scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER, TILE // 4
+        )
     tl.store(at_least_ptr + tl.arange(0, NUM_DIGITS), tl.cumsum(counts, axis=0))
 
 
@@ -207,7 +260,7 @@ def select_kernel(
                         COMPUTE, PRECISION, ASSEMBLY,
                     )  # fmt: skip
                     _count_digits(
-                        scores, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,
+                        scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,
                         uppers + chunk * NUM_DIGITS, False, TILE, TOKENS,
                     )  # fmt: skip
                 if FIRST_PHASE <= 2 and LAST_PHASE > 2:
@@ -217,7 +270,7 @@ def select_kernel(
                     need = selected - above
                 if FIRST_PHASE <= 3 and LAST_PHASE >= 3:
                     _count_digits(
-                        scores, token_begin, token_end, block_shift, num_sink, recent_begin, upper,
+                        scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper,
                         lowers + chunk * NUM_DIGITS, True, TILE, TOKENS,
                     )  # fmt: skip
                 if FIRST_PHASE <= 3 and LAST_PHASE > 3:

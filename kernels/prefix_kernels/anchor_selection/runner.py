@@ -21,6 +21,7 @@ _NUM_DIGITS = 256
 _TOKENS_OF_A_THREAD = 16
 _ALIGNED = 4
 _MOST_TOKENS = 2**30
+_CHUNKS_AT_ONCE = 32
 _PHASES = 4
 
 
@@ -83,7 +84,7 @@ class AnchorSelection:
         self.max_block_size = max_block_size
         self._tables = ScoreTables(shape, max_batch, max_groups, device, listed=listed)
         heads = shape.num_kv_heads
-        self.programs_of_a_head = max(1, (num_programs or programs_at_once(device, config)) // heads)
+        self.programs_of_a_head = _in_rounds(max(1, (num_programs or programs_at_once(device, config)) // heads))
         max_items = self.programs_of_a_head + max_groups
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -244,3 +245,9 @@ def programs_at_once(device: torch.device, config: AnchorConfig) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm
+
+
+def _in_rounds(programs: int) -> int:
+    """Fewer programs where a last round of reading what all of them counted would be for an eighth of them or less."""
+    rest = programs % _CHUNKS_AT_ONCE
+    return programs - rest if programs > _CHUNKS_AT_ONCE and 8 * rest <= programs else programs

@@ -223,10 +223,13 @@ def test_tokens(dtype: torch.dtype, length: int, form: Form, device: torch.devic
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("block_sizes", [(16, 16), (16, 64), (4, 1)], ids=str)
-@pytest.mark.parametrize("length", [700, 1301])
-def test_blocks(length: int, block_sizes: tuple[int, int], form: Form, device: torch.device) -> None:
-    """Windows and budgets cut blocks; heads differ in the number of blocks."""
-    made = problem(Source.MINMAX, device, [((0, 1), length, 211)], block_sizes=block_sizes)
+@pytest.mark.parametrize("windows", [(0, 0), (5, 20), (150, 60), (16, 0)], ids=str)
+@pytest.mark.parametrize("same", [False, True], ids=["", "all tie"])
+def test_blocks(
+    same: bool, windows: tuple[int, int], block_sizes: tuple[int, int], form: Form, device: torch.device
+) -> None:
+    """Windows, budgets and the prefix's end cut blocks; heads differ in the number of blocks."""
+    made = problem(Source.MINMAX, device, [((0, 1), 1301, 211)], block_sizes=block_sizes, windows=windows, same=same)
     one = runner(made, form)
     check(made, *select(one, made), one)
 
@@ -306,6 +309,13 @@ def test_only_the_first_item_of_a_program_is_shared() -> None:
     assert [item[:3] for item in few] == [[1, 0, 1], [2, 0, 1], [0, 0, 1]], "more groups than programs: none is cut"
 
 
+def test_a_last_few_chunks_are_not_worth_a_round_of_their_own(device: torch.device) -> None:
+    """What programs read of all chunks they read 32 at a time."""
+    made = problem(Source.LOW_BIT, device, THREE)
+    programs = [runner(made, Form.SPLIT, chunks).programs_of_a_head for chunks in (16, 31, 33, 36, 37, 49, 66)]
+    assert programs == [16, 31, 32, 32, 37, 49, 64]
+
+
 def test_one_launch_or_one_for_each_phase(device: torch.device) -> None:
     made = problem(Source.LOW_BIT, device, THREE)
     with recording() as kept:
@@ -324,7 +334,7 @@ def test_one_launch_or_one_for_each_phase(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_one_launch_is_four_on_a_whole_gpu(dtype: torch.dtype, device: torch.device) -> None:
     """As many programs as wait for each other in earnest, launch after launch; a replay after another plan."""
-    long = [((0, 3), 70_001, 700), ((2,), 30_000, 333)]
+    long = [((0, 2), 70_001, 700), ((1,), 30_000, 333)]
     made = problem(Source.LOW_BIT, device, long, dtype=dtype)
     short = replace(made, scored=made.scored[1:], selected=made.selected[1:])
     q, table = made.q, torch.arange(100_100, device=device).int()
