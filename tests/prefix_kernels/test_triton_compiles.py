@@ -183,7 +183,7 @@ CASES: dict[str, Callable[[], None]] = {
     "selection of blocks for 32 requests in one launch": lambda: anchor(Source.MINMAX, 32, WIDE),
     "selection of blocks in four launches": lambda: anchor(Source.MINMAX, 8, WIDE, form=Form.SPLIT),
 }
-NARROW, WIDE, WIDEST = AnchorConfig(8, 64), AnchorConfig(32, 64), AnchorConfig(128, 64, 8, 3, 1)
+NARROW, WIDE, WIDEST = AnchorConfig(8, 64), AnchorConfig(32, 64), AnchorConfig(128, 64, 8, 3, 1, True)
 SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 
 #: fp8 is refused below sm_89, where the conversion is not in hardware.

@@ -31,6 +31,7 @@ class AnchorConfig:
         block_n: candidates of a step, a power of 2 of at least 64.
         num_warps: of a program.
         num_stages: steps that are on their way at a time.
+        halves: as `ScoreConfig` says.
         programs_per_sm: programs that a multiprocessor holds at a time. Registers are bounded so that it does.
 
     Raises:
@@ -42,6 +43,7 @@ class AnchorConfig:
     num_warps: int = 4
     num_stages: int = 3
     programs_per_sm: int = 2
+    halves: bool = False
 
     def __post_init__(self) -> None:
         for name, value, least in (("block_m", self.block_m, 8), ("block_n", self.block_n, 64)):
@@ -60,7 +62,7 @@ class AnchorConfig:
 
     def scoring(self, num_chunks: int) -> ScoreConfig:
         """For the phases of scores, with so many programs of a KV head."""
-        return ScoreConfig(self.block_m, self.block_n, self.num_warps, self.num_stages, num_chunks)
+        return ScoreConfig(self.block_m, self.block_n, self.num_warps, self.num_stages, num_chunks, self.halves)
 
 
 def default_config(shape: ScoreShape, num_rows: int, capability: tuple[int, int] = (9, 0)) -> AnchorConfig:
@@ -74,7 +76,8 @@ def default_config(shape: ScoreShape, num_rows: int, capability: tuple[int, int]
     hopper = capability >= (9, 0)
     block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     wide = shape.source is Source.LOW_BIT and hopper
+    halves = hopper and block_m >= 16
     if block_m == 128:
         # One tile of all rows: codes are read and unpacked once a phase.
-        return AnchorConfig(block_m, 128 if wide else 64, 8, 3, 1)
-    return AnchorConfig(block_m, 128 if wide else 64, 4, 3, 2)
+        return AnchorConfig(block_m, 128 if wide else 64, 8, 3, 1, halves)
+    return AnchorConfig(block_m, 128 if wide else 64, 4, 3, 2, halves)

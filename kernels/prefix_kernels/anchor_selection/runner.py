@@ -197,7 +197,7 @@ class AnchorSelection:
         # Raw scores of few rows fill a tile that is not as wide, and higher.
         raw_m = config.block_m if inputs.raw is None else min(config.block_m, block_of(inputs.raw.shape[2]))
         return {
-            **config.scoring(self.programs_of_a_head).arguments(),
+            **config.scoring(self.programs_of_a_head).arguments(self.shape),
             "peak_ptr": self._peak,
             "total_ptr": self._total,
             "items_ptr": self._items,

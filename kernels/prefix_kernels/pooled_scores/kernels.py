@@ -49,6 +49,7 @@ def _queries(
     LISTED: tl.constexpr,
     SCALED: tl.constexpr,
     COMPUTE: tl.constexpr,
+    TAIL: tl.constexpr = 0,
 ):
     """[BLOCK_K, BLOCK_M]: every PARTS-th channel of the group's queries, times the channel's step.
 
@@ -57,7 +58,8 @@ def _queries(
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     live = m < num_rows * GQA
-    column = k * PARTS + PART
+    # A tail has its units twice, see `_product`.
+    column = (TAIL + k % (BLOCK_K // 2)) * PARTS + PART + 2 * (k // (BLOCK_K // 2)) if TAIL else k * PARTS + PART
     used = column < CHANNELS
     row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(tl.int64)
     channel = tl.load(channels_ptr + column, mask=used, other=0).to(tl.int32) if LISTED else column
@@ -98,13 +100,17 @@ def _query_parts(
     LISTED: tl.constexpr,
     SCALED: tl.constexpr,
     COMPUTE: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """The parts of the queries that the codes of a unit (a word of four, or a byte) are multiplied with, 1 or 4."""
+    """The parts of the queries that the codes of a unit (a word of four, or a byte) are multiplied with: 1, 4, or 6.
+
+    With TAIL two more are for the units from that one on, see `_product`.
+    """
     q0 = _queries(
         q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
         SIGN, 0, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
     )  # fmt: skip
-    q1, q2, q3 = q0, q0, q0
+    q1, q2, q3, t0, t1 = q0, q0, q0, q0, q0
     if PARTS == 4:
         q1 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
@@ -118,7 +124,16 @@ def _query_parts(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
             SIGN, 3, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
         )  # fmt: skip
-    return q0, q1, q2, q3
+    if TAIL:
+        t0 = _queries(
+            q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+            SIGN, 0, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, SCALED, COMPUTE, TAIL,
+        )  # fmt: skip
+        t1 = _queries(
+            q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+            SIGN, 1, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, SCALED, COMPUTE, TAIL,
+        )  # fmt: skip
+    return q0, q1, q2, q3, t0, t1
 
 
 @triton.jit
@@ -176,17 +191,24 @@ def _product(
     q1,
     q2,
     q3,
+    t0,
+    t1,
     ROW_UNITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BITS: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """scores [BLOCK_N, BLOCK_M] plus the product of the rows of codes at `place` with the queries' parts."""
+    """scores [BLOCK_N, BLOCK_M] plus the product of the rows of codes at `place` with the queries' parts.
+
+    With TAIL (words of 4-bit codes) a row has half a block of units more, from that unit on. Two parts of them fill a
+    block together: what is multiplied is channels, and not the padding of a block that is twice as wide.
+    """
     k = tl.arange(0, BLOCK_K)
     ptrs = packed_ptr + place[:, None] * ROW_UNITS + k[None, :]
-    packed = tl.load(ptrs) if ROW_UNITS == BLOCK_K else tl.load(ptrs, mask=k[None, :] < ROW_UNITS, other=0)
+    packed = tl.load(ptrs) if ROW_UNITS >= BLOCK_K else tl.load(ptrs, mask=k[None, :] < ROW_UNITS, other=0)
     if BITS == 4:
         c0, c1, c2, c3 = _nibbles(packed, COMPUTE, ASSEMBLY)
     else:
@@ -198,7 +220,18 @@ def _product(
         scores = tl.dot(c1, q1, scores, input_precision=PRECISION)
         scores = tl.dot(c2, q2, scores, input_precision=PRECISION)
         scores = tl.dot(c3, q3, scores, input_precision=PRECISION)
+    if TAIL:
+        words = tl.load(packed_ptr + place[:, None] * ROW_UNITS + TAIL + tl.arange(0, BLOCK_K // 2)[None, :])
+        c0, c1, c2, c3 = _nibbles(words, COMPUTE, ASSEMBLY)
+        scores = tl.dot(_side_by_side(c0, c2), t0, scores, input_precision=PRECISION)
+        scores = tl.dot(_side_by_side(c1, c3), t1, scores, input_precision=PRECISION)
     return scores
+
+
+@triton.jit
+def _side_by_side(left, right):
+    """[BLOCK_N, 2 * units]."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
 
 
 @triton.jit
@@ -258,10 +291,14 @@ def _step(
     q1,
     q2,
     q3,
+    t0,
+    t1,
     p0,
     p1,
     p2,
     p3,
+    u0,
+    u1,
     list_ptr,
     raw_base,
     out_ptr,
@@ -289,6 +326,7 @@ def _step(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    TAIL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One block of candidates against a tile of rows: sums, or pooled scores that are written."""
@@ -312,12 +350,14 @@ def _step(
         if SOURCE == LOW_BIT or SOURCE == MINMAX:
             row = first_row + place
             scores = _product(
-                scores, packed_ptr, row, q0, q1, q2, q3, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION, ASSEMBLY
-            )
+                scores, packed_ptr, row, q0, q1, q2, q3, t0, t1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION,
+                ASSEMBLY, TAIL,
+            )  # fmt: skip
         if SOURCE == MINMAX:
             scores = _product(
-                scores, packed2_ptr, row, p0, p1, p2, p3, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION, ASSEMBLY
-            )
+                scores, packed2_ptr, row, p0, p1, p2, p3, u0, u1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION,
+                ASSEMBLY, TAIL,
+            )  # fmt: skip
         if STORE_RAW:
             tl.store(raw_ptrs, scores * UNIT, mask=live[None, :] & (n < end)[:, None])
     if POOL == 0:
@@ -394,6 +434,7 @@ def score_stretch(
 ):
     """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores."""
     PARTS: tl.constexpr = 1 if SOURCE == KEYS or BITS == 8 else 4
+    TAIL: tl.constexpr = BLOCK_K if (SOURCE == LOW_BIT or SOURCE == MINMAX) and ROW_UNITS > BLOCK_K else 0
     UNITS: tl.constexpr = tl.uint16 if BITS == 4 else tl.uint8
     channels_ptr = tl.load(arrays).to(tl.pointer_type(tl.int16)) + head * CHANNELS
     packed_ptr = tl.multiple_of(tl.load(arrays + 1).to(tl.pointer_type(UNITS)), 16)
@@ -409,7 +450,7 @@ def score_stretch(
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         live = m < num_rows * GQA
         if SOURCE != RAW:
-            q0, q1, q2, q3 = _query_parts(
+            q0, q1, q2, q3, t0, t1 = _query_parts(
                 q_ptr,
                 rows_ptr,
                 channels_ptr,
@@ -430,13 +471,14 @@ def score_stretch(
                 LISTED_CHANNELS,
                 SOURCE != KEYS,
                 COMPUTE,
+                TAIL,
             )
-            p0, p1, p2, p3 = q0, q1, q2, q3
+            p0, p1, p2, p3, u0, u1 = q0, q1, q2, q3, t0, t1
         else:
-            q0, q1, q2, q3 = m, m, m, m
-            p0, p1, p2, p3 = m, m, m, m
+            q0, q1, q2, q3, t0, t1 = m, m, m, m, m, m
+            p0, p1, p2, p3, u0, u1 = m, m, m, m, m, m
         if SOURCE == MINMAX:
-            p0, p1, p2, p3 = _query_parts(
+            p0, p1, p2, p3, u0, u1 = _query_parts(
                 q_ptr,
                 rows_ptr,
                 channels_ptr,
@@ -457,6 +499,7 @@ def score_stretch(
                 LISTED_CHANNELS,
                 True,
                 COMPUTE,
+                TAIL,
             )
 
         lse = tl.zeros([BLOCK_M], tl.float32)
@@ -468,17 +511,19 @@ def score_stretch(
         full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
             peak, total = _step(
-                start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, p0, p1, p2, p3, list_ptr,
+                start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
+                u0, u1, list_ptr,
                 raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, factor, k_stride_slot, raw_stride_row,
                 raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, STORE_RAW, POOL,
-                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, False,
+                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, False,
             )  # fmt: skip
         if full < end:
             peak, total = _step(
-                full, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, p0, p1, p2, p3, list_ptr,
+                full, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
+                u0, u1, list_ptr,
                 raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, factor, k_stride_slot, raw_stride_row,
                 raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, STORE_RAW, POOL,
-                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, True,
+                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, True,
             )  # fmt: skip
         if POOL == 0:
             highest = tl.max(tl.max(peak, axis=0), axis=0)

@@ -25,6 +25,8 @@ class ScoreConfig:
         num_warps: of a program.
         num_stages: steps that are on their way at a time.
         num_chunks: stretches of a (group, KV head).
+        halves: whether rows of 24 words of 4-bit codes (96 channels) are multiplied as 16 and 8, not as 32 of which 8
+            are padding. Warp-group instructions (sm_90, `block_m` from 16 on) take that as it comes; others reorder it.
     """
 
     block_m: int = 16
@@ -32,10 +34,13 @@ class ScoreConfig:
     num_warps: int = 4
     num_stages: int = 3
     num_chunks: int = 1
+    halves: bool = False
 
-    def arguments(self) -> dict[str, int]:
+    def arguments(self, shape: ScoreShape) -> dict[str, int]:
         """What kernels are told of it, by parameter name."""
+        halves = self.halves and coded_words(shape) == 24
         return {
+            "BLOCK_K": 16 if halves else block_of(shape.row_units, 16),
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "BLOCK_CHUNKS": min(block_of(self.num_chunks, 16), 32),
@@ -118,7 +123,7 @@ class PooledScores:
             ValueError: a tensor that the source needs is missing, or of another shape.
         """
         arguments = self._tables.arguments(ScoreInputs(q, sm_scale, k_cache, lists, raw, arrays), scores)
-        arguments |= {"peak_ptr": self._peak, "total_ptr": self._total, **self.config.arguments()}
+        arguments |= {"peak_ptr": self._peak, "total_ptr": self._total, **self.config.arguments(self.shape)}
         shape = self.shape
         reread = shape.source is not Source.RAW and raw is not None
         second = Source.RAW if reread else shape.source
@@ -130,3 +135,9 @@ class PooledScores:
                 num_warps=self.config.num_warps,
                 num_stages=self.config.num_stages,
             )
+
+
+def coded_words(shape: ScoreShape) -> int:
+    """Words of 4-bit codes of a row; 0 where there are none."""
+    coded = shape.source in (Source.LOW_BIT, Source.MINMAX) and shape.bits == 4
+    return shape.row_units if coded else 0

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from prefix_kernels.launching import block_of, send
+from prefix_kernels.launching import send
 from prefix_kernels.pooling import Pooling
 
 POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
@@ -218,7 +218,6 @@ class ScoreTables:
             "max_rows": self.max_rows,
             "GQA": shape.gqa,
             "CHANNELS": shape.channels,
-            "BLOCK_K": block_of(shape.row_units, 16),
             "ROW_UNITS": shape.row_units,
             "BITS": shape.bits,
             "LISTED_ROWS": self.listed,

@@ -381,8 +381,8 @@ def test_the_interpreter_refuses_programs_that_wait(device: torch.device) -> Non
 def test_configs() -> None:
     tokens, blocks = ScoreShape(32, 8, Source.LOW_BIT, 96), ScoreShape(32, 8, Source.MINMAX, 128)
     assert default_config(tokens, 1) == AnchorConfig(8, 128, 4, 3, 2)
-    assert default_config(tokens, 32) == AnchorConfig(128, 128, 8, 3, 1)
-    assert default_config(blocks, 9) == AnchorConfig(64, 64, 4, 3, 2)
+    assert default_config(tokens, 32) == AnchorConfig(128, 128, 8, 3, 1, True)
+    assert default_config(blocks, 9) == AnchorConfig(64, 64, 4, 3, 2, True)
     assert default_config(tokens, 32, (8, 0)) == AnchorConfig(32, 64, 4, 3, 2)
     assert [AnchorConfig(programs_per_sm=n).max_registers for n in (1, 2, 3)] == [255, 255, 168]
     for wrong, message in (
