@@ -26,11 +26,12 @@ LOG_SCALE = tl.constexpr(65533.0 / 44.0)
 @triton.jit
 def load_scores(scores, begin, end, block_shift, TILE: tl.constexpr, TOKENS: tl.constexpr):
     """Scores [TILE] of the tokens from `begin` on, a multiple of 16; those from `end` on are not read."""
-    token = begin // BEGINS * BEGINS + tl.arange(0, TILE)
     if TOKENS:
+        token = begin // BEGINS * BEGINS + tl.arange(0, TILE)
         # Whole vectors: rows of scores are padded to such, and what lies behind `end` is not looked at.
         end = (end + ALIGNED - 1) // ALIGNED * ALIGNED
         return tl.load(scores + token, mask=token < end, other=0.0)
+    token = begin + tl.arange(0, TILE)
     return tl.load(scores + (token >> block_shift), mask=token < end, other=0.0)
 
 
