@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.pooled_scores.kernels import KEYS, RAW, score_stretch, stretch_of
+from prefix_kernels.pooled_scores.kernels import KEYS, RAW, addresses, score_stretch, stretch_of
 from prefix_kernels.top_k_selection.kernels import (
     ALIGNED,
     DIGIT_BITS,
@@ -215,6 +215,11 @@ def select_kernel(
             recent_begin = tl.load(fields + 6).to(tl.int32)
             slot_table = slot_table_ptr + tl.load(fields + 7)
             row = group * num_heads + head
+            if FIRST_PHASE <= 2:
+                # All tables are asked for before what is in them is looked at.
+                row_begin = tl.load(groups_ptr + group * 4)
+                num_rows = tl.load(groups_ptr + group * 4 + 1)
+                channels_at, packed_at, scale_at, packed2_at, scale2_at = addresses(arrays_ptr + group * 5)
             count = tl.load(heads_ptr + row * 4).to(tl.int32)
             first_row = tl.load(heads_ptr + row * 4 + 1)
             list_ptr = lists_ptr + tl.load(heads_ptr + row * 4 + 2)
@@ -232,14 +237,13 @@ def select_kernel(
             ties_before = 0
             if selected < prefix_len:
                 if FIRST_PHASE <= 2:
-                    row_begin = tl.load(groups_ptr + group * 4)
-                    num_rows = tl.load(groups_ptr + group * 4 + 1)
                     raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
                     stats = first_item * max_rows
                 if FIRST_PHASE == 1:
                     score_stretch(
-                        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, arrays_ptr + group * 5, first_row,
-                        list_ptr, raw_base, scores, k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk,
+                        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
+                        packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head, peak_ptr,
+                        total_ptr, stats, chunk,
                         num_chunks, sm_scale, q_stride_row, q_stride_head, k_stride_slot, raw_stride_row,
                         raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS,
                         LISTED_CHANNELS, REREAD, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION,
@@ -251,8 +255,9 @@ def select_kernel(
                 lowers = uppers + num_heads.to(tl.int64) * max_items * NUM_DIGITS
                 if FIRST_PHASE <= 2 and LAST_PHASE >= 2:
                     score_stretch(
-                        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, arrays_ptr + group * 5, first_row,
-                        list_ptr, raw_base, scores, k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk,
+                        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
+                        packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head, peak_ptr,
+                        total_ptr, stats, chunk,
                         num_chunks, sm_scale, q_stride_row, q_stride_head, k_stride_slot, raw_stride_row,
                         raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS,
                         RAW if REREAD else SOURCE, LISTED_ROWS, LISTED_CHANNELS, False, POOL,

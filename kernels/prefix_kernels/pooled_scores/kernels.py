@@ -379,6 +379,12 @@ def _step(
 
 
 @triton.jit
+def addresses(arrays):
+    """Of a group's channels, codes, scale, second codes and second scale."""
+    return tl.load(arrays), tl.load(arrays + 1), tl.load(arrays + 2), tl.load(arrays + 3), tl.load(arrays + 4)
+
+
+@triton.jit
 def stretch_of(chunk, num_chunks, count, BLOCK_N: tl.constexpr):
     """Where a chunk of `count` candidates begins and ends: whole blocks, but for the last one; or nothing."""
     stretch = tl.cdiv(tl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
@@ -395,7 +401,11 @@ def score_stretch(
     row_begin,
     num_rows,
     head,
-    arrays,  # of this group: addresses of channels, packed, scale, second packed, second scale
+    channels_at,
+    packed_at,
+    scale_at,
+    packed2_at,
+    scale2_at,
     first_row,
     list_ptr,
     raw_base,
@@ -436,11 +446,11 @@ def score_stretch(
     PARTS: tl.constexpr = 1 if SOURCE == KEYS or BITS == 8 else 4
     TAIL: tl.constexpr = BLOCK_K if (SOURCE == LOW_BIT or SOURCE == MINMAX) and ROW_UNITS > BLOCK_K else 0
     UNITS: tl.constexpr = tl.uint16 if BITS == 4 else tl.uint8
-    channels_ptr = tl.load(arrays).to(tl.pointer_type(tl.int16)) + head * CHANNELS
-    packed_ptr = tl.multiple_of(tl.load(arrays + 1).to(tl.pointer_type(UNITS)), 16)
-    scale_ptr = tl.load(arrays + 2).to(tl.pointer_type(tl.float32)) + head * CHANNELS
-    packed2_ptr = tl.multiple_of(tl.load(arrays + 3).to(tl.pointer_type(UNITS)), 16)
-    scale2_ptr = tl.load(arrays + 4).to(tl.pointer_type(tl.float32)) + head * CHANNELS
+    channels_ptr = channels_at.to(tl.pointer_type(tl.int16)) + head * CHANNELS
+    packed_ptr = tl.multiple_of(packed_at.to(tl.pointer_type(UNITS)), 16)
+    scale_ptr = scale_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
+    packed2_ptr = tl.multiple_of(packed2_at.to(tl.pointer_type(UNITS)), 16)
+    scale2_ptr = scale2_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
 
     # What a code in fp16 is too small by, see `_codes`.
     UNIT: tl.constexpr = 16777216.0 if (SOURCE == LOW_BIT or SOURCE == MINMAX) and COMPUTE == tl.float16 else 1.0
@@ -591,9 +601,11 @@ def pooled_scores_kernel(
     first_row = tl.load(fields + 1)
     list_ptr = lists_ptr + tl.load(fields + 2)
     out_ptr = scores_ptr + tl.load(fields + 3)
+    channels_at, packed_at, scale_at, packed2_at, scale2_at = addresses(arrays_ptr + group * 5)
     begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
     score_stretch(
-        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, arrays_ptr + group * 5, first_row, list_ptr,
+        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at, packed2_at, scale2_at,
+        first_row, list_ptr,
         raw_ptr + group * raw_stride_group + head * raw_stride_head, out_ptr, k_ptr + head * k_stride_head, peak_ptr,
         total_ptr, (group * num_heads + head) * num_chunks * max_rows, chunk, num_chunks, sm_scale, q_stride_row,
         q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
