@@ -74,10 +74,10 @@ def default_config(shape: ScoreShape, num_rows: int, capability: tuple[int, int]
         capability: of the GPU. Before (9, 0) tiles are lower: there, scores leave the registers otherwise.
     """
     hopper = capability >= (9, 0)
-    block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     wide = shape.source is Source.LOW_BIT and hopper
+    block_m = min(128 if wide else 64 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     halves = hopper and block_m >= 16
     if block_m == 128:
         # One tile of all rows: codes are read and unpacked once a phase.
-        return AnchorConfig(block_m, 128 if wide else 64, 8, 3, 1, halves)
+        return AnchorConfig(block_m, 128, 8, 3, 1, halves)
     return AnchorConfig(block_m, 128 if wide else 64, 4, 3, 2, halves)

@@ -242,11 +242,10 @@ def select_kernel(
                 if FIRST_PHASE == 1:
                     score_stretch(
                         begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
-                        packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head, peak_ptr,
-                        total_ptr, stats, chunk,
-                        num_chunks, sm_scale, q_stride_row, q_stride_head, k_stride_slot, raw_stride_row,
-                        raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS,
-                        LISTED_CHANNELS, REREAD, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION,
+                        packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head,
+                        peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
+                        k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
+                        BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, REREAD, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION,
                         ASSEMBLY,
                     )  # fmt: skip
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
@@ -256,10 +255,9 @@ def select_kernel(
                 if FIRST_PHASE <= 2 and LAST_PHASE >= 2:
                     score_stretch(
                         begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
-                        packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head, peak_ptr,
-                        total_ptr, stats, chunk,
-                        num_chunks, sm_scale, q_stride_row, q_stride_head, k_stride_slot, raw_stride_row,
-                        raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS,
+                        packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head,
+                        peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
+                        k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS,
                         RAW if REREAD else SOURCE, LISTED_ROWS, LISTED_CHANNELS, False, POOL,
                         RAW_M if REREAD else BLOCK_M, RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES,
                         COMPUTE, PRECISION, ASSEMBLY,

@@ -342,6 +342,7 @@ def test_configs() -> None:
     assert default_config(tokens, 1) == AnchorConfig(8, 128, 4, 3, 2)
     assert default_config(tokens, 32) == AnchorConfig(128, 128, 8, 3, 1, True)
     assert default_config(blocks, 9) == AnchorConfig(64, 64, 4, 3, 2, True)
+    assert default_config(blocks, 32) == default_config(blocks, 16)
     assert default_config(tokens, 32, (8, 0)) == AnchorConfig(32, 64, 4, 3, 2)
     assert [AnchorConfig(programs_per_sm=n).max_registers for n in (1, 2, 3)] == [255, 255, 168]
     for wrong, message in (
