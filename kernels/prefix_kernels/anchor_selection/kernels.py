@@ -244,9 +244,9 @@ def select_kernel(
                         begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
                         packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head,
                         peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
-                        k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
-                        BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, REREAD, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION,
-                        ASSEMBLY,
+                        k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K,
+                        ROW_UNITS, BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, REREAD, 0, BLOCK_M, BLOCK_N,
+                        BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                     )  # fmt: skip
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
@@ -257,8 +257,8 @@ def select_kernel(
                         begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
                         packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head,
                         peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
-                        k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS,
-                        RAW if REREAD else SOURCE, LISTED_ROWS, LISTED_CHANNELS, False, POOL,
+                        k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K,
+                        ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS, LISTED_CHANNELS, False, POOL,
                         RAW_M if REREAD else BLOCK_M, RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES,
                         COMPUTE, PRECISION, ASSEMBLY,
                     )  # fmt: skip
