@@ -8,13 +8,13 @@ clustered keys and queries. Every stage is compared with fp64, given what the st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kernel_naive import KEEP, NUM_RECENT, NUM_SINK, SCORE_LIMIT
 from kernel_problem import Gate
+from kernel_rounding import rounding_of
 from torch import Tensor
 
 from prefix_kernels.budget import budget_for_group
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 RECIPES = {"csa": TwoLevelSpec(), "blocks": TwoLevelSpec(first=ABSparseSpec(representation="minmax"))}
 TOPICS, NUM_SAMPLES = 32, 1024
-#: Largest error of a log-probability from codes, where queries are multiplied in fp16: a channel, times its step, keeps
-#: 11 bits. Of 96 such products the errors add up to 2e-4 (rms); the limit is for the worst of some million.
-HALF_LIMIT = 5e-3
 _STEPS_PER_LOG = 65533 / 44.0
 _ORACLE_ELEMENTS = 1 << 24
 
@@ -84,12 +81,15 @@ class Prefix:
         budget = budget_for_group(max(NUM_SINK + NUM_RECENT + 16, round(KEEP * prefix_len)), batch)
         self.budget = min(budget, prefix_len)
         self.num_candidates = spec.num_candidates(prefix_len, self.budget)
-        self.limit = SCORE_LIMIT if shape.dtype is torch.float32 else HALF_LIMIT
+
+    def rows(self, head: int) -> Tensor:
+        """Queries of a KV head, [rows, head_dim]."""
+        gqa = self.shape.gqa
+        return self.q[:, head * gqa : (head + 1) * gqa].flatten(0, 1)
 
     def tile(self, head: int) -> Tensor:
-        """Queries of a KV head in fp64, [rows, head_dim]."""
-        gqa = self.shape.gqa
-        return self.q[:, head * gqa : (head + 1) * gqa].flatten(0, 1).double()
+        """The same in fp64."""
+        return self.rows(head).double()
 
     def pooled(self, raw: Tensor) -> Tensor:
         """From raw scores [rows, n] in fp64 to natural logs [n]; -inf is no score."""
@@ -97,15 +97,23 @@ class Prefix:
 
     def listed(self, head: int, positions: Tensor) -> Tensor:
         """The oracle of the second level: pooled scores of these positions."""
+        keys = dequantize(self._codes(head, positions)).double()
+        return self.pooled(self.tile(head)[:, self.second["channels"][head].long()] @ keys.T)
+
+    def limit(self, head: int, positions: Tensor) -> float:
+        """Largest error of the second level's scores of these positions, where queries are rounded to fp16."""
+        rows = self.rows(head)[:, self.second["channels"][head].long()]
+        return SCORE_LIMIT + rounding_of(rows, [self._codes(head, positions)], self.sm_scale)
+
+    def _codes(self, head: int, positions: Tensor) -> LowBitTensor:
         parts = (self.second["keys_packed"], self.second["keys_scale"], self.second["keys_zero"])
-        keys = dequantize(LowBitTensor(parts[0][head, positions][None], *(part[head][None] for part in parts[1:])))
-        return self.pooled(self.tile(head)[:, self.second["channels"][head].long()] @ keys[0].double().T)
+        return LowBitTensor(parts[0][head, positions], *(part[head] for part in parts[1:]))
 
 
 class CsaIndex:
     """CSAttention's tables of a prefix: the first level and its oracle."""
 
-    block_size, limit = 1, SCORE_LIMIT
+    block_size = 1
 
     def __init__(self, prefix: Prefix) -> None:
         spec, q = prefix.spec.first, prefix.q
@@ -132,6 +140,10 @@ class CsaIndex:
         self.nbytes = of_list * fetched + prefix.first["centroids"].nbytes
         self.config: dict[str, Any] = {"csa": vars(config), "pooling": vars(chunks), "list_len": self._list_len}
 
+    def limit(self, head: int) -> float:
+        """Largest error of a score: sums in fp32."""
+        return SCORE_LIMIT
+
     def oracle(self, head: int) -> Tensor:
         """Pooled scores [prefix_len] of a KV head."""
         tile = self._prefix.tile(head)
@@ -156,7 +168,7 @@ class BlockIndex:
     def __init__(self, prefix: Prefix) -> None:
         spec, shape, first = prefix.spec.first, prefix.shape, prefix.first
         assert isinstance(spec, ABSparseSpec)
-        self._prefix, self.block_size, self.limit = prefix, spec.block_size, prefix.limit
+        self._prefix, self.block_size = prefix, spec.block_size
         self.arrays = (None, *(first[f"{part}_{name}"] for part in ("max", "min") for name in ("packed", "scale")))
         heads = (shape.num_qo_heads, shape.num_kv_heads)
         scores = ScoreShape(*heads, Source.MINMAX, shape.head_dim)
@@ -165,13 +177,24 @@ class BlockIndex:
         self.nbytes = sum(part.nbytes for part in first.values())
         self.config: dict[str, Any] = {"block_size": self.block_size}
 
+    def limit(self, head: int) -> float:
+        """Largest error of a score, where queries are rounded to fp16."""
+        prefix = self._prefix
+        return SCORE_LIMIT + rounding_of(prefix.rows(head), self._bounds(head), prefix.sm_scale)
+
     def oracle(self, head: int) -> Tensor:
         """Pooled scores of the blocks of a KV head."""
-        first, tile = self._prefix.first, self._prefix.tile(head)
-        bounds = [dequantize(_part(first, part, head))[0].double() for part in ("min", "max")]
+        tile = self._prefix.tile(head)
+        bounds = [dequantize(part).double() for part in self._bounds(head)]
         step = max(1, _ORACLE_ELEMENTS // bounds[0].numel())
         raw = [torch.maximum(*(some[:, None] * bound for bound in bounds)).sum(dim=2) for some in tile.split(step)]
         return self._prefix.pooled(torch.cat(raw))
+
+    def _bounds(self, head: int) -> list[LowBitTensor]:
+        first = self._prefix.first
+        return [
+            LowBitTensor(*(first[f"{part}_{name}"][head] for name in LowBitTensor._fields)) for part in ("min", "max")
+        ]
 
 
 class FirstLevelAlone:
@@ -194,8 +217,7 @@ class FirstLevelAlone:
 
     def check(self) -> Gate:
         """The scores against fp64."""
-        error = first_error(self._prefix, self._index)
-        return Gate(error / self._index.limit, {"first_log_prob": error})
+        return first_gate(self._prefix, self._index)
 
 
 class TwoLevel:
@@ -265,20 +287,21 @@ class TwoLevel:
         assert self._lists.slots is not None
         if not (ascending(named, prefix.prefix_len) and ascending(taken, prefix.prefix_len)):
             return Gate(math.inf, {"positions_that_are_none": math.inf})
-        worst, wrong = 0.0, int((self._slots[taken] != self._lists.slots[0]).sum())
+        gate = first_gate(prefix, index)
+        share, worst, wrong = gate.error, 0.0, int((self._slots[taken] != self._lists.slots[0]).sum())
         for head in range(prefix.shape.num_kv_heads):
             first = index.level.scores[head * index.level.score_stride :]
             blocks = first[: -(-prefix.prefix_len // index.block_size)]
             tokens = blocks.repeat_interleave(index.block_size)[: prefix.prefix_len]
             wrong += wrongly_chosen(tokens, named[head])
             scores = selection.scores[head * selection.score_stride :][: prefix.num_candidates]
-            worst = max(worst, log_error(scores, prefix.listed(head, named[head])))
+            error = log_error(scores, prefix.listed(head, named[head]))
+            share, worst = max(share, error / prefix.limit(head, named[head])), max(worst, error)
             places = torch.searchsorted(named[head], taken[head])
             missing = int((named[head, places.clamp_max(prefix.num_candidates - 1)] != taken[head]).sum())
             wrong += missing + (0 if missing else wrongly_chosen(scores, places))
-        error = first_error(prefix, index)
-        share = max(error / index.limit, worst / prefix.limit, math.inf if wrong else 0.0)
-        return Gate(share, {"first_log_prob": error, "second_log_prob": worst, "wrong_tokens": float(wrong)})
+        figures = {**gate.figures, "second_log_prob": worst, "wrong_tokens": float(wrong)}
+        return Gate(math.inf if wrong else share, figures)
 
 
 def group_of(prefix: Prefix, index: CsaIndex | BlockIndex) -> TwoLevelGroup[Any]:
@@ -304,13 +327,14 @@ def config_of(prefix: Prefix) -> ScoreConfig:
     return ScoreConfig(min(64, max(16, 1 << (rows - 1).bit_length())), 128, 4, 3, max(2, places // heads))
 
 
-def first_error(prefix: Prefix, index: CsaIndex | BlockIndex) -> float:
-    """Of the first level's scores, the largest over the KV heads."""
-    worst = 0.0
+def first_gate(prefix: Prefix, index: CsaIndex | BlockIndex) -> Gate:
+    """The first level's scores against fp64."""
+    share, worst = 0.0, 0.0
     for head in range(prefix.shape.num_kv_heads):
         wanted = index.oracle(head)
-        worst = max(worst, log_error(index.level.scores[head * index.level.score_stride :][: len(wanted)], wanted))
-    return worst
+        error = log_error(index.level.scores[head * index.level.score_stride :][: len(wanted)], wanted)
+        share, worst = max(share, error / index.limit(head)), max(worst, error)
+    return Gate(share, {"first_log_prob": worst})
 
 
 def log_error(scores: Tensor, wanted: Tensor) -> float:
@@ -346,10 +370,6 @@ def wrongly_chosen(scores: Tensor, places: Tensor) -> int:
     got = steps[free & taken].sort(descending=True).values
     missing = int((~taken & ~free).sum())
     return missing + (int((got != best).sum()) if got.shape == best.shape else length)
-
-
-def _part(arrays: Mapping[str, Tensor], part: str, head: int) -> LowBitTensor:
-    return LowBitTensor(*(arrays[f"{part}_{name}"][head][None] for name in LowBitTensor._fields))
 
 
 def _prefix(recipe: str, *of: Any) -> Prefix:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from prefix_kernels import AttnState, PagedKV, Selection
+from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form
 from prefix_kernels.csa_scores import encode_lists
 from prefix_kernels.grouped_attention import AttentionConfig, Segment
 from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
@@ -31,6 +32,7 @@ from prefix_kernels.ops import (
     top_k_selection,
 )
 from prefix_kernels.pooled_scores import PooledScores, ScoreShape, Source
+from prefix_kernels.pooled_scores.tables import ScoreInputs
 from prefix_kernels.pooled_scores.triton import config_for
 from prefix_kernels.top_k_selection import TopKSelection
 
@@ -147,6 +149,36 @@ def pooled(shape: ScoreShape, rows: int, **options: torch.Tensor) -> None:
     scoring.run(q(rows), torch.zeros(64), 0.1, **options)
 
 
+def anchor(
+    source: Source,
+    rows: int,
+    config: AnchorConfig,
+    *,
+    form: Form = Form.JOINED,
+    listed: bool = False,
+    raw: bool = False,
+) -> None:
+    """A selection from tokens on 96 channels, or from blocks."""
+    tokens = source is Source.LOW_BIT
+    shape = ScoreShape(HEADS, KV_HEADS, source, 96 if tokens else DIM, listed_channels=tokens)
+    select = AnchorSelection(
+        shape,
+        rows,
+        1,
+        131072,
+        600,
+        config,
+        torch.device("cpu"),
+        listed=listed,
+        max_block_size=1 if tokens else 64,
+        form=form,
+        num_programs=264,
+    )
+    kept = torch.zeros(1, KV_HEADS, 64, rows * HEADS // KV_HEADS).transpose(2, 3) if raw else None
+    inputs = ScoreInputs(q(rows), 0.1, lists=torch.arange(64).int() if listed else None, raw=kept)
+    select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=torch.arange(64).int())
+
+
 CASES: dict[str, Callable[[], None]] = {
     "prefix_attention of 1 request": lambda: prefix(1),
     "prefix_attention of 8 requests": lambda: prefix(8),
@@ -183,18 +215,32 @@ CASES: dict[str, Callable[[], None]] = {
     "token scores of 32 requests' candidates": lambda: listed_tokens(32),
     "raw scores of 1 request": lambda: raw_scores(1),
     "raw scores of 32 requests": lambda: raw_scores(32),
+    "selection of tokens in one launch": lambda: anchor(Source.LOW_BIT, 1, NARROW),
+    "selection of tokens in one launch, raw scores kept": lambda: anchor(Source.LOW_BIT, 1, NARROW, raw=True),
+    "selection of listed tokens in one launch": lambda: anchor(Source.LOW_BIT, 8, WIDE, listed=True),
+    "selection of tokens for 32 requests in one launch": lambda: anchor(Source.LOW_BIT, 32, WIDE),
+    "selection of tokens for 32 requests in one tile": lambda: anchor(Source.LOW_BIT, 32, WIDEST),
+    "selection of blocks in one launch": lambda: anchor(Source.MINMAX, 1, NARROW),
+    "selection of blocks for 32 requests in one launch": lambda: anchor(Source.MINMAX, 32, WIDE),
+    "selection of blocks in four launches": lambda: anchor(Source.MINMAX, 8, WIDE, form=Form.SPLIT),
 }
+NARROW, WIDE, WIDEST = AnchorConfig(8, 64), AnchorConfig(32, 64), AnchorConfig(128, 64, 8, 3, 1, True)
 SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 
 #: fp8 is refused below sm_89, where the conversion is not in hardware.
 NOT_FOR = {("prefix_attention on fp8", 80), ("attention with bounded registers", 80)}
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith("specialized")}
+#: Lower tiles do there.
+NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}
 #: Bytes that a thread may spill: a bound on registers has its price, and so has the kernel whose warps share them out.
 SPILLED = {
     "attention with bounded registers": 32,
     "specialized attention of 128 rows": 16,
     "top_k_selection of 8,192 blocks in one launch": 160,
     "top_k_selection among 8,192 candidates in one launch": 160,
+    # On sm_80: a few numbers of the tables.
+    "selection of blocks for 32 requests in one launch": 56,
+    "selection of blocks in four launches": 8,
 }
 
 
@@ -240,13 +286,14 @@ def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:
 
 
 def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_kernel_before() -> None:
-    with overlapped_launches():
-        (attend,) = launches("specialized attention of 64 rows")
-    assert attend.options["launch_cooperative_grid"] is True
-    assert "launch_pdl" not in attend.options
-    ptx = compiled(attend, 90).asm["ptx"]
-    assert "griddepcontrol.wait" not in ptx
-    assert "atom.global.gpu.acq_rel" in ptx
+    for case, meetings in (("specialized attention of 64 rows", 1), ("selection of tokens in one launch", 3)):
+        with overlapped_launches():
+            (one,) = launches(case)
+        assert one.options["launch_cooperative_grid"] is True
+        assert "launch_pdl" not in one.options
+        ptx = compiled(one, 90).asm["ptx"]
+        assert "griddepcontrol.wait" not in ptx
+        assert ptx.count("atom.global.gpu.acq_rel") == meetings
 
 
 def test_codes_are_unpacked_without_a_conversion() -> None:
@@ -267,6 +314,7 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
         ("top_k_selection of 2,048 blocks in one launch", 1),
         ("top_k_selection among 32,768 candidates", 3),
         ("raw scores of 1 request", 2),
+        ("selection of blocks in four launches", 4),
     ],
 )
 def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:

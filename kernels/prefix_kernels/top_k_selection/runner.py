@@ -12,6 +12,7 @@ from torch import Tensor
 from prefix_kernels.launching import block_of, launch, send
 from prefix_kernels.top_k_selection.block_kernels import select_blocks_kernel
 from prefix_kernels.top_k_selection.kernels import count_digits_kernel, list_selected_kernel
+from prefix_kernels.top_k_selection.lists import SelectedLists, check_lists, new_lists
 from prefix_kernels.top_k_selection.plan import NUM_FIELDS, SelectionGroup, cut_groups
 
 _NUM_DIGITS = 256
@@ -67,21 +68,6 @@ def default_config(max_prefix_len: int, target: int) -> TopKConfig:
     chunk = -(-max_prefix_len // min(max(target, 1), 2 * _CHUNKS_AT_ONCE))
     tile = min(max(1 << (chunk - 1).bit_length(), 512), 4096)
     return TopKConfig(tile, 8 if tile >= 4096 else 4)
-
-
-@dataclass(frozen=True, eq=False)
-class SelectedLists:
-    """The lists of all groups, in fixed device buffers. Owned by the receiver, written by `TopKSelection.run`.
-
-    Attributes:
-        positions: [max_groups, num_kv_heads, max_budget] int32, ascending within `counts`, then -1.
-        counts: [max_groups, num_kv_heads] int32.
-        slots: of the shape of `positions`, int32: the slots of those positions, then -1. None: not wanted.
-    """
-
-    positions: Tensor
-    counts: Tensor
-    slots: Tensor | None
 
 
 class TopKSelection:
@@ -166,12 +152,7 @@ class TopKSelection:
     def new_lists(self, *, with_slots: bool = False) -> SelectedLists:
         """Buffers for `run()`, holding no selection. One for each layer whose lists must outlive the next run."""
         shape = (self.max_groups, self.num_kv_heads, self.max_budget)
-        device = self._items.device
-        return SelectedLists(
-            torch.full(shape, -1, dtype=torch.int32, device=device),
-            torch.zeros(shape[:2], dtype=torch.int32, device=device),
-            torch.full(shape, -1, dtype=torch.int32, device=device) if with_slots else None,
-        )
+        return new_lists(shape, self._items.device, with_slots=with_slots)
 
     def plan(self, groups: Sequence[SelectionGroup]) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait.
@@ -316,33 +297,7 @@ class TopKSelection:
             raise ValueError(
                 f"expected an arena of {self._scores_end} scores, got {scores.shape[0]}; was it planned so?"
             )
-        shape = (self.max_groups, self.num_kv_heads, self.max_budget)
-        for name, tensor, wanted in (
-            ("positions", lists.positions, shape),
-            ("counts", lists.counts, shape[:2]),
-            ("slots", lists.slots, shape),
-        ):
-            if tensor is None:
-                continue
-            if tuple(tensor.shape) != wanted or tensor.dtype is not torch.int32 or not tensor.is_contiguous():
-                raise ValueError(
-                    f"expected {name} {wanted} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype}; "
-                    "use new_lists()"
-                )
-        if (lists.slots is None) != (slot_table is None):
-            raise ValueError(
-                "expected slots and slot_table both or none of them, got one; use new_lists(with_slots=...)"
-            )
-        if slot_table is None:
-            return
-        good = slot_table.dim() == 1 and slot_table.dtype in (torch.int32, torch.int64)
-        if not good or not slot_table.is_contiguous():
-            raise ValueError(
-                f"expected slot_table [arena] int32 or int64 contiguous, got {tuple(slot_table.shape)} "
-                f"{slot_table.dtype} of strides {slot_table.stride()}"
-            )
-        if slot_table.shape[0] < self._slots_end:
-            raise ValueError(f"expected a slot_table of {self._slots_end} entries, got {slot_table.shape[0]}")
+        check_lists(lists, (self.max_groups, self.num_kv_heads, self.max_budget), slot_table, self._slots_end)
 
     def _check_candidates(self, candidates: Tensor | None, lists: SelectedLists) -> None:
         if self._listed is not None and self._listed != (candidates is not None):

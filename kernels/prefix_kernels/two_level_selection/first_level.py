@@ -10,7 +10,8 @@ from torch import Tensor
 
 from prefix_kernels.csa_scores.runner import CsaGroup, CsaScores, CsaTables
 from prefix_kernels.launching import send
-from prefix_kernels.pooled_scores.runner import ARRAYS, PooledScores, ScoredGroup, Source, array_addresses
+from prefix_kernels.pooled_scores.runner import PooledScores
+from prefix_kernels.pooled_scores.tables import ARRAYS, ScoredGroup, Source, array_addresses
 from prefix_kernels.two_level_selection.plan import Index, TwoLevelGroup
 
 ALIGNED = 4

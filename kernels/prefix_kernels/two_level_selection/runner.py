@@ -8,9 +8,11 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from prefix_kernels.pooled_scores.runner import PooledScores, ScoredGroup, Source
+from prefix_kernels.pooled_scores.runner import PooledScores
+from prefix_kernels.pooled_scores.tables import ScoredGroup, Source
+from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.top_k_selection.runner import SelectedLists, TopKSelection
+from prefix_kernels.top_k_selection.runner import TopKSelection
 from prefix_kernels.two_level_selection.first_level import FirstLevel, LayerArrays, aligned, begins_of
 from prefix_kernels.two_level_selection.plan import Index, TwoLevelGroup
 
