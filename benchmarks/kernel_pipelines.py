@@ -92,9 +92,9 @@ class OurTopK(TopK):
         heads, device = len(scores), arena.device
         programs = None if device.type == "cuda" else 2 * heads
         self._arena = arena
-        most = max(own.shape[0] for own in scores)
-        how: dict[str, Any] = {"key_bits": bits, "max_block_size": max(sizes), "max_scores": most}
-        self._select = TopKSelection(1, heads, prefix_len, self._budget, device, num_programs=programs, **how)
+        self._select = TopKSelection(
+            1, heads, prefix_len, self._budget, device, key_bits=bits, num_programs=programs, max_block_size=max(sizes)
+        )
         group = SelectionGroup(prefix_len, self._budget, 0, stride, tuple(sizes), NUM_SINK, NUM_RECENT)
         self.group = group
         self._select.plan([group])

@@ -230,7 +230,6 @@ class TwoLevel:
         shape, device, rows = prefix.shape, prefix.q.device, prefix.q.shape[0]
         heads, length = shape.num_kv_heads, prefix.prefix_len
         programs = None if device.type == "cuda" else 2 * heads
-        blocks = -(-length // index.block_size)
         nominate = TopKSelection(
             1,
             heads,
@@ -240,7 +239,6 @@ class TwoLevel:
             key_bits=16,
             num_programs=programs,
             max_block_size=index.block_size,
-            max_scores=blocks,
         )
         kept = prefix.second["channels"].shape[1]
         tokens = ScoreShape(shape.num_qo_heads, heads, Source.LOW_BIT, kept, 4, True)
@@ -254,7 +252,6 @@ class TwoLevel:
             key_bits=16,
             num_programs=programs,
             max_block_size=1,
-            max_scores=prefix.num_candidates,
         )
         level: Any = index.level
         self._selection: TwoLevelSelection[Any] = TwoLevelSelection(level, nominate, second, select)

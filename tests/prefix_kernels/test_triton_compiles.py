@@ -109,15 +109,8 @@ def top_k(block_size: int) -> None:
     top_k_selection(scores, 64, 4, 16, block_size, 600, implementation="triton")
 
 
-def top_blocks(max_scores: int, key_bits: int) -> None:
-    runner = TopKSelection(
-        1, KV_HEADS, 131072, 600, torch.device("cpu"), key_bits=key_bits, max_scores=max_scores, max_block_size=64
-    )
-    runner.run(torch.zeros(64), runner.new_lists(with_slots=True), slot_table=torch.arange(64))
-
-
 def listed_top_k(max_candidates: int) -> None:
-    """Among candidates of 131,072 tokens: up to 8,192 of them in one launch."""
+    """Among candidates of 131,072 tokens."""
     runner = TopKSelection(
         1,
         KV_HEADS,
@@ -127,7 +120,6 @@ def listed_top_k(max_candidates: int) -> None:
         key_bits=16,
         num_programs=264,
         max_block_size=1,
-        max_scores=max_candidates,
     )
     candidates = torch.zeros(1, KV_HEADS, max_candidates, dtype=torch.int32)
     lists, table = runner.new_lists(with_slots=True), torch.arange(64).int()
@@ -207,10 +199,7 @@ CASES: dict[str, Callable[[], None]] = {
     "csa_scores_compact on a bitmap": lambda: csa(120),
     "top_k_selection of tokens": lambda: top_k(1),
     "top_k_selection of blocks": lambda: top_k(16),
-    "top_k_selection of 8,192 blocks in one launch": lambda: top_blocks(8192, 32),
-    "top_k_selection of 2,048 blocks in one launch": lambda: top_blocks(2048, 16),
     "top_k_selection among 32,768 candidates": lambda: listed_top_k(32768),
-    "top_k_selection among 8,192 candidates in one launch": lambda: listed_top_k(8192),
     "token scores of 1 request's candidates": lambda: listed_tokens(1),
     "token scores of 32 requests' candidates": lambda: listed_tokens(32),
     "raw scores of 1 request": lambda: raw_scores(1),
@@ -236,8 +225,6 @@ NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}
 SPILLED = {
     "attention with bounded registers": 32,
     "specialized attention of 128 rows": 16,
-    "top_k_selection of 8,192 blocks in one launch": 160,
-    "top_k_selection among 8,192 candidates in one launch": 160,
     # On sm_80: a few numbers of the tables.
     "selection of blocks for 32 requests in one launch": 56,
     "selection of blocks in four launches": 8,
@@ -311,7 +298,6 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
         ("token_scores of 1 request", 2),
         ("csa_scores_compact on offsets", 2),
         ("top_k_selection of tokens", 5),
-        ("top_k_selection of 2,048 blocks in one launch", 1),
         ("top_k_selection among 32,768 candidates", 3),
         ("raw scores of 1 request", 2),
         ("selection of blocks in four launches", 4),
