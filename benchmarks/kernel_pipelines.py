@@ -148,9 +148,8 @@ class JoinedAnchor(OurAnchor):
         )
         self._select.plan([estimation.group], [top_k.group])
         rows = batch * shape.gqa
-        # A raw score is written and read, in place of codes that are read and multiplied again.
         self._raw: Tensor | None = None
-        if 8 * rows <= 64:
+        if keep_raw(rows):
             room = torch.empty(1, shape.num_kv_heads, max(estimation.group.counts), rows, device=device)
             self._raw = room.transpose(2, 3)
         self._inputs = ScoreInputs(inputs.q, inputs.sm_scale, raw=self._raw)
@@ -161,6 +160,11 @@ class JoinedAnchor(OurAnchor):
     def run(self) -> None:
         """One launch."""
         self._select.run(self._inputs, self._scores, self._lists, pad=False)
+
+
+def keep_raw(rows: int) -> bool:
+    """Whether raw scores of a group's rows are written and read, in place of codes that are scored twice."""
+    return 8 * rows <= 64
 
 
 class Exact:

@@ -10,12 +10,13 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from prefix_kernels import AttnState, PagedKV, Selection
-from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form
+from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.csa_scores import encode_lists
 from prefix_kernels.grouped_attention import AttentionConfig, Segment
 from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
@@ -35,6 +36,7 @@ from prefix_kernels.pooled_scores import PooledScores, ScoreShape, Source
 from prefix_kernels.pooled_scores.tables import ScoreInputs
 from prefix_kernels.pooled_scores.triton import config_for
 from prefix_kernels.top_k_selection import TopKSelection
+from prefix_kernels.two_level_selection import JoinedTwoLevelSelection
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -171,6 +173,18 @@ def anchor(
     select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=torch.arange(64).int())
 
 
+def two_levels() -> None:
+    """Blocks of 16, then listed tokens, for one request."""
+    blocks = ScoreShape(HEADS, KV_HEADS, Source.MINMAX, DIM)
+    tokens = ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, 96, listed_channels=True)
+    how: dict[str, Any] = {"device": torch.device("cpu"), "num_programs": 264}
+    first = AnchorSelection(blocks, 1, 1, 131072, 32768, default_config(blocks, 1), max_block_size=16, **how)
+    config = default_config(tokens, 1)
+    second = AnchorSelection(tokens, 1, 1, 32768, 6553, config, listed=True, max_block_size=1, **how)
+    selection = JoinedTwoLevelSelection(first, second, 8192)
+    selection.run(q(1), selection.new_lists(with_slots=True), 0.1, slot_table=torch.arange(64).int())
+
+
 CASES: dict[str, Callable[[], None]] = {
     "prefix_attention of 1 request": lambda: prefix(1),
     "prefix_attention of 8 requests": lambda: prefix(8),
@@ -211,6 +225,7 @@ CASES: dict[str, Callable[[], None]] = {
     "selection of tokens for 32 requests in one tile": lambda: anchor(Source.LOW_BIT, 32, WIDEST),
     "selection of blocks in one launch": lambda: anchor(Source.MINMAX, 1, NARROW),
     "selection of blocks for 32 requests in one launch": lambda: anchor(Source.MINMAX, 32, WIDE),
+    "selection in two levels": two_levels,
     "selection of blocks in four launches": lambda: anchor(Source.MINMAX, 8, WIDE, form=Form.SPLIT),
 }
 NARROW, WIDE, WIDEST = AnchorConfig(8, 64), AnchorConfig(32, 64), AnchorConfig(128, 64, 8, 3, 1, True)
@@ -273,14 +288,20 @@ def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:
 
 
 def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_kernel_before() -> None:
-    for case, meetings in (("specialized attention of 64 rows", 1), ("selection of tokens in one launch", 3)):
+    for case, count, meetings in (
+        ("specialized attention of 64 rows", 1, 1),
+        ("selection of tokens in one launch", 1, 3),
+        ("selection in two levels", 2, 3),
+    ):
         with overlapped_launches():
-            (one,) = launches(case)
-        assert one.options["launch_cooperative_grid"] is True
-        assert "launch_pdl" not in one.options
-        ptx = compiled(one, 90).asm["ptx"]
-        assert "griddepcontrol.wait" not in ptx
-        assert ptx.count("atom.global.gpu.acq_rel") == meetings
+            found = launches(case)
+        assert len(found) == count
+        for one in found:
+            assert one.options["launch_cooperative_grid"] is True
+            assert "launch_pdl" not in one.options
+            ptx = compiled(one, 90).asm["ptx"]
+            assert "griddepcontrol.wait" not in ptx
+            assert ptx.count("atom.global.gpu.acq_rel") == meetings
 
 
 def test_codes_are_unpacked_without_a_conversion() -> None:

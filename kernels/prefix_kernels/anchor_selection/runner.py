@@ -79,7 +79,7 @@ class AnchorSelection:
             raise ValueError("expected an index or keys to score, got Source.RAW; use TopKSelection for scores")
         if max_block_size > 1 and (listed or shape.source is Source.KEYS):
             raise ValueError(f"expected candidates of 1 token where they are listed, got {max_block_size}; set it to 1")
-        self.shape, self.config, self.form = shape, config, form
+        self.shape, self.config, self.form, self.device = shape, config, form, device
         self.max_groups, self.max_prefix_len, self.max_budget = max_groups, max_prefix_len, max_budget
         self.max_block_size = max_block_size
         self._tables = ScoreTables(shape, max_batch, max_groups, device, listed=listed)
@@ -187,6 +187,11 @@ class AnchorSelection:
                 maxnreg=self.config.max_registers,
                 **options,
             )
+
+    @property
+    def listed(self) -> bool:
+        """Whether candidates are named by a list."""
+        return self._tables.listed
 
     @property
     def _tokens(self) -> bool:
