@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kernel_naive import BLOCK_SIZES, NUM_RECENT, NUM_SINK, Both, Estimation, Inputs, TopK
+from kernel_naive import BLOCK_SIZES, NUM_RECENT, NUM_SINK, SCORE_LIMIT, Both, Estimation, Inputs, TopK
 from kernel_problem import Gate
+from kernel_rounding import rounded_oracle, rounding_limit
 from torch import Tensor
 
+from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
 from prefix_kernels.low_bit import LowBitTensor
 from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoredGroup, ScoreShape, Source
+from prefix_kernels.pooled_scores.tables import ScoreInputs
 from prefix_kernels.top_k_selection import SelectionGroup, TopKSelection
 
 if TYPE_CHECKING:
@@ -50,16 +53,31 @@ class OurEstimation(Estimation):
         config = _config(batch * shape.gqa, shape.num_kv_heads, device, block_m)
         source = Source.LOW_BIT if tokens else Source.MINMAX
         channels = parts[0].scale.shape[1]
-        self._scoring = PooledScores(
-            ScoreShape(shape.num_qo_heads, shape.num_kv_heads, source, channels), batch, 1, config, device
-        )
-        self._group = ScoredGroup(tuple(range(batch)), counts, first_rows, nothing, begins, tuple(arrays))
-        self._scoring.plan([self._group])
+        self.score_shape = ScoreShape(shape.num_qo_heads, shape.num_kv_heads, source, channels)
+        self._scoring = PooledScores(self.score_shape, batch, 1, config, device)
+        self.group = ScoredGroup(tuple(range(batch)), counts, first_rows, nothing, begins, tuple(arrays))
+        self._scoring.plan([self.group])
         self.run = self._run
         self.config = {**self.config, **vars(config)}
 
     def _run(self) -> None:
         self._scoring.run(self._inputs.q, self.arena, self._inputs.sm_scale)
+
+    def check(self) -> Gate:
+        """Errors within a factor e^8 of the best: beside rounded queries, and beside the queries themselves."""
+        share, figures = 0.0, {"log_prob": 0.0, "log_prob_rounded": 0.0, "rounding_limit": 0.0}
+        for head, scores in enumerate(self.scores):
+            rounding = rounding_limit(self._inputs, head)
+            figures["rounding_limit"] = max(figures["rounding_limit"], rounding)
+            for name, wanted, limit in (
+                ("log_prob", self._inputs.oracle(head), SCORE_LIMIT + rounding),
+                ("log_prob_rounded", rounded_oracle(self._inputs, head), SCORE_LIMIT),
+            ):
+                error = (scores.double() - wanted).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+                worst = float(error[wanted > wanted.max() - 8.0].max())
+                figures[name] = max(figures[name], worst)
+                share = max(share, worst / limit)
+        return Gate(share, figures)
 
 
 class OurTopK(TopK):
@@ -74,10 +92,11 @@ class OurTopK(TopK):
         heads, device = len(scores), arena.device
         programs = None if device.type == "cuda" else 2 * heads
         self._arena = arena
-        most = max(own.shape[0] for own in scores)
-        how: dict[str, Any] = {"key_bits": bits, "max_block_size": max(sizes), "max_scores": most}
-        self._select = TopKSelection(1, heads, prefix_len, self._budget, device, num_programs=programs, **how)
+        self._select = TopKSelection(
+            1, heads, prefix_len, self._budget, device, key_bits=bits, num_programs=programs, max_block_size=max(sizes)
+        )
         group = SelectionGroup(prefix_len, self._budget, 0, stride, tuple(sizes), NUM_SINK, NUM_RECENT)
+        self.group = group
         self._select.plan([group])
         self._lists = self._select.new_lists()
         self.positions = self._lists.positions[0]
@@ -105,6 +124,47 @@ class OurAnchor(Both):
     """Estimation, then top-k: an anchor layer's lists."""
 
     eager_too = False
+
+
+class JoinedAnchor(OurAnchor):
+    """Both in one launch; the checks are those of its parts. On a CPU in four, with two programs for every KV head."""
+
+    def __init__(self, inputs: Inputs, estimation: OurEstimation, top_k: OurTopK) -> None:
+        super().__init__(estimation, top_k)
+        (batch, _, _), device, shape = inputs.q.shape, inputs.q.device, estimation.score_shape
+        on_gpu = device.type == "cuda"
+        config = default_config(shape, batch, torch.cuda.get_device_capability(device) if on_gpu else (9, 0))
+        self._select = AnchorSelection(
+            shape,
+            batch,
+            1,
+            inputs.prefix_len,
+            top_k.group.count,
+            config,
+            device,
+            max_block_size=max(inputs.sizes),
+            form=Form.JOINED if on_gpu else Form.SPLIT,
+            num_programs=None if on_gpu else 2 * shape.num_kv_heads,
+        )
+        self._select.plan([estimation.group], [top_k.group])
+        rows = batch * shape.gqa
+        self._raw: Tensor | None = None
+        if keep_raw(rows):
+            room = torch.empty(1, shape.num_kv_heads, max(estimation.group.counts), rows, device=device)
+            self._raw = room.transpose(2, 3)
+        self._inputs = ScoreInputs(inputs.q, inputs.sm_scale, raw=self._raw)
+        self._scores, self._lists = estimation.arena, self._select.new_lists()
+        top_k.positions = self._lists.positions[0]
+        self.config = {**top_k.config, **vars(config), "raw_kept": self._raw is not None}
+
+    def run(self) -> None:
+        """One launch."""
+        self._select.run(self._inputs, self._scores, self._lists, pad=False)
+
+
+def keep_raw(rows: int) -> bool:
+    """Whether raw scores of a group's rows are written and read, in place of codes that are scored twice."""
+    return 8 * rows <= 64
 
 
 class Exact:
@@ -221,6 +281,16 @@ def _anchor(inputs: Callable[..., Inputs]) -> Callable[..., OurAnchor]:
     return build
 
 
+def _joined_anchor(inputs: Callable[..., Inputs]) -> Callable[..., JoinedAnchor]:
+    def build(shape: AttentionShape, batch: int, prefix_len: int, device: torch.device) -> JoinedAnchor:
+        made = inputs(shape, batch, prefix_len, device)
+        ours = OurEstimation(made)
+        top_k = OurTopK(ours.arena, ours.stride, ours.scores, made.sizes, prefix_len, batch, 16)
+        return JoinedAnchor(made, ours, top_k)
+
+    return build
+
+
 OURS: dict[str, Callable[..., Any]] = {
     "estimation/ours": _estimation(tokens=False),
     "top_k/ours": _top_k,
@@ -228,5 +298,7 @@ OURS: dict[str, Callable[..., Any]] = {
     "anchor/blocks": _anchor(Inputs),
     "anchor/tokens": _anchor(lambda *of: Inputs(*of, tokens=True)),
     "anchor/tokens_index": _anchor(TokenInputs),
+    "anchor/blocks_joined": _joined_anchor(Inputs),
+    "anchor/tokens_index_joined": _joined_anchor(TokenInputs),
     "anchor/exact": Exact,
 }

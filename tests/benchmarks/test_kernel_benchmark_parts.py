@@ -25,7 +25,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def bench():
     """The modules that run no kernel."""
     sys.path.insert(0, str(BENCHMARKS))
-    names = ("kernel_naive", "kernel_problem", "kernel_rivals", "kernel_timing", "kernel_tune")
+    names = ("kernel_naive", "kernel_problem", "kernel_rounding", "kernel_rivals", "kernel_timing", "kernel_tune")
     try:
         yield SimpleNamespace(**{name.removeprefix("kernel_"): importlib.import_module(name) for name in names})
     finally:
@@ -83,6 +83,22 @@ def test_the_oracle_of_blocks_agrees_with_naive_loops(bench):
     assert not estimation.check().green
     with pytest.raises(ValueError, match="expected prefix_len as a multiple of 64 tokens, got 100"):
         bench.naive.Inputs(shape, 2, 100, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "blocks"])
+def test_rounded_queries_move_scores_as_far_as_the_limit_says(bench, tokens):
+    """Neither beyond it nor far below: it is no bound for its own sake. fp32 queries are not rounded."""
+    shape = AttentionShape(8, 2, 64, 64, torch.bfloat16, torch.bfloat16)
+    inputs = bench.naive.Inputs(shape, 2, 8192, torch.device("cpu"), tokens=tokens, channels=48)
+    for head in range(2):
+        wanted = inputs.oracle(head)
+        moved = (bench.rounding.rounded_oracle(inputs, head) - wanted).abs()[wanted > wanted.max() - 8.0].max()
+        limit = bench.rounding.rounding_limit(inputs, head)
+        assert limit / 4 < float(moved) < limit
+    exact = dataclasses.replace(shape, dtype=torch.float32)
+    inputs = bench.naive.Inputs(exact, 2, 640, torch.device("cpu"), tokens=tokens, channels=48)
+    assert bench.rounding.rounding_limit(inputs, 0) == 0.0
+    torch.testing.assert_close(bench.rounding.rounded_oracle(inputs, 0), inputs.oracle(0), atol=1e-12, rtol=0.0)
 
 
 def test_a_gate_is_as_tight_as_one_of_many_keys(bench):

@@ -10,11 +10,13 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from prefix_kernels import AttnState, PagedKV, Selection
+from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.csa_scores import encode_lists
 from prefix_kernels.grouped_attention import AttentionConfig, Segment
 from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
@@ -31,8 +33,10 @@ from prefix_kernels.ops import (
     top_k_selection,
 )
 from prefix_kernels.pooled_scores import PooledScores, ScoreShape, Source
+from prefix_kernels.pooled_scores.tables import ScoreInputs
 from prefix_kernels.pooled_scores.triton import config_for
 from prefix_kernels.top_k_selection import TopKSelection
+from prefix_kernels.two_level_selection import JoinedTwoLevelSelection
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -107,15 +111,8 @@ def top_k(block_size: int) -> None:
     top_k_selection(scores, 64, 4, 16, block_size, 600, implementation="triton")
 
 
-def top_blocks(max_scores: int, key_bits: int) -> None:
-    runner = TopKSelection(
-        1, KV_HEADS, 131072, 600, torch.device("cpu"), key_bits=key_bits, max_scores=max_scores, max_block_size=64
-    )
-    runner.run(torch.zeros(64), runner.new_lists(with_slots=True), slot_table=torch.arange(64))
-
-
 def listed_top_k(max_candidates: int) -> None:
-    """Among candidates of 131,072 tokens: up to 8,192 of them in one launch."""
+    """Among candidates of 131,072 tokens."""
     runner = TopKSelection(
         1,
         KV_HEADS,
@@ -125,7 +122,6 @@ def listed_top_k(max_candidates: int) -> None:
         key_bits=16,
         num_programs=264,
         max_block_size=1,
-        max_scores=max_candidates,
     )
     candidates = torch.zeros(1, KV_HEADS, max_candidates, dtype=torch.int32)
     lists, table = runner.new_lists(with_slots=True), torch.arange(64).int()
@@ -145,6 +141,48 @@ def pooled(shape: ScoreShape, rows: int, **options: torch.Tensor) -> None:
     config = replace(config_for(shape, rows), num_chunks=33)
     scoring = PooledScores(shape, rows, 1, config, torch.device("cpu"), listed="lists" in options)
     scoring.run(q(rows), torch.zeros(64), 0.1, **options)
+
+
+def anchor(
+    source: Source,
+    rows: int,
+    config: AnchorConfig,
+    *,
+    form: Form = Form.JOINED,
+    listed: bool = False,
+    raw: bool = False,
+) -> None:
+    """A selection from tokens on 96 channels, or from blocks."""
+    tokens = source is Source.LOW_BIT
+    shape = ScoreShape(HEADS, KV_HEADS, source, 96 if tokens else DIM, listed_channels=tokens)
+    select = AnchorSelection(
+        shape,
+        rows,
+        1,
+        131072,
+        600,
+        config,
+        torch.device("cpu"),
+        listed=listed,
+        max_block_size=1 if tokens else 64,
+        form=form,
+        num_programs=264,
+    )
+    kept = torch.zeros(1, KV_HEADS, 64, rows * HEADS // KV_HEADS).transpose(2, 3) if raw else None
+    inputs = ScoreInputs(q(rows), 0.1, lists=torch.arange(64).int() if listed else None, raw=kept)
+    select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=torch.arange(64).int())
+
+
+def two_levels() -> None:
+    """Blocks of 16, then listed tokens, for one request."""
+    blocks = ScoreShape(HEADS, KV_HEADS, Source.MINMAX, DIM)
+    tokens = ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, 96, listed_channels=True)
+    how: dict[str, Any] = {"device": torch.device("cpu"), "num_programs": 264}
+    first = AnchorSelection(blocks, 1, 1, 131072, 32768, default_config(blocks, 1), max_block_size=16, **how)
+    config = default_config(tokens, 1)
+    second = AnchorSelection(tokens, 1, 1, 32768, 6553, config, listed=True, max_block_size=1, **how)
+    selection = JoinedTwoLevelSelection(first, second, 8192)
+    selection.run(q(1), selection.new_lists(with_slots=True), 0.1, slot_table=torch.arange(64).int())
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -175,26 +213,36 @@ CASES: dict[str, Callable[[], None]] = {
     "csa_scores_compact on a bitmap": lambda: csa(120),
     "top_k_selection of tokens": lambda: top_k(1),
     "top_k_selection of blocks": lambda: top_k(16),
-    "top_k_selection of 8,192 blocks in one launch": lambda: top_blocks(8192, 32),
-    "top_k_selection of 2,048 blocks in one launch": lambda: top_blocks(2048, 16),
     "top_k_selection among 32,768 candidates": lambda: listed_top_k(32768),
-    "top_k_selection among 8,192 candidates in one launch": lambda: listed_top_k(8192),
     "token scores of 1 request's candidates": lambda: listed_tokens(1),
     "token scores of 32 requests' candidates": lambda: listed_tokens(32),
     "raw scores of 1 request": lambda: raw_scores(1),
     "raw scores of 32 requests": lambda: raw_scores(32),
+    "selection of tokens in one launch": lambda: anchor(Source.LOW_BIT, 1, NARROW),
+    "selection of tokens in one launch, raw scores kept": lambda: anchor(Source.LOW_BIT, 1, NARROW, raw=True),
+    "selection of listed tokens in one launch": lambda: anchor(Source.LOW_BIT, 8, WIDE, listed=True),
+    "selection of tokens for 32 requests in one launch": lambda: anchor(Source.LOW_BIT, 32, WIDE),
+    "selection of tokens for 32 requests in one tile": lambda: anchor(Source.LOW_BIT, 32, WIDEST),
+    "selection of blocks in one launch": lambda: anchor(Source.MINMAX, 1, NARROW),
+    "selection of blocks for 32 requests in one launch": lambda: anchor(Source.MINMAX, 32, WIDE),
+    "selection in two levels": two_levels,
+    "selection of blocks in four launches": lambda: anchor(Source.MINMAX, 8, WIDE, form=Form.SPLIT),
 }
+NARROW, WIDE, WIDEST = AnchorConfig(8, 64), AnchorConfig(32, 64), AnchorConfig(128, 64, 8, 3, 1, True)
 SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 
 #: fp8 is refused below sm_89, where the conversion is not in hardware.
 NOT_FOR = {("prefix_attention on fp8", 80), ("attention with bounded registers", 80)}
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith("specialized")}
+#: Lower tiles do there.
+NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}
 #: Bytes that a thread may spill: a bound on registers has its price, and so has the kernel whose warps share them out.
 SPILLED = {
     "attention with bounded registers": 32,
     "specialized attention of 128 rows": 16,
-    "top_k_selection of 8,192 blocks in one launch": 160,
-    "top_k_selection among 8,192 candidates in one launch": 160,
+    # On sm_80: a few numbers of the tables.
+    "selection of blocks for 32 requests in one launch": 56,
+    "selection of blocks in four launches": 8,
 }
 
 
@@ -240,13 +288,20 @@ def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:
 
 
 def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_kernel_before() -> None:
-    with overlapped_launches():
-        (attend,) = launches("specialized attention of 64 rows")
-    assert attend.options["launch_cooperative_grid"] is True
-    assert "launch_pdl" not in attend.options
-    ptx = compiled(attend, 90).asm["ptx"]
-    assert "griddepcontrol.wait" not in ptx
-    assert "atom.global.gpu.acq_rel" in ptx
+    for case, count, meetings in (
+        ("specialized attention of 64 rows", 1, 1),
+        ("selection of tokens in one launch", 1, 3),
+        ("selection in two levels", 2, 3),
+    ):
+        with overlapped_launches():
+            found = launches(case)
+        assert len(found) == count
+        for one in found:
+            assert one.options["launch_cooperative_grid"] is True
+            assert "launch_pdl" not in one.options
+            ptx = compiled(one, 90).asm["ptx"]
+            assert "griddepcontrol.wait" not in ptx
+            assert ptx.count("atom.global.gpu.acq_rel") == meetings
 
 
 def test_codes_are_unpacked_without_a_conversion() -> None:
@@ -264,9 +319,9 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
         ("token_scores of 1 request", 2),
         ("csa_scores_compact on offsets", 2),
         ("top_k_selection of tokens", 5),
-        ("top_k_selection of 2,048 blocks in one launch", 1),
         ("top_k_selection among 32,768 candidates", 3),
         ("raw scores of 1 request", 2),
+        ("selection of blocks in four launches", 4),
     ],
 )
 def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:

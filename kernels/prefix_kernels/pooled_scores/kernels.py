@@ -49,6 +49,7 @@ def _queries(
     LISTED: tl.constexpr,
     SCALED: tl.constexpr,
     COMPUTE: tl.constexpr,
+    TAIL: tl.constexpr = 0,
 ):
     """[BLOCK_K, BLOCK_M]: every PARTS-th channel of the group's queries, times the channel's step.
 
@@ -57,7 +58,8 @@ def _queries(
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     live = m < num_rows * GQA
-    column = k * PARTS + PART
+    # A tail has its units twice, see `_product`.
+    column = (TAIL + k % (BLOCK_K // 2)) * PARTS + PART + 2 * (k // (BLOCK_K // 2)) if TAIL else k * PARTS + PART
     used = column < CHANNELS
     row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(tl.int64)
     channel = tl.load(channels_ptr + column, mask=used, other=0).to(tl.int32) if LISTED else column
@@ -98,13 +100,17 @@ def _query_parts(
     LISTED: tl.constexpr,
     SCALED: tl.constexpr,
     COMPUTE: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """The parts of the queries that the codes of a unit (a word of four, or a byte) are multiplied with, 1 or 4."""
+    """The parts of the queries that the codes of a unit (a word of four, or a byte) are multiplied with: 1, 4, or 6.
+
+    With TAIL two more are for the units from that one on, see `_product`.
+    """
     q0 = _queries(
         q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
         SIGN, 0, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
     )  # fmt: skip
-    q1, q2, q3 = q0, q0, q0
+    q1, q2, q3, t0, t1 = q0, q0, q0, q0, q0
     if PARTS == 4:
         q1 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
@@ -118,7 +124,16 @@ def _query_parts(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
             SIGN, 3, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
         )  # fmt: skip
-    return q0, q1, q2, q3
+    if TAIL:
+        t0 = _queries(
+            q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+            SIGN, 0, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, SCALED, COMPUTE, TAIL,
+        )  # fmt: skip
+        t1 = _queries(
+            q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+            SIGN, 1, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, SCALED, COMPUTE, TAIL,
+        )  # fmt: skip
+    return q0, q1, q2, q3, t0, t1
 
 
 @triton.jit
@@ -176,17 +191,24 @@ def _product(
     q1,
     q2,
     q3,
+    t0,
+    t1,
     ROW_UNITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BITS: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """scores [BLOCK_N, BLOCK_M] plus the product of the rows of codes at `place` with the queries' parts."""
+    """scores [BLOCK_N, BLOCK_M] plus the product of the rows of codes at `place` with the queries' parts.
+
+    With TAIL (words of 4-bit codes) a row has half a block of units more, from that unit on. Two parts of them fill a
+    block together: what is multiplied is channels, and not the padding of a block that is twice as wide.
+    """
     k = tl.arange(0, BLOCK_K)
     ptrs = packed_ptr + place[:, None] * ROW_UNITS + k[None, :]
-    packed = tl.load(ptrs) if ROW_UNITS == BLOCK_K else tl.load(ptrs, mask=k[None, :] < ROW_UNITS, other=0)
+    packed = tl.load(ptrs) if ROW_UNITS >= BLOCK_K else tl.load(ptrs, mask=k[None, :] < ROW_UNITS, other=0)
     if BITS == 4:
         c0, c1, c2, c3 = _nibbles(packed, COMPUTE, ASSEMBLY)
     else:
@@ -198,7 +220,18 @@ def _product(
         scores = tl.dot(c1, q1, scores, input_precision=PRECISION)
         scores = tl.dot(c2, q2, scores, input_precision=PRECISION)
         scores = tl.dot(c3, q3, scores, input_precision=PRECISION)
+    if TAIL:
+        words = tl.load(packed_ptr + place[:, None] * ROW_UNITS + TAIL + tl.arange(0, BLOCK_K // 2)[None, :])
+        c0, c1, c2, c3 = _nibbles(words, COMPUTE, ASSEMBLY)
+        scores = tl.dot(_side_by_side(c0, c2), t0, scores, input_precision=PRECISION)
+        scores = tl.dot(_side_by_side(c1, c3), t1, scores, input_precision=PRECISION)
     return scores
+
+
+@triton.jit
+def _side_by_side(left, right):
+    """[BLOCK_N, 2 * units]."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
 
 
 @triton.jit
@@ -210,8 +243,9 @@ def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CH
         parts = begin + tl.arange(0, BLOCK_CHUNKS)
         where = stats + parts[:, None] * max_rows + m[None, :]
         there = (parts < num_chunks)[:, None] & live[None, :]
-        peaks = tl.load(peak_ptr + where, mask=there, other=-1e30)
-        totals = tl.load(total_ptr + where, mask=there, other=0.0)
+        # Other programs of the same launch may have written them: past the first level of caches.
+        peaks = tl.load(peak_ptr + where, mask=there, other=-1e30, cache_modifier=".cg")
+        totals = tl.load(total_ptr + where, mask=there, other=0.0, cache_modifier=".cg")
         higher = tl.maximum(highest, tl.max(peaks, axis=0))
         total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(peaks - higher[None, :]) * totals, axis=0)
         highest = higher
@@ -257,10 +291,14 @@ def _step(
     q1,
     q2,
     q3,
+    t0,
+    t1,
     p0,
     p1,
     p2,
     p3,
+    u0,
+    u1,
     list_ptr,
     raw_base,
     out_ptr,
@@ -288,6 +326,7 @@ def _step(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    TAIL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One block of candidates against a tile of rows: sums, or pooled scores that are written."""
@@ -311,12 +350,14 @@ def _step(
         if SOURCE == LOW_BIT or SOURCE == MINMAX:
             row = first_row + place
             scores = _product(
-                scores, packed_ptr, row, q0, q1, q2, q3, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION, ASSEMBLY
-            )
+                scores, packed_ptr, row, q0, q1, q2, q3, t0, t1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION,
+                ASSEMBLY, TAIL,
+            )  # fmt: skip
         if SOURCE == MINMAX:
             scores = _product(
-                scores, packed2_ptr, row, p0, p1, p2, p3, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION, ASSEMBLY
-            )
+                scores, packed2_ptr, row, p0, p1, p2, p3, u0, u1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION,
+                ASSEMBLY, TAIL,
+            )  # fmt: skip
         if STORE_RAW:
             tl.store(raw_ptrs, scores * UNIT, mask=live[None, :] & (n < end)[:, None])
     if POOL == 0:
@@ -335,6 +376,172 @@ def _step(
             pooled = _pool_tiles(pooled, tl.load(out_ptr + entry), POOL)
         tl.store(out_ptr + n, pooled, mask=n < end)
     return peak, total
+
+
+@triton.jit
+def addresses(arrays):
+    """Of a group's channels, codes, scale, second codes and second scale."""
+    return tl.load(arrays), tl.load(arrays + 1), tl.load(arrays + 2), tl.load(arrays + 3), tl.load(arrays + 4)
+
+
+@triton.jit
+def stretch_of(chunk, num_chunks, count, BLOCK_N: tl.constexpr):
+    """Where a chunk of `count` candidates begins and ends: whole blocks, but for the last one; or nothing."""
+    stretch = tl.cdiv(tl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
+    begin = chunk * stretch
+    return begin, tl.minimum(begin + stretch, count)
+
+
+@triton.jit
+def score_stretch(
+    begin,
+    end,
+    q_ptr,
+    rows_ptr,
+    row_begin,
+    num_rows,
+    head,
+    channels_at,
+    packed_at,
+    scale_at,
+    packed2_at,
+    scale2_at,
+    first_row,
+    list_ptr,
+    raw_base,
+    out_ptr,
+    k_base,
+    peak_ptr,
+    total_ptr,
+    stats,  # where the sums of this group and head begin
+    chunk,
+    num_chunks,
+    sm_scale,
+    q_stride_row,
+    q_stride_head,
+    k_stride_slot,
+    raw_stride_row,
+    raw_stride_candidate,
+    max_rows,
+    GQA: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW_UNITS: tl.constexpr,
+    BITS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    LISTED_ROWS: tl.constexpr,
+    LISTED_CHANNELS: tl.constexpr,
+    STORE_RAW: tl.constexpr,
+    POOL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores."""
+    PARTS: tl.constexpr = 1 if SOURCE == KEYS or BITS == 8 else 4
+    TAIL: tl.constexpr = BLOCK_K if (SOURCE == LOW_BIT or SOURCE == MINMAX) and ROW_UNITS > BLOCK_K else 0
+    UNITS: tl.constexpr = tl.uint16 if BITS == 4 else tl.uint8
+    channels_ptr = channels_at.to(tl.pointer_type(tl.int16)) + head * CHANNELS
+    packed_ptr = tl.multiple_of(packed_at.to(tl.pointer_type(UNITS)), 16)
+    scale_ptr = scale_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
+    packed2_ptr = tl.multiple_of(packed2_at.to(tl.pointer_type(UNITS)), 16)
+    scale2_ptr = scale2_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
+
+    # What a code in fp16 is too small by, see `_codes`.
+    UNIT: tl.constexpr = 16777216.0 if (SOURCE == LOW_BIT or SOURCE == MINMAX) and COMPUTE == tl.float16 else 1.0
+    factor = sm_scale * LOG2E * UNIT
+
+    for tile in range(tl.cdiv(num_rows * GQA, BLOCK_M)):
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = m < num_rows * GQA
+        if SOURCE != RAW:
+            q0, q1, q2, q3, t0, t1 = _query_parts(
+                q_ptr,
+                rows_ptr,
+                channels_ptr,
+                scale_ptr,
+                row_begin,
+                num_rows,
+                head,
+                tile,
+                q_stride_row,
+                q_stride_head,
+                1 if SOURCE == MINMAX else 0,
+                PARTS,
+                BITS,
+                GQA,
+                CHANNELS,
+                BLOCK_K,
+                BLOCK_M,
+                LISTED_CHANNELS,
+                SOURCE != KEYS,
+                COMPUTE,
+                TAIL,
+            )
+            p0, p1, p2, p3, u0, u1 = q0, q1, q2, q3, t0, t1
+        else:
+            q0, q1, q2, q3, t0, t1 = m, m, m, m, m, m
+            p0, p1, p2, p3, u0, u1 = m, m, m, m, m, m
+        if SOURCE == MINMAX:
+            p0, p1, p2, p3, u0, u1 = _query_parts(
+                q_ptr,
+                rows_ptr,
+                channels_ptr,
+                scale2_ptr,
+                row_begin,
+                num_rows,
+                head,
+                tile,
+                q_stride_row,
+                q_stride_head,
+                -1,
+                PARTS,
+                BITS,
+                GQA,
+                CHANNELS,
+                BLOCK_K,
+                BLOCK_M,
+                LISTED_CHANNELS,
+                True,
+                COMPUTE,
+                TAIL,
+            )
+
+        lse = tl.zeros([BLOCK_M], tl.float32)
+        if POOL:
+            lse = _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS)
+        # Below every score, and finite: less -inf than this is -inf, and not NaN.
+        peak = tl.full([LANES, 8, BLOCK_M], -1e30, tl.float32)
+        total = tl.zeros([LANES, 8, BLOCK_M], tl.float32)
+        full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+        for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
+            peak, total = _step(
+                start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
+                u0, u1, list_ptr,
+                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, factor, k_stride_slot, raw_stride_row,
+                raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, STORE_RAW, POOL,
+                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, False,
+            )  # fmt: skip
+        if full < end:
+            peak, total = _step(
+                full, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
+                u0, u1, list_ptr,
+                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, factor, k_stride_slot, raw_stride_row,
+                raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, STORE_RAW, POOL,
+                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, True,
+            )  # fmt: skip
+        if POOL == 0:
+            highest = tl.max(tl.max(peak, axis=0), axis=0)
+            mass = tl.sum(tl.sum(total * tl.exp2(peak - highest[None, None, :]), axis=0), axis=0)
+            tl.store(peak_ptr + stats + chunk * max_rows + m, highest, mask=live)
+            tl.store(total_ptr + stats + chunk * max_rows + m, mass, mask=live)
+        # The next tile reads what other threads of this program wrote.
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -395,108 +602,17 @@ def pooled_scores_kernel(
     first_row = tl.load(fields + 1)
     list_ptr = lists_ptr + tl.load(fields + 2)
     out_ptr = scores_ptr + tl.load(fields + 3)
-    stretch = tl.cdiv(tl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
-    begin = chunk * stretch
-    end = tl.minimum(begin + stretch, count)
-
-    PARTS: tl.constexpr = 1 if SOURCE == KEYS or BITS == 8 else 4
-    UNITS: tl.constexpr = tl.uint16 if BITS == 4 else tl.uint8
-    arrays = arrays_ptr + group * 5
-    channels_ptr = tl.load(arrays).to(tl.pointer_type(tl.int16)) + head * CHANNELS
-    packed_ptr = tl.multiple_of(tl.load(arrays + 1).to(tl.pointer_type(UNITS)), 16)
-    scale_ptr = tl.load(arrays + 2).to(tl.pointer_type(tl.float32)) + head * CHANNELS
-    packed2_ptr = tl.multiple_of(tl.load(arrays + 3).to(tl.pointer_type(UNITS)), 16)
-    scale2_ptr = tl.load(arrays + 4).to(tl.pointer_type(tl.float32)) + head * CHANNELS
+    channels_at, packed_at, scale_at, packed2_at, scale2_at = addresses(arrays_ptr + group * 5)
     raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
     if RAW_ARENA:
         raw_base = raw_ptr + tl.load(fields + 2)
         raw_stride_row = tl.load(groups_ptr + group * 4 + 3)
-    stats = (group * num_heads + head) * num_chunks * max_rows
-
-    # What a code in fp16 is too small by, see `_codes`.
-    UNIT: tl.constexpr = 16777216.0 if (SOURCE == LOW_BIT or SOURCE == MINMAX) and COMPUTE == tl.float16 else 1.0
-    factor = sm_scale * LOG2E * UNIT
-    k_base = k_ptr + head * k_stride_head
-
-    for tile in range(tl.cdiv(num_rows * GQA, BLOCK_M)):
-        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        live = m < num_rows * GQA
-        if SOURCE != RAW:
-            q0, q1, q2, q3 = _query_parts(
-                q_ptr,
-                rows_ptr,
-                channels_ptr,
-                scale_ptr,
-                row_begin,
-                num_rows,
-                head,
-                tile,
-                q_stride_row,
-                q_stride_head,
-                1 if SOURCE == MINMAX else 0,
-                PARTS,
-                BITS,
-                GQA,
-                CHANNELS,
-                BLOCK_K,
-                BLOCK_M,
-                LISTED_CHANNELS,
-                SOURCE != KEYS,
-                COMPUTE,
-            )
-            p0, p1, p2, p3 = q0, q1, q2, q3
-        else:
-            q0, q1, q2, q3 = m, m, m, m
-            p0, p1, p2, p3 = m, m, m, m
-        if SOURCE == MINMAX:
-            p0, p1, p2, p3 = _query_parts(
-                q_ptr,
-                rows_ptr,
-                channels_ptr,
-                scale2_ptr,
-                row_begin,
-                num_rows,
-                head,
-                tile,
-                q_stride_row,
-                q_stride_head,
-                -1,
-                PARTS,
-                BITS,
-                GQA,
-                CHANNELS,
-                BLOCK_K,
-                BLOCK_M,
-                LISTED_CHANNELS,
-                True,
-                COMPUTE,
-            )
-
-        lse = tl.zeros([BLOCK_M], tl.float32)
-        if POOL:
-            lse = _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS)
-        # Below every score, and finite: less -inf than this is -inf, and not NaN.
-        peak = tl.full([LANES, 8, BLOCK_M], -1e30, tl.float32)
-        total = tl.zeros([LANES, 8, BLOCK_M], tl.float32)
-        full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
-        for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
-            peak, total = _step(
-                start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, p0, p1, p2, p3, list_ptr,
-                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, factor, k_stride_slot, raw_stride_row,
-                raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, STORE_RAW, POOL,
-                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, False,
-            )  # fmt: skip
-        if full < end:
-            peak, total = _step(
-                full, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, p0, p1, p2, p3, list_ptr,
-                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, factor, k_stride_slot, raw_stride_row,
-                raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, STORE_RAW, POOL,
-                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, True,
-            )  # fmt: skip
-        if POOL == 0:
-            highest = tl.max(tl.max(peak, axis=0), axis=0)
-            mass = tl.sum(tl.sum(total * tl.exp2(peak - highest[None, None, :]), axis=0), axis=0)
-            tl.store(peak_ptr + stats + chunk * max_rows + m, highest, mask=live)
-            tl.store(total_ptr + stats + chunk * max_rows + m, mass, mask=live)
-        # The next tile reads what other threads of this program wrote.
-        tl.debug_barrier()
+    begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
+    score_stretch(
+        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at, packed2_at, scale2_at,
+        first_row, list_ptr, raw_base, out_ptr, k_ptr + head * k_stride_head, peak_ptr,
+        total_ptr, (group * num_heads + head) * num_chunks * max_rows, chunk, num_chunks, sm_scale, q_stride_row,
+        q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
+        BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, STORE_RAW, POOL, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES,
+        COMPUTE, PRECISION, ASSEMBLY,
+    )  # fmt: skip

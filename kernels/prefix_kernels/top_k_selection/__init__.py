@@ -9,7 +9,8 @@ from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.top_k_selection.reference import top_k_selection_reference
 
 if TYPE_CHECKING:
-    from prefix_kernels.top_k_selection.runner import SelectedLists, TopKConfig, TopKSelection
+    from prefix_kernels.top_k_selection.lists import SelectedLists
+    from prefix_kernels.top_k_selection.runner import TopKConfig, TopKSelection
 
 __all__ = [
     "SelectedLists",

@@ -16,19 +16,22 @@ from prefix_kernels.dependent_launch import wait_for_the_kernel_before
 NUM_DIGITS = tl.constexpr(256)
 DIGIT_BITS = tl.constexpr(8)
 ALIGNED = tl.constexpr(4)
+BEGINS = tl.constexpr(16)
+"""Tiles begin at multiples of this."""
 LOWEST_LOG = tl.constexpr(-44.0)
 """Natural log of the least probability that a 16-bit key tells from others: 8e-20."""
 LOG_SCALE = tl.constexpr(65533.0 / 44.0)
 
 
 @triton.jit
-def _load_scores(scores, begin, end, block_shift, TILE: tl.constexpr, TOKENS: tl.constexpr):
-    """Scores [TILE] of the tokens from `begin` on; those from `end` on are not read."""
-    token = begin // TILE * TILE + tl.arange(0, TILE)
+def load_scores(scores, begin, end, block_shift, TILE: tl.constexpr, TOKENS: tl.constexpr):
+    """Scores [TILE] of the tokens from `begin` on, a multiple of 16; those from `end` on are not read."""
     if TOKENS:
+        token = begin // BEGINS * BEGINS + tl.arange(0, TILE)
         # Whole vectors: rows of scores are padded to such, and what lies behind `end` is not looked at.
         end = (end + ALIGNED - 1) // ALIGNED * ALIGNED
         return tl.load(scores + token, mask=token < end, other=0.0)
+    token = begin + tl.arange(0, TILE)
     return tl.load(scores + (token >> block_shift), mask=token < end, other=0.0)
 
 
@@ -47,7 +50,7 @@ def ordered_keys(scores, KEY_BITS: tl.constexpr):
 
 
 @triton.jit
-def _keys(scores, begin, num_sink, recent_begin, KEY_BITS: tl.constexpr, TILE: tl.constexpr):
+def window_keys(scores, begin, num_sink, recent_begin, KEY_BITS: tl.constexpr, TILE: tl.constexpr):
     """Keys [TILE] of the tokens from `begin` on, those of the windows above all others."""
     token = begin + tl.arange(0, TILE)
     highest = 65535 if KEY_BITS == 16 else 4294967295 >> (32 - KEY_BITS)
@@ -55,7 +58,7 @@ def _keys(scores, begin, num_sink, recent_begin, KEY_BITS: tl.constexpr, TILE: t
 
 
 @triton.jit
-def _choose_digit(at_least_ptr, num_chunks, own_chunk, need, BLOCK_C: tl.constexpr):
+def choose_digit(at_least_ptr, num_chunks, own_chunk, need, BLOCK_C: tl.constexpr):
     """The highest digit d such that `need` tokens or more have a digit >= d.
 
     Also how many tokens have a higher one and how many this one, over all chunks and over those before `own_chunk`.
@@ -65,7 +68,8 @@ def _choose_digit(at_least_ptr, num_chunks, own_chunk, need, BLOCK_C: tl.constex
     for first in range(0, num_chunks, BLOCK_C):
         chunk = first + tl.arange(0, BLOCK_C)
         rows = at_least_ptr + chunk[:, None] * NUM_DIGITS + place[None, :]
-        at_least += tl.sum(tl.load(rows, mask=(chunk < num_chunks)[:, None], other=0), axis=0)
+        # Other programs of the same launch may have written them: past the first level of caches.
+        at_least += tl.sum(tl.load(rows, mask=(chunk < num_chunks)[:, None], other=0, cache_modifier=".cg"), axis=0)
     chosen = tl.sum((at_least < need).to(tl.int32), axis=0)
     # Read again by chunk: sums over chunks stay within a warp, sums over digits would not.
     above = tl.zeros([BLOCK_C], tl.int32)
@@ -76,9 +80,9 @@ def _choose_digit(at_least_ptr, num_chunks, own_chunk, need, BLOCK_C: tl.constex
         chunk = first + tl.arange(0, BLOCK_C)
         there = chunk < num_chunks
         row = at_least_ptr + chunk * NUM_DIGITS
-        higher = tl.load(row + tl.maximum(chosen - 1, 0), mask=there, other=0)
+        higher = tl.load(row + tl.maximum(chosen - 1, 0), mask=there, other=0, cache_modifier=".cg")
         higher = tl.where(chosen > 0, higher, 0)
-        same = tl.load(row + chosen, mask=there, other=0) - higher
+        same = tl.load(row + chosen, mask=there, other=0, cache_modifier=".cg") - higher
         above += higher
         ties += same
         above_before += tl.where(chunk < own_chunk, higher, 0)
@@ -91,6 +95,29 @@ def _choose_digit(at_least_ptr, num_chunks, own_chunk, need, BLOCK_C: tl.constex
 def _listed(counted, above_before, ties_before):
     """Tokens listed up to a place: all those above the threshold, and the ties that are not skipped."""
     return above_before + (counted & 65535) + tl.maximum(ties_before + (counted >> 16), 0)
+
+
+@triton.jit
+def placed(keys, there, threshold, above_before, ties_before):
+    """Where each token of a tile is listed, whether it is, and its counts: 1 above the threshold, 65536 at it."""
+    # One scan for both counts: a tile has fewer than 2^15 tokens.
+    both = tl.where(keys > threshold, 1, tl.where(keys == threshold, 65536, 0))
+    both = tl.where(there, both, 0)
+    upto = tl.cumsum(both, axis=0)
+    place = _listed(upto - both, above_before, ties_before)
+    # Where listing goes on by one, the token is listed.
+    return place, _listed(upto, above_before, ties_before) > place, both
+
+
+@triton.jit
+def pad_list(positions, slots, begin, step, max_budget, HAS_SLOTS: tl.constexpr, TILE: tl.constexpr):
+    """-1 into every `step`-th tile of entries from `begin` on."""
+    for start in range(begin, max_budget, step):
+        entry = start + tl.arange(0, TILE)
+        nothing = tl.full([TILE], -1, tl.int32)
+        tl.store(positions + entry, nothing, mask=entry < max_budget)
+        if HAS_SLOTS:
+            tl.store(slots + entry, nothing, mask=entry < max_budget)
 
 
 @triton.jit
@@ -135,7 +162,7 @@ def count_digits_kernel(
         chunk = head * max_items + item
         block_shift = tl.load(block_shifts_ptr + row)
         # The first scores are on their way while the digit before is chosen.
-        tile = _load_scores(scores, begin, end, block_shift, TILE, TOKENS)
+        tile = load_scores(scores, begin, end, block_shift, TILE, TOKENS)
         fixed = tl.full([], 0, tl.uint32)
         if PASS > 0:
             need = count
@@ -144,7 +171,7 @@ def count_digits_kernel(
                 need = tl.load(fixed_before_ptr + row * 2 + 1)
             num_chunks = tl.load(fields + 4).to(tl.int32)
             first_chunk = (head * max_items + first_item).to(tl.int64)
-            chosen, above, _, _, _ = _choose_digit(
+            chosen, above, _, _, _ = choose_digit(
                 before_ptr + first_chunk * NUM_DIGITS, num_chunks, item - first_item, need, BLOCK_C
             )
             need -= above
@@ -161,12 +188,12 @@ def count_digits_kernel(
         shift: tl.constexpr = KEY_BITS - DIGIT_BITS * (PASS + 1)
         counts = tl.zeros([NUM_DIGITS], tl.int32)
         for start in range(begin, end, TILE):
-            keys = _keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE) >> shift
+            keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE) >> shift
             matching = start + tl.arange(0, TILE) < end
             if PASS > 0:
                 matching = matching & ((keys >> DIGIT_BITS) == fixed)
             if start + TILE < end:
-                tile = _load_scores(scores, start + TILE, end, block_shift, TILE, TOKENS)
+                tile = load_scores(scores, start + TILE, end, block_shift, TILE, TOKENS)
             # From the third pass on few tokens match, and most tiles have none.
             place = (~keys & (NUM_DIGITS - 1)).to(tl.int32)
             if PASS < 2:
@@ -228,7 +255,7 @@ def list_selected_kernel(
         slot_table = slot_table_ptr + tl.load(fields + 11)
         row = group * num_heads + head
         block_shift = tl.load(block_shifts_ptr + row)
-        tile = _load_scores(scores, begin, end, block_shift, TILE, TOKENS)
+        tile = load_scores(scores, begin, end, block_shift, TILE, TOKENS)
 
         # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
         threshold = tl.full([], 0, tl.uint32)
@@ -238,7 +265,7 @@ def list_selected_kernel(
             first_chunk = (head * max_items + first_item).to(tl.int64)
             need = tl.load(fixed_ptr + row * 2 + 1)
             own_chunk = item - first_item
-            chosen, above, ties, above_before, ties_before = _choose_digit(
+            chosen, above, ties, above_before, ties_before = choose_digit(
                 at_least_ptr + first_chunk * NUM_DIGITS, num_chunks, own_chunk, need, BLOCK_C
             )
             # The last ties are taken. Those that are skipped count below zero.
@@ -256,16 +283,10 @@ def list_selected_kernel(
             position = token
             if LISTED:
                 position = tl.load(candidates + token, mask=token < end, other=0)
-            keys = _keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
+            keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
             if start + TILE < end:
-                tile = _load_scores(scores, start + TILE, end, block_shift, TILE, TOKENS)
-            # One scan for both counts: a tile has fewer than 2^15 tokens.
-            both = tl.where(keys > threshold, 1, tl.where(keys == threshold, 65536, 0))
-            both = tl.where(token < end, both, 0)
-            upto = tl.cumsum(both, axis=0)
-            place = _listed(upto - both, above_before, ties_before)
-            # Where listing goes on by one, the token is listed.
-            chosen_token = _listed(upto, above_before, ties_before) > place
+                tile = load_scores(scores, start + TILE, end, block_shift, TILE, TOKENS)
+            place, chosen_token, both = placed(keys, token < end, threshold, above_before, ties_before)
             tl.store(positions + place, position, mask=chosen_token)
             if HAS_SLOTS:
                 slot = tl.load(slot_table + position, mask=chosen_token, other=0)
@@ -276,9 +297,5 @@ def list_selected_kernel(
         if item == first_item:
             tl.store(counts_ptr + row, count)
         if PAD:
-            for start in range(count + (item - first_item) * TILE, max_budget, num_chunks * TILE):
-                entry = start + tl.arange(0, TILE)
-                nothing = tl.full([TILE], -1, tl.int32)
-                tl.store(positions + entry, nothing, mask=entry < max_budget)
-                if HAS_SLOTS:
-                    tl.store(slots + entry, nothing, mask=entry < max_budget)
+            begin = count + (item - first_item) * TILE
+            pad_list(positions, slots, begin, num_chunks * TILE, max_budget, HAS_SLOTS, TILE)

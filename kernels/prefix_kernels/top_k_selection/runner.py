@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import block_of, launch, send
-from prefix_kernels.top_k_selection.block_kernels import select_blocks_kernel
+from prefix_kernels.launching import launch, send
 from prefix_kernels.top_k_selection.kernels import count_digits_kernel, list_selected_kernel
+from prefix_kernels.top_k_selection.lists import SelectedLists, check_lists, new_lists
 from prefix_kernels.top_k_selection.plan import NUM_FIELDS, SelectionGroup, cut_groups
 
 _NUM_DIGITS = 256
@@ -19,13 +18,6 @@ _DIGIT_BITS = 8
 _MOST_TOKENS = 2**30
 _CHUNKS_AT_ONCE = 32
 _ALIGNED = 4
-_MOST_SCORES_AT_ONCE = 8192
-"""Scores of a KV head that one program holds in registers."""
-_MOST_TOKENS_AT_ONCE = 2**20
-"""As it counts them (`block_kernels.COUNT_BITS`)."""
-_LARGEST_BLOCK_AT_ONCE = 2**17
-"""So that the end of the last of 8,192 blocks is an int32."""
-_SCORES_OF_A_THREAD = 8
 
 
 @dataclass(frozen=True)
@@ -69,21 +61,6 @@ def default_config(max_prefix_len: int, target: int) -> TopKConfig:
     return TopKConfig(tile, 8 if tile >= 4096 else 4)
 
 
-@dataclass(frozen=True, eq=False)
-class SelectedLists:
-    """The lists of all groups, in fixed device buffers. Owned by the receiver, written by `TopKSelection.run`.
-
-    Attributes:
-        positions: [max_groups, num_kv_heads, max_budget] int32, ascending within `counts`, then -1.
-        counts: [max_groups, num_kv_heads] int32.
-        slots: of the shape of `positions`, int32: the slots of those positions, then -1. None: not wanted.
-    """
-
-    positions: Tensor
-    counts: Tensor
-    slots: Tensor | None
-
-
 class TopKSelection:
     """Exactly min(budget, prefix_len) positions per group and KV head: sink, recent window, then the best blocks.
 
@@ -103,9 +80,6 @@ class TopKSelection:
         config: None: `default_config`.
         num_programs: programs that fill the device; None asks it.
         max_block_size: tokens per score, at most. At 1, loads are wide, and scores must begin at multiples of 4.
-        max_scores: scores of a KV head, at most; None: one for each token. Up to 8,192, of up to 2^20 tokens, a run
-            is one launch of one program for each group and KV head: for blocks of a long prefix. `config` and
-            `num_programs` say nothing then.
 
     Raises:
         ValueError: sizes below 1, a prefix of 2^30 tokens or more, or other key bits.
@@ -123,7 +97,6 @@ class TopKSelection:
         config: TopKConfig | None = None,
         num_programs: int | None = None,
         max_block_size: int = 64,
-        max_scores: int | None = None,
     ) -> None:
         sizes = (max_groups, num_kv_heads, max_prefix_len, max_budget)
         if min(sizes) < 1 or max_prefix_len >= _MOST_TOKENS:
@@ -135,16 +108,11 @@ class TopKSelection:
             raise ValueError(f"expected key_bits 16, 24 or 32, got {key_bits}; 32 ranks any scores exactly")
         self.max_groups, self.num_kv_heads, self.max_prefix_len, self.max_budget = sizes
         self.key_bits, self.max_block_size = key_bits, max_block_size
-        self.max_scores = max_scores or max_prefix_len
-        few = max_scores is not None and max_scores <= _MOST_SCORES_AT_ONCE
-        small = max_prefix_len <= _MOST_TOKENS_AT_ONCE and max_block_size <= _LARGEST_BLOCK_AT_ONCE
-        self._at_once = few and small
         per_sm = 2 if config is None else config.programs_per_sm
-        programs = num_kv_heads if self._at_once else num_programs or _multiprocessors(device) * per_sm
-        self._target = max(1, programs // num_kv_heads)
+        self._target = max(1, (num_programs or _multiprocessors(device) * per_sm) // num_kv_heads)
         self.config = config or default_config(max_prefix_len, self._target)
         self._max_items = self._target + max_groups
-        num_passes = 0 if self._at_once else key_bits // _DIGIT_BITS
+        num_passes = key_bits // _DIGIT_BITS
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -166,12 +134,7 @@ class TopKSelection:
     def new_lists(self, *, with_slots: bool = False) -> SelectedLists:
         """Buffers for `run()`, holding no selection. One for each layer whose lists must outlive the next run."""
         shape = (self.max_groups, self.num_kv_heads, self.max_budget)
-        device = self._items.device
-        return SelectedLists(
-            torch.full(shape, -1, dtype=torch.int32, device=device),
-            torch.zeros(shape[:2], dtype=torch.int32, device=device),
-            torch.full(shape, -1, dtype=torch.int32, device=device) if with_slots else None,
-        )
+        return new_lists(shape, self._items.device, with_slots=with_slots)
 
     def plan(self, groups: Sequence[SelectionGroup]) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait.
@@ -206,11 +169,6 @@ class TopKSelection:
                     f"expected score_start and score_stride as multiples of {_ALIGNED}, got {group.score_start} and "
                     f"{group.score_stride}; round the stride up, or raise max_block_size"
                 )
-            most = max(-(-group.num_scored // size) for size in group.block_sizes(self.num_kv_heads))
-            if most > self.max_scores:
-                raise ValueError(
-                    f"expected at most {self.max_scores} scores of a KV head, got {most}; raise max_scores"
-                )
         shifts = torch.zeros(self._block_shifts.shape, dtype=torch.int32)
         for g, group in enumerate(groups):
             shifts[g] = torch.tensor([size.bit_length() - 1 for size in group.block_sizes(self.num_kv_heads)])
@@ -237,7 +195,7 @@ class TopKSelection:
         candidates: Tensor | None = None,
         pad: bool = True,
     ) -> None:
-        """Select as planned: one launch for every 8 bits of a key, one that writes the lists; or one for all.
+        """Select as planned: one launch for every 8 bits of a key, one that writes the lists.
 
         Args:
             scores: fp32 arena in which the groups' scores lie, higher is better. -inf and NaN rank last. Not written.
@@ -254,39 +212,19 @@ class TopKSelection:
         """
         self._check_run(scores, lists, slot_table)
         self._check_candidates(candidates, lists)
-        inputs = {
+        config = self.config
+        grid = (self.num_kv_heads, self._max_items)
+        num_passes = self.key_bits // _DIGIT_BITS
+        common = {
             "scores_ptr": scores,
             "items_ptr": self._items,
             "block_shifts_ptr": self._block_shifts,
             "NUM_FIELDS": NUM_FIELDS,
             "KEY_BITS": self.key_bits,
+            "TILE": config.tile,
+            "TOKENS": self.max_block_size == 1,
+            "BLOCK_C": _CHUNKS_AT_ONCE,
         }
-        outputs = {
-            "candidates_ptr": self._block_shifts if candidates is None else candidates,
-            "candidates_stride_group": 0 if candidates is None else candidates.stride(0),
-            "candidates_stride_head": 0 if candidates is None else candidates.stride(1),
-            "LISTED": candidates is not None,
-            "slot_table_ptr": self._block_shifts if slot_table is None else slot_table,
-            "positions_ptr": lists.positions,
-            "slots_ptr": lists.positions if lists.slots is None else lists.slots,
-            "counts_ptr": lists.counts,
-            "max_budget": self.max_budget,
-            "HAS_SLOTS": lists.slots is not None,
-            "PAD": pad,
-        }
-        if self._at_once:
-            blocks = block_of(self.max_scores, 32)
-            warps = min(max(blocks // (32 * _SCORES_OF_A_THREAD), 1), 32)
-            grid = (self.num_kv_heads, self.max_groups)
-            launch(select_blocks_kernel, grid, {**inputs, **outputs, "BLOCKS": blocks}, num_warps=warps)
-        else:
-            self._run_passes(inputs, outputs)
-
-    def _run_passes(self, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        config = self.config
-        grid = (self.num_kv_heads, self._max_items)
-        num_passes = self.key_bits // _DIGIT_BITS
-        common = {**inputs, "TILE": config.tile, "TOKENS": self.max_block_size == 1, "BLOCK_C": _CHUNKS_AT_ONCE}
         for number in range(num_passes):
             arguments = {
                 **common,
@@ -301,10 +239,20 @@ class TopKSelection:
             launch(count_digits_kernel, grid, arguments, num_warps=config.num_warps)
         arguments = {
             **common,
-            **outputs,
             "at_least_ptr": self._at_least[num_passes - 1],
             "fixed_ptr": self._fixed[num_passes - 1],
             "above_ptr": self._above[num_passes - 1],
+            "candidates_ptr": self._block_shifts if candidates is None else candidates,
+            "candidates_stride_group": 0 if candidates is None else candidates.stride(0),
+            "candidates_stride_head": 0 if candidates is None else candidates.stride(1),
+            "LISTED": candidates is not None,
+            "slot_table_ptr": self._block_shifts if slot_table is None else slot_table,
+            "positions_ptr": lists.positions,
+            "slots_ptr": lists.positions if lists.slots is None else lists.slots,
+            "counts_ptr": lists.counts,
+            "max_budget": self.max_budget,
+            "HAS_SLOTS": lists.slots is not None,
+            "PAD": pad,
         }
         # Left alone, the compiler takes so many registers that only half of the programs run at a time.
         launch(list_selected_kernel, grid, arguments, num_warps=config.num_warps, maxnreg=config.max_registers)
@@ -316,33 +264,7 @@ class TopKSelection:
             raise ValueError(
                 f"expected an arena of {self._scores_end} scores, got {scores.shape[0]}; was it planned so?"
             )
-        shape = (self.max_groups, self.num_kv_heads, self.max_budget)
-        for name, tensor, wanted in (
-            ("positions", lists.positions, shape),
-            ("counts", lists.counts, shape[:2]),
-            ("slots", lists.slots, shape),
-        ):
-            if tensor is None:
-                continue
-            if tuple(tensor.shape) != wanted or tensor.dtype is not torch.int32 or not tensor.is_contiguous():
-                raise ValueError(
-                    f"expected {name} {wanted} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype}; "
-                    "use new_lists()"
-                )
-        if (lists.slots is None) != (slot_table is None):
-            raise ValueError(
-                "expected slots and slot_table both or none of them, got one; use new_lists(with_slots=...)"
-            )
-        if slot_table is None:
-            return
-        good = slot_table.dim() == 1 and slot_table.dtype in (torch.int32, torch.int64)
-        if not good or not slot_table.is_contiguous():
-            raise ValueError(
-                f"expected slot_table [arena] int32 or int64 contiguous, got {tuple(slot_table.shape)} "
-                f"{slot_table.dtype} of strides {slot_table.stride()}"
-            )
-        if slot_table.shape[0] < self._slots_end:
-            raise ValueError(f"expected a slot_table of {self._slots_end} entries, got {slot_table.shape[0]}")
+        check_lists(lists, (self.max_groups, self.num_kv_heads, self.max_budget), slot_table, self._slots_end)
 
     def _check_candidates(self, candidates: Tensor | None, lists: SelectedLists) -> None:
         if self._listed is not None and self._listed != (candidates is not None):

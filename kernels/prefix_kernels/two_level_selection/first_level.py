@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.csa_scores.runner import CsaGroup, CsaScores, CsaTables
 from prefix_kernels.launching import send
-from prefix_kernels.pooled_scores.runner import ARRAYS, PooledScores, ScoredGroup, Source, array_addresses
+from prefix_kernels.pooled_scores.runner import PooledScores
+from prefix_kernels.pooled_scores.tables import ARRAYS, ScoredGroup, Source, array_addresses
 from prefix_kernels.two_level_selection.plan import Index, TwoLevelGroup
+
+if TYPE_CHECKING:
+    from prefix_kernels.anchor_selection.runner import AnchorSelection
 
 ALIGNED = 4
 """Scores of a KV head begin at multiples of this, as a selection of tokens reads them."""
@@ -63,7 +67,7 @@ class CsaFirstLevel:
         self.num_layers = csa.num_layers
         self._csa, self._pooling = csa, pooling
         self.score_stride = aligned(csa.max_prefix_len)
-        self.scores = _arena(pooling, self.score_stride)
+        self.scores = arena(pooling, self.score_stride)
         # Of the layer that runs: [KV head, row, position] of each group, one after the other.
         raw = csa.max_rows * heads[0] * csa.max_prefix_len
         self._raw = torch.empty(raw, dtype=torch.float32, device=pooling.device)
@@ -118,25 +122,12 @@ class BlockFirstLevel:
         self.num_kv_heads, self.max_groups, self.num_layers = blocks.shape.num_kv_heads, blocks.max_groups, num_layers
         self._blocks = blocks
         self.score_stride = aligned(max_blocks)
-        self.scores = _arena(blocks, self.score_stride)
+        self.scores = arena(blocks, self.score_stride)
         self._arrays = LayerArrays(blocks, num_layers)
 
     def plan(self, groups: Sequence[TwoLevelGroup[tuple[Tensor | None, ...]]]) -> None:
         """See `FirstLevel`. Raises ValueError where there are more blocks than room, or fewer in an index."""
-        scored = []
-        for number, group in enumerate(groups):
-            sizes = (group.block_size,) * self.num_kv_heads if isinstance(group.block_size, int) else group.block_size
-            counts = tuple(-(-group.prefix_len // size) for size in sizes)
-            rows = {layer.first[1].shape[:-1].numel() for layer in group.layers if layer.first[1] is not None}
-            if max(counts) > self.score_stride or min(rows, default=0) < sum(counts):
-                raise ValueError(
-                    f"expected at most {self.score_stride} blocks a head and {sum(counts)} in each layer's index, got "
-                    f" {max(counts)} and {sorted(rows)}; raise max_blocks, or correct block_size"
-                )
-            first_rows = tuple(sum(counts[:head]) for head in range(len(counts)))
-            nothing, begins = (0,) * len(counts), begins_of(number, self.num_kv_heads, self.score_stride)
-            scored.append(ScoredGroup(group.rows, counts, first_rows, nothing, begins, group.layers[0].first))
-        self._blocks.plan(scored)
+        self._blocks.plan(scored_blocks(groups, self.num_kv_heads, self.score_stride))
         self._arrays.plan([[layer.first for layer in group.layers] for group in groups])
 
     def run(self, q: Tensor, sm_scale: float, layer: int) -> None:
@@ -144,15 +135,35 @@ class BlockFirstLevel:
         self._blocks.run(q, self.scores, sm_scale, arrays=self._arrays.of(layer))
 
 
+def scored_blocks(
+    groups: Sequence[TwoLevelGroup[tuple[Tensor | None, ...]]], num_kv_heads: int, score_stride: int
+) -> list[ScoredGroup]:
+    """All blocks of the groups, as scores are planned. Raises ValueError as `BlockFirstLevel.plan`."""
+    scored = []
+    for number, group in enumerate(groups):
+        sizes = (group.block_size,) * num_kv_heads if isinstance(group.block_size, int) else group.block_size
+        counts = tuple(-(-group.prefix_len // size) for size in sizes)
+        rows = {layer.first[1].shape[:-1].numel() for layer in group.layers if layer.first[1] is not None}
+        if max(counts) > score_stride or min(rows, default=0) < sum(counts):
+            raise ValueError(
+                f"expected at most {score_stride} blocks a head and {sum(counts)} in each layer's index, got "
+                f"{max(counts)} and {sorted(rows)}; raise max_blocks, or correct block_size"
+            )
+        first_rows = tuple(sum(counts[:head]) for head in range(len(counts)))
+        nothing, begins = (0,) * len(counts), begins_of(number, num_kv_heads, score_stride)
+        scored.append(ScoredGroup(group.rows, counts, first_rows, nothing, begins, group.layers[0].first))
+    return scored
+
+
 class LayerArrays:
-    """Addresses of every layer's arrays, for `PooledScores.run`.
+    """Addresses of every layer's arrays, for `PooledScores.run` and `AnchorSelection.run`.
 
     Args:
         scoring: whose arrays these are.
         num_layers: layers.
     """
 
-    def __init__(self, scoring: PooledScores, num_layers: int) -> None:
+    def __init__(self, scoring: PooledScores | AnchorSelection, num_layers: int) -> None:
         self._shape = scoring.shape
         self._table = torch.zeros(num_layers, scoring.max_groups, ARRAYS, dtype=torch.int64, device=scoring.device)
 
@@ -174,7 +185,8 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNED) * ALIGNED
 
 
-def _arena(scoring: PooledScores, stride: int) -> Tensor:
+def arena(scoring: PooledScores | AnchorSelection, stride: int) -> Tensor:
+    """Uninitialised scores of all groups and KV heads, `stride` apart."""
     size = scoring.max_groups * scoring.shape.num_kv_heads * stride
     return torch.empty(size, dtype=torch.float32, device=scoring.device)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic
 
-import torch
 from torch import Tensor
 
-from prefix_kernels.pooled_scores.runner import PooledScores, ScoredGroup, Source
+from prefix_kernels.pooled_scores.runner import PooledScores
+from prefix_kernels.pooled_scores.tables import ScoredGroup, Source
+from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.top_k_selection.runner import SelectedLists, TopKSelection
-from prefix_kernels.two_level_selection.first_level import FirstLevel, LayerArrays, aligned, begins_of
+from prefix_kernels.top_k_selection.runner import TopKSelection
+from prefix_kernels.two_level_selection.first_level import FirstLevel, LayerArrays, aligned, arena, begins_of
 from prefix_kernels.two_level_selection.plan import Index, TwoLevelGroup
 
 
@@ -73,9 +74,7 @@ class TwoLevelSelection(Generic[Index]):
         self.num_layers = first.num_layers
         self.candidates = nominate.new_lists()
         self.score_stride = aligned(nominate.max_budget)
-        max_groups, num_kv_heads = sizes[0]
-        room = max_groups * num_kv_heads * self.score_stride
-        self.scores = torch.empty(room, dtype=torch.float32, device=second.device)
+        self.scores = arena(second, self.score_stride)
         self._arrays = LayerArrays(second, first.num_layers)
 
     def new_lists(self, *, with_slots: bool = False) -> SelectedLists:
@@ -92,14 +91,11 @@ class TwoLevelSelection(Generic[Index]):
             ValueError: more groups, rows, tokens or candidates than the stages have room for, or indexes of another
                 shape. Stages may be planned for different groups then: plan again before the next run.
         """
-        for group in groups:
-            if len(group.layers) != self.num_layers:
-                raise ValueError(
-                    f"expected indexes of {self.num_layers} layers, got {len(group.layers)}; name every layer's"
-                )
+        check_layers(groups, self.num_layers)
+        heads = self.first.num_kv_heads
         self.first.plan(groups)
-        self.nominate.plan([self._nominated(number, group) for number, group in enumerate(groups)])
-        self.second.plan([self._scored(number, group) for number, group in enumerate(groups)])
+        self.nominate.plan(nominated(groups, heads, self.first.score_stride))
+        self.second.plan(scored_candidates(groups, heads, self.nominate.max_budget, self.score_stride))
         self.select.plan([self._selected(number, group) for number, group in enumerate(groups)])
         self._arrays.plan([[layer.second for layer in group.layers] for group in groups])
 
@@ -131,29 +127,6 @@ class TwoLevelSelection(Generic[Index]):
         self.second.run(q, self.scores, sm_scale, lists=positions, arrays=self._arrays.of(layer))
         self.select.run(self.scores, lists, slot_table=slot_table, candidates=positions, pad=pad)
 
-    def _nominated(self, number: int, group: TwoLevelGroup[Index]) -> SelectionGroup:
-        stride = self.first.score_stride
-        return SelectionGroup(
-            group.prefix_len,
-            group.num_candidates,
-            number * self.first.num_kv_heads * stride,
-            stride,
-            group.block_size,
-            group.num_sink,
-            group.num_recent,
-        )
-
-    def _scored(self, number: int, group: TwoLevelGroup[Index]) -> ScoredGroup:
-        num_kv_heads = self.first.num_kv_heads
-        return ScoredGroup(
-            group.rows,
-            (group.count,) * num_kv_heads,
-            tuple(group.prefix_len * head for head in range(num_kv_heads)),
-            begins_of(number, num_kv_heads, self.nominate.max_budget),
-            begins_of(number, num_kv_heads, self.score_stride),
-            group.layers[0].second,
-        )
-
     def _selected(self, number: int, group: TwoLevelGroup[Index]) -> SelectionGroup:
         return SelectionGroup(
             group.prefix_len,
@@ -165,3 +138,43 @@ class TwoLevelSelection(Generic[Index]):
             slot_start=group.slot_start,
             num_candidates=group.count,
         )
+
+
+def check_layers(groups: Sequence[TwoLevelGroup[Index]], num_layers: int) -> None:
+    """Raise ValueError unless groups name the indexes of so many layers."""
+    for group in groups:
+        if len(group.layers) != num_layers:
+            raise ValueError(f"expected indexes of {num_layers} layers, got {len(group.layers)}; name every layer's")
+
+
+def nominated(groups: Sequence[TwoLevelGroup[Index]], num_kv_heads: int, score_stride: int) -> list[SelectionGroup]:
+    """The choice of candidates, by scores that lie `score_stride` apart."""
+    return [
+        SelectionGroup(
+            group.prefix_len,
+            group.num_candidates,
+            number * num_kv_heads * score_stride,
+            score_stride,
+            group.block_size,
+            group.num_sink,
+            group.num_recent,
+        )
+        for number, group in enumerate(groups)
+    ]
+
+
+def scored_candidates(
+    groups: Sequence[TwoLevelGroup[Index]], num_kv_heads: int, list_stride: int, score_stride: int
+) -> list[ScoredGroup]:
+    """The candidates, as scores are planned: lists and scores lie so far apart."""
+    return [
+        ScoredGroup(
+            group.rows,
+            (group.count,) * num_kv_heads,
+            tuple(group.prefix_len * head for head in range(num_kv_heads)),
+            begins_of(number, num_kv_heads, list_stride),
+            begins_of(number, num_kv_heads, score_stride),
+            group.layers[0].second,
+        )
+        for number, group in enumerate(groups)
+    ]

@@ -21,9 +21,6 @@ GROUPS = [
 ]
 """Few of many, a prefix below the budget, all candidates, an empty prefix; the fifth place is no group's."""
 
-#: In several launches, or in one.
-FORMS = pytest.mark.parametrize("form", [{}, {"max_scores": WIDTH}], ids=["launches", "launch"])
-
 
 def runner_of(**options: Any) -> TopKSelection:
     return TopKSelection(5, HEADS, WIDTH, 320, DEVICE, config=TopKConfig(64, 1), num_programs=14, **options)
@@ -42,13 +39,10 @@ def listed(groups: list[SelectionGroup], width: int = WIDTH) -> torch.Tensor:
     return table.to(DEVICE)
 
 
-@FORMS
 @pytest.mark.parametrize("key_bits", [16, 32])
 @pytest.mark.parametrize("strided", [False, True])
-def test_places_in_a_list_become_its_positions_and_their_slots(
-    key_bits: int, strided: bool, form: dict[str, int]
-) -> None:
-    runner = runner_of(key_bits=key_bits, **form)
+def test_places_in_a_list_become_its_positions_and_their_slots(key_bits: int, strided: bool) -> None:
+    runner = runner_of(key_bits=key_bits)
     scores = -torch.rand(6 * WIDTH, generator=torch.Generator().manual_seed(1)).mul(30.0).round().to(DEVICE)
     candidates = listed(GROUPS, 2 * WIDTH)[..., :WIDTH] if strided else listed(GROUPS)
     table = torch.randperm(6000, generator=torch.Generator().manual_seed(2)).int().to(DEVICE)
@@ -70,13 +64,12 @@ def test_places_in_a_list_become_its_positions_and_their_slots(
     assert bool((lists.slots[3:] == -1).all())
 
 
-@FORMS
-def test_the_best_of_a_list_by_score(form: dict[str, int]) -> None:
+def test_the_best_of_a_list_by_score() -> None:
     """Written otherwise: a score for every position of the prefix, -inf for what is not listed."""
     group = SelectionGroup(5000, 100, 0, WIDTH, 1, 5, 11, num_candidates=500)
     candidates = listed([group])
     scores = torch.randn(HEADS * WIDTH, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    runner = runner_of(**form)
+    runner = runner_of()
     runner.plan([group])
     lists = runner.new_lists()
     runner.run(scores, lists, candidates=candidates)

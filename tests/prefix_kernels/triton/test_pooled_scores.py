@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean, block_scores_minmax
+from prefix_kernels.launching import recording
 from prefix_kernels.low_bit import LowBitTensor, dequantize, quantize
 from prefix_kernels.ops import exact_scores, low_bit_block_scores, token_scores
 from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoredGroup, ScoreShape, Source
@@ -65,6 +66,31 @@ def test_token_codes_on_some_channels(bits: int, pooling: Pooling, dtype: torch.
     picked = q.view(3, kv_heads, gqa, dim).gather(3, index).reshape(3, kv_heads * gqa, kept)
     raw = block_scores_mean(picked.float(), dequantize(keys))
     close(scored(scoring, q, group, count), pool_scores(raw, SM_SCALE, pooling), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("source", [Source.LOW_BIT, Source.MINMAX])
+def test_rows_of_one_and_a_half_blocks(source: Source, dtype: torch.dtype, device: torch.device) -> None:
+    """96 channels as 64 and 32: what 128 with padding gives, up to the order of sums."""
+    count, kv_heads, kept = 203, 2, 96
+    q = queries(3, kv_heads * 4, 128, dtype, device)
+    keys, lower = codes(count, kv_heads, kept, 4, device), codes(count, kv_heads, kept, 4, device, seed=1)
+    channels = torch.stack([torch.arange(96), torch.arange(32, 128)]).short().to(device)
+    shape = ScoreShape(kv_heads * 4, kv_heads, source, kept, 4, True)
+    arrays = (channels, keys.packed, keys.scale)
+    arrays += (lower.packed, lower.scale) if source is Source.MINMAX else ()
+    found = []
+    for halves in (False, True):
+        scoring = PooledScores(shape, 3, 1, ScoreConfig(block_n=64, num_chunks=2, halves=halves), device)
+        with recording() as kept_launches:
+            scored(scoring, q, uniform_group(3, count, kv_heads, arrays), count)
+        assert {one.arguments["BLOCK_K"] for one in kept_launches.launches} == {16 if halves else 32}
+        found.append(scored(scoring, q, uniform_group(3, count, kv_heads, arrays), count))
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-5)
+    if source is Source.LOW_BIT:
+        index = channels.long()[None, :, None].expand(3, -1, 4, -1)
+        picked = q.view(3, kv_heads, 4, 128).gather(3, index).reshape(3, kv_heads * 4, kept)
+        close(found[1], pool_scores(block_scores_mean(picked.float(), dequantize(keys)), SM_SCALE), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.launching import recording
 from prefix_kernels.ops import top_k_selection
 from prefix_kernels.top_k_selection import (
     SelectedLists,
@@ -126,15 +125,10 @@ def test_equals_the_reference_by_score(
         assert torch.equal(*taken)
 
 
-#: In several launches, or in one.
-FORMS = pytest.mark.parametrize("form", [{}, {"max_scores": ROW}], ids=["launches", "launch"])
-
-
-@FORMS
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_programs", [2, 9])
-def test_every_kind_of_score(kind: str, num_programs: int, form: dict[str, int]) -> None:
-    runner = TopKSelection(1, 2, ROW, 400, DEVICE, config=SMALL, num_programs=num_programs, max_block_size=1, **form)
+def test_every_kind_of_score(kind: str, num_programs: int) -> None:
+    runner = TopKSelection(1, 2, ROW, 400, DEVICE, config=SMALL, num_programs=num_programs, max_block_size=1)
     scores = kinds(kind, (2 * ROW,), 3).to(DEVICE)
     group = SelectionGroup(1301, 333, score_stride=ROW, num_sink=5, num_recent=40)
     check(select(runner, [group], scores), [group], scores, runner)
@@ -156,9 +150,8 @@ def cases(draw: Any) -> tuple[str, int, SelectionGroup]:
 def test_the_positions_of_a_full_sort(case: tuple[str, int, SelectionGroup]) -> None:
     kind, num_programs, group = case
     scores = kinds(kind, (1500,), group.budget).to(DEVICE)
-    for form in ({}, {"max_scores": 700}):
-        runner = TopKSelection(1, 2, 700, 720, DEVICE, config=SMALL, num_programs=num_programs, **form)
-        check(select(runner, [group], scores), [group], scores, runner)
+    runner = TopKSelection(1, 2, 700, 720, DEVICE, config=SMALL, num_programs=num_programs)
+    check(select(runner, [group], scores), [group], scores, runner)
 
 
 BATCH = [
@@ -174,11 +167,10 @@ def batch_runner(**options: Any) -> TopKSelection:
     return TopKSelection(5, 3, 1300, 700, DEVICE, config=SMALL, num_programs=12, **options)
 
 
-@FORMS
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("key_bits", [16, 24, 32])
-def test_groups_of_different_sizes_and_their_slots(key_bits: int, dtype: torch.dtype, form: dict[str, int]) -> None:
-    runner = batch_runner(key_bits=key_bits, **form)
+def test_groups_of_different_sizes_and_their_slots(key_bits: int, dtype: torch.dtype) -> None:
+    runner = batch_runner(key_bits=key_bits)
     gen = torch.Generator().manual_seed(key_bits)
     scores = torch.randn(8 * ROW, generator=gen)
     if key_bits == 16:
@@ -196,10 +188,9 @@ def test_groups_of_different_sizes_and_their_slots(key_bits: int, dtype: torch.d
     assert bool((slots[4] == -1).all())
 
 
-@FORMS
-def test_log_keys_tell_probabilities_apart(form: dict[str, int]) -> None:
+def test_log_keys_tell_probabilities_apart() -> None:
     scores = torch.tensor([0.0, -0.001, -0.002, -43.9, -44.0, -80.0, -torch.inf, torch.nan, 5.0, -1e30, -22.0, -21.99])
-    runner = TopKSelection(1, 1, 12, 12, DEVICE, key_bits=16, max_block_size=1, config=TopKConfig(32, 1), **form)
+    runner = TopKSelection(1, 1, 12, 12, DEVICE, key_bits=16, max_block_size=1, config=TopKConfig(32, 1))
     taken = []
     for budget in range(1, 12):
         lists = select(runner, [SelectionGroup(12, budget, score_stride=12)], scores.to(DEVICE))
@@ -209,9 +200,8 @@ def test_log_keys_tell_probabilities_apart(form: dict[str, int]) -> None:
     assert order == [8, 0, 1, 2, 11, 10, 3, 9, 5, 4, 7]
 
 
-@FORMS
-def test_a_shorter_plan_leaves_nothing_behind(form: dict[str, int]) -> None:
-    runner = batch_runner(**form)
+def test_a_shorter_plan_leaves_nothing_behind() -> None:
+    runner = batch_runner()
     scores = kinds("plain", (8 * ROW,), 1).to(DEVICE)
     lists = select(runner, BATCH, scores)
     shorter = [SelectionGroup(40, 8, 0, ROW), SelectionGroup(300, 9, 50, 400, 4)]
@@ -221,9 +211,8 @@ def test_a_shorter_plan_leaves_nothing_behind(form: dict[str, int]) -> None:
         check(lists, groups, scores, runner)
 
 
-@FORMS
-def test_padding_may_be_left_out(form: dict[str, int]) -> None:
-    runner = batch_runner(**form)
+def test_padding_may_be_left_out() -> None:
+    runner = batch_runner()
     scores = kinds("plain", (8 * ROW,), 2).to(DEVICE)
     lists = select(runner, BATCH, scores, pad=False)
     for g, group in enumerate([*BATCH, SelectionGroup(0, 1)]):
@@ -241,25 +230,12 @@ def test_chunks_do_not_matter(num_programs: int, key_bits: int) -> None:
     check(select(one, [group], scores.to(DEVICE)), [group], scores, one, key_bits)
 
 
-def test_blocks_of_a_long_prefix_are_selected_in_one_launch() -> None:
+def test_blocks_of_a_long_prefix() -> None:
     """Of 131,072 tokens: windows that cut blocks, a budget that cuts one, blocks of two sizes."""
-    runner = TopKSelection(1, 2, 131072, 7000, DEVICE, max_block_size=64, max_scores=8192)
+    runner = TopKSelection(1, 2, 131072, 7000, DEVICE, max_block_size=64)
     scores = kinds("ties", (2 * 8192,), 7).to(DEVICE)
     group = SelectionGroup(131_051, 6553, 0, 8192, (16, 64), 21, 70)
-    with recording() as kept:
-        select(runner, [group], scores)
-    assert [one.grid for one in kept.launches] == [(2, 1)]
     check(select(runner, [group], scores), [group], scores, runner)
-    with pytest.raises(ValueError, match="expected at most 8192 scores of a KV head, got 16382; raise max_scores"):
-        runner.plan([replace(group, block_size=(8, 64))])
-    more = TopKSelection(1, 2, 131072, 7000, DEVICE, max_block_size=64, max_scores=8193)
-    with recording() as kept:
-        select(more, [group], scores)
-    assert len(kept.launches) == 5, "more than one program holds"
-    huge = TopKSelection(1, 2, 131072, 7000, DEVICE, max_block_size=1 << 18, max_scores=8192)
-    with recording() as kept:
-        select(huge, [group], scores)
-    assert len(kept.launches) == 5, "the last of so many such blocks would end beyond an int32"
 
 
 def test_an_empty_prefix_and_no_head() -> None:

@@ -121,8 +121,7 @@ def selection_of(first: str, key_bits: int = 32, pooling: Pooling = Pooling.MAX)
         nominate = select_of(MAX_PREFIX, MAX_CANDIDATES, key_bits)
     else:
         level = BlockFirstLevel(pooled(Source.MINMAX, pooling, DIM), MAX_PREFIX // 16, num_layers=LAYERS)
-        form = {"max_block_size": 32, "max_scores": MAX_PREFIX // 16}
-        nominate = select_of(MAX_PREFIX, MAX_CANDIDATES, key_bits, **form)
+        nominate = select_of(MAX_PREFIX, MAX_CANDIDATES, key_bits, max_block_size=32)
     second = pooled(Source.LOW_BIT, pooling, KEPT, listed=True)
     return TwoLevelSelection(level, nominate, second, select_of(MAX_CANDIDATES, MAX_BUDGET, key_bits))
 
@@ -257,7 +256,7 @@ def test_the_positions_of_the_whole_reference() -> None:
 
 def test_how_many_launches_and_that_a_run_allocates_nothing() -> None:
     q = randn(BATCH, HEADS * GQA, DIM, seed=1)
-    for first, count in (("csa", 2 + 2 + 3 + 2 + 3), ("blocks", 2 + 1 + 2 + 3)):
+    for first, count in (("csa", 2 + 2 + 3 + 2 + 3), ("blocks", 2 + 3 + 2 + 3)):
         selection = selection_of(first, 16)
         lists = selection.new_lists()
         with recording() as empty:

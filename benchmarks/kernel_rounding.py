@@ -1,0 +1,75 @@
+"""What fp16 queries cost a low-bit score: an oracle that rounds as the kernel does, and what the rounding may come to.
+
+The kernel multiplies a query's channel by the channel's step and rounds the product to fp16, 11 bits; codes are exact.
+Keys in INT4 are far coarser. So a result is compared twice: with the oracle of rounded queries, to what arithmetic in
+fp32 allows, and with the oracle proper, to that and what the rounding of these very queries and codes can do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from kernel_naive import Inputs
+from torch import Tensor
+
+from prefix_kernels.low_bit import LowBitTensor, dequantize, unpack_codes
+
+_ORACLE_ELEMENTS = 1 << 24
+
+
+def rounded_oracle(inputs: Inputs, head: int) -> Tensor:
+    """As `Inputs.oracle`, in fp64, for queries that were rounded; for fp32 queries, which are not, the same."""
+    parts = [(part, dequantize(part).double()) for part in inputs.parts[head]]
+    best: Tensor | None = None
+    step = max(1, _ORACLE_ELEMENTS // parts[0][1].numel())
+    rows = inputs.tile(head).flatten(0, 1)
+    for some in rows.split(step):
+        products = [_rounded(some, part)[:, None] * keys for part, keys in parts]
+        # Of blocks the parts are the minimum and the maximum.
+        bound = products[0] if len(products) == 1 else torch.where(some[:, None] > 0, products[1], products[0])
+        own = (bound.sum(dim=2) * inputs.sm_scale).log_softmax(dim=1).amax(dim=0)
+        best = own if best is None else torch.maximum(best, own)
+    if best is None:
+        raise ValueError("expected a batch of one request or more, got none")
+    return best
+
+
+def rounding_limit(inputs: Inputs, head: int) -> float:
+    """`rounding_of` a KV head's queries and codes."""
+    return rounding_of(inputs.tile(head).flatten(0, 1), inputs.parts[head], inputs.sm_scale)
+
+
+def rounding_of(rows: Tensor, parts: Sequence[LowBitTensor], sm_scale: float) -> float:
+    """How far rounded queries move the worst of all log-probabilities of a KV head, in natural-log units.
+
+    Args:
+        rows: [rows, channels] queries on the channels that the codes keep; fp32 ones are not rounded: 0.
+        parts: codes of the candidates [candidates, bytes]: of their keys, or of blocks' minimum and maximum.
+        sm_scale: multiplies q.k.
+
+    A product x = query * step is off by up to half a unit in its last of 11 places, evenly distributed, and independent
+    from channel to channel. A candidate's score is off by the sum of that times its codes, less what all candidates
+    have in common: of variance sum over channels of unit(x)^2 / 12 * variance of the codes. Of n normal draws the
+    largest is about sqrt(2 ln(2 n)) standard deviations.
+    """
+    if rows.dtype is torch.float32:
+        return 0.0
+    rows = rows.double()
+    variance = torch.zeros(rows.shape[0], dtype=torch.float64, device=rows.device)
+    for number, part in enumerate(parts):
+        used = rows if len(parts) == 1 else rows.clamp(max=0) if number == 0 else rows.clamp(min=0)
+        x = (used * part.scale.double()).abs()
+        unit = torch.where(x > 0, torch.exp2(x.log2().floor() - 10), 0.0)
+        spread = unpack_codes(part.packed, part.bits).double().var(dim=0)
+        variance += (unit.square() / 12 * spread).sum(dim=1)
+    draws = 2 * rows.shape[0] * len(parts[0].packed)
+    return float(variance.max().sqrt()) * sm_scale * math.sqrt(2 * math.log(draws))
+
+
+def _rounded(rows: Tensor, part: LowBitTensor) -> Tensor:
+    """Queries in fp64 as the kernel has them, divided by the step again."""
+    if rows.dtype is torch.float32:
+        return rows.double()
+    return (rows.float() * part.scale).half().double() / part.scale.double()

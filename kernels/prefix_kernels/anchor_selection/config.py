@@ -1,0 +1,83 @@
+"""How an anchor layer's selection is run; a matter of speed only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from prefix_kernels.launching import block_of
+from prefix_kernels.pooled_scores.runner import ScoreConfig
+from prefix_kernels.pooled_scores.tables import ScoreShape, Source
+
+_REGISTERS = 65536
+"""Of a multiprocessor, sm_80 and later."""
+
+
+class Form(Enum):
+    """How the phases of a selection are launched. The result is the same."""
+
+    JOINED = "joined"
+    """In one launch, whose programs wait for each other: all of them must fit the GPU at a time."""
+    SPLIT = "split"
+    """In one launch for each phase: on any GPU, and in Triton's interpreter."""
+
+
+@dataclass(frozen=True)
+class AnchorConfig:
+    """Tile and schedule.
+
+    Attributes:
+        block_m: query rows of a tile, a power of 2 of at least 8.
+        block_n: candidates of a step, a power of 2 of at least 64.
+        num_warps: of a program.
+        num_stages: steps that are on their way at a time.
+        halves: as `ScoreConfig` says.
+        programs_per_sm: programs that a multiprocessor holds at a time. Registers are bounded so that it does.
+
+    Raises:
+        ValueError: other tiles, or a program that has fewer than 64 registers a thread.
+    """
+
+    block_m: int = 16
+    block_n: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 2
+    halves: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("block_m", self.block_m, 8), ("block_n", self.block_n, 64)):
+            if value < least or value & (value - 1):
+                raise ValueError(f"expected {name} as a power of 2 of at least {least}, got {value}")
+        if self.programs_per_sm < 1 or self.max_registers < 64:
+            raise ValueError(
+                "expected programs_per_sm from 1 to what leaves a thread 64 registers, got "
+                f"{self.programs_per_sm} of {self.num_warps} warps"
+            )
+
+    @property
+    def max_registers(self) -> int:
+        """Registers of a thread that let `programs_per_sm` programs share those of a multiprocessor."""
+        return min(255, _REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+
+    def scoring(self, num_chunks: int) -> ScoreConfig:
+        """For the phases of scores, with so many programs of a KV head."""
+        return ScoreConfig(self.block_m, self.block_n, self.num_warps, self.num_stages, num_chunks, self.halves)
+
+
+def default_config(shape: ScoreShape, num_rows: int, capability: tuple[int, int] = (9, 0)) -> AnchorConfig:
+    """What runs where nothing was tuned.
+
+    Args:
+        shape: of heads and index.
+        num_rows: requests of the largest group.
+        capability: of the GPU. Before (9, 0) tiles are lower: there, scores leave the registers otherwise.
+    """
+    hopper = capability >= (9, 0)
+    wide = shape.source is Source.LOW_BIT and hopper
+    block_m = min(128 if wide else 64 if hopper else 32, block_of(num_rows * shape.gqa, 8))
+    halves = hopper and block_m >= 16
+    if block_m == 128:
+        # One tile of all rows: codes are read and unpacked once a phase.
+        return AnchorConfig(block_m, 128, 8, 3, 1, halves)
+    return AnchorConfig(block_m, 128 if wide else 64, 4, 3, 2, halves)

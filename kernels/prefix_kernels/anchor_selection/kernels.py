@@ -1,0 +1,313 @@
+"""Triton kernel of an anchor layer's selection: from queries to lists of positions in one launch.
+
+Programs that share a group and a KV head go through four phases, and wait for each other after the first three:
+
+1. the sums of exponentials of every row over their stretch of candidates;
+2. pooled scores of their stretch, and how many of its tokens have which upper byte of the key;
+3. how many of the tokens at the threshold's upper byte have which lower byte;
+4. the list of what was selected.
+
+They are the phases of `pooled_scores` and of `top_k_selection` with keys of 16 bits, and the scores and the positions
+are theirs. The same kernel can be launched once for each phase, where nobody waits: on a GPU that does not hold all
+programs at a time, and in Triton's interpreter, where they run one after the other.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.pooled_scores.kernels import KEYS, RAW, addresses, score_stretch, stretch_of
+from prefix_kernels.top_k_selection.kernels import (
+    ALIGNED,
+    DIGIT_BITS,
+    NUM_DIGITS,
+    choose_digit,
+    load_scores,
+    ordered_keys,
+    pad_list,
+    placed,
+    window_keys,
+)
+
+KEY_BITS = tl.constexpr(16)
+ARRIVALS = tl.constexpr(2**20)
+"""What a counter grows by when all programs of a group and a KV head have arrived, however many they are."""
+
+
+@triton.jit
+def _wait_for_the_others(arrived_ptr, chunk, num_chunks):
+    """Until all programs of this group and KV head are here, and what they wrote can be read.
+
+    The counter only grows, by as much at each meeting, so no one has to set it back: the first chunk's program adds
+    what the others leave. All programs of the launch run at the same time (a cooperative launch), and one that waits
+    has nothing else to do before: so waiting cannot last.
+    """
+    if num_chunks > 1:
+        # All threads' writes come before the arrival, which one thread tells.
+        tl.debug_barrier()
+        own = tl.where(chunk == 0, ARRIVALS + 1 - num_chunks, 1).to(tl.int64)
+        before = tl.atomic_add(arrived_ptr, own, sem="acq_rel", scope="gpu")
+        target = (before // ARRIVALS + 1) * ARRIVALS
+        seen = before + own
+        while seen < target:
+            seen = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
+        tl.debug_barrier()
+
+
+@triton.jit
+def _place_of_digit(keys, upper, LOWER: tl.constexpr):
+    """255 less a key's upper byte; or with LOWER less its lower one, and whether its upper byte is `upper`."""
+    if LOWER:
+        return (~keys & (NUM_DIGITS - 1)).to(tl.int32), (keys >> DIGIT_BITS) == upper.to(tl.uint32)
+    return (~(keys >> DIGIT_BITS) & (NUM_DIGITS - 1)).to(tl.int32), keys == keys
+
+
+@triton.jit
+def _count_tokens(scores, begin, end, num_sink, recent_begin, upper, LOWER: tl.constexpr, TILE: tl.constexpr):
+    """int32 [NUM_DIGITS]: tokens of a stretch by the place of their digit, each with a score of its own."""
+    counts = tl.zeros([NUM_DIGITS], tl.int32)
+    for start in range(begin, end, TILE):
+        tile = load_scores(scores, start, end, 0, TILE, True)
+        keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
+        place, matching = _place_of_digit(keys, upper, LOWER)
+        counts += tl.histogram(place, NUM_DIGITS, mask=matching & (start + tl.arange(0, TILE) < end))
+    return counts
+
+
+@triton.jit
+def _count_cut_block(counts, scores, block, there, free, upper, LOWER: tl.constexpr):
+    """Count the `free` tokens of one block, if it is `there`."""
+    keys = ordered_keys(tl.load(scores + block, mask=there, other=0.0), KEY_BITS)
+    place, matching = _place_of_digit(keys, upper, LOWER)
+    return counts + tl.where((tl.arange(0, NUM_DIGITS) == place) & matching & there, free, 0)
+
+
+@triton.jit
+def _free_tokens(block, block_shift, num_sink, recent_begin):
+    """Tokens of a block that no window takes."""
+    begin = block << block_shift
+    return tl.maximum(tl.minimum(begin + (1 << block_shift), recent_begin) - tl.maximum(begin, num_sink), 0)
+
+
+@triton.jit
+def _count_blocks(
+    scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """As `_count_tokens`, for blocks `begin` to `end`, which are tokens `token_begin` to `token_end`."""
+    counts = tl.zeros([NUM_DIGITS], tl.int32)
+    for start in range(begin, end, TILE):
+        block = start + tl.arange(0, TILE)
+        keys = ordered_keys(tl.load(scores + block, mask=block < end, other=0.0), KEY_BITS)
+        place, matching = _place_of_digit(keys, upper, LOWER)
+        whole = _free_tokens(block, block_shift, num_sink, recent_begin) == 1 << block_shift
+        counts += tl.histogram(place, NUM_DIGITS, mask=matching & whole & (block < end))
+    counts = counts << block_shift
+    # Windows cut two blocks, or one of them twice; the end of the prefix cuts none that the recent window leaves whole.
+    first, last = num_sink >> block_shift, recent_begin >> block_shift
+    free = _free_tokens(first, block_shift, num_sink, recent_begin)
+    cut = (free < 1 << block_shift) & (first >= begin) & (first < end)
+    counts = _count_cut_block(counts, scores, first, cut, free, upper, LOWER)
+    free = _free_tokens(last, block_shift, num_sink, recent_begin)
+    cut = (free < 1 << block_shift) & (last >= begin) & (last < end) & (last != first)
+    counts = _count_cut_block(counts, scores, last, cut, free, upper, LOWER)
+    # Tokens of the windows have the highest key.
+    free = tl.maximum(tl.minimum(token_end, recent_begin) - tl.maximum(token_begin, num_sink), 0)
+    windows = tl.maximum(token_end - token_begin, 0) - free
+    if LOWER:
+        windows = tl.where(upper == NUM_DIGITS - 1, windows, 0)
+    return counts + tl.where(tl.arange(0, NUM_DIGITS) == 0, windows, 0)
+
+
+@triton.jit
+def _count_digits(
+    scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, at_least_ptr,
+    LOWER: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write how many tokens of a stretch have a digit of 255 - i or above, at place i: of their upper byte, or with
+    LOWER of the lower one, of those whose upper byte is `upper`."""
+    if TOKENS:
+        counts = _count_tokens(scores, token_begin, token_end, num_sink, recent_begin, upper, LOWER, TILE)
+    else:
+        counts = _count_blocks(
+            scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER, TILE // 4
+        )
+    tl.store(at_least_ptr + tl.arange(0, NUM_DIGITS), tl.cumsum(counts, axis=0))
+
+
+@triton.jit
+def select_kernel(
+    q_ptr,  # [batch, num_qo_heads, head_dim]
+    rows_ptr,  # int32 [batch], batch rows by group
+    groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
+    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, first list entry, first score
+    arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, second packed, second scale
+    k_ptr,  # [num_slots, num_kv_heads, head_dim], where SOURCE is KEYS
+    lists_ptr,  # int32 or int64 arena: slots (KEYS), or rows that are candidates; where LISTED_ROWS
+    raw_ptr,  # fp32, raw scores, kept for the second phase where REREAD
+    peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
+    total_ptr,  # the same
+    scores_ptr,  # fp32 arena, natural log, written
+    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `items.py`
+    block_shifts_ptr,  # int32 [num_groups, num_kv_heads], log2 of the tokens of a candidate
+    at_least_ptr,  # int32 [2, num_kv_heads, max_items, NUM_DIGITS]
+    arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
+    slot_table_ptr,  # int32 or int64 [arena]
+    positions_ptr,  # int32 [num_groups, num_kv_heads, max_budget], written
+    slots_ptr,  # int32 [num_groups, num_kv_heads, max_budget], written with HAS_SLOTS
+    counts_ptr,  # int32 [num_groups, num_kv_heads], written
+    sm_scale,
+    q_stride_row,
+    q_stride_head,
+    k_stride_slot,
+    k_stride_head,
+    raw_stride_group,
+    raw_stride_head,
+    raw_stride_row,
+    raw_stride_candidate,
+    max_rows,
+    max_items,
+    max_budget,
+    ITEM_FIELDS: tl.constexpr,
+    GQA: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW_UNITS: tl.constexpr,
+    BITS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    LISTED_ROWS: tl.constexpr,
+    LISTED_CHANNELS: tl.constexpr,
+    REREAD: tl.constexpr,
+    RAW_M: tl.constexpr,
+    RAW_N: tl.constexpr,
+    POOL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    FIRST_PHASE: tl.constexpr,
+    LAST_PHASE: tl.constexpr,
+    TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    PAD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Program (place, KV head): its items, of which only the first may be shared with other programs."""
+    wait_for_the_kernel_before(OVERLAPPED)
+    head = tl.program_id(1).to(tl.int64)
+    num_heads = tl.num_programs(1)
+    for item in range(tl.program_id(0), max_items, tl.num_programs(0)):
+        fields = items_ptr + item * ITEM_FIELDS
+        group = tl.load(fields)
+        if group >= 0:
+            chunk = tl.load(fields + 1).to(tl.int32)
+            num_chunks = tl.load(fields + 2).to(tl.int32)
+            prefix_len = tl.load(fields + 3).to(tl.int32)
+            selected = tl.load(fields + 4).to(tl.int32)
+            num_sink = tl.load(fields + 5).to(tl.int32)
+            recent_begin = tl.load(fields + 6).to(tl.int32)
+            slot_table = slot_table_ptr + tl.load(fields + 7)
+            row = group * num_heads + head
+            if FIRST_PHASE <= 2:
+                # All tables are asked for before what is in them is looked at.
+                row_begin = tl.load(groups_ptr + group * 4)
+                num_rows = tl.load(groups_ptr + group * 4 + 1)
+                channels_at, packed_at, scale_at, packed2_at, scale2_at = addresses(arrays_ptr + group * 5)
+            count = tl.load(heads_ptr + row * 4).to(tl.int32)
+            first_row = tl.load(heads_ptr + row * 4 + 1)
+            list_ptr = lists_ptr + tl.load(heads_ptr + row * 4 + 2)
+            scores_begin = tl.load(heads_ptr + row * 4 + 3)
+            scores = scores_ptr + (scores_begin // ALIGNED * ALIGNED if TOKENS else scores_begin)
+            block_shift = tl.load(block_shifts_ptr + row)
+            begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
+            token_begin = tl.minimum(begin << block_shift, prefix_len)
+            token_end = tl.minimum(end << block_shift, prefix_len)
+            first_item = head * max_items + item - chunk
+
+            # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
+            threshold = tl.full([], 0, tl.uint32)
+            above_before = token_begin
+            ties_before = 0
+            if selected < prefix_len:
+                if FIRST_PHASE <= 2:
+                    raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
+                    stats = first_item * max_rows
+                if FIRST_PHASE == 1:
+                    score_stretch(
+                        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
+                        packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head,
+                        peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
+                        k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K,
+                        ROW_UNITS, BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, REREAD, 0, BLOCK_M, BLOCK_N,
+                        BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
+                    )  # fmt: skip
+                if FIRST_PHASE == 1 and LAST_PHASE > 1:
+                    _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
+                uppers = at_least_ptr + first_item * NUM_DIGITS
+                lowers = uppers + num_heads.to(tl.int64) * max_items * NUM_DIGITS
+                if FIRST_PHASE <= 2 and LAST_PHASE >= 2:
+                    score_stretch(
+                        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
+                        packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head,
+                        peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
+                        k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K,
+                        ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS, LISTED_CHANNELS, False, POOL,
+                        RAW_M if REREAD else BLOCK_M, RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES,
+                        COMPUTE, PRECISION, ASSEMBLY,
+                    )  # fmt: skip
+                    _count_digits(
+                        scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,
+                        uppers + chunk * NUM_DIGITS, False, TILE, TOKENS,
+                    )  # fmt: skip
+                if FIRST_PHASE <= 2 and LAST_PHASE > 2:
+                    _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
+                if LAST_PHASE >= 3:
+                    upper, above, _, above_before, _ = choose_digit(uppers, num_chunks, chunk, selected, BLOCK_CHUNKS)
+                    need = selected - above
+                if FIRST_PHASE <= 3 and LAST_PHASE >= 3:
+                    _count_digits(
+                        scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper,
+                        lowers + chunk * NUM_DIGITS, True, TILE, TOKENS,
+                    )  # fmt: skip
+                if FIRST_PHASE <= 3 and LAST_PHASE > 3:
+                    _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
+                if LAST_PHASE == 4:
+                    lower, above, ties, more_before, ties_before = choose_digit(
+                        lowers, num_chunks, chunk, need, BLOCK_CHUNKS
+                    )
+                    above_before += more_before
+                    # The last ties are taken. Those that are skipped count below zero.
+                    ties_before -= above + ties - need
+                    threshold = (upper.to(tl.uint32) << DIGIT_BITS) | lower.to(tl.uint32)
+            if LAST_PHASE == 4:
+                positions = positions_ptr + row * max_budget
+                slots = slots_ptr + row * max_budget
+                for start in range(token_begin, token_end, TILE):
+                    token = start + tl.arange(0, TILE)
+                    # Of a whole prefix no score was written, and any key will do.
+                    tile = load_scores(scores, start, token_end, block_shift, TILE, TOKENS)
+                    keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
+                    keys = tl.where(selected < prefix_len, keys, 1)
+                    place, chosen, both = placed(keys, token < token_end, threshold, above_before, ties_before)
+                    # A candidate of a list is called by its own position.
+                    position = token
+                    if LISTED_ROWS and SOURCE != KEYS:
+                        position = tl.load(list_ptr + token, mask=chosen, other=0).to(tl.int32)
+                    tl.store(positions + place, position, mask=chosen)
+                    if HAS_SLOTS:
+                        slot = tl.load(slot_table + position, mask=chosen, other=0)
+                        tl.store(slots + place, slot.to(tl.int32), mask=chosen)
+                    tile_total = tl.sum(both, axis=0)
+                    above_before += tile_total & 65535
+                    ties_before += tile_total >> 16
+                if chunk == 0:
+                    tl.store(counts_ptr + row, selected)
+                if PAD:
+                    pad_list(positions, slots, selected + chunk * TILE, num_chunks * TILE, max_budget, HAS_SLOTS, TILE)

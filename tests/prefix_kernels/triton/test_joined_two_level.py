@@ -1,0 +1,164 @@
+"""Two levels as two selections that score and choose at once: the positions of the stages one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form
+from prefix_kernels.launching import recording
+from prefix_kernels.pooled_scores import PooledScores, ScoreShape, Source
+from prefix_kernels.pooling import Pooling
+from prefix_kernels.top_k_selection import SelectedLists
+from prefix_kernels.two_level_selection import BlockFirstLevel, JoinedTwoLevelSelection, TwoLevelSelection
+from tests.prefix_kernels.triton.conftest import INTERPRETED
+from tests.prefix_kernels.triton.test_two_level_selection import (
+    BATCH,
+    DEVICE,
+    DIM,
+    GQA,
+    HEADS,
+    KEPT,
+    LAYERS,
+    MAX_BUDGET,
+    MAX_CANDIDATES,
+    MAX_GROUPS,
+    MAX_PREFIX,
+    SM_SCALE,
+    TABLE,
+    check,
+    groups_of,
+    randn,
+    select_of,
+)
+
+FORMS = pytest.mark.parametrize("form", [Form.SPLIT] if INTERPRETED else list(Form), ids=lambda form: form.name)
+CONFIG = AnchorConfig(block_n=64)
+MAX_BLOCKS = MAX_PREFIX // 16
+SOME = ["positions", "counts", "slots"]
+
+
+def shapes(pooling: Pooling) -> tuple[ScoreShape, ScoreShape]:
+    blocks = ScoreShape(HEADS * GQA, HEADS, Source.MINMAX, DIM, pooling=pooling)
+    return blocks, ScoreShape(HEADS * GQA, HEADS, Source.LOW_BIT, KEPT, 4, True, pooling)
+
+
+def stage(shape: ScoreShape, form: Form = Form.SPLIT, num_chunks: int = 1, **options: Any) -> AnchorSelection:
+    second = {"max_prefix_len": MAX_CANDIDATES, "max_budget": MAX_BUDGET, "listed": True, "max_block_size": 1}
+    first = {"max_prefix_len": MAX_PREFIX, "max_budget": MAX_CANDIDATES, "listed": False, "max_block_size": 32}
+    sizes: dict[str, Any] = {
+        "max_groups": MAX_GROUPS,
+        **(first if shape.source is Source.MINMAX else second),
+        **options,
+    }
+    return AnchorSelection(
+        shape, max_batch=BATCH, config=CONFIG, device=DEVICE, form=form, num_programs=num_chunks * HEADS, **sizes
+    )
+
+
+def joined(form: Form = Form.SPLIT, num_chunks: int = 1, pooling: Pooling = Pooling.MAX) -> JoinedTwoLevelSelection:
+    first, second = (stage(shape, form, num_chunks) for shape in shapes(pooling))
+    return JoinedTwoLevelSelection(first, second, MAX_BLOCKS, num_layers=LAYERS)
+
+
+def apart(pooling: Pooling) -> TwoLevelSelection[Any]:
+    """Sums of exponentials in the order of one program of a group: the same bits."""
+    blocks, tokens = shapes(pooling)
+    first = PooledScores(blocks, BATCH, MAX_GROUPS, CONFIG.scoring(1), DEVICE)
+    second = PooledScores(tokens, BATCH, MAX_GROUPS, CONFIG.scoring(1), DEVICE, listed=True)
+    nominate = select_of(MAX_PREFIX, MAX_CANDIDATES, 16, max_block_size=32)
+    level = BlockFirstLevel(first, MAX_BLOCKS, num_layers=LAYERS)
+    return TwoLevelSelection(level, nominate, second, select_of(MAX_CANDIDATES, MAX_BUDGET, 16))
+
+
+def run(selection: Any, q: Tensor, layer: int, **options: Any) -> SelectedLists:
+    lists = selection.new_lists(with_slots=True)
+    for buffer in (lists.positions, lists.counts, lists.slots):
+        buffer.fill_(1_000_007)
+    selection.run(q, lists, SM_SCALE, slot_table=TABLE.to(DEVICE), layer=layer, **options)
+    return lists
+
+
+def poison(selection: JoinedTwoLevelSelection) -> None:
+    """What no run may read before it is written."""
+    selection.candidates.positions.fill_(1_000_007)
+    for scores in (selection.first_scores, selection.second_scores):
+        scores.fill_(torch.nan)
+
+
+@FORMS
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_the_positions_of_the_stages_apart(pooling: Pooling, form: Form) -> None:
+    """Group by group, as many programs as groups; layer after layer, plan after plan."""
+    one, other, planned = joined(form, 1, pooling), apart(pooling), groups_of("blocks")
+    q = randn(BATCH, HEADS * GQA, DIM, seed=4)
+    for some in (planned, planned[::-1], planned[1:2], [], planned[:1]):
+        for selection in (one, other):
+            selection.plan([group for group, _ in some])
+        for layer in range(LAYERS):
+            poison(one)
+            mine, theirs = run(one, q, layer), run(other, q, layer)
+            for g, (group, _) in enumerate(some):
+                named = [selection.candidates.positions[g, :, : group.count] for selection in (one, other)]
+                assert torch.equal(*named), (g, layer)
+            for name in SOME:
+                assert torch.equal(getattr(mine, name), getattr(theirs, name)), (name, layer)
+
+
+@FORMS
+@pytest.mark.parametrize("kept", [False, True], ids=["again", "raw kept"])
+def test_groups_shared_out_among_programs(kept: bool, form: Form) -> None:
+    selection, planned = joined(form, 7), groups_of("blocks")
+    selection.plan([group for group, _ in planned])
+    rooms = [
+        torch.full((MAX_GROUPS, HEADS, n, 6 * GQA), torch.nan, device=DEVICE) for n in (MAX_BLOCKS, MAX_CANDIDATES)
+    ]
+    raw = tuple(room.transpose(2, 3) if kept else None for room in rooms)
+    q = randn(BATCH, HEADS * GQA, DIM, seed=6)
+    for layer in range(LAYERS):
+        poison(selection)
+        check(selection, run(selection, q, layer, raw=raw), planned, q, layer, key_bits=16)
+    assert all(bool(room.isfinite().any()) == kept for room in rooms)
+
+
+def test_a_replay_sees_the_plan() -> None:
+    q, selection = randn(BATCH, HEADS * GQA, DIM, seed=1), joined()
+    lists = selection.new_lists()
+    with recording() as empty:
+        selection.run(q, lists, SM_SCALE)
+    selection.plan([group for group, _ in groups_of("blocks")])
+    with recording() as full:
+        selection.run(q, lists, SM_SCALE)
+    assert len(full.launches) == 4 + 4
+    assert [one.grid for one in empty.launches] == [one.grid for one in full.launches]
+    for before, after in zip(empty.launches, full.launches, strict=True):
+        for name, value in before.arguments.items():
+            now = after.arguments[name]
+            same = value.data_ptr() == now.data_ptr() if isinstance(value, Tensor) else value == now
+            assert same, f"a replay of {before.kernel.__name__} would not see {name}"
+
+
+def test_stages_and_tables_that_do_not_fit() -> None:
+    blocks, tokens = shapes(Pooling.MAX)
+    first, second = stage(blocks), stage(tokens)
+    with pytest.raises(ValueError, match=r"stages of the same max_groups and num_kv_heads, got .*4, 2.*5, 2"):
+        JoinedTwoLevelSelection(first, stage(tokens, max_groups=5), MAX_BLOCKS)
+    with pytest.raises(ValueError, match="got listed=True, and listed=True and LOW_BIT; the second level scores"):
+        JoinedTwoLevelSelection(second, second, MAX_BLOCKS)
+    with pytest.raises(ValueError, match="got listed=False, and listed=False and LOW_BIT"):
+        JoinedTwoLevelSelection(first, stage(tokens, listed=False), MAX_BLOCKS)
+    with pytest.raises(ValueError, match="among 410 candidates, got one among 409; raise its max_prefix_len"):
+        JoinedTwoLevelSelection(first, stage(tokens, max_prefix_len=409), MAX_BLOCKS)
+    selection, (group, _) = joined(), groups_of("blocks")[0]
+    with pytest.raises(ValueError, match="expected indexes of 2 layers, got 1; name every layer's"):
+        selection.plan([dataclasses.replace(group, layers=group.layers[:1])])
+    with pytest.raises(ValueError, match="expected at most 48 blocks a head"):
+        selection.plan([dataclasses.replace(group, block_size=8)])
+    selection.plan([group])
+    lists, q = selection.new_lists(with_slots=True), randn(BATCH, HEADS * GQA, DIM, seed=1)
+    with pytest.raises(ValueError, match="expected a slot_table of 703 entries, got 702"):
+        selection.run(q, lists, SM_SCALE, slot_table=TABLE[:702].to(DEVICE))
