@@ -44,9 +44,9 @@ def _wait_for_the_others(arrived_ptr, chunk, num_chunks):
     what the others leave. All programs of the launch run at the same time (a cooperative launch), and one that waits
     has nothing else to do before: so waiting cannot last.
     """
+    # All threads' writes come before the arrival, which one thread tells; and before what this program reads itself.
+    tl.debug_barrier()
     if num_chunks > 1:
-        # All threads' writes come before the arrival, which one thread tells.
-        tl.debug_barrier()
         own = tl.where(chunk == 0, ARRIVALS + 1 - num_chunks, 1).to(tl.int64)
         before = tl.atomic_add(arrived_ptr, own, sem="acq_rel", scope="gpu")
         target = (before // ARRIVALS + 1) * ARRIVALS
