@@ -180,7 +180,10 @@ def test_a_row_s_result_does_not_depend_on_the_batch(device: torch.device) -> No
         groups = [Segment((row,), s.length, s.list_begin) for s in batch.groups if row in s.rows]
         attention.plan(groups, [batch.suffixes[row]])
         alone = run(attention, batch.q, batch.kv, batch.slots, 0.1)
-        assert all(torch.equal(one[row], other[row]) for one, other in zip(alone, together, strict=True))
+        for one, other in zip(alone, together, strict=True):
+            # The interpreter's products are numpy's, whose rounding of a row may depend on its place in the tile.
+            room = 1e-6 if INTERPRETED else 0.0
+            torch.testing.assert_close(one[row], other[row], rtol=room, atol=room)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
