@@ -14,7 +14,8 @@ the file holds already are not measured again; --seconds ends a run between two 
 this run.
 
 A time holds the start of a graph, and tables that no cache holds. With `--layers N` one graph attends N layers, each
-with a KV of its own, and a time is an Nth of the graph's: what a layer costs within a decode step.
+with a KV of its own, and a time is an Nth of the graph's: what a layer costs within a decode step. The gate then sees
+the last layer's output.
 """
 
 from __future__ import annotations

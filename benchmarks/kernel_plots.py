@@ -39,7 +39,7 @@ def read(paths: Iterable[str | Path]) -> list[Row]:
     for path in paths:
         for line in Path(path).read_text().splitlines():
             row = json.loads(line)
-            key = json.dumps([row.get(name) for name in _KEY])
+            key = json.dumps([row.get(name, 1 if name == "layers" else None) for name in _KEY])
             rows.pop(key, None)
             rows[key] = row
     return list(rows.values())

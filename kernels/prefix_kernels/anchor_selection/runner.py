@@ -135,7 +135,9 @@ class AnchorSelection:
         send(table, self._items)
         send(shifts, self._block_shifts)
         ends = [begin + count for of in scored for begin, count in zip(of.score_begins, of.counts, strict=True)]
+        # Scores of tokens are read four at a time.
         self._scores_end = max(ends, default=0)
+        self._scores_end += -self._scores_end % _ALIGNED if self._tokens else 0
         self._slots_end = 0
         if not self._tables.listed or self.shape.source is Source.KEYS:
             self._slots_end = max((group.slot_start + group.prefix_len for group in selected), default=0)
@@ -170,7 +172,11 @@ class AnchorSelection:
         if scores.dim() != 1 or scores.shape[0] < self._scores_end or (self._tokens and scores.data_ptr() % 16):
             raise ValueError(
                 f"expected scores [arena] of {self._scores_end} entries or more, at a multiple of 16 bytes, got "
-                f"{tuple(scores.shape)}; was it planned so?"
+                f"{tuple(scores.shape)} at {scores.data_ptr() % 16}; was it planned so?"
+            )
+        if inputs.lists is not None and inputs.lists.data_ptr() == lists.positions.data_ptr():
+            raise ValueError(
+                "expected candidates apart from the lists that are written, got one tensor; use new_lists()"
             )
         shape = (self.max_groups, self.shape.num_kv_heads, self.max_budget)
         check_lists(lists, shape, slot_table, self._slots_end)
@@ -232,6 +238,10 @@ class AnchorSelection:
             raise ValueError(
                 f"expected at most {self.max_prefix_len} tokens of a prefix, {self.max_budget} selected and blocks of "
                 f"{self.max_block_size}, got {group.prefix_len}, {group.count} and {max(sizes)}; raise the limits"
+            )
+        if group.num_candidates is not None:
+            raise ValueError(
+                f"expected no num_candidates, got {group.num_candidates}; give the list's length as prefix_len"
             )
         wanted = tuple(-(-group.prefix_len // size) for size in sizes)
         if tuple(of.counts) != wanted:

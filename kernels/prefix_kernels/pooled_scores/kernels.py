@@ -388,7 +388,7 @@ def addresses(arrays):
 def stretch_of(chunk, num_chunks, count, BLOCK_N: tl.constexpr):
     """Where a chunk of `count` candidates begins and ends: whole blocks, but for the last one; or nothing."""
     stretch = tl.cdiv(tl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
-    begin = chunk * stretch
+    begin = tl.minimum(chunk * stretch, count)
     return begin, tl.minimum(begin + stretch, count)
 
 

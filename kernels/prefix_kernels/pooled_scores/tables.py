@@ -153,21 +153,25 @@ class ScoreTables:
         self._arrays = torch.zeros(max_groups, ARRAYS, dtype=torch.int64, device=device)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_scores = torch.zeros(1, dtype=torch.float32, device=device)
-        self._most_rows = self._raw_end = 0
+        self._most_rows = self._raw_end = self._lists_end = self._scores_end = 0
+        self._raw_shape = (0, 0, 0, 0)
 
     def plan(self, groups: Sequence[ScoredGroup]) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
 
         Raises:
-            ValueError: more groups or rows than the buffers hold, a row out of range, a group of another number of KV
-                heads, or arrays that the kernel cannot read. The plan before stays in force.
+            ValueError: more groups or rows than the buffers hold, a row out of range, a group without rows or of
+                another number of KV heads, or arrays that the kernel cannot read. The plan before stays in force.
         """
         rows = [row for group in groups for row in group.rows]
-        if len(groups) > self.max_groups or len(rows) > self.max_batch or max(rows, default=0) >= self.max_batch:
+        in_range = all(0 <= row < self.max_batch for row in rows)
+        if len(groups) > self.max_groups or len(rows) > self.max_batch or not in_range:
             raise ValueError(
                 f"expected at most {self.max_groups} groups of {self.max_batch} rows together, got {len(groups)} of "
                 f"rows {rows}"
             )
+        if not all(group.rows for group in groups):
+            raise ValueError(f"expected a row or more in each group, got {groups}; leave a group without rows out")
         tables = torch.zeros(self._groups.shape, dtype=torch.int32)
         heads = torch.zeros(self._heads.shape, dtype=torch.int64)
         arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
@@ -179,6 +183,7 @@ class ScoreTables:
                     f"expected counts and begins for each of {self.shape.num_kv_heads} KV heads, got {group}"
                 )
             addresses = array_addresses(self.shape, group.arrays)
+            self._check_codes(group)
             tables[number] = torch.tensor([first, len(group.rows), max(group.counts), group.raw_stride])
             heads[number] = torch.tensor(fields).T
             arrays[number] = torch.tensor(addresses, dtype=torch.int64)
@@ -192,6 +197,22 @@ class ScoreTables:
             send(source, buffer)
         self._most_rows = max(rows, default=-1) + 1
         self._raw_end = max((group.raw_end(self.shape.gqa) for group in groups), default=0)
+        self._lists_end = max((_end(group.list_begins, group.counts) for group in groups), default=0)
+        self._scores_end = max((_end(group.score_begins, group.counts) for group in groups), default=0)
+        most_rows = max((len(group.rows) for group in groups), default=0) * self.shape.gqa
+        most = max((max(group.counts) for group in groups), default=0)
+        self._raw_shape = (len(groups), self.shape.num_kv_heads, most_rows, most)
+
+    def _check_codes(self, group: ScoredGroup) -> None:
+        """Where all rows of codes are scored, they must be there."""
+        if self.listed or self.shape.source not in (Source.LOW_BIT, Source.MINMAX):
+            return
+        wanted = _end(group.first_rows, group.counts)
+        for array in group.arrays:
+            if array is not None and array.dtype is torch.uint8 and array[..., 0].numel() < wanted:
+                raise ValueError(
+                    f"expected {wanted} rows of codes, got {tuple(array.shape)}; are they of all KV heads?"
+                )
 
     def arguments(self, inputs: ScoreInputs, scores: Tensor) -> dict[str, Any]:
         """What kernels are told of the plan, the queries and the index, by parameter name.
@@ -251,13 +272,19 @@ class ScoreTables:
         ]
         if missing:
             raise ValueError(f"expected {' and '.join(missing)} for scores from {source.name}, got none; hand them in")
-        if q.dim() != 3 or q.shape[1] != self.shape.num_qo_heads or q.shape[0] > self.max_batch or q.stride(2) != 1:
+        wide = source is Source.RAW or self.shape.listed_channels or q.shape[-1] == self.shape.channels
+        good = q.dim() == 3 and q.shape[1] == self.shape.num_qo_heads and q.shape[0] <= self.max_batch and wide
+        if not good or q.stride(2) != 1 or q.dtype not in _COMPUTE:
+            width = "head_dim" if self.shape.listed_channels else self.shape.channels
             raise ValueError(
-                f"expected q [at most {self.max_batch}, {self.shape.num_qo_heads}, head_dim] with adjacent channels, "
-                f"got {tuple(q.shape)} of strides {q.stride()}"
+                f"expected q [at most {self.max_batch}, {self.shape.num_qo_heads}, {width}] in fp32, fp16 or bf16 with "
+                f"adjacent channels, got {tuple(q.shape)} {q.dtype} of strides {q.stride()}"
             )
-        if scores.dtype is not torch.float32 or not scores.is_contiguous():
-            raise ValueError(f"expected scores as a contiguous float32 arena, got {scores.dtype}")
+        if scores.dtype is not torch.float32 or not scores.is_contiguous() or scores.numel() < self._scores_end:
+            raise ValueError(
+                f"expected scores as a contiguous float32 arena of {self._scores_end} entries or more, got "
+                f"{tuple(scores.shape)} {scores.dtype}; was it planned so?"
+            )
 
     def _check_pool(self, inputs: ScoreInputs) -> None:
         q, k_cache, lists = inputs.q, inputs.k_cache, inputs.lists
@@ -276,17 +303,36 @@ class ScoreTables:
             )
         if lists is not None and not (lists.is_contiguous() and lists.dtype in (torch.int32, torch.int64)):
             raise ValueError(f"expected lists int32 or int64 contiguous, got {lists.dtype} of stride {lists.stride()}")
+        if lists is not None and self.listed and lists.numel() < self._lists_end:
+            raise ValueError(
+                f"expected lists of {self._lists_end} entries or more, as planned, got {tuple(lists.shape)}"
+            )
         arena = self.shape.source is Source.RAW
         if raw is not None and (raw.dim() != (1 if arena else 4) or raw.dtype is not torch.float32):
             wanted_raw = "[arena]" if arena else "[max_groups, num_kv_heads, rows, candidates]"
             raise ValueError(f"expected raw {wanted_raw} fp32, got {tuple(raw.shape)} {raw.dtype}")
+        if raw is not None and not arena and any(a < b for a, b in zip(raw.shape, self._raw_shape, strict=True)):
+            raise ValueError(
+                f"expected raw [max_groups, num_kv_heads, rows, candidates] of {self._raw_shape} or more, as planned, "
+                f"got {tuple(raw.shape)}"
+            )
         if raw is not None and arena and (raw.shape[0] < self._raw_end or not raw.is_contiguous()):
             raise ValueError(
                 f"expected a contiguous arena of {self._raw_end} raw scores, got {raw.shape[0]} of stride "
                 f"{raw.stride(0)}; was it planned so?"
             )
-        if arrays is not None and (tuple(arrays.shape) != tuple(self._arrays.shape) or not arrays.is_contiguous()):
-            raise ValueError(f"expected arrays {tuple(self._arrays.shape)} int64, got {tuple(arrays.shape)}")
+        like = self._arrays
+        if arrays is not None and (
+            arrays.shape != like.shape or arrays.dtype is not like.dtype or not arrays.is_contiguous()
+        ):
+            raise ValueError(
+                f"expected arrays {tuple(like.shape)} int64 contiguous, got {tuple(arrays.shape)} {arrays.dtype}"
+            )
+
+
+def _end(begins: Sequence[int], counts: Sequence[int]) -> int:
+    """Behind the last entry of all KV heads."""
+    return max((begin + count for begin, count in zip(begins, counts, strict=True) if count), default=0)
 
 
 def array_addresses(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> list[int]:

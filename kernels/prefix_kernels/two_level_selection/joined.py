@@ -89,8 +89,8 @@ class JoinedTwoLevelSelection:
             ValueError: more groups, rows, tokens or candidates than the stages have room for, or indexes of another
                 shape. Stages may be planned for different groups then: plan again before the next run.
         """
-        check_layers(groups, self.num_layers)
         heads, width = self.first.shape.num_kv_heads, self.first.max_budget
+        check_layers(groups, self.num_layers, heads)
         self.first.plan(scored_blocks(groups, heads, self.first_stride), nominated(groups, heads, self.first_stride))
         # To the second selection the candidates are all there is.
         chosen = [

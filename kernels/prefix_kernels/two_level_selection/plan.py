@@ -42,7 +42,8 @@ class TwoLevelGroup(Generic[Index]):
         slot_start: where the prefix's position-to-slot table begins in the arena of slots.
 
     Raises:
-        ValueError: fewer candidates than the budget, codes of other sizes than the prefix, or no layer.
+        ValueError: fewer candidates than the budget, codes of other sizes than the prefix, blocks below one token, or
+            no layer.
     """
 
     rows: tuple[int, ...]
@@ -61,6 +62,9 @@ class TwoLevelGroup(Generic[Index]):
                 f"expected num_candidates of at least the budget of {min(self.budget, self.prefix_len)} and one layer "
                 f"or more, got {self.num_candidates} and {len(self.layers)}; the budget is chosen among the candidates"
             )
+        sizes = (self.block_size,) if isinstance(self.block_size, int) else self.block_size
+        if min(sizes, default=0) < 1:
+            raise ValueError(f"expected blocks of one token or more, got block_size={self.block_size}")
         for number, layer in enumerate(self.layers):
             codes = layer.second[1] if len(layer.second) == 3 else None
             if codes is None or codes.dim() != 3 or codes.shape[1] != self.prefix_len:

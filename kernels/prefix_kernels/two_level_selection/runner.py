@@ -91,7 +91,7 @@ class TwoLevelSelection(Generic[Index]):
             ValueError: more groups, rows, tokens or candidates than the stages have room for, or indexes of another
                 shape. Stages may be planned for different groups then: plan again before the next run.
         """
-        check_layers(groups, self.num_layers)
+        check_layers(groups, self.num_layers, self.first.num_kv_heads)
         heads = self.first.num_kv_heads
         self.first.plan(groups)
         self.nominate.plan(nominated(groups, heads, self.first.score_stride))
@@ -140,11 +140,18 @@ class TwoLevelSelection(Generic[Index]):
         )
 
 
-def check_layers(groups: Sequence[TwoLevelGroup[Index]], num_layers: int) -> None:
-    """Raise ValueError unless groups name the indexes of so many layers."""
+def check_layers(groups: Sequence[TwoLevelGroup[Index]], num_layers: int, num_kv_heads: int) -> None:
+    """Raise ValueError unless groups name the indexes of so many layers, with codes of so many KV heads."""
     for group in groups:
         if len(group.layers) != num_layers:
             raise ValueError(f"expected indexes of {num_layers} layers, got {len(group.layers)}; name every layer's")
+        for number, layer in enumerate(group.layers):
+            codes = layer.second[1]
+            if codes is None or codes.shape[0] != num_kv_heads:
+                raise ValueError(
+                    f"expected codes of {num_kv_heads} KV heads as layer {number}'s second index, got "
+                    f"{None if codes is None else tuple(codes.shape)}"
+                )
 
 
 def nominated(groups: Sequence[TwoLevelGroup[Index]], num_kv_heads: int, score_stride: int) -> list[SelectionGroup]:

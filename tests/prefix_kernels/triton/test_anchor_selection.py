@@ -385,6 +385,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ([scored], [replace(selected, prefix_len=299)], r"expected .299, 299. candidates, .* got .300, 300."),
         ([replace(scored, score_begins=(0, 301))], [selected], r"multiples of 4, got .0, 301."),
         ([scored] * 2, [selected] * 2, "at most 1 groups"),
+        ([scored], [replace(selected, num_candidates=300)], "expected no num_candidates, got 300"),
     ):
         with pytest.raises(ValueError, match=message):
             one.plan(of, group)
@@ -392,7 +393,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
     lists, bare = one.new_lists(with_slots=True), one.new_lists()
     for arguments, table, message in (
-        ((inputs, scores[:599], bare), None, "scores .arena. of 600 entries or more"),
+        ((inputs, scores[:599], bare), None, "arena of 600 entries or more"),
         ((inputs, torch.zeros(601, device=device)[1:], bare), None, "at a multiple of 16 bytes"),
         ((inputs, scores, lists), None, "both or none"),
         ((inputs, scores, lists), slot_table(device)[:299], "a slot_table of 300 entries, got 299"),
@@ -400,3 +401,9 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             one.run(*arguments, slot_table=table)
+    # Scores of tokens are read four at a time.
+    odd = problem(Source.LOW_BIT, device, [((0,), 301, 30)])
+    other = AnchorSelection(odd.shape, 1, 1, 301, 30, CONFIG, device, max_block_size=1, form=FORMS[0])
+    other.plan([replace(odd.scored[0], score_begins=(0, 304))], odd.selected)
+    with pytest.raises(ValueError, match=r"scores .arena. of 608 entries or more"):
+        other.run(ScoreInputs(odd.q, SM_SCALE), torch.zeros(605, device=device), other.new_lists())

@@ -293,6 +293,12 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         scoring.plan([uniform_group(1, 5, 2)])
     with pytest.raises(ValueError, match="expected at most 1 groups of 2 rows"):
         scoring.plan([ScoredGroup((2,), (5,), (0,), (0,), (0,), arrays)])
+    with pytest.raises(ValueError, match="expected at most 1 groups of 2 rows"):
+        scoring.plan([ScoredGroup((-1,), (5,), (0,), (0,), (0,), arrays)])
+    with pytest.raises(ValueError, match="expected a row or more in each group"):
+        scoring.plan([ScoredGroup((), (5,), (0,), (0,), (0,), arrays)])
+    with pytest.raises(ValueError, match=r"expected 6 rows of codes, got .*; are they of all KV heads"):
+        scoring.plan([ScoredGroup((0,), (5,), (1,), (0,), (0,), arrays)])
     shifted = torch.zeros(48, dtype=torch.uint8, device=device)[8:48].view(1, 5, 8)
     for wrong, message in (
         ((), "expected 3 arrays for LOW_BIT"),
@@ -308,8 +314,23 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         scoring.run(queries(1, 4, 16, torch.float32, device), torch.empty(5, device=device), SM_SCALE)
     with pytest.raises(ValueError, match="expected q"):
         scoring.run(queries(3, 4, 16, torch.float32, device), torch.empty(5, device=device), SM_SCALE)
-    with pytest.raises(ValueError, match="contiguous float32 arena"):
-        scoring.run(queries(2, 4, 16, torch.float32, device), torch.empty(5, device=device).half(), SM_SCALE)
+    q, scores = queries(2, 4, 16, torch.float32, device), torch.empty(5, device=device)
+    for wrong in (scores.half(), scores[:4]):
+        with pytest.raises(ValueError, match="contiguous float32 arena of 5 entries or more"):
+            scoring.run(q, wrong, SM_SCALE)
+    for wrong in (queries(2, 4, 32, torch.float32, device), q.double()):
+        with pytest.raises(ValueError, match=r"expected q .at most 2, 4, 16. in fp32, fp16 or bf16"):
+            scoring.run(wrong, scores, SM_SCALE)
+    with pytest.raises(ValueError, match=r"expected arrays .1, 5. int64 contiguous, got .1, 5. torch.int32"):
+        scoring.run(q, scores, SM_SCALE, arrays=torch.zeros(1, 5, dtype=torch.int32, device=device))
+    room = torch.empty(1, 1, 8, 5, device=device)
+    for wrong in (room[:, :, :7], room[..., :4]):
+        with pytest.raises(ValueError, match=r"expected raw .* of .1, 1, 8, 5. or more, as planned"):
+            scoring.run(q, scores, SM_SCALE, raw=wrong)
+    listed = PooledScores(shape, 2, 1, ScoreConfig(), device, listed=True)
+    listed.plan([ScoredGroup((0, 1), (5,), (0,), (2,), (0,), arrays)])
+    with pytest.raises(ValueError, match=r"expected lists of 7 entries or more, as planned, got .6"):
+        listed.run(q, scores, SM_SCALE, lists=torch.zeros(6, dtype=torch.int32, device=device))
     for heads, bits in itertools.product((4,), (3, 16)):
         with pytest.raises(ValueError, match="bits of 2, 4 or 8"):
             PooledScores(ScoreShape(heads, 1, Source.LOW_BIT, 16, bits), 2, 1, ScoreConfig(), device)

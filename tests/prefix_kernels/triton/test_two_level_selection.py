@@ -295,6 +295,7 @@ def test_groups_that_cannot_be() -> None:
     for changed, message in (
         ({"num_candidates": 59}, "num_candidates of at least the budget of 60 and one layer or more, got 59 and 2"),
         ({"layers": ()}, "got 211 and 0"),
+        ({"block_size": 0}, "blocks of one token or more, got block_size=0"),
         ({"prefix_len": 701}, "codes .num_kv_heads, 701, bytes of a token. .* as layer 0's second index"),
         ({"layers": (LayerIndex(made[0].layer.first, ()),)}, "second index, got ..; is it of another prefix?"),
     ):
@@ -303,6 +304,11 @@ def test_groups_that_cannot_be() -> None:
     selection = selection_of("csa")
     with pytest.raises(ValueError, match="expected indexes of 2 layers, got 1; name every layer's"):
         selection.plan([dataclasses.replace(group, layers=group.layers[:1])])
+    one_head = tuple(
+        LayerIndex(layer.first, (layer.second[0], layer.second[1][:1], layer.second[2])) for layer in group.layers
+    )
+    with pytest.raises(ValueError, match=r"expected codes of 2 KV heads as layer 0's second index, got .1, 700"):
+        selection.plan([dataclasses.replace(group, layers=one_head)])
     mixed = tuple(LayerIndex(other.layers[0].first, layer.second) for layer in group.layers)
     with pytest.raises(ValueError, match=r"expected tables of a prefix of 700 tokens, got .130."):
         selection.plan([dataclasses.replace(group, layers=mixed)])
