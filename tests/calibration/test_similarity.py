@@ -119,7 +119,8 @@ def test_chunks_change_nothing(monkeypatch):
     layers = make_prompt(3, num_tokens=7)
     whole = prompt_similarity(layers, 0.4, 5)
     monkeypatch.setattr(capture, "ELEMENTS_PER_CHUNK", 1)
-    assert torch.equal(prompt_similarity(layers, 0.4, 5), whole)
+    # A product's last bit may depend on how many rows are multiplied at once.
+    torch.testing.assert_close(prompt_similarity(layers, 0.4, 5), whole, rtol=1e-6, atol=1e-6)
 
 
 def test_short_prefix_and_constant_keys():
