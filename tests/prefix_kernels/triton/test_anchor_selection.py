@@ -67,6 +67,7 @@ def problem(
     dtype: torch.dtype = torch.float32,
     same: bool = False,
     windows: tuple[int, int] = (5, 20),
+    dim: int = DIM,
 ) -> Problem:
     """Groups of (rows, prefix_len, budget). With `same` all candidates are one and the same, so all of them tie."""
     gen = torch.Generator().manual_seed(len(sizes) + sizes[0][1])
@@ -75,11 +76,11 @@ def problem(
         return torch.randn(*of, generator=gen)
 
     batch = sum(len(rows) for rows, _, _ in sizes)
-    q = rand(batch, HEADS, DIM).to(device, dtype)
+    q = rand(batch, HEADS, dim).to(device, dtype)
     scored, selected, arena_of_lists = [], [], []
     at = listed_at = table_at = 0
     longest = max(length for _, length, _ in sizes)
-    k_cache = rand(longest + 7, KV_HEADS, DIM).to(device, dtype) if source is Source.KEYS else None
+    k_cache = rand(longest + 7, KV_HEADS, dim).to(device, dtype) if source is Source.KEYS else None
     for rows, length, budget in sizes:
         counts = tuple(-(-length // size) for size in block_sizes)
         spread = 3 * max(counts) if listed else max(counts)
@@ -87,7 +88,7 @@ def problem(
         arrays: tuple[Tensor | None, ...] = ()
         begins = (0,) * KV_HEADS
         if source is not Source.KEYS:
-            keys = rand(1, DIM).expand(KV_HEADS * spread, -1) if same else rand(KV_HEADS * spread, DIM)
+            keys = rand(1, dim).expand(KV_HEADS * spread, -1) if same else rand(KV_HEADS * spread, dim)
             parts = [quantize(keys + 0.7, bits)] if source is Source.LOW_BIT else []
             if source is Source.MINMAX:
                 parts = [quantize(keys + 0.7, bits), quantize(keys - 0.7, bits)]
@@ -111,19 +112,21 @@ def problem(
         )
         at += KV_HEADS * stride
         table_at += length
-    shape = ScoreShape(HEADS, KV_HEADS, source, DIM, bits, pooling=pooling)
+    shape = ScoreShape(HEADS, KV_HEADS, source, dim, bits, pooling=pooling)
     lists = torch.cat(arena_of_lists).int().to(device) if arena_of_lists else None
     return Problem(shape, q, scored, selected, at + 4, lists, k_cache, max(block_sizes))
 
 
-def runner(made: Problem, form: Form, num_chunks: int = 3, max_groups: int = 4) -> AnchorSelection:
+def runner(
+    made: Problem, form: Form, num_chunks: int = 3, max_groups: int = 4, config: AnchorConfig = CONFIG
+) -> AnchorSelection:
     return AnchorSelection(
         made.shape,
-        8,
+        max(8, made.q.shape[0]),
         max_groups,
         1500,
         700,
-        CONFIG,
+        config,
         made.q.device,
         listed=made.listed,
         max_block_size=made.block_size,
@@ -159,7 +162,8 @@ def scored_in_two_launches(made: Problem, num_chunks: list[int], config: AnchorC
     for group, chunks, chosen in zip(made.scored, num_chunks, made.selected, strict=True):
         if chosen.budget >= chosen.prefix_len:
             continue
-        scoring = PooledScores(made.shape, 8, 1, config.scoring(chunks), made.q.device, listed=made.lists is not None)
+        batch, listed = max(8, made.q.shape[0]), made.lists is not None
+        scoring = PooledScores(made.shape, batch, 1, config.scoring(chunks), made.q.device, listed=listed)
         scoring.plan([group])
         scoring.run(made.q, scores, SM_SCALE, k_cache=made.k_cache, lists=made.lists)
     return scores
@@ -371,6 +375,20 @@ def test_runners_that_cannot_be(
     shape = ScoreShape(4, 1, options.pop("source", Source.LOW_BIT), 16)
     with pytest.raises(ValueError, match=message):
         AnchorSelection(shape, *sizes, CONFIG, device, **options)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 8, 32])
+@pytest.mark.parametrize(("source", "dim"), [(Source.LOW_BIT, 96), (Source.MINMAX, 128)], ids=["tokens", "blocks"])
+def test_what_runs_where_nothing_was_tuned(
+    source: Source, dim: int, num_rows: int, form: Form, device: torch.device
+) -> None:
+    sizes = (1, 1) if source is Source.LOW_BIT else (16, 32)
+    group = [(tuple(range(num_rows)), 700, 90)]
+    made = problem(source, device, group, block_sizes=sizes, dtype=torch.float16, dim=dim)
+    one = runner(made, form, num_chunks=2, config=default_config(made.shape, num_rows))
+    scores, lists = select(one, made)
+    check(made, scores, lists, one)
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
