@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.pooled_scores.kernels import KEYS, RAW, addresses, score_stretch, stretch_of
+from prefix_kernels.pooled_scores.stretch_kernels import KEYS, RAW, addresses, score_stretch, stretch_of
 from prefix_kernels.top_k_selection.kernels import (
     ALIGNED,
     DIGIT_BITS,

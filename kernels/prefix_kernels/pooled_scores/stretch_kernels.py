@@ -1,0 +1,327 @@
+"""Scores of one stretch of candidates against all rows of a group: their sums, or pooled."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from prefix_kernels.pooled_scores.product_kernels import product, query_parts
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+#: Where raw scores come from.
+RAW = tl.constexpr(0)  # they are there already
+KEYS = tl.constexpr(1)  # keys in the pool, by lists of slots
+LOW_BIT = tl.constexpr(2)  # rows of codes: q.k up to a constant per row
+MINMAX = tl.constexpr(3)  # two rows of codes: the upper bound of q.k over a block
+
+
+@triton.jit
+def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS: tl.constexpr):
+    """[BLOCK_M] base 2, from the sums of all chunks; +inf for a row that has no score at all, or is none."""
+    highest = tl.full([m.shape[0]], -1e30, tl.float32)
+    total = tl.zeros([m.shape[0]], tl.float32)
+    for begin in range(0, num_chunks, BLOCK_CHUNKS):
+        parts = begin + tl.arange(0, BLOCK_CHUNKS)
+        where = stats + parts[:, None] * max_rows + m[None, :]
+        there = (parts < num_chunks)[:, None] & live[None, :]
+        # Other programs of the same launch may have written them: past the first level of caches.
+        peaks = tl.load(peak_ptr + where, mask=there, other=-1e30, cache_modifier=".cg")
+        totals = tl.load(total_ptr + where, mask=there, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(highest, tl.max(peaks, axis=0))
+        total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(peaks - higher[None, :]) * totals, axis=0)
+        highest = higher
+    # Such a row says nothing: everything is less than +inf.
+    return tl.where(total == 0.0, float("inf"), highest + tl.log2(tl.where(total == 0.0, 1.0, total)))
+
+
+@triton.jit
+def _pool(scores, lse, weight, POOL: tl.constexpr):
+    """[BLOCK_N] natural log of the largest, or of `weight` times the summed, share of attention of a candidate."""
+    scores = scores - lse[None, :]
+    pooled = tl.max(scores, axis=1)
+    if POOL == 2:
+        level = tl.where(pooled == float("-inf"), 0.0, pooled)
+        mass = tl.sum(tl.exp2(scores - level[:, None]), axis=1) * weight
+        pooled = tl.where(mass == 0.0, float("-inf"), level + tl.log2(tl.where(mass == 0.0, 1.0, mass)))
+    return pooled * LN2
+
+
+@triton.jit
+def _pool_tiles(first, second, POOL: tl.constexpr):
+    """Both natural logs; of the mean's parts the sum."""
+    highest = tl.maximum(first, second)
+    if POOL == 1:
+        return highest
+    level = tl.where(highest == float("-inf"), 0.0, highest)
+    mass = tl.exp(first - level) + tl.exp(second - level)
+    return tl.where(mass == 0.0, float("-inf"), level + tl.log(tl.where(mass == 0.0, 1.0, mass)))
+
+
+@triton.jit
+def _step(
+    start,
+    end,
+    tile,
+    m,
+    live,
+    num_rows,
+    lse,
+    peak,
+    total,
+    q0,
+    q1,
+    q2,
+    q3,
+    t0,
+    t1,
+    p0,
+    p1,
+    p2,
+    p3,
+    u0,
+    u1,
+    list_ptr,
+    raw_base,
+    out_ptr,
+    k_base,
+    packed_ptr,
+    packed2_ptr,
+    first_row,
+    factor,
+    k_stride_slot,
+    raw_stride_row,
+    raw_stride_candidate,
+    GQA: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW_UNITS: tl.constexpr,
+    BITS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    LISTED_ROWS: tl.constexpr,
+    STORE_RAW: tl.constexpr,
+    POOL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr,
+    UNIT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    TAIL: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One block of candidates against a tile of rows: sums, or pooled scores that are written."""
+    n = start + tl.arange(0, BLOCK_N)
+    # Candidates past the end read the last one again, and are masked after the product.
+    entry = tl.minimum(n, end - 1) if MASKED else n
+    raw_ptrs = raw_base + entry[:, None].to(tl.int64) * raw_stride_candidate + m[None, :].to(tl.int64) * raw_stride_row
+    if SOURCE == RAW:
+        scores = tl.load(raw_ptrs, mask=live[None, :], other=float("-inf"))
+    else:
+        place = tl.load(list_ptr + entry).to(tl.int64) if LISTED_ROWS else entry.to(tl.int64)
+        scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if SOURCE == KEYS:
+            d = tl.arange(0, BLOCK_K)
+            k_ptrs = k_base + place[:, None] * k_stride_slot + d[None, :]
+            if BLOCK_K == CHANNELS:
+                keys = tl.load(k_ptrs)
+            else:
+                keys = tl.load(k_ptrs, mask=d[None, :] < CHANNELS, other=0.0)
+            scores = tl.dot(keys.to(COMPUTE), q0, scores, input_precision=PRECISION)
+        if SOURCE == LOW_BIT or SOURCE == MINMAX:
+            row = first_row + place
+            scores = product(
+                scores, packed_ptr, row, q0, q1, q2, q3, t0, t1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION,
+                ASSEMBLY, TAIL,
+            )  # fmt: skip
+        if SOURCE == MINMAX:
+            scores = product(
+                scores, packed2_ptr, row, p0, p1, p2, p3, u0, u1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION,
+                ASSEMBLY, TAIL,
+            )  # fmt: skip
+        if STORE_RAW:
+            tl.store(raw_ptrs, scores * UNIT, mask=live[None, :] & (n < end)[:, None])
+    if POOL == 0:
+        if MASKED:
+            scores = tl.where((n < end)[:, None], scores, float("-inf"))
+        # In the tensor cores' layout a thread owns whole sets of axes 0 and 2: its sums need no other thread until
+        # the stretch is over.
+        scores = tl.reshape(scores, [BLOCK_N // (16 * LANES), LANES, 2, 8, BLOCK_M])
+        higher = tl.maximum(peak, tl.max(tl.max(scores, axis=2), axis=0) * factor)
+        weight = tl.exp2(scores * factor - higher[None, :, None, :, :])
+        total = total * tl.exp2(peak - higher) + tl.sum(tl.sum(weight, axis=2), axis=0)
+        peak = higher
+    else:
+        pooled = _pool(scores * factor, lse, 1.0 / (num_rows * GQA), POOL)
+        if tile > 0:
+            pooled = _pool_tiles(pooled, tl.load(out_ptr + entry), POOL)
+        tl.store(out_ptr + n, pooled, mask=n < end)
+    return peak, total
+
+
+@triton.jit
+def addresses(arrays):
+    """Of a group's channels, codes, scale, second codes and second scale."""
+    return tl.load(arrays), tl.load(arrays + 1), tl.load(arrays + 2), tl.load(arrays + 3), tl.load(arrays + 4)
+
+
+@triton.jit
+def stretch_of(chunk, num_chunks, count, BLOCK_N: tl.constexpr):
+    """Where a chunk of `count` candidates begins and ends: whole blocks, but for the last one; or nothing."""
+    stretch = tl.cdiv(tl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
+    begin = tl.minimum(chunk * stretch, count)
+    return begin, tl.minimum(begin + stretch, count)
+
+
+@triton.jit
+def score_stretch(
+    begin,
+    end,
+    q_ptr,
+    rows_ptr,
+    row_begin,
+    num_rows,
+    head,
+    channels_at,
+    packed_at,
+    scale_at,
+    packed2_at,
+    scale2_at,
+    first_row,
+    list_ptr,
+    raw_base,
+    out_ptr,
+    k_base,
+    peak_ptr,
+    total_ptr,
+    stats,  # where the sums of this group and head begin
+    chunk,
+    num_chunks,
+    sm_scale,
+    q_stride_row,
+    q_stride_head,
+    k_stride_slot,
+    raw_stride_row,
+    raw_stride_candidate,
+    max_rows,
+    GQA: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW_UNITS: tl.constexpr,
+    BITS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    LISTED_ROWS: tl.constexpr,
+    LISTED_CHANNELS: tl.constexpr,
+    STORE_RAW: tl.constexpr,
+    POOL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores."""
+    PARTS: tl.constexpr = 1 if SOURCE == KEYS or BITS == 8 else 4
+    TAIL: tl.constexpr = BLOCK_K if (SOURCE == LOW_BIT or SOURCE == MINMAX) and ROW_UNITS > BLOCK_K else 0
+    UNITS: tl.constexpr = tl.uint16 if BITS == 4 else tl.uint8
+    channels_ptr = channels_at.to(tl.pointer_type(tl.int16)) + head * CHANNELS
+    packed_ptr = tl.multiple_of(packed_at.to(tl.pointer_type(UNITS)), 16)
+    scale_ptr = scale_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
+    packed2_ptr = tl.multiple_of(packed2_at.to(tl.pointer_type(UNITS)), 16)
+    scale2_ptr = scale2_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
+
+    # What a code in fp16 is too small by, see `_codes`.
+    UNIT: tl.constexpr = 16777216.0 if (SOURCE == LOW_BIT or SOURCE == MINMAX) and COMPUTE == tl.float16 else 1.0
+    factor = sm_scale * LOG2E * UNIT
+
+    for tile in range(tl.cdiv(num_rows * GQA, BLOCK_M)):
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = m < num_rows * GQA
+        if SOURCE != RAW:
+            q0, q1, q2, q3, t0, t1 = query_parts(
+                q_ptr,
+                rows_ptr,
+                channels_ptr,
+                scale_ptr,
+                row_begin,
+                num_rows,
+                head,
+                tile,
+                q_stride_row,
+                q_stride_head,
+                1 if SOURCE == MINMAX else 0,
+                PARTS,
+                BITS,
+                GQA,
+                CHANNELS,
+                BLOCK_K,
+                BLOCK_M,
+                LISTED_CHANNELS,
+                SOURCE != KEYS,
+                COMPUTE,
+                TAIL,
+            )
+            p0, p1, p2, p3, u0, u1 = q0, q1, q2, q3, t0, t1
+        else:
+            q0, q1, q2, q3, t0, t1 = m, m, m, m, m, m
+            p0, p1, p2, p3, u0, u1 = m, m, m, m, m, m
+        if SOURCE == MINMAX:
+            p0, p1, p2, p3, u0, u1 = query_parts(
+                q_ptr,
+                rows_ptr,
+                channels_ptr,
+                scale2_ptr,
+                row_begin,
+                num_rows,
+                head,
+                tile,
+                q_stride_row,
+                q_stride_head,
+                -1,
+                PARTS,
+                BITS,
+                GQA,
+                CHANNELS,
+                BLOCK_K,
+                BLOCK_M,
+                LISTED_CHANNELS,
+                True,
+                COMPUTE,
+                TAIL,
+            )
+
+        lse = tl.zeros([BLOCK_M], tl.float32)
+        if POOL:
+            lse = _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS)
+        # Below every score, and finite: less -inf than this is -inf, and not NaN.
+        peak = tl.full([LANES, 8, BLOCK_M], -1e30, tl.float32)
+        total = tl.zeros([LANES, 8, BLOCK_M], tl.float32)
+        full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+        for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
+            peak, total = _step(
+                start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
+                u0, u1, list_ptr,
+                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, factor, k_stride_slot, raw_stride_row,
+                raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, STORE_RAW, POOL,
+                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, False,
+            )  # fmt: skip
+        if full < end:
+            peak, total = _step(
+                full, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
+                u0, u1, list_ptr,
+                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, factor, k_stride_slot, raw_stride_row,
+                raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, STORE_RAW, POOL,
+                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, True,
+            )  # fmt: skip
+        if POOL == 0:
+            highest = tl.max(tl.max(peak, axis=0), axis=0)
+            mass = tl.sum(tl.sum(total * tl.exp2(peak - highest[None, None, :]), axis=0), axis=0)
+            tl.store(peak_ptr + stats + chunk * max_rows + m, highest, mask=live)
+            tl.store(total_ptr + stats + chunk * max_rows + m, mass, mask=live)
+        # The next tile reads what other threads of this program wrote.
+        tl.debug_barrier()
