@@ -45,6 +45,7 @@ class Inputs:
         device: where everything lies.
         tokens: INT4 tokens in place of INT4 blocks.
         channels: of a token that are kept.
+        block_sizes: the KV heads have these in turns.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Inputs:
         *,
         tokens: bool = False,
         channels: int = TOKEN_CHANNELS,
+        block_sizes: tuple[int, ...] = BLOCK_SIZES,
     ) -> None:
         if prefix_len % max(BLOCK_SIZES):
             raise ValueError(f"expected prefix_len as a multiple of {max(BLOCK_SIZES)} tokens, got {prefix_len}")
@@ -64,7 +66,7 @@ class Inputs:
         dim = min(dim, shape.head_dim)
         self.shape, self.prefix_len, self.sm_scale = shape, prefix_len, shape.head_dim**-0.5
         self.q = torch.randn(batch, shape.num_qo_heads, dim, generator=gen, device=device).to(shape.dtype)
-        self.sizes = [1] * heads if tokens else [BLOCK_SIZES[h % len(BLOCK_SIZES)] for h in range(heads)]
+        self.sizes = [1] * heads if tokens else [block_sizes[h % len(block_sizes)] for h in range(heads)]
         self.parts: list[tuple[LowBitTensor, ...]] = []
         for size in self.sizes:
             keys = torch.randn(prefix_len, dim, generator=gen, device=device)

@@ -1,7 +1,8 @@
 """Our selection kernels on the inputs of the naive forms: estimation, top-k, and both as an anchor layer's work.
 
-`tokens_index` is the token index of the default recipe, 3/4 of the channels, scanned whole; the other `tokens` are 32
-channels, as the naive forms have them. `exact` is Kascade's anchor pass over the keys themselves.
+`tokens_index` is the default recipe: the token index on 3/4 of the channels, scanned whole; the other `tokens` are 32
+channels, as the naive forms have them. `blocks` are of 16, 32 and 64 tokens, the KV heads in turns, `blocks16` of 16.
+`exact` is Kascade's anchor pass over the keys themselves.
 """
 
 from __future__ import annotations
@@ -299,6 +300,7 @@ OURS: dict[str, Callable[..., Any]] = {
     "anchor/tokens": _anchor(lambda *of: Inputs(*of, tokens=True)),
     "anchor/tokens_index": _anchor(TokenInputs),
     "anchor/blocks_joined": _joined_anchor(Inputs),
+    "anchor/blocks16_joined": _joined_anchor(lambda *of: Inputs(*of, block_sizes=(16,))),
     "anchor/tokens_index_joined": _joined_anchor(TokenInputs),
     "anchor/exact": Exact,
 }
