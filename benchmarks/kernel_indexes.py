@@ -1,7 +1,7 @@
 """Both levels' indexes of a prefix, as the project's builders make them of clustered keys and queries; oracles in fp64.
 
-`csa` is the default recipe (CSAttention's short lists, then INT4 tokens on 3/4 of the channels); `blocks` has minimum
-and maximum of blocks of 16 in INT4 in the place of the lists.
+`csa` is `two_level` with its defaults (CSAttention's short lists, then INT4 tokens on 3/4 of the channels); `blocks`
+has minimum and maximum of blocks of 16 in INT4 in the place of the lists.
 """
 
 from __future__ import annotations

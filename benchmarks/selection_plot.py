@@ -1,24 +1,67 @@
-"""What the selection benchmark's rows say: tables, the Pareto frontier of error against bytes read, the winner.
+"""What the selection benchmark's rows say: tables, error at equal bytes read, the Pareto frontier, the plot.
 
-**The winner's rule.** Of the methods and recipes whose index takes at most 15% of the bf16 KV's bytes, the one with
-the least mean output error on captured data when a step reads 10% of what dense attention reads (index and selected
-keys and values together). The error between two measured keep ratios is interpolated, log against log; a method
-that cannot go down to that many bytes is out. The area under a method's curve says whether that holds elsewhere.
+Which recipe wins is another module's: `selection_winner` ranks by time. The error where a step reads a share of what
+dense attention reads (index and selected keys and values together) decides nothing; it says which recipe would be best
+if reading were all. It is interpolated between two measured keep ratios, log against log; a method that cannot go down
+to that many bytes has none.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sglang_ext.calibration.winner import MAX_STORED_SHARE, READ_SHARE, Curve
+import selection_winner
+
+from sglang_ext.calibration.winner import MAX_STORED_SHARE, TOLERANCE
 
 READ_SHARES = (0.05, 0.075, 0.10, 0.15, 0.20)
-"""Where the table shows the error, to see how much the winner depends on the rule."""
+"""Where the table shows the error."""
+
+READ_SHARE = 0.10
+"""Bytes that a step reads over those that dense attention reads, by which that table is sorted."""
+
+AREA_FROM, AREA_TO = 0.05, 0.2
 
 Row = dict[str, Any]
+
+
+class Curve(NamedTuple):
+    """A method's means over prompts, by keep ratio ascending.
+
+    Attributes:
+        method, kind: of the row.
+        stored_share: bytes stored over those of the bf16 KV.
+        points: (read_share, error) per keep ratio.
+    """
+
+    method: str
+    kind: str
+    stored_share: float
+    points: tuple[tuple[float, float], ...]
+
+    def error_at(self, share: float) -> float:
+        """Output error when a step reads that share of dense; infinite below what the method can do."""
+        if share < self.points[0][0] - TOLERANCE:
+            return math.inf
+        best = self.points[0][1]
+        for (x0, y0), (x1, y1) in pairwise(self.points):
+            if share >= x1:
+                best = min(best, y1)
+            elif share >= x0:
+                part = math.log(share / x0) / math.log(x1 / x0)
+                best = min(best, math.exp((1 - part) * math.log(max(y0, 1e-9)) + part * math.log(max(y1, 1e-9))))
+        return best
+
+    def area(self) -> float:
+        """Mean error over log(bytes read) from 5% to 20% of dense; 1 (nothing read) where it cannot go so low."""
+        steps = 200
+        ratio = math.log(AREA_TO / AREA_FROM)
+        shares = [AREA_FROM * math.exp(ratio * (i + 0.5) / steps) for i in range(steps)]
+        return sum(min(1.0, self.error_at(share)) for share in shares) / steps
 
 
 def curves(rows: Iterable[Row], source: str = "captured") -> list[Curve]:
@@ -75,7 +118,7 @@ def eligible(found: Iterable[Curve]) -> list[Curve]:
 
 
 def ranking(found: Iterable[Curve], share: float = READ_SHARE) -> list[Curve]:
-    """The eligible methods, best first, by the winner's rule; those that cannot read so little are left out."""
+    """The eligible methods, least error at equal bytes first; those that cannot read so little are left out."""
     able = [curve for curve in eligible(found) if math.isfinite(curve.error_at(share))]
     return sorted(able, key=lambda curve: (curve.error_at(share), curve.stored_share, curve.method))
 
@@ -91,7 +134,7 @@ def frontier(found: Iterable[Curve]) -> list[tuple[float, float, str]]:
 
 
 def tables(rows: Sequence[Row], keep_ratios: Sequence[float]) -> str:
-    """Everything as Markdown: generators, a table for each source, length and keep ratio, the winner."""
+    """Everything as Markdown: generators, tables by source, length and keep ratio, the winner, error by bytes."""
     parts = []
     for source in sorted({row["source"] for row in rows}):
         own = [row for row in rows if row["source"] == source]
@@ -101,7 +144,8 @@ def tables(rows: Sequence[Row], keep_ratios: Sequence[float]) -> str:
             here = [row for row in own if row["num_tokens"] == length]
             parts += [_table(here, keep, f"{source}, {length} tokens") for keep in keep_ratios]
     if any(row["source"] == "captured" for row in rows):
-        parts.append(verdict(curves(rows)))
+        parts.append(selection_winner.verdict(selection_winner.candidates(rows)))
+        parts.append(by_bytes(curves(rows)))
     return "\n\n".join(parts)
 
 
@@ -147,12 +191,12 @@ def _generators(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def verdict(found: Sequence[Curve]) -> str:
-    """Error at several shares of dense and the area for each method, best first; winner and runner-up."""
+def by_bytes(found: Sequence[Curve]) -> str:
+    """Error at several shares of dense and the area for each method, least first."""
     order = ranking(found)
     small = {curve.method for curve in eligible(found)}
     lines = [
-        f"**Output error by bytes read** (captured; at most {MAX_STORED_SHARE:.0%} of the KV stored, ranked at "
+        f"**Output error by bytes read** (captured; at most {MAX_STORED_SHARE:.0%} of the KV stored, sorted at "
         f"{READ_SHARE:.0%} of dense read; `-`: cannot read so little)",
         "",
         f"| method | stored | {' | '.join(f'{share:.3g}' for share in READ_SHARES)} | area |",
@@ -166,12 +210,6 @@ def verdict(found: Sequence[Curve]) -> str:
             "" if curve.method in small else f" ({curve.kind})" if curve.kind in ("rival", "oracle") else " (too large)"
         )
         lines.append(f"| {curve.method}{note} | {curve.stored_share:.1%} | {cells} | {curve.area():.4f} |")
-    lines.append("")
-    for place, curve in zip(("Winner", "Runner-up"), order, strict=False):
-        lines.append(f"{place}: **{curve.method}**, error {curve.error_at(READ_SHARE):.3f}, area {curve.area():.4f}.  ")
-    by_area = min(eligible(found), key=Curve.area, default=None)
-    if by_area is not None:
-        lines.append(f"Least area: **{by_area.method}**.")
     return "\n".join(lines)
 
 

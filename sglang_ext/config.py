@@ -118,7 +118,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         store_timeout_s: seconds that an answer of a service or the remote store may take.
     """
 
-    method: str = "two_level"
+    method: str = "token_index"
     keep_ratio: float = 0.1
     top_k: int | None = None
     min_top_k: int = 128

@@ -5,8 +5,9 @@ command's part. The accumulators take one prompt at a time, either whole or not 
 saved after any prompt and loaded to go on.
 
 The command's own steps are modules here: `prompts` (the data), `measurement` (one file per prompt), `fit` (from
-measurements to settings), `comparison` (held-out gains over simple rivals), `recommend` (recipe and budget), `report`
-and `report_plots` (the only one that imports matplotlib).
+measurements to settings), `comparison` (held-out gains over simple rivals), `winner` and `step_time` (the rule by
+which a recipe wins, and what was timed for it), `recommend` (recipe and budget), `report` and `report_plots` (the only
+one that imports matplotlib).
 """
 
 from sglang_ext.calibration.anchors import (

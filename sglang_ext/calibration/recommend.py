@@ -1,19 +1,19 @@
 """Which recipe and which budget a profile recommends, from the quality of selections on held-out prompts.
 
-The recipe is the one that wins by the rule of `winner`: the least output error at equal bytes read, of those whose
-index is small enough; the project's default stays unless another one is clearly better. Where the default cannot read
-so little (short prompts), recipes are compared at the smallest part of dense that it can read.
+The recipe is the one that wins by the rule of `winner`: the least time per layer of a decode step where it reaches the
+target error, of those whose index is small enough; the project's default stays unless another one surely takes less
+than 0.9 of its time. Where no recipe reaches the error with the tried budgets, those that were timed are compared by
+their error at the largest tried one.
 
-The budget is the largest tried one with which a step reads no more than that rule's part of dense, or the smallest one
-that holds half of the attention where that is more. Where no tried budget holds half, it is the largest one that reads
-so little, else the smallest one. Budgets that serving would raise to its floor are left out: what was measured is not
-what the ratio says.
+The budget is the least tried one that reaches the error, else the largest. Budgets that serving would raise to its
+floor are left out: what was measured is not what the ratio says.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -29,9 +29,13 @@ from sglang_ext.calibration.selection_quality import (
     oracle_at,
     selection_quality,
 )
-from sglang_ext.calibration.winner import MAX_STORED_SHARE, READ_SHARE, TOLERANCE, Curve
+from sglang_ext.calibration.step_time import EXACT_US, HEAD_DIM, REFERENCE, selection_time
+from sglang_ext.calibration.winner import MAX_STORED_SHARE, TARGET_ERROR, TOLERANCE, Timed, timed
+from sglang_ext.indexing.ab_sparse import ABSparseSpec
 from sglang_ext.indexing.base import METHODS, IndexSpec
+from sglang_ext.indexing.combined import TwoLevelSpec
 from sglang_ext.indexing.registry import make_builder, make_selector
+from sglang_ext.indexing.token_index import TokenIndexSpec
 from sglang_ext.indexing.traffic import index_read_bytes, kv_bytes, stored_bytes
 
 KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -41,13 +45,10 @@ NUM_TOKENS = 8
 """Tokens of a prompt that recipes are tried on."""
 
 CLEARLY_BETTER = 0.9
-"""Another recipe than the default one is recommended where its error is below this part of the default one's."""
+"""Another recipe than the default one is recommended where its time is below this part of the default one's."""
 
 FIGURES = ("recall", "oracle_recall", "error", "read_share", "stored_share", "kept_share")
 """What is measured of a recipe at one budget, in this order."""
-
-LEAST_RECALL = 0.5
-"""Attention mass that a recommended budget holds at least, if a tried one does."""
 
 AT_FLOOR = 1.2
 """A row whose budgets are more than so many times its keep ratio tells of the floor (`min_top_k`), not of the ratio."""
@@ -99,14 +100,20 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_recipes(default_method: str) -> dict[str, IndexSpec]:
-    """Recipes to try, by name, the default method first. All with their default parameters.
+    """Recipes to try, by method, the default method with its default parameters first.
+
+    The others are those whose selection was timed: the token index, blocks by minimum and maximum, two levels.
 
     Raises:
         KeyError: no method of that name.
     """
-    tried = ("two_level", "token_index", "csattention", "ab_sparse")
-    names = [default_method, *(name for name in tried if name != default_method)]
-    return {name: METHODS[name].spec() for name in names}
+    others: dict[str, IndexSpec] = {
+        "token_index": TokenIndexSpec(),
+        "ab_sparse": ABSparseSpec(representation="minmax"),
+        "two_level": TwoLevelSpec(),
+    }
+    default = METHODS[default_method].spec()
+    return {default_method: default, **{name: spec for name, spec in others.items() if name != default_method}}
 
 
 def quality_tokens(capture: PromptCapture, num_tokens: int = NUM_TOKENS) -> Tensor:
@@ -213,34 +220,43 @@ def quality_table(
     ]
 
 
-def recommend(table: Sequence[RecipeQuality], recipes: Mapping[str, IndexSpec]) -> Choice:
+def recommend(
+    table: Sequence[RecipeQuality],
+    recipes: Mapping[str, IndexSpec],
+    *,
+    anchor_share: float,
+    head_dim: int = HEAD_DIM,
+) -> Choice:
     """Choose a recipe and a budget, see the module.
 
     Args:
         table: of `quality_table`.
         recipes: by name, the default one first.
+        anchor_share: layers that select under the plan, of those that select or reuse.
+        head_dim: of the model.
 
     Raises:
-        ValueError: an empty table, a recipe without rows, or a figure that is no finite number.
+        ValueError: an empty table, a recipe without rows, a figure that is no finite number, or no such share.
     """
     if not table:
         raise ValueError("expected the quality of at least one recipe, got none; measure it on held-out prompts")
     default = next(iter(recipes))
     rows = {name: _usable(table, name) for name in recipes}
-    # Where the default cannot read so little, every finite rival would win: compare where the default can be compared.
-    share = max(READ_SHARE, min(row.read_share for row in rows[default]))
-    error = {name: _error_at(own, share) for name, own in rows.items()}
-    best = min(recipes, key=lambda name: error[name])
-    name = best if error[best] < CLEARLY_BETTER * error[default] else default
+    small = {name for name, own in rows.items() if own[0].stored_share <= MAX_STORED_SHARE + TOLERANCE}
+    times = {
+        name: timed([(row.kept_share, row.error) for row in rows[name]], time, anchor_share)
+        for name, spec in recipes.items()
+        if name in small and (time := selection_time(spec, head_dim)) is not None
+    }
+    name, why = _recipe(default, rows, small, times, anchor_share)
     chosen = _budget(rows[name])
     reason = (
-        f"{_why(name, default, error, share)}; with a budget of {chosen.keep_ratio:.0%} a step reads "
+        f"{why}; with a budget of {chosen.keep_ratio:.0%} its error is {chosen.error:.3f}, a step reads "
         f"{chosen.read_share:.1%} of dense, and the selection holds {chosen.recall:.3f} of the attention (the best "
         f"tokens: {chosen.oracle_recall:.3f})"
     )
-    if not _reads_little(chosen):
-        holding = " that holds half of the attention" if any(map(_reads_little, rows[name])) else ""
-        reason += f"; no tried budget{holding} reads as little as {READ_SHARE:.0%}"
+    if chosen.error > TARGET_ERROR:
+        reason += f"; no tried budget of it reaches an output error of {TARGET_ERROR:g}"
     if chosen.at_floor:
         reason += (
             f"; the prompts are so short that the smallest budget is {chosen.kept_share:.0%} of them: give prompts as "
@@ -264,32 +280,56 @@ def _usable(table: Sequence[RecipeQuality], name: str) -> list[RecipeQuality]:
     return [row for row in own if not row.at_floor] or own[-1:]
 
 
-def _error_at(own: Sequence[RecipeQuality], share: float) -> float:
-    """Infinite where the index is too large, or the recipe cannot read so little."""
-    curve = Curve(own[0].name, "", own[0].stored_share, tuple((row.read_share, row.error) for row in own))
-    return curve.error_at(share) if curve.stored_share <= MAX_STORED_SHARE + TOLERANCE else math.inf
-
-
-def _reads_little(row: RecipeQuality) -> bool:
-    return row.read_share <= READ_SHARE + TOLERANCE
-
-
 def _budget(own: Sequence[RecipeQuality]) -> RecipeQuality:
     """The recommended one of a recipe's rows, keep ratio ascending."""
-    good = [row for row in own if row.recall >= LEAST_RECALL] or own
-    return next((row for row in reversed(good) if _reads_little(row)), good[0])
+    return next((row for row in own if row.error <= TARGET_ERROR), own[-1])
 
 
-def _why(name: str, default: str, error: Mapping[str, float], share: float) -> str:
-    """Why this recipe: the first part of the reason."""
-    if math.isinf(error[name]):
-        return f"{name}'s index takes more than {MAX_STORED_SHARE:.0%} of the KV, but no other recipe can replace it"
-    where = f"where a step reads {share:.0%} of dense"
-    if share > READ_SHARE + TOLERANCE:
-        where = f"where a step reads {share:.1%} of dense ({default} cannot read less with the tried budgets)"
-    if name == default:
-        return f"no recipe has clearly less than {name}'s output error of {error[name]:.3f} {where}"
-    other = f"{default} {error[default]:.3f}"
-    if math.isinf(error[default]):
-        other = f"{default}'s index takes more than {MAX_STORED_SHARE:.0%} of the KV"
-    return f"{name} has an output error of {error[name]:.3f} {where}, {other}"
+def _recipe(
+    default: str,
+    rows: Mapping[str, Sequence[RecipeQuality]],
+    small: AbstractSet[str],
+    times: Mapping[str, Timed],
+    anchor_share: float,
+) -> tuple[str, str]:
+    """The recipe and why: the first part of the reason."""
+    if default in small and default not in times:
+        return default, f"{default} stays: its selection has no measured time, so it cannot be compared"
+    reached = f"an output error of {TARGET_ERROR:g}"
+    fastest = min(times, key=lambda name: times[name].most_us, default=default)
+    if default not in small:
+        large = f"{default}'s index takes more than {MAX_STORED_SHARE:.0%} of the KV"
+        if fastest == default or math.isinf(times[fastest].most_us):
+            return default, f"{large}, but no other recipe of a measured time reaches {reached} in its place"
+        return fastest, f"{_takes(fastest, times[fastest], anchor_share)}; {large}"
+    own = times[default]
+    if not math.isinf(times[fastest].most_us) and times[fastest].most_us < CLEARLY_BETTER * own.least_us:
+        other = f"{default} {_us(own)}" if math.isfinite(own.keep_ratio) else f"{default} does not reach it"
+        return fastest, f"{_takes(fastest, times[fastest], anchor_share)}; {other}"
+    if math.isfinite(own.keep_ratio):
+        return default, f"no recipe surely takes clearly less; {_takes(default, own, anchor_share)}"
+    error = {name: rows[name][-1].error for name in times}
+    best = min(error, key=lambda name: error[name])
+    name = best if error[best] < CLEARLY_BETTER * error[default] else default
+    kept = rows[name][-1].keep_ratio
+    why = (
+        f"no recipe whose time is known there reaches {reached} with the tried budgets; at {kept:.0%} {name} has "
+        f"{error[name]:.3f}"
+    )
+    return name, why if name == default else f"{why}, {default} {error[default]:.3f}"
+
+
+def _takes(name: str, time: Timed, anchor_share: float) -> str:
+    slow = f", no less than exact attention's {EXACT_US:.1f}" if time.least_us >= EXACT_US else ""
+    return (
+        f"{name} reaches an output error of {TARGET_ERROR:g} with {time.keep_ratio:.1%} kept and takes {_us(time)} per "
+        f"layer of a step then{slow} ({anchor_share:.1%} of the layers select; {REFERENCE})"
+    )
+
+
+def _us(time: Timed) -> str:
+    if time.least_us == time.most_us:
+        return f"{time.least_us:.1f} us"
+    if math.isinf(time.most_us):
+        return f"at least {time.least_us:.1f} us"
+    return f"{time.least_us:.1f} to {time.most_us:.1f} us"

@@ -1,58 +1,93 @@
 """Which recipe wins: the rule that the selection benchmark and the calibration share.
 
-Of the recipes whose index takes at most 15% of the bf16 KV's bytes, the one with the least output error when a step
-reads 10% of what dense attention reads: index and selected keys and values together. The error between two measured
-keep ratios is interpolated, log against log; a recipe that cannot go down to that many bytes is out.
+Of the recipes whose index takes at most 15% of the bf16 KV's bytes, the one that reaches a stated output error in the
+least time per layer of a decode step:
+
+    anchor_share * selection + attention of the keep ratio that reaches the error
+
+with the times of `step_time`. That keep ratio is read off the recipe's measured errors: interpolated between two
+measured keep ratios, log against log, never beyond them. A recipe that nothing was timed for is left out, and so is one
+that does not reach the error. Dense layers take the same with every recipe and do not count.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
+
+from sglang_ext.calibration.step_time import SelectionTime, attention_us
 
 MAX_STORED_SHARE = 0.15
 """Bytes of an index over those of the bf16 KV."""
 
-READ_SHARE = 0.10
-"""Bytes that a step reads over those that dense attention reads."""
+TARGET_ERROR = 0.25
+"""Output error that a recipe has to reach. The first default, CSAttention's candidates ranked by the token index, has
+0.255 at 5% kept on captured decode steps of the shipped model (`benchmarks/results/selection-h200.jsonl.xz`); with it,
+in all layers, that model answered as well as dense in 12 of 14 cells, and 0.2 and 0.4 points worse in two, whose 95%
+intervals hold zero (`accuracy-h200-default.jsonl`). So this much error is known to be harmless there."""
+
+ANCHOR_SHARE = 1 / 8
+"""Layers that select, of those that select or reuse, where a recipe is chosen for a model that is not known yet: 4
+of 32, as in plans like Kascade's."""
 
 TOLERANCE = 1e-9
 """Shares are sums of rounded quotients: one that exceeds a bound by less than this does not exceed it."""
 
-AREA_FROM, AREA_TO = 0.05, 0.2
 
-
-class Curve(NamedTuple):
-    """A method's means over prompts, by keep ratio ascending.
+class Timed(NamedTuple):
+    """What a recipe takes per layer of a decode step at the target error, at `step_time`'s reference point.
 
     Attributes:
-        method, kind: of the row.
-        stored_share: bytes stored over those of the bf16 KV.
-        points: (read_share, error) per keep ratio.
+        keep_ratio: the least that reaches the error; infinite where no measured one does.
+        least_us, most_us: bounds of the time, equal where the recipe itself was timed; infinite where the error is not
+            reached.
     """
 
-    method: str
-    kind: str
-    stored_share: float
-    points: tuple[tuple[float, float], ...]
+    keep_ratio: float
+    least_us: float
+    most_us: float
 
-    def error_at(self, share: float) -> float:
-        """Output error when a step reads that share of dense; infinite below what the method can do."""
-        if share < self.points[0][0] - TOLERANCE:
-            return math.inf
-        best = self.points[0][1]
-        for (x0, y0), (x1, y1) in pairwise(self.points):
-            if share >= x1:
-                best = min(best, y1)
-            elif share >= x0:
-                part = math.log(share / x0) / math.log(x1 / x0)
-                best = min(best, math.exp((1 - part) * math.log(max(y0, 1e-9)) + part * math.log(max(y1, 1e-9))))
-        return best
 
-    def area(self) -> float:
-        """Mean error over log(bytes read) from 5% to 20% of dense; 1 (nothing read) where it cannot go so low."""
-        steps = 200
-        ratio = math.log(AREA_TO / AREA_FROM)
-        shares = [AREA_FROM * math.exp(ratio * (i + 0.5) / steps) for i in range(steps)]
-        return sum(min(1.0, self.error_at(share)) for share in shares) / steps
+def keep_for_error(points: Sequence[tuple[float, float]], error: float = TARGET_ERROR) -> float:
+    """The least keep ratio that reaches an error.
+
+    Args:
+        points: (keep ratio, error) as measured, keep ratio ascending.
+        error: to be reached, above 0.
+
+    Returns:
+        Between the first and the last measured keep ratio; infinite where no measured one reaches the error.
+    """
+    if points and points[0][1] <= error:
+        return points[0][0]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y1 <= error < y0:
+            part = math.log(y0 / error) / math.log(y0 / max(y1, 1e-9))
+            return math.exp((1 - part) * math.log(x0) + part * math.log(x1))
+    return math.inf
+
+
+def timed(
+    points: Sequence[tuple[float, float]], selection: SelectionTime, anchor_share: float, error: float = TARGET_ERROR
+) -> Timed:
+    """What a recipe takes where it reaches the error.
+
+    Args:
+        points: see `keep_for_error`.
+        selection: of `step_time.selection_time`.
+        anchor_share: layers that select, of those that select or reuse; above 0 and at most 1.
+        error: to be reached.
+
+    Raises:
+        ValueError: no such share.
+    """
+    if not 0.0 < anchor_share <= 1.0:
+        raise ValueError(f"expected an anchor share above 0 and at most 1, got {anchor_share}; a plan has anchors")
+    keep = keep_for_error(points, error)
+    if math.isinf(keep):
+        return Timed(keep, math.inf, math.inf)
+    attention = attention_us(keep)
+    most = selection.most_us if keep <= selection.most_keep + TOLERANCE else math.inf
+    return Timed(keep, anchor_share * selection.least_us + attention, anchor_share * most + attention)

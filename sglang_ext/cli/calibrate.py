@@ -65,7 +65,7 @@ def _add_measuring(group: Any) -> None:
         "--query-samples", type=_count, default=2048, metavar="N", help="as served, for recipes that need queries"
     )
     group.add_argument(
-        "--method", help="recipe that is recommended unless another is clearly better (default: the server's default)"
+        "--method", help="recipe that is recommended unless another is clearly faster (default: the server's default)"
     )
     group.add_argument(
         "--dense-layers",

@@ -240,7 +240,7 @@ class CalibrateJob:
         groups = [prefixes[info.id] for _, info in measured if info.held_out]
         held_out = compare(*halves, tasks, self._options.fit, groups)
         quality = quality_table(torch.stack(tried), list(self._recipes))
-        choice = recommend(quality, self._recipes)
+        choice = recommend(quality, self._recipes, anchor_share=fit.plan.anchor_share, head_dim=self._model.head_dim)
         infos = [info for _, info in measured]
         profile = self._profile(self._model, fit, choice, infos)
         profile.save(self._options.out)

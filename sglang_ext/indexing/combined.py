@@ -48,7 +48,7 @@ class TwoLevelSpec(IndexSpec):
 
     method: ClassVar[str] = "two_level"
     first: IndexSpec = field(default_factory=lambda: CSAttentionSpec(list_ratio=0.02))
-    second: IndexSpec = field(default_factory=lambda: TokenIndexSpec(channel_ratio=0.75))
+    second: IndexSpec = field(default_factory=TokenIndexSpec)
     candidate_ratio: float = 0.25
     candidate_factor: float = 4.0
 

@@ -2,8 +2,8 @@
 
 Source: AsyncTLS, "Fine-grained Token Selection" (after Double Sparsity: channels with the greatest |q_i| |k_i|;
 INT4 keys on them). With all channels it is a quantized copy of the keys, which ranks within 0.003 of the true
-scores at INT4 (shipped model, 8K tokens, 5% kept); as the second level of `two_level` it is read for candidates
-only.
+scores at INT4 (shipped model, 8K tokens, 5% kept). By default it keeps 75% of them, each prefix its own, and is the
+default method (docs/selection.md); as the second level of `two_level` it is read for candidates only.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from sglang_ext.indexing.base import (
     require_arrays,
 )
 
+CHANNEL_RATIO = 0.75
+"""Kept channels by default, as a fraction of head_dim."""
+
 
 @dataclass(frozen=True)
 class TokenIndexSpec(IndexSpec):
@@ -39,7 +42,8 @@ class TokenIndexSpec(IndexSpec):
 
     Attributes:
         num_channels: channels of a key that are kept; a multiple of 8 / bits. 0: as `channel_ratio` says.
-        channel_ratio: kept channels as a fraction of head_dim where `num_channels` is 0; rounded up to whole bytes.
+        channel_ratio: kept channels as a fraction of head_dim where `num_channels` is 0; rounded up to whole bytes. 1:
+            all channels. Beside `num_channels` only the default, or 1, may stand; neither counts then.
         bits: of a value: 2, 4 or 8.
         symmetric: levels around 0 instead of between each channel's minimum and maximum.
 
@@ -49,7 +53,7 @@ class TokenIndexSpec(IndexSpec):
 
     method: ClassVar[str] = "token_index"
     num_channels: int = 0
-    channel_ratio: float = 1.0
+    channel_ratio: float = CHANNEL_RATIO
     bits: int = 4
     symmetric: bool = False
 
@@ -67,7 +71,7 @@ class TokenIndexSpec(IndexSpec):
                 f"expected token_index.channel_ratio above 0 and at most 1, got {self.channel_ratio}; 1 takes all "
                 "channels"
             )
-        if self.num_channels and self.channel_ratio != 1.0:
+        if self.num_channels and self.channel_ratio not in (CHANNEL_RATIO, 1.0):
             raise ValueError(
                 f"expected token_index.num_channels or token_index.channel_ratio, got both ({self.num_channels} and "
                 f"{self.channel_ratio}); remove one"

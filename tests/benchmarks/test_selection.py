@@ -216,7 +216,8 @@ def test_table_and_plot(bench, measured, tmp_path, capsys):
     assert bench.selection.main(["--table", str(measured.out), "--at", "0.05", "0.2"]) == 0
     text = capsys.readouterr().out
     assert text.count("| quest | rival |") == 2
-    assert "Winner: **" in text
+    assert "Least time where 1/8 of the layers select: **" in text
+    assert "**Output error by bytes read**" in text
     picture = tmp_path / "plot.png"
     assert bench.selection.main(["--plot", str(picture), str(measured.out)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -331,7 +332,7 @@ def test_rivals_against_loops(bench):
         rivals.DoubleSparsity().build(keys, None)
 
 
-def test_the_winner_is_the_least_error_at_a_tenth_of_dense_among_small_indexes(bench):
+def test_the_error_at_equal_bytes_is_interpolated_among_small_indexes(bench):
     curve = bench.selection_plot.Curve
     found = [
         curve("good", "combined", 0.14, ((0.05, 0.4), (0.2, 0.1))),
@@ -344,9 +345,9 @@ def test_the_winner_is_the_least_error_at_a_tenth_of_dense_among_small_indexes(b
     assert found[0].error_at(0.1) == pytest.approx(0.2)
     assert found[0].error_at(0.5) == 0.1
     assert [c.method for c in bench.selection_plot.ranking(found)] == ["good", "fair"]
-    text = bench.selection_plot.verdict(found)
-    assert "Winner: **good**" in text
-    assert "Runner-up: **fair**" in text
+    text = bench.selection_plot.by_bytes(found)
+    assert "sorted at 10% of dense read" in text
+    assert text.index("| good | 14.0% |") < text.index("| fair | 2.0% |") < text.index("| large (too large) |")
     assert [m for _, _, m in bench.selection_plot.frontier(found)] == ["good", "hungry", "hungry"]
     flat = curve("flat", "method", 0.0, ((0.01, 0.3), (0.5, 0.3)))
     assert flat.area() == pytest.approx(0.3)

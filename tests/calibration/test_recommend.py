@@ -18,21 +18,28 @@ from sglang_ext.calibration.recommend import (
     recommend,
     served_budget,
 )
+from sglang_ext.calibration.step_time import attention_us, selection_time
 from sglang_ext.config import SparseAttnConfig
+from sglang_ext.indexing.ab_sparse import ABSparseSpec
+from sglang_ext.indexing.combined import TwoLevelSpec, UnionSpec
 from sglang_ext.indexing.csattention import CSAttentionSpec
 from sglang_ext.indexing.registry import make_builder, make_selector
 from sglang_ext.indexing.token_index import TokenIndexSpec
 from sglang_ext.indexing.traffic import index_read_bytes, kv_bytes
 from tests.calibration.captures import make_capture
 
-RECIPES = default_recipes("csattention")
-
-
+RECIPES = {
+    "two_level": TwoLevelSpec(),
+    "token_index": TokenIndexSpec(),
+    "ab_sparse": ABSparseSpec(representation="minmax"),
+    "csattention": CSAttentionSpec(),
+    "union": UnionSpec(),
+}
 RATIOS = (0.05, 0.1, 0.2)
 
 
-def table(read=0.02, stored=0.1, **errors):
-    """Errors at budgets of 5%, 10% and 20%; the index costs `read` of dense, so those read 7%, 12% and 22%."""
+def table(stored=0.1, **errors):
+    """Errors at budgets of 5%, 10% and 20%; the index costs 2% of dense, so those read 7%, 12% and 22%."""
     return [
         RecipeQuality(
             name=name,
@@ -40,7 +47,7 @@ def table(read=0.02, stored=0.1, **errors):
             recall=1 - error,
             oracle_recall=1.0,
             error=error,
-            read_share=ratio + read,
+            read_share=ratio + 0.02,
             stored_share=stored,
             kept_share=ratio,
         )
@@ -49,114 +56,162 @@ def table(read=0.02, stored=0.1, **errors):
     ]
 
 
-def test_the_default_stays_unless_another_is_clearly_better_at_equal_bytes():
-    others = dict.fromkeys(("token_index", "ab_sparse"), (0.9, 0.8, 0.7))
-    near = table(csattention=(0.4, 0.3, 0.2), two_level=(0.39, 0.29, 0.2), **others)
-    assert recommend(near, RECIPES).name == "csattention"
-    far = table(csattention=(0.4, 0.3, 0.2), two_level=(0.3, 0.2, 0.1), **others)
-    choice = recommend(far, RECIPES)
-    assert choice.name == "two_level"
-    assert choice.spec["method"] == "two_level"
-    # Between 7% and 12%, log against log: 0.3 * (2/3) ** (ln(10/7) / ln(12/7)).
-    expected = 0.3 * (2 / 3) ** (math.log(10 / 7) / math.log(12 / 7))
-    assert f"two_level has an output error of {expected:.3f} where a step reads 10% of dense" in choice.reason
-
-
-def test_a_large_index_or_one_that_reads_too_much_does_not_win():
-    small = table(csattention=(0.4, 0.3, 0.2), token_index=(0.5, 0.4, 0.3), ab_sparse=(0.9, 0.8, 0.7))
-    large = table(two_level=(0.1, 0.05, 0.01), stored=0.16)
-    assert recommend(small + large, RECIPES).name == "csattention"
-    greedy = table(two_level=(0.1, 0.05, 0.01), read=0.06)
-    assert recommend(small + greedy, RECIPES).name == "csattention"
-    fine = table(two_level=(0.1, 0.05, 0.01), read=0.04)
-    assert recommend(small + fine, RECIPES).name == "two_level"
-
-
-@pytest.mark.parametrize(
-    ("errors", "expected"),
-    [((0.2, 0.1, 0.0), 0.05), ((0.6, 0.4, 0.1), 0.1), ((0.7, 0.6, 0.4), 0.2), ((0.9, 0.8, 0.7), 0.05)],
-    ids=["reads little", "holds half", "holds half late", "never holds half"],
-)
-def test_the_budget_reads_little_but_holds_half(errors, expected):
-    recipes = {"token_index": TokenIndexSpec()}
-    choice = recommend(table(token_index=errors), recipes)
-    assert choice.keep_ratio == expected
-    assert f"with a budget of {expected:.0%} a step reads {expected + 0.02:.1%} of dense" in choice.reason
-
-
-def test_nothing_measured_is_refused():
-    with pytest.raises(ValueError, match="at least one recipe, got none"):
-        recommend([], RECIPES)
-
-
 def only(*names):
     return {name: RECIPES[name] for name in names}
 
 
-def test_a_default_that_cannot_read_so_little_is_compared_where_it_can():
-    """Read shares of 15%, 20% and 30% for the default: at 10% its error would be infinite."""
-    slow = table(csattention=(0.4, 0.3, 0.2), read=0.1)
-    bad = recommend(slow + table(two_level=(0.9, 0.8, 0.7)), only("csattention", "two_level"))
-    assert bad.name == "csattention"
-    assert "where a step reads 15.0% of dense (csattention cannot read less with the tried budgets)" in bad.reason
-    assert bad.keep_ratio == 0.05
-    assert "no tried budget reads as little as 10%" in bad.reason
-    good = recommend(slow + table(two_level=(0.3, 0.2, 0.1)), only("csattention", "two_level"))
-    assert good.name == "two_level"
-    nobody = recommend(slow + table(two_level=(0.3, 0.2, 0.1), read=0.1), only("csattention", "two_level"))
-    assert nobody.name == "two_level", "where no recipe can, the better one wins too"
-    greedy = recommend(slow + table(two_level=(0.3, 0.2, 0.1), read=0.11), only("csattention", "two_level"))
-    assert greedy.name == "csattention", "a rival that reads even more is out"
+def chosen(rows, *names, anchor_share=0.125):
+    """The choice among these recipes, the default first."""
+    return recommend(rows, only(*names), anchor_share=anchor_share)
 
 
-def test_an_index_that_is_too_large_is_told_in_words():
-    large = table(csattention=(0.4, 0.3, 0.2), stored=0.2)
-    rival = recommend(large + table(two_level=(0.5, 0.4, 0.3)), only("csattention", "two_level"))
-    assert rival.name == "two_level"
-    assert "csattention's index takes more than 15% of the KV" in rival.reason
-    alone = recommend(large, only("csattention"))
-    assert (alone.name, "inf" in alone.reason) == ("csattention", False)
-    assert "takes more than 15% of the KV" in alone.reason
+def test_the_default_recipes_are_those_that_were_timed():
+    tried = default_recipes(SparseAttnConfig().method)
+    assert list(tried) == ["token_index", "ab_sparse", "two_level"]
+    assert tried["token_index"].channel_ratio == 0.75
+    assert tried["ab_sparse"].representation == "minmax"
+    assert all(selection_time(spec) is not None for spec in tried.values())
+    named = default_recipes("ab_sparse")
+    assert list(named) == ["ab_sparse", "token_index", "two_level"]
+    assert named["ab_sparse"] == ABSparseSpec(), "as the server builds it, if it is named"
+    with pytest.raises(KeyError):
+        default_recipes("quest")
+
+
+def test_the_default_stays_unless_another_takes_clearly_less_time():
+    """An eighth of the layers selects: 12.2 us for the token index, 5.0 to 7.9 for blocks, 59 to 72 for two levels."""
+    rows = table(two_level=(0.4, 0.25, 0.2), token_index=(0.4, 0.25, 0.2), ab_sparse=(0.4, 0.26, 0.2))
+    stays = chosen(rows, "token_index", "ab_sparse", "two_level")
+    assert stays.name == "token_index"
+    attention = attention_us(0.1)
+    said = (
+        "no recipe surely takes clearly less; token_index reaches an output error of 0.25 with 10.0% kept and takes "
+        f"{97.792 / 8 + attention:.1f} us per layer of a step then (12.5% of the layers select; 131,072 tokens"
+    )
+    assert said in stays.reason
+    assert "8 requests" in stays.reason
+    assert "NVIDIA H200" in stays.reason
+    slow = chosen(rows, "two_level", "token_index")
+    assert slow.name == "token_index"
+    assert slow.spec["channel_ratio"] == 0.75
+    bounds = f"two_level {472.416 / 8 + attention:.1f} to {576.352 / 8 + attention:.1f} us"
+    assert bounds in slow.reason
+
+
+def test_where_every_layer_selects_blocks_win_with_a_larger_budget():
+    rows = table(token_index=(0.2, 0.1, 0.0), ab_sparse=(0.9, 0.4, 0.2))
+    assert chosen(rows, "token_index", "ab_sparse").name == "token_index"
+    blocks = chosen(rows, "token_index", "ab_sparse", anchor_share=1.0)
+    assert (blocks.name, blocks.keep_ratio) == ("ab_sparse", 0.2)
+    assert blocks.spec["representation"] == "minmax"
+    assert "100.0% of the layers select" in blocks.reason
+
+
+def test_the_time_is_that_of_the_least_keep_ratio_that_reaches_the_error():
+    choice = chosen(table(token_index=(0.5, 0.125, 0.1)), "token_index")
+    # Half of the way between 5% and 10% on log axes.
+    keep = math.sqrt(0.05 * 0.1)
+    assert f"with {keep:.1%} kept and takes {97.792 / 8 + attention_us(keep):.1f} us" in choice.reason
+    assert choice.keep_ratio == 0.1, "a budget that was measured"
+
+
+def test_a_recipe_that_was_not_timed_neither_wins_nor_loses():
+    rows = table(token_index=(0.4, 0.3, 0.2), union=(0.1, 0.05, 0.01))
+    assert chosen(rows, "token_index", "union").name == "token_index"
+    stays = chosen(rows, "union", "token_index")
+    assert stays.name == "union"
+    assert "union stays: its selection has no measured time, so it cannot be compared" in stays.reason
+    # CSAttention's own lists take at least what shorter ones took: enough to lose, never enough to win.
+    lists = table(token_index=(0.4, 0.25, 0.2), csattention=(0.1, 0.05, 0.01))
+    assert chosen(lists, "token_index", "csattention").name == "token_index"
+    replaced = chosen(lists, "csattention", "token_index")
+    assert replaced.name == "token_index"
+    assert "csattention at least" in replaced.reason
+
+
+def test_an_index_that_is_too_large_does_not_win_and_is_told_in_words():
+    large = table(two_level=(0.4, 0.3, 0.2), stored=0.2)
+    rival = chosen(large + table(token_index=(0.5, 0.4, 0.2)), "two_level", "token_index")
+    assert rival.name == "token_index"
+    assert "two_level's index takes more than 15% of the KV" in rival.reason
+    alone = chosen(large, "two_level")
+    assert (alone.name, "inf" in alone.reason) == ("two_level", False)
+    assert "takes more than 15% of the KV, but no other recipe of a measured time reaches" in alone.reason
+    far = chosen(large + table(token_index=(0.5, 0.4, 0.3)), "two_level", "token_index")
+    assert far.name == "two_level"
+    huge = table(two_level=(0.4, 0.25, 0.2)) + table(token_index=(0.1, 0.05, 0.01), stored=0.16)
+    assert chosen(huge, "two_level", "token_index").name == "two_level"
+
+
+def test_a_default_that_does_not_reach_the_error_is_replaced():
+    rows = table(token_index=(0.6, 0.5, 0.3), ab_sparse=(0.4, 0.3, 0.2))
+    choice = chosen(rows, "token_index", "ab_sparse")
+    assert choice.name == "ab_sparse"
+    assert "token_index does not reach it" in choice.reason
+
+
+def test_where_no_recipe_reaches_the_error_the_least_at_the_largest_budget_counts():
+    near = chosen(table(token_index=(0.6, 0.5, 0.4), ab_sparse=(0.6, 0.5, 0.37)), "token_index", "ab_sparse")
+    assert (near.name, near.keep_ratio) == ("token_index", 0.2)
+    assert "reaches an output error of 0.25 with the tried budgets; at 20% token_index has 0.400" in near.reason
+    assert near.reason.endswith("no tried budget of it reaches an output error of 0.25")
+    far = chosen(table(token_index=(0.6, 0.5, 0.4), ab_sparse=(0.7, 0.6, 0.35)), "token_index", "ab_sparse")
+    assert far.name == "ab_sparse"
+    assert "at 20% ab_sparse has 0.350, token_index 0.400" in far.reason
+
+
+def test_a_step_that_takes_longer_than_exact_attention_is_told():
+    choice = chosen(table(two_level=(0.4, 0.25, 0.2)), "two_level", anchor_share=1.0)
+    assert "no less than exact attention's 132.3" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [((0.2, 0.1, 0.0), 0.05), ((0.6, 0.25, 0.1), 0.1), ((0.7, 0.6, 0.2), 0.2), ((0.9, 0.8, 0.7), 0.2)],
+    ids=["at once", "just reached", "late", "never"],
+)
+def test_the_budget_is_the_least_tried_one_that_reaches_the_error(errors, expected):
+    choice = chosen(table(token_index=errors), "token_index")
+    assert choice.keep_ratio == expected
+    said = f"with a budget of {expected:.0%} its error is {errors[RATIOS.index(expected)]:.3f}, a step reads "
+    assert f"{said}{expected + 0.02:.1%} of dense" in choice.reason
+
+
+def test_channels_count_as_a_part_of_the_models_heads():
+    rows = table(half=(0.4, 0.25, 0.2))
+    recipes = {"half": TokenIndexSpec(num_channels=48)}
+    assert "takes" in recommend(rows, recipes, anchor_share=1.0, head_dim=64).reason
+    assert "no measured time" in recommend(rows, recipes, anchor_share=1.0, head_dim=128).reason
+
+
+def test_nothing_measured_is_refused():
+    with pytest.raises(ValueError, match="at least one recipe, got none"):
+        chosen([], "token_index")
+    with pytest.raises(ValueError, match="expected an anchor share above 0 and at most 1, got 0"):
+        chosen(table(token_index=(0.4, 0.3, 0.2)), "token_index", anchor_share=0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_figures_that_are_no_numbers_are_refused(value):
-    rows = table(csattention=(0.4, 0.3, 0.2), two_level=(0.4, value, 0.2))
+    rows = table(token_index=(0.4, 0.3, 0.2), two_level=(0.4, value, 0.2))
     with pytest.raises(ValueError, match=rf"expected a finite \w+ of two_level at 10%, got -?{value}"):
-        recommend(rows, only("csattention", "two_level"))
+        chosen(rows, "token_index", "two_level")
 
 
-@pytest.mark.parametrize("missing", ["csattention", "two_level"])
+@pytest.mark.parametrize("missing", ["token_index", "two_level"])
 def test_a_recipe_without_rows_is_refused(missing):
-    rows = [row for row in table(csattention=(0.4, 0.3, 0.2), two_level=(0.4, 0.3, 0.2)) if row.name != missing]
+    rows = [row for row in table(token_index=(0.4, 0.3, 0.2), two_level=(0.4, 0.3, 0.2)) if row.name != missing]
     with pytest.raises(ValueError, match=f"expected the quality of {missing}, got none"):
-        recommend(rows, only("csattention", "two_level"))
-
-
-def test_a_budget_without_half_of_the_attention_still_reads_little():
-    """7%, 10% and 20% read; a sum of shares may be a rounding above its bound."""
-    rows = table(token_index=(0.9, 0.8, 0.7))
-    rows[1] = msgspec.structs.replace(rows[1], read_share=0.1 + 1e-12)
-    assert recommend(rows, {"token_index": TokenIndexSpec()}).keep_ratio == 0.1
-    rows[1] = msgspec.structs.replace(rows[1], read_share=0.1001)
-    assert recommend(rows, {"token_index": TokenIndexSpec()}).keep_ratio == 0.05
-    choice = recommend(table(token_index=(0.9, 0.8, 0.7), read=0.2), {"token_index": TokenIndexSpec()})
-    assert choice.keep_ratio == 0.05, "none reads little: the smallest"
-
-
-def test_a_half_that_needs_more_bytes_is_told():
-    choice = recommend(table(token_index=(0.7, 0.6, 0.4)), {"token_index": TokenIndexSpec()})
-    assert choice.reason.endswith("no tried budget that holds half of the attention reads as little as 10%")
+        chosen(rows, "token_index", "two_level")
 
 
 def test_budgets_at_the_floor_are_not_recommended():
-    recipes = {"token_index": TokenIndexSpec()}
     rows = table(token_index=(0.2, 0.1, 0.0))
     rows[0] = msgspec.structs.replace(rows[0], kept_share=0.061)
-    assert recommend(rows, recipes).keep_ratio == 0.1
+    assert chosen(rows, "token_index").keep_ratio == 0.1
     rows[0] = msgspec.structs.replace(rows[0], kept_share=0.06)
-    assert recommend(rows, recipes).keep_ratio == 0.05
-    choice = recommend([msgspec.structs.replace(row, kept_share=0.44) for row in rows], recipes)
+    assert chosen(rows, "token_index").keep_ratio == 0.05
+    choice = chosen([msgspec.structs.replace(row, kept_share=0.44) for row in rows], "token_index")
     assert choice.keep_ratio == 0.2, "all at the floor: the nearest"
     assert "the smallest budget is 44% of them" in choice.reason
 
@@ -170,7 +225,7 @@ def test_budgets_are_those_of_serving(prefix_len, ratio):
 
 def test_quality_is_the_recall_and_error_of_the_selector():
     capture = make_capture(5, num_layers=2, asked=3)
-    spec = TokenIndexSpec()
+    spec = TokenIndexSpec(channel_ratio=1.0)
     found = measure_quality(
         capture, {"token_index": spec}, [1], min_top_k=1, keep_ratios=(0.1, 0.5), num_sink=2, num_recent=4, num_tokens=3
     )
@@ -211,7 +266,7 @@ def test_quality_is_the_recall_and_error_of_the_selector():
 def test_all_layers_count_and_exact_scores_reach_the_oracle():
     capture = make_capture(6, num_layers=3)
     options = {"min_top_k": 1, "keep_ratios": (0.5,), "num_sink": 0, "num_recent": 0}
-    recipes = {"int8": TokenIndexSpec(bits=8)}
+    recipes = {"int8": TokenIndexSpec(bits=8, channel_ratio=1.0)}
     parts = [measure_quality(capture, recipes, [layer], **options) for layer in (1, 2)]
     both = measure_quality(capture, recipes, [1, 2], **options)
     torch.testing.assert_close(both, (parts[0] + parts[1]) / 2)
@@ -232,7 +287,9 @@ def test_a_small_budget_is_raised_to_the_floor_of_serving():
 def test_windows_fit_into_the_budget_as_in_serving(budget, sink, recent):
     """A budget that the windows fill selects nothing else: the recall is the windows' own."""
     capture = make_capture(8, asked=1)
-    found = measure_quality(capture, {"int8": TokenIndexSpec(bits=8)}, [0], keep_ratios=(0.001,), min_top_k=budget)
+    found = measure_quality(
+        capture, {"int8": TokenIndexSpec(bits=8, channel_ratio=1.0)}, [0], keep_ratios=(0.001,), min_top_k=budget
+    )
     q, keys = capture.queries[0][-1:], capture.keys[0]
     mass = dense_mass(q, keys, capture.sm_scale)
     held = mass[:, :sink].sum(dim=1) + mass[:, 256 - recent :].sum(dim=1)

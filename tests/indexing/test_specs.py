@@ -22,7 +22,7 @@ def test_registry_and_round_trip(name):
     assert parse_spec(json.loads(json.dumps(spec.to_dict()))) == spec
     assert METHODS[name].spec.from_dict({}) == spec
     assert make_builder(spec).spec == spec
-    assert make_builder(spec).needs_queries == (name in ("csattention", "two_level", "union"))
+    assert make_builder(spec).needs_queries == (name in ("csattention", "token_index", "two_level", "union"))
     assert hasattr(make_selector(spec), "select")
 
 

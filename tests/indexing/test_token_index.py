@@ -18,6 +18,10 @@ def token_spec(**parameters):
     return parse_spec({"method": "token_index", **parameters})
 
 
+#: All channels; by default 75% are kept.
+ALL = token_spec(channel_ratio=1.0)
+
+
 def scores_of(spec, arrays, q, prefix_len, candidates=None):
     return make_selector(spec).token_scores(
         arrays, q, prefix_len=prefix_len, sm_scale=0.3, pooling=Pooling.MAX, candidates=candidates
@@ -44,7 +48,7 @@ def test_scores_by_loop(bits, symmetric, num_channels):
 
 def test_eight_bits_of_all_channels_are_the_true_scores():
     keys, q = randn(300, 2, 16), randn(1, 4, 16, seed=2)
-    spec, exact = token_spec(bits=8), parse_spec({"method": "exact"})
+    spec, exact = token_spec(bits=8, channel_ratio=1.0), parse_spec({"method": "exact"})
     got = scores_of(spec, make_builder(spec).build_layer(keys, None), q, 300)
     true = scores_of(exact, make_builder(exact).build_layer(keys, None), q, 300)
     torch.testing.assert_close(got, true, atol=0.05, rtol=0)
@@ -66,12 +70,12 @@ def test_channels_of_the_profile():
     assert make_builder(spec).needs_queries
     keys = randn(70, 2, 16)
     assert builder.build_layer(keys, None)["channels"].tolist() == [[0, 1, 5, 15], [2, 3, 4, 6]]
-    whole = make_builder(token_spec(), layer).build_layer(keys, None)
+    whole = make_builder(ALL, layer).build_layer(keys, None)
     assert whole["channels"].tolist() == [list(range(16))] * 2
 
 
 def test_candidates_share_the_softmax():
-    spec = token_spec()
+    spec = ALL
     keys, q = randn(70, 2, 16), randn(3, 4, 16, seed=2)
     arrays = make_builder(spec).build_layer(keys, None)
     allowed = randn(2, 70, seed=4) > 0
@@ -89,7 +93,7 @@ def test_candidates_share_the_softmax():
 def test_int4_recalls_the_planted_keys(rope_base):
     planted = planted_prefix(PlantedConfig(prefix_len=4096, num_topics=16, rope_base=rope_base))
     recall = {}
-    for name, spec in {"int4": token_spec(), "exact": parse_spec({"method": "exact"})}.items():
+    for name, spec in {"int4": ALL, "75%": token_spec(), "exact": parse_spec({"method": "exact"})}.items():
         arrays = make_builder(spec).build_layer(planted.keys, planted.samples)
         rows = []
         for q in planted.queries.split(1):
@@ -107,6 +111,7 @@ def test_int4_recalls_the_planted_keys(rope_base):
         recall[name] = float(torch.stack(rows).mean())
     assert recall["int4"] >= 0.9
     assert recall["int4"] > recall["exact"] - 0.005
+    assert recall["int4"] >= recall["75%"] > recall["exact"] - 0.05
 
 
 def test_errors():
@@ -121,7 +126,7 @@ def test_errors():
     beyond = make_builder(token_spec(num_channels=2), LayerProfile(channels=((0, 16), (1, 2))))
     with pytest.raises(ValueError, match=r"0\.\.15 \(below head_dim\), got 0 to 16"):
         beyond.build_layer(keys, None)
-    arrays = make_builder(token_spec()).build_layer(keys, None)
+    arrays = make_builder(ALL).build_layer(keys, None)
     with pytest.raises(ValueError, match="70 positions and 8 bits, got 70 and 4"):
         scores_of(token_spec(bits=8), arrays, randn(1, 2, 16), 70)
 
@@ -162,3 +167,11 @@ def test_channels_that_fill_no_bytes_are_refused(head_dim, ratio, bits):
 def test_a_bad_part_of_the_head_is_refused(parameters, message):
     with pytest.raises(ValueError, match=message):
         token_spec(**parameters)
+
+
+def test_the_default_keeps_three_quarters_of_the_channels():
+    assert token_spec() == token_spec(channel_ratio=0.75)
+    assert [token_spec().kept_channels(dim) for dim in (64, 80, 128)] == [48, 60, 96]
+    # Where the number is given, the part does not count: neither the default nor that of all channels.
+    for named in ({}, {"channel_ratio": 0.75}, {"channel_ratio": 1.0}):
+        assert token_spec(num_channels=32, **named).kept_channels(64) == 32

@@ -49,7 +49,8 @@ def read(data, budget=64):
         ({"method": "ab_sparse", "representation": "ball"}, 40 * 8 + CHANNEL + 40 * 2),
         # Blocks of 16 in one head, of 64 in the other; row_indptr of 3 and block_sizes of 2 int32 for both.
         ({"method": "ab_sparse", "sizes": "profile"}, (40 * 8 + 10 * 8 + 2 * CHANNEL + 3 * 4 + 2 * 4) / 2),
-        ({"method": "token_index"}, N * 8 + CHANNEL + DIM * 2),
+        ({"method": "token_index"}, N * 6 + 12 * 4 * 2 + 12 * 2),
+        ({"method": "token_index", "channel_ratio": 1.0}, N * 8 + CHANNEL + DIM * 2),
         ({"method": "token_index", "num_channels": 8, "bits": 2}, N * 2 + 8 * 4 * 2 + 8 * 2),
         ({"method": "exact"}, N * DIM * 4),
     ],
@@ -106,7 +107,8 @@ def test_csattention_reads_no_baseline_but_its_weights():
 
 def test_two_level_reads_the_first_whole_and_candidates_of_the_second():
     minmax = {"method": "ab_sparse", "representation": "minmax"}
-    data = {"method": "two_level", "first": minmax, "second": {"method": "token_index"}, "candidate_ratio": 0.25}
+    tokens = {"method": "token_index", "channel_ratio": 1.0}
+    data = {"method": "two_level", "first": minmax, "second": tokens, "candidate_ratio": 0.25}
     growing, data = data, {**data, "candidate_factor": 1.0}
     first, rest = 2 * (40 * 8 + CHANNEL), CHANNEL + DIM * 2
     assert stored_bytes(built(data)[1]) == first + N * 8 + rest

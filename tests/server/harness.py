@@ -32,8 +32,8 @@ SGLANG = version("sglang")
 
 #: The configuration whose accuracy at a keep ratio of 10% over all layers is shown.
 SPARSE_CONFIG: dict[str, Any] = {
-    "method": "two_level",
-    "methods": {"two_level": {}},
+    "method": "token_index",
+    "methods": {"token_index": {}},
     "keep_ratio": 0.1,
     "layer_plan": ["anchor"] * 6,
     "prefetch_policy": "wait_complete",
