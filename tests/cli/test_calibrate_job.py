@@ -16,6 +16,7 @@ import torch
 from prefix_index import ModelFingerprint
 from prefix_index.testing import sample_model
 from sglang_ext.calibration.prompt_capture import PromptCapture
+from sglang_ext.calibration.recommend import recommend
 from sglang_ext.cli import main
 from sglang_ext.cli.arguments import INTERRUPTED
 from sglang_ext.indexing.profile import load_profile
@@ -107,6 +108,20 @@ def test_a_run_writes_a_profile_of_this_model(calibrate: Any, profile_path: Path
     assert (profile.calibration.prompts, profile.calibration.description) == (4, "made up")
     assert profile.calibration.tokens == 4 * 3
     assert "4 measured, 0 left out; anchors 1; recommended" in said
+
+
+def test_the_recipe_is_chosen_by_the_plans_share_of_anchors(calibrate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        given.append(options)
+        return recommend(*arguments, **options)
+
+    monkeypatch.setattr("sglang_ext.cli.calibrate_job.recommend", recorded)
+    status, said = calibrate("--anchors", "1")
+    assert status == 0, said
+    # Layer 0 is dense, layer 1 selects, layer 2 reuses.
+    assert given == [{"anchor_share": 0.5, "head_dim": 16}]
 
 
 def test_an_interrupted_run_goes_on_where_it_was(calibrate: Any, profile_path: Path, monkeypatch: Any) -> None:

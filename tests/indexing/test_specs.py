@@ -164,3 +164,12 @@ def test_methods_import_no_sglang():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert torch.__version__
+
+
+def test_dense_layers_do_not_count_in_the_share_of_anchors():
+    def share(*layers):
+        return LayerPlan.from_dict({"layers": list(layers)}, num_layers=len(layers), num_kv_heads=1).anchor_share
+
+    assert LayerPlan.default(32, 8).anchor_share == 1.0
+    assert share("dense", "anchor", {"reuse": 1}, {"reuse": 1}, {"reuse": 1}) == 0.25
+    assert share("dense", "dense") == 1.0
