@@ -84,6 +84,9 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         keep_ratio: budget of one request as a fraction of its prefix, sink and recent window included.
         top_k: budget in tokens; overrides `keep_ratio` and `min_top_k`.
         min_top_k: fewest tokens of a budget by `keep_ratio` (Kascade: k = min(max(0.1 L, 128), L)).
+        share_prefixes: whether requests whose slots are the same decode exactly with these read once, no index needed;
+            null: on a GPU. See `min_shared_tokens`.
+        min_shared_tokens: reads that such groups must save in a step, at least: shared tokens times members less one.
         search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members
             change searches anew.
         max_keep_ratio: cap of a group's grown budget, as a fraction of the prefix.
@@ -122,6 +125,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     keep_ratio: float = 0.1
     top_k: int | None = None
     min_top_k: int = 128
+    share_prefixes: bool | None = None
+    min_shared_tokens: int = 8192
     search_period: int = 1
     max_keep_ratio: float = 1.0
     group_growth: BudgetGrowth = BudgetGrowth.NONE
@@ -185,6 +190,7 @@ def _check_ranges(config: SparseAttnConfig) -> None:
         ("max_keep_ratio", 0.0 < config.max_keep_ratio <= 1.0, "a fraction above 0 and at most 1"),
         ("top_k", config.top_k is None or config.top_k >= 1, "a number of tokens of at least 1, or null"),
         ("min_top_k", config.min_top_k >= 0, "0 or more tokens"),
+        ("min_shared_tokens", config.min_shared_tokens >= 1, "1 or more tokens"),
         ("search_period", config.search_period >= 1, "1 or more decode steps"),
         ("profile", config.profile != "", 'a path, "none" or null'),
         ("num_sink_tokens", config.num_sink_tokens >= 0, "0 or more tokens"),

@@ -47,6 +47,8 @@ class Counters:
         self.dense_rows = 0
         self.hits = 0
         self.largest_group = 0
+        self.shared_steps = 0
+        self.shared_rows = 0
         self.recorded_steps = 0
         self.recorded_graph_steps = 0
         self.fallbacks: Counter[str] = Counter()
@@ -67,6 +69,11 @@ class Counters:
         if self._prometheus:
             self._prometheus.rows.labels(path="sparse").inc(sparse_rows)
             self._prometheus.rows.labels(path="dense").inc(dense_rows)
+
+    def count_shared(self, rows: int) -> None:
+        """One decode step without an index: so many rows attended with the shared slots read once."""
+        self.shared_rows += rows
+        self.shared_steps += rows > 0
 
     def count_hit(self) -> None:
         """One request that found an index, at admission."""
@@ -101,6 +108,8 @@ class Counters:
             "sparse_rows": rows,
             "dense_rows": self.dense_rows,
             "largest_group": self.largest_group,
+            "shared_steps": self.shared_steps,
+            "shared_rows": self.shared_rows,
             "recorded_steps": self.recorded_steps,
             "recorded_graph_steps": self.recorded_graph_steps,
             "fallbacks": dict(self.fallbacks),

@@ -21,6 +21,7 @@ from prefix_index import ModelFingerprint
 from prefix_kernels.types import PagedKV
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
+from sglang_ext.attention.shared_steps import SharedSteps, SharedView
 from sglang_ext.config import Build, PrefetchPolicy, Settings
 from sglang_ext.indexing import METHODS
 from sglang_ext.indexing.layer_plan import heads_of_rank
@@ -38,22 +39,17 @@ from sglang_ext.profiles import check_profile, roles_of_rank
 logger = logging.getLogger(__name__)
 
 
-class ModelView(Protocol):
+class ModelView(SharedView, Protocol):
     """What the runtime needs of the model runner; `compat.runner.RunnerView` is the one implementation.
 
     Heads are those of this tensor-parallel rank; the fingerprint speaks of the whole model.
     """
 
     num_layers: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
+    decode_graphs: bool
     tp_rank: int
     tp_size: int
-    device: torch.device
 
-    @property
-    def req_to_token(self) -> Tensor: ...
     def kv(self, layer: int) -> PagedKV: ...
     def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None: ...
     def fingerprint(self) -> ModelFingerprint: ...
@@ -64,6 +60,7 @@ class Step:
     """The forward that runs now: what its layers have to do."""
 
     plan: DecodePlan | None = None
+    shared: bool = False
     chunks: Sequence[Chunk] = field(default_factory=tuple)
 
 
@@ -103,6 +100,7 @@ class SparseRuntime:
         )
         selector = METHODS[config.method].selector(method_specs(config)[config.method])
         self.decode = GroupedDecode(config, selector, plan, self.counters, dense_heads)
+        self.shared = SharedSteps(config, view, self.requests, self.counters)
         self.builds: PrefillBuilds | PrefillCaptures | None = None
         if config.build is Build.PREFILL:
             self.builds = PrefillBuilds(self.store, config, view, self.model, profile)
@@ -136,8 +134,8 @@ class SparseRuntime:
         self._sweep()
         if self._stale:
             refusal = ("index_mismatch", self._stale)
-        if refusal:
-            attachment = Attachment(rid, len(prompt), None, *refusal)
+        if refusal or self.view.decode_graphs:  # indexes are not used inside decode graphs yet
+            attachment = Attachment(rid, len(prompt), None, *(refusal or (None, None)))
         else:
             found = self.directory.lookup(namespace, prompt)
             if found.entry is not None:
@@ -178,6 +176,7 @@ class SparseRuntime:
         if attachment is None:
             return
         self._leave_group(attachment)
+        self.shared.ended(attachment.serial)
         if self.builds is not None and finished:
             self.builds.finish(attachment.rid, row)
         if finished:
@@ -215,7 +214,9 @@ class SparseRuntime:
         """Around one forward of the target model: plan a decode batch, arm the recorder for a prefill."""
         mode = forward_batch.forward_mode
         if mode.is_decode():
-            self._step = Step(plan=self._plan(forward_batch), chunks=self._decode_chunks(forward_batch))
+            plan = None if self.view.decode_graphs else self._plan(forward_batch)
+            shared = plan is None and self.shared.prepare(forward_batch)
+            self._step = Step(plan, shared, self._decode_chunks(forward_batch))
         elif self.builds is not None and mode.is_extend():
             self._step = Step(chunks=self._chunks(forward_batch))
         try:
@@ -249,6 +250,25 @@ class SparseRuntime:
         largest = max((group.num_rows for group in plan.groups), default=0) if plan else 0
         self.counters.count_step(sparse_rows, len(rids) - sparse_rows, largest)
         return plan
+
+    @contextmanager
+    def capturing(self, size: int) -> Iterator[None]:
+        """Within the block SGLang captures the decode graph of groups that are attended exactly.
+
+        Args:
+            size: requests of the graph's batch.
+        """
+        with self.shared.capturing(size):
+            self._step = Step(shared=True)
+            try:
+                yield
+            finally:
+                self._step = Step()
+
+    @property
+    def shares(self) -> bool:
+        """Whether the running forward attends groups exactly, without an index."""
+        return self._step.shared
 
     def prefilled(self, *, in_graph: bool) -> None:
         """The running forward is done; counts recorded prefill steps that a CUDA graph replayed."""
@@ -348,8 +368,10 @@ class SparseRuntime:
         if step.chunks and self.builds is not None:
             self.builds.recorder.record(step.chunks, layer.layer_id, q, float(layer.scaling))
         plan = step.plan
-        if plan is None or not forward_batch.forward_mode.is_decode():
+        if not self.planned or not forward_batch.forward_mode.is_decode():
             return None
+        if refusal is not None and plan is None:
+            self.shared.refuse(f"layer {layer.layer_id} has {refusal}")
         if refusal is not None:
             self.counters.count_fallback("unsupported_layer")
             return None
@@ -358,13 +380,17 @@ class SparseRuntime:
             k, v = k.view(k.shape[0], kv_heads, -1), v.view(v.shape[0], kv_heads, -1)
             self.view.write_kv(layer, forward_batch, k, v)
         heads = q.reshape(q.shape[0], self.view.num_qo_heads, -1)
-        out = self.decode.run(heads, self.view.kv(layer.layer_id), plan, layer.layer_id, float(layer.scaling))
+        kv, scale = self.view.kv(layer.layer_id), float(layer.scaling)
+        if plan is None:
+            out = self.shared.attend(heads, kv, scale)
+        else:
+            out = self.decode.run(heads, kv, plan, layer.layer_id, scale)
         return out.reshape(q.shape[0], -1)
 
     @property
     def planned(self) -> bool:
-        """Whether the running forward is a decode step with at least one group."""
-        return self._step.plan is not None
+        """Whether the running forward is a decode step that is attended here: by an index, or by shared slots."""
+        return self._step.plan is not None or self._step.shared
 
     # -- what others see -----------------------------------------------------------------------------------
 
@@ -376,6 +402,7 @@ class SparseRuntime:
             "method": self.config.method,
             "model": msgspec.to_builtins(self.model),
             "profile": self.profile,
+            "shared": self.shared.snapshot(),
             **self.watch.snapshot(),
             "resident_bytes": self.residency.resident_bytes(),
             "index_users": self.residency.num_users(),

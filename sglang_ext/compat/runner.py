@@ -25,6 +25,10 @@ class RunnerView:
         tp_rank, tp_size: this process's place in its tensor-parallel group.
         num_layers, head_dim: of the model.
         num_qo_heads, num_kv_heads: of this rank. SGLang's model_config counts those of the whole model.
+        dtype, kv_dtype: of queries, and of the KV pool.
+        num_slots: of the KV pool.
+        max_requests: that can run at a time.
+        decode_graphs: whether decode steps replay CUDA graphs.
         device: of the KV pool.
     """
 
@@ -37,7 +41,12 @@ class RunnerView:
         self.num_kv_heads = len(heads_of_rank(int(config.num_key_value_heads), self.tp_rank, self.tp_size))
         self.head_dim = int(config.head_dim)
         self.v_head_dim = int(getattr(config, "v_head_dim", None) or config.head_dim)
+        self.dtype: torch.dtype = config.dtype
+        self.kv_dtype: torch.dtype = runner.token_to_kv_pool.dtype
+        self.num_slots = int(runner.max_total_num_tokens)
+        self.max_requests = int(runner.req_to_token_pool.size)
         self.device = torch.device(runner.device)
+        self.decode_graphs = _decode_graphs(runner)
 
     def refusal(self) -> str | None:
         """Why this model or its KV pool cannot be served sparsely; None if it can."""
@@ -98,6 +107,14 @@ class RunnerView:
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
         )
+
+
+def _decode_graphs(runner: Any) -> bool:
+    if runner.device != "cuda":
+        return False
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+    return not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
 
 
 def _tensor_parallel(runner: Any) -> tuple[int, int]:

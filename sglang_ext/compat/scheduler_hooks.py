@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext.compat import decode_graphs
 from sglang_ext.compat.server_args import settings_of, unsupported
 from sglang_ext.config import Build
 
@@ -56,19 +57,40 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         settings.store,
         len(_runtime.store.list()),
     )
+    if view.decode_graphs:
+        logger.warning(
+            "sparse attention: decode CUDA graphs are on. Requests on one prefix decode with its KV read once for all "
+            "of them, exactly; indexes are not used inside graphs yet (--disable-decode-cuda-graph uses them, slowly)"
+        )
     return adopt(wrapped, _runtime, layer_refusal)
 
 
+def around_capture_one_shape(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
+    """SGLang captures a decode graph: capture the grouped one of that size, too."""
+    return decode_graphs.around_capture_one_shape(_runtime, original, runner, *args)
+
+
+def after_resolve_lora_variant(label: str | None, runner: Any, _forward_batch: Any) -> str | None:
+    """Which of a size's graphs a step replays."""
+    return decode_graphs.label_of_step(_runtime, runner, label)
+
+
 def _graph_refusal(runner: Any, build: Build) -> str | None:
-    """CUDA graphs replay without Python: the sparse decode path does not run in them yet."""
+    """CUDA graphs replay without Python: what is recorded, and what is decided per layer, does not run in them."""
     if runner.device != "cuda":
         return None
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 
-    if not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+    no_decode_graph = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+    if build is Build.CAPTURE and not no_decode_graph:
         return (
-            "--sparse-attn: expected decode CUDA graphs to be off; they are on. This version's sparse decode "
-            "does not run inside a CUDA graph yet: add --disable-decode-cuda-graph."
+            "--sparse-attn: expected decode CUDA graphs to be off while prompts are captured; they are on. A graph "
+            "replays attention without Python, so decode steps cannot be recorded: add --disable-decode-cuda-graph."
+        )
+    if not (no_decode_graph or check_cuda_graph_backend(Phase.DECODE, Backend.FULL)):
+        return (
+            "--sparse-attn: expected the decode graph backend 'full' (SGLang's default on CUDA) or none; got another "
+            "one. Remove --cuda-graph-backend-decode, or add --disable-decode-cuda-graph."
         )
     no_prefill_graph = check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED)
     if build is Build.CAPTURE and not no_prefill_graph:

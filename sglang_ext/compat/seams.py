@@ -75,6 +75,20 @@ SEAMS: tuple[Seam, ...] = (
         "and capture forwards do not pass here",
     ),
     Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape",
+        HookType.AROUND,
+        scheduler_hooks.around_capture_one_shape,
+        "scheduler",
+        "captures a second decode graph of each batch size, in which groups are attended by our kernels",
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_lora_variant",
+        HookType.AFTER,
+        scheduler_hooks.after_resolve_lora_variant,
+        "scheduler",
+        "the label of the graph that a step replays: the host chooses before the replay",
+    ),
+    Seam(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
         HookType.BEFORE,
         scheduler_hooks.before_req_to_token_free,

@@ -31,7 +31,9 @@ class Request:
 class Model:
     """A model runner in plain tensors: what `ModelView` asks for."""
 
-    num_layers, num_qo_heads, num_kv_heads, head_dim = LAYERS, KV_HEADS * GQA, KV_HEADS, DIM
+    num_layers, num_qo_heads, num_kv_heads, head_dim, v_head_dim = LAYERS, KV_HEADS * GQA, KV_HEADS, DIM, DIM
+    dtype = kv_dtype = torch.float32
+    num_slots, max_requests, decode_graphs = 1024, 8, False
     tp_rank, tp_size = 0, 1
     device = torch.device("cpu")
 
@@ -70,6 +72,7 @@ def _decode_batch(runtime: SparseRuntime, rids: list[str], lens: list[int], rows
         batch_size=len(rids),
         req_pool_indices=indices,
         seq_lens_cpu=torch.tensor(lens),
+        seq_lens=torch.tensor(lens),
         out_cache_loc=last,
     )
 

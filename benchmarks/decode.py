@@ -1,0 +1,274 @@
+#!/usr/bin/env python3
+"""Time of a decode step in a real SGLang engine, behind a prefix that all requests of the batch share.
+
+    python benchmarks/decode.py --out decode.jsonl               # measure; rows are appended, none is measured twice
+    python benchmarks/decode.py --table decode.jsonl             # print result files as Markdown
+    python benchmarks/decode.py --out decode.jsonl --starts 3    # three starts of each engine, in turns
+    python benchmarks/decode.py --out tiny.jsonl --shape tiny ...  # a machine without a GPU: tries the script, no more
+
+Engines: `flashinfer` and `triton` are stock SGLang; `plugin` is SGLang with `--sparse-attn` on the flashinfer backend.
+In `plugin` every cell is measured on two paths, in turns: `shared`, where the plugin may group requests, and `stock`,
+where the requests opt out, so that SGLang's own graph is replayed.
+
+A step is the time between two tokens of one request of the batch, which starts last and ends first; the first 20 are
+left out. Weights are dummies: they serve to time, never to judge an answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from dummy_server import SHAPES, write_model
+from kernel_rows import commit
+
+Row = dict[str, Any]
+
+ENGINES = ("flashinfer", "triton", "plugin")
+PRIVATE = 64
+"""Tokens of each request behind the shared prefix."""
+SKIPPED = 20
+"""First steps of a request that are not counted."""
+SPARE = 24
+"""Tokens that the other requests of a batch generate beyond the measured one's."""
+KEY = ("engine", "path", "context", "batch", "start", "shape", "page", "tokens")
+
+_FLAGS = ["--load-format", "dummy", "--skip-tokenizer-init", "--random-seed", "0", "--sampling-backend", "pytorch"]
+_FLAGS += ["--grammar-backend", "none", "--log-level", "info"]
+_GPU_FLAGS = ["--disable-prefill-cuda-graph", "--chunked-prefill-size", "32768"]
+_CPU_FLAGS = ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--disable-overlap-schedule"]
+
+
+def engine_flags(args: argparse.Namespace, engine: str, model: Path, store: Path) -> list[str]:
+    """Command line of one engine."""
+    backend = "torch_native" if args.cpu else ("flashinfer" if engine == "plugin" else engine)
+    longest = max(args.contexts) + PRIVATE + args.tokens + SPARE + 64
+    pool = sum(args.contexts) + len(args.contexts) * max(args.batches) * 2 * (PRIVATE + args.tokens + SPARE + 64)
+    flags = [*_FLAGS, *(_CPU_FLAGS if args.cpu else _GPU_FLAGS), "--model-path", str(model)]
+    flags += ["--attention-backend", backend, "--page-size", str(args.page), "--context-length", str(longest)]
+    flags += ["--max-total-tokens", str(pool), "--max-running-requests", str(max(args.batches))]
+    if not args.cpu:
+        flags += ["--cuda-graph-bs-decode", *map(str, args.batches)]
+    if engine == "plugin":
+        config = {"share_prefixes": True, **json.loads(args.config)}
+        flags += ["--sparse-attn", "--sparse-attn-config", json.dumps(config), "--sparse-attn-store", str(store)]
+    return [*flags, *args.sglang_flags]
+
+
+class Cell:
+    """Measures one engine, cell by cell.
+
+    Args:
+        engine: SGLang's, started.
+        seed: of prompts.
+        vocab: token ids below this.
+    """
+
+    def __init__(self, engine: Any, seed: int, vocab: int) -> None:
+        self._engine = engine
+        self._rng = random.Random(seed)
+        self._vocab = vocab
+        self._prefixes: dict[int, list[int]] = {}
+
+    def prefix(self, length: int) -> list[int]:
+        """A prompt of random tokens, in the engine's prefix cache."""
+        if length not in self._prefixes:
+            self._prefixes[length] = self._tokens(length)
+            self._wait(self._generate([*self._prefixes[length], *self._tokens(1)], 1))
+        return self._prefixes[length]
+
+    def steps(self, length: int, batch: int, tokens: int, *, stock: bool) -> list[float]:
+        """Seconds of the counted steps of one batch."""
+        prefix = self.prefix(length)
+        prompts = [[*prefix, *self._tokens(PRIVATE)] for _ in range(batch)]
+
+        async def run() -> list[float]:
+            others = [asyncio.create_task(self._generate(one, tokens + SPARE + batch, stock)) for one in prompts[1:]]
+            await asyncio.sleep(0)
+            times = []
+            stream = await self._engine.async_generate(
+                input_ids=prompts[0], sampling_params=_sampling(tokens, stock), stream=True
+            )
+            async for _ in stream:
+                times.append(time.perf_counter())
+            await asyncio.gather(*others)
+            return times
+
+        times = self._wait(run())
+        return [after - before for before, after in zip(times, times[1:], strict=False)][SKIPPED:]
+
+    def shared_steps(self) -> int:
+        """Steps that the plugin attended, so far; 0 in a stock engine."""
+        state = self._engine.get_server_info()["internal_states"][0].get("sparse_attn") or {}
+        return int(state.get("shared_steps", 0))
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(10, self._vocab) for _ in range(count)]
+
+    async def _generate(self, prompt: list[int], tokens: int, stock: bool = False) -> Any:
+        return await self._engine.async_generate(input_ids=prompt, sampling_params=_sampling(tokens, stock))
+
+    def _wait(self, awaitable: Any) -> Any:
+        return self._engine.loop.run_until_complete(awaitable)
+
+
+def _sampling(tokens: int, stock: bool) -> Row:
+    own = {"custom_params": {"sparse_attn": False}} if stock else {}
+    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **own}
+
+
+def measure(args: argparse.Namespace, engine: str, start: int) -> None:
+    """One start of one engine: all of its cells that the result file does not hold yet."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import prepare_server_args
+
+    paths = ("shared", "stock") if engine == "plugin" else ("stock",)
+    origin = {"engine": engine, "start": start, "tokens": args.tokens, **provenance(args)}
+    known = {tuple(row[key] for key in KEY) for row in read([args.out])} if Path(args.out).exists() else set()
+    with tempfile.TemporaryDirectory() as name:
+        model, store = write_model(Path(name) / "model", args.shape), Path(name) / "store"
+        store.mkdir()
+        running = Engine(server_args=prepare_server_args(engine_flags(args, engine, model, store)))
+        try:
+            cell = Cell(running, args.seed + start, int(SHAPES[args.shape]["vocab_size"]))
+            for context in args.contexts:
+                for batch in args.batches:
+                    for path in paths:
+                        row = {**origin, "path": path, "context": context, "batch": batch}
+                        if tuple(row[key] for key in KEY) in known:
+                            continue
+                        before = cell.shared_steps()
+                        steps = cell.steps(context, batch, args.tokens, stock=path == "stock")
+                        row |= {"steps": len(steps), "shared_steps": cell.shared_steps() - before, **_times(steps)}
+                        with Path(args.out).open("a") as file:
+                            file.write(json.dumps(row) + "\n")
+                        print(
+                            f"{engine:10s} {path:6s} {context:7d} tokens, batch {batch:3d}: {row['ms']:8.3f} ms "
+                            f"({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {row['shared_steps']} shared steps",
+                            flush=True,
+                        )
+        finally:
+            running.shutdown()
+
+
+def _times(steps: Sequence[float]) -> Row:
+    tenths = quantiles(steps, n=10)
+    return {"ms": 1e3 * median(steps), "ms_p10": 1e3 * tenths[0], "ms_p90": 1e3 * tenths[-1]}
+
+
+def provenance(args: argparse.Namespace) -> Row:
+    """What a row needs to be repeated, beside its key."""
+    import torch
+
+    return {
+        "shape": args.shape,
+        "page": args.page,
+        "config": json.loads(args.config),
+        "flags": args.sglang_flags,
+        "device": "CPU" if args.cpu else torch.cuda.get_device_name(),
+        "sglang": version("sglang"),
+        "torch": torch.__version__,
+        "commit": args.commit or commit(),
+        "seed": args.seed,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def read(paths: Sequence[str]) -> list[Row]:
+    """Rows of result files."""
+    return [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Medians over the starts, in ms, and the share of the best dense step of the same device and shape."""
+    cells: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+    for row in rows:
+        name = row["engine"] if row["path"] == "stock" and row["engine"] != "plugin" else f"plugin, {row['path']}"
+        group = (row["device"], row["shape"], row["page"], row["context"], row["batch"])
+        cells.setdefault(group, {}).setdefault(name, []).append(row["ms"])
+    names = [name for name in (*ENGINES[:2], "plugin, stock", "plugin, shared") if any(name in c for c in cells.values())]
+    lines = [
+        "| device, shape, page | tokens | batch | " + " | ".join(names) + " | shared over the best dense |",
+        "|---" * (len(names) + 4) + "|",
+    ]
+    for (device, shape, page, context, batch), found in sorted(cells.items()):
+        texts = [_spread(found.get(name)) for name in names]
+        dense = [median(times) for name, times in found.items() if name in ENGINES[:2]]
+        ours = found.get("plugin, shared")
+        share = f"{median(ours) / min(dense):.3f}" if dense and ours else ""
+        lines.append(f"| {device}, {shape}, {page} | {context} | {batch} | " + " | ".join(texts) + f" | {share} |")
+    return "\n".join(lines)
+
+
+def _spread(times: list[float] | None) -> str:
+    if not times:
+        return ""
+    text = f"{median(times):.2f}"
+    return text if len(times) == 1 else f"{text} ({min(times):.2f}-{max(times):.2f})"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=["flashinfer", "plugin"], choices=ENGINES)
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768, 131072], metavar="TOKENS")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], metavar="REQUESTS")
+    parser.add_argument("--tokens", type=int, default=240, help="generated by the measured request")
+    parser.add_argument("--starts", type=int, default=1, help="starts of each engine")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--page", type=int, default=64)
+    parser.add_argument("--config", default="{}", help="--sparse-attn-config of `plugin`, as JSON")
+    parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--logs", type=Path, help="folder that keeps the engines' logs")
+    parser.add_argument("--out", default="decode.jsonl", help="result file; rows are appended")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    parser.add_argument("--one", nargs=2, metavar=("ENGINE", "START"), help=argparse.SUPPRESS)
+    parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of the engine")
+    args = parser.parse_args(argv)
+    if args.table is None:
+        import torch
+
+        args.cpu = not torch.cuda.is_available()
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, each start in a process of its own; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = parse(argv)
+    if args.table is not None:
+        print(table(read(args.table)))
+        return 0
+    if args.one:
+        measure(args, args.one[0], int(args.one[1]))
+        return 0
+    status = 0
+    for start in range(args.starts):
+        for engine in args.engines:
+            command = [sys.executable, __file__, "--one", engine, str(start), *argv]
+            if args.logs is None:
+                status |= subprocess.run(command, check=False).returncode
+                continue
+            args.logs.mkdir(parents=True, exist_ok=True)
+            with (args.logs / f"{engine}-{start}.log").open("w") as log:
+                status |= subprocess.run(command, check=False, stderr=log).returncode
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

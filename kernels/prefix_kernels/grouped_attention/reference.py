@@ -1,0 +1,72 @@
+"""Reference of grouped attention: row by row, with the plan and run of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.grouped_attention.items import Segment
+from prefix_kernels.types import PagedKV
+
+
+class ReferenceAttention:
+    """What `GroupedAttention` computes, in torch and fp32, on any device: for CPUs and as an oracle. It waits and
+    allocates as it likes.
+
+    Args:
+        max_batch: requests of a batch, at most.
+    """
+
+    def __init__(self, max_batch: int) -> None:
+        self.max_batch = max_batch
+        self._segments: list[Segment] = []
+
+    def plan(self, *segments: Sequence[Segment]) -> None:
+        """As `GroupedAttention.plan`. Raises ValueError for a row out of range or twice in a pass."""
+        for of_pass in segments:
+            rows = [row for segment in of_pass for row in segment.rows if segment.length]
+            if len(set(rows)) < len(rows) or max(rows, default=-1) >= self.max_batch:
+                raise ValueError(f"expected each batch row below {self.max_batch} once in a pass, got {sorted(rows)}")
+        self._segments = [segment for of_pass in segments for segment in of_pass]
+
+    def run(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        slots: Tensor,
+        sm_scale: float,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        counts: Tensor | None = None,
+    ) -> None:
+        """As `GroupedAttention.run`: out = softmax(sm_scale * q k^T) v over all entries of the row's segments."""
+        gqa = q.shape[1] // kv.num_kv_heads
+        out.zero_()
+        lse.fill_(-torch.inf)
+        for row in range(q.shape[0]):
+            for head in range(kv.num_kv_heads):
+                listed = self._slots_of(row, head, slots, counts)
+                if listed is None:
+                    continue
+                part = slice(head * gqa, (head + 1) * gqa)
+                scores = sm_scale * q[row, part].float() @ kv.k_cache[listed, head].float().T
+                lse[row, part] = scores.logsumexp(dim=1)
+                out[row, part] = (scores.softmax(dim=1) @ kv.v_cache[listed, head].float()).to(out.dtype)
+
+    def _slots_of(self, row: int, head: int, slots: Tensor, counts: Tensor | None) -> Tensor | None:
+        parts = []
+        for segment in self._segments:
+            if row not in segment.rows:
+                continue
+            length = segment.length
+            if segment.list_id >= 0:
+                if counts is None:
+                    raise ValueError("expected counts of the lists that segments name, got none; hand in counts")
+                length = min(length, int(counts[segment.list_id, head]))
+            begin = segment.list_begin + head * segment.head_stride
+            parts.append(slots[begin : begin + length])
+        found = torch.cat(parts).long() if parts else None
+        return found if found is not None and len(found) else None

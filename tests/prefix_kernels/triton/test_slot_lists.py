@@ -1,0 +1,93 @@
+"""Lists of slots: the kernels against the references, and what callers must not be able to hand in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from prefix_kernels.slot_lists import (
+    common_slots,
+    common_slots_reference,
+    copy_slot_lists,
+    copy_slot_lists_reference,
+)
+
+MAX_LEN = 5000
+
+
+def table_of(device: torch.device, num_rows: int = 6) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(0)
+    return torch.randint(0, 10_000, (num_rows, MAX_LEN), generator=gen, dtype=torch.int32).to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_lists_follow_the_lengths_on_the_device(dtype: torch.dtype, device: torch.device) -> None:
+    table = table_of(device)
+    rows = torch.tensor([4, 0, 2], dtype=dtype, device=device)
+    seq_lens = torch.tensor([4999, 70, 1], dtype=dtype, device=device)
+    lists = torch.tensor(
+        [
+            (0, 17, -1, 3, 4990),  # as long as the sequence says
+            (1, 64, -1, 5000, 128),
+            (2, 1, -1, 5200, 128),  # nothing left
+            (0, 0, 2048, 6000, 2048),  # a given end
+            (1, 0, -1, 8100, 33),  # cut off at its room
+            (2, 9, -1, 8200, 64),  # begins behind its end
+        ],
+        dtype=torch.int32,
+        device=device,
+    )
+    results = []
+    for copy in (copy_slot_lists_reference, lambda *a: copy_slot_lists(*a, implementation="triton")):
+        slots = torch.full((9000,), -7, dtype=torch.int32, device=device)
+        counts = torch.full((8, 3), -7, dtype=torch.int32, device=device)
+        copy(table, rows, seq_lens, lists, slots, counts)
+        results.append((slots, counts))
+    (slots, counts), (wanted_slots, wanted_counts) = results[1], results[0]
+    assert torch.equal(slots, wanted_slots)
+    assert torch.equal(counts, wanted_counts)
+    assert counts[:, 0].tolist() == [4982, 6, 0, 2048, 33, 0, -7, -7]
+    assert torch.equal(slots[6000:8048], table[4, :2048])
+    assert int((slots == -7).sum()) == 9000 - (4982 + 6 + 2048 + 33)
+
+
+def test_rows_are_compared_up_to_the_shorter_one(device: torch.device) -> None:
+    table = table_of(device)
+    table[3] = table[1]
+    table[3, 3333] += 1
+    table[5] = table[1]
+    table[2, :100] = table[1, :100]
+    rows = torch.tensor([3, 1, 5, 2, 1, 0], device=device)
+    seq_lens = torch.tensor([4800, 4700, 1, 4000, 4500, 4000], device=device)
+    for which in range(len(rows)):
+        wanted = torch.full((6,), -7, dtype=torch.int32, device=device)
+        common_slots_reference(table, rows, seq_lens, which, wanted)
+        out = torch.full((6,), -7, dtype=torch.int32, device=device)
+        common_slots(table, rows, seq_lens, which, out, implementation="triton")
+        assert torch.equal(out, wanted)
+        if which == 1:
+            assert out.tolist() == [3333, 4700, 1, 100, 4500, 0]
+
+
+def test_bad_tensors_are_named(device: torch.device) -> None:
+    table = table_of(device)
+    rows, seq_lens = torch.zeros(2, device=device).int(), torch.ones(2, device=device).int()
+    lists = torch.zeros(1, 5, dtype=torch.int32, device=device)
+    slots = torch.zeros(8, dtype=torch.int32, device=device)
+    counts = torch.zeros(1, 2, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"expected table .* int32"):
+        copy_slot_lists(table.long(), rows, seq_lens, lists, slots, counts)
+    with pytest.raises(ValueError, match=r"expected seq_lens \[batch_size=2\]"):
+        copy_slot_lists(table, rows, seq_lens[:1], lists, slots, counts)
+    with pytest.raises(ValueError, match=r"expected lists \[num_lists, 5\]"):
+        copy_slot_lists(table, rows, seq_lens, lists[:, :4], slots, counts)
+    with pytest.raises(ValueError, match=r"expected counts \[1 or more"):
+        copy_slot_lists(table, rows, seq_lens, lists, slots, counts[:0])
+    with pytest.raises(ValueError, match=r"expected slots \[arena_size\] int32"):
+        copy_slot_lists(table, rows, seq_lens, lists, slots.long(), counts)
+    with pytest.raises(ValueError, match="batch row below 2, got 2"):
+        common_slots(table, rows, seq_lens, 2, rows.clone())
+    with pytest.raises(ValueError, match=r"expected out \(2,\) int32"):
+        common_slots(table, rows, seq_lens, 0, slots)
+    with pytest.raises(ValueError, match="no implementation 'cuda'"):
+        common_slots(table, rows, seq_lens, 0, rows.clone(), implementation="cuda")

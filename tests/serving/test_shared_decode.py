@@ -1,0 +1,166 @@
+"""Exact decode of shared slots against dense attention, over steps in which requests join, grow, leave and come back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from prefix_kernels.testing import dense_attention
+from prefix_kernels.types import PagedKV
+from sglang_ext.attention.shared_decode import DecodeBatch, SharedDecode, capacity
+
+KV_HEADS, GQA, DIM = 2, 2, 16
+WIDTH, SLOTS = 900, 8192
+
+
+class Server:
+    """Requests, their slots and their KV, as a prefix cache leaves them."""
+
+    def __init__(self, **options: Any) -> None:
+        gen = torch.Generator().manual_seed(1)
+        self.kv = PagedKV(*(torch.randn(SLOTS, KV_HEADS, DIM, generator=gen) for _ in "kv"))
+        self.table = torch.zeros(16, WIDTH, dtype=torch.int32)
+        self.order = torch.randperm(SLOTS, generator=gen).to(torch.int32).tolist()
+        self.rows: dict[int, int] = {}
+        self.lens: dict[int, int] = {}
+        fields: dict[str, Any] = {"max_batch": 8, "arena_size": 8192, "min_saved": 64, **options}
+        self.decode = SharedDecode(
+            num_qo_heads=KV_HEADS * GQA,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            v_head_dim=DIM,
+            dtype=torch.float32,
+            kv_dtype=torch.float32,
+            device=torch.device("cpu"),
+            **fields,
+        )
+
+    def slots(self, count: int) -> torch.Tensor:
+        taken, self.order = self.order[:count], self.order[count:]
+        return torch.tensor(taken, dtype=torch.int32)
+
+    def join(self, serial: int, shared: torch.Tensor, own: int) -> None:
+        row = min(set(range(1, 16)) - set(self.rows.values()))
+        self.rows[serial], self.lens[serial] = row, len(shared) + own
+        self.table[row] = -1  # another request's slots are never read
+        self.table[row, : len(shared)] = shared
+        self.table[row, len(shared) : len(shared) + own] = self.slots(own)
+
+    def leave(self, serial: int) -> None:
+        self.decode.ended(serial)
+        del self.rows[serial], self.lens[serial]
+
+    def step(self, serials: list[int], padded: int = 0) -> bool:
+        """One decode step of all layers; the output of a prepared one is compared with dense attention."""
+        for serial in serials:
+            self.table[self.rows[serial], self.lens[serial]] = self.slots(1)
+            self.lens[serial] += 1
+        lens = [self.lens[serial] for serial in serials]
+        rows = torch.tensor([self.rows[serial] for serial in serials])
+        used = self.decode.prepare(DecodeBatch(serials, lens, self.table, rows, torch.tensor(lens)))
+        if used:
+            q = torch.randn(len(serials) + padded, KV_HEADS * GQA, DIM)
+            out = self.decode.attend(q, self.kv, 0.3)
+            assert out.shape == q.shape
+            assert not out[len(serials) :].any()
+            for i, (row, length) in enumerate(zip(rows.tolist(), lens, strict=True)):
+                listed = self.table[row, :length].long()
+                wanted = dense_attention(q[i : i + 1], self.kv.k_cache[listed], self.kv.v_cache[listed], 0.3).out
+                torch.testing.assert_close(out[i : i + 1].double(), wanted, atol=2e-5, rtol=0)
+        return used
+
+
+def test_requests_share_from_their_third_step_on() -> None:
+    """The first step may still see slots of a request's own; the second one compares; the third one knows."""
+    server = Server()
+    prefix = server.slots(300)
+    for serial in (1, 2, 3):
+        server.join(serial, prefix, 5)
+    assert [server.step([1, 2, 3], padded=1) for _ in range(4)] == [False, False, True, True]
+    assert server.decode.snapshot() == {"requests": 3, "compared": 3, "plans": 1}
+
+
+def test_slots_replaced_after_the_first_step_count() -> None:
+    """Two cold prefills of one prompt: the prefix cache gives the second one the first one's slots a step later."""
+    server = Server()
+    prefix = server.slots(300)
+    server.join(1, prefix, 5)
+    server.join(2, server.slots(300), 5)
+    server.step([1, 2])
+    server.table[server.rows[2], :300] = prefix
+    assert [server.step([1, 2]) for _ in range(3)] == [False, True, True]
+
+
+def test_a_plan_serves_until_a_list_is_full() -> None:
+    server = Server()
+    prefix = server.slots(300)
+    server.join(1, prefix, 120)
+    server.join(2, prefix, 60)
+    assert sum(server.step([1, 2]) for _ in range(30)) == 28
+    assert server.decode.plans == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_traffic_stays_exact(seed: int) -> None:
+    """Prefixes with branches, members that leave (the founder, too), rows that are taken again at once."""
+    rng = random.Random(seed)
+    server = Server()
+    trunk = server.slots(200)
+    branches = [torch.cat([trunk, server.slots(rng.randint(1, 150))]) for _ in range(2)] + [server.slots(260)]
+    serial, shared = 0, 0
+    for _ in range(60):
+        while len(server.rows) < rng.randint(2, 8):
+            serial += 1
+            server.join(serial, rng.choice(branches)[: rng.randint(150, 400)], rng.randint(1, 40))
+        if len(server.rows) > 2 and rng.random() < 0.25:
+            server.leave(min(server.rows) if rng.random() < 0.5 else rng.choice(list(server.rows)))
+        batch = list(server.rows)
+        rng.shuffle(batch)
+        shared += server.step(batch, padded=rng.randint(0, 3))
+    assert shared > 30
+
+
+def test_a_request_that_comes_back_is_compared_anew() -> None:
+    """A retraction: the same request, other slots."""
+    server = Server()
+    prefix = server.slots(300)
+    for serial in (1, 2):
+        server.join(serial, prefix, 5)
+    for _ in range(3):
+        server.step([1, 2])
+    server.leave(2)
+    assert not server.step([1])
+    server.join(2, server.slots(300), 9)
+    assert not any(server.step([1, 2]) for _ in range(4))
+
+
+def test_what_does_not_fit_is_left_to_the_backend() -> None:
+    server = Server(max_batch=2, arena_size=700)
+    prefix = server.slots(300)
+    for serial in (1, 2, 3):
+        server.join(serial, prefix, 5)
+    assert not any(server.step([1, 2, 3]) for _ in range(4))  # too many requests
+    assert [server.step([1, 2]) for _ in range(3)] == [False, False, True]
+    for _ in range(120):
+        server.step([1, 2])
+    assert not server.step([1, 2])  # 300 + 2 x 256 slots
+
+
+def test_a_request_that_must_stay_alone_shares_nothing() -> None:
+    server = Server()
+    prefix = server.slots(300)
+    for serial in (1, 2):
+        server.join(serial, prefix, 5)
+    lens = [305, 305]
+    for _ in range(4):
+        batch = DecodeBatch([1, None], lens, server.table, torch.tensor([1, 2]), torch.tensor(lens))
+        assert not server.decode.prepare(batch)
+
+
+def test_a_list_has_room_for_at_least_one_more() -> None:
+    for length in (0, 1, 127, 128, 4095, 4096, 131_072):
+        assert capacity(length) > length
+    assert (capacity(127), capacity(128), capacity(5000)) == (128, 256, 5120)
