@@ -362,3 +362,42 @@ def test_a_request_that_cannot_be_looked_up_is_dense(start: Callable[..., Sparse
     runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
     assert runtime._plan(_decode_batch(runtime, ["a"], [66])) is None
     assert runtime.counters.fallbacks == {"unsupported_mode": 1}
+
+
+def test_requests_on_one_prefix_share_it_without_an_index(start: Any) -> None:
+    """`_step` compares every layer's output with dense attention."""
+    runtime = start(share_prefixes=True, min_shared_tokens=32)
+    requests = [Request() for _ in range(3)]
+    for number, request in enumerate(requests):
+        runtime.admit(request, f"r{number}", [*PROMPT, number], NAMESPACE)
+        runtime.view.req_to_token[number, :64] = runtime.view.req_to_token[0, :64].clone()
+    rids = ["r0", "r1", "r2"]
+    shared = [_step(runtime, _decode_batch(runtime, rids, [66 + n, 70 + n, 81 + n]))[0] is not None for n in range(5)]
+    assert shared == [False, False, True, True, True]
+    runtime.slot_freed(requests[0], 0, finished=True)
+    assert _step(runtime, _decode_batch(runtime, rids[1:], [75, 86], [1, 2]))[0] is not None
+    runtime.slot_freed(requests[1], 1, finished=False)  # retracted: it comes back with other slots
+    assert _step(runtime, _decode_batch(runtime, ["r2"], [87], [2])) == [None] * LAYERS
+    state = runtime.snapshot()
+    assert (state["shared_steps"], state["shared_rows"], state["sparse_rows"]) == (4, 11, 0)
+    assert state["shared"]["compared"] == 1
+
+
+def test_a_layer_that_must_stay_dense_ends_the_sharing(start: Any) -> None:
+    """A captured graph could not hold it."""
+    runtime = start(share_prefixes=True, min_shared_tokens=32)
+    requests = [Request() for _ in range(2)]
+    for number, request in enumerate(requests):
+        runtime.admit(request, f"r{number}", [*PROMPT, number], NAMESPACE)
+        runtime.view.req_to_token[number, :64] = runtime.view.req_to_token[0, :64].clone()
+    batches = [_decode_batch(runtime, ["r0", "r1"], [66 + n, 70 + n]) for n in range(4)]
+    for batch in batches[:2]:
+        _step(runtime, batch)
+    layer = SimpleNamespace(layer_id=1, scaling=1.0)
+    with runtime.step(batches[2]):
+        assert runtime.planned
+        assert runtime.attend(torch.zeros(2, 64), None, None, layer, batches[2], True, "a sliding window") is None
+    assert _step(runtime, batches[3]) == [None] * LAYERS
+    state = runtime.snapshot()
+    assert state["shared"]["refusal"] == "layer 1 has a sliding window"
+    assert state["fallbacks"] == {"no_index": 2, "unsupported_layer": 1}

@@ -1,0 +1,73 @@
+"""The grouped graph of each batch size: captured before SGLang's own, and chosen by the label of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang_ext.compat.decode_graphs import around_capture_one_shape, grouped_label, label_of_step
+
+
+class Runtime:
+    """What the hooks ask of the runtime; keeps what happens in order."""
+
+    def __init__(self, runner: Any, largest: int) -> None:
+        self.view = SimpleNamespace(runner=runner)
+        self.shared = SimpleNamespace(may_capture=lambda size: size <= largest)
+        self.shares = False
+        self.events: list[Any] = []
+
+    @contextmanager
+    def capturing(self, size: int) -> Iterator[None]:
+        self.events.append(("begin", size))
+        yield
+        self.events.append(("end", size))
+
+    def original(self, _runner: Any, size: int, _forward: Any, *rest: Any) -> str:
+        self.events.append((size, *rest))
+        return "captured"
+
+
+def _graph_runner(model_runner: Any, width: int = 1) -> Any:
+    return SimpleNamespace(model_runner=model_runner, captured_req_width=width)
+
+
+def test_the_grouped_graph_is_captured_first_and_under_its_own_label() -> None:
+    """A backend may keep what it made for the last capture of a size: that must be SGLang's own."""
+    model = object()
+    runtime = Runtime(model, largest=32)
+    around_capture_one_shape(runtime, runtime.original, _graph_runner(model), 32, None)
+    around_capture_one_shape(runtime, runtime.original, _graph_runner(model), 8, None, None, "nolora", "dense")
+    assert runtime.events == [
+        ("begin", 32), (32, None, "grouped"), ("end", 32), (32, None, None),
+        ("begin", 8), (8, None, "nolora+grouped", "dense"), ("end", 8), (8, None, "nolora", "dense"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["no runtime", "a draft model", "a large batch", "several tokens a request"])
+def test_other_captures_are_left_as_they_are(case: str) -> None:
+    model = object()
+    runtime = Runtime(object() if case == "a draft model" else model, largest=8)
+    graph_runner = _graph_runner(model, width=3 if case == "several tokens a request" else 1)
+    given = None if case == "no runtime" else runtime
+    assert around_capture_one_shape(given, runtime.original, graph_runner, 16, None, None, "lora") == "captured"
+    if case == "several tokens a request":
+        assert around_capture_one_shape(given, runtime.original, graph_runner, 4, None) == "captured"
+    assert {event[0] for event in runtime.events} <= {16, 4}
+
+
+def test_a_step_replays_the_grouped_graph_only_while_it_is_shared() -> None:
+    model = object()
+    runtime, graph_runner = Runtime(model, 8), _graph_runner(model)
+    assert label_of_step(runtime, graph_runner, None) is None
+    assert label_of_step(None, graph_runner, "lora") == "lora"
+    runtime.shares = True
+    assert label_of_step(runtime, graph_runner, None) == grouped_label(None) == "grouped"
+    assert label_of_step(runtime, graph_runner, "lora") == "lora+grouped"
+    assert label_of_step(runtime, _graph_runner(object()), "lora") == "lora", "another model's runner"

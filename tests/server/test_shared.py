@@ -1,0 +1,56 @@
+"""Requests on one prefix without any index: what they share is read once, and answers stay those of dense decode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONFIG: dict[str, Any] = {"share_prefixes": True, "min_shared_tokens": 512}
+TOKENS = 24
+
+
+@pytest.fixture
+def server(serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.getbasetemp() / "no-indexes"
+    folder.mkdir(exist_ok=True)
+    return serve(folder, CONFIG, disable_overlap_schedule=None)
+
+
+def test_requests_on_one_prompt_decode_as_a_group_and_equal_dense(server: Any, texts: Any) -> None:
+    prompts = [texts.ask(texts.first, n) for n in range(4)] + [texts.ask(texts.second, 0)]
+    alone = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
+    before = server.delta().before["shared_steps"]
+    delta = server.delta()
+    batch = server.together([lambda p=p: server.generate(p, TOKENS) for p in prompts])
+    server.done(delta)
+    assert before == 0, "a request asked alone, or one that opts out, shares nothing"
+    assert [a.ids for a in batch] == [a.ids for a in alone]
+    assert delta.shared_steps > TOKENS // 2
+    assert delta.shared_rows >= 4 * delta.shared_steps
+    assert (delta.hits, delta.sparse_rows) == (0, 0)
+
+
+def test_members_come_and_go(server: Any, texts: Any) -> None:
+    """Different lengths: the founder of a group leaves first, and its row is taken by the next prefill."""
+    jobs = [(texts.ask(doc, n), 4 + 7 * n) for n in range(4) for doc in (texts.first, texts.unindexed)]
+    alone = [server.generate(prompt, count, sparse=False) for prompt, count in jobs]
+    delta = server.delta()
+    batch = server.together([lambda p=p, c=c: server.generate(p, c) for p, c in jobs * 2])
+    server.done(delta)
+    assert [a.ids for a in batch] == [a.ids for a in alone] * 2
+    assert delta.shared_steps > 8
+    shared = delta.after["shared"]
+    assert (shared["requests"], shared["compared"], shared["refusal"]) == (0, 0, None)
+
+
+def test_requests_that_opt_out_ride_along(server: Any, texts: Any) -> None:
+    prompts = [texts.ask(texts.first, n) for n in range(6)]
+    alone = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
+    delta = server.delta()
+    jobs = [lambda p=p, s=i < 4: server.generate(p, TOKENS, sparse=s) for i, p in enumerate(prompts)]
+    batch = server.together(jobs)
+    server.done(delta)
+    assert [a.ids for a in batch] == [a.ids for a in alone]
+    assert delta.shared_steps > TOKENS // 2
