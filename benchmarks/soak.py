@@ -5,8 +5,12 @@
 
 First each question is asked alone and dense (the request opts out). Then requests come and go: questions about
 documents that share prefixes, of different lengths, some aborted, more of them than the KV pool holds. A token that
-differs counts, unless the two best tokens of the dense run were within `--tie` nats of each other there and the other
-one came; behind a difference nothing is compared. At the end nothing may be held any more.
+differs is wrong, unless the dense run's logarithm of its probability was within `--tie` of the best one's: two tokens
+of equal logits, within the rounding of the model's dtype. Behind a difference nothing is compared. At the end nothing
+may be held any more.
+
+`--control SECONDS` runs the same traffic dense first: a batch is rounded otherwise than a request alone, without the
+plugin, too. Its differences are what the others are to be compared with.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import tempfile
@@ -30,6 +35,10 @@ from kernel_rows import commit
 from sglang_ext.quality.tasks import TASKS, make_document
 
 
+_BEST = 8
+"""Tokens whose probability is asked for."""
+
+
 @dataclass(frozen=True)
 class Reference:
     """One question and its dense answer.
@@ -37,23 +46,21 @@ class Reference:
     Attributes:
         prompt: token ids.
         tokens: greedily generated ones.
-        gaps: nats between the best and the second best token, per generated token.
-        seconds: the second best ones.
+        gaps: per generated token, how many nats the best ones are behind the best one, by token.
     """
 
     prompt: list[int]
     tokens: list[int]
-    gaps: list[float]
-    seconds: list[int]
+    gaps: list[dict[int, float]]
 
 
-def compare(reference: Reference, tokens: Sequence[int], tie: float) -> tuple[str, int]:
-    """("equal", "tie" or "wrong"; tokens that are equal)."""
+def compare(reference: Reference, tokens: Sequence[int], tie: float) -> tuple[str, int, float]:
+    """("equal", "tie" or "wrong"; tokens that are equal; nats that the first other one is behind)."""
     for i, (token, wanted) in enumerate(zip(tokens, reference.tokens, strict=False)):
         if token != wanted:
-            near = reference.gaps[i] <= tie and token == reference.seconds[i]
-            return ("tie" if near else "wrong"), i
-    return "equal", len(tokens)
+            gap = reference.gaps[i].get(token, math.inf)
+            return ("tie" if gap <= tie else "wrong"), i, gap
+    return "equal", len(tokens), 0.0
 
 
 class Soak:
@@ -69,8 +76,7 @@ class Soak:
         self._args = args
         self._rng = random.Random(args.seed)
         self._next = 0
-        self.found: Counter[str] = Counter()
-        self.compared = 0
+        self.found: dict[str, Counter[str]] = {}
         self.examples: list[dict[str, Any]] = []
 
     def references(self) -> list[Reference]:
@@ -87,24 +93,25 @@ class Soak:
                     input_ids=prompt,
                     sampling_params=_sampling(args.tokens, dense=True),
                     return_logprob=True,
-                    top_logprobs_num=2,
+                    top_logprobs_num=_BEST,
                 )
                 best = out["meta_info"]["output_top_logprobs"]
-                gaps = [float(two[0][0] - two[1][0]) for two in best]
-                found.append(Reference(prompt, out["output_ids"], gaps, [int(two[1][1]) for two in best]))
+                gaps = [{int(one[1]): float(of[0][0] - one[0]) for one in of} for of in best]
+                found.append(Reference(prompt, out["output_ids"], gaps))
         return found
 
-    async def traffic(self, references: Sequence[Reference]) -> None:
-        """Requests for the given time, so many at once."""
-        ends = time.monotonic() + self._args.seconds
+    async def traffic(self, references: Sequence[Reference], seconds: float, *, dense: bool) -> None:
+        """Requests for the given time, so many at once; what comes of them goes to `found`."""
+        ends = time.monotonic() + seconds
+        found = self.found.setdefault("control" if dense else "shared", Counter())
 
         async def client() -> None:
             while time.monotonic() < ends:
-                await self._one(references)
+                await self._one(references, found, dense=dense)
 
         await asyncio.gather(*(client() for _ in range(self._args.concurrency)))
 
-    async def _one(self, references: Sequence[Reference]) -> None:
+    async def _one(self, references: Sequence[Reference], found: Counter[str], *, dense: bool) -> None:
         # Documents come in waves: most requests ask about a few of them, the rest about any.
         few = len(references) // self._args.documents * 2
         wave = int(time.monotonic() / 5) * few % len(references)
@@ -115,7 +122,7 @@ class Soak:
         aborted = self._rng.random() < self._args.aborted
         rid = f"soak-{self._next}-{self._rng.random()}"
         stream = await self._engine.async_generate(
-            input_ids=reference.prompt, sampling_params=_sampling(tokens, dense=False), stream=True, rid=rid
+            input_ids=reference.prompt, sampling_params=_sampling(tokens, dense=dense), stream=True, rid=rid
         )
         ids: list[int] = []
         async for chunk in stream:
@@ -123,13 +130,12 @@ class Soak:
             if aborted and len(ids) > tokens // 2:
                 self._engine.tokenizer_manager.abort_request(rid=rid)
                 aborted = False
-                self.found["aborted"] += 1
-        verdict, equal = compare(reference, ids, self._args.tie)
-        self.found[verdict] += 1
-        self.compared += equal
-        if verdict != "equal" and len(self.examples) < 8:
-            at = reference.gaps[equal]
-            self.examples.append({"verdict": verdict, "token": equal, "of": len(ids), "gap": at, "rid": rid})
+                found["aborted"] += 1
+        verdict, equal, gap = compare(reference, ids, self._args.tie)
+        found[verdict] += 1
+        found["tokens equal"] += equal
+        if verdict == "wrong" and len(self.examples) < 8:
+            self.examples.append({"dense": dense, "token": equal, "of": len(ids), "gap": gap})
 
 
 def _sampling(tokens: int, *, dense: bool) -> dict[str, Any]:
@@ -159,7 +165,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96, help="generated by a request, at most")
     parser.add_argument("--concurrency", type=int, default=24)
     parser.add_argument("--aborted", type=float, default=0.05, help="share of the requests")
-    parser.add_argument("--tie", type=float, default=0.05, help="nats; two tokens that near are equally good")
+    parser.add_argument("--control", type=float, default=0.0, metavar="SECONDS", help="of dense traffic before")
+    parser.add_argument(
+        "--tie",
+        type=float,
+        default=0.13,
+        help="nats; two tokens that near are equally good. Default: two steps of bf16 between 8 and 16, where logits are",
+    )
     parser.add_argument("--config", default='{"share_prefixes": true}', help="--sparse-attn-config as JSON")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
@@ -186,18 +198,19 @@ def main() -> int:
             soak = Soak(engine, args)
             references = soak.references()
             engine.flush_cache()
-            engine.loop.run_until_complete(soak.traffic(references))
+            for seconds, dense in ((args.control, True), (args.seconds, False)):
+                if seconds:
+                    engine.loop.run_until_complete(soak.traffic(references, seconds, dense=dense))
             left = held(engine)
         finally:
             engine.shutdown()
-    good = not soak.found["wrong"] and not left["requests"] and not left["compared"]
+    good = not any(of["wrong"] for of in soak.found.values()) and not left["requests"] and not left["compared"]
     row = {
         "good": good,
-        "found": dict(soak.found),
-        "tokens_equal": soak.compared,
+        "found": {name: dict(of) for name, of in soak.found.items()},
         "held": left,
         "examples": soak.examples,
-        **{key: getattr(args, key) for key in ("seconds", "documents", "lengths", "questions", "tokens", "tie", "seed")},
+        **{key: getattr(args, key) for key in ("seconds", "control", "documents", "lengths", "questions", "tokens", "tie", "seed")},
         "config": json.loads(args.config),
         "flags": args.sglang_flags,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
@@ -207,7 +220,7 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d"),
     }
     Path(args.out).write_text(json.dumps(row, indent=1) + "\n")
-    print(json.dumps({key: row[key] for key in ("good", "found", "tokens_equal", "held", "examples")}, indent=1))
+    print(json.dumps({key: row[key] for key in ("good", "found", "held", "examples")}, indent=1))
     return 0 if good else 1
 
 
