@@ -6,9 +6,12 @@
     python benchmarks/decode.py --out decode.jsonl --starts 3    # three starts of each engine, in turns
     python benchmarks/decode.py --out tiny.jsonl --shape tiny ...  # a machine without a GPU: tries the script, no more
 
-Engines: `flashinfer` and `triton` are stock SGLang; `plugin` is SGLang with `--sparse-attn` on the flashinfer backend.
-In `plugin` every cell is measured on two paths, in turns: `shared`, where the plugin may group requests, and `stock`,
-where the requests opt out, so that SGLang's own graph is replayed.
+Engines: `flashinfer` and `triton` are stock SGLang; the others are SGLang with `--sparse-attn` on flashinfer. In
+`plugin` no prompt has an index, and every cell is measured on two paths, in turns: `shared`, where the plugin may group
+requests, and `stock`, where the requests opt out, so that SGLang's own graph is replayed. In `sparse` every prefix has
+an index, built from its prefill, and every step selects; in `auto` the plugin chooses by the costs that it measured.
+Both take the layer plan `--plan`: `kascade` (layers 0 and 1 attend all, 2, 8, 13 and 14 select, the others reuse, with
+heads mapped; for 32 layers) or `anchors` (layer 0 attends all, the others select).
 
 A step is the time between two tokens of one request of the batch, which starts last and ends first; the first 20 are
 left out. Weights are dummies: they serve to time, never to judge an answer.
@@ -26,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -35,14 +39,16 @@ from kernel_rows import commit
 
 Row = dict[str, Any]
 
-ENGINES = ("flashinfer", "triton", "plugin")
+ENGINES = ("flashinfer", "triton", "plugin", "sparse", "auto")
+STOCK = ENGINES[:2]
+INDEXED = ENGINES[3:]
 PRIVATE = 64
 """Tokens of each request behind the shared prefix."""
 SKIPPED = 20
 """First steps of a request that are not counted."""
 SPARE = 24
 """Tokens that the other requests of a batch generate beyond the measured one's."""
-KEY = ("engine", "path", "context", "batch", "start", "shape", "page", "tokens")
+KEY = ("engine", "path", "plan", "context", "batch", "start", "shape", "page", "tokens")
 
 _FLAGS = ["--load-format", "dummy", "--skip-tokenizer-init", "--random-seed", "0", "--sampling-backend", "pytorch"]
 _FLAGS += ["--grammar-backend", "none", "--log-level", "info"]
@@ -52,7 +58,7 @@ _CPU_FLAGS = ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "
 
 def engine_flags(args: argparse.Namespace, engine: str, model: Path, store: Path) -> list[str]:
     """Command line of one engine."""
-    backend = "torch_native" if args.cpu else ("flashinfer" if engine == "plugin" else engine)
+    backend = "torch_native" if args.cpu else (engine if engine in STOCK else "flashinfer")
     longest = max(args.contexts) + PRIVATE + args.tokens + SPARE + 64
     pool = sum(args.contexts) + len(args.contexts) * max(args.batches) * 2 * (PRIVATE + args.tokens + SPARE + 64)
     flags = [*_FLAGS, *(_CPU_FLAGS if args.cpu else _GPU_FLAGS), "--model-path", str(model)]
@@ -60,10 +66,27 @@ def engine_flags(args: argparse.Namespace, engine: str, model: Path, store: Path
     flags += ["--max-total-tokens", str(pool), "--max-running-requests", str(max(args.batches))]
     if not args.cpu:
         flags += ["--cuda-graph-bs-decode", *map(str, args.batches)]
-    if engine == "plugin":
-        config = {"share_prefixes": True, **json.loads(args.config)}
+    if engine not in STOCK:
+        config = {"share_prefixes": True, "profile": "none", **json.loads(args.config)}
+        if engine in INDEXED:
+            roles = layer_plan(args.plan, int(SHAPES[args.shape]["num_hidden_layers"]))
+            config |= {"decode_path": engine, "build": "prefill", "keep_ratio": 0.05, "group_growth": "sqrt"}
+            config |= {"layer_plan": roles, "prefetch_policy": "wait_complete", "index_gpu_bytes": 8 << 30}
         flags += ["--sparse-attn", "--sparse-attn-config", json.dumps(config), "--sparse-attn-store", str(store)]
     return [*flags, *args.sglang_flags]
+
+
+def layer_plan(name: str, num_layers: int) -> list[Any]:
+    """Roles of all layers, as `layer_plan` of the configuration takes them; see the module."""
+    if name == "anchors":
+        return ["dense", *["anchor"] * (num_layers - 1)]
+    heads = [(head + 1) % 8 for head in range(8)]
+    roles: list[Any] = ["dense", "dense"]
+    anchor = 2
+    for layer in range(2, num_layers):
+        anchor = layer if layer in (2, 8, 13, 14) else anchor
+        roles.append("anchor" if layer == anchor else {"reuse": anchor, "head_map": heads})
+    return roles
 
 
 class Cell:
@@ -106,12 +129,12 @@ class Cell:
             return times
 
         times = self._wait(run())
-        return [after - before for before, after in zip(times, times[1:], strict=False)][SKIPPED:]
+        return [after - before for before, after in pairwise(times)][SKIPPED:]
 
-    def shared_steps(self) -> int:
-        """Steps that the plugin attended, so far; 0 in a stock engine."""
+    def counted(self) -> Row:
+        """Steps that the plugin attended so far, exactly and sparsely; 0 in a stock engine."""
         state = self._engine.get_server_info()["internal_states"][0].get("sparse_attn") or {}
-        return int(state.get("shared_steps", 0))
+        return {name: int(state.get(name, 0)) for name in ("shared_steps", "sparse_steps")}
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(10, self._vocab) for _ in range(count)]
@@ -136,7 +159,7 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import prepare_server_args
 
-    paths = ("shared", "stock") if engine == "plugin" else ("stock",)
+    paths = {"plugin": ("shared", "stock")}.get(engine, ("stock",) if engine in STOCK else (engine,))
     origin = {"engine": engine, "start": start, "tokens": args.tokens, **provenance(args)}
     known = {tuple(row[key] for key in KEY) for row in read([args.out])} if Path(args.out).exists() else set()
     with tempfile.TemporaryDirectory() as name:
@@ -151,14 +174,16 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
                         row = {**origin, "path": path, "context": context, "batch": batch}
                         if tuple(row[key] for key in KEY) in known:
                             continue
-                        before = cell.shared_steps()
+                        cell.prefix(context)
+                        before = cell.counted()
                         steps = cell.steps(context, batch, args.tokens, stock=path == "stock")
-                        row |= {"steps": len(steps), "shared_steps": cell.shared_steps() - before, **_times(steps)}
+                        ours = {name: count - before[name] for name, count in cell.counted().items()}
+                        row |= {"steps": len(steps), **ours, **_times(steps)}
                         with Path(args.out).open("a") as file:
                             file.write(json.dumps(row) + "\n")
                         print(
                             f"{engine:10s} {path:6s} {context:7d} tokens, batch {batch:3d}: {row['ms']:8.3f} ms "
-                            f"({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {row['shared_steps']} shared steps",
+                            f"({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {ours}",
                             flush=True,
                         )
         finally:
@@ -177,6 +202,7 @@ def provenance(args: argparse.Namespace) -> Row:
     return {
         "shape": args.shape,
         "page": args.page,
+        "plan": args.plan,
         "config": json.loads(args.config),
         "flags": args.sglang_flags,
         "device": "CPU" if args.cpu else torch.cuda.get_device_name(),
@@ -194,23 +220,23 @@ def read(paths: Sequence[str]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Medians over the starts, in ms, and the share of the best dense step of the same device and shape."""
+    """Medians over the starts, in ms, each with its share of the best dense step of the same device and shape."""
     cells: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for row in rows:
-        name = row["engine"] if row["path"] == "stock" and row["engine"] != "plugin" else f"plugin, {row['path']}"
+        name = row["engine"] if row["engine"] in STOCK else f"{row['engine']}, {row['path']}"
+        if row["engine"] in INDEXED:
+            name = f"{row['engine']}, {row['plan']}"
         group = (row["device"], row["shape"], row["page"], row["context"], row["batch"])
         cells.setdefault(group, {}).setdefault(name, []).append(row["ms"])
-    names = [name for name in (*ENGINES[:2], "plugin, stock", "plugin, shared") if any(name in c for c in cells.values())]
-    lines = [
-        "| device, shape, page | tokens | batch | " + " | ".join(names) + " | shared over the best dense |",
-        "|---" * (len(names) + 4) + "|",
-    ]
+    names = sorted({name for found in cells.values() for name in found}, key=lambda name: name not in STOCK)
+    lines = ["| device, shape, page | tokens | batch | " + " | ".join(names) + " |", "|---" * (len(names) + 3) + "|"]
     for (device, shape, page, context, batch), found in sorted(cells.items()):
-        texts = [_spread(found.get(name)) for name in names]
-        dense = [median(times) for name, times in found.items() if name in ENGINES[:2]]
-        ours = found.get("plugin, shared")
-        share = f"{median(ours) / min(dense):.3f}" if dense and ours else ""
-        lines.append(f"| {device}, {shape}, {page} | {context} | {batch} | " + " | ".join(texts) + f" | {share} |")
+        dense = [median(times) for name, times in found.items() if name in STOCK]
+        texts = []
+        for name in names:
+            share = f", {median(found[name]) / min(dense):.3f}" if dense and name in found and name not in STOCK else ""
+            texts.append(_spread(found.get(name)) + share)
+        lines.append(f"| {device}, {shape}, {page} | {context} | {batch} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
 
@@ -230,6 +256,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=240, help="generated by the measured request")
     parser.add_argument("--starts", type=int, default=1, help="starts of each engine")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--plan", default="kascade", choices=["kascade", "anchors"], help="of `sparse` and `auto`")
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--config", default="{}", help="--sparse-attn-config of `plugin`, as JSON")
     parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")

@@ -34,7 +34,6 @@ from kernel_rows import commit
 
 from sglang_ext.quality.tasks import TASKS, make_document
 
-
 _BEST = 8
 """Tokens whose probability is asked for."""
 
@@ -210,7 +209,10 @@ def main() -> int:
         "found": {name: dict(of) for name, of in soak.found.items()},
         "held": left,
         "examples": soak.examples,
-        **{key: getattr(args, key) for key in ("seconds", "control", "documents", "lengths", "questions", "tokens", "tie", "seed")},
+        **{
+            key: getattr(args, key)
+            for key in ("seconds", "control", "documents", "lengths", "questions", "tokens", "tie", "seed")
+        },
         "config": json.loads(args.config),
         "flags": args.sglang_flags,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",

@@ -26,6 +26,7 @@ __all__ = [
     "PAGE_TOKENS",
     "Build",
     "ConfigError",
+    "DecodePath",
     "Eviction",
     "PrefetchPolicy",
     "Settings",
@@ -67,6 +68,17 @@ class PrefetchPolicy(str, Enum):
     TIMEOUT = "timeout"
 
 
+class DecodePath(str, Enum):
+    """What decode steps inside CUDA graphs run on: what is fastest by the costs measured at the start, SGLang's own
+    backend, groups that attend everything, or groups that select wherever an index is ready.
+    """
+
+    AUTO = "auto"
+    STOCK = "stock"
+    EXACT = "exact"
+    SPARSE = "sparse"
+
+
 class Eviction(str, Enum):
     """Which index leaves a full store first: the least recently used, or the one that is cheapest to build again
     for its bytes and idle time.
@@ -87,6 +99,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         share_prefixes: whether requests whose slots are the same decode exactly with these read once, no index needed;
             null: on a GPU. See `min_shared_tokens`.
         min_shared_tokens: reads that such groups must save in a step, at least: shared tokens times members less one.
+        decode_path: what decode steps inside CUDA graphs run on: `auto`, or one path (`stock`, `exact`, `sparse`).
         search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members
             change searches anew.
         max_keep_ratio: cap of a group's grown budget, as a fraction of the prefix.
@@ -127,6 +140,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     min_top_k: int = 128
     share_prefixes: bool | None = None
     min_shared_tokens: int = 8192
+    decode_path: DecodePath = DecodePath.AUTO
     search_period: int = 1
     max_keep_ratio: float = 1.0
     group_growth: BudgetGrowth = BudgetGrowth.NONE

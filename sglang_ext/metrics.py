@@ -6,6 +6,7 @@ Prometheus names begin with `sglang:sparse_attn_`; they are exported only with S
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Counters:
 
     def __init__(self, num_layers: int, device: torch.device, prometheus: bool = False) -> None:
         self._attended = torch.zeros(num_layers, dtype=torch.float64, device=device)
+        self._planned = [0] * num_layers
         self._prefix = [0] * num_layers
         self._layer_steps = [0] * num_layers
         self.sparse_steps = 0
@@ -59,6 +61,13 @@ class Counters:
         self._attended[layer] += selection.counts.to(torch.float64).mean() * num_rows
         self._prefix[layer] += prefix_len * num_rows
         self._layer_steps[layer] += 1
+
+    def count_attended(self, attended: Sequence[int], prefix: int) -> None:
+        """One step of known budgets: per layer, tokens of prefixes attended, and what they were of; once per request."""
+        for layer, tokens in enumerate(attended):
+            self._planned[layer] += tokens
+            self._prefix[layer] += prefix
+            self._layer_steps[layer] += 1
 
     def count_step(self, sparse_rows: int, dense_rows: int, largest_group: int) -> None:
         """One decode step of a batch."""
@@ -99,7 +108,7 @@ class Counters:
         `keep_ratio` is the mean over all layers (dense ones, sink and recent window included) of prefix tokens
         attended over prefix tokens; `attended_per_step` the same in tokens per request, per layer.
         """
-        attended = self._attended.tolist()
+        attended = [a + p for a, p in zip(self._attended.tolist(), self._planned, strict=True)]
         ratios = [a / p for a, p in zip(attended, self._prefix, strict=True) if p]
         rows = self.sparse_rows
         return {

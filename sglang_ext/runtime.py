@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from prefix_index import ModelFingerprint
-from prefix_kernels.types import PagedKV
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
-from sglang_ext.attention.shared_steps import SharedSteps, SharedView
+from sglang_ext.attention.shared_steps import Path, SharedSteps, SharedView
 from sglang_ext.config import Build, PrefetchPolicy, Settings
 from sglang_ext.indexing import METHODS
 from sglang_ext.indexing.layer_plan import heads_of_rank
@@ -46,11 +45,9 @@ class ModelView(SharedView, Protocol):
     """
 
     num_layers: int
-    decode_graphs: bool
     tp_rank: int
     tp_size: int
 
-    def kv(self, layer: int) -> PagedKV: ...
     def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None: ...
     def fingerprint(self) -> ModelFingerprint: ...
 
@@ -60,7 +57,7 @@ class Step:
     """The forward that runs now: what its layers have to do."""
 
     plan: DecodePlan | None = None
-    shared: bool = False
+    path: Path | None = None
     chunks: Sequence[Chunk] = field(default_factory=tuple)
 
 
@@ -98,9 +95,9 @@ class SparseRuntime:
         self.residency = Residency(
             self.store, config.method, view.num_layers, view.num_kv_heads, view.device, limit, first
         )
-        selector = METHODS[config.method].selector(method_specs(config)[config.method])
-        self.decode = GroupedDecode(config, selector, plan, self.counters, dense_heads)
-        self.shared = SharedSteps(config, view, self.requests, self.counters)
+        spec = method_specs(config)[config.method]
+        self.decode = GroupedDecode(config, METHODS[config.method].selector(spec), plan, self.counters, dense_heads)
+        self.shared = SharedSteps(config, view, self.requests, self.counters, spec, plan, dense_heads)
         self.builds: PrefillBuilds | PrefillCaptures | None = None
         if config.build is Build.PREFILL:
             self.builds = PrefillBuilds(self.store, config, view, self.model, profile)
@@ -134,7 +131,7 @@ class SparseRuntime:
         self._sweep()
         if self._stale:
             refusal = ("index_mismatch", self._stale)
-        if refusal or self.view.decode_graphs:  # indexes are not used inside decode graphs yet
+        if refusal or (self.view.decode_graphs and self.shared.sparse is None):  # nothing could use an index
             attachment = Attachment(rid, len(prompt), None, *(refusal or (None, None)))
         else:
             found = self.directory.lookup(namespace, prompt)
@@ -215,8 +212,8 @@ class SparseRuntime:
         mode = forward_batch.forward_mode
         if mode.is_decode():
             plan = None if self.view.decode_graphs else self._plan(forward_batch)
-            shared = plan is None and self.shared.prepare(forward_batch)
-            self._step = Step(plan, shared, self._decode_chunks(forward_batch))
+            path = self.shared.prepare(forward_batch, self._usable) if plan is None else None
+            self._step = Step(plan, path, self._decode_chunks(forward_batch))
         elif self.builds is not None and mode.is_extend():
             self._step = Step(chunks=self._chunks(forward_batch))
         try:
@@ -252,23 +249,19 @@ class SparseRuntime:
         return plan
 
     @contextmanager
-    def capturing(self, size: int) -> Iterator[None]:
-        """Within the block SGLang captures the decode graph of groups that are attended exactly.
-
-        Args:
-            size: requests of the graph's batch.
-        """
-        with self.shared.capturing(size):
-            self._step = Step(shared=True)
+    def capturing(self, size: int, path: Path) -> Iterator[None]:
+        """Within the block SGLang captures a decode graph of a path, for batches of that size."""
+        with self.shared.capturing(size, path):
+            self._step = Step(path=path)
             try:
                 yield
             finally:
                 self._step = Step()
 
     @property
-    def shares(self) -> bool:
-        """Whether the running forward attends groups exactly, without an index."""
-        return self._step.shared
+    def path(self) -> Path | None:
+        """How the running decode step is attended here in groups; None where it is not."""
+        return self._step.path
 
     def prefilled(self, *, in_graph: bool) -> None:
         """The running forward is done; counts recorded prefill steps that a CUDA graph replayed."""
@@ -382,7 +375,8 @@ class SparseRuntime:
         heads = q.reshape(q.shape[0], self.view.num_qo_heads, -1)
         kv, scale = self.view.kv(layer.layer_id), float(layer.scaling)
         if plan is None:
-            out = self.shared.attend(heads, kv, scale)
+            assert step.path is not None
+            out = self.shared.attend(step.path, heads, kv, layer.layer_id, scale)
         else:
             out = self.decode.run(heads, kv, plan, layer.layer_id, scale)
         return out.reshape(q.shape[0], -1)
@@ -390,7 +384,7 @@ class SparseRuntime:
     @property
     def planned(self) -> bool:
         """Whether the running forward is a decode step that is attended here: by an index, or by shared slots."""
-        return self._step.plan is not None or self._step.shared
+        return self._step.plan is not None or self._step.path is not None
 
     # -- what others see -----------------------------------------------------------------------------------
 

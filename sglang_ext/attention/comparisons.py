@@ -77,7 +77,7 @@ class SlotComparisons:
         if out.device.type == "cuda":
             lengths = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
             lengths.copy_(out, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         else:
             lengths = out.clone()

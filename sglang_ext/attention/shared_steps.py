@@ -1,20 +1,29 @@
-"""Exact decode of shared prefixes in the running server: which steps it serves, and why it does not serve others."""
+"""Decode steps of the running server that are attended in groups: which of them, on which path, and why not others."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.types import PagedKV
-from sglang_ext.attention.shared_decode import DecodeBatch, SharedDecode
-from sglang_ext.config import SparseAttnConfig
+from sglang_ext.attention.attentions import LayerShape
+from sglang_ext.attention.shared_decode import SharedDecode
+from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
+from sglang_ext.config import DecodePath, SparseAttnConfig
+from sglang_ext.indexing.base import IndexSpec
+from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
-from sglang_ext.prefix.requests import RequestTable
+from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.residency import ResidentIndex
+
+if TYPE_CHECKING:
+    from sglang_ext.attention.sparse_decode import SparseDecode
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +33,18 @@ MAX_BATCH = 512
 _ARENA_POOLS = 2
 """Slots of all lists over those of the KV pool: every slot twice, as lists of requests that are not grouped overlap."""
 
+_MEMBERS = 32
+"""Requests of the group that decides how little may be shared: fewer must share more to be worth it."""
+
 _ALONE = ("by_request", "unsupported_mode")
 """Reasons for which a request shares nothing."""
+
+
+class Path(str, Enum):
+    """How a step is attended here; the names of the decode graphs."""
+
+    EXACT = "grouped"
+    SPARSE = "sparse"
 
 
 class SharedView(Protocol):
@@ -39,45 +58,75 @@ class SharedView(Protocol):
     kv_dtype: torch.dtype
     num_slots: int
     max_requests: int
+    decode_graphs: bool
     device: torch.device
 
     @property
     def req_to_token(self) -> Tensor: ...
+    def kv(self, layer: int) -> PagedKV: ...
 
 
 class SharedSteps:
-    """Decode steps whose groups are attended exactly, without an index.
+    """Decode steps that are attended in groups: exactly, without an index, or sparsely by the kernels of the graphs.
 
     Args:
-        config: whether, and from how many tokens on.
+        config: whether, from how many tokens on, and on which path.
         view: of the model runner.
         requests: the live ones.
         counters: receives the rows.
+        spec: of the configured method.
+        layer_plan: role of each layer.
+        dense_heads: per layer, KV heads that attend everything.
     """
 
     def __init__(
-        self, config: SparseAttnConfig, view: SharedView, requests: RequestTable, counters: Counters
+        self,
+        config: SparseAttnConfig,
+        view: SharedView,
+        requests: RequestTable,
+        counters: Counters,
+        spec: IndexSpec,
+        layer_plan: LayerPlan,
+        dense_heads: Sequence[Sequence[int]] = (),
     ) -> None:
+        self._path = config.decode_path
         self._view = view
         self._requests = requests
         self._counters = counters
         self._decode: SharedDecode | None = None
-        wanted = view.device.type == "cuda" if config.share_prefixes is None else config.share_prefixes
+        self.sparse: SparseDecode | None = None
+        on_gpu = view.device.type == "cuda"
+        wanted = on_gpu if config.share_prefixes is None else config.share_prefixes
         self.refusal: str | None = None if wanted else "share_prefixes is off"
-        if wanted and view.dtype != view.kv_dtype:
+        if config.decode_path is DecodePath.STOCK:
+            self.refusal = "decode_path is stock"
+        if self.refusal is None and view.dtype != view.kv_dtype:
             self.refuse(f"queries are in {view.dtype}, keys in {view.kv_dtype}")
-        if self.refusal is None:
-            self._decode = SharedDecode(
-                num_qo_heads=view.num_qo_heads,
-                num_kv_heads=view.num_kv_heads,
-                head_dim=view.head_dim,
-                v_head_dim=view.v_head_dim,
-                dtype=view.dtype,
-                kv_dtype=view.kv_dtype,
-                max_batch=min(view.max_requests, MAX_BATCH),
-                arena_size=_ARENA_POOLS * view.num_slots,
+        if self.refusal is not None:
+            return
+        shape = LayerShape(
+            view.num_qo_heads, view.num_kv_heads, view.head_dim, view.v_head_dim, view.dtype, view.kv_dtype
+        )
+        min_saved, max_batch = config.min_shared_tokens, min(view.max_requests, MAX_BATCH)
+        self._tracker = SlotTracker(max_batch, min_saved // _MEMBERS, view.device, "triton" if on_gpu else "reference")
+        arena_size = _ARENA_POOLS * view.num_slots
+        self._decode = SharedDecode(shape, self._tracker, arena_size, view.device, min_saved)
+        if view.decode_graphs and config.decode_path is not DecodePath.EXACT:
+            from sglang_ext.attention.sparse_decode import SparseDecode, graph_refusal
+
+            message = graph_refusal(config, spec, layer_plan, dense_heads)
+            if message:
+                logger.warning("sparse attention: indexes are not used inside decode graphs: %s", message)
+                return
+            self.sparse = SparseDecode(
+                shape,
+                config,
+                spec,
+                layer_plan,
+                self._tracker,
+                arena_size=arena_size,
+                max_prefix_len=view.req_to_token.shape[1],
                 device=view.device,
-                min_saved=config.min_shared_tokens,
             )
 
     def refuse(self, why: str) -> None:
@@ -89,45 +138,82 @@ class SharedSteps:
     def ended(self, serial: int) -> None:
         """A request gave its slots back."""
         if self._decode is not None:
-            self._decode.ended(serial)
+            self._tracker.ended(serial)
 
-    def prepare(self, forward_batch: Any) -> bool:
-        """Whether this decode step is attended here; everything that its layers need is then in place.
+    def prepare(self, forward_batch: Any, usable: Callable[[Attachment | None], ResidentIndex | None]) -> Path | None:
+        """How this decode step is attended here; everything that its layers need is then in place. None: not here.
 
         Args:
             forward_batch: SGLang's, of a decode step.
+            usable: the ready index of a request, if it has one; asked only where indexes can be used.
         """
         rids, lens = forward_batch.rids, forward_batch.seq_lens_cpu
         if self._decode is None or self.refusal or lens is None or not rids or len(rids) != forward_batch.batch_size:
-            return False
+            return None
         attachments = [self._requests.get(rid) for rid in rids]
         serials = [None if one is None or one.reason in _ALONE else one.serial for one in attachments]
-        if len({serial for serial in serials if serial is not None}) < len(serials) - serials.count(None):
-            return False  # beam batches: rows are not one request each
+        repeated = len({serial for serial in serials if serial is not None}) < len(serials) - serials.count(None)
+        if repeated or len(rids) > self._tracker.max_batch:
+            return None  # beam batches: rows are not one request each
+        seq_lens = lens.tolist()
         batch = DecodeBatch(
-            serials, lens.tolist(), self._view.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens
+            serials, seq_lens, self._view.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens
         )
+        self._tracker.learn(batch)
+        if self.sparse is not None:
+            ready = [usable(one) for one in attachments]
+            ready = [one if one and n > one.prefix_len else None for one, n in zip(ready, seq_lens, strict=True)]
+            if self.sparse.prepare(batch, ready, forced=self._path is DecodePath.SPARSE):
+                self._count_sparse(len(rids), ready)
+                return Path.SPARSE
+            for one, index in zip(attachments, ready, strict=True):
+                if one is not None and index is not None and "cost_model" not in one.reported:
+                    one.reported.add("cost_model")
+                    self._counters.count_fallback("cost_model")
         used = self._decode.prepare(batch)
         self._counters.count_shared(len(rids) if used else 0)
-        return used
+        return Path.EXACT if used else None
 
-    def attend(self, q: Tensor, kv: PagedKV, sm_scale: float) -> Tensor:
-        """One layer of the prepared step, as `SharedDecode.attend`."""
+    def _count_sparse(self, rows: int, ready: Sequence[ResidentIndex | None]) -> None:
+        assert self.sparse is not None
+        sparse = sum(index is not None for index in ready)
+        self._counters.count_step(sparse, rows - sparse, max(one.rows for one in self.sparse.kept))
+        prefix = sum(one.rows * one.prefix_len for one in self.sparse.kept)
+        self._counters.count_attended(self.sparse.attended(), prefix)
+
+    def attend(self, path: Path, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
+        """One layer of the prepared step, as `SharedDecode.attend` and `SparseDecode.attend`."""
+        if path is Path.SPARSE:
+            assert self.sparse is not None
+            return self.sparse.attend(q, kv, layer, sm_scale)
         assert self._decode is not None
         return self._decode.attend(q, kv, sm_scale)
 
-    def may_capture(self, size: int) -> bool:
-        """Whether a graph of batches of that size is worth capturing."""
-        return self._decode is not None and self.refusal is None and size <= self._decode.max_batch
+    def paths_of(self, size: int) -> tuple[Path, ...]:
+        """Paths whose graphs of batches of that size are worth capturing."""
+        if self._decode is None or self.refusal is not None or size > self._tracker.max_batch:
+            return ()
+        return (Path.EXACT,) if self.sparse is None else (Path.EXACT, Path.SPARSE)
 
     @contextmanager
-    def capturing(self, size: int) -> Iterator[None]:
-        """Within the block SGLang captures a decode graph of that size; see `may_capture`."""
+    def capturing(self, size: int, path: Path) -> Iterator[None]:
+        """Within the block SGLang captures a decode graph of that size; see `paths_of`. Costs are measured before."""
+        if path is Path.SPARSE:
+            assert self.sparse is not None
+            with self.sparse.capturing(size):
+                if self.sparse.measured(size) is None:
+                    costs = self.sparse.measure(size, self._view.kv(0))
+                    logger.info("sparse attention: costs of %d requests, us a layer: %s", size, costs)
+                yield
+            return
         assert self._decode is not None
         with self._decode.capturing(size):
             yield
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""
-        state = self._decode.snapshot() if self._decode is not None else {}
-        return {**state, "refusal": self.refusal}
+        if self._decode is None:
+            return {"refusal": self.refusal}
+        known = {"requests": len(self._tracker), "compared": len(self._tracker.prefixes)}
+        plans = self._decode.plans + (self.sparse.plans if self.sparse is not None else 0)
+        return {**known, "plans": plans, "sparse": self.sparse is not None, "refusal": self.refusal}

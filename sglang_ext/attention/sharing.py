@@ -96,6 +96,10 @@ class SharedPrefixes:
         if len(group.members) == 1:
             (group.length,) = group.members.values()
 
+    def group_of(self, serial: int) -> SharedGroup | None:
+        """The group of a request; None where it is not known yet."""
+        return self._group_of.get(serial)
+
     def groups(self, serials: Sequence[int | None]) -> list[BatchGroup]:
         """Groups with at least two rows in a batch, by their first row.
 

@@ -1,7 +1,7 @@
-"""A second decode graph of each batch size: `grouped`, beside the one that SGLang captures.
+"""More decode graphs of each batch size, `grouped` and `sparse`, beside the one that SGLang captures.
 
-SGLang keeps several graphs of one size apart by a label, made for LoRA. Ours is appended to that one. Capture of the
-grouped graph comes first: a backend may keep what it made for the last capture of a size, and that must be its own.
+SGLang keeps several graphs of one size apart by a label, made for LoRA. Ours is appended to that one. Our captures come
+first: a backend may keep what it made for the last capture of a size, and that must be its own.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-GROUPED = "grouped"
 
-
-def grouped_label(label: str | None) -> str:
-    """The label of the grouped graph beside the one with SGLang's label."""
-    return GROUPED if label is None else f"{label}+{GROUPED}"
+def label_of(path: str, label: str | None) -> str:
+    """The label of a path's graph beside the one with SGLang's label."""
+    return path if label is None else f"{label}+{path}"
 
 
 def around_capture_one_shape(
@@ -27,7 +25,7 @@ def around_capture_one_shape(
     variant_label: str | None = None,
     *more: Any,
 ) -> Any:
-    """Capture the grouped graph of a size, then SGLang's own.
+    """Capture our graphs of a size, then SGLang's own.
 
     Args:
         runtime: of this process, or None.
@@ -35,9 +33,9 @@ def around_capture_one_shape(
         runner, size, forward, stream_idx, variant_label, more: its arguments.
     """
     ours = runtime is not None and runtime.view.runner is runner.model_runner and runner.captured_req_width == 1
-    if ours and runtime.shared.may_capture(size):
-        with runtime.capturing(size):
-            original(runner, size, forward, stream_idx, grouped_label(variant_label), *more)
+    for path in runtime.shared.paths_of(size) if ours else ():
+        with runtime.capturing(size, path):
+            original(runner, size, forward, stream_idx, label_of(path.value, variant_label), *more)
     return original(runner, size, forward, stream_idx, variant_label, *more)
 
 
@@ -49,6 +47,6 @@ def label_of_step(runtime: Any, runner: Any, label: str | None) -> str | None:
         runner: SGLang's graph runner.
         label: what SGLang says.
     """
-    if runtime is not None and runtime.view.runner is runner.model_runner and runtime.shares:
-        return grouped_label(label)
-    return label
+    if runtime is None or runtime.view.runner is not runner.model_runner or runtime.path is None:
+        return label
+    return label_of(runtime.path.value, label)

@@ -57,11 +57,6 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         settings.store,
         len(_runtime.store.list()),
     )
-    if view.decode_graphs:
-        logger.warning(
-            "sparse attention: decode CUDA graphs are on. Requests on one prefix decode with its KV read once for all "
-            "of them, exactly; indexes are not used inside graphs yet (--disable-decode-cuda-graph uses them, slowly)"
-        )
     return adopt(wrapped, _runtime, layer_refusal)
 
 

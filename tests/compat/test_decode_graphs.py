@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_ext.compat.decode_graphs import around_capture_one_shape, grouped_label, label_of_step
+from sglang_ext.attention.shared_steps import Path
+from sglang_ext.compat.decode_graphs import around_capture_one_shape, label_of_step
 
 
 class Runtime:
@@ -19,13 +20,13 @@ class Runtime:
 
     def __init__(self, runner: Any, largest: int) -> None:
         self.view = SimpleNamespace(runner=runner)
-        self.shared = SimpleNamespace(may_capture=lambda size: size <= largest)
-        self.shares = False
+        self.shared = SimpleNamespace(paths_of=lambda size: tuple(Path) if size <= largest else ())
+        self.path: Path | None = None
         self.events: list[Any] = []
 
     @contextmanager
-    def capturing(self, size: int) -> Iterator[None]:
-        self.events.append(("begin", size))
+    def capturing(self, size: int, path: Path) -> Iterator[None]:
+        self.events.append(("begin", size, path.value))
         yield
         self.events.append(("end", size))
 
@@ -38,15 +39,17 @@ def _graph_runner(model_runner: Any, width: int = 1) -> Any:
     return SimpleNamespace(model_runner=model_runner, captured_req_width=width)
 
 
-def test_the_grouped_graph_is_captured_first_and_under_its_own_label() -> None:
+def test_our_graphs_are_captured_first_and_under_their_own_labels() -> None:
     """A backend may keep what it made for the last capture of a size: that must be SGLang's own."""
     model = object()
     runtime = Runtime(model, largest=32)
     around_capture_one_shape(runtime, runtime.original, _graph_runner(model), 32, None)
     around_capture_one_shape(runtime, runtime.original, _graph_runner(model), 8, None, None, "nolora", "dense")
     assert runtime.events == [
-        ("begin", 32), (32, None, "grouped"), ("end", 32), (32, None, None),
-        ("begin", 8), (8, None, "nolora+grouped", "dense"), ("end", 8), (8, None, "nolora", "dense"),
+        ("begin", 32, "grouped"), (32, None, "grouped"), ("end", 32),
+        ("begin", 32, "sparse"), (32, None, "sparse"), ("end", 32), (32, None, None),
+        ("begin", 8, "grouped"), (8, None, "nolora+grouped", "dense"), ("end", 8),
+        ("begin", 8, "sparse"), (8, None, "nolora+sparse", "dense"), ("end", 8), (8, None, "nolora", "dense"),
     ]  # fmt: skip
 
 
@@ -62,12 +65,14 @@ def test_other_captures_are_left_as_they_are(case: str) -> None:
     assert {event[0] for event in runtime.events} <= {16, 4}
 
 
-def test_a_step_replays_the_grouped_graph_only_while_it_is_shared() -> None:
+def test_a_step_replays_the_graph_of_its_path() -> None:
     model = object()
     runtime, graph_runner = Runtime(model, 8), _graph_runner(model)
     assert label_of_step(runtime, graph_runner, None) is None
     assert label_of_step(None, graph_runner, "lora") == "lora"
-    runtime.shares = True
-    assert label_of_step(runtime, graph_runner, None) == grouped_label(None) == "grouped"
+    runtime.path = Path.EXACT
+    assert label_of_step(runtime, graph_runner, None) == "grouped"
     assert label_of_step(runtime, graph_runner, "lora") == "lora+grouped"
+    runtime.path = Path.SPARSE
+    assert label_of_step(runtime, graph_runner, None) == "sparse"
     assert label_of_step(runtime, _graph_runner(object()), "lora") == "lora", "another model's runner"

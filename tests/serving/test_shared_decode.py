@@ -1,4 +1,4 @@
-"""Exact decode of shared slots against dense attention, over steps in which requests join, grow, leave and come back."""
+"""Exact decode of shared slots against dense attention: requests join, grow, leave and come back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 
 from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
-from sglang_ext.attention.shared_decode import DecodeBatch, SharedDecode, capacity
+from sglang_ext.attention.attentions import LayerShape
+from sglang_ext.attention.shared_decode import SharedDecode
+from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
+from sglang_ext.attention.step_buffers import capacity
 
 KV_HEADS, GQA, DIM = 2, 2, 16
 WIDTH, SLOTS = 900, 8192
@@ -27,16 +30,10 @@ class Server:
         self.rows: dict[int, int] = {}
         self.lens: dict[int, int] = {}
         fields: dict[str, Any] = {"max_batch": 8, "arena_size": 8192, "min_saved": 64, **options}
-        self.decode = SharedDecode(
-            num_qo_heads=KV_HEADS * GQA,
-            num_kv_heads=KV_HEADS,
-            head_dim=DIM,
-            v_head_dim=DIM,
-            dtype=torch.float32,
-            kv_dtype=torch.float32,
-            device=torch.device("cpu"),
-            **fields,
-        )
+        cpu, dtype = torch.device("cpu"), torch.float32
+        self.tracker = SlotTracker(fields["max_batch"], 2, cpu, "reference")
+        shape = LayerShape(KV_HEADS * GQA, KV_HEADS, DIM, DIM, dtype, dtype)
+        self.decode = SharedDecode(shape, self.tracker, fields["arena_size"], cpu, fields["min_saved"])
 
     def slots(self, count: int) -> torch.Tensor:
         taken, self.order = self.order[:count], self.order[count:]
@@ -50,8 +47,14 @@ class Server:
         self.table[row, len(shared) : len(shared) + own] = self.slots(own)
 
     def leave(self, serial: int) -> None:
-        self.decode.ended(serial)
+        self.tracker.ended(serial)
         del self.rows[serial], self.lens[serial]
+
+    def prepare(self, batch: DecodeBatch) -> bool:
+        if len(batch.serials) > self.tracker.max_batch:
+            return False
+        self.tracker.learn(batch)
+        return self.decode.prepare(batch)
 
     def step(self, serials: list[int], padded: int = 0) -> bool:
         """One decode step of all layers; the output of a prepared one is compared with dense attention."""
@@ -60,7 +63,7 @@ class Server:
             self.lens[serial] += 1
         lens = [self.lens[serial] for serial in serials]
         rows = torch.tensor([self.rows[serial] for serial in serials])
-        used = self.decode.prepare(DecodeBatch(serials, lens, self.table, rows, torch.tensor(lens)))
+        used = self.prepare(DecodeBatch(serials, lens, self.table, rows, torch.tensor(lens)))
         if used:
             q = torch.randn(len(serials) + padded, KV_HEADS * GQA, DIM)
             out = self.decode.attend(q, self.kv, 0.3)
@@ -80,7 +83,7 @@ def test_requests_share_from_their_third_step_on() -> None:
     for serial in (1, 2, 3):
         server.join(serial, prefix, 5)
     assert [server.step([1, 2, 3], padded=1) for _ in range(4)] == [False, False, True, True]
-    assert server.decode.snapshot() == {"requests": 3, "compared": 3, "plans": 1}
+    assert (len(server.tracker), len(server.tracker.prefixes), server.decode.plans) == (3, 3, 1)
 
 
 def test_slots_replaced_after_the_first_step_count() -> None:
@@ -157,7 +160,7 @@ def test_a_request_that_must_stay_alone_shares_nothing() -> None:
     lens = [305, 305]
     for _ in range(4):
         batch = DecodeBatch([1, None], lens, server.table, torch.tensor([1, 2]), torch.tensor(lens))
-        assert not server.decode.prepare(batch)
+        assert not server.prepare(batch)
 
 
 def test_a_list_has_room_for_at_least_one_more() -> None:

@@ -41,6 +41,7 @@ class ReferenceAttention:
         lse: Tensor,
         *,
         counts: Tensor | None = None,
+        head_map: Tensor | None = None,
     ) -> None:
         """As `GroupedAttention.run`: out = softmax(sm_scale * q k^T) v over all entries of the row's segments."""
         gqa = q.shape[1] // kv.num_kv_heads
@@ -48,7 +49,7 @@ class ReferenceAttention:
         lse.fill_(-torch.inf)
         for row in range(q.shape[0]):
             for head in range(kv.num_kv_heads):
-                listed = self._slots_of(row, head, slots, counts)
+                listed = self._slots_of(row, head if head_map is None else int(head_map[head]), slots, counts)
                 if listed is None:
                     continue
                 part = slice(head * gqa, (head + 1) * gqa)

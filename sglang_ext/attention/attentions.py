@@ -1,0 +1,109 @@
+"""Attention kernels by the size of a batch: one object for each height of the group's tile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.grouped_attention import Segment, TunedConfigs, block_m_for
+from prefix_kernels.grouped_attention.reference import ReferenceAttention
+from prefix_kernels.types import PagedKV
+
+logger = logging.getLogger(__name__)
+
+
+class Attends(Protocol):
+    """`GroupedAttention`, or its reference."""
+
+    def plan(self, *segments: Sequence[Segment]) -> None:
+        """Write the tables of the next runs."""
+
+    def run(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        slots: Tensor,
+        sm_scale: float,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        counts: Tensor | None = None,
+        head_map: Tensor | None = None,
+    ) -> None:
+        """Attend as planned."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer's attention.
+
+    Attributes:
+        num_qo_heads, num_kv_heads: of this rank.
+        head_dim, v_head_dim: channels of a key, and of a value.
+        dtype, kv_dtype: of queries, and of the KV pool.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def gqa(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
+class Attentions:
+    """What attends batches of each size, made when it is first asked for.
+
+    Args:
+        shape: of a layer.
+        max_batch: requests of a batch, at most.
+        device: of the KV pool. On a CPU the reference attends.
+    """
+
+    def __init__(self, shape: LayerShape, max_batch: int, device: torch.device) -> None:
+        self._shape = shape
+        self._max_batch = max_batch
+        self._device = device
+        self._configs = TunedConfigs.for_device(device) if device.type == "cuda" else None
+        self._found: dict[int, Attends] = {}
+        self._sizes: list[int] = []
+
+    def fits(self, size: int) -> bool:
+        """Whether batches of that size can be attended: none that is larger than the largest captured one."""
+        return size <= (self._sizes[-1] if self._sizes else self._max_batch)
+
+    def will_capture(self, size: int) -> None:
+        """Graphs of that size are captured; SGLang begins with the largest."""
+        if size not in self._sizes:
+            self._sizes = sorted([*self._sizes, size])
+
+    def padded(self, size: int) -> int:
+        """What SGLang pads a batch to: the least captured size that holds it; its own where none is captured."""
+        return next((one for one in self._sizes if one >= size), size)
+
+    def of(self, size: int) -> Attends:
+        """For batches of that size, padded: two passes, of groups and of single requests."""
+        if self._configs is None:
+            return self._found.setdefault(0, ReferenceAttention(self._max_batch))
+        from prefix_kernels.grouped_attention import AttentionShape, GroupedAttention
+
+        size = self.padded(size)
+        block_m = block_m_for(size, self._shape.gqa)
+        if block_m not in self._found:
+            sizes = self._sizes or range(size, self._max_batch + 1)
+            most = max(n for n in (*sizes, size) if block_m_for(n, self._shape.gqa) == block_m)
+            shape = AttentionShape(*astuple(self._shape))
+            passes = self._configs.passes(shape, size)
+            logger.debug("sparse attention: groups of up to %d requests: %s", most, passes)
+            self._found[block_m] = GroupedAttention(shape, most, passes, self._device)
+        return self._found[block_m]

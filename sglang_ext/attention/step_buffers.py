@@ -1,0 +1,144 @@
+"""The lists of slots of one decode step, in device buffers of fixed place: what captured kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.grouped_attention import Segment
+from prefix_kernels.launching import send
+from prefix_kernels.slot_lists import copy_slot_lists
+from sglang_ext.attention.slot_tracker import DecodeBatch
+
+_LIST_FIELDS = 5
+_SHORT = 4096
+_ROUND_SHORT, _ROUND_LONG = 128, 1024
+
+
+class PrefixRows(NamedTuple):
+    """A prefix and the requests of a batch that sit on its slots.
+
+    Attributes:
+        key: what makes two of them the same in two steps.
+        rows: batch rows, ascending.
+        length: tokens of the prefix.
+    """
+
+    key: Hashable
+    rows: tuple[int, ...]
+    length: int
+
+
+class StepLayout(NamedTuple):
+    """Where a batch's lists lie.
+
+    Attributes:
+        prefixes: the groups.
+        begins: per group, where its table of slots begins in the arena.
+        starts: per row, the first position of its own list; 0 without a prefix.
+        rooms: per row, entries that its list may have.
+        private: per row, the segment of its own list.
+    """
+
+    prefixes: tuple[PrefixRows, ...]
+    begins: tuple[int, ...]
+    starts: tuple[int, ...]
+    rooms: tuple[int, ...]
+    private: tuple[Segment, ...]
+
+
+def capacity(length: int) -> int:
+    """Entries that a list of `length` may grow to before the next plan: rounded up, at least one more."""
+    rounding = _ROUND_SHORT if length < _SHORT else _ROUND_LONG
+    return (length // rounding + 1) * rounding
+
+
+class StepBuffers:
+    """An arena of slots: the groups' own copies of their tables, then each request's own list.
+
+    Copies are made on the stream of the step before it runs: no captured kernel reads SGLang's table, whose rows may be
+    taken by another request while the step runs.
+
+    Attributes:
+        arena: [reserved + arena_size] int32; the first `reserved` entries are the caller's.
+        counts: [max_batch + reserved_counts, num_kv_heads] int32: row i has the entries of the list of batch row i; rows
+            from max_batch on are the caller's.
+
+    Args:
+        max_batch: requests of a batch, at most.
+        num_kv_heads: KV heads.
+        arena_size: slots of all lists of a batch, at most.
+        device: of the KV pool.
+        implementation: of `copy_slot_lists`.
+        reserved, reserved_counts: see above.
+    """
+
+    def __init__(
+        self,
+        max_batch: int,
+        num_kv_heads: int,
+        arena_size: int,
+        device: torch.device,
+        implementation: str,
+        *,
+        reserved: int = 0,
+        reserved_counts: int = 0,
+    ) -> None:
+        self.max_batch = max_batch
+        self._implementation = implementation
+        self._reserved = reserved
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.arena = integers(reserved + arena_size)
+        self.counts = integers(max_batch + reserved_counts, num_kv_heads)
+        self._lists = integers(max_batch, _LIST_FIELDS)
+        self._prefix_lists = integers(max_batch, _LIST_FIELDS)
+        self._prefix_counts = integers(max_batch, num_kv_heads)
+
+    def lay_out(self, seq_lens: Sequence[int], prefixes: Sequence[PrefixRows]) -> StepLayout | None:
+        """Where the lists of a batch would lie; None where they do not fit. Writes nothing.
+
+        Args:
+            seq_lens: tokens of each request.
+            prefixes: a row stands in one of them at most.
+        """
+        starts = [0] * len(seq_lens)
+        for prefix in prefixes:
+            for row in prefix.rows:
+                starts[row] = prefix.length
+        private_lens = [length - start for length, start in zip(seq_lens, starts, strict=True)]
+        rooms = [capacity(length) for length in private_lens]
+        needed = sum(prefix.length for prefix in prefixes) + sum(rooms)
+        if min(private_lens) < 1 or self._reserved + needed > len(self.arena) or len(seq_lens) > self.max_batch:
+            return None
+        at, begins, private = self._reserved, [], []
+        for prefix in prefixes:
+            begins.append(at)
+            at += prefix.length
+        for row, room in enumerate(rooms):
+            private.append(Segment((row,), room, list_begin=at, list_id=row))
+            at += room
+        return StepLayout(tuple(prefixes), tuple(begins), tuple(starts), tuple(rooms), tuple(private))
+
+    def place(self, layout: StepLayout, batch: DecodeBatch) -> None:
+        """Begin a layout: send its tables, copy the groups' slots out of the rows of their first members."""
+        fields = (layout.starts, layout.private)
+        listed = [(row, start, -1, s.list_begin, s.length) for row, (start, s) in enumerate(zip(*fields, strict=True))]
+        send(torch.tensor(listed, dtype=torch.int32), self._lists)
+        if layout.prefixes:
+            pairs = zip(layout.prefixes, layout.begins, strict=True)
+            copied = [(one.rows[0], 0, one.length, begin, one.length) for one, begin in pairs]
+            send(torch.tensor(copied, dtype=torch.int32), self._prefix_lists)
+            self._copy(batch, self._prefix_lists[: len(copied)], self._prefix_counts)
+
+    def refresh(self, batch: DecodeBatch) -> None:
+        """Copy each request's own list as it is in this step."""
+        self._copy(batch, self._lists[: len(batch.seq_lens)], self.counts)
+
+    def _copy(self, batch: DecodeBatch, lists: Tensor, counts: Tensor) -> None:
+        copy_slot_lists(*batch.tables, lists, self.arena, counts, implementation=self._implementation)
