@@ -1,13 +1,18 @@
 """Which recipe of the selection benchmark wins, by the rule of `sglang_ext.calibration.winner`: time at a stated error.
 
-Rows of captured data give each recipe's error by keep ratio, `sglang_ext.calibration.step_time` what its selection and
-attention of what it chose take on a GPU.
+Rows of captured data give each recipe's error by keep ratio, that of its worst prompt, and
+`sglang_ext.calibration.step_time` what its selection and attention of what it chose take on a GPU. Whether that error
+tells recipes that lose answers from others is another table, of those whose answers were compared with dense:
+
+    python benchmarks/selection_winner.py
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_ext.calibration.step_time import EXACT_US, REFERENCE, SelectionTime, attention_us, selection_time
@@ -25,16 +30,30 @@ from sglang_ext.indexing import parse_spec
 ANCHOR_SHARES = (ANCHOR_SHARE, 1.0)
 """Where the table shows the time: the rule's own, and every layer selects. The first one decides."""
 
+RESULTS = Path(__file__).parent / "results"
+
+ANSWERED: tuple[tuple[str, float, str, dict[str, Any]], ...] = (
+    ("csa > tokens48 .25", 0.05, "accuracy-h200-default.jsonl", {"method": "two_level"}),
+    ("csa > tokens48 .25", 0.1, "accuracy-h200-default.jsonl", {"method": "two_level"}),
+    ("tokens int4 48ch", 0.05, "accuracy-h200-token_index.jsonl", {"method": "token_index"}),
+    ("tokens int4 48ch", 0.1, "accuracy-h200-token_index.jsonl", {"method": "token_index"}),
+    ("ab minmax int4", 0.3, "accuracy-h200-ab_sparse.jsonl", {"method": "ab_sparse"}),
+    ("ab minmax int4", 0.2, "accuracy-h200-ab_sparse.jsonl", {"method": "ab_sparse"}),
+    ("ab minmax int4", 0.1, "methods-h200-ab_sparse.jsonl", {"method": "ab_sparse"}),
+)
+"""Recipes whose answers were compared with dense in all layers: method of the rows, keep ratio, file, settings."""
+
 Row = dict[str, Any]
 
 
 class Candidate(NamedTuple):
-    """A recipe's means over prompts.
+    """A recipe over all prompts.
 
     Attributes:
         method: of the row.
-        stored_share: bytes stored over those of the bf16 KV.
-        points: (keep ratio, error), keep ratio ascending; the ratio is that of the budgets as measured.
+        stored_share: bytes stored over those of the bf16 KV, mean over prompts.
+        points: (keep ratio, error of the worst prompt), keep ratio ascending; the ratio is that of the budgets as
+            measured, mean over prompts.
         selection: what its selection takes; None: not timed.
     """
 
@@ -58,7 +77,7 @@ def candidates(rows: Iterable[Row]) -> list[Candidate]:
     for name, own in grouped.items():
         keeps = sorted(own[0]["points"], key=float)
         kept = [_mean(row["points"][k]["budget"] / row["prefix_len"] for row in own) for k in keeps]
-        points = tuple(zip(kept, (_mean(row["points"][k]["error"] for row in own) for k in keeps), strict=True))
+        points = tuple(zip(kept, (max(row["points"][k]["error"] for row in own) for k in keeps), strict=True))
         time = selection_time(parse_spec(own[0]["spec"]), _head_dim(own[0]))
         found.append(Candidate(name, _mean(row["stored_share"] for row in own), points, time))
     return [one for one in found if one.stored_share <= MAX_STORED_SHARE + TOLERANCE]
@@ -75,7 +94,7 @@ def verdict(found: Sequence[Candidate]) -> str:
     """The table of times, the winner at each anchor share, and who was left out and why."""
     shares = " | ".join(f"step, {_share(share)} of the layers select" for share in ANCHOR_SHARES)
     lines = [
-        f"**Time per layer of a step at an output error of {TARGET_ERROR:g}** (captured; at most "
+        f"**Time per layer of a step at an output error of {TARGET_ERROR:g} in the worst prompt** (captured; at most "
         f"{MAX_STORED_SHARE:.0%} of the KV stored; us, {REFERENCE}; exact attention of the whole prefix "
         f"{EXACT_US:.1f})",
         "",
@@ -107,6 +126,29 @@ def verdict(found: Sequence[Candidate]) -> str:
     return "\n".join(lines)
 
 
+def agreement(rows: Sequence[Row]) -> str:
+    """The table of `ANSWERED`: errors of the captured rows, and of their cells the one that lost most answers."""
+    lines = [
+        "| recipe | kept | mean error | worst prompt's error | worst loss of answers [95%] | task, tokens |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, keep, file, config in ANSWERED:
+        errors = [
+            row["points"][f"{keep:g}"]["error"]
+            for row in rows
+            if row["source"] == "captured" and row["method"] == name and f"{keep:g}" in row["points"]
+        ]
+        asked = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+        asked = [row for row in asked if {**row["config"], **config, "keep_ratio": keep} == row["config"]]
+        worst = min(asked, key=lambda row: (row["difference"], row["low"]))
+        known = f"{_mean(errors):.3f} | {max(errors):.3f}" if errors else "- | -"
+        lines.append(
+            f"| {name} | {keep:.0%} | {known} | {100 * worst['difference']:+.1f} "
+            f"[{100 * worst['low']:+.1f}, {100 * worst['high']:+.1f}] | {worst['task']}, {worst['num_tokens']:,} |"
+        )
+    return "\n".join(lines)
+
+
 def _head_dim(row: Row) -> int:
     """From the bytes of a selection's bf16 keys and values."""
     point = next(iter(row["points"].values()))
@@ -128,3 +170,15 @@ def _share(share: float) -> str:
 def _mean(values: Iterable[float]) -> float:
     listed = list(values)
     return sum(listed) / len(listed)
+
+
+def main() -> None:
+    """Print the table of times and the recipes whose answers are known, from the committed results."""
+    from selection import read_rows
+
+    rows = read_rows(RESULTS / "selection-h200.jsonl.xz")
+    print(f"{verdict(candidates(rows))}\n\n{agreement(rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,9 @@
 """Which recipe and which budget a profile recommends, from the quality of selections on held-out prompts.
 
 The recipe is the one that wins by the rule of `winner`: the least time per layer of a decode step where it reaches the
-target error, of those whose index is small enough; the project's default stays unless another one surely takes less
-than 0.9 of its time. Where no recipe reaches the error with the tried budgets, those that were timed are compared by
-their error at the largest tried one.
+target error in the worst prompt, of those whose index is small enough; the project's default stays unless another one
+surely takes less than 0.9 of its time. Where no recipe reaches the error with the tried budgets, those that were timed
+are compared by their error at the largest tried one.
 
 The budget is the least tried one that reaches the error, else the largest. Budgets that serving would raise to its
 floor are left out: what was measured is not what the ratio says.
@@ -53,9 +53,11 @@ FIGURES = ("recall", "oracle_recall", "error", "read_share", "stored_share", "ke
 AT_FLOOR = 1.2
 """A row whose budgets are more than so many times its keep ratio tells of the floor (`min_top_k`), not of the ratio."""
 
+_REACHED = f"an output error of {TARGET_ERROR:g} in the worst prompt"
+
 
 class RecipeQuality(msgspec.Struct, frozen=True, kw_only=True):
-    """One recipe at one budget; means over prompts, tokens and the layers that are not dense.
+    """One recipe at one budget; means over prompts, tokens and the layers that are not dense, but for `worst_error`.
 
     Attributes:
         name: of the recipe.
@@ -63,6 +65,7 @@ class RecipeQuality(msgspec.Struct, frozen=True, kw_only=True):
         recall: attention mass that the selection holds.
         oracle_recall: what the best tokens of that budget hold.
         error: relative error of the attention output over the prefix.
+        worst_error: the same of the prompt that has the greatest; what the rule goes by.
         read_share: bytes of index, keys and values that a step reads, over those that dense attention reads (bf16).
         stored_share: bytes of the index over those of the bf16 keys and values.
         kept_share: tokens of the budget over those of the prefix; more than `keep_ratio` where the floor is more.
@@ -73,6 +76,7 @@ class RecipeQuality(msgspec.Struct, frozen=True, kw_only=True):
     recall: float
     oracle_recall: float
     error: float
+    worst_error: float
     read_share: float
     stored_share: float
     kept_share: float
@@ -211,12 +215,13 @@ def measure_quality(
 def quality_table(
     quality: Tensor, names: Sequence[str], keep_ratios: Sequence[float] = KEEP_RATIOS
 ) -> list[RecipeQuality]:
-    """Rows of [num_prompts, num_recipes, num_keep_ratios, 6], mean over prompts."""
+    """Rows of [num_prompts, num_recipes, num_keep_ratios, 6]: means over prompts, and the error of the worst one."""
     means = quality.mean(dim=0).tolist()
+    worst = quality[..., FIGURES.index("error")].amax(dim=0).tolist()
     return [
-        RecipeQuality(name=name, keep_ratio=ratio, **dict(zip(FIGURES, row, strict=True)))
-        for name, per_ratio in zip(names, means, strict=True)
-        for ratio, row in zip(keep_ratios, per_ratio, strict=True)
+        RecipeQuality(name=name, keep_ratio=ratio, worst_error=error, **dict(zip(FIGURES, row, strict=True)))
+        for name, per_ratio, errors in zip(names, means, worst, strict=True)
+        for ratio, row, error in zip(keep_ratios, per_ratio, errors, strict=True)
     ]
 
 
@@ -244,19 +249,19 @@ def recommend(
     rows = {name: _usable(table, name) for name in recipes}
     small = {name for name, own in rows.items() if own[0].stored_share <= MAX_STORED_SHARE + TOLERANCE}
     times = {
-        name: timed([(row.kept_share, row.error) for row in rows[name]], time, anchor_share)
+        name: timed([(row.kept_share, row.worst_error) for row in rows[name]], time, anchor_share)
         for name, spec in recipes.items()
         if name in small and (time := selection_time(spec, head_dim)) is not None
     }
     name, why = _recipe(default, rows, small, times, anchor_share)
     chosen = _budget(rows[name])
     reason = (
-        f"{why}; with a budget of {chosen.keep_ratio:.0%} its error is {chosen.error:.3f}, a step reads "
-        f"{chosen.read_share:.1%} of dense, and the selection holds {chosen.recall:.3f} of the attention (the best "
-        f"tokens: {chosen.oracle_recall:.3f})"
+        f"{why}; with a budget of {chosen.keep_ratio:.0%} its error is {chosen.worst_error:.3f} in the worst "
+        f"prompt and {chosen.error:.3f} in the mean, a step reads {chosen.read_share:.1%} of dense, and the selection "
+        f"holds {chosen.recall:.3f} of the attention (the best tokens: {chosen.oracle_recall:.3f})"
     )
-    if chosen.error > TARGET_ERROR:
-        reason += f"; no tried budget of it reaches an output error of {TARGET_ERROR:g}"
+    if chosen.worst_error > TARGET_ERROR:
+        reason += f"; no tried budget of it reaches {_REACHED}"
     if chosen.at_floor:
         reason += (
             f"; the prompts are so short that the smallest budget is {chosen.kept_share:.0%} of them: give prompts as "
@@ -271,7 +276,7 @@ def _usable(table: Sequence[RecipeQuality], name: str) -> list[RecipeQuality]:
     if not own:
         raise ValueError(f"expected the quality of {name}, got none; measure every recipe on held-out prompts")
     for row in own:
-        for figure in FIGURES:
+        for figure in (*FIGURES, "worst_error"):
             if not math.isfinite(getattr(row, figure)):
                 raise ValueError(
                     f"expected a finite {figure} of {name} at {row.keep_ratio:.0%}, got {getattr(row, figure)}; "
@@ -282,7 +287,7 @@ def _usable(table: Sequence[RecipeQuality], name: str) -> list[RecipeQuality]:
 
 def _budget(own: Sequence[RecipeQuality]) -> RecipeQuality:
     """The recommended one of a recipe's rows, keep ratio ascending."""
-    return next((row for row in own if row.error <= TARGET_ERROR), own[-1])
+    return next((row for row in own if row.worst_error <= TARGET_ERROR), own[-1])
 
 
 def _recipe(
@@ -295,12 +300,11 @@ def _recipe(
     """The recipe and why: the first part of the reason."""
     if default in small and default not in times:
         return default, f"{default} stays: its selection has no measured time, so it cannot be compared"
-    reached = f"an output error of {TARGET_ERROR:g}"
     fastest = min(times, key=lambda name: times[name].most_us, default=default)
     if default not in small:
         large = f"{default}'s index takes more than {MAX_STORED_SHARE:.0%} of the KV"
         if fastest == default or math.isinf(times[fastest].most_us):
-            return default, f"{large}, but no other recipe of a measured time reaches {reached} in its place"
+            return default, f"{large}, but no other recipe of a measured time reaches {_REACHED} in its place"
         return fastest, f"{_takes(fastest, times[fastest], anchor_share)}; {large}"
     own = times[default]
     if not math.isinf(times[fastest].most_us) and times[fastest].most_us < CLEARLY_BETTER * own.least_us:
@@ -308,12 +312,12 @@ def _recipe(
         return fastest, f"{_takes(fastest, times[fastest], anchor_share)}; {other}"
     if math.isfinite(own.keep_ratio):
         return default, f"no recipe surely takes clearly less; {_takes(default, own, anchor_share)}"
-    error = {name: rows[name][-1].error for name in times}
+    error = {name: rows[name][-1].worst_error for name in times}
     best = min(error, key=lambda name: error[name])
     name = best if error[best] < CLEARLY_BETTER * error[default] else default
     kept = rows[name][-1].keep_ratio
     why = (
-        f"no recipe whose time is known there reaches {reached} with the tried budgets; at {kept:.0%} {name} has "
+        f"no recipe whose time is known there reaches {_REACHED} with the tried budgets; at {kept:.0%} {name} has "
         f"{error[name]:.3f}"
     )
     return name, why if name == default else f"{why}, {default} {error[default]:.3f}"
@@ -322,8 +326,8 @@ def _recipe(
 def _takes(name: str, time: Timed, anchor_share: float) -> str:
     slow = f", no less than exact attention's {EXACT_US:.1f}" if time.least_us >= EXACT_US else ""
     return (
-        f"{name} reaches an output error of {TARGET_ERROR:g} with {time.keep_ratio:.1%} kept and takes {_us(time)} per "
-        f"layer of a step then{slow} ({anchor_share:.1%} of the layers select; {REFERENCE})"
+        f"{name} reaches {_REACHED} with {time.keep_ratio:.1%} kept and takes {_us(time)} per layer of a step "
+        f"then{slow} ({anchor_share:.1%} of the layers select; {REFERENCE})"
     )
 
 

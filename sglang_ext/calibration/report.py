@@ -196,13 +196,22 @@ def _dense_heads(shown: Shown) -> str:
 
 
 def _quality(rows: Sequence[RecipeQuality]) -> str:
-    head = ("recipe", "keep ratio", "recall", "best tokens", "relative output error", "bytes read of dense", "stored")
+    head = (
+        "recipe",
+        "keep ratio",
+        "recall",
+        "best tokens",
+        "relative output error",
+        "in the worst prompt",
+        "bytes read of dense",
+        "stored",
+    )
     return _table(
         head,
         [
             (
-                r.name, f"{r.keep_ratio:.0%}", r.recall, r.oracle_recall, r.error, f"{r.read_share:.1%}",
-                f"{r.stored_share:.1%}",
+                r.name, f"{r.keep_ratio:.0%}", r.recall, r.oracle_recall, r.error, r.worst_error,
+                f"{r.read_share:.1%}", f"{r.stored_share:.1%}",
             )
             for r in rows
         ],

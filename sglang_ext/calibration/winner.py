@@ -5,9 +5,11 @@ least time per layer of a decode step:
 
     anchor_share * selection + attention of the keep ratio that reaches the error
 
-with the times of `step_time`. That keep ratio is read off the recipe's measured errors: interpolated between two
-measured keep ratios, log against log, never beyond them. A recipe that nothing was timed for is left out, and so is one
-that does not reach the error. Dense layers take the same with every recipe and do not count.
+with the times of `step_time`. The error is that of the worst prompt: the mean over its tokens, heads and layers, then
+the greatest over the prompts. A mean over prompts hides a task that a recipe fails at. The keep ratio is read off the
+recipe's measured errors: interpolated between two measured keep ratios, log against log, never beyond them. A recipe
+that nothing was timed for is left out, and so is one that does not reach the error. Dense layers take the same with
+every recipe and do not count.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from sglang_ext.calibration.step_time import SelectionTime, attention_us
 MAX_STORED_SHARE = 0.15
 """Bytes of an index over those of the bf16 KV."""
 
-TARGET_ERROR = 0.25
-"""Output error that a recipe has to reach. The first default, CSAttention's candidates ranked by the token index, has
-0.255 at 5% kept on captured decode steps of the shipped model (`benchmarks/results/selection-h200.jsonl.xz`); with it,
-in all layers, that model answered as well as dense in 12 of 14 cells, and 0.2 and 0.4 points worse in two, whose 95%
-intervals hold zero (`accuracy-h200-default.jsonl`). So this much error is known to be harmless there."""
+TARGET_ERROR = 0.32
+"""Output error that a recipe has to reach in the worst prompt. The first default, CSAttention's candidates ranked by
+the token index, has 0.320 at 5% kept in the worst of 56 captured prompts of the shipped model
+(`benchmarks/results/selection-h200.jsonl.xz`); with it, in all layers, that model answered as well as dense in 12 of 14
+cells, and 0.2 and 0.4 points worse in two, whose 95% intervals hold zero (`accuracy-h200-default.jsonl`). Blocks of 16
+at 20% kept have less error than it in the mean over prompts, but 0.509 in the worst one, and lost 10.4 points
+(`accuracy-h200-ab_sparse.jsonl`)."""
 
 ANCHOR_SHARE = 1 / 8
 """Layers that select, of those that select or reuse, where a recipe is chosen for a model that is not known yet: 4
@@ -54,7 +58,7 @@ def keep_for_error(points: Sequence[tuple[float, float]], error: float = TARGET_
     """The least keep ratio that reaches an error.
 
     Args:
-        points: (keep ratio, error) as measured, keep ratio ascending.
+        points: (keep ratio, error of the worst prompt) as measured, keep ratio ascending.
         error: to be reached, above 0.
 
     Returns:
