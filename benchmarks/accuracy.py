@@ -3,7 +3,8 @@
 For each task and length it makes documents, prebuilds their indexes with `sglang-ext prebuild`, starts a server
 with `--sparse-attn`, asks every question once dense (per-request opt-out: SGLang's own backend) and once sparse,
 and writes one JSON line per task and length with both accuracies, the difference with its 95% interval, and the
-keep ratio that the server counted. `--table` prints the rows of result files as a Markdown table.
+keep ratio that the server counted. `--table` prints the rows of result files as a Markdown table, `--summary` what they
+say in a line per keep ratio and length.
 
     python benchmarks/accuracy.py --out results.jsonl --lengths 8192 --questions 512 \\
         --config '{"keep_ratio": 0.1}' -- --device cpu --dtype float32 --attention-backend torch_native ...
@@ -175,6 +176,31 @@ def table(paths: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def summary(paths: Sequence[str]) -> str:
+    """Of each file, keep ratio and length: the task that loses most, and the mean over tasks, as one Markdown table."""
+    lines = [
+        "| method | backend | keep ratio | tokens | worst task | difference [95%] | mean over tasks "
+        "| sparse steps, least |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for path in paths:
+        cells: dict[tuple[str, str, float, int], list[dict[str, Any]]] = {}
+        for row in map(json.loads, Path(path).read_text().splitlines()):
+            config = row["config"]
+            key = (config.get("method", "its default"), _backend(row["flags"]), config["keep_ratio"], row["num_tokens"])
+            cells.setdefault(key, []).append(row)
+        for (method, backend, keep, tokens), own in sorted(cells.items()):
+            worst = min(own, key=lambda row: (row["difference"], row["low"]))
+            mean = sum(row["difference"] for row in own) / len(own)
+            steps = min(row["sparse_rows"] / (row["sparse_rows"] + row["dense_rows_in_sparse_pass"]) for row in own)
+            lines.append(
+                f"| {method} | {backend} | {keep:.0%} | {tokens} | {worst['task']} "
+                f"| {worst['difference']:+.1%} [{worst['low']:+.1%}, {worst['high']:+.1%}] "
+                f"| {mean:+.2%} | {steps:.1%} |"
+            )
+    return "\n".join(lines)
+
+
 def _backend(flags: Sequence[str]) -> str:
     return flags[flags.index("--attention-backend") + 1] if "--attention-backend" in flags else "default"
 
@@ -193,6 +219,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--store", type=Path, help="index store to use and keep; default: a temporary one")
     parser.add_argument("--out", default="accuracy.jsonl", help="result file; rows are appended")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    parser.add_argument("--summary", nargs="+", metavar="FILE", help="the same, one line per keep ratio and length")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS")
     return parser.parse_args(argv)
 
@@ -202,6 +229,9 @@ def main() -> None:
     args = parse()
     if args.table:
         print(table(args.table))
+        return
+    if args.summary:
+        print(summary(args.summary))
         return
     out = Path(args.out)
     origin = provenance(args)
