@@ -169,7 +169,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--tie",
         type=float,
         default=0.13,
-        help="nats; two tokens that near are equally good. Default: two steps of bf16 between 8 and 16, where logits are",
+        help="nats; two tokens that near are equally good. Default: two steps of bf16 between 8 and 16",
     )
     parser.add_argument("--config", default='{"share_prefixes": true}', help="--sparse-attn-config as JSON")
     parser.add_argument("--seed", type=int, default=0)

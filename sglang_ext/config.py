@@ -51,9 +51,7 @@ class ConfigError(ValueError):
 
 
 class Build(str, Enum):
-    """What this process makes of the prompts that it prefills from their first token: nothing, indexes, or captures
-    for calibration.
-    """
+    """What this process makes of prompts that it prefills from their first token."""
 
     OFF = "off"
     PREFILL = "prefill"
@@ -69,9 +67,7 @@ class PrefetchPolicy(str, Enum):
 
 
 class DecodePath(str, Enum):
-    """What decode steps inside CUDA graphs run on: what is fastest by the costs measured at the start, SGLang's own
-    backend, groups that attend everything, or groups that select wherever an index is ready.
-    """
+    """Of decode steps inside CUDA graphs: the fastest by measured costs, SGLang's own, all attended, or selected."""
 
     AUTO = "auto"
     STOCK = "stock"
@@ -96,8 +92,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         keep_ratio: budget of one request as a fraction of its prefix, sink and recent window included.
         top_k: budget in tokens; overrides `keep_ratio` and `min_top_k`.
         min_top_k: fewest tokens of a budget by `keep_ratio` (Kascade: k = min(max(0.1 L, 128), L)).
-        share_prefixes: whether requests whose slots are the same decode exactly with these read once, no index needed;
-            null: on a GPU. See `min_shared_tokens`.
+        share_prefixes: whether requests on the same slots decode as a group, exactly, without an index; null: on a GPU.
         min_shared_tokens: reads that such groups must save in a step, at least: shared tokens times members less one.
         decode_path: what decode steps inside CUDA graphs run on: `auto`, or one path (`stock`, `exact`, `sparse`).
         search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members

@@ -63,7 +63,7 @@ class Counters:
         self._layer_steps[layer] += 1
 
     def count_attended(self, attended: Sequence[int], prefix: int) -> None:
-        """One step of known budgets: per layer, tokens of prefixes attended, and what they were of; once per request."""
+        """One step of known budgets: tokens of prefixes that each layer attended, and of how many; once per request."""
         for layer, tokens in enumerate(attended):
             self._planned[layer] += tokens
             self._prefix[layer] += prefix

@@ -64,8 +64,8 @@ class StepBuffers:
 
     Attributes:
         arena: [reserved + arena_size] int32; the first `reserved` entries are the caller's.
-        counts: [max_batch + reserved_counts, num_kv_heads] int32: row i has the entries of the list of batch row i; rows
-            from max_batch on are the caller's.
+        counts: [max_batch + reserved_counts, num_kv_heads] int32: row i has the entries of the list of batch row i;
+            rows from max_batch on are the caller's.
 
     Args:
         max_batch: requests of a batch, at most.

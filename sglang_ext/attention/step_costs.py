@@ -1,7 +1,7 @@
 """What a layer of a decode step costs on this GPU: measured at the start, for the choice between paths.
 
-Two lists of different length give a line: microseconds of a launch, and microseconds per token of a list. A list is read
-once, whoever attends it, so the lengths of a batch's lists add up.
+Two lists of different length give a line: microseconds of a launch, and microseconds per token of a list. A list is
+read once, whoever attends it, so the lengths of a batch's lists add up.
 """
 
 from __future__ import annotations
