@@ -40,8 +40,7 @@ CONFIG: dict[str, Any] = {
 class Server:
     """A table of slots, KV of all layers, requests on indexed prefixes."""
 
-    def __init__(self, device: torch.device, max_batch: int = 6) -> None:
-        dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    def __init__(self, device: torch.device, max_batch: int = 6, dtype: torch.dtype = torch.float32) -> None:
         gen = torch.Generator().manual_seed(0)
         self.device, self.gen = device, gen
         self.caches = [
@@ -122,13 +121,17 @@ class Server:
             wanted = self.reference.run(q[: len(serials)], kv, plan, layer, DIM**-0.5)
             assert not out[len(serials) :].any()
             off = (out[: len(serials)].float() - wanted.float()).norm(dim=2) / wanted.float().norm(dim=2)
-            # In bf16 a token at the threshold may change places with its neighbour: that is no more than its weight.
-            assert float(off.max()) < (1e-4 if INTERPRETED else 0.05)
+            if q.dtype is torch.float32:
+                assert float(off.max()) < 1e-4
+            else:  # scores are rounded otherwise: a token at the threshold may change places with its neighbour
+                assert float(off.median()) < 0.01
+                assert float(off.max()) < 0.5
         return list(self.sparse.kept)
 
 
-def test_groups_and_single_requests_with_and_without_an_index(device: torch.device) -> None:
-    server = Server(device)
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16], ids=str)
+def test_groups_and_single_requests_with_and_without_an_index(dtype: torch.dtype, device: torch.device) -> None:
+    server = Server(device, dtype=dtype)
     first, second = server.prefix(300), server.prefix(210)
     for serial in (1, 2, 3):
         server.join(serial, *first, 5 + serial)
