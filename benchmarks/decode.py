@@ -3,6 +3,7 @@
 
     python benchmarks/decode.py --out decode.jsonl               # measure; rows are appended, none is measured twice
     python benchmarks/decode.py --table decode.jsonl             # print result files as Markdown
+    python benchmarks/decode.py --table decode.jsonl --plot decode.png
     python benchmarks/decode.py --out decode.jsonl --starts 3    # three starts of each engine, in turns
     python benchmarks/decode.py --out tiny.jsonl --shape tiny ...  # a machine without a GPU: tries the script, no more
 
@@ -26,10 +27,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from decode_plot import name_of, plot
 from dummy_server import SHAPES, write_model
 from kernel_rows import commit
 
@@ -42,7 +45,8 @@ SKIPPED = 20
 """First steps of a request that are not counted."""
 SPARE = 24
 """Tokens that the other requests of a batch generate beyond the measured one's."""
-KEY = ("engine", "path", "context", "batch", "start", "shape", "page", "tokens")
+KEY = ("engine", "path", "context", "batch", "start", "shape", "page", "tokens", "config", "flags")
+"""What tells one cell from another: a row that has all of it is not measured again."""
 
 _FLAGS = ["--load-format", "dummy", "--skip-tokenizer-init", "--random-seed", "0", "--sampling-backend", "pytorch"]
 _FLAGS += ["--grammar-backend", "none", "--log-level", "info"]
@@ -106,7 +110,7 @@ class Cell:
             return times
 
         times = self._wait(run())
-        return [after - before for before, after in zip(times, times[1:], strict=False)][SKIPPED:]
+        return [after - before for before, after in pairwise(times)][SKIPPED:]
 
     def shared_steps(self) -> int:
         """Steps that the plugin attended, so far; 0 in a stock engine."""
@@ -128,6 +132,23 @@ def _sampling(tokens: int, stock: bool) -> Row:
     return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **own}
 
 
+def missing(args: argparse.Namespace, origin: Row) -> list[Row]:
+    """Beginnings of the rows that the result file does not hold yet, in the order in which they are measured."""
+    paths = ("shared", "stock") if origin["engine"] == "plugin" else ("stock",)
+    known = [_key(row) for row in read([args.out])] if Path(args.out).exists() else []
+    cells = [
+        {**origin, "path": path, "context": context, "batch": batch}
+        for context in args.contexts
+        for batch in args.batches
+        for path in paths
+    ]
+    return [row for row in cells if _key(row) not in known]
+
+
+def _key(row: Row) -> list[Any]:
+    return [row[key] for key in KEY]
+
+
 def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     """One start of one engine: all of its cells that the result file does not hold yet."""
     from sglang.srt.plugins import load_plugins
@@ -136,31 +157,28 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import prepare_server_args
 
-    paths = ("shared", "stock") if engine == "plugin" else ("stock",)
     origin = {"engine": engine, "start": start, "tokens": args.tokens, **provenance(args)}
-    known = {tuple(row[key] for key in KEY) for row in read([args.out])} if Path(args.out).exists() else set()
+    wanted = missing(args, origin)
+    if not wanted:
+        return
     with tempfile.TemporaryDirectory() as name:
         model, store = write_model(Path(name) / "model", args.shape), Path(name) / "store"
         store.mkdir()
         running = Engine(server_args=prepare_server_args(engine_flags(args, engine, model, store)))
         try:
             cell = Cell(running, args.seed + start, int(SHAPES[args.shape]["vocab_size"]))
-            for context in args.contexts:
-                for batch in args.batches:
-                    for path in paths:
-                        row = {**origin, "path": path, "context": context, "batch": batch}
-                        if tuple(row[key] for key in KEY) in known:
-                            continue
-                        before = cell.shared_steps()
-                        steps = cell.steps(context, batch, args.tokens, stock=path == "stock")
-                        row |= {"steps": len(steps), "shared_steps": cell.shared_steps() - before, **_times(steps)}
-                        with Path(args.out).open("a") as file:
-                            file.write(json.dumps(row) + "\n")
-                        print(
-                            f"{engine:10s} {path:6s} {context:7d} tokens, batch {batch:3d}: {row['ms']:8.3f} ms "
-                            f"({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {row['shared_steps']} shared steps",
-                            flush=True,
-                        )
+            for row in wanted:
+                before = cell.shared_steps()
+                steps = cell.steps(row["context"], row["batch"], args.tokens, stock=row["path"] == "stock")
+                row |= {"steps": len(steps), "shared_steps": cell.shared_steps() - before, **_times(steps)}
+                with Path(args.out).open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(
+                    f"{engine:10s} {row['path']:6s} {row['context']:7d} tokens, batch {row['batch']:3d}: "
+                    f"{row['ms']:8.3f} ms ({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), "
+                    f"{row['shared_steps']} shared steps",
+                    flush=True,
+                )
         finally:
             running.shutdown()
 
@@ -197,10 +215,11 @@ def table(rows: Sequence[Row]) -> str:
     """Medians over the starts, in ms, and the share of the best dense step of the same device and shape."""
     cells: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for row in rows:
-        name = row["engine"] if row["path"] == "stock" and row["engine"] != "plugin" else f"plugin, {row['path']}"
         group = (row["device"], row["shape"], row["page"], row["context"], row["batch"])
-        cells.setdefault(group, {}).setdefault(name, []).append(row["ms"])
-    names = [name for name in (*ENGINES[:2], "plugin, stock", "plugin, shared") if any(name in c for c in cells.values())]
+        cells.setdefault(group, {}).setdefault(name_of(row), []).append(row["ms"])
+    names = [
+        name for name in (*ENGINES[:2], "plugin, stock", "plugin, shared") if any(name in c for c in cells.values())
+    ]
     lines = [
         "| device, shape, page | tokens | batch | " + " | ".join(names) + " | shared over the best dense |",
         "|---" * (len(names) + 4) + "|",
@@ -237,9 +256,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder that keeps the engines' logs")
     parser.add_argument("--out", default="decode.jsonl", help="result file; rows are appended")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    parser.add_argument("--plot", metavar="FILE.png", help="with --table: draw the same rows, too")
     parser.add_argument("--one", nargs=2, metavar=("ENGINE", "START"), help=argparse.SUPPRESS)
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of the engine")
     args = parser.parse_args(argv)
+    if args.plot and args.table is None:
+        parser.error("expected --table FILE with --plot: the rows to draw")
     if args.table is None:
         import torch
 
@@ -252,7 +274,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse(argv)
     if args.table is not None:
-        print(table(read(args.table)))
+        rows = read(args.table)
+        print(table(rows))
+        if args.plot:
+            plot(rows, args.plot)
         return 0
     if args.one:
         measure(args, args.one[0], int(args.one[1]))
