@@ -3,6 +3,7 @@
 
     python benchmarks/decode.py --out decode.jsonl               # measure; rows are appended, none is measured twice
     python benchmarks/decode.py --table decode.jsonl             # print result files as Markdown
+    python benchmarks/decode.py --table decode.jsonl --plot decode.png
     python benchmarks/decode.py --out decode.jsonl --starts 3    # three starts of each engine, in turns
     python benchmarks/decode.py --out tiny.jsonl --shape tiny ...  # a machine without a GPU: tries the script, no more
 
@@ -34,6 +35,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from decode_plot import name_of, place_of, plot
 from dummy_server import SHAPES, write_model
 from kernel_rows import commit
 
@@ -48,7 +50,8 @@ SKIPPED = 20
 """First steps of a request that are not counted."""
 SPARE = 24
 """Tokens that the other requests of a batch generate beyond the measured one's."""
-KEY = ("engine", "path", "plan", "context", "batch", "start", "shape", "page", "tokens")
+KEY = ("engine", "path", "plan", "context", "batch", "start", "shape", "page", "tokens", "config", "flags")
+"""What tells one cell from another: a row that has all of it is not measured again."""
 
 _FLAGS = ["--load-format", "dummy", "--skip-tokenizer-init", "--random-seed", "0", "--sampling-backend", "pytorch"]
 _FLAGS += ["--grammar-backend", "none", "--log-level", "info"]
@@ -151,6 +154,24 @@ def _sampling(tokens: int, stock: bool) -> Row:
     return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **own}
 
 
+def missing(args: argparse.Namespace, origin: Row) -> list[Row]:
+    """Beginnings of the rows that the result file does not hold yet, in the order in which they are measured."""
+    engine = origin["engine"]
+    paths = {"plugin": ("shared", "stock")}.get(engine, ("stock",) if engine in STOCK else (engine,))
+    known = [_key(row) for row in read([args.out])] if Path(args.out).exists() else []
+    cells = [
+        {**origin, "path": path, "context": context, "batch": batch}
+        for context in args.contexts
+        for batch in args.batches
+        for path in paths
+    ]
+    return [row for row in cells if _key(row) not in known]
+
+
+def _key(row: Row) -> list[Any]:
+    return [row[key] for key in KEY]
+
+
 def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     """One start of one engine: all of its cells that the result file does not hold yet."""
     from sglang.srt.plugins import load_plugins
@@ -159,33 +180,29 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import prepare_server_args
 
-    paths = {"plugin": ("shared", "stock")}.get(engine, ("stock",) if engine in STOCK else (engine,))
     origin = {"engine": engine, "start": start, "tokens": args.tokens, **provenance(args)}
-    known = {tuple(row[key] for key in KEY) for row in read([args.out])} if Path(args.out).exists() else set()
+    wanted = missing(args, origin)
+    if not wanted:
+        return
     with tempfile.TemporaryDirectory() as name:
         model, store = write_model(Path(name) / "model", args.shape), Path(name) / "store"
         store.mkdir()
         running = Engine(server_args=prepare_server_args(engine_flags(args, engine, model, store)))
         try:
             cell = Cell(running, args.seed + start, int(SHAPES[args.shape]["vocab_size"]))
-            for context in args.contexts:
-                for batch in args.batches:
-                    for path in paths:
-                        row = {**origin, "path": path, "context": context, "batch": batch}
-                        if tuple(row[key] for key in KEY) in known:
-                            continue
-                        cell.prefix(context)
-                        before = cell.counted()
-                        steps = cell.steps(context, batch, args.tokens, stock=path == "stock")
-                        ours = {name: count - before[name] for name, count in cell.counted().items()}
-                        row |= {"steps": len(steps), **ours, **_times(steps)}
-                        with Path(args.out).open("a") as file:
-                            file.write(json.dumps(row) + "\n")
-                        print(
-                            f"{engine:10s} {path:6s} {context:7d} tokens, batch {batch:3d}: {row['ms']:8.3f} ms "
-                            f"({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {ours}",
-                            flush=True,
-                        )
+            for row in wanted:
+                cell.prefix(row["context"])
+                before = cell.counted()
+                steps = cell.steps(row["context"], row["batch"], args.tokens, stock=row["path"] == "stock")
+                ours = {name: count - before[name] for name, count in cell.counted().items()}
+                row |= {"steps": len(steps), **ours, **_times(steps)}
+                with Path(args.out).open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(
+                    f"{engine:10s} {row['path']:6s} {row['context']:7d} tokens, batch {row['batch']:3d}: "
+                    f"{row['ms']:8.3f} ms ({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {ours}",
+                    flush=True,
+                )
         finally:
             running.shutdown()
 
@@ -220,15 +237,12 @@ def read(paths: Sequence[str]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Medians over the starts, in ms, each with its share of the best dense step of the same device and shape."""
+    """Medians over the starts, in ms; ours with their share of the best stock engine's of the same device and shape."""
     cells: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for row in rows:
-        name = row["engine"] if row["engine"] in STOCK else f"{row['engine']}, {row['path']}"
-        if row["engine"] in INDEXED:
-            name = f"{row['engine']}, {row['plan']}"
         group = (row["device"], row["shape"], row["page"], row["context"], row["batch"])
-        cells.setdefault(group, {}).setdefault(name, []).append(row["ms"])
-    names = sorted({name for found in cells.values() for name in found}, key=lambda name: name not in STOCK)
+        cells.setdefault(group, {}).setdefault(name_of(row), []).append(row["ms"])
+    names = sorted({name for found in cells.values() for name in found}, key=place_of)
     lines = ["| device, shape, page | tokens | batch | " + " | ".join(names) + " |", "|---" * (len(names) + 3) + "|"]
     for (device, shape, page, context, batch), found in sorted(cells.items()):
         dense = [median(times) for name, times in found.items() if name in STOCK]
@@ -264,9 +278,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder that keeps the engines' logs")
     parser.add_argument("--out", default="decode.jsonl", help="result file; rows are appended")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    parser.add_argument("--plot", metavar="FILE.png", help="with --table: draw the same rows, too")
     parser.add_argument("--one", nargs=2, metavar=("ENGINE", "START"), help=argparse.SUPPRESS)
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of the engine")
     args = parser.parse_args(argv)
+    if args.plot and args.table is None:
+        parser.error("expected --table FILE with --plot: the rows to draw")
     if args.table is None:
         import torch
 
@@ -279,7 +296,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse(argv)
     if args.table is not None:
-        print(table(read(args.table)))
+        rows = read(args.table)
+        print(table(rows))
+        if args.plot:
+            plot(rows, args.plot)
         return 0
     if args.one:
         measure(args, args.one[0], int(args.one[1]))

@@ -74,9 +74,11 @@ def test_a_full_prefill_graph_is_refused_while_building(tmp_path: Path) -> None:
     assert "expected the prefill graph backend 'breakable'" in done.stderr + done.stdout
 
 
-def test_decode_cuda_graphs_are_refused_by_name(tmp_path: Path) -> None:
+def test_decode_cuda_graphs_are_refused_while_prompts_are_captured(tmp_path: Path) -> None:
+    """Elsewhere they are welcome: `tests/compat/test_decode_graphs.py`."""
+    config = json.dumps({"build": "capture", "capture_folder": str(tmp_path)})
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", MODEL, *FLAGS, "--sparse-attn"]
-    command += ["--sparse-attn-store", str(tmp_path), "--cuda-graph-bs-decode", "1"]
+    command += ["--sparse-attn-store", str(tmp_path), "--sparse-attn-config", config, "--cuda-graph-bs-decode", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert "add --disable-decode-cuda-graph" in done.stderr + done.stdout

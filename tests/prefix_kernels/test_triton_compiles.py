@@ -35,6 +35,7 @@ from prefix_kernels.ops import (
 from prefix_kernels.pooled_scores import PooledScores, ScoreShape, Source
 from prefix_kernels.pooled_scores.tables import ScoreInputs
 from prefix_kernels.pooled_scores.triton import config_for
+from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from prefix_kernels.top_k_selection import TopKSelection
 from prefix_kernels.two_level_selection import JoinedTwoLevelSelection
 
@@ -173,6 +174,20 @@ def anchor(
     select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=torch.arange(64).int())
 
 
+def slot_lists() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The table of slots, its rows and the lengths, as SGLang hands them in."""
+    return torch.zeros(9, 256, dtype=torch.int32), torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.int64)
+
+
+def copied_lists(kv_heads: int = KV_HEADS) -> None:
+    lists, counts = torch.zeros(8, 5, dtype=torch.int32), torch.zeros(8, kv_heads, dtype=torch.int32)
+    copy_slot_lists(*slot_lists(), lists, torch.zeros(64, dtype=torch.int32), counts, implementation="triton")
+
+
+def compared_lists() -> None:
+    common_slots(*slot_lists(), 3, torch.zeros(8, dtype=torch.int32), implementation="triton")
+
+
 def two_levels() -> None:
     """Blocks of 16, then listed tokens, for one request."""
     blocks = ScoreShape(HEADS, KV_HEADS, Source.MINMAX, DIM)
@@ -227,6 +242,9 @@ CASES: dict[str, Callable[[], None]] = {
     "selection of blocks for 32 requests in one launch": lambda: anchor(Source.MINMAX, 32, WIDE),
     "selection in two levels": two_levels,
     "selection of blocks in four launches": lambda: anchor(Source.MINMAX, 8, WIDE, form=Form.SPLIT),
+    "copy_slot_lists": copied_lists,
+    "copy_slot_lists of one KV head": lambda: copied_lists(1),
+    "common_slots": compared_lists,
 }
 NARROW, WIDE, WIDEST = AnchorConfig(8, 64), AnchorConfig(32, 64), AnchorConfig(128, 64, 8, 3, 1, True)
 SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
@@ -322,6 +340,8 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
         ("top_k_selection among 32,768 candidates", 3),
         ("raw scores of 1 request", 2),
         ("selection of blocks in four launches", 4),
+        ("copy_slot_lists", 1),
+        ("common_slots", 1),
     ],
 )
 def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:

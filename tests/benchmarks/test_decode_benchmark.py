@@ -1,0 +1,167 @@
+"""`benchmarks/decode.py`: its table and plot from the rows in the repository, its flags, and once a real engine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results" / "decode-h200.jsonl"
+ORIGIN: dict[str, Any] = {"device": "GPU", "shape": "tiny", "page": 16, "config": {}, "flags": [], "tokens": 40}
+ORIGIN |= {"start": 0, "plan": "kascade"}
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return SimpleNamespace(decode=importlib.import_module("decode"), plot=importlib.import_module("decode_plot").plot)
+
+
+def row(engine: str, path: str, ms: float, **more: Any) -> dict[str, Any]:
+    return {**ORIGIN, "engine": engine, "path": path, "context": 1024, "batch": 8, "ms": ms, **more}
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def test_the_table_in_the_documents_is_that_of_the_rows(bench: SimpleNamespace) -> None:
+    table = bench.decode.table(bench.decode.read([str(RESULTS)]))
+    assert table in (ROOT / "docs" / "benchmarks.md").read_text()
+    header, _, *rows = cells(table)
+    names = header[3:]
+    assert names == ["flashinfer", "plugin, shared", "plugin, stock", "sparse, kascade", "auto, anchors"]
+    assert len(rows) == 12
+    shares = {name: [one[i + 3].split(", ")[1] for one in rows if one[i + 3]] for i, name in enumerate(names) if i}
+    assert max(float(share) for name in ("plugin, shared", "auto, anchors") for share in shares[name]) <= 1.001
+    (longest,) = [one[3:] for one in rows if one[1:3] == ["131072", "32"]]
+    assert longest == ["63.75", "10.74, 0.168", "63.58, 0.997", "8.09, 0.127", "10.28, 0.161"]
+
+
+def test_starts_become_a_median_and_a_range(bench: SimpleNamespace) -> None:
+    rows = [row("plugin", "shared", ms, start=n) for n, ms in enumerate((4.0, 2.0, 3.0))]
+    rows += [row("flashinfer", "stock", 6.0), row("triton", "stock", 5.0), row("plugin", "stock", 1.0)]
+    rows += [row("sparse", "sparse", 2.5, plan="anchors")]
+    header, _, found = cells(bench.decode.table(rows))
+    assert dict(zip(header, found, strict=True)) == {
+        "device, shape, page": "GPU, tiny, 16",
+        "tokens": "1024",
+        "batch": "8",
+        "flashinfer": "6.00",
+        "triton": "5.00",
+        "plugin, stock": "1.00, 0.200",  # of an engine without the plugin
+        "plugin, shared": "3.00 (2.00-4.00), 0.600",
+        "sparse, anchors": "2.50, 0.500",
+    }
+
+
+def test_a_cell_without_a_rival_has_no_share(bench: SimpleNamespace) -> None:
+    table = bench.decode.table([row("plugin", "shared", 3.0), row("flashinfer", "stock", 6.0, context=2048)])
+    assert [one[3:] for one in cells(table)[2:]] == [["", "3.00"], ["6.00", ""]]
+
+
+def test_the_plot_has_a_line_for_each_batch_and_path(bench: SimpleNamespace, tmp_path: Path) -> None:
+    rows = bench.decode.read([str(RESULTS)])
+    drawn = importlib.import_module("decode_plot").lines(rows)
+    names = ["plugin, shared", "flashinfer", "plugin, stock", "sparse, kascade", "auto, anchors"]
+    assert list(drawn) == [(batch, name) for batch in (1, 8, 32) for name in names]
+    assert [context for context, _ in drawn[8, "flashinfer"]] == [1024, 8192, 32768, 131072]
+    for more in ([], [{**rows[0], "path": "another", "ms": 7.0}]):
+        made = bench.plot([*rows, *more], tmp_path / "decode.png")
+        assert made.read_bytes().startswith(b"\x89PNG")
+        assert made.stat().st_size < 60_000
+
+
+@pytest.mark.parametrize("rows", [[], [row("flashinfer", "stock", 6.0), row("triton", "stock", 5.0, device="CPU")]])
+def test_a_plot_is_of_one_device_and_shape(bench: SimpleNamespace, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected rows of one device, shape and page size, got"):
+        bench.plot(rows, tmp_path / "decode.png")
+
+
+def test_what_is_printed_can_be_drawn(bench: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "decode.png"
+    assert bench.decode.main(["--table", str(RESULTS), "--plot", str(out)]) == 0
+    assert "| 131072 | 32 | 63.75 |" in capsys.readouterr().out
+    assert out.exists()
+    with pytest.raises(SystemExit):
+        bench.decode.parse(["--plot", str(out)])
+    assert "expected --table FILE with --plot" in capsys.readouterr().err
+
+
+def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
+    def flags(engine: str, *argv: str, cpu: bool = False) -> dict[str, str]:
+        args = bench.decode.parse([*argv, "--contexts", "512", "1024", "--batches", "1", "8", "--tokens", "40"])
+        args.cpu = cpu
+        listed = bench.decode.engine_flags(args, engine, Path("model"), Path("store"))
+        return dict(zip(listed, [*listed[1:], ""], strict=True))
+
+    stock, ours = flags("triton"), flags("plugin", "--config", '{"min_shared_tokens": 7}')
+    assert (stock["--attention-backend"], ours["--attention-backend"]) == ("triton", "flashinfer")
+    assert "--sparse-attn" not in stock
+    wanted = {"share_prefixes": True, "profile": "none", "min_shared_tokens": 7}
+    assert json.loads(ours["--sparse-attn-config"]) == wanted
+    sparse = json.loads(flags("sparse", "--plan", "kascade")["--sparse-attn-config"])
+    assert (sparse["decode_path"], sparse["build"]) == ("sparse", "prefill")
+    roles = sparse["layer_plan"]
+    assert [n for n, role in enumerate(roles) if role == "anchor"] == [2, 8, 13, 14]
+    assert [n for n, role in enumerate(roles) if role == "dense"] == [0, 1]
+    assert (roles[3]["reuse"], roles[31]["reuse"], len(roles)) == (2, 14, 32)
+    assert roles[5]["head_map"] != list(range(8))
+    assert json.loads(flags("auto", "--plan", "anchors")["--sparse-attn-config"])["layer_plan"][:2] == [
+        "dense",
+        "anchor",
+    ]
+    assert ours["--sparse-attn-store"] == "store"
+    for one in (stock, ours):
+        assert one["--cuda-graph-bs-decode"] == "1"
+        assert one["--max-running-requests"] == "8"
+        assert int(one["--context-length"]) > 1024 + bench.decode.PRIVATE + 40
+        assert "--disable-cuda-graph" not in one
+    assert "--disable-cuda-graph" in flags("plugin", cpu=True)
+
+
+def test_rows_of_other_settings_are_measured_beside_those_that_are_there(
+    bench: SimpleNamespace, tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    args = bench.decode.parse(["--out", str(out), "--contexts", "1024", "--batches", "1", "8", "--tokens", "40"])
+    origin = {**ORIGIN, "engine": "plugin"}
+    assert len(bench.decode.missing(args, origin)) == 4
+    out.write_text(json.dumps(row("plugin", "shared", 3.0)) + "\n")
+    left = [(one["batch"], one["path"]) for one in bench.decode.missing(args, origin)]
+    assert left == [(1, "shared"), (1, "stock"), (8, "stock")]
+    for other in ({"config": {"min_shared_tokens": 7}}, {"flags": ["--x"]}, {"start": 1}, {"page": 64}):
+        assert len(bench.decode.missing(args, origin | other)) == 4, other
+    assert len(bench.decode.missing(args, {**origin, "engine": "flashinfer"})) == 2
+
+
+@pytest.mark.server
+def test_with_sglang(tmp_path: Path) -> None:
+    """Both paths of a batch that shares its prefix; only one of them is grouped. No step of it means anything."""
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(BENCHMARKS / "decode.py"), "--out", str(out), "--shape", "tiny", "--page", "16"]
+    command += ["--engines", "plugin", "--contexts", "512", "--batches", "3", "--tokens", "26"]
+    command += ["--config", '{"min_shared_tokens": 256}', "--logs", str(tmp_path / "logs")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    log = (tmp_path / "logs" / "plugin-0.log").read_text()
+    assert done.returncode == 0, (done.stdout + log)[-4000:]
+    shared, stock = (json.loads(line) for line in out.read_text().splitlines())
+    assert (shared["path"], stock["path"]) == ("shared", "stock")
+    assert shared["shared_steps"] > 26
+    assert (stock["shared_steps"], stock["sparse_steps"]) == (0, 0)
+    for one in (shared, stock):
+        assert one["steps"] == 26 - 1 - 20
+        assert 0 < one["ms_p10"] <= one["ms"] <= one["ms_p90"]
+        assert one.keys() >= {"device", "sglang", "torch", "commit", "date", "config", "flags", "seed"}
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert (again.returncode, again.stdout) == (0, ""), "rows that are there are not measured again"
