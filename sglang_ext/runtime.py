@@ -212,7 +212,7 @@ class SparseRuntime:
         mode = forward_batch.forward_mode
         if mode.is_decode():
             plan = None if self.view.decode_graphs else self._plan(forward_batch)
-            path = self.shared.prepare(forward_batch, self._usable) if plan is None else None
+            path = self._shared_path(forward_batch) if plan is None else None
             self._step = Step(plan, path, self._decode_chunks(forward_batch))
         elif self.builds is not None and mode.is_extend():
             self._step = Step(chunks=self._chunks(forward_batch))
@@ -247,6 +247,14 @@ class SparseRuntime:
         largest = max((group.num_rows for group in plan.groups), default=0) if plan else 0
         self.counters.count_step(sparse_rows, len(rids) - sparse_rows, largest)
         return plan
+
+    def _shared_path(self, forward_batch: Any) -> Path | None:
+        try:
+            return self.shared.prepare(forward_batch, self._usable)
+        except Exception as error:  # the step runs on SGLang's own backend, and so do all others
+            logger.exception("sparse attention: a decode step could not be prepared")
+            self.shared.refuse(f"{type(error).__name__}: {error}")
+            return None
 
     @contextmanager
     def capturing(self, size: int, path: Path) -> Iterator[None]:

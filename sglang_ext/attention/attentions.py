@@ -68,10 +68,12 @@ class Attentions:
         shape: of a layer.
         max_batch: requests of a batch, at most.
         device: of the KV pool. On a CPU the reference attends.
+        captured: whether decode steps replay graphs: then only batches that a graph was captured for are attended.
     """
 
-    def __init__(self, shape: LayerShape, max_batch: int, device: torch.device) -> None:
+    def __init__(self, shape: LayerShape, max_batch: int, device: torch.device, *, captured: bool = False) -> None:
         self._shape = shape
+        self._captured = captured
         self._max_batch = max_batch
         self._device = device
         self._configs = TunedConfigs.for_device(device) if device.type == "cuda" else None
@@ -80,7 +82,9 @@ class Attentions:
 
     def fits(self, size: int) -> bool:
         """Whether batches of that size can be attended: none that is larger than the largest captured one."""
-        return size <= (self._sizes[-1] if self._sizes else self._max_batch)
+        if self._sizes or self._captured:
+            return bool(self._sizes) and size <= self._sizes[-1]
+        return size <= self._max_batch
 
     def will_capture(self, size: int) -> None:
         """Graphs of that size are captured; SGLang begins with the largest."""

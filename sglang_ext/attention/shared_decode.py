@@ -31,14 +31,22 @@ class SharedDecode:
         arena_size: slots of all lists of a batch, at most; a batch that needs more is never prepared.
         device: of the KV pool. On a CPU the reference attends.
         min_saved: tokens that groups must save in a step, at least, to be worth another attention kernel.
+        captured: whether decode steps replay graphs.
     """
 
     def __init__(
-        self, shape: LayerShape, tracker: SlotTracker, arena_size: int, device: torch.device, min_saved: int
+        self,
+        shape: LayerShape,
+        tracker: SlotTracker,
+        arena_size: int,
+        device: torch.device,
+        min_saved: int,
+        *,
+        captured: bool = False,
     ) -> None:
         self._tracker = tracker
         self._min_saved = min_saved
-        self._attentions = Attentions(shape, tracker.max_batch, device)
+        self._attentions = Attentions(shape, tracker.max_batch, device, captured=captured)
         implementation = "triton" if device.type == "cuda" else "reference"
         self._buffers = StepBuffers(tracker.max_batch, shape.num_kv_heads, arena_size, device, implementation)
         self._lse = torch.zeros(tracker.max_batch, shape.num_qo_heads, dtype=torch.float32, device=device)
@@ -58,7 +66,8 @@ class SharedDecode:
         groups = self._tracker.prefixes.groups(batch.serials)
         if sum(group.saved for group in groups) < self._min_saved:
             return False
-        layout = self._buffers.lay_out(batch.seq_lens, [PrefixRows(*group) for group in groups])
+        before = self._planned[1] if self._planned else None
+        layout = self._buffers.lay_out(batch.seq_lens, [PrefixRows(*group) for group in groups], before)
         if layout is None:
             return False
         attention = self._attentions.of(size)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_BATCH = 512
+MAX_BATCH = 128
 """Requests of a batch, at most: the buffers grow with it. Larger batches decode on SGLang's own backend."""
 
 _ARENA_POOLS = 2
@@ -110,8 +110,9 @@ class SharedSteps:
         min_saved, max_batch = config.min_shared_tokens, min(view.max_requests, MAX_BATCH)
         self._tracker = SlotTracker(max_batch, min_saved // _MEMBERS, view.device, "triton" if on_gpu else "reference")
         arena_size = _ARENA_POOLS * view.num_slots
-        self._decode = SharedDecode(shape, self._tracker, arena_size, view.device, min_saved)
-        if view.decode_graphs and config.decode_path is not DecodePath.EXACT:
+        graphs = view.decode_graphs
+        self._decode = SharedDecode(shape, self._tracker, arena_size, view.device, min_saved, captured=graphs)
+        if graphs and config.decode_path is not DecodePath.EXACT:
             from sglang_ext.attention.sparse_decode import SparseDecode, graph_refusal
 
             message = graph_refusal(config, spec, layer_plan, dense_heads)
@@ -127,6 +128,7 @@ class SharedSteps:
                 arena_size=arena_size,
                 max_prefix_len=view.req_to_token.shape[1],
                 device=view.device,
+                captured=True,
             )
 
     def refuse(self, why: str) -> None:
@@ -145,7 +147,7 @@ class SharedSteps:
 
         Args:
             forward_batch: SGLang's, of a decode step.
-            usable: the ready index of a request, if it has one; asked only where indexes can be used.
+            usable: the ready index of a request, if it has one; asked only where decode steps replay graphs.
         """
         rids, lens = forward_batch.rids, forward_batch.seq_lens_cpu
         if self._decode is None or self.refusal or lens is None or not rids or len(rids) != forward_batch.batch_size:
@@ -160,8 +162,8 @@ class SharedSteps:
             serials, seq_lens, self._view.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens
         )
         self._tracker.learn(batch)
+        ready = [usable(one) for one in attachments] if self._view.decode_graphs else []
         if self.sparse is not None:
-            ready = [usable(one) for one in attachments]
             ready = [one if one and n > one.prefix_len else None for one, n in zip(ready, seq_lens, strict=True)]
             if self.sparse.prepare(batch, ready, forced=self._path is DecodePath.SPARSE):
                 self._count_sparse(len(rids), ready)
@@ -172,6 +174,8 @@ class SharedSteps:
                     self._counters.count_fallback("cost_model")
         used = self._decode.prepare(batch)
         self._counters.count_shared(len(rids) if used else 0)
+        if self._view.decode_graphs:
+            self._counters.count_step(0, len(rids), 0)
         return Path.EXACT if used else None
 
     def _count_sparse(self, rows: int, ready: Sequence[ResidentIndex | None]) -> None:

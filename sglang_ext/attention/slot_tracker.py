@@ -60,17 +60,14 @@ class SlotTracker:
         for result in self._comparisons.finished():
             if result.serial in self._steps and result.serial not in self.prefixes:
                 self.prefixes.add(result.serial, result.length, result.common)
+        settled = [serial if serial is not None and serial in self._steps else None for serial in batch.serials]
         for row, serial in enumerate(batch.serials):
             if serial is None:
                 continue
             steps = self._steps.get(serial, 0)
             self._steps[serial] = steps + 1
             if steps == 1:
-                settled = [one if self._settled(one) else None for one in batch.serials]
                 self._comparisons.start(serial, row, settled, *batch.tables, batch.seq_lens[row])
-
-    def _settled(self, serial: int | None) -> bool:
-        return serial is not None and self._steps.get(serial, 0) > 0
 
     def ended(self, serial: int) -> None:
         """A request gave its slots back: finished, aborted or retracted."""

@@ -107,6 +107,7 @@ class SparseDecode:
         max_prefix_len: tokens of a prefix, at most.
         device: of the KV pool.
         form: how selections are launched; None: in one launch on a GPU.
+        captured: whether decode steps replay graphs.
 
     Raises:
         ValueError: settings that `graph_refusal` names.
@@ -124,6 +125,7 @@ class SparseDecode:
         max_prefix_len: int,
         device: torch.device,
         form: Form | None = None,
+        captured: bool = False,
     ) -> None:
         message = graph_refusal(config, spec, layer_plan, ())
         if message or not isinstance(spec, TokenIndexSpec):
@@ -160,8 +162,8 @@ class SparseDecode:
             for role in layer_plan.layers
         ]
         self._lse = torch.zeros(batch, shape.num_qo_heads, dtype=torch.float32, device=device)
-        self._whole = Attentions(shape, batch, device)
-        self._selected = Attentions(shape, batch, device)
+        self._whole = Attentions(shape, batch, device, captured=captured)
+        self._selected = Attentions(shape, batch, device, captured=captured)
         self._costs: dict[AnchorSelection, StepCosts] = {}
         self._active: _Kernels | None = None
         self._planned: _Plan | None = None
@@ -202,7 +204,8 @@ class SparseDecode:
         private = sum(batch.seq_lens) - sum(rows.length * len(rows.rows) for rows, _ in groups)
         if not forced and (costs is None or not costs.pays(lengths, budgets, private)):
             return False
-        layout = self._buffers.lay_out(batch.seq_lens, [rows for rows, _ in groups])
+        before = self._planned.layout if self._planned else None
+        layout = self._buffers.lay_out(batch.seq_lens, [rows for rows, _ in groups], before)
         if layout is None:
             return False
         plan = _Plan(kernels, layout, budgets)

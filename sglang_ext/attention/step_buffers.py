@@ -16,6 +16,8 @@ from sglang_ext.attention.slot_tracker import DecodeBatch
 _LIST_FIELDS = 5
 _SHORT = 4096
 _ROUND_SHORT, _ROUND_LONG = 128, 1024
+_LEAST_FREE = 64
+"""Entries that a new layout leaves free in each list: it serves as many steps of the same requests, at least."""
 
 
 class PrefixRows(NamedTuple):
@@ -51,9 +53,9 @@ class StepLayout(NamedTuple):
 
 
 def capacity(length: int) -> int:
-    """Entries that a list of `length` may grow to before the next plan: rounded up, at least one more."""
+    """Entries that a list of `length` may grow to before the next plan."""
     rounding = _ROUND_SHORT if length < _SHORT else _ROUND_LONG
-    return (length // rounding + 1) * rounding
+    return -(-(length + _LEAST_FREE) // rounding) * rounding
 
 
 class StepBuffers:
@@ -100,18 +102,25 @@ class StepBuffers:
         self._prefix_lists = integers(max_batch, _LIST_FIELDS)
         self._prefix_counts = integers(max_batch, num_kv_heads)
 
-    def lay_out(self, seq_lens: Sequence[int], prefixes: Sequence[PrefixRows]) -> StepLayout | None:
+    def lay_out(
+        self, seq_lens: Sequence[int], prefixes: Sequence[PrefixRows], before: StepLayout | None = None
+    ) -> StepLayout | None:
         """Where the lists of a batch would lie; None where they do not fit. Writes nothing.
 
         Args:
             seq_lens: tokens of each request.
             prefixes: a row stands in one of them at most.
+            before: the layout in force: returned where the batch still fits in it.
         """
         starts = [0] * len(seq_lens)
         for prefix in prefixes:
             for row in prefix.rows:
                 starts[row] = prefix.length
         private_lens = [length - start for length, start in zip(seq_lens, starts, strict=True)]
+        if before is not None and (before.prefixes, before.starts) == (tuple(prefixes), tuple(starts)):
+            free = [room - length for room, length in zip(before.rooms, private_lens, strict=True)]
+            if min(free) >= 0 and min(private_lens) > 0:
+                return before
         rooms = [capacity(length) for length in private_lens]
         needed = sum(prefix.length for prefix in prefixes) + sum(rooms)
         if min(private_lens) < 1 or self._reserved + needed > len(self.arena) or len(seq_lens) > self.max_batch:
