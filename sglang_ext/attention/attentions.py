@@ -69,9 +69,19 @@ class Attentions:
         max_batch: requests of a batch, at most.
         device: of the KV pool. On a CPU the reference attends.
         captured: whether decode steps replay graphs: then only batches that a graph was captured for are attended.
+        beside: others whose kernels' scratch serves here, too: their runs and these follow each other on one stream.
     """
 
-    def __init__(self, shape: LayerShape, max_batch: int, device: torch.device, *, captured: bool = False) -> None:
+    def __init__(
+        self,
+        shape: LayerShape,
+        max_batch: int,
+        device: torch.device,
+        *,
+        captured: bool = False,
+        beside: Attentions | None = None,
+    ) -> None:
+        self._beside = beside
         self._shape = shape
         self._captured = captured
         self._max_batch = max_batch
@@ -109,5 +119,7 @@ class Attentions:
             shape = AttentionShape(*astuple(self._shape))
             passes = self._configs.passes(shape, size)
             logger.debug("sparse attention: groups of up to %d requests: %s", most, passes)
-            self._found[block_m] = GroupedAttention(shape, most, passes, self._device)
+            beside = self._beside._found.get(block_m) if self._beside is not None else None
+            scratch = beside if isinstance(beside, GroupedAttention) else None
+            self._found[block_m] = GroupedAttention(shape, most, passes, self._device, scratch_of=scratch)
         return self._found[block_m]

@@ -19,6 +19,10 @@ from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
 from sglang_ext.attention.step_buffers import PrefixRows, StepBuffers, StepLayout
 
 
+_LEAST_SHARE = 16
+"""A step must save one of so many of its tokens: behind long private texts, SGLang's kernels may be the faster ones."""
+
+
 class SharedDecode:
     """Groups the running requests by their slots, and attends for them.
 
@@ -64,7 +68,8 @@ class SharedDecode:
         if not self._attentions.fits(size):
             return False
         groups = self._tracker.prefixes.groups(batch.serials)
-        if sum(group.saved for group in groups) < self._min_saved:
+        saved = sum(group.saved for group in groups)
+        if saved < max(self._min_saved, sum(batch.seq_lens) // _LEAST_SHARE):
             return False
         before = self._planned[1] if self._planned else None
         layout = self._buffers.lay_out(batch.seq_lens, [PrefixRows(*group) for group in groups], before)
@@ -75,12 +80,18 @@ class SharedDecode:
             pairs = zip(layout.prefixes, layout.begins, strict=True)
             shared = [Segment(one.rows, one.length, list_begin=begin) for one, begin in pairs]
             attention.plan(shared, layout.private)
-            self._buffers.place(layout, batch)
+            self._buffers.place(layout)
+            self._buffers.copy_prefixes(layout, batch)
             self._planned = (attention, layout)
             self.plans += 1
         self._buffers.refresh(batch)
         self._active = attention
         return True
+
+    @property
+    def attentions(self) -> Attentions:
+        """The kernels, whose scratch others may share."""
+        return self._attentions
 
     def attend(self, q: Tensor, kv: PagedKV, sm_scale: float) -> Tensor:
         """One layer of the prepared step, or of the one being captured.
@@ -98,6 +109,11 @@ class SharedDecode:
         lse, counts = self._lse[: q.shape[0]], self._buffers.counts
         self._active.run(q, kv, self._buffers.arena, sm_scale, out, lse, counts=counts)
         return out
+
+    def warm(self, batch: DecodeBatch) -> None:
+        """Run what prepares a step once, so that it is compiled; writes nothing that is read."""
+        self._tracker.warm(batch)
+        self._buffers.refresh(batch)
 
     @contextmanager
     def capturing(self, size: int) -> Iterator[None]:

@@ -103,6 +103,7 @@ class SharedSteps:
         if self.refusal is None and view.dtype != view.kv_dtype:
             self.refuse(f"queries are in {view.dtype}, keys in {view.kv_dtype}")
         if self.refusal is not None:
+            logger.info("sparse attention: decode steps are not attended in groups: %s", self.refusal)
             return
         shape = LayerShape(
             view.num_qo_heads, view.num_kv_heads, view.head_dim, view.v_head_dim, view.dtype, view.kv_dtype
@@ -129,13 +130,14 @@ class SharedSteps:
                 max_prefix_len=view.req_to_token.shape[1],
                 device=view.device,
                 captured=True,
+                beside=self._decode.attentions,
             )
 
     def refuse(self, why: str) -> None:
         """Serve no step from now on; the log says why, once."""
         if self.refusal is None:
-            self.refusal = why
-            logger.warning("sparse attention: shared prefixes are not grouped: %s", why)
+            self.refusal, self.sparse = why, None
+            logger.warning("sparse attention: decode steps are left to SGLang's own backend: %s", why)
 
     def ended(self, serial: int) -> None:
         """A request gave its slots back."""
@@ -166,21 +168,22 @@ class SharedSteps:
         if self.sparse is not None:
             ready = [one if one and n > one.prefix_len else None for one, n in zip(ready, seq_lens, strict=True)]
             if self.sparse.prepare(batch, ready, forced=self._path is DecodePath.SPARSE):
-                self._count_sparse(len(rids), ready)
+                self._count_sparse(len(rids))
                 return Path.SPARSE
+            why = "cost_model" if self.sparse.too_dear else "unsupported_mode"
             for one, index in zip(attachments, ready, strict=True):
-                if one is not None and index is not None and "cost_model" not in one.reported:
-                    one.reported.add("cost_model")
-                    self._counters.count_fallback("cost_model")
+                if one is not None and index is not None and why not in one.reported:
+                    one.reported.add(why)
+                    self._counters.count_fallback(why)
         used = self._decode.prepare(batch)
         self._counters.count_shared(len(rids) if used else 0)
         if self._view.decode_graphs:
             self._counters.count_step(0, len(rids), 0)
         return Path.EXACT if used else None
 
-    def _count_sparse(self, rows: int, ready: Sequence[ResidentIndex | None]) -> None:
+    def _count_sparse(self, rows: int) -> None:
         assert self.sparse is not None
-        sparse = sum(index is not None for index in ready)
+        sparse = sum(one.rows for one in self.sparse.kept)
         self._counters.count_step(sparse, rows - sparse, max(one.rows for one in self.sparse.kept))
         prefix = sum(one.rows * one.prefix_len for one in self.sparse.kept)
         self._counters.count_attended(self.sparse.attended(), prefix)
@@ -212,7 +215,14 @@ class SharedSteps:
             return
         assert self._decode is not None
         with self._decode.capturing(size):
+            self._warm()
             yield
+
+    def _warm(self) -> None:
+        """Compile what prepares a step, with tensors as SGLang's are; later calls find it compiled."""
+        assert self._decode is not None
+        one = torch.ones(1, dtype=torch.int64, device=self._view.device)
+        self._decode.warm(DecodeBatch([None], [1], self._view.req_to_token, one - 1, one))
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""

@@ -1,7 +1,8 @@
 """Which live requests have how many leading slots in common, and the groups that this makes.
 
 Nothing here looks at tokens: two requests share what a comparison of their slots has shown, for as long as both live.
-Their slots no longer change then (see "groups" in docs/architecture.md).
+Their slots no longer change then (see "groups" in docs/architecture.md). What two requests share with a third one, they
+share with each other: so lengths in common are those of a tree.
 """
 
 from __future__ import annotations
@@ -11,34 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_ids = itertools.count()
-
 
 @dataclass(eq=False)
-class SharedGroup:
-    """Requests whose first `length` slots are the same.
-
-    Attributes:
-        length: leading slots that all members have in common; of a single member, its own.
-        members: own length of each, by serial.
-        id: unlike any other group's.
-    """
-
+class _Known:
+    number: int
     length: int
-    members: dict[int, int]
-    id: int = field(default_factory=_ids.__next__)
+    common: dict[int, int] = field(default_factory=dict)
 
 
 class BatchGroup(NamedTuple):
-    """The members of one group that are in a batch.
+    """Requests of a batch that are attended together.
 
     Attributes:
-        id: of the group.
+        key: numbers of the members, see `SharedPrefixes.number_of`: the same members on the same slots.
         rows: batch rows, ascending, at least two.
         length: leading slots in common.
     """
 
-    id: int
+    key: tuple[int, ...]
     rows: tuple[int, ...]
     length: int
 
@@ -49,7 +40,7 @@ class BatchGroup(NamedTuple):
 
 
 class SharedPrefixes:
-    """The groups of the live requests. Knows serials and lengths only; owns nothing on a device.
+    """What the live requests share, pair by pair. Knows serials and lengths only; owns nothing on a device.
 
     Args:
         min_length: leading slots that are worth a group.
@@ -57,63 +48,79 @@ class SharedPrefixes:
 
     def __init__(self, min_length: int) -> None:
         self._min_length = max(1, min_length)
-        self._group_of: dict[int, SharedGroup] = {}
+        self._known: dict[int, _Known] = {}
+        self._numbers = itertools.count()
 
     def __contains__(self, serial: int) -> bool:
-        return serial in self._group_of
+        return serial in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     def add(self, serial: int, own_length: int, common: Mapping[int, int]) -> None:
         """A request whose slots were compared with those of others.
-
-        It joins the group that saves the most reads in all: n members that share L tokens save (n - 1) L of them, and
-        n + 1 that share l save n l. So a group may become shorter for it, and a request that shares little of a long
-        prefix founds its own.
 
         Args:
             serial: of the request; not known yet.
             own_length: tokens of it whose slots are settled.
             common: leading slots in common with others, by their serials; unknown ones are passed over.
         """
-        found = SharedGroup(own_length, {})
-        most, shared = 0, own_length
-        for group in {id(g): g for g in self._group_of.values()}.values():
-            with_group = max((common.get(member, 0) for member in group.members), default=0)
-            length = min(with_group, own_length, group.length)
-            n = len(group.members)
-            gain = n * length - (n - 1) * group.length
-            if length >= self._min_length and gain > most:
-                found, most, shared = group, gain, length
-        found.length = shared
-        found.members[serial] = own_length
-        self._group_of[serial] = found
+        mine = _Known(next(self._numbers), own_length)
+        for other, length in common.items():
+            theirs = self._known.get(other)
+            if theirs is not None:
+                theirs.common[serial] = mine.common[other] = min(length, own_length)
+        self._known[serial] = mine
 
     def remove(self, serial: int) -> None:
         """A request ended or was retracted; nothing happens where it is not known."""
-        group = self._group_of.pop(serial, None)
-        if group is None:
-            return
-        del group.members[serial]
-        if len(group.members) == 1:
-            (group.length,) = group.members.values()
+        known = self._known.pop(serial, None)
+        for other in known.common if known is not None else ():
+            if other in self._known:
+                del self._known[other].common[serial]
 
-    def group_of(self, serial: int) -> SharedGroup | None:
-        """The group of a request; None where it is not known yet."""
-        return self._group_of.get(serial)
+    def number_of(self, serial: int) -> int | None:
+        """A number that no other request on no other slots has had; None where nothing is known of it yet."""
+        known = self._known.get(serial)
+        return None if known is None else known.number
 
     def groups(self, serials: Sequence[int | None]) -> list[BatchGroup]:
-        """Groups with at least two rows in a batch, by their first row.
+        """The groups of a batch that save the most reads: n requests that share L tokens save (n - 1) L of them.
 
         Args:
             serials: per batch row; None for a row that shares nothing.
         """
-        rows: dict[int, list[int]] = {}
-        found: dict[int, SharedGroup] = {}
-        for row, serial in enumerate(serials):
-            group = self._group_of.get(serial) if serial is not None else None
-            if group is not None:
-                found[group.id] = group
-                rows.setdefault(group.id, []).append(row)
-        return [BatchGroup(i, tuple(rows[i]), found[i].length) for i in rows if len(rows[i]) > 1]
+        rows = [row for row, serial in enumerate(serials) if serial is not None and serial in self._known]
+        _, found = self._best(rows, serials)
+        return sorted(found, key=lambda group: group.rows)
 
-    def __len__(self) -> int:
-        return len(self._group_of)
+    def on_same_slots(self, rows: Sequence[int], serials: Sequence[int | None], length: int) -> list[list[int]]:
+        """These rows, put together where they share at least so many slots; rows of which nothing is known, apart."""
+        left, found = list(rows), []
+        while left:
+            first, *rest = left
+            same = [row for row in rest if self._common(serials[first], serials[row]) >= length]
+            found.append([first, *same])
+            left = [row for row in rest if row not in same]
+        return found
+
+    def _common(self, one: int | None, other: int | None) -> int:
+        known = self._known.get(one) if one is not None else None
+        return 0 if known is None or other is None else known.common.get(other, 0)
+
+    def _best(self, rows: list[int], serials: Sequence[int | None]) -> tuple[int, list[BatchGroup]]:
+        """All of these rows as one group, or the best of two parts: those nearest to the first one, and the rest."""
+        if len(rows) < 2:
+            return 0, []
+        first, *rest = rows
+        common = {row: self._common(serials[first], serials[row]) for row in rest}
+        length = min(common.values())
+        near = [first, *(row for row in rest if common[row] > length)]
+        far = [row for row in rest if common[row] == length]
+        parts = [self._best(part, serials) for part in (near, far)]
+        saved, found = sum(part[0] for part in parts), [group for part in parts for group in part[1]]
+        together = (len(rows) - 1) * length
+        if length < self._min_length or together <= saved:
+            return saved, found
+        numbers = tuple(self._known[serial].number for row in rows if (serial := serials[row]) is not None)
+        return together, [BatchGroup(numbers, tuple(rows), length)]

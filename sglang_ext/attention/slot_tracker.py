@@ -69,6 +69,11 @@ class SlotTracker:
             if steps == 1:
                 self._comparisons.start(serial, row, settled, *batch.tables, batch.seq_lens[row])
 
+    def warm(self, batch: DecodeBatch) -> None:
+        """Compare the first row with all, to no purpose but that the kernel is compiled."""
+        self._comparisons.start(-1, 0, [None] * len(batch.serials), *batch.tables, batch.seq_lens[0])
+        self._comparisons.drop(-1)
+
     def ended(self, serial: int) -> None:
         """A request gave its slots back: finished, aborted or retracted."""
         self._steps.pop(serial, None)

@@ -18,6 +18,7 @@ from torch import Tensor
 from prefix_kernels.anchor_selection import AnchorSelection, Form
 from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from prefix_kernels.grouped_attention import Segment
+from prefix_kernels.launching import block_of
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
@@ -108,6 +109,7 @@ class SparseDecode:
         device: of the KV pool.
         form: how selections are launched; None: in one launch on a GPU.
         captured: whether decode steps replay graphs.
+        beside: of exact steps, whose scratch serves here, too.
 
     Raises:
         ValueError: settings that `graph_refusal` names.
@@ -126,6 +128,7 @@ class SparseDecode:
         device: torch.device,
         form: Form | None = None,
         captured: bool = False,
+        beside: Attentions | None = None,
     ) -> None:
         message = graph_refusal(config, spec, layer_plan, ())
         if message or not isinstance(spec, TokenIndexSpec):
@@ -162,12 +165,13 @@ class SparseDecode:
             for role in layer_plan.layers
         ]
         self._lse = torch.zeros(batch, shape.num_qo_heads, dtype=torch.float32, device=device)
-        self._whole = Attentions(shape, batch, device, captured=captured)
-        self._selected = Attentions(shape, batch, device, captured=captured)
-        self._costs: dict[AnchorSelection, StepCosts] = {}
+        self._whole = Attentions(shape, batch, device, captured=captured, beside=beside)
+        self._selected = Attentions(shape, batch, device, captured=captured, beside=beside or self._whole)
+        self._costs: dict[int, StepCosts] = {}
         self._active: _Kernels | None = None
         self._planned: _Plan | None = None
         self.kept: list[Kept] = []
+        self.too_dear = False
         self.plans = 0
 
     def budget(self, prefix_len: int, num_rows: int) -> int:
@@ -193,24 +197,30 @@ class SparseDecode:
         Returns:
             Whether this step is to be attended here.
         """
-        size = len(batch.serials)
+        size, self.too_dear = len(batch.serials), False
         groups = self._groups(batch.serials, indexes)
         lengths = [index.prefix_len for _, index in groups]
         if not groups or not self._whole.fits(size) or not self._selections.fits(lengths):
             return False
         budgets = tuple(self.budget(rows.length, len(rows.rows)) for rows, _ in groups)
         kernels = self._kernels(size)
-        costs = self._costs.get(kernels.selection)
-        private = sum(batch.seq_lens) - sum(rows.length * len(rows.rows) for rows, _ in groups)
-        if not forced and (costs is None or not costs.pays(lengths, budgets, private)):
-            return False
+        if not forced:
+            costs = self.measured(size)
+            private = sum(batch.seq_lens) - sum(rows.length * len(rows.rows) for rows, _ in groups)
+            exact = sum(batch.seq_lens) - sum(group.saved for group in self._tracker.prefixes.groups(batch.serials))
+            self.too_dear = costs is None or not costs.pays(exact, lengths, budgets, private)
+            if self.too_dear:
+                return False
         before = self._planned.layout if self._planned else None
         layout = self._buffers.lay_out(batch.seq_lens, [rows for rows, _ in groups], before)
         if layout is None:
             return False
         plan = _Plan(kernels, layout, budgets)
         if self._planned != plan:
-            self._write(plan, [index for _, index in groups], batch)
+            self._write(plan, [index for _, index in groups])
+            self._buffers.copy_prefixes(layout, batch)
+        elif not all(self._tracker.prefixes.number_of(one) is not None for one in batch.serials if one is not None):
+            self._buffers.copy_prefixes(layout, batch)  # slots of a request that nothing is known of may yet change
         self._buffers.refresh(batch)
         self._active = kernels
         self.kept = [Kept(len(rows.rows), rows.length, n) for (rows, _), n in zip(groups, budgets, strict=True)]
@@ -220,21 +230,26 @@ class SparseDecode:
         self, serials: Sequence[int | None], indexes: Sequence[ResidentIndex | None]
     ) -> list[tuple[PrefixRows, ResidentIndex]]:
         """Rows that have one index and, as was shown, one set of slots of its prefix; in the order of first rows."""
-        rows: dict[tuple[int, str, int], list[int]] = {}
-        found: dict[tuple[int, str, int], ResidentIndex] = {}
+        of_index: dict[int, list[int]] = {}
+        found: dict[int, ResidentIndex] = {}
         for row, (serial, index) in enumerate(zip(serials, indexes, strict=True)):
             number = None if index is None else self._selections.number_of(index)
             if index is None or serial is None or number is None:
                 continue
-            shared = self._tracker.prefixes.group_of(serial)
-            own = ("request", serial)
-            if shared is not None and shared.length >= index.prefix_len:
-                own = ("group", shared.id)
-            rows.setdefault((number, *own), []).append(row)
-            found[(number, *own)] = index
-        return [(PrefixRows(key, tuple(rows[key]), found[key].prefix_len), found[key]) for key in rows]
+            of_index.setdefault(number, []).append(row)
+            found[number] = index
+        groups = []
+        for number, rows in of_index.items():
+            length = found[number].prefix_len
+            for same in self._tracker.prefixes.on_same_slots(rows, serials, length):
+                key = (number, *((serials[row], self._number_of(serials[row])) for row in same))
+                groups.append((PrefixRows(key, tuple(same), length), found[number]))
+        return sorted(groups, key=lambda group: group[0].rows)
 
-    def _write(self, plan: _Plan, indexes: Sequence[ResidentIndex], batch: DecodeBatch) -> None:
+    def _number_of(self, serial: int | None) -> int | None:
+        return None if serial is None else self._tracker.prefixes.number_of(serial)
+
+    def _write(self, plan: _Plan, indexes: Sequence[ResidentIndex]) -> None:
         layout, kernels = plan.layout, plan.kernels
         before, self._planned = self._planned, None  # until all of it is written
         groups = list(zip(layout.prefixes, layout.begins, plan.budgets, strict=True))
@@ -256,7 +271,7 @@ class SparseDecode:
         ]
         kernels.whole.plan(whole, layout.private)
         kernels.selected.plan(selected, layout.private)
-        self._buffers.place(layout, batch)
+        self._buffers.place(layout)
         self._planned = plan
         self.plans += 1
 
@@ -315,8 +330,8 @@ class SparseDecode:
             self._active = None
 
     def measured(self, size: int) -> StepCosts | None:
-        """What `measure` found for batches of that size, or for others of the same tile."""
-        return self._costs.get(self._kernels(size).selection)
+        """What `measure` found for batches of that size, or of one that is less than twice as large."""
+        return self._costs.get(block_of(self._whole.padded(size)))
 
     def measure(self, size: int, kv: PagedKV) -> StepCosts:
         """Time a layer's parts for batches of that size on this GPU; `prepare` chooses by it. Waits; not in a capture.
@@ -355,5 +370,5 @@ class SparseDecode:
         modes = [role.mode for role in self._layer_plan.layers]
         numbers = [modes.count(mode) for mode in (LayerMode.DENSE, LayerMode.ANCHOR, LayerMode.REUSE)]
         lines = [Line.through(near, far) for near, far in zip(*points, strict=True)]
-        self._costs[kernels.selection] = StepCosts(lines[0], lines[1], *numbers)
-        return self._costs[kernels.selection]
+        costs = self._costs[block_of(kernels.size)] = StepCosts(lines[0], lines[1], *numbers)
+        return costs

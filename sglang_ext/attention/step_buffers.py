@@ -134,8 +134,8 @@ class StepBuffers:
             at += room
         return StepLayout(tuple(prefixes), tuple(begins), tuple(starts), tuple(rooms), tuple(private))
 
-    def place(self, layout: StepLayout, batch: DecodeBatch) -> None:
-        """Begin a layout: send its tables, copy the groups' slots out of the rows of their first members."""
+    def place(self, layout: StepLayout) -> None:
+        """Begin a layout: send its tables."""
         fields = (layout.starts, layout.private)
         listed = [(row, start, -1, s.list_begin, s.length) for row, (start, s) in enumerate(zip(*fields, strict=True))]
         send(torch.tensor(listed, dtype=torch.int32), self._lists)
@@ -143,7 +143,13 @@ class StepBuffers:
             pairs = zip(layout.prefixes, layout.begins, strict=True)
             copied = [(one.rows[0], 0, one.length, begin, one.length) for one, begin in pairs]
             send(torch.tensor(copied, dtype=torch.int32), self._prefix_lists)
-            self._copy(batch, self._prefix_lists[: len(copied)], self._prefix_counts)
+
+    def copy_prefixes(self, layout: StepLayout, batch: DecodeBatch) -> None:
+        """Copy the groups' slots out of the rows of their first members: at the begin of a layout, and in each step as
+        long as they may change.
+        """
+        if layout.prefixes:
+            self._copy(batch, self._prefix_lists[: len(layout.prefixes)], self._prefix_counts)
 
     def refresh(self, batch: DecodeBatch) -> None:
         """Copy each request's own list as it is in this step."""

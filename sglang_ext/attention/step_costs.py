@@ -57,24 +57,25 @@ class StepCosts:
     num_anchors: int
     num_reuse: int
 
-    def exact_us(self, prefixes: Sequence[int], private: int) -> float:
-        """A step that attends all of the prefixes, each read once.
+    def exact_us(self, tokens: int) -> float:
+        """A step that attends so many tokens in each layer, each read once."""
+        return (self.num_dense + self.num_anchors + self.num_reuse) * self.attend(tokens)
+
+    def sparse_us(self, prefixes: Sequence[int], budgets: Sequence[int], private: int) -> float:
+        """A step that selects: as the layers' roles say.
 
         Args:
             prefixes: tokens of each.
+            budgets: tokens selected of each.
             private: tokens of the requests' own lists together.
         """
-        return (self.num_dense + self.num_anchors + self.num_reuse) * self.attend(sum(prefixes) + private)
-
-    def sparse_us(self, prefixes: Sequence[int], budgets: Sequence[int], private: int) -> float:
-        """A step that selects: as the layers' roles say."""
         dense = self.num_dense * self.attend(sum(prefixes) + private)
         selecting = self.num_anchors * self.select(sum(prefixes))
         return dense + selecting + (self.num_anchors + self.num_reuse) * self.attend(sum(budgets) + private)
 
-    def pays(self, prefixes: Sequence[int], budgets: Sequence[int], private: int) -> bool:
-        """Whether selecting is faster than attending all."""
-        return self.sparse_us(prefixes, budgets, private) < MARGIN * self.exact_us(prefixes, private)
+    def pays(self, tokens: int, prefixes: Sequence[int], budgets: Sequence[int], private: int) -> bool:
+        """Whether selecting is faster than attending all of the batch's `tokens`, those of groups once."""
+        return self.sparse_us(prefixes, budgets, private) < MARGIN * self.exact_us(tokens)
 
 
 def measure_us(run: Callable[[], None], device: torch.device) -> float:

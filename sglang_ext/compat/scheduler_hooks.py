@@ -61,7 +61,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
 
 
 def around_capture_one_shape(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
-    """SGLang captures a decode graph: capture the grouped one of that size, too."""
+    """SGLang captures a decode graph: capture ours of that size, too."""
     return decode_graphs.around_capture_one_shape(_runtime, original, runner, *args)
 
 

@@ -79,7 +79,7 @@ SEAMS: tuple[Seam, ...] = (
         HookType.AROUND,
         scheduler_hooks.around_capture_one_shape,
         "scheduler",
-        "captures a second decode graph of each batch size, in which groups are attended by our kernels",
+        "captures more decode graphs of each batch size, in which our kernels are the attention",
     ),
     Seam(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_lora_variant",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,12 +19,12 @@ def test_requests_on_one_prefix_make_one_group() -> None:
     prefixes.add(2, 130, {1: 100})
     prefixes.add(3, 110, {1: 100, 2: 100})
     assert lengths(prefixes, 3, 1, 2) == {(3, 1, 2): 100}
-    assert prefixes.groups([2, None, 9, 1]) == [BatchGroup(prefixes.groups([1, 2])[0].id, (0, 3), 100)]
+    assert prefixes.groups([2, None, 9, 1]) == [BatchGroup((1, 0), (0, 3), 100)]
     assert prefixes.groups([2, None]) == []
 
 
 def test_a_branch_that_shares_little_founds_its_own_group() -> None:
-    """Four on 100 tokens and one that shares 60 of them: to shorten the group would cost more than it saves."""
+    """Four on 100 tokens and two that share 60 of them: two groups save more than one."""
     prefixes = SharedPrefixes(10)
     for serial in range(4):
         prefixes.add(serial, 110, dict.fromkeys(range(serial), 100))
@@ -47,18 +48,49 @@ def test_too_little_in_common_is_no_group() -> None:
     assert prefixes.groups([1, 2]) == []
 
 
-def test_who_is_left_alone_shares_all_of_its_own_again() -> None:
+def test_members_that_leave_take_what_they_kept_short_with_them() -> None:
     prefixes = SharedPrefixes(10)
     prefixes.add(1, 110, {})
-    prefixes.add(2, 120, {1: 50})
-    prefixes.remove(1)
-    prefixes.remove(1)
-    prefixes.add(3, 130, {2: 100})
-    assert lengths(prefixes, 2, 3) == {(2, 3): 100}
-    prefixes.remove(2)
+    prefixes.add(2, 120, {1: 100})
+    prefixes.add(3, 130, {1: 90, 2: 90})
+    assert lengths(prefixes, 1, 2, 3) == {(1, 2, 3): 90}
     prefixes.remove(3)
-    assert len(prefixes) == 0
+    prefixes.remove(3)
+    assert lengths(prefixes, 1, 2) == {(1, 2): 100}
     assert 3 not in prefixes
+    assert len(prefixes) == 2
+
+
+@pytest.mark.parametrize("order", ["ABABABAB", "AAAABBBB", "ABBBBAAA"])
+def test_documents_behind_one_system_prompt_are_grouped_in_any_order(order: str) -> None:
+    """40 tokens of tools for all, then one of two documents: the documents count, not the first that came together."""
+    prefixes = SharedPrefixes(10)
+    for serial, document in enumerate(order):
+        prefixes.add(serial, 410, {other: 400 if order[other] == document else 40 for other in range(serial)})
+    wanted = {tuple(n for n, one in enumerate(order) if one == document): 400 for document in "AB"}
+    assert lengths(prefixes, *range(8)) == wanted
+
+
+def test_a_request_that_comes_back_has_another_number() -> None:
+    prefixes = SharedPrefixes(10)
+    for serial in (1, 2):
+        prefixes.add(serial, 110, {1: 100})
+    (before,) = prefixes.groups([1, 2])
+    prefixes.remove(2)
+    prefixes.add(2, 110, {1: 100})
+    (after,) = prefixes.groups([1, 2])
+    assert (before.rows, before.length) == (after.rows, after.length)
+    assert before.key != after.key
+
+
+def test_rows_on_the_same_slots() -> None:
+    prefixes = SharedPrefixes(10)
+    prefixes.add(1, 110, {})
+    prefixes.add(2, 110, {1: 100})
+    prefixes.add(3, 110, {1: 60, 2: 60})
+    serials = [2, 3, None, 1, 7]
+    assert prefixes.on_same_slots([0, 1, 3, 4], serials, 60) == [[0, 1, 3], [4]]
+    assert prefixes.on_same_slots([0, 1, 3, 4], serials, 61) == [[0, 3], [1], [4]]
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=8), st.booleans()), max_size=12))

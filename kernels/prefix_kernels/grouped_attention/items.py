@@ -92,7 +92,8 @@ def cut(
     """Items of about `target` in number, all of nearly the same length.
 
     The shortest chunk (a multiple of block_n) is taken that needs no more than `target` items, so that the last wave
-    of thread blocks is full; segments of several tiles, or more segments than that, get one item a tile at least.
+    of thread blocks is full. Where more than half as many tiles are there to begin with, `target` more than those are
+    allowed: one long list among many short ones must not be one item.
 
     Args:
         segments: in any order. Those without rows or entries give no item.
@@ -145,6 +146,8 @@ def cut(
 
 def _chunk(lengths: Sequence[int], tiles: Sequence[int], block_n: int, target: int) -> int:
     """The least multiple of block_n for which all segments together need at most `target` items, if there is one."""
+    if 2 * sum(tiles) > target:
+        target += sum(tiles)
     low, high = 1, max((-(-length // block_n) for length in lengths), default=1)
     while low < high:
         middle = (low + high) // 2

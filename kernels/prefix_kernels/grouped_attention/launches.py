@@ -22,7 +22,7 @@ class AttentionPass:
     def __init__(self, config: AttentionConfig, max_batch: int, target: int) -> None:
         self.config = config
         self.target = target
-        self.max_items = max(target, max_batch)
+        self.max_items = target + max_batch
 
     def partial_rows(self, num_kv_heads: int) -> int:
         """Partial rows that its items may write."""

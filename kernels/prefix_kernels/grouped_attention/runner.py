@@ -88,6 +88,8 @@ class GroupedAttention:
             Several passes serve tiles of different height, as a group's and a single request's.
         device: where everything lies.
         num_programs: thread blocks that fill the device, per pass; None asks the device.
+        scratch_of: another object of the same shape whose runs and these follow each other on one stream: its scratch
+            serves both, where it is large enough.
         chunk: tokens of a stretch, the same for every batch, so that a request's result does not depend on the rest
             of the batch (give it one `passes` of fixed height, too); 0: as the batch is best spread.
 
@@ -105,6 +107,7 @@ class GroupedAttention:
         *,
         num_programs: int | None = None,
         chunk: int = 0,
+        scratch_of: GroupedAttention | None = None,
     ) -> None:
         if not passes or max_batch < 1:
             raise ValueError(f"expected one pass or more and max_batch >= 1, got {len(passes)} and {max_batch}")
@@ -123,13 +126,18 @@ class GroupedAttention:
         self._launches = [AttentionLaunch(same, self.passes, max_batch, device) for same in joined(passes)]
         self._merges_itself = len(self._launches) == 1 and passes[0].specialized
         self._arrived = torch.zeros(shape.num_kv_heads, dtype=torch.int64, device=device)
-        self._make_workspace(sum(one.partial_rows(shape.num_kv_heads) for one in self.passes), device)
+        num_rows = sum(one.partial_rows(shape.num_kv_heads) for one in self.passes)
+        self._make_workspace(num_rows, device, scratch_of)
         self._spans = torch.zeros(max_batch, len(passes), SPAN_FIELDS, dtype=torch.int32, device=device)
         self._own_heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=device)
         self._no_counts = torch.zeros(1, shape.num_kv_heads, dtype=torch.int32, device=device)
         self._most_rows = self._most_lists = 0
 
-    def _make_workspace(self, num_rows: int, device: torch.device) -> None:
+    def _make_workspace(self, num_rows: int, device: torch.device, shared: GroupedAttention | None) -> None:
+        if shared is not None and shared.shape == self.shape and shared._partial_lse.shape[0] >= num_rows:
+            self._partial_out: Tensor = shared._partial_out
+            self._partial_lse: Tensor = shared._partial_lse
+            return
         self._partial_out = torch.empty(num_rows, self.shape.v_head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(num_rows, dtype=torch.float32, device=device)
 

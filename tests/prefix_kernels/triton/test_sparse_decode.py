@@ -166,6 +166,44 @@ def test_one_index_on_other_slots_is_another_group(device: torch.device) -> None
         assert server.step([1, 2]) == [Kept(1, 128, 32)] * 2
 
 
+def test_slots_that_the_prefix_cache_replaces_are_read_anew(device: torch.device) -> None:
+    """A duplicate prefill: behind its first step a request is moved to the other one's slots, and its own are given
+    away. Every row is compared with what its slots hold in that very step.
+    """
+    server = Server(device)
+    slots, index = server.prefix(128)
+    copy = server.slots(128)
+    for cache in server.caches:
+        for part in (cache.k_cache, cache.v_cache):
+            part[copy.long()] = part[slots.long()]
+    server.join(1, slots, index, 3)
+    server.join(2, copy, index, 5)
+    server.step([1, 2])
+    server.table[server.rows[2], :128] = slots
+    for cache in server.caches:
+        cache.v_cache[copy.long()] += 100
+    server.step([1, 2])
+    server.step([1, 2])
+    assert server.step([1, 2]) == [Kept(2, 128, 46)]
+
+
+def test_a_request_that_comes_back_on_other_slots_is_read_there(device: torch.device) -> None:
+    """A retraction: the same request and index, the same row, and nothing is known of its slots either time."""
+    server = Server(device)
+    slots, index = server.prefix(128)
+    server.join(1, slots, index, 3)
+    server.step([1])
+    server.leave(1)
+    copy = server.slots(128)
+    for cache in server.caches:
+        for part in (cache.k_cache, cache.v_cache):
+            part[copy.long()] = part[slots.long()]
+        cache.v_cache[slots.long()] += 100
+    server.join(1, copy, index, 3)
+    for _ in range(4):
+        server.step([1])
+
+
 def test_what_does_not_fit_is_left_to_others(device: torch.device) -> None:
     server = Server(device, max_batch=2)
     slots, index = server.prefix(128)
