@@ -18,7 +18,6 @@ from sglang_ext.attention.attentions import Attends, Attentions, LayerShape
 from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
 from sglang_ext.attention.step_buffers import PrefixRows, StepBuffers, StepLayout
 
-
 _LEAST_SHARE = 16
 """A step must save one of so many of its tokens: behind long private texts, SGLang's kernels may be the faster ones."""
 
