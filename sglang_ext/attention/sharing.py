@@ -50,6 +50,7 @@ class SharedPrefixes:
         self._min_length = max(1, min_length)
         self._known: dict[int, _Known] = {}
         self._numbers = itertools.count()
+        self._last: tuple[tuple[int | None, ...], list[BatchGroup]] | None = None
 
     def __contains__(self, serial: int) -> bool:
         return serial in self._known
@@ -65,6 +66,7 @@ class SharedPrefixes:
             own_length: tokens of it whose slots are settled.
             common: leading slots in common with others, by their serials; unknown ones are passed over.
         """
+        self._last = None
         mine = _Known(next(self._numbers), own_length)
         for other, length in common.items():
             theirs = self._known.get(other)
@@ -74,6 +76,7 @@ class SharedPrefixes:
 
     def remove(self, serial: int) -> None:
         """A request ended or was retracted; nothing happens where it is not known."""
+        self._last = None
         known = self._known.pop(serial, None)
         for other in known.common if known is not None else ():
             if other in self._known:
@@ -90,9 +93,12 @@ class SharedPrefixes:
         Args:
             serials: per batch row; None for a row that shares nothing.
         """
-        rows = [row for row, serial in enumerate(serials) if serial is not None and serial in self._known]
-        _, found = self._best(rows, serials)
-        return sorted(found, key=lambda group: group.rows)
+        batch = tuple(serials)
+        if self._last is None or self._last[0] != batch:
+            rows = [row for row, serial in enumerate(batch) if serial is not None and serial in self._known]
+            _, found = self._best(rows, batch)
+            self._last = batch, sorted(found, key=lambda group: group.rows)
+        return list(self._last[1])
 
     def on_same_slots(self, rows: Sequence[int], serials: Sequence[int | None], length: int) -> list[list[int]]:
         """These rows, put together where they share at least so many slots; rows of which nothing is known, apart."""

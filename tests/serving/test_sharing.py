@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +71,21 @@ def test_documents_behind_one_system_prompt_are_grouped_in_any_order(order: str)
         prefixes.add(serial, 410, {other: 400 if order[other] == document else 40 for other in range(serial)})
     wanted = {tuple(n for n, one in enumerate(order) if one == document): 400 for document in "AB"}
     assert lengths(prefixes, *range(8)) == wanted
+
+
+def test_the_groups_of_many_steps_are_found_once() -> None:
+    prefixes = SharedPrefixes(10)
+    for serial in range(128):
+        prefixes.add(serial, 110, dict.fromkeys(range(serial), 100))
+    began = time.perf_counter()
+    first = prefixes.groups(range(128))
+    searched = time.perf_counter() - began
+    began = time.perf_counter()
+    for _ in range(100):
+        assert prefixes.groups(range(128)) == first
+    assert (time.perf_counter() - began) / 100 < searched / 4
+    prefixes.remove(5)
+    assert len(prefixes.groups(range(128))[0].rows) == 127
 
 
 def test_a_request_that_comes_back_has_another_number() -> None:
