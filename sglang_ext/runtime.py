@@ -131,7 +131,7 @@ class SparseRuntime:
         self._sweep()
         if self._stale:
             refusal = ("index_mismatch", self._stale)
-        if refusal or (self.view.decode_graphs and self.shared.sparse is None):  # nothing could use an index
+        if refusal or (self.view.decode_graphs and not self.shared.uses_indexes):  # nothing could use an index
             attachment = Attachment(rid, len(prompt), None, *(refusal or (None, None)))
         else:
             found = self.directory.lookup(namespace, prompt)

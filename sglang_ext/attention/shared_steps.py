@@ -136,8 +136,13 @@ class SharedSteps:
     def refuse(self, why: str) -> None:
         """Serve no step from now on; the log says why, once."""
         if self.refusal is None:
-            self.refusal, self.sparse = why, None
+            self.refusal = why
             logger.warning("sparse attention: decode steps are left to SGLang's own backend: %s", why)
+
+    @property
+    def uses_indexes(self) -> bool:
+        """Whether an index could serve a step here. After a refusal none does, though the step that runs may end."""
+        return self.sparse is not None and self.refusal is None
 
     def ended(self, serial: int) -> None:
         """A request gave its slots back."""
@@ -230,4 +235,4 @@ class SharedSteps:
             return {"refusal": self.refusal}
         known = {"requests": len(self._tracker), "compared": len(self._tracker.prefixes)}
         plans = self._decode.plans + (self.sparse.plans if self.sparse is not None else 0)
-        return {**known, "plans": plans, "sparse": self.sparse is not None, "refusal": self.refusal}
+        return {**known, "plans": plans, "sparse": self.uses_indexes, "refusal": self.refusal}

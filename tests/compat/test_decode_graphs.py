@@ -8,11 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
-from sglang_ext.attention.shared_steps import Path
+from prefix_kernels.types import PagedKV
+from sglang_ext.attention.shared_steps import Path, SharedSteps
 from sglang_ext.compat.decode_graphs import around_capture_one_shape, label_of_step
+from sglang_ext.config import config_from_dict
+from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.indexing.token_index import TokenIndexSpec
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix.requests import RequestTable
 
 
 class Runtime:
@@ -63,6 +70,30 @@ def test_other_captures_are_left_as_they_are(case: str) -> None:
     if case == "several tokens a request":
         assert around_capture_one_shape(given, runtime.original, graph_runner, 4, None) == "captured"
     assert {event[0] for event in runtime.events} <= {16, 4}
+
+
+def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
+    """A layer that must stay dense is found in the first capture; the second path of that size is captured all the
+    same, and neither is replayed.
+    """
+    pytest.importorskip("triton")
+    view = SimpleNamespace(
+        num_qo_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.float32, kv_dtype=torch.float32,
+        num_slots=1024, max_requests=4, decode_graphs=True, device=torch.device("cpu"),
+        req_to_token=torch.zeros(4, 256, dtype=torch.int32),
+    )  # fmt: skip
+    config = config_from_dict({"share_prefixes": True})
+    plan = LayerPlan.default(2, 2)
+    steps = SharedSteps(config, view, RequestTable(), Counters(2, view.device), TokenIndexSpec(), plan)
+    assert steps.uses_indexes
+    assert steps.paths_of(2) == (Path.EXACT, Path.SPARSE)
+    assert steps.sparse is not None
+    with steps.sparse.capturing(2):
+        steps.refuse("layer 1 has a logit cap")
+        kv = PagedKV(*(torch.zeros(1024, 2, 64) for _ in "kv"))
+        assert steps.attend(Path.SPARSE, torch.zeros(2, 4, 64), kv, 0, 1.0).shape == (2, 4, 64)
+    assert not steps.uses_indexes
+    assert steps.paths_of(2) == ()
 
 
 def test_a_step_replays_the_graph_of_its_path() -> None:
