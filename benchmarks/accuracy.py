@@ -30,6 +30,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kernel_rows import commit
+
 from sglang_ext.quality.evaluate import ask_many, keep_ratio_between, paired, server_state
 from sglang_ext.quality.ports import free_ports
 from sglang_ext.quality.tasks import TASKS, Document, make_document
@@ -141,20 +143,14 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
         "sglang": version("sglang"),
         "torch": torch.__version__,
         "model": args.model_path,
-        "commit": _commit(),
+        "commit": args.commit or commit(),
         "questions": args.questions,
         "seed": args.seed,
+        "concurrency": args.concurrency,
         "config": json.loads(args.config),
         "flags": args.sglang_flags,
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def _commit() -> str:
-    """The checkout's commit, `+` when files were changed; empty outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def table(paths: Sequence[str]) -> str:
@@ -214,9 +210,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=512, help="per task and length")
     parser.add_argument("--per-document", type=int, default=64, help="questions per document")
     parser.add_argument("--seed", type=int, default=10_000, help="of the first document")
-    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--concurrency", type=int, default=32, help="questions asked at a time")
     parser.add_argument("--config", default="{}", help="--sparse-attn-config as JSON")
     parser.add_argument("--store", type=Path, help="index store to use and keep; default: a temporary one")
+    parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
     parser.add_argument("--out", default="accuracy.jsonl", help="result file; rows are appended")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
     parser.add_argument("--summary", nargs="+", metavar="FILE", help="the same, one line per keep ratio and length")
@@ -235,7 +232,7 @@ def main() -> None:
         return
     out = Path(args.out)
     origin = provenance(args)
-    same = ("config", "flags", "sglang", "model", "questions", "seed")
+    same = ("config", "flags", "sglang", "model", "questions", "seed", "concurrency")
     done = set()
     if out.exists():
         rows = map(json.loads, out.read_text().splitlines())
