@@ -1,0 +1,131 @@
+"""The options of `--sparse-attn-config`: their names, types, defaults and meaning. `config` reads and checks them."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from prefix_kernels.budget import BudgetGrowth
+from prefix_kernels.pooling import Pooling
+
+
+class Build(str, Enum):
+    """What this process makes of prompts that it prefills from their first token."""
+
+    OFF = "off"
+    PREFILL = "prefill"
+    CAPTURE = "capture"
+
+
+class PrefetchPolicy(str, Enum):
+    """What a request does at a decode step while its index is still loading (SGLang's words)."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
+
+
+class DecodePath(str, Enum):
+    """Of decode steps inside CUDA graphs: the fastest by measured costs, SGLang's own, all attended, or selected."""
+
+    AUTO = "auto"
+    STOCK = "stock"
+    EXACT = "exact"
+    SPARSE = "sparse"
+
+
+class Eviction(str, Enum):
+    """Which index leaves a full store first: the least recently used, or the one that is cheapest to build again
+    for its bytes and idle time.
+    """
+
+    LRU = "lru"
+    COST_AWARE = "cost_aware"
+
+
+class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings behind `--sparse-attn-config`. All lengths are tokens, all sizes bytes.
+
+    Attributes:
+        method: which index selects: a name of `sglang_ext.indexing.METHODS`.
+        keep_ratio: budget of one request as a fraction of its prefix, sink and recent window included.
+        top_k: budget in tokens; overrides `keep_ratio` and `min_top_k`.
+        min_top_k: fewest tokens of a budget by `keep_ratio` (Kascade: k = min(max(0.1 L, 128), L)).
+        share_prefixes: whether requests on the same slots decode as a group, exactly, without an index; null: on a GPU.
+        min_shared_tokens: reads that such groups must save in a step, at least: shared tokens times members less one.
+        decode_path: what decode steps inside CUDA graphs run on: `auto`, or one path (`stock`, `exact`, `sparse`).
+        search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members
+            change searches anew.
+        max_keep_ratio: cap of a group's grown budget, as a fraction of the prefix.
+        group_growth: growth of the budget with the group size (`none` or `sqrt`).
+        pooling: pooling over a group's query rows (`max` or `mean`).
+        num_sink_tokens: leading prefix positions that are always attended.
+        num_recent_pages: trailing pages of the prefix that are always attended (16 tokens each).
+        min_sparse_prompt_len: shorter prefixes stay dense (`short_prefix`).
+        layer_plan: per layer `"dense"`, `"anchor"` or `{"reuse": anchor layer, "head_map": [...]}`;
+            empty: layer 0 dense, all others anchors.
+        methods: specs of the index parts that are built, by method name; empty: `method` with its defaults.
+        profile: the model's profile, which completes `method`, `methods`, `keep_ratio` and `layer_plan` where they are
+            not given: a path, null (the file that lies in the model's folder, if any), or "none". See `profiles`.
+        query_samples: recorded query rows per layer and KV head (reservoir size).
+        seed: of the reservoir and of k-means.
+        build: `off` (serve), `prefill` (index every prompt this process prefills) or `capture` (write down queries,
+            keys and values of every prompt: `sglang-ext calibrate` uses it).
+        build_align: a built index covers the prompt rounded down to this many tokens.
+        build_report: file that receives one JSON line per prompt built, captured or refused.
+        capture_folder: where captures are written; needed for `capture`.
+        capture_tail: last tokens of a prompt that a capture keeps beside the sample.
+        capture_steps: decode steps that a capture keeps.
+        prefetch_policy: what a decode step does while the index is loading.
+        prefetch_timeout_s: seconds waited under `timeout`.
+        index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
+        store_max_bytes: most bytes of all indexes in the store's folder; null: no bound of its own.
+        store_min_free_bytes: bytes of the store's disk that indexes leave free.
+        store_eviction: which index leaves first when one of these two is reached (`lru` or `cost_aware`).
+        store_remote: URL of a remote store, or several, fastest first. The folder is the truth of this machine;
+            what it lacks is fetched from there, what is built here is published there.
+        store_wait: what loading an index that the folder lacks waits for (SGLang's words).
+        store_timeout_s: seconds that an answer of a service or the remote store may take.
+    """
+
+    method: str = "token_index"
+    keep_ratio: float = 0.1
+    top_k: int | None = None
+    min_top_k: int = 128
+    share_prefixes: bool | None = None
+    min_shared_tokens: int = 8192
+    decode_path: DecodePath = DecodePath.AUTO
+    search_period: int = 1
+    max_keep_ratio: float = 1.0
+    group_growth: BudgetGrowth = BudgetGrowth.NONE
+    pooling: Pooling = Pooling.MAX
+    num_sink_tokens: int = 16
+    num_recent_pages: int = 4
+    min_sparse_prompt_len: int = 1024
+    layer_plan: list[str | dict[str, Any]] = []
+    methods: dict[str, dict[str, Any]] = {}
+    profile: str | None = None
+    query_samples: int = 2048
+    seed: int = 0
+    build: Build = Build.OFF
+    build_align: int = 64
+    build_report: str | None = None
+    capture_folder: str | None = None
+    capture_tail: int = 64
+    capture_steps: int = 64
+    prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
+    prefetch_timeout_s: float = 5.0
+    index_gpu_bytes: int = 4 << 30
+    store_max_bytes: int | None = None
+    store_min_free_bytes: int = 1 << 30
+    store_eviction: Eviction = Eviction.LRU
+    store_remote: str | list[str] | None = None
+    store_wait: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    store_timeout_s: float = 5.0
+
+    def budget(self, prefix_len: int) -> int:
+        """Prefix tokens that one request attends per KV head, sink and recent window included."""
+        wanted = self.top_k if self.top_k is not None else max(int(self.keep_ratio * prefix_len), self.min_top_k)
+        return max(1, min(wanted, prefix_len))
