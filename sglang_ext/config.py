@@ -89,6 +89,9 @@ def _check_ranges(config: SparseAttnConfig) -> None:
             config.build_align >= PAGE_TOKENS and config.build_align % PAGE_TOKENS == 0,
             f"a multiple of {PAGE_TOKENS} tokens",
         ),
+        ("build_after_hits", config.build_after_hits >= 1, "1 or more requests"),
+        ("build_share", 0.0 < config.build_share <= 1.0, "a fraction above 0 and at most 1"),
+        ("sample_host_bytes", config.sample_host_bytes > 0, "a positive number of bytes"),
         ("capture_tail", config.capture_tail >= 0, "0 or more tokens"),
         ("capture_steps", config.capture_steps >= 0, "0 or more steps"),
         (

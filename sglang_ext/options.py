@@ -12,9 +12,10 @@ from prefix_kernels.pooling import Pooling
 
 
 class Build(str, Enum):
-    """What this process makes of prompts that it prefills from their first token."""
+    """What this process makes of prompts that it prefills."""
 
     OFF = "off"
+    SHARED = "shared"
     PREFILL = "prefill"
     CAPTURE = "capture"
 
@@ -71,8 +72,12 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             not given: a path, null (the file that lies in the model's folder, if any), or "none". See `profiles`.
         query_samples: recorded query rows per layer and KV head (reservoir size).
         seed: of the reservoir and of k-means.
-        build: `off` (serve), `prefill` (index every prompt this process prefills) or `capture` (write down queries,
-            keys and values of every prompt: `sglang-ext calibrate` uses it).
+        build: `off` (serve), `shared` (index what requests turn out to share, beside serving), `prefill` (index every
+            prompt this process prefills, while it waits) or `capture` (write down queries, keys and values of every
+            prompt: `sglang-ext calibrate` uses it).
+        build_after_hits: with `shared`: requests that found a prefix in the prefix cache before its index is built.
+        build_share: with `shared`: share of the time that builds may take, of the GPU and of the process, at most.
+        sample_host_bytes: with `shared`: host memory for sampled queries; the least recently used leave first.
         build_align: a built index covers the prompt rounded down to this many tokens.
         build_report: file that receives one JSON line per prompt built, captured or refused.
         capture_folder: where captures are written; needed for `capture`.
@@ -110,6 +115,9 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     query_samples: int = 2048
     seed: int = 0
     build: Build = Build.OFF
+    build_after_hits: int = 2
+    build_share: float = 0.05
+    sample_host_bytes: int = 2 << 30
     build_align: int = 64
     build_report: str | None = None
     capture_folder: str | None = None

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from torch import Tensor
 
 from prefix_index import ModelFingerprint
@@ -24,11 +23,14 @@ from sglang_ext.attention.shared_steps import Path, SharedSteps, SharedView
 from sglang_ext.config import Build, PrefetchPolicy, Settings
 from sglang_ext.indexing import METHODS
 from sglang_ext.indexing.layer_plan import heads_of_rank
+from sglang_ext.indexing.profile import Profile
 from sglang_ext.metrics import Counters
 from sglang_ext.prefill.builder import method_specs, profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.recorder import Chunk
+from sglang_ext.prefill.recording import Recording, decode_chunks, prefill_chunks
+from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.prefix.directory import PrefixDirectory
 from sglang_ext.prefix.requests import Attachment, RequestTable, SharedSlots
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
@@ -98,14 +100,21 @@ class SparseRuntime:
         spec = method_specs(config)[config.method]
         self.decode = GroupedDecode(config, METHODS[config.method].selector(spec), plan, self.counters, dense_heads)
         self.shared = SharedSteps(config, view, self.requests, self.counters, spec, plan, dense_heads)
-        self.builds: PrefillBuilds | PrefillCaptures | None = None
-        if config.build is Build.PREFILL:
-            self.builds = PrefillBuilds(self.store, config, view, self.model, profile)
-        elif config.build is Build.CAPTURE:
-            self.builds = PrefillCaptures(config, view)
+        self.builds = self._make_builds(profile)
         self._shared: dict[str, list[SharedSlots]] = {}
         self._step = Step()
         self._stale: str | None = None
+
+    def _make_builds(self, profile: Profile | None) -> Recording | None:
+        config, view = self.config, self.view
+        if config.build is Build.PREFILL:
+            return PrefillBuilds(self.store, config, view, self.model, profile)
+        if config.build is Build.SHARED:
+            if view.decode_graphs and not self.shared.uses_indexes:
+                logger.warning("sparse attention: no index is built: none could be used (see above)")
+                return None
+            return SharedBuilds(self.store, config, view, self.model, profile, view.device)
+        return PrefillCaptures(config, view) if config.build is Build.CAPTURE else None
 
     # -- admission and the life of a request ---------------------------------------------------------------
 
@@ -147,7 +156,8 @@ class SparseRuntime:
             self._release(twin)
             self._forget_capture(rid)
         if self.builds is not None and not twins:
-            self.builds.admit(rid, prompt, namespace, refusal, owner=request)
+            indexed = 0 if attachment.index is None else attachment.index.prefix_len
+            self.builds.admit(rid, prompt, namespace, refusal, owner=request, indexed=indexed)
 
     def refuse(self, request: Hashable, rid: str, reason: str, detail: str) -> None:
         """Keep a request dense that could not be looked up."""
@@ -176,6 +186,8 @@ class SparseRuntime:
         self.shared.ended(attachment.serial)
         if self.builds is not None and finished:
             self.builds.finish(attachment.rid, row)
+        elif self.builds is not None:
+            self.builds.retracted(attachment.rid)
         if finished:
             self._release(attachment)
             self.requests.drop(request)
@@ -213,9 +225,9 @@ class SparseRuntime:
         if mode.is_decode():
             plan = None if self.view.decode_graphs else self._plan(forward_batch)
             path = self._shared_path(forward_batch) if plan is None else None
-            self._step = Step(plan, path, self._decode_chunks(forward_batch))
+            self._step = Step(plan, path, decode_chunks(self.builds, forward_batch, self.view.device))
         elif self.builds is not None and mode.is_extend():
-            self._step = Step(chunks=self._chunks(forward_batch))
+            self._step = Step(chunks=prefill_chunks(self.builds, forward_batch, self.view.device))
         try:
             yield
         finally:
@@ -274,6 +286,8 @@ class SparseRuntime:
     def prefilled(self, *, in_graph: bool) -> None:
         """The running forward is done; counts recorded prefill steps that a CUDA graph replayed."""
         if self._step.chunks:
+            assert self.builds is not None
+            self.builds.prefilled(self._step.chunks)
             self.counters.recorded_steps += 1
             self.counters.recorded_graph_steps += in_graph
 
@@ -317,28 +331,6 @@ class SparseRuntime:
             return
         except Exception as error:  # the request decodes dense; a fallback is counted for it
             logger.error("sparse attention: loading an index ended unexpectedly", exc_info=error)
-
-    def _chunks(self, forward_batch: Any) -> list[Chunk]:
-        assert self.builds is not None
-        self.builds.settle()
-        if not forward_batch.rids:
-            return []
-        lens, firsts = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-        lens = lens if isinstance(lens, list) else torch.as_tensor(lens).tolist()
-        firsts = firsts if isinstance(firsts, list) else torch.as_tensor(firsts).tolist()
-        return self.builds.recorder.begin_step(forward_batch.rids, firsts, lens, self.view.device)
-
-    def _decode_chunks(self, forward_batch: Any) -> Sequence[Chunk]:
-        """What a decode step leaves behind, in a process that captures."""
-        rids = forward_batch.rids
-        if self.builds is None or not self.builds.records_decode or not rids:
-            return ()
-        if len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):
-            return ()  # padded or beam batches: rows are not one request each
-        lens = forward_batch.seq_lens_cpu
-        lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
-        firsts = [length - 1 for length in lens]
-        return self.builds.recorder.begin_step(forward_batch.rids, firsts, [1] * len(firsts), self.view.device)
 
     def observe(self, layer: int, x: Tensor, y: Tensor) -> None:
         """The residual stream around one layer's attention block, in a process that captures.
@@ -405,6 +397,7 @@ class SparseRuntime:
             "model": msgspec.to_builtins(self.model),
             "profile": self.profile,
             "shared": self.shared.snapshot(),
+            "builds": {} if self.builds is None else self.builds.snapshot(),
             **self.watch.snapshot(),
             "resident_bytes": self.residency.resident_bytes(),
             "index_users": self.residency.num_users(),

@@ -93,7 +93,8 @@ def _graph_refusal(runner: Any, build: Build) -> str | None:
             "--sparse-attn: expected prefill CUDA graphs to be off while prompts are captured; they are on. The "
             "residual stream is read between layers: add --disable-prefill-cuda-graph."
         )
-    if build is Build.PREFILL and not (no_prefill_graph or check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE)):
+    records = build in (Build.PREFILL, Build.SHARED)
+    if records and not (no_prefill_graph or check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE)):
         return (
             "--sparse-attn: expected the prefill graph backend 'breakable' (SGLang's default on CUDA) or none "
             "while indexes are built; another one replays attention without Python, so queries cannot be "

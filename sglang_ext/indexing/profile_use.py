@@ -36,9 +36,11 @@ def layer_profile(profile: Profile | None, layer: int, heads: range | None = Non
     return LayerProfile(profile.block_sizes[layer][own], channels)
 
 
-def stacked_profile(profile: Profile | None, layers: Iterable[int]) -> LayerProfile:
-    """What the builders of several layers at once may use: as if these were one layer with all their KV heads."""
-    parts = [layer_profile(profile, layer) for layer in layers]
+def stacked_profile(profile: Profile | None, layers: Iterable[int], heads: range | None = None) -> LayerProfile:
+    """What the builders of several layers at once may use: as if these were one layer with all their KV heads, or with
+    the given ones of each.
+    """
+    parts = [layer_profile(profile, layer, heads) for layer in layers]
     return LayerProfile(
         tuple(size for part in parts for size in part.block_sizes),
         tuple(chosen for part in parts for chosen in part.channels),

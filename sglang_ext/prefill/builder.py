@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from sglang_ext.config import SparseAttnConfig
 from sglang_ext.indexing import METHODS, make_builder, make_selector
 from sglang_ext.indexing.base import IndexBuilder, IndexSpec
 from sglang_ext.indexing.heads import split_heads
-from sglang_ext.indexing.preparation import at_layers, build_layer, layer_batches, prepare
+from sglang_ext.indexing.preparation import Prepared, at_layers, build_layer, layer_batches, prepare
 from sglang_ext.indexing.profile import Profile
 from sglang_ext.indexing.profile_use import layer_profile, stacked_profile, used_by_builders
 
@@ -78,7 +79,17 @@ class IndexFactory:
         self._store = store
         self._config = config
         self._profile = profile
-        self._specs = method_specs(config)
+        self.specs = method_specs(config)
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether one of the methods is built from sampled queries."""
+        builders = (make_builder(spec, layer_profile(self._profile, 0)) for spec in self.specs.values())
+        return any(builder.needs_queries for builder in builders)
+
+    def builder(self, name: str, layers: range, heads: range | None = None) -> IndexBuilder:
+        """Of one method, for the given KV heads (None: all) of the given layers as if they were one layer's."""
+        return make_builder(self.specs[name], stacked_profile(self._profile, layers, heads))
 
     def build(
         self,
@@ -87,7 +98,7 @@ class IndexFactory:
         queries: Tensor | None,
         sm_scale: float,
     ) -> tuple[IndexEntry, dict[str, Any]]:
-        """Build, store, read back and verify one index.
+        """Build, store, read back and verify one index, while the caller waits.
 
         Args:
             identity: of the prefix; its num_tokens is the prefix length.
@@ -105,41 +116,47 @@ class IndexFactory:
             ValueError: a method needs queries and there are none, or the inputs are not finite.
             IndexStoreError: storing or verifying failed.
         """
-        seconds = dict.fromkeys(self._specs, 0.0)
+        assembly = IndexAssembly(self, identity)
         prepared = {}
-        for name in self._specs:
-            begun = time.perf_counter()
-            prepared[name] = prepare(self._builder(name, range(1)), queries)
-            _wait_for(queries)
-            seconds[name] += time.perf_counter() - begun
-        arrays: dict[ArrayKey, Any] = {}
-        recall = dict.fromkeys(self._specs, 0.0)
-        num_layers, heads = identity.model.num_layers, identity.model.num_kv_heads
+        for name in self.specs:
+            with assembly.timed(name, queries):
+                prepared[name] = prepare(self.builder(name, range(1)), queries)
+        recall = dict.fromkeys(self.specs, 0.0)
+        num_layers = identity.model.num_layers
         for layers in layer_batches(num_layers, identity.num_tokens):
             keys = _side_by_side([keys_of(layer) for layer in layers])
             own = None if queries is None else queries[layers.start : layers.stop].flatten(0, 1)
-            for name, spec in self._specs.items():
-                begun = time.perf_counter()
-                built = build_layer(self._builder(name, layers), keys, own, at_layers(prepared[name], layers))
-                _wait_for(keys)
-                seconds[name] += time.perf_counter() - begun
-                if own is not None:
-                    recall[name] += self._recall(spec, built, keys, own, sm_scale) * len(layers) / num_layers
-                host = {array: tensor.cpu() for array, tensor in built.items()}
-                for place, pieces in enumerate(split_heads(host)):
-                    layer, head = layers[place // heads], place % heads
-                    for array, piece in pieces.items():
-                        arrays[ArrayKey(f"{name}.{array}", layer, head)] = piece.numpy()
+            of_layers = {name: at_layers(whole, layers) for name, whole in prepared.items()}
+            built = assembly.add(layers, None, keys, own, of_layers)
+            if own is not None:
+                for name, spec in self.specs.items():
+                    recall[name] += self._recall(spec, built[name], keys, own, sm_scale) * len(layers) / num_layers
+        return self.store(assembly, recall if queries is not None else {})
+
+    def store(self, assembly: IndexAssembly, recall: Mapping[str, float]) -> tuple[IndexEntry, dict[str, Any]]:
+        """Store a whole index, read it back and verify it; may be called in any thread.
+
+        Args:
+            assembly: with all layers and KV heads.
+            recall: by method, for the index's statistics; empty where it was not measured.
+
+        Returns:
+            As `build`.
+
+        Raises:
+            IndexStoreError: storing or verifying failed.
+        """
+        identity, seconds = assembly.identity, assembly.seconds
         stats = {
-            "kv_bytes": self._kv_bytes(identity, keys),
-            "recall": recall if queries is not None else {},
+            "kv_bytes": assembly.kv_bytes,
+            "recall": dict(recall),
             "recall_budget": self._config.budget(identity.num_tokens),
         }
         entry = self._store.put(
             IndexPayload(
                 identity=identity,
-                arrays=arrays,
-                spec={name: spec.to_dict() for name, spec in self._specs.items()},
+                arrays=assembly.arrays,
+                spec={name: spec.to_dict() for name, spec in self.specs.items()},
                 stats=stats,
                 info=BuildInfo(created=time.time(), build_seconds=sum(seconds.values())),
             )
@@ -147,10 +164,7 @@ class IndexFactory:
         with self._store.get(identity) as file:
             file.verify()
         times = {"build_seconds": sum(seconds.values()), "method_seconds": seconds}
-        return entry, {**stats, "index_bytes": entry.nbytes, **times, **self._sizes(arrays)}
-
-    def _builder(self, name: str, layers: range) -> IndexBuilder:
-        return make_builder(self._specs[name], stacked_profile(self._profile, layers))
+        return entry, {**stats, "index_bytes": entry.nbytes, **times, "method_bytes": assembly.method_bytes()}
 
     def _recall(
         self, spec: IndexSpec, built: Mapping[str, Tensor], keys: Tensor, queries: Tensor, sm_scale: float
@@ -177,30 +191,88 @@ class IndexFactory:
             total += float((taken * (selection.positions >= 0)).sum() / num_kv_heads)
         return total / rows.shape[1]
 
-    @staticmethod
-    def _kv_bytes(identity: IndexIdentity, keys: Tensor) -> int:
-        model = identity.model
-        width = model.num_kv_heads * (model.head_dim + model.v_head_dim)
-        return model.num_layers * identity.num_tokens * width * keys.element_size()
 
-    @staticmethod
-    def _sizes(arrays: Mapping[ArrayKey, Any]) -> dict[str, Any]:
+class IndexAssembly:
+    """An index while it is built: any layers, any KV heads, in any order. Its arrays lie in host memory.
+
+    Args:
+        factory: whose methods.
+        identity: of the prefix.
+
+    Attributes:
+        arrays: what is there.
+        seconds: spent building, by method.
+        kv_bytes: of the prefix's keys and values in the dtype of the keys; 0 before the first piece.
+    """
+
+    def __init__(self, factory: IndexFactory, identity: IndexIdentity) -> None:
+        self._factory = factory
+        self.identity = identity
+        self.arrays: dict[ArrayKey, Any] = {}
+        self.seconds = dict.fromkeys(factory.specs, 0.0)
+        self.kv_bytes = 0
+
+    @contextmanager
+    def timed(self, name: str, on: Tensor | None) -> Iterator[None]:
+        """Count the block's time for a method, the device's work on the current stream included."""
+        begun = time.perf_counter()
+        yield
+        if on is not None and on.is_cuda:
+            torch.cuda.current_stream(on.device).synchronize()
+        self.seconds[name] += time.perf_counter() - begun
+
+    def add(
+        self,
+        layers: range,
+        heads: range | None,
+        keys: Tensor,
+        queries: Tensor | None,
+        prepared: Mapping[str, Prepared] | None = None,
+    ) -> dict[str, dict[str, Tensor]]:
+        """Build some KV heads of some layers. Waits for the device.
+
+        Args:
+            layers: whose.
+            heads: which of each layer; None: all.
+            keys: [prefix_len, len(layers) * number of heads, head_dim] post-RoPE, layer by layer.
+            queries: [len(layers) * number of heads, num_samples, head_dim]; None without a sample.
+            prepared: by method, of these layers and heads; None to have each builder prepare them itself.
+
+        Returns:
+            Per method what the builder made, on the keys' device.
+
+        Raises:
+            ValueError: as `IndexBuilder.build_layer`.
+        """
+        model = self.identity.model
+        heads = heads or range(model.num_kv_heads)
+        built = {}
+        for name in self._factory.specs:
+            builder = self._factory.builder(name, layers, heads)
+            with self.timed(name, keys):
+                own = (prepared or {}).get(name, {})
+                built[name] = build_layer(builder, keys, queries, own)
+            host = {array: tensor.cpu() for array, tensor in built[name].items()}
+            for place, pieces in enumerate(split_heads(host)):
+                layer, head = layers[place // len(heads)], heads[place % len(heads)]
+                for array, piece in pieces.items():
+                    self.arrays[ArrayKey(f"{name}.{array}", layer, head)] = piece.numpy()
+        width = model.num_kv_heads * (model.head_dim + model.v_head_dim)
+        self.kv_bytes = model.num_layers * self.identity.num_tokens * width * keys.element_size()
+        return built
+
+    def method_bytes(self) -> dict[str, int]:
+        """Bytes of the arrays that are there, by method."""
         methods: dict[str, int] = {}
-        for key, array in arrays.items():
+        for key, array in self.arrays.items():
             method = key.name.split(".")[0]
             methods[method] = methods.get(method, 0) + array.nbytes
-        return {"method_bytes": methods}
+        return methods
 
 
 def _side_by_side(keys: Sequence[Tensor]) -> Tensor:
     """Keys of some layers as one layer's, with the KV heads of all of them."""
     return keys[0] if len(keys) == 1 else torch.cat(list(keys), dim=1)
-
-
-def _wait_for(tensor: Tensor | None) -> None:
-    """Until the device has done what was asked of it: a time taken then is that of the work."""
-    if tensor is not None and tensor.is_cuda:
-        torch.cuda.synchronize()
 
 
 def covered_tokens(prompt_len: int, align: int) -> int:

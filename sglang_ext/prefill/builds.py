@@ -7,37 +7,23 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_digest, page_hashes
-from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.indexing.profile import Profile
 from sglang_ext.prefill.builder import IndexFactory, covered_tokens, profile_digest
 from sglang_ext.prefill.claims import Claim, ClaimDesk
 from sglang_ext.prefill.recorder import Capture, QueryRecorder
+from sglang_ext.prefill.recording import BuildView, Recording
 from sglang_ext.prefill.report import report
 
 logger = logging.getLogger(__name__)
 
 
-class BuildView(Protocol):
-    """What is read of the model runner."""
-
-    num_layers: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def req_to_token(self) -> Tensor: ...
-    def kv(self, layer: int) -> PagedKV: ...
-
-
-class PrefillBuilds:
+class PrefillBuilds(Recording):
     """All builds of one process. Used by the scheduler thread only.
 
     Nothing here waits for the store but `finish`, which writes the index.
@@ -49,8 +35,6 @@ class PrefillBuilds:
         model: its fingerprint.
         profile: the model's profile, where there is one.
     """
-
-    records_decode = False
 
     def __init__(
         self,
@@ -80,6 +64,7 @@ class PrefillBuilds:
         namespace: Mapping[str, str | None],
         refusal: tuple[str, str] | None,
         owner: object | None = None,
+        indexed: int = 0,
     ) -> None:
         """Record a prompt from its first token on, unless its index is there, too short, or built elsewhere.
 

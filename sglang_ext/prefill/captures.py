@@ -14,14 +14,14 @@ from torch import Tensor
 from sglang_ext.calibration.importance import attention_importance
 from sglang_ext.calibration.prompt_capture import PromptCapture, save_capture
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.prefill.builds import BuildView
 from sglang_ext.prefill.recorder import Capture, Chunk, QueryRecorder
+from sglang_ext.prefill.recording import BuildView, Recording
 from sglang_ext.prefill.report import report
 
 logger = logging.getLogger(__name__)
 
 
-class PrefillCaptures:
+class PrefillCaptures(Recording):
     """All captures of one process; stands where `PrefillBuilds` does in one that builds. Scheduler thread only.
 
     Args:
@@ -51,6 +51,7 @@ class PrefillCaptures:
         namespace: Mapping[str, str | None],
         refusal: tuple[str, str] | None,
         owner: object | None = None,
+        indexed: int = 0,
     ) -> None:
         """Record a prompt from its first token on, unless its request is refused or too many are being recorded."""
         self.discard(rid)
@@ -59,16 +60,6 @@ class PrefillCaptures:
         elif not self.recorder.start(rid, len(prompt)):
             detail = "expected fewer prompts being recorded at a time; send it again"
             self._report(rid, status="skipped", reason="capture_memory", detail=detail)
-
-    def settle(self) -> None:
-        """Nothing is waited for here."""
-
-    def discard(self, rid: str) -> None:
-        """Forget a request."""
-        self.recorder.discard(rid)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def finish(self, rid: str, row: int) -> None:
         """Write the capture of a request that ended; nothing for one that was not recorded.

@@ -25,16 +25,18 @@ class Capture:
 
     Attributes:
         rid: request id.
-        prompt_len: tokens that a complete capture has seen.
+        prompt_len: position behind the last token that a complete capture has seen.
         capacity: tokens kept per layer.
         late_from: position from which on tokens are kept in any case, beside the sample.
         num_late: how many of them at most; 0 for none.
+        begin: first token recorded: those before it came from the prefix cache. 0 but in a server that builds what
+            requests share.
         samples: [num_layers, capacity + num_late, num_qo_heads, head_dim] on the model's device, made at the first
             layer: the reservoir (of min(capacity, prompt_len) rows), then the late tokens.
         positions: [rows of samples] int64, position of the token in each row; -1 while the row is empty.
         importance: [num_layers, rows of samples] fp32 on the model's device; made and filled by `PrefillCaptures`.
         sm_scale: attention scale of the layers; None until one is known.
-        seen: tokens passed per layer, counted from position 0 without a gap.
+        seen: position behind the last token that passed, per layer, without a gap from `begin` on.
         broken: why the capture cannot become complete any more; None while it can.
     """
 
@@ -45,6 +47,7 @@ class Capture:
     rng: np.random.Generator
     late_from: int = 0
     num_late: int = 0
+    begin: int = 0
     samples: Tensor | None = None
     importance: Tensor | None = None
     sm_scale: float | None = None
@@ -53,13 +56,13 @@ class Capture:
     broken: str | None = None
 
     def __post_init__(self) -> None:
-        self.seen = [0] * self.num_layers
+        self.seen = [self.begin] * self.num_layers
         self.positions = np.full(self.reservoir_rows + self.num_late, -1, dtype=np.int64)
 
     @property
     def reservoir_rows(self) -> int:
         """Rows of the sample, before those of the late tokens."""
-        return min(self.capacity, self.prompt_len)
+        return min(self.capacity, self.prompt_len - self.begin)
 
     @property
     def end(self) -> int:
@@ -86,7 +89,7 @@ class Capture:
     def _sample(self, count: int, already: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         if count <= 0:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        index = already + np.arange(count)
+        index = already - self.begin + np.arange(count)
         target = np.where(index < self.capacity, index, np.floor(self.rng.random(count) * (index + 1)).astype(np.int64))
         offsets = np.flatnonzero(target < self.capacity)
         rows = target[offsets]
@@ -154,6 +157,7 @@ class QueryRecorder:
         gqa: query heads per KV head; query_samples / gqa tokens are kept.
         seed: reservoir seed; with the request's prompt it decides everything.
         late: kept in any case: so many of the prompt's last tokens, and so many tokens behind it.
+        max_captures: requests recorded at a time.
     """
 
     def __init__(
@@ -164,27 +168,33 @@ class QueryRecorder:
         gqa: int,
         seed: int,
         late: tuple[int, int] = (0, 0),
+        max_captures: int = MAX_CAPTURES,
     ) -> None:
         self._num_layers = num_layers
         self._num_qo_heads = num_qo_heads
         self._capacity = max(1, query_samples // gqa)
         self._seed = seed
         self._late = late
+        self._max_captures = max_captures
         self._captures: dict[str, Capture] = {}
 
-    def start(self, rid: str, prompt_len: int) -> bool:
-        """Record this request from its first token on. Starting again forgets what was recorded.
+    def start(self, rid: str, prompt_len: int, begin: int = 0) -> bool:
+        """Record this request from its first computed token on. Starting again forgets what was recorded.
+
+        Args:
+            rid: request id.
+            prompt_len: tokens of its prompt.
+            begin: first token that its prefill computes.
 
         Returns:
-            False, and nothing is recorded, while MAX_CAPTURES others are: their samples lie in device memory.
+            False, and nothing is recorded, while as many others as may be are: their samples lie in device memory.
         """
-        if rid not in self._captures and len(self._captures) >= MAX_CAPTURES:
+        if rid not in self._captures and len(self._captures) >= self._max_captures:
             return False
         rng = np.random.default_rng(self._seed)
         before, behind = min(self._late[0], prompt_len), self._late[1]
-        self._captures[rid] = Capture(
-            rid, prompt_len, self._capacity, self._num_layers, rng, prompt_len - before, before + behind
-        )
+        late = (prompt_len - before, before + behind)
+        self._captures[rid] = Capture(rid, prompt_len, self._capacity, self._num_layers, rng, *late, begin)
         return True
 
     @property

@@ -1,0 +1,127 @@
+"""What a process makes of the prompts it prefills: the common part of those that build and of one that captures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.types import PagedKV
+from sglang_ext.prefill.recorder import Chunk, QueryRecorder
+
+
+class BuildView(Protocol):
+    """What is read of the model runner."""
+
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def req_to_token(self) -> Tensor: ...
+    def kv(self, layer: int) -> PagedKV: ...
+
+
+class Recording:
+    """Told of every request and every forward by the runtime, on the scheduler's thread.
+
+    Attributes:
+        recorder: of queries.
+        records_decode: whether decode steps leave queries, too.
+    """
+
+    records_decode: ClassVar[bool] = False
+    recorder: QueryRecorder
+
+    def admit(
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        namespace: Mapping[str, str | None],
+        refusal: tuple[str, str] | None,
+        owner: object | None = None,
+        indexed: int = 0,
+    ) -> None:
+        """A request came.
+
+        Args:
+            rid: its id.
+            prompt: its token ids.
+            namespace: everything in its RadixKey that is not tokens.
+            refusal: (reason, detail) of one that stays dense in any case.
+            owner: the request object.
+            indexed: tokens of the index that serves it; 0 without one.
+        """
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Take note of what other threads found out."""
+
+    def begin_prefill(
+        self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
+    ) -> list[Chunk]:
+        """Before the layers of a prefill step run: what it leaves behind. As `QueryRecorder.begin_step`."""
+        self.settle()
+        return self.recorder.begin_step(rids, firsts, counts, device)
+
+    def prefilled(self, chunks: Sequence[Chunk]) -> None:
+        """Behind the layers of a prefill step."""
+
+    def decoding(self, rids: Sequence[str], rows: Tensor) -> None:
+        """Before a decode step, on its stream.
+
+        Args:
+            rids: requests of the batch.
+            rows: [batch_size] their rows of `req_to_token`, on the device.
+        """
+
+    def retracted(self, rid: str) -> None:
+        """A request gave back its slots, and will be prefilled again."""
+
+    def finish(self, rid: str, row: int) -> None:
+        """A request ended, finished or aborted.
+
+        Args:
+            rid: its id.
+            row: its row of `req_to_token`, still filled.
+        """
+        raise NotImplementedError
+
+    def discard(self, rid: str) -> None:
+        """Forget a request."""
+        self.recorder.discard(rid)
+
+    def snapshot(self) -> dict[str, Any]:
+        """State as plain values."""
+        return {}
+
+    def close(self) -> None:
+        """Forget all requests, and end threads."""
+
+
+def prefill_chunks(recording: Recording, forward_batch: Any, device: torch.device) -> list[Chunk]:
+    """Of a prefill step, from SGLang's forward batch."""
+    if not forward_batch.rids:
+        recording.settle()
+        return []
+    counts, firsts = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+    counts = counts if isinstance(counts, list) else torch.as_tensor(counts).tolist()
+    firsts = firsts if isinstance(firsts, list) else torch.as_tensor(firsts).tolist()
+    return recording.begin_prefill(forward_batch.rids, firsts, counts, device)
+
+
+def decode_chunks(recording: Recording | None, forward_batch: Any, device: torch.device) -> Sequence[Chunk]:
+    """Of a decode step, from SGLang's forward batch: what it leaves behind, in a process that captures."""
+    rids = forward_batch.rids
+    if recording is None or not rids or len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):
+        return ()  # padded or beam batches: rows are not one request each
+    recording.decoding(rids, forward_batch.req_pool_indices)
+    if not recording.records_decode:
+        return ()
+    lens = forward_batch.seq_lens_cpu
+    lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
+    firsts = [length - 1 for length in lens]
+    return recording.recorder.begin_step(rids, firsts, [1] * len(firsts), device)

@@ -1,0 +1,258 @@
+"""Indexes that a server makes while it serves, of prefixes that requests turn out to share."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_digest, page_hashes
+from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.indexing.profile import Profile
+from sglang_ext.prefill.background_build import BackgroundBuilder, Work, side_stream
+from sglang_ext.prefill.builder import IndexFactory, profile_digest
+from sglang_ext.prefill.hits import HitCounter
+from sglang_ext.prefill.recorder import Capture, Chunk, QueryRecorder
+from sglang_ext.prefill.recording import BuildView, Recording
+from sglang_ext.prefill.report import report
+from sglang_ext.prefill.samples import QuerySample, QuerySamples
+
+logger = logging.getLogger(__name__)
+
+MAX_CAPTURES = 4
+"""Prefills recorded at a time: their samples lie in device memory until they are complete."""
+_SETTLED = 2
+"""Decode steps after which a request's slots no longer change: the prefix cache may replace those of a duplicate."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """One that may share a prefix.
+
+    Attributes:
+        namespace, hashes: of its prompt.
+        prompt_len: tokens.
+        indexed: tokens of the index that serves it.
+        counted: whether its prefill has begun, and with that its hit is counted.
+        steps: decode steps since its last prefill.
+    """
+
+    namespace: str
+    hashes: tuple[bytes, ...]
+    prompt_len: int
+    indexed: int
+    counted: bool = False
+    steps: int = 0
+
+
+class SharedBuilds(Recording):
+    """Builds indexes of prefixes that were hit often enough; stands where `PrefillBuilds` does. Scheduler thread only.
+
+    Every prefill that computes `min_sparse_prompt_len` tokens or more leaves a sample of its queries in host memory,
+    where the methods need one. What a request finds in the prefix cache counts as a hit of that prefix.
+
+    Args:
+        store: open store; not owned.
+        config: checked configuration.
+        view: the target model runner.
+        model: its fingerprint.
+        profile: the model's profile, where there is one.
+        device: of the KV pool.
+    """
+
+    def __init__(
+        self,
+        store: IndexStore,
+        config: SparseAttnConfig,
+        view: BuildView,
+        model: ModelFingerprint,
+        profile: Profile | None,
+        device: torch.device,
+    ) -> None:
+        gqa = view.num_qo_heads // view.num_kv_heads
+        self._rows = max(1, config.query_samples // gqa)
+        self.recorder = QueryRecorder(
+            view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed, max_captures=MAX_CAPTURES
+        )
+        self._config, self._view, self._model, self._device = config, view, model, device
+        self._profile = profile_digest(config, profile)
+        factory = IndexFactory(store, config, profile)
+        self._records = factory.needs_queries
+        self._hits = HitCounter(config.build_after_hits, config.min_sparse_prompt_len, config.build_align)
+        self._samples = QuerySamples(config.sample_host_bytes)
+        self._builder = BackgroundBuilder(
+            factory, store, self._samples, self._rows, config.build_share, device, self._finished
+        )
+        self._ended: SimpleQueue[tuple[Work, bool]] = SimpleQueue()
+        self._requests: dict[str, _Request] = {}
+        self._moving: SimpleQueue[tuple[QuerySample, Tensor, torch.cuda.Event | None] | None] = SimpleQueue()
+        threading.Thread(target=self._move, name="sparse-attn-samples", daemon=True).start()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    # -- the life of a request -----------------------------------------------------------------------------
+
+    def admit(
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        namespace: Mapping[str, str | None],
+        refusal: tuple[str, str] | None,
+        owner: object | None = None,
+        indexed: int = 0,
+    ) -> None:
+        """Watch a request, unless it is refused or too short."""
+        self.discard(rid)
+        if refusal is None and len(prompt) >= self._config.min_sparse_prompt_len:
+            hashes = tuple(page_hashes(prompt, PAGE_TOKENS))
+            self._requests[rid] = _Request(namespace_digest(namespace), hashes, len(prompt), indexed)
+
+    def begin_prefill(
+        self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
+    ) -> list[Chunk]:
+        """As in `Recording`. A request's first step tells what the prefix cache had of it: that is counted as a hit."""
+        self.settle()
+        for rid, first in zip(rids, firsts, strict=True):
+            request = self._requests.get(rid)
+            if request is None:
+                continue
+            request.steps = 0
+            if not request.counted:
+                request.counted = True
+                self._count(request, first)
+                if self._records and request.prompt_len - first >= self._config.min_sparse_prompt_len:
+                    self.recorder.start(rid, request.prompt_len, first)
+        return self.recorder.begin_step(rids, firsts, counts, device)
+
+    def _count(self, request: _Request, cached: int) -> None:
+        prefix = self._hits.hit(request.namespace, request.hashes, cached, request.indexed)
+        if prefix is not None:
+            identity = IndexIdentity.for_prefix(
+                namespace=prefix.namespace,
+                page_hashes=prefix.hashes,
+                model=self._model,
+                profile_digest=self._profile,
+            )
+            self._builder.add(Work(prefix, identity))
+
+    def prefilled(self, chunks: Sequence[Chunk]) -> None:
+        """Behind a prefill step: samples that are complete leave the device."""
+        for chunk in chunks:
+            capture = chunk.capture
+            request = self._requests.get(capture.rid)
+            if capture.complete and self.recorder.take(capture.rid) is not None and request is not None:
+                self._keep(request, capture)
+
+    def _keep(self, request: _Request, capture: Capture) -> None:
+        assert capture.samples is not None
+        sample = QuerySample(
+            request.namespace,
+            request.hashes,
+            capture.begin,
+            capture.positions[: capture.reservoir_rows],
+            capture.samples,
+            capture.sm_scale,
+        )
+        event = None
+        if capture.samples.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._samples.announce()
+        self._moving.put((sample, capture.samples, event))
+
+    def _move(self) -> None:
+        """On a thread of its own: samples from the device to host memory."""
+        stream = side_stream(self._device)
+        while (found := self._moving.get()) is not None:
+            sample, samples, event = found
+            kept: QuerySample | None = None
+            try:
+                if stream is None or event is None:
+                    sample.queries = samples
+                else:
+                    with torch.cuda.stream(stream):
+                        stream.wait_event(event)
+                        sample.queries = samples.cpu()  # the device's memory is free when this has returned
+                kept = sample
+            except Exception:  # one sample; the next prefill leaves another
+                logger.exception("sparse attention: a query sample could not be kept")
+            self._samples.add(kept)
+            del sample, samples, found, kept
+
+    def decoding(self, rids: Sequence[str], rows: Tensor) -> None:
+        """As in `Recording`: give the running build the keys that it waits for, if a request here has them."""
+        wanted = self._builder.wanted()
+        for place, rid in enumerate(rids):
+            request = self._requests.get(rid)
+            if request is None:
+                continue
+            request.steps += 1
+            if wanted is None or request.steps <= _SETTLED:
+                continue
+            prefix, piece = wanted.prefix, wanted.piece
+            if prefix.begins(request.namespace, request.hashes):
+                table = self._view.req_to_token.index_select(0, rows[place : place + 1])
+                slots = table[0, : prefix.num_tokens].to(torch.int64)
+                heads = self._view.kv(piece.layer).k_cache[:, piece.heads.start : piece.heads.stop]
+                self._builder.hand_over(wanted, heads.index_select(0, slots))
+                wanted = None
+
+    def finish(self, rid: str, row: int) -> None:
+        """As in `Recording`. Nothing is built here: a build takes its keys from whoever has them."""
+        self.discard(rid)
+
+    def retracted(self, rid: str) -> None:
+        """A request gave back its slots, and will be prefilled again."""
+        self.recorder.discard(rid)
+        if rid in self._requests:
+            self._requests[rid].steps = 0
+
+    def discard(self, rid: str) -> None:
+        """Forget a request."""
+        self.recorder.discard(rid)
+        self._requests.pop(rid, None)
+
+    # -- builds --------------------------------------------------------------------------------------------
+
+    def _finished(self, work: Work, fields: dict[str, Any]) -> None:
+        """On the builder's thread."""
+        report(self._config.build_report, f"prefix-{work.identity.digest[:12]}", **fields)
+        if fields["status"] == "failed":
+            logger.warning(
+                "sparse attention: no index of %d shared tokens: %s", work.prefix.num_tokens, fields["detail"]
+            )
+        self._ended.put((work, fields["status"] in ("built", "exists")))
+
+    def settle(self) -> None:
+        """Take note of builds that ended."""
+        while not self._ended.empty():
+            work, built = self._ended.get()
+            if built:
+                work.prefix.built, work.prefix.tries = True, 0
+            else:
+                self._hits.failed(work.prefix)
+
+    def snapshot(self) -> dict[str, Any]:
+        """State as plain values."""
+        running = self._builder.running
+        return {
+            "prefixes": len(self._hits),
+            "sample_bytes": self._samples.nbytes,
+            "waiting": self._builder.waiting,
+            "running": None if running is None else running.identity.num_tokens,
+            **asdict(self._builder.counts),
+        }
+
+    def close(self) -> None:
+        """Give up what is being built, and forget all requests."""
+        for rid in list(self._requests):
+            self.discard(rid)
+        self._builder.close()
+        self._moving.put(None)
