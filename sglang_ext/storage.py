@@ -10,6 +10,7 @@ from typing import Protocol
 
 from prefix_index import IndexStore
 from prefix_index.connect import locate, open_store, share
+from sglang_ext.cache_folder import cache_folder
 
 ENV_STORE = "SGLANG_SPARSE_ATTN_STORE"
 
@@ -33,8 +34,7 @@ class StoreConfig(Protocol):
 
 def default_store() -> str:
     """The store folder when none is named: below the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "sglang-ext", "store")
+    return os.path.join(cache_folder(), "store")
 
 
 def remote_addresses(config: StoreConfig) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import Segment, TunedConfigs, block_m_for
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from prefix_kernels.types import PagedKV
+from sglang_ext.attention import tuning_at_start
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,11 @@ class LayerShape:
         return self.num_qo_heads // self.num_kv_heads
 
 
+def _known(device: torch.device) -> TunedConfigs | None:
+    """Launch parameters of a GPU; None for a CPU."""
+    return TunedConfigs.for_device(device, tuning_at_start.tuned_folder()) if device.type == "cuda" else None
+
+
 class Attentions:
     """What attends batches of each size, made when it is first asked for.
 
@@ -69,7 +75,8 @@ class Attentions:
         max_batch: requests of a batch, at most.
         device: of the KV pool. On a CPU the reference attends.
         captured: whether decode steps replay graphs: then only batches that a graph was captured for are attended.
-        beside: others whose kernels' scratch serves here, too: their runs and these follow each other on one stream.
+        beside: others whose launch parameters and kernels' scratch serve here, too: their runs and these follow each
+            other on one stream.
     """
 
     def __init__(
@@ -86,7 +93,8 @@ class Attentions:
         self._captured = captured
         self._max_batch = max_batch
         self._device = device
-        self._configs = TunedConfigs.for_device(device) if device.type == "cuda" else None
+        self._configs: TunedConfigs | None = _known(device) if beside is None else beside._configs
+        self._tuned = False
         self._found: dict[int, Attends] = {}
         self._sizes: list[int] = []
 
@@ -95,6 +103,21 @@ class Attentions:
         if self._sizes or self._captured:
             return bool(self._sizes) and size <= self._sizes[-1]
         return size <= self._max_batch
+
+    def tune(self, sizes: Iterable[int]) -> None:
+        """Measure what these sizes need and is not known of this GPU, at the first call; nothing on a CPU.
+
+        Args:
+            sizes: of all batches that graphs are captured for. Call it before the first `of`.
+        """
+        if self._configs is None or self._tuned:
+            return
+        from prefix_kernels.grouped_attention import AttentionShape
+
+        self._tuned = True
+        shape, cache = AttentionShape(*astuple(self._shape)), tuning_at_start.tuned_folder()
+        # A pass of single requests has the tile of one.
+        tuning_at_start.tune_at_start(self._configs, shape, [1, *sizes], self._device, cache)
 
     def will_capture(self, size: int) -> None:
         """Graphs of that size are captured; SGLang begins with the largest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -206,6 +206,12 @@ class SharedSteps:
         if self._decode is None or self.refusal is not None or size > self._tracker.max_batch:
             return ()
         return (Path.EXACT,) if self.sparse is None else (Path.EXACT, Path.SPARSE)
+
+    def tune(self, sizes: Iterable[int]) -> None:
+        """Before the first capture: measure, once, what kernels of these sizes need and is not known of this GPU."""
+        ours = [size for size in sizes if self.paths_of(size)]
+        if self._decode is not None and ours:
+            self._decode.attentions.tune(ours)
 
     @contextmanager
     def capturing(self, size: int, path: Path) -> Iterator[None]:

@@ -25,7 +25,7 @@ def around_capture_one_shape(
     variant_label: str | None = None,
     *more: Any,
 ) -> Any:
-    """Capture our graphs of a size, then SGLang's own.
+    """Capture our graphs of a size, then SGLang's own. Before the first one, launch parameters may be measured.
 
     Args:
         runtime: of this process, or None.
@@ -33,7 +33,10 @@ def around_capture_one_shape(
         runner, size, forward, stream_idx, variant_label, more: its arguments.
     """
     ours = runtime is not None and runtime.view.runner is runner.model_runner and runner.captured_req_width == 1
-    for path in runtime.shared.paths_of(size) if ours else ():
+    paths = runtime.shared.paths_of(size) if ours else ()
+    if paths:
+        runtime.shared.tune(runner.capture_bs)
+    for path in paths:
         with runtime.capturing(size, path):
             original(runner, size, forward, stream_idx, label_of(path.value, variant_label), *more)
     return original(runner, size, forward, stream_idx, variant_label, *more)

@@ -12,7 +12,9 @@ import torch
 
 pytest.importorskip("sglang")
 
+from prefix_kernels.grouped_attention import TunedConfigs
 from prefix_kernels.types import PagedKV
+from sglang_ext.attention import attentions, tuning_at_start
 from sglang_ext.attention.shared_steps import Path, SharedSteps
 from sglang_ext.compat.decode_graphs import around_capture_one_shape, label_of_step
 from sglang_ext.config import config_from_dict
@@ -27,7 +29,11 @@ class Runtime:
 
     def __init__(self, runner: Any, largest: int) -> None:
         self.view = SimpleNamespace(runner=runner)
-        self.shared = SimpleNamespace(paths_of=lambda size: tuple(Path) if size <= largest else ())
+        self.tuned: list[tuple[list[int], int]] = []
+        self.shared = SimpleNamespace(
+            paths_of=lambda size: tuple(Path) if size <= largest else (),
+            tune=lambda sizes: self.tuned.append((sizes, len(self.events))),
+        )
         self.path: Path | None = None
         self.events: list[Any] = []
 
@@ -43,7 +49,7 @@ class Runtime:
 
 
 def _graph_runner(model_runner: Any, width: int = 1) -> Any:
-    return SimpleNamespace(model_runner=model_runner, captured_req_width=width)
+    return SimpleNamespace(model_runner=model_runner, captured_req_width=width, capture_bs=[8, 16, 32])
 
 
 def test_our_graphs_are_captured_first_and_under_their_own_labels() -> None:
@@ -51,6 +57,7 @@ def test_our_graphs_are_captured_first_and_under_their_own_labels() -> None:
     model = object()
     runtime = Runtime(model, largest=32)
     around_capture_one_shape(runtime, runtime.original, _graph_runner(model), 32, None)
+    assert runtime.tuned == [([8, 16, 32], 0)], "for all sizes, before the first capture"
     around_capture_one_shape(runtime, runtime.original, _graph_runner(model), 8, None, None, "nolora", "dense")
     assert runtime.events == [
         ("begin", 32, "grouped"), (32, None, "grouped"), ("end", 32),
@@ -70,6 +77,18 @@ def test_other_captures_are_left_as_they_are(case: str) -> None:
     if case == "several tokens a request":
         assert around_capture_one_shape(given, runtime.original, graph_runner, 4, None) == "captured"
     assert {event[0] for event in runtime.events} <= {16, 4}
+    assert runtime.tuned == []
+
+
+def _steps(max_requests: int) -> SharedSteps:
+    view = SimpleNamespace(
+        num_qo_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.float32, kv_dtype=torch.float32,
+        num_slots=1024, max_requests=max_requests, decode_graphs=True, device=torch.device("cpu"),
+        req_to_token=torch.zeros(max_requests, 256, dtype=torch.int32),
+    )  # fmt: skip
+    config = config_from_dict({"share_prefixes": True})
+    plan = LayerPlan.default(2, 2)
+    return SharedSteps(config, view, RequestTable(), Counters(2, view.device), TokenIndexSpec(), plan)
 
 
 def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
@@ -77,14 +96,7 @@ def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
     same, and neither is replayed.
     """
     pytest.importorskip("triton")
-    view = SimpleNamespace(
-        num_qo_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.float32, kv_dtype=torch.float32,
-        num_slots=1024, max_requests=4, decode_graphs=True, device=torch.device("cpu"),
-        req_to_token=torch.zeros(4, 256, dtype=torch.int32),
-    )  # fmt: skip
-    config = config_from_dict({"share_prefixes": True})
-    plan = LayerPlan.default(2, 2)
-    steps = SharedSteps(config, view, RequestTable(), Counters(2, view.device), TokenIndexSpec(), plan)
+    steps = _steps(max_requests=4)
     assert steps.uses_indexes
     assert steps.paths_of(2) == (Path.EXACT, Path.SPARSE)
     assert steps.sparse is not None
@@ -94,6 +106,38 @@ def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
         assert steps.attend(Path.SPARSE, torch.zeros(2, 4, 64), kv, 0, 1.0).shape == (2, 4, 64)
     assert not steps.uses_indexes
     assert steps.paths_of(2) == ()
+
+
+def test_captured_sizes_are_tuned_once_for_all_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sizes that we attend, and of single requests; exact and sparse steps then run with one set of parameters."""
+    pytest.importorskip("triton")
+    known = TunedConfigs("cpu")
+    calls: list[tuple[TunedConfigs, Any, list[int]]] = []
+    monkeypatch.setattr(attentions, "_known", lambda device: known)
+    monkeypatch.setattr(
+        tuning_at_start, "tune_at_start", lambda configs, shape, rows, *_: calls.append((configs, shape, rows))
+    )
+    steps = _steps(max_requests=4)
+    steps.tune([1, 2, 4, 200])
+    steps.tune([2])
+    (call,) = calls
+    assert call[0] is known
+    assert (call[1].gqa, call[1].head_dim, call[1].kv_dtype) == (2, 64, torch.float32)
+    assert call[2] == [1, 1, 2, 4]
+    assert steps.sparse is not None
+    assert steps.sparse._whole._configs is steps.sparse._selected._configs is known
+
+
+def test_nothing_is_tuned_on_a_cpu_or_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    calls: list[object] = []
+    monkeypatch.setattr(tuning_at_start, "tune_at_start", lambda *given: calls.append(given))
+    _steps(max_requests=4).tune([1, 2])
+    monkeypatch.setattr(attentions, "_known", lambda device: TunedConfigs("cpu"))
+    refused = _steps(max_requests=4)
+    refused.refuse("a layer has a logit cap")
+    refused.tune([1, 2])
+    assert calls == []
 
 
 def test_a_step_replays_the_graph_of_its_path() -> None:

@@ -76,6 +76,7 @@ GOOD = {"format": 2, "gpu": "cpu", "triton": "3", "entries": []}
         "",
         "[]",
         "\x00",
+        "[" * 10**6,
         json.dumps({**GOOD, "format": 1}),
         json.dumps({**GOOD, "gpu": "NVIDIA H200"}),
         json.dumps({**GOOD, "gpu": 3}),
@@ -83,7 +84,7 @@ GOOD = {"format": 2, "gpu": "cpu", "triton": "3", "entries": []}
         json.dumps({**GOOD, "entries": [3]}),
         json.dumps({**GOOD, "entries": [{"block_m": 16}]}),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_a_bad_file_is_named_and_in_the_cache_left_aside(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ class TunedConfigs:
     def __init__(self, gpu: str, entries: Iterable[TunedEntry] = (), shipped: Iterable[TunedEntry] = ()) -> None:
         self.gpu = gpu
         self._found = {entry.key: entry for entry in entries}
-        self._shipped = {entry.key: entry for entry in shipped}
+        self._never_saved = {entry.key: entry for entry in shipped}
 
     @classmethod
     def for_device(cls, device: torch.device, cache: Path | None = None) -> TunedConfigs:
@@ -98,9 +99,8 @@ class TunedConfigs:
         shipped = parse(path.read_text(), gpu, str(path)) if path else []
         entries: list[TunedEntry] = []
         if cache is not None:
-            found = cache / file_name(gpu, _triton_version())
             try:
-                entries = parse(found.read_text(), gpu, str(found)) if found.is_file() else []
+                entries = _cached(cache / file_name(gpu, _triton_version()), gpu)
             except (OSError, ValueError) as error:
                 logger.warning("tuned launch parameters are left aside and will be measured again: %s", error)
         return cls(gpu, entries, shipped)
@@ -131,9 +131,9 @@ class TunedConfigs:
         heights = {block_m_for(n, shape.gqa) for n in rows}
         return sorted(h for h in heights if self._entry(shape, h) is None)
 
-    def add(self, entry: TunedEntry) -> None:
-        """Know one more."""
-        self._found[entry.key] = entry
+    def add(self, entry: TunedEntry, *, keep: bool = True) -> None:
+        """Know one more; without `keep` it serves as a shipped one does, and is never saved."""
+        (self._found if keep else self._never_saved)[entry.key] = entry
 
     @property
     def entries(self) -> list[TunedEntry]:
@@ -143,22 +143,30 @@ class TunedConfigs:
     def _entry(self, shape: AttentionShape, block_m: int) -> TunedEntry | None:
         """None as well where its tile is too low for one request: measured with fewer query heads to a KV head."""
         key = TileKey.of(shape, block_m)
-        entry = self._found.get(key) or self._shipped.get(key)
+        entry = self._found.get(key) or self._never_saved.get(key)
         return entry if entry and entry.config.block_m >= shape.gqa else None
 
     def save(self, cache: Path) -> Path:
         """Write into a folder, for the next `for_device` under the same version of Triton; returns the file.
 
-        The file is replaced as a whole. Of two processes that save at a time one wins; the other one's entries are
-        measured again.
+        The file is replaced as a whole. What it holds of other keys, as another process found it, stays; a file that
+        cannot be read is replaced. Of two processes that save in the same moment one wins, and the other one's entries
+        are measured again.
 
         Raises:
             OSError: it cannot be written.
         """
         cache.mkdir(parents=True, exist_ok=True)
-        path = cache / file_name(self.gpu, _triton_version())
-        self.write(path)
+        path = self.path_in(cache)
+        others: list[TunedEntry] = []
+        with suppress(OSError, ValueError):
+            others = _cached(path, self.gpu)
+        TunedConfigs(self.gpu, [*others, *self.entries]).write(path)
         return path
+
+    def path_in(self, cache: Path) -> Path:
+        """The file that `save` writes into a folder."""
+        return cache / file_name(self.gpu, _triton_version())
 
     def write(self, path: Path) -> None:
         """Write to a file, replaced as a whole. Raises OSError."""
@@ -232,10 +240,15 @@ def parse(text: str, gpu: str | None, source: str) -> list[TunedEntry]:
     return [_entry(one, source) for one in document["entries"]]
 
 
+def _cached(path: Path, gpu: str) -> list[TunedEntry]:
+    """The entries of a file that may not be there. Raises OSError and ValueError."""
+    return parse(path.read_text(), gpu, str(path)) if path.is_file() else []
+
+
 def _document(text: str, source: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON in {source}, got: {error}; remove the file") from error
     if (
         not isinstance(document, dict)

@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +49,11 @@ _PAGE = 16
 _SHARED_MEMORY = 163 << 10
 """Of a thread block on sm_80, in bytes; used where the device does not say."""
 _LONGEST_RING = 12
+_FLUSH_FLOATS = 1 << 26
+_SCRATCH = 128 << 20
+"""Bytes for captured graphs, kernels and tables, generously."""
+_MOST_PROGRAMS = 512
+"""Of a launch: 3 on each multiprocessor of the largest GPUs."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +129,11 @@ def tune_missing(
     space: Space | None = None,
     timer: Timer | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    limit_s: float = math.inf,
 ) -> list[TunedEntry]:
     """Measure what `configs` does not know of yet, and let it know.
 
-    Compiling takes most of the time, for every distinct kernel once. While it runs it needs device memory for 32,768
-    tokens of one layer, a few times over.
+    Compiling takes most of the time, for every distinct kernel once. While it runs it needs `memory_needed` bytes.
 
     Args:
         configs: gets the entries; `save()` is the caller's.
@@ -138,10 +144,16 @@ def tune_missing(
         space: values to combine; None: `Space()`.
         timer: None: the median of CUDA graph replays, L2 filled with something else before each.
         progress: called with (done, of how many, what) after each candidate.
+        limit_s: seconds after which no other candidate is begun. The best so far of a height that is not finished
+            serves, but is not saved with `configs`; the heights above it stay as they are.
 
     Returns:
         What was found, by height. A height for which nothing could be run is left out, with a warning.
+
+    Raises:
+        torch.OutOfMemoryError, torch.AcceleratorError: of the device; heights that were finished before are known.
     """
+    deadline = time.monotonic() + limit_s
     heights = configs.missing(shape, rows)
     shared, hopper = shared_memory_of(device), has_specialized(device)
     todo = [(h, candidates(shape, h, space or Space(), shared, hopper)) for h in heights]
@@ -150,9 +162,15 @@ def tune_missing(
         return []
     timer = timer or GraphTimer(device)
     for block_m, of_height in todo:
+        if time.monotonic() >= deadline:
+            break
         problem = _Problem(shape, block_m, device)
         times: dict[AttentionConfig, dict[str, float]] = {}
+        finished = True
         for config in of_height:
+            if times and time.monotonic() >= deadline:
+                finished = False
+                break
             us = _measured(problem, config, timer)
             if us:
                 times[config] = us
@@ -164,9 +182,26 @@ def tune_missing(
             continue
         config = fastest(times)
         entry = TunedEntry(TileKey.of(shape, block_m), config, times[config])
-        configs.add(entry)
+        configs.add(entry, keep=finished)
         found.append(entry)
     return found
+
+
+def memory_needed(shape: AttentionShape, block_m: int) -> int:
+    """Bytes of device memory that measuring tiles of so many rows takes at its peak, at most.
+
+    Keys and values of 32,768 tokens of one layer, first drawn in fp32; lists of slots; what a head's plain attention of
+    them makes; the clock's 256 MiB; the parts' states of two candidates, as one is made before the last one goes.
+    """
+    channels = shape.head_dim + shape.v_head_dim
+    drawn = 4 * max(shape.head_dim, shape.v_head_dim)
+    kv = PREFIX_LEN * shape.num_kv_heads * (channels * shape.kv_dtype.itemsize + drawn)
+    lists = 4 * 8 * PREFIX_LEN * shape.num_kv_heads
+    rows = max(block_m, shape.gqa)
+    oracle = PREFIX_LEN * (channels * (4 + shape.kv_dtype.itemsize) + 3 * 4 * rows)
+    parts = max(rows // shape.gqa, 1) * shape.num_kv_heads + _MOST_PROGRAMS
+    states = 2 * 4 * parts * max(rows, SPECIALIZED_ROWS) * (shape.v_head_dim + 1)
+    return kv + lists + oracle + states + 4 * _FLUSH_FLOATS + _SCRATCH
 
 
 def fastest(times: dict[AttentionConfig, dict[str, float]]) -> AttentionConfig:
@@ -263,7 +298,7 @@ class GraphTimer:
     """
 
     def __init__(self, device: torch.device, repeats: int = 15) -> None:
-        self._other = torch.zeros(1 << 26, dtype=torch.float32, device=device)
+        self._other = torch.zeros(_FLUSH_FLOATS, dtype=torch.float32, device=device)
         self._repeats = repeats
 
     def __call__(self, work: Callable[[], None]) -> float:

@@ -145,3 +145,15 @@ def test_the_gpu_is_tuned_with_its_own_clock(device: torch.device) -> None:
     (found,) = tune_missing(TunedConfigs.for_device(device), shape, [1], device, space=space)
     assert set(found.us_by_case) == {"prefix", "selection"}
     assert all(1.0 < us < 1e4 for us in found.us_by_case.values())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no device memory")
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_the_memory_that_tuning_takes_is_foreseen(kv_heads: int, device: torch.device) -> None:
+    shape = AttentionShape(32, kv_heads, 128, 128, torch.bfloat16, torch.bfloat16)
+    space = Space(block_n=(64,), num_warps=(4,), num_stages=(2,), programs_per_sm=(1, 2))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    tune_missing(TunedConfigs("none"), shape, [32], device, space=space)
+    assert torch.cuda.max_memory_reserved() - before <= tuning.memory_needed(shape, 128)
