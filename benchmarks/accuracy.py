@@ -173,24 +173,25 @@ def table(paths: Sequence[str]) -> str:
 
 
 def summary(paths: Sequence[str]) -> str:
-    """Of each file, keep ratio and length: the task that loses most, and the mean over tasks, as one Markdown table."""
+    """Of each file, keep ratio, length and concurrency: the task that loses most, and the mean, as a Markdown table."""
     lines = [
-        "| method | backend | keep ratio | tokens | worst task | difference [95%] | mean over tasks "
-        "| sparse steps, least |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | backend | keep ratio | tokens | at a time | tasks | worst task | difference [95%] "
+        "| mean over tasks | sparse steps, least |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for path in paths:
-        cells: dict[tuple[str, str, float, int], list[dict[str, Any]]] = {}
+        cells: dict[tuple[str, str, float, int, int], list[dict[str, Any]]] = {}
         for row in map(json.loads, Path(path).read_text().splitlines()):
             config = row["config"]
-            key = (config.get("method", "its default"), _backend(row["flags"]), config["keep_ratio"], row["num_tokens"])
+            method, backend = config.get("method", "its default"), _backend(row["flags"])
+            key = (method, backend, config["keep_ratio"], row["num_tokens"], row.get("concurrency", 0))
             cells.setdefault(key, []).append(row)
-        for (method, backend, keep, tokens), own in sorted(cells.items()):
+        for (method, backend, keep, tokens, together), own in sorted(cells.items()):
             worst = min(own, key=lambda row: (row["difference"], row["low"]))
             mean = sum(row["difference"] for row in own) / len(own)
             steps = min(row["sparse_rows"] / (row["sparse_rows"] + row["dense_rows_in_sparse_pass"]) for row in own)
             lines.append(
-                f"| {method} | {backend} | {keep:.0%} | {tokens} | {worst['task']} "
+                f"| {method} | {backend} | {keep:.0%} | {tokens} | {together or ''} | {len(own)} | {worst['task']} "
                 f"| {worst['difference']:+.1%} [{worst['low']:+.1%}, {worst['high']:+.1%}] "
                 f"| {mean:+.2%} | {steps:.1%} |"
             )

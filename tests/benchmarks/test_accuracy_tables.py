@@ -60,9 +60,15 @@ def test_the_summaries_of_other_recipes_are_the_printed_ones(
 
 def test_the_sentences_about_the_default_are_the_rows(accuracy: ModuleType) -> None:
     rows = [line.split(" | ") for line in accuracy.summary(files("token_index")).splitlines()[2:]]
-    assert [(row[2], row[4], row[5].split(" [")[0], row[6]) for row in rows] == [
+    assert [(row[2], row[6], row[7].split(" [")[0], row[8]) for row in rows] == [
         ("5%", "multi_value", "-0.6%", "-0.08%"),
         ("5%", "multi_value", "-0.6%", "-0.08%"),
         ("10%", "multi_value", "-0.2%", "-0.03%"),
         ("10%", "multi_value", "+0.0%", "+0.00%"),
     ]
+
+
+def test_the_summary_of_answers_inside_graphs_is_the_printed_one(accuracy: ModuleType) -> None:
+    table = accuracy.summary(files("graphs"))
+    assert table in (ROOT / "docs" / "benchmarks.md").read_text()
+    assert [line.split(" | ")[4] for line in table.splitlines()[2:]] == ["1", "16", "16"]
