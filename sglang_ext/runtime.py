@@ -10,7 +10,6 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +20,8 @@ from prefix_index import ModelFingerprint
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
 from sglang_ext.attention.shared_steps import Path, SharedSteps, SharedView
+from sglang_ext.attention.step import Step
+from sglang_ext.attention.trace import StepTrace
 from sglang_ext.config import Build, PrefetchPolicy, Settings
 from sglang_ext.indexing import METHODS
 from sglang_ext.indexing.layer_plan import heads_of_rank
@@ -50,15 +51,6 @@ class ModelView(SharedView, Protocol):
 
     def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None: ...
     def fingerprint(self) -> ModelFingerprint: ...
-
-
-@dataclass
-class Step:
-    """The forward that runs now: what its layers have to do."""
-
-    plan: DecodePlan | None = None
-    path: Path | None = None
-    chunks: Sequence[Chunk] = field(default_factory=tuple)
 
 
 class SparseRuntime:
@@ -103,6 +95,8 @@ class SparseRuntime:
             self.builds = PrefillBuilds(self.store, config, view, self.model, profile)
         elif config.build is Build.CAPTURE:
             self.builds = PrefillCaptures(config, view)
+        folder = config.trace_folder
+        self._trace = StepTrace(folder, plan, dense_heads) if folder is not None else None
         self._shared: dict[str, list[SharedSlots]] = {}
         self._step = Step()
         self._stale: str | None = None
@@ -218,6 +212,8 @@ class SparseRuntime:
             self._step = Step(chunks=self._chunks(forward_batch))
         try:
             yield
+            if self._trace is not None:
+                self._trace.note(forward_batch, self._step, self.shared.sparse)
         finally:
             self._step = Step()
 
