@@ -244,11 +244,12 @@ def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
     if args.store:
         from replay_selection import SelectionCheck
 
-        selections = SelectionCheck(args.store, args.config, network.shape.layers, start.num_kv_heads)
+        selections = SelectionCheck(args.store, args.config, model, plan, torch.device(device))
     row: dict[str, Any] = {"traced": len(traced), "answers": len(answers)}
     ends = time.monotonic() + args.seconds
     for kind, chosen in kinds.items():
-        judged, examples = [], []
+        judged: list[Judged] = []
+        examples: list[dict[str, Any]] = []
         for answer in chosen:
             if time.monotonic() > ends:
                 break

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefix_kernels.top_k_selection.lists import SelectedLists
 from sglang_ext.attention.shared_steps import Path as StepPath
 from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
 
 if TYPE_CHECKING:
+    from prefix_kernels.top_k_selection.lists import SelectedLists
     from sglang_ext.attention.plan import DecodePlan
     from sglang_ext.attention.sparse_decode import SparseDecode
     from sglang_ext.attention.step import Step
