@@ -165,8 +165,9 @@ def summary(judged: Sequence[Judged], tie: float) -> dict[str, Any]:
         "tokens behind more than a tie": int((gaps > tie).sum()),
         "retractions": sum(one.retractions for one in judged),
         "max_nats": round(float(gaps.max()), 5),
+        "p99_nats": round(float(gaps.quantile(0.99)), 5),
         "max_logprob_off": round(float(off.max()), 5),
-        "p99_logprob_off": round(float(off.quantile(0.99)) if len(off) < 1 << 24 else float("nan"), 5),
+        "p99_logprob_off": round(float(off.quantile(0.99)), 5),
     }
 
 

@@ -198,7 +198,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sparse-documents", type=int, default=10)
     parser.add_argument("--sparse-lengths", nargs="+", type=int, default=[12288, 16384], metavar="TOKENS")
     parser.add_argument("--dense", type=float, default=0.1, help="share of the sparse half's requests that opt out")
-    parser.add_argument("--traced", type=float, default=0.1, help="share of the sparse half's requests")
+    parser.add_argument("--traced", type=float, default=0.02, help="share of these; a traced step waits for the device")
     parser.add_argument("--index-bytes", type=int, default=20 << 20, help="index_gpu_bytes: few indexes fit")
     parser.add_argument("--stall", type=float, default=30.0, help="seconds that no request may wait for its next token")
     parser.add_argument("--trace", metavar="FOLDER", help="new; keeps store, trace and requests for replay.py")

@@ -115,8 +115,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         build_align: a built index covers the prompt rounded down to this many tokens.
         build_report: file that receives one JSON line per prompt built, captured or refused.
         capture_folder: where captures are written; needed for `capture`.
-        capture_tail: last tokens of a prompt that a capture keeps beside the sample.
-        capture_steps: decode steps that a capture keeps.
+        capture_tail, capture_steps: last tokens of a prompt, and decode steps, that a capture keeps beside the sample.
         trace_folder: where selections of requests 'trace-...' are written, for debugging: `attention.trace`. null: off.
         prefetch_policy: what a decode step does while the index is loading.
         prefetch_timeout_s: seconds waited under `timeout`.

@@ -128,8 +128,9 @@ class SelectionCopies:
     def copy(self, layer: int) -> None:
         """Keep what this anchor layer has just selected; may be captured."""
         number = self.layers.index(layer)
-        self.positions[number].copy_(self._lists.positions)
-        self.counts[number].copy_(self._lists.counts)
+        # By a kernel: kernels that begin before the one before them ends know kernels only, no copies.
+        torch.add(self._lists.positions, 0, out=self.positions[number])
+        torch.add(self._lists.counts, 0, out=self.counts[number])
 
     def take(self, wanted: Sequence[int]) -> list[dict[int, tuple[Tensor, Tensor]]]:
         """(positions, counts) on the host of groups of the step that was replayed, by anchor layer. Waits for it."""
@@ -156,6 +157,7 @@ class StepTrace:
         os.makedirs(folder, exist_ok=True)
         path = Path(folder) / f"steps-{os.getpid()}.trace"
         self._file = path.open("wb", buffering=0)  # the process ends without a word
+        self._full = False
         self._write(Start(layer_plan.to_dict(), layer_plan.num_kv_heads, [list(heads) for heads in dense_heads]))
         logger.warning("sparse attention: steps of requests '%s...' are traced to %s: slower", TRACED, path)
 
@@ -213,8 +215,17 @@ class StepTrace:
             self._write(SparseStep(groups))
 
     def _write(self, record: Record) -> None:
+        if self._full:
+            return
         data = msgspec.msgpack.encode(record)
-        self._file.write(_LENGTH.pack(len(data)) + data)
+        data = _LENGTH.pack(len(data)) + data
+        try:
+            self._full = self._file.write(data) < len(data)
+        except OSError as error:  # must not end the server
+            self._full = True
+            logger.error("sparse attention: the trace cannot be written: %s", error)
+        if self._full:
+            logger.error("sparse attention: the trace ends before its time; is the disk full?")
 
 
 def _traced(forward_batch: Any, rows: Sequence[int]) -> bool:
