@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.server.harness import CPU_FLAGS, JOB_SECONDS, ROOT, THREADS, rendezvous
+from tests.server.harness import CPU_FLAGS, JOB_SECONDS, ROOT, SGLANG, THREADS, rendezvous
 
+pytestmark = pytest.mark.skipif(SGLANG != "0.5.16", reason="soaks are run on 0.5.16")
 FLAGS = [*CPU_FLAGS, "--page-size", "16", "--max-total-tokens", "2816", "--chunked-prefill-size", "512"]
 TRAFFIC = (
     "--seconds 2 --documents 1 --lengths 1024 --questions 2 --tokens 24 --concurrency 4 --sparse-seconds 12 "
