@@ -9,6 +9,10 @@ differs is wrong, unless the dense run's logarithm of its probability was within
 of equal logits, within the rounding of the model's dtype. Behind a difference nothing is compared. At the end nothing
 may be held any more.
 
+`--sparse-seconds SECONDS` adds a second half on longer documents, which the server builds indexes of: decode steps
+are sparse, and a part of the requests is traced (`trace_folder`) and replayed in plain float32 torch with the very
+selections (`replay.py`, here or later: `--trace FOLDER --replay 0`).
+
 `--control SECONDS` runs the same traffic dense first: a batch is rounded otherwise than a request alone, without the
 plugin, too. In 16 bits that changes answers, so as many wrong ones as the control's are allowed; with `--dtype float32`
 there are none to allow.
@@ -20,6 +24,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import sys
 import tempfile
@@ -27,16 +32,33 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from kernel_rows import commit
+from replay import Options, replay, replay_good
+from soak_sparse import SparseTraffic, built, memory, same, sparse_config
+from verdicts import no_worse
 
 from sglang_ext.quality.tasks import TASKS, make_document
 
 _BEST = 8
 """Tokens whose probability is asked for."""
+_SETTINGS = (
+    "seconds",
+    "control",
+    "documents",
+    "lengths",
+    "questions",
+    "tokens",
+    "concurrency",
+    "aborted",
+    "tie",
+    "seed",
+)
+_SETTINGS += ("sparse_seconds", "sparse_documents", "sparse_lengths", "dense", "traced", "index_bytes", "stall")
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,7 @@ class Soak:
         self._args = args
         self._rng = random.Random(args.seed)
         self._next = 0
+        self.longest_wait = 0.0
         self.found: dict[str, Counter[str]] = {}
         self.examples: list[dict[str, Any]] = []
 
@@ -107,11 +130,12 @@ class Soak:
 
         async def client() -> None:
             while time.monotonic() < ends:
-                await self._one(references, found, dense=dense)
+                await self.one(references, found, dense=dense)
 
         await asyncio.gather(*(client() for _ in range(self._args.concurrency)))
 
-    async def _one(self, references: Sequence[Reference], found: Counter[str], *, dense: bool) -> None:
+    async def one(self, references: Sequence[Reference], found: Counter[str], *, dense: bool) -> None:
+        """One request; what comes of it goes to `found`."""
         # Documents come in waves: most requests ask about a few of them, the rest about any.
         few = len(references) // self._args.documents * 2
         wave = int(time.monotonic() / 5) * few % len(references)
@@ -125,8 +149,11 @@ class Soak:
             input_ids=reference.prompt, sampling_params=_sampling(tokens, dense=dense), stream=True, rid=rid
         )
         ids: list[int] = []
+        last = time.monotonic()
         async for chunk in stream:
             ids = chunk["output_ids"]  # all so far
+            now = time.monotonic()
+            self.longest_wait, last = max(self.longest_wait, now - last), now
             if aborted and len(ids) > tokens // 2:
                 self._engine.tokenizer_manager.abort_request(rid=rid)
                 aborted = False
@@ -136,19 +163,6 @@ class Soak:
         found["tokens equal"] += equal
         if verdict == "wrong" and len(self.examples) < 8:
             self.examples.append({"dense": dense, "token": equal, "of": len(ids), "gap": gap})
-
-
-def no_worse(control: Counter[str] | None, shared: Counter[str]) -> bool:
-    """Whether wrong answers are no more than dense batches give by their own rounding: three standard deviations of a
-    count above the control's share. Without a control, or where that has none, none is allowed.
-    """
-
-    def answers(of: Counter[str]) -> int:
-        return of["equal"] + of["tie"] + of["wrong"]
-
-    share = control["wrong"] / answers(control) if control and answers(control) else 0.0
-    expected = share * answers(shared)
-    return shared["wrong"] <= expected + 3 * math.sqrt(expected)
 
 
 def _sampling(tokens: int, *, dense: bool) -> dict[str, Any]:
@@ -164,7 +178,8 @@ def held(engine: Any) -> dict[str, Any]:
         if not left["requests"]:
             break
         time.sleep(0.1)
-    return {**left, "shared_steps": state["shared_steps"], "shared_rows": state["shared_rows"]}
+    counted = ("shared_steps", "shared_rows", "sparse_steps", "sparse_rows", "dense_rows", "largest_group", "fallbacks")
+    return {**left, **{name: state[name] for name in counted}}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -179,6 +194,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=24)
     parser.add_argument("--aborted", type=float, default=0.05, help="share of the requests")
     parser.add_argument("--control", type=float, default=0.0, metavar="SECONDS", help="of dense traffic before")
+    parser.add_argument("--sparse-seconds", type=float, default=0.0, help="of the sparse half; 0: none")
+    parser.add_argument("--sparse-documents", type=int, default=10)
+    parser.add_argument("--sparse-lengths", nargs="+", type=int, default=[12288, 16384], metavar="TOKENS")
+    parser.add_argument("--dense", type=float, default=0.1, help="share of the sparse half's requests that opt out")
+    parser.add_argument("--traced", type=float, default=0.02, help="share of these; a traced step waits for the device")
+    parser.add_argument("--index-bytes", type=int, default=20 << 20, help="index_gpu_bytes: few indexes fit")
+    parser.add_argument("--stall", type=float, default=30.0, help="seconds that no request may wait for its next token")
+    parser.add_argument("--trace", metavar="FOLDER", help="new; keeps store, trace and requests for replay.py")
+    parser.add_argument("--replay", type=int, default=100, help="traced requests replayed at the end; 0: none")
+    parser.add_argument("--replay-seconds", type=float, default=300.0, help="begin no further one behind that")
+    parser.add_argument("--selections", action="store_true", help="also compare selections with the reference's")
     parser.add_argument(
         "--tie",
         type=float,
@@ -194,8 +220,27 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run; 1 where a token was wrong or something is still held."""
+    """Run; 1 where a token was wrong, a request hung, or something is still held."""
     args = parse()
+    if args.trace:
+        os.makedirs(args.trace)  # a folder of its own: the trace of one server
+        row = run(args, Path(args.trace))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            row = run(args, Path(folder))
+    Path(args.out).write_text(json.dumps(row, indent=1) + "\n")
+    shown = ("good", "found", "longest_wait", "built", "memory", "held", "examples", "replay")
+    print(json.dumps({key: row[key] for key in shown}, indent=1))
+    return 0 if row["good"] else 1
+
+
+def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All traffic on one engine, then the replay; the row.
+
+    Args:
+        args: the command line.
+        folder: receives the store, the trace and the traced requests.
+    """
     import torch
     from sglang.srt.plugins import load_plugins
 
@@ -203,31 +248,56 @@ def main() -> int:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import prepare_server_args
 
-    with tempfile.TemporaryDirectory() as store:
-        flags = ["--model-path", args.model_path, "--sparse-attn", "--sparse-attn-store", store]
-        flags += ["--sparse-attn-config", args.config, *args.sglang_flags]
-        engine = Engine(server_args=prepare_server_args(flags))
-        try:
-            soak = Soak(engine, args)
-            references = soak.references()
-            engine.flush_cache()
-            for seconds, dense in ((args.control, True), (args.seconds, False)):
-                if seconds:
-                    engine.loop.run_until_complete(soak.traffic(references, seconds, dense=dense))
-            left = held(engine)
-        finally:
-            engine.shutdown()
-    good = no_worse(soak.found.get("control"), soak.found["shared"]) and not left["requests"] and not left["compared"]
-    row = {
+    config = sparse_config(args, folder) if args.sparse_seconds else json.loads(args.config)
+    (folder / "store").mkdir()
+    flags = ["--model-path", args.model_path, "--sparse-attn", "--sparse-attn-store", str(folder / "store")]
+    flags += ["--sparse-attn-config", json.dumps(config), *args.sglang_flags]
+    engine = Engine(server_args=prepare_server_args(flags))
+    ended, waits, found = True, [], {}
+    try:
+        soak = Soak(engine, args)
+        references = soak.references()
+        engine.flush_cache()
+        before = memory(engine)
+        for seconds, dense in ((args.control, True), (args.seconds, False)):
+            if seconds:
+                engine.loop.run_until_complete(soak.traffic(references, seconds, dense=dense))
+        if args.sparse_seconds:
+            beside = partial(soak.one, references, soak.found.setdefault("beside", Counter()), dense=False)
+            sparse = SparseTraffic(engine, args, folder, beside)
+            ended = engine.loop.run_until_complete(sparse.run(args.sparse_seconds))
+            waits, found = [sparse.longest_wait], {"sparse": sparse.found, "sparse prompts": {"tokens": sparse.tokens}}
+        left = held(engine)
+        after = memory(engine)
+    finally:
+        engine.shutdown()
+    replayed = None
+    if args.sparse_seconds and args.replay:
+        options = Options(args.replay, args.replay // 2, args.replay_seconds, args.tie)
+        if args.selections:
+            options.store, options.config = str(folder / "store"), config
+        replayed = replay(folder, Path(args.model_path), options)
+    control, longest = soak.found.get("control"), max(soak.longest_wait, *waits, 0.0)
+    good = (
+        all(no_worse(control, soak.found[name]) for name in ("shared", "beside") if name in soak.found)
+        and not left["requests"]
+        and not left["compared"]
+        and same(before, after)
+        and ended
+        and longest <= args.stall
+        and (replayed is None or replay_good(replayed))
+    )
+    return {
         "good": good,
-        "found": {name: dict(of) for name, of in soak.found.items()},
+        "found": {name: dict(of) for name, of in {**soak.found, **found}.items()},
+        "longest_wait": round(longest, 3),
+        "built": built(folder),
+        "memory": {"before": before, "after": after},
         "held": left,
         "examples": soak.examples,
-        **{
-            key: getattr(args, key)
-            for key in ("seconds", "control", "documents", "lengths", "questions", "tokens", "tie", "seed")
-        },
-        "config": json.loads(args.config),
+        "replay": replayed,
+        **{key: getattr(args, key) for key in _SETTINGS},
+        "config": config,
         "flags": args.sglang_flags,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "sglang": version("sglang"),
@@ -235,9 +305,6 @@ def main() -> int:
         "commit": args.commit or commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    Path(args.out).write_text(json.dumps(row, indent=1) + "\n")
-    print(json.dumps({key: row[key] for key in ("good", "found", "held", "examples")}, indent=1))
-    return 0 if good else 1
 
 
 if __name__ == "__main__":

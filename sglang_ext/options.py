@@ -83,6 +83,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         capture_folder: where captures are written; needed for `capture`.
         capture_tail: last tokens of a prompt that a capture keeps beside the sample.
         capture_steps: decode steps that a capture keeps.
+        trace_folder: where selections of requests 'trace-...' are written, for debugging: `attention.trace`. null: off.
         prefetch_policy: what a decode step does while the index is loading.
         prefetch_timeout_s: seconds waited under `timeout`.
         index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
@@ -123,6 +124,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     capture_folder: str | None = None
     capture_tail: int = 64
     capture_steps: int = 64
+    trace_folder: str | None = None
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
     prefetch_timeout_s: float = 5.0
     index_gpu_bytes: int = 4 << 30

@@ -10,7 +10,6 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +19,8 @@ from prefix_index import ModelFingerprint
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
 from sglang_ext.attention.shared_steps import Path, SharedSteps, SharedView
+from sglang_ext.attention.step import Step
+from sglang_ext.attention.trace import StepTrace
 from sglang_ext.config import Build, PrefetchPolicy, Settings
 from sglang_ext.indexing import METHODS
 from sglang_ext.indexing.layer_plan import heads_of_rank
@@ -28,7 +29,6 @@ from sglang_ext.metrics import Counters
 from sglang_ext.prefill.builder import method_specs, profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
-from sglang_ext.prefill.recorder import Chunk
 from sglang_ext.prefill.recording import Recording, decode_chunks, prefill_chunks
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.prefix.directory import PrefixDirectory
@@ -52,15 +52,6 @@ class ModelView(SharedView, Protocol):
 
     def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None: ...
     def fingerprint(self) -> ModelFingerprint: ...
-
-
-@dataclass
-class Step:
-    """The forward that runs now: what its layers have to do."""
-
-    plan: DecodePlan | None = None
-    path: Path | None = None
-    chunks: Sequence[Chunk] = field(default_factory=tuple)
 
 
 class SparseRuntime:
@@ -101,6 +92,8 @@ class SparseRuntime:
         self.decode = GroupedDecode(config, METHODS[config.method].selector(spec), plan, self.counters, dense_heads)
         self.shared = SharedSteps(config, view, self.requests, self.counters, spec, plan, dense_heads)
         self.builds = self._make_builds(profile)
+        folder = config.trace_folder
+        self._trace = StepTrace(folder, plan, dense_heads) if folder is not None else None
         self._shared: dict[str, list[SharedSlots]] = {}
         self._step = Step()
         self._stale: str | None = None
@@ -230,6 +223,8 @@ class SparseRuntime:
             self._step = Step(chunks=prefill_chunks(self.builds, forward_batch, self.view.device))
         try:
             yield
+            if self._trace is not None:
+                self._trace.note(forward_batch, self._step, self.shared.sparse)
         finally:
             self._step = Step()
 

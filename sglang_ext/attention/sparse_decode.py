@@ -28,6 +28,7 @@ from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
 from sglang_ext.attention.step_buffers import PrefixRows, StepBuffers, StepLayout
 from sglang_ext.attention.step_costs import Line, StepCosts, measure_us
 from sglang_ext.attention.token_selection import TokenSelections
+from sglang_ext.attention.trace import SelectionCopies
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.indexing.base import IndexSpec
 from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
@@ -167,6 +168,8 @@ class SparseDecode:
         self._lse = torch.zeros(batch, shape.num_qo_heads, dtype=torch.float32, device=device)
         self._whole = Attentions(shape, batch, device, captured=captured, beside=beside)
         self._selected = Attentions(shape, batch, device, captured=captured, beside=beside or self._whole)
+        traced = config.trace_folder is not None
+        self.copies = SelectionCopies(layer_plan, self._selections.lists) if traced else None
         self._costs: dict[int, StepCosts] = {}
         self._active: _Kernels | None = None
         self._planned: _Plan | None = None
@@ -223,6 +226,8 @@ class SparseDecode:
             self._buffers.copy_prefixes(layout, batch)  # slots of a request that nothing is known of may yet change
         self._buffers.refresh(batch)
         self._active = kernels
+        if self.copies is not None:
+            self.copies.groups = [(rows.rows, rows.length, index.entry.digest) for rows, index in groups]
         self.kept = [Kept(len(rows.rows), rows.length, n) for (rows, _), n in zip(groups, budgets, strict=True)]
         return True
 
@@ -302,6 +307,8 @@ class SparseDecode:
             return out
         if mode is LayerMode.ANCHOR:
             self._selections.run(kernels.selection, q, sm_scale, arena, layer, kernels.size)
+            if self.copies is not None:
+                self.copies.copy(layer)
         kernels.selected.run(q, kv, arena, sm_scale, out, lse, counts=counts, head_map=self._head_maps[layer])
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,11 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.attention.attentions import LayerShape
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, Group, _suffixes
+from sglang_ext.attention.shared_steps import Path as StepPath
 from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
 from sglang_ext.attention.sparse_decode import Kept, SparseDecode, graph_refusal
+from sglang_ext.attention.step import Step
+from sglang_ext.attention.trace import StepTrace, read_trace
 from sglang_ext.config import config_from_dict
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
 from sglang_ext.indexing.layer_plan import LayerPlan
@@ -40,7 +44,9 @@ CONFIG: dict[str, Any] = {
 class Server:
     """A table of slots, KV of all layers, requests on indexed prefixes."""
 
-    def __init__(self, device: torch.device, max_batch: int = 6, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, device: torch.device, max_batch: int = 6, dtype: torch.dtype = torch.float32, **changes: Any
+    ) -> None:
         gen = torch.Generator().manual_seed(0)
         self.device, self.gen = device, gen
         self.caches = [
@@ -49,7 +55,7 @@ class Server:
         ]
         self.table = torch.zeros(10, WIDTH, dtype=torch.int32, device=device)
         self.free = torch.randperm(SLOTS, generator=gen).int()
-        self.config = config_from_dict({**CONFIG, "layer_plan": ROLES})
+        self.config = config_from_dict({**CONFIG, "layer_plan": ROLES, **changes})
         self.plan = LayerPlan.from_dict({"layers": ROLES}, num_layers=LAYERS, num_kv_heads=KV_HEADS)
         self.tracker = SlotTracker(max_batch, 16, device, "reference" if INTERPRETED else "triton")
         self.shape = LayerShape(KV_HEADS * GQA, KV_HEADS, DIM, DIM, dtype, dtype)
@@ -113,7 +119,7 @@ class Server:
             members = torch.tensor(prefix.rows, device=self.device)
             groups.append(Group(index, own, members, len(prefix.rows)))
         starts = [index.prefix_len if index else 0 for index in indexes]
-        plan = DecodePlan(groups, *_suffixes(self.table, rows, starts, lens))
+        self.step_plan = plan = DecodePlan(groups, *_suffixes(self.table, rows, starts, lens))
         for layer, kv in enumerate(self.caches):
             q = torch.randn(len(serials) + padded, KV_HEADS * GQA, DIM, generator=self.gen)
             q = (2 * q).to(self.device, kv.k_cache.dtype)
@@ -150,6 +156,41 @@ def test_groups_and_single_requests_with_and_without_an_index(dtype: torch.dtype
     assert server.step([4, 2, 6, 3], padded=2) == [Kept(1, 210, 42), Kept(2, 300, 85), Kept(1, 210, 42)]
     server.step([4, 2, 6, 3])
     assert server.step([4, 2, 6, 3]) == [Kept(2, 210, 60), Kept(2, 300, 85)]
+
+
+def test_a_traced_step_keeps_what_every_anchor_layer_selected(device: torch.device, tmp_path: Path) -> None:
+    """Later layers write over the lists; the copies are those of the step, group by group, and so is the file."""
+    assert Server(device).sparse.copies is None
+    server = Server(device, trace_folder=str(tmp_path))
+    first, second = server.prefix(300), server.prefix(210)
+    for serial in (1, 2):
+        server.join(serial, *first, 5 + serial)
+    server.join(3, server.slots(77), None, 3)
+    server.join(4, *second, 9)
+    trace = StepTrace(str(tmp_path), server.plan, ())
+    mode = SimpleNamespace(is_decode=lambda: True)
+    for _ in range(3):
+        server.step([1, 2, 3, 4], padded=1)
+        lens = torch.tensor([server.lens[serial] for serial in (1, 2, 3, 4)])
+        batch = SimpleNamespace(rids=["trace-1", "b", "trace-3", "d"], seq_lens_cpu=lens, forward_mode=mode)
+        trace.note(batch, Step(path=StepPath.SPARSE), server.sparse)
+    copies = server.sparse.copies
+    assert copies is not None
+    assert copies.layers == [1, 3]
+    wanted = server.step_plan.groups
+    taken = copies.take(range(len(wanted)))
+    _, *steps = read_trace(next(tmp_path.glob("*.trace")))
+    assert [len(step.groups) for step in steps] == [1, 1, 1]  # groups without a traced request are left out
+    (group,) = steps[-1].groups
+    assert (group.rids, group.seq_lens, group.digest) == (["trace-1", "b"], lens[:2].tolist(), "d")
+    for of_group, here in zip(wanted, taken, strict=True):
+        for layer, selection in of_group.selections.items():
+            positions, counts = here[layer]
+            assert counts.tolist() == selection.counts.tolist()
+            for head, count in enumerate(counts.tolist()):
+                assert positions[head, :count].tolist() == selection.positions[head, :count].tolist()
+                if of_group is wanted[0]:
+                    assert group.mask(layer)[head].nonzero()[0].tolist() == positions[head, :count].tolist()
 
 
 def test_one_index_on_other_slots_is_another_group(device: torch.device) -> None:

@@ -1,0 +1,137 @@
+"""The needle model in plain torch, teacher-forced, with the selections that a server made: for `replay.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from scripts.needle_network import Needle, rms_norm
+from sglang_ext.attention.trace import Selected
+from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+
+
+@dataclass
+class Output:
+    """What `Replayer.run` gives.
+
+    Attributes:
+        logits: [rows, vocab_size] float32: of the prompt's last token and of those behind it.
+        queries: by anchor layer, [rows, num_qo_heads, head_dim] float32.
+    """
+
+    logits: Tensor
+    queries: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Replayer:
+    """Computes one request at a time; the K and V of a prompt serve the next request that begins alike.
+
+    Args:
+        model: the network, in float32.
+        plan: role of each layer.
+        dense_heads: per layer, KV heads that attend everything; empty for none.
+        max_len: tokens of a request, at most.
+        rows: that are computed at a time: memory grows with rows times tokens.
+    """
+
+    def __init__(
+        self,
+        model: Needle,
+        plan: LayerPlan,
+        dense_heads: Sequence[Sequence[int]],
+        *,
+        max_len: int,
+        rows: int = 256,
+    ) -> None:
+        self._model, self._plan, self._rows = model, plan, rows
+        self._dense_heads = [list(heads) for heads in dense_heads] or [[] for _ in plan.layers]
+        self._weights = model.layer_weights()
+        shape = (model.shape.layers, 2, model.shape.kv_heads, max_len, model.shape.head_dim)
+        self._cache = torch.zeros(shape, device=model.embed.device)
+        self._known: list[int] = []
+
+    @torch.no_grad()
+    def run(self, prompt: Sequence[int], tokens: Sequence[int], steps: Sequence[Selected | None]) -> Output:
+        """Logits that each token was chosen by.
+
+        Args:
+            prompt: token ids, at least one; all of them are attended densely.
+            tokens: those behind it that were given in again.
+            steps: per token, what the step selected that read it; None for a dense one.
+
+        Raises:
+            ValueError: more tokens than there is room for, not as many steps as tokens, or a damaged selection.
+        """
+        if len(steps) != len(tokens) or len(prompt) + len(tokens) > self._cache.shape[3]:
+            raise ValueError(
+                f"expected a step for each token and at most {self._cache.shape[3]} tokens in all, got {len(steps)} "
+                f"steps, {len(prompt)} and {len(tokens)} tokens"
+            )
+        before = list(prompt[:-1])
+        same = next((i for i, pair in enumerate(zip(before, self._known, strict=False)) if pair[0] != pair[1]), None)
+        same = min(len(before), len(self._known)) if same is None else same
+        self._known = before[:same]
+        for start in range(same, len(before), self._rows):
+            self._advance(before[start : start + self._rows], start, None)
+        self._known = before
+        ids, read = [prompt[-1], *tokens], [None, *steps]
+        parts = [
+            self._advance(ids[at : at + self._rows], len(before) + at, read[at : at + self._rows])
+            for at in range(0, len(ids), self._rows)
+        ]
+        layers = parts[0].queries
+        return Output(
+            torch.cat([part.logits for part in parts]),
+            {layer: torch.cat([part.queries[layer] for part in parts]) for layer in layers},
+        )
+
+    def _advance(self, ids: Sequence[int], start: int, steps: Sequence[Selected | None] | None) -> Output:
+        """Tokens at the positions from `start` on; logits and queries only where steps are given."""
+        model, device = self._model, self._cache.device
+        end = start + len(ids)
+        cos, sin = model.rope(start, len(ids), device)
+        x = model.embed[torch.tensor(ids, device=device)]
+        causal = torch.arange(end, device=device) <= torch.arange(start, end, device=device)[:, None]
+        queries: dict[int, Tensor] = {}
+        for layer, weights in enumerate(self._weights):
+            q, k, v = model.before(x, cos, sin, weights, model.shape.head_dim, model.shape.eps)
+            keys, values = self._cache[layer, :, :, :end]
+            keys[:, start:], values[:, start:] = k.transpose(0, 1), v.transpose(0, 1)
+            if steps is not None and self._plan.layers[layer].mode is LayerMode.ANCHOR:
+                queries[layer] = q
+            allowed = causal.expand(model.shape.kv_heads, -1, -1)
+            if steps is not None:
+                allowed = self._limited(allowed, layer, steps)
+            x = model.after(x, _attend(q, keys, values, allowed), weights, model.shape.eps)
+        if steps is None:
+            return Output(x)
+        return Output(model.logits(rms_norm(x, model.final_norm, model.shape.eps)), queries)
+
+    def _limited(self, causal: Tensor, layer: int, steps: Sequence[Selected | None]) -> Tensor:
+        """[num_kv_heads, rows, tokens] bool: what each KV head attends at this layer."""
+        role = self._plan.layers[layer]
+        if role.mode is LayerMode.DENSE:
+            return causal
+        allowed = causal.clone()
+        for row, step in enumerate(steps):
+            mask = None if step is None else step.mask(layer if role.anchor_layer is None else role.anchor_layer)
+            if step is None or mask is None:
+                continue
+            chosen = torch.from_numpy(mask)[list(role.head_map)] if role.head_map else torch.from_numpy(mask)
+            chosen[self._dense_heads[layer]] = True
+            allowed[:, row, : step.prefix_len] &= chosen.to(allowed.device)
+        return allowed
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor) -> Tensor:
+    """[rows, num_qo_heads * head_dim] float32 of q [rows, num_qo_heads, head_dim], keys and values [num_kv_heads,
+    tokens, head_dim] and allowed [num_kv_heads, rows, tokens].
+    """
+    rows, heads, dim = q.shape
+    grouped = q.view(rows, keys.shape[0], -1, dim).permute(1, 2, 0, 3)
+    scores = torch.matmul(grouped * dim**-0.5, keys[:, None].transpose(2, 3))
+    weights = scores.masked_fill_(~allowed[:, None], -torch.inf).softmax(-1)
+    return torch.matmul(weights, values[:, None]).permute(2, 0, 1, 3).reshape(rows, heads * dim)

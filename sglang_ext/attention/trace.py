@@ -1,0 +1,274 @@
+"""A trace of sparse steps, for debugging: which positions were selected, for which requests. Off by default.
+
+With `trace_folder` set, the scheduler process appends to a file there what its forwards did to requests whose id begins
+with `trace-`: which positions were prefilled, and of each sparse step the selections of the groups that they are in.
+Positions that a trace says nothing of were decoded densely. `benchmarks/replay.py` computes the same again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang_ext.attention.shared_steps import Path as StepPath
+from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+
+if TYPE_CHECKING:
+    from prefix_kernels.top_k_selection.lists import SelectedLists
+    from sglang_ext.attention.plan import DecodePlan
+    from sglang_ext.attention.sparse_decode import SparseDecode
+    from sglang_ext.attention.step import Step
+
+logger = logging.getLogger(__name__)
+
+TRACED = "trace-"
+"""What the id of a request begins with that is to be traced."""
+_LENGTH = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """The first record of a file.
+
+    Attributes:
+        layer_plan: as `LayerPlan.to_dict` gives it.
+        num_kv_heads: per layer.
+        dense_heads: per layer, KV heads that attend everything; empty for none.
+    """
+
+    layer_plan: dict[str, Any]
+    num_kv_heads: int
+    dense_heads: list[list[int]]
+
+
+class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
+    """Positions [start, end) of one request were prefilled, densely. Those before `start` came from the prefix cache,
+    if this is the request's first prefill, or its first one after it lost its slots.
+    """
+
+    rid: str
+    start: int
+    end: int
+
+
+class Selected(msgspec.Struct, frozen=True):
+    """What one group selected in one step.
+
+    Attributes:
+        rids: of all its rows, in the order of the batch; only some of them need be traced.
+        seq_lens: of these, the token being decoded included: its position is one less.
+        digest: of the index.
+        prefix_len: tokens.
+        counts: by anchor layer, selected positions per KV head. A layer that is not here attended the whole prefix.
+        bits: by anchor layer, per KV head the selected positions as bits, the first position highest
+            (`numpy.packbits`).
+    """
+
+    rids: list[str]
+    seq_lens: list[int]
+    digest: str
+    prefix_len: int
+    counts: dict[int, list[int]]
+    bits: dict[int, list[bytes]]
+
+    def mask(self, layer: int) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """[num_kv_heads, prefix_len] bool: the positions that an anchor layer selected; None: all of them.
+
+        Raises:
+            ValueError: a head has not as many positions as it counted, or some twice.
+        """
+        if layer not in self.bits:
+            return None
+        packed = np.stack([np.frombuffer(head, dtype=np.uint8) for head in self.bits[layer]])
+        found = np.unpackbits(packed, axis=1, count=self.prefix_len).astype(bool)
+        if found.sum(1).tolist() != self.counts[layer]:
+            raise ValueError(
+                f"expected {self.counts[layer]} different positions of layer {layer} in [0, {self.prefix_len}), got "
+                f"{found.sum(1).tolist()}; the selection is damaged"
+            )
+        return found
+
+
+class SparseStep(msgspec.Struct, frozen=True, tag="sparse"):
+    """One sparse step: its groups that have a traced request."""
+
+    groups: list[Selected]
+
+
+Record = Start | Prefill | SparseStep
+
+
+class SelectionCopies:
+    """Where captured graphs copy each anchor layer's selection to: a later layer writes over the lists themselves.
+
+    Attributes:
+        positions: [num_anchors, max_groups, num_kv_heads, max_budget] int32, as in the lists.
+        counts: [num_anchors, max_groups, num_kv_heads] int32.
+
+    Args:
+        layer_plan: role of each layer.
+        lists: that anchor layers write. Not owned.
+    """
+
+    def __init__(self, layer_plan: LayerPlan, lists: SelectedLists) -> None:
+        self._lists = lists
+        self.layers = [i for i, role in enumerate(layer_plan.layers) if role.mode is LayerMode.ANCHOR]
+        self.positions = lists.positions.new_zeros((len(self.layers), *lists.positions.shape))
+        self.counts = lists.counts.new_zeros((len(self.layers), *lists.counts.shape))
+        self.groups: list[tuple[tuple[int, ...], int, str]] = []
+
+    def copy(self, layer: int) -> None:
+        """Keep what this anchor layer has just selected; may be captured."""
+        number = self.layers.index(layer)
+        # By a kernel: kernels that begin before the one before them ends know kernels only, no copies.
+        torch.add(self._lists.positions, 0, out=self.positions[number])
+        torch.add(self._lists.counts, 0, out=self.counts[number])
+
+    def take(self, wanted: Sequence[int]) -> list[dict[int, tuple[Tensor, Tensor]]]:
+        """(positions, counts) on the host of groups of the step that was replayed, by anchor layer. Waits for it."""
+        positions, counts = self.positions[:, wanted].cpu(), self.counts[:, wanted].cpu()
+        return [
+            {layer: (positions[i, group], counts[i, group]) for i, layer in enumerate(self.layers)}
+            for group in range(len(wanted))
+        ]
+
+
+class StepTrace:
+    """Writes the trace of one process.
+
+    Args:
+        folder: is made where it is missing; the file is `steps-PID.trace`.
+        layer_plan: role of each layer.
+        dense_heads: per layer, KV heads that attend everything.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, folder: str, layer_plan: LayerPlan, dense_heads: Sequence[Sequence[int]]) -> None:
+        os.makedirs(folder, exist_ok=True)
+        path = Path(folder) / f"steps-{os.getpid()}.trace"
+        self._file = path.open("wb", buffering=0)  # the process ends without a word
+        self._full = False
+        self._write(Start(layer_plan.to_dict(), layer_plan.num_kv_heads, [list(heads) for heads in dense_heads]))
+        logger.warning("sparse attention: steps of requests '%s...' are traced to %s: slower", TRACED, path)
+
+    def note(self, forward_batch: Any, step: Step, sparse: SparseDecode | None) -> None:
+        """What the forward that has just run did. Waits for the device where a traced request was in a sparse step.
+
+        Args:
+            forward_batch: SGLang's.
+            step: what it did here.
+            sparse: what attends sparse steps inside graphs, if anything does.
+        """
+        rids = forward_batch.rids or []
+        if not any(rid.startswith(TRACED) for rid in rids):
+            return
+        if not forward_batch.forward_mode.is_decode():
+            self._prefilled(forward_batch)
+        elif step.plan is not None:
+            self._decoded(forward_batch, step.plan)
+        elif step.path is StepPath.SPARSE and sparse is not None and sparse.copies is not None:
+            self._replayed(forward_batch, sparse.copies)
+
+    def _prefilled(self, forward_batch: Any) -> None:
+        if not forward_batch.forward_mode.is_extend():
+            return
+        starts, lens = (
+            torch.as_tensor(of).tolist()
+            for of in (forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu)
+        )
+        for rid, start, length in zip(forward_batch.rids, starts, lens, strict=True):
+            if rid.startswith(TRACED):
+                self._write(Prefill(rid, start, start + length))
+
+    def _decoded(self, forward_batch: Any, plan: DecodePlan) -> None:
+        groups = []
+        for group in plan.groups:
+            rows = group.rows.tolist()
+            if _traced(forward_batch, rows):
+                taken = {layer: (one.positions.cpu(), one.counts.cpu()) for layer, one in group.selections.items()}
+                digest = group.index.entry.digest
+                groups.append(_selected(forward_batch, rows, group.prefix_len, digest, taken))
+        self._write_step(groups)
+
+    def _replayed(self, forward_batch: Any, copies: SelectionCopies) -> None:
+        wanted = [number for number, (rows, _, _) in enumerate(copies.groups) if _traced(forward_batch, rows)]
+        if not wanted:
+            return
+        groups = [
+            _selected(forward_batch, *copies.groups[number], taken)
+            for number, taken in zip(wanted, copies.take(wanted), strict=True)
+        ]
+        self._write_step(groups)
+
+    def _write_step(self, groups: list[Selected]) -> None:
+        if groups:
+            self._write(SparseStep(groups))
+
+    def _write(self, record: Record) -> None:
+        if self._full:
+            return
+        data = msgspec.msgpack.encode(record)
+        data = _LENGTH.pack(len(data)) + data
+        try:
+            self._full = self._file.write(data) < len(data)
+        except OSError as error:  # must not end the server
+            self._full = True
+            logger.error("sparse attention: the trace cannot be written: %s", error)
+        if self._full:
+            logger.error("sparse attention: the trace ends before its time; is the disk full?")
+
+
+def _traced(forward_batch: Any, rows: Sequence[int]) -> bool:
+    return any(forward_batch.rids[row].startswith(TRACED) for row in rows)
+
+
+def _selected(
+    forward_batch: Any,
+    rows: Sequence[int],
+    prefix_len: int,
+    digest: str,
+    taken: dict[int, tuple[Tensor, Tensor]],
+) -> Selected:
+    lens = forward_batch.seq_lens_cpu
+    lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
+    bits = {}
+    for layer, (positions, counts) in taken.items():
+        mask = np.zeros((len(counts), prefix_len), dtype=bool)
+        for head, (listed, count) in enumerate(zip(positions.numpy(), counts.tolist(), strict=True)):
+            mask[head, listed[:count]] = True
+        bits[layer] = [row.tobytes() for row in np.packbits(mask, axis=1)]
+    return Selected(
+        [forward_batch.rids[row] for row in rows],
+        [lens[row] for row in rows],
+        digest,
+        prefix_len,
+        {layer: counts.tolist() for layer, (_, counts) in taken.items()},
+        bits,
+    )
+
+
+def read_trace(path: Path) -> Iterator[Record]:
+    """The records of a file, in order; a last one that was cut off is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        msgspec.DecodeError: it is no trace.
+    """
+    decoder = msgspec.msgpack.Decoder(Record)
+    with path.open("rb") as file:
+        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+            (length,) = _LENGTH.unpack(head)
+            data = file.read(length)
+            if len(data) < length:
+                return
+            yield decoder.decode(data)

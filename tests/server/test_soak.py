@@ -1,0 +1,62 @@
+"""`benchmarks/soak.py` on a real engine, small: sparse traffic, and every traced token the best one of its replay."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.harness import CPU_FLAGS, JOB_SECONDS, ROOT, SGLANG, THREADS, rendezvous
+
+pytestmark = pytest.mark.skipif(SGLANG != "0.5.16", reason="soaks are run on 0.5.16")
+FLAGS = [*CPU_FLAGS, "--page-size", "16", "--max-total-tokens", "2816", "--chunked-prefill-size", "512"]
+TRAFFIC = (
+    "--seconds 2 --documents 1 --lengths 1024 --questions 2 --tokens 24 --concurrency 4 --sparse-seconds 12 "
+    "--sparse-documents 3 --sparse-lengths 1280 --traced 0.7 --dense 0.15 --index-bytes 900000 --tie 0.002"
+)
+
+
+@pytest.fixture(scope="module")
+def soaked(serve: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    serve.close()
+    folder = tmp_path_factory.mktemp("soak")
+    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), *TRAFFIC.split()]
+    command += ["--replay", "12", "--selections", "--trace", str(folder / "trace"), "--out", str(folder / "row.json")]
+    roots = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "index_store")))
+    environment = {**os.environ, **THREADS, "SGLANG_EXT_CPU_SHORT_EXTEND": "1", "PYTHONPATH": roots}
+    flags = ["--", *FLAGS, *rendezvous()]
+    done = subprocess.run(
+        [*command, *flags], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=JOB_SECONDS
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder, json.loads((folder / "row.json").read_text())
+
+
+def test_sparse_traffic_is_replayed_with_the_same_selections(soaked: tuple[Path, dict[str, Any]]) -> None:
+    row = soaked[1]
+    sparse = row["replay"]["sparse"]
+    assert row["good"]
+    assert sparse["equal"] == sparse["replayed"] > 3
+    assert sparse["tokens of sparse steps"] > 10
+    assert sparse["max_logprob_off"] < 1e-3
+    assert row["held"]["sparse_rows"] > 0
+    assert row["memory"]["after"]["used_kv_tokens"] == 0
+    assert row["replay"]["selections"]["share_equal"] >= 0.999
+
+
+def test_a_replay_that_attends_all_of_the_prefix_differs(
+    soaked: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The traffic can tell: without the selections the probabilities are others."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import replay
+
+    monkeypatch.setattr(replay.Epoch, "steps", property(lambda _: {}, lambda *_: None), raising=False)
+    row = replay.replay(soaked[0] / "trace", ROOT / "models" / "needle", replay.Options(8, 0, tie=0.002))
+    assert row["sparse"]["tokens of sparse steps"] == 0
+    assert row["sparse"]["max_logprob_off"] > 0.01

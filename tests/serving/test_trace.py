@@ -1,0 +1,98 @@
+"""The trace of sparse steps by the reference of decode: what was selected, of whom, and what was prefilled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.attention.trace import Prefill, SparseStep, Start, read_trace
+from sglang_ext.config import Settings
+from sglang_ext.runtime import SparseRuntime
+from tests.serving.test_runtime import DIM, GQA, KV_HEADS, NAMESPACE, PROMPT, Model, Request, _decode_batch
+
+ROLES: list[Any] = ["dense", "anchor", {"reuse": 1}]
+
+
+@pytest.fixture
+def runtime(make_bench: Callable[..., Any], tmp_path: Path) -> Any:
+    bench = make_bench(
+        keep_ratio=0.25,
+        min_top_k=0,
+        num_sink_tokens=1,
+        num_recent_pages=0,
+        layer_plan=ROLES,
+        prefetch_policy="wait_complete",
+        trace_folder=str(tmp_path / "trace"),
+    )
+    bench.put(PROMPT)
+    made = SparseRuntime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
+    yield made
+    made.close()
+
+
+def prefill(runtime: SparseRuntime, rids: list[str], starts: list[int], lens: list[int]) -> None:
+    mode = SimpleNamespace(is_decode=lambda: False, is_extend=lambda: True)
+    batch = SimpleNamespace(
+        forward_mode=mode, rids=rids, extend_prefix_lens_cpu=starts, extend_seq_lens_cpu=torch.tensor(lens)
+    )
+    with runtime.step(batch):
+        pass
+
+
+def decode(runtime: SparseRuntime, rids: list[str], lens: list[int]) -> Any:
+    """One decode step of all layers; what the anchor layer selected, by group."""
+    batch = _decode_batch(runtime, rids, lens)
+    with runtime.step(batch):
+        plan = runtime._step.plan
+        for number in range(3):
+            layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
+            q = torch.randn(len(rids), KV_HEADS * GQA * DIM)
+            k, v = (torch.randn(len(rids), KV_HEADS * DIM) for _ in "kv")
+            runtime.attend(q, k, v, layer, batch, True, None)
+    return [] if plan is None else [group.selections[1] for group in plan.groups]
+
+
+def test_a_trace_holds_what_was_selected_for_requests_that_ask_for_it(runtime: SparseRuntime, tmp_path: Path) -> None:
+    rids = ["trace-1", "quiet", "trace-2"]
+    requests = [Request() for _ in rids]
+    for request, rid in zip(requests, rids, strict=True):
+        runtime.admit(request, rid, [*PROMPT, 1] if rid != "trace-2" else [7] * 70, NAMESPACE)
+    prefill(runtime, rids, [0, 16, 32], [65, 49, 38])
+    chosen = decode(runtime, rids, [66, 66, 71])
+    decode(runtime, ["quiet"], [67])
+    (path,) = (tmp_path / "trace").iterdir()
+    start, *records = read_trace(path)
+    assert isinstance(start, Start)
+    assert start.layer_plan == {"layers": ["dense", "anchor", {"reuse": 1, "head_map": [0, 1]}]}
+    assert records[:2] == [Prefill("trace-1", 0, 65), Prefill("trace-2", 32, 70)]
+    (step,) = records[2:]
+    assert isinstance(step, SparseStep)
+    (group,) = step.groups  # the second request is a group of its own in its first step, and not traced
+    assert (group.rids, group.seq_lens, group.prefix_len) == (["trace-1"], [66], 64)
+    mask = group.mask(1)
+    assert mask is not None
+    assert group.mask(0) is None
+    assert [head.nonzero()[0].tolist() for head in mask] == chosen[0].positions.tolist()
+    assert mask.sum(1).tolist() == [16, 16]
+
+
+def test_a_record_that_was_cut_off_is_left_out(runtime: SparseRuntime, tmp_path: Path) -> None:
+    for start in (0, 10):
+        prefill(runtime, ["trace-1"], [start], [10])
+    (path,) = (tmp_path / "trace").iterdir()
+    whole = path.read_bytes()
+    for cut in (1, len(whole) // 6):
+        path.write_bytes(whole[:-cut])
+        assert list(read_trace(path))[1:] == [Prefill("trace-1", 0, 10)]
+
+
+def test_without_the_setting_nothing_is_traced(make_bench: Callable[..., Any]) -> None:
+    bench = make_bench()
+    runtime = SparseRuntime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
+    assert runtime._trace is None
+    runtime.close()
