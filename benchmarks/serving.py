@@ -165,10 +165,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(table(rows))
         if args.plot:
             plot(rows, args.plot)
-        broken = broken_limits(rows) if args.check else []
-        print("\n".join(broken) or ("all limits hold" if args.check else ""))
+        if not args.check:
+            return 0
+        broken = broken_limits(rows)
+        print("\n".join(broken) or "all limits hold")
         return 1 if broken else 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
     status = 0
     with tempfile.TemporaryDirectory() as home:
         for start in range(args.starts):
@@ -182,4 +183,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
     sys.exit(main())

@@ -17,6 +17,7 @@ Row = dict[str, Any]
 LEAST_THROUGHPUT = 2.0
 """Of the best stock engine's output throughput, in the run `groups`."""
 _FIGURES = ("output_throughput", "ttft_ms", "ttft_ms_p99", "tpot_ms", "tpot_ms_p99", "itl_ms_p99")
+_STEPS = ("shared_steps", "sparse_steps")
 _ORDER = ("flashinfer", "triton", "shared", "sparse", "auto")
 _COLORS = 64
 """Of the PNG: less than a third of the bytes that all would take."""
@@ -39,7 +40,7 @@ def medians(rows: Sequence[Row]) -> dict[tuple[str, ...], dict[str, dict[str, fl
         cell = (row["device"], row["shape"], str(row["page"]), row["run"], json.dumps(row["sizes"], sort_keys=True))
         found.setdefault(cell, {}).setdefault(name_of(row), []).append(row)
     return {
-        cell: {name: {key: median(row[key] for row in of) for key in _FIGURES} for name, of in engines.items()}
+        cell: {name: {key: median(row[key] for row in of) for key in _FIGURES + _STEPS} for name, of in engines.items()}
         for cell, engines in found.items()
     }
 
@@ -56,8 +57,8 @@ def table(rows: Sequence[Row]) -> str:
     lines = [
         "| device, shape, page | run | engine | output, tokens/s | TTFT p50, p99, ms | TPOT p50, ms | TPOT p99, ms "
     ]
-    lines[0] += "| ITL p99, ms |"
-    lines.append("|---" * 8 + "|")
+    lines[0] += "| ITL p99, ms | steps shared, sparse |"
+    lines.append("|---" * 9 + "|")
     for (device, shape, page, run, _), engines in medians(rows).items():
         best = best_stock(engines)
         for name, of in engines.items():
@@ -68,7 +69,8 @@ def table(rows: Sequence[Row]) -> str:
 
             cells = [f"{device}, {shape}, {page}", run, name, text("output_throughput", 0)]
             cells += [f"{of['ttft_ms']:.0f}, {of['ttft_ms_p99']:.0f}", text("tpot_ms", 2), text("tpot_ms_p99", 2)]
-            lines.append("| " + " | ".join([*cells, text("itl_ms_p99", 2)]) + " |")
+            steps = "" if name in STOCK else f"{of['shared_steps']:.0f}, {of['sparse_steps']:.0f}"
+            lines.append("| " + " | ".join([*cells, text("itl_ms_p99", 2), steps]) + " |")
     return "\n".join(lines)
 
 
