@@ -24,8 +24,14 @@ _COLORS = 64
 
 
 def name_of(row: Row) -> str:
-    """Engine of a row, with the layer plan where it has one."""
-    return f"{row['engine']}, {row['plan']}" if row["engine"] in INDEXED else str(row["engine"])
+    """Engine of a row, with the layer plan where it has one, and the plugin's settings that were given."""
+    parts = [row["engine"], *([row["plan"]] if row["engine"] in INDEXED else [])]
+    return ", ".join(parts + ([json.dumps(row["config"])] if row["config"] and row["engine"] not in STOCK else []))
+
+
+def run_of(row: Row) -> str:
+    """Run of a row, with the flags that every engine was given beside its own."""
+    return " ".join([row["run"], *row["flags"]])
 
 
 def place_of(name: str) -> tuple[int, str]:
@@ -34,10 +40,10 @@ def place_of(name: str) -> tuple[int, str]:
 
 
 def medians(rows: Sequence[Row]) -> dict[tuple[str, ...], dict[str, dict[str, float]]]:
-    """Medians over the starts: by (device, shape, page, run, sizes) and engine, in the order of `RUNS`."""
+    """Medians over the starts: by (device, shape, page, run and flags, sizes) and engine, in the order of `RUNS`."""
     found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
     for row in sorted(rows, key=lambda row: (list(RUNS).index(row["run"]), place_of(name_of(row)))):
-        cell = (row["device"], row["shape"], str(row["page"]), row["run"], json.dumps(row["sizes"], sort_keys=True))
+        cell = (row["device"], row["shape"], str(row["page"]), run_of(row), json.dumps(row["sizes"], sort_keys=True))
         found.setdefault(cell, {}).setdefault(name_of(row), []).append(row)
     return {
         cell: {name: {key: median(row[key] for row in of) for key in _FIGURES + _STEPS} for name, of in engines.items()}
@@ -79,7 +85,7 @@ def broken_limits(rows: Sequence[Row]) -> list[str]:
     broken = []
     for (device, shape, _, run, _), engines in medians(rows).items():
         best = best_stock(engines)
-        for name, of in engines.items() if run == "groups" and best else ():
+        for name, of in engines.items() if run.split()[0] == "groups" and best else ():
             at = f"{device}, {shape}, {run}, {name}"
             share = of["output_throughput"] / best["output_throughput"]
             if name not in STOCK and share < LEAST_THROUGHPUT:

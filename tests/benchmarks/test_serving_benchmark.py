@@ -212,6 +212,20 @@ def test_the_table_has_medians_and_shares_of_the_best_stock_engine(bench: Simple
     assert found[3][3] == "400"
 
 
+def test_rows_of_other_settings_are_not_mixed(bench: SimpleNamespace) -> None:
+    rows = [row("flashinfer", 100.0, 9.0), row("shared", 200.0, 9.0), row("shared", 300.0, 9.0, config={"x": 1})]
+    rows += [row("flashinfer", 150.0, 9.0, flags=["--y"]), row("shared", 450.0, 9.0, flags=["--y"])]
+    rows += [row("shared", 500.0, 9.0, sizes={"groups": 3})]
+    assert [one[1:4] for one in cells(bench.table.table(rows))[2:]] == [
+        ["groups", "flashinfer", "100"],
+        ["groups", "shared", "200, 2.000"],
+        ["groups", 'shared, {"x": 1}', "300, 3.000"],
+        ["groups --y", "flashinfer", "150"],
+        ["groups --y", "shared", "450, 3.000"],
+        ["groups", "shared", "500"],
+    ]
+
+
 def test_limits_of_groups(bench: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row("flashinfer", 300.0, 40.0), row("shared", 600.0, 40.0), row("sparse", 599.0, 41.0)]
     rows += [row("flashinfer", 300.0, 40.0, run="long"), row("shared", 1.0, 90.0, run="long")]
