@@ -229,9 +229,9 @@ def bench(passes: Sequence[Sequence[str]], run: str, folder: Path, logs: Path, h
 def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
     """What a row holds of the results of all passes.
 
-    Times are in ms, `prompt_tokens` and `cached_tokens` are (least, most) of all requests: of the first turn as
-    `bench_serving`'s tokenizer counts it, and as the server found them in its prefix cache. By turn: medians over the
-    conversations.
+    Times are in ms. `prompt_tokens` and `cached_tokens` are (least, most) of all requests: as the tokenizer of
+    `bench_serving` counts them (SGLang 0.5.16: of the first turn), and as the server found them in its prefix cache. By
+    turn: medians over the conversations.
 
     Raises:
         RuntimeError: a request failed, or did not find what it shares in the prefix cache.
