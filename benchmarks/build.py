@@ -34,9 +34,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from accuracy import _commit as commit
 from build_table import Groups, fastest_prefill, read, table
 from dummy_server import SHAPES, Row, Server, prefill, running_server, tail
+from kernel_rows import commit
 from timing import timed
 
 MAX_BUILD_SHARE = 0.10

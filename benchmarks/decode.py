@@ -29,7 +29,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -37,13 +36,11 @@ from typing import Any
 
 from decode_plot import name_of, place_of, plot
 from dummy_server import SHAPES, write_model
-from kernel_rows import commit
+from engines import INDEXED, STOCK, base_flags, plugin_flags, provenance, read
 
 Row = dict[str, Any]
 
-ENGINES = ("flashinfer", "triton", "plugin", "sparse", "auto")
-STOCK = ENGINES[:2]
-INDEXED = ENGINES[3:]
+ENGINES = (*STOCK, "plugin", *INDEXED)
 PRIVATE = 64
 """Tokens of each request behind the shared prefix."""
 SKIPPED = 20
@@ -53,43 +50,16 @@ SPARE = 24
 KEY = ("engine", "path", "plan", "context", "batch", "start", "shape", "page", "tokens", "config", "flags")
 """What tells one cell from another: a row that has all of it is not measured again."""
 
-_FLAGS = ["--load-format", "dummy", "--skip-tokenizer-init", "--random-seed", "0", "--sampling-backend", "pytorch"]
-_FLAGS += ["--grammar-backend", "none", "--log-level", "info"]
-_GPU_FLAGS = ["--disable-prefill-cuda-graph", "--chunked-prefill-size", "32768"]
-_CPU_FLAGS = ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--disable-overlap-schedule"]
-
 
 def engine_flags(args: argparse.Namespace, engine: str, model: Path, store: Path) -> list[str]:
     """Command line of one engine."""
-    backend = "torch_native" if args.cpu else (engine if engine in STOCK else "flashinfer")
     longest = max(args.contexts) + PRIVATE + args.tokens + SPARE + 64
     pool = sum(args.contexts) + len(args.contexts) * max(args.batches) * 2 * (PRIVATE + args.tokens + SPARE + 64)
-    flags = [*_FLAGS, *(_CPU_FLAGS if args.cpu else _GPU_FLAGS), "--model-path", str(model)]
-    flags += ["--attention-backend", backend, "--page-size", str(args.page), "--context-length", str(longest)]
+    flags = [*base_flags(args, engine, model), "--skip-tokenizer-init", "--context-length", str(longest)]
     flags += ["--max-total-tokens", str(pool), "--max-running-requests", str(max(args.batches))]
     if not args.cpu:
         flags += ["--cuda-graph-bs-decode", *map(str, args.batches)]
-    if engine not in STOCK:
-        config = {"share_prefixes": True, "profile": "none", **json.loads(args.config)}
-        if engine in INDEXED:
-            roles = layer_plan(args.plan, int(SHAPES[args.shape]["num_hidden_layers"]))
-            config |= {"decode_path": engine, "build": "prefill", "keep_ratio": 0.05, "group_growth": "sqrt"}
-            config |= {"layer_plan": roles, "prefetch_policy": "wait_complete", "index_gpu_bytes": 8 << 30}
-        flags += ["--sparse-attn", "--sparse-attn-config", json.dumps(config), "--sparse-attn-store", str(store)]
-    return [*flags, *args.sglang_flags]
-
-
-def layer_plan(name: str, num_layers: int) -> list[Any]:
-    """Roles of all layers, as `layer_plan` of the configuration takes them; see the module."""
-    if name == "anchors":
-        return ["dense", *["anchor"] * (num_layers - 1)]
-    heads = [(head + 1) % 8 for head in range(8)]
-    roles: list[Any] = ["dense", "dense"]
-    anchor = 2
-    for layer in range(2, num_layers):
-        anchor = layer if layer in (2, 8, 13, 14) else anchor
-        roles.append("anchor" if layer == anchor else {"reuse": anchor, "head_map": heads})
-    return roles
+    return [*flags, *plugin_flags(args, engine, store), *args.sglang_flags]
 
 
 class Cell:
@@ -210,30 +180,6 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
 def _times(steps: Sequence[float]) -> Row:
     tenths = quantiles(steps, n=10)
     return {"ms": 1e3 * median(steps), "ms_p10": 1e3 * tenths[0], "ms_p90": 1e3 * tenths[-1]}
-
-
-def provenance(args: argparse.Namespace) -> Row:
-    """What a row needs to be repeated, beside its key."""
-    import torch
-
-    return {
-        "shape": args.shape,
-        "page": args.page,
-        "plan": args.plan,
-        "config": json.loads(args.config),
-        "flags": args.sglang_flags,
-        "device": "CPU" if args.cpu else torch.cuda.get_device_name(),
-        "sglang": version("sglang"),
-        "torch": torch.__version__,
-        "commit": args.commit or commit(),
-        "seed": args.seed,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def read(paths: Sequence[str]) -> list[Row]:
-    """Rows of result files."""
-    return [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -1,6 +1,7 @@
 """A real SGLang server with dummy weights of a known shape, and the time to the first token of new prompts.
 
-For `build.py`. Only the configuration of the model is written: SGLang makes the weights (`--load-format dummy`).
+For `build.py` and `serving.py`. Only the configuration of the model is written: SGLang makes the weights
+(`--load-format dummy`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,9 +138,7 @@ def server_flags(args: argparse.Namespace, model: Path, chunk: str) -> list[str]
 @contextmanager
 def running_server(args: argparse.Namespace, folder: Path, chunk: str, *, building: bool) -> Iterator[Server]:
     """A server on a free port, stock or building; ends with its whole process group."""
-    port, nccl_port = free_ports(2)
-    flags = [*server_flags(args, write_model(folder / "model", args.shape), chunk), "--port", str(port)]
-    flags += ["--nccl-port", str(nccl_port)]
+    flags = server_flags(args, write_model(folder / "model", args.shape), chunk)
     name = "building" if building else f"stock-{chunk}"
     log, events = folder / f"{name}.log", folder / "events.jsonl"
     if building:
@@ -148,18 +147,36 @@ def running_server(args: argparse.Namespace, folder: Path, chunk: str, *, buildi
         config = {**json.loads(args.config), "build": "prefill", "build_report": str(events)}
         flags += ["--sparse-attn", "--sparse-attn-store", str(store), "--sparse-attn-config", json.dumps(config)]
     begun = time.monotonic()
-    with log.open("w") as out:
-        command = [sys.executable, "-m", "sglang.launch_server", *flags]
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait(process, log, args.start_seconds)
+    with launched(flags, log, args.start_seconds) as url:
         vocab = SHAPES[args.shape]["vocab_size"]
         with urllib.request.urlopen(f"{url}/get_server_info", timeout=60) as reply:
             actual = json.load(reply).get("chunked_prefill_size")
         server = Server(url, log, events if building else None, vocab=vocab, seed=args.seed, chunk=actual)
         print(f"{name}: started in {time.monotonic() - begun:.0f} s", flush=True)
         yield server
+
+
+@contextmanager
+def launched(flags: Sequence[str], log: Path, seconds: float, port: int | None = None) -> Iterator[str]:
+    """URL of an SGLang server on loopback; ends with its whole process group.
+
+    Args:
+        flags: SGLang's, without ports.
+        log: what the server writes.
+        seconds: how long it may take to start.
+        port: that it listens on; None for any that is free.
+
+    Raises:
+        RuntimeError: it stopped, or was not ready in that time.
+    """
+    free = free_ports(2)
+    port = free[0] if port is None else port
+    command = [sys.executable, "-m", "sglang.launch_server", *flags, "--port", str(port), "--nccl-port", str(free[1])]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        _wait(process, log, seconds)
+        yield f"http://127.0.0.1:{port}"
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):

@@ -30,7 +30,7 @@ from typing import Any
 
 import selection_plot
 import torch
-from accuracy import _commit as commit
+from kernel_rows import commit
 from selection_data import Calibration, Item, calibrate, captured_items, make_captures, own_channels, planted_items
 from selection_methods import REUSED, Budget, Built, LayerInput, Method, Step, as_heads, layer_profile, make_methods
 from tqdm import tqdm

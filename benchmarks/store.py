@@ -34,8 +34,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import xxhash
-from accuracy import _commit as commit
 from disk import Row, disk_reference, in_turn, rates, seconds_of, summary
+from kernel_rows import commit
 
 from prefix_index import (
     ArrayKey,

@@ -1,0 +1,87 @@
+"""Engines that `decode.py` and `serving.py` compare: SGLang's flags, the plugin's, and where a row comes from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dummy_server import SHAPES
+from kernel_rows import commit
+
+Row = dict[str, Any]
+
+STOCK = ("flashinfer", "triton")
+"""SGLang without the plugin, by attention backend."""
+INDEXED = ("sparse", "auto")
+"""With `--sparse-attn`; an index of each prompt is built from its prefill."""
+
+BUILDING = "building"
+"""With `--sparse-attn`; indexes are built beside serving, of what requests turn out to share."""
+
+_FLAGS = ["--load-format", "dummy", "--random-seed", "0", "--sampling-backend", "pytorch"]
+_FLAGS += ["--grammar-backend", "none", "--log-level", "info"]
+_GPU_FLAGS = ["--disable-prefill-cuda-graph", "--chunked-prefill-size", "32768"]
+_CPU_FLAGS = ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--disable-overlap-schedule"]
+
+
+def base_flags(args: argparse.Namespace, engine: str, model: Path) -> list[str]:
+    """SGLang's flags of one engine, without sizes. On a CPU every engine has the backend torch_native."""
+    backend = "torch_native" if args.cpu else (engine if engine in STOCK else "flashinfer")
+    flags = [*_FLAGS, *(_CPU_FLAGS if args.cpu else _GPU_FLAGS), "--model-path", str(model)]
+    return [*flags, "--attention-backend", backend, "--page-size", str(args.page)]
+
+
+def plugin_flags(args: argparse.Namespace, engine: str, store: Path) -> list[str]:
+    """The plugin's flags of one engine; none for a stock one."""
+    if engine in STOCK:
+        return []
+    config = {"share_prefixes": True, "profile": "none", **json.loads(args.config)}
+    if engine in (*INDEXED, BUILDING):
+        roles = layer_plan(args.plan, int(SHAPES[args.shape]["num_hidden_layers"]))
+        config |= {"decode_path": engine, "build": "prefill", "keep_ratio": 0.05, "group_growth": "sqrt"}
+        config |= {"layer_plan": roles, "prefetch_policy": "wait_complete", "index_gpu_bytes": 8 << 30}
+    if engine == BUILDING:
+        config |= {"decode_path": "auto", "build": "shared", "prefetch_policy": "best_effort"}
+    return ["--sparse-attn", "--sparse-attn-config", json.dumps(config), "--sparse-attn-store", str(store)]
+
+
+def layer_plan(name: str, num_layers: int) -> list[Any]:
+    """Roles of all layers, as `layer_plan` of the configuration takes them; see the module."""
+    if name == "anchors":
+        return ["dense", *["anchor"] * (num_layers - 1)]
+    heads = [(head + 1) % 8 for head in range(8)]
+    roles: list[Any] = ["dense", "dense"]
+    anchor = 2
+    for layer in range(2, num_layers):
+        anchor = layer if layer in (2, 8, 13, 14) else anchor
+        roles.append("anchor" if layer == anchor else {"reuse": anchor, "head_map": heads})
+    return roles
+
+
+def provenance(args: argparse.Namespace) -> Row:
+    """What a row needs to be repeated, beside its key."""
+    import torch
+
+    return {
+        "shape": args.shape,
+        "page": args.page,
+        "plan": args.plan,
+        "config": json.loads(args.config),
+        "flags": args.sglang_flags,
+        "device": "CPU" if args.cpu else torch.cuda.get_device_name(),
+        "sglang": version("sglang"),
+        "torch": torch.__version__,
+        "commit": args.commit or commit(),
+        "seed": args.seed,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def read(paths: Sequence[str]) -> list[Row]:
+    """Rows of result files."""
+    return [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]

@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""A real SGLang server under the load of SGLang's own `bench_serving`, with the plugin and without.
+
+    python benchmarks/serving.py --out serving.jsonl                  # measure; rows are appended, none twice
+    python benchmarks/serving.py --table serving.jsonl --check        # print result files as Markdown; limits
+    python benchmarks/serving.py --table serving.jsonl --plot serving.png
+    python benchmarks/serving.py --runs groups --engines flashinfer shared --out serving.jsonl
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/serving.py --engines shared --port 12001 --out shared.jsonl   # beside it
+
+Engines: `flashinfer` and `triton` are stock SGLang; the others are SGLang with `--sparse-attn` on flashinfer. In
+`shared` no prompt has an index: what requests share is attended exactly and read once. In `sparse` every shared prompt
+has an index, built from its prefill, and every step selects; in `auto` the plugin chooses by costs that it measured.
+Both take the layer plan `--plan`, as in `decode.py`. `building` is `auto` without an index at the beginning: the server
+builds them beside the timed requests (`"build": "shared"`), and their latency shows what that costs.
+
+Runs, all through HTTP, streamed, with 32 requests at a time (sizes: `--set`, defaults in `serving_runs.py`):
+
+- `groups`: `--dataset-name generated-shared-prefix`, groups of one system prompt each, requests spread by zipf.
+- `agent`: the same with `--gsp-num-turns`: conversations behind system prompts.
+- `branches`: `--dataset-name agentic-trace`: conversations behind one tool schema, which has branches.
+- `long`: the same, one conversation alone, whose own tokens grow beyond 16,384.
+
+What is the same for every engine: flags, seed, and so prompts; the prefix cache is on and nothing is evicted. Before
+each run come a short rehearsal behind another prefix, and a pass that is not timed: from an empty cache, one request at
+a time, it prefills every shared prompt, and in `sparse` and `auto` builds its index (of `branches` that of the tool
+schema alone: a branch's prefill begins in the cache). So the stock engines' requests find their prompt in the prefix
+cache, too, and a time to the first token is that of a question behind a cached prompt.
+
+Weights are dummies: they serve to time, never to judge an answer. The tokenizer has a word for every token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from dummy_server import SHAPES, launched, tail, write_model
+from engines import BUILDING, INDEXED, STOCK, base_flags, plugin_flags, provenance, read
+from serving_runs import RUNS, bench, commands, context_tokens, figures, pool_tokens, sizes_of
+from serving_table import broken_limits, plot, table
+from word_tokenizer import write_tokenizer
+
+Row = dict[str, Any]
+
+ENGINES = (*STOCK, "shared", *INDEXED, BUILDING)
+KEY = ("engine", "run", "start", "sizes", "shape", "page", "plan", "config", "flags")
+"""What tells one cell from another: a row that has all of it is not measured again."""
+GRAPHS = (1, 2, 4, 8, 12, 16, 24, 32)
+"""Batch sizes of decode graphs: SGLang's own, up to the most requests at a time."""
+
+
+def server_flags(args: argparse.Namespace, engine: str, model: Path, store: Path) -> list[str]:
+    """Command line of one engine, ports aside. The KV pool holds the run that needs most."""
+    sizes = list(args.sizes.values())
+    most = max(one["concurrency"] for one in sizes)
+    flags = [*base_flags(args, engine, model), "--context-length", str(max(map(context_tokens, sizes)))]
+    flags += ["--max-total-tokens", str(max(map(pool_tokens, sizes))), "--max-running-requests", str(most)]
+    flags += ["--enable-cache-report"]
+    if not args.cpu:
+        graphs = [*(batch for batch in GRAPHS if batch < most), most]
+        flags += ["--cuda-graph-bs-decode", *map(str, graphs)]
+    return [*flags, *plugin_flags(args, engine, store), *args.sglang_flags]
+
+
+def missing(args: argparse.Namespace, engine: str, start: int) -> list[Row]:
+    """Beginnings of the rows that the result file does not hold yet, in the order in which they are measured."""
+    known = [_key(row) for row in read([args.out])] if Path(args.out).exists() else []
+    origin = {"engine": engine, "start": start, **provenance(args)}
+    rows = [{**origin, "run": run, "sizes": sizes} for run, sizes in args.sizes.items()]
+    return [row for row in rows if _key(row) not in known]
+
+
+def _key(row: Row) -> list[Any]:
+    return [row[key] for key in KEY]
+
+
+def measure(args: argparse.Namespace, engine: str, start: int, home: Path) -> None:
+    """One start of one engine: all of its runs that the result file does not hold yet.
+
+    Raises:
+        RuntimeError: the server or `bench_serving` failed, or a row would not be what it says.
+    """
+    wanted = missing(args, engine, start)
+    if not wanted:
+        return
+    vocab = int(SHAPES[args.shape]["vocab_size"])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model, store = write_tokenizer(write_model(folder / "model", args.shape), vocab), folder / "store"
+        store.mkdir()
+        logs = args.logs / f"{engine}-{start}" if args.logs else folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / "server.log"
+        with launched(server_flags(args, engine, model, store), log, args.start_seconds, args.port) as url:
+            port = urlsplit(url).port
+            assert port is not None
+            for row in wanted:
+                passes = commands(row["run"], row["sizes"], args.seed + start, model, folder, port, vocab)
+                try:
+                    results = bench(passes, row["run"], folder, logs, home)
+                    row |= {"pool_tokens": pool_tokens(row["sizes"]), **figures(results, row["sizes"], args.page)}
+                except RuntimeError as error:
+                    raise RuntimeError(f"{error}\nThe end of the server's log:\n{tail(log)}") from error
+                with Path(args.out).open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{engine:10s} {brief(row)}", flush=True)
+
+
+def brief(row: Row) -> str:
+    """One row for the terminal."""
+    text = f"{row['run']:8s} {row['output_throughput']:8.1f} tokens/s"
+    for name in ("tpot", "ttft"):
+        text += f", {name.upper()} {row[f'{name}_ms']:.2f}, p99 {row[f'{name}_ms_p99']:.2f} ms"
+    return f"{text}; {row['shared_steps']} shared and {row['sparse_steps']} sparse steps, {row['hits']} hits"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line; `sizes` holds those of each run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=["flashinfer", "shared", "auto"], choices=ENGINES)
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="RUN.SIZE=NUMBER", help="another size: groups.output=256"
+    )
+    parser.add_argument("--starts", type=int, default=1, help="starts of each engine, in turns")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--plan", default="kascade", choices=["kascade", "anchors"], help="of `sparse` and `auto`")
+    parser.add_argument("--page", type=int, default=64)
+    parser.add_argument("--config", default="{}", help="--sparse-attn-config of the plugin's engines, as JSON")
+    parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--port", type=int, help="of the server, on loopback; default: a free one")
+    parser.add_argument("--start-seconds", type=float, default=300.0, help="how long a server may take to start")
+    parser.add_argument("--logs", type=Path, help="folder that keeps the servers' and bench_serving's logs")
+    parser.add_argument("--out", default="serving.jsonl", help="result file; rows are appended")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    parser.add_argument("--check", action="store_true", help="with --table: fail when a limit of `groups` is not met")
+    parser.add_argument("--plot", metavar="FILE.png", help="with --table: draw the same rows, too")
+    parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of each server")
+    args = parser.parse_args(argv)
+    if args.table is None:
+        if args.plot or args.check:
+            parser.error("expected --table FILE with --plot and --check: the rows")
+        try:
+            args.sizes = {run: sizes_of(run, args.set) for run in args.runs}
+        except ValueError as error:
+            parser.error(str(error))
+        import torch
+
+        args.cpu = not torch.cuda.is_available()
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, or print what was measured; returns the exit status."""
+    args = parse(argv)
+    if args.table is not None:
+        rows = read(args.table)
+        print(table(rows))
+        if args.plot:
+            plot(rows, args.plot)
+        if not args.check:
+            return 0
+        broken = broken_limits(rows)
+        print("\n".join(broken) or "all limits hold")
+        return 1 if broken else 0
+    status = 0
+    with tempfile.TemporaryDirectory() as home:
+        for start in range(args.starts):
+            for engine in args.engines:
+                try:
+                    measure(args, engine, start, Path(home))
+                except RuntimeError as error:  # the other engines are measured all the same
+                    print(f"{engine}: {error}", file=sys.stderr, flush=True)
+                    status = 1
+    return status
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
+    sys.exit(main())

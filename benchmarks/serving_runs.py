@@ -1,0 +1,269 @@
+"""What `serving.py` asks of a server: SGLang's own `bench_serving`, its arguments, its data sets and its results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from word_tokenizer import words as known_words
+
+Row = dict[str, Any]
+Sizes = dict[str, Any]
+
+RUNS: dict[str, Sizes] = {
+    "groups": {
+        "groups": 4,
+        "prefix": 65536,
+        "question": 128,
+        "output": 512,
+        "requests": 128,
+        "zipf": 1.0,
+        "concurrency": 32,
+    },
+    "agent": {
+        "groups": 4,
+        "prefix": 16384,
+        "question": 128,
+        "output": 256,
+        "conversations": 32,
+        "turns": 8,
+        "concurrency": 32,
+    },
+    "branches": {
+        "prefix": 32768,
+        "branches": 4,
+        "branch": 8192,
+        "question": 128,
+        "output": 256,
+        "conversations": 32,
+        "turns": 8,
+        "concurrency": 32,
+    },
+    "long": {"prefix": 65536, "question": 2048, "output": 128, "conversations": 1, "turns": 8, "concurrency": 1},
+}
+"""Sizes of each run; lengths are tokens, `question` and `output` are those of a turn.
+
+`groups`: system prompts of `prefix` tokens, requests spread over them by zipf. `agent`: conversations behind system
+prompts. `branches`: conversations behind one tool schema of `prefix` tokens, each followed by one of its branches.
+`long`: a conversation whose own tokens grow to `turns` times `question` and `output`.
+"""
+
+_SPARE = 64
+"""Tokens beyond those of the sizes, for each request."""
+_REHEARSAL = 8192
+"""Tokens of the rehearsal's prefix, at most."""
+
+# The module as it is, once per list of arguments: its import takes most of a short run. It draws from the tokenizer's
+# vocabulary, which comes in another order from each tokenizer that is loaded; only in one order makes a seed the same
+# prompts, in both passes and for every engine.
+_BENCH = """
+import json, runpy, sys
+from transformers import PreTrainedTokenizerFast
+
+unordered = PreTrainedTokenizerFast.get_vocab
+PreTrainedTokenizerFast.get_vocab = lambda self: dict(sorted(unordered(self).items(), key=lambda item: item[1]))
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["bench_serving", *words]
+    runpy.run_module("sglang.bench_serving", run_name="__main__")
+"""
+
+# bench_serving imports the data sets of images, whose module imports `datasets`, whatever is measured. Where that
+# package is missing its process gets this instead.
+_NO_DATASETS = """
+def load_dataset(*args, **kwargs):
+    raise ImportError("expected no data set to be loaded: this is a stand-in for the package `datasets`")
+"""
+
+
+def sizes_of(run: str, changes: Sequence[str]) -> Sizes:
+    """Sizes of a run after changes such as `groups.prefix=4096`; those of other runs are left out.
+
+    Raises:
+        ValueError: no such run or size, or sizes that do not fit each other.
+    """
+    sizes = dict(RUNS[run])
+    for change in changes:
+        name, _, value = change.partition("=")
+        of, _, key = name.partition(".")
+        if key not in RUNS.get(of, {}) or not value:
+            raise ValueError(f"expected RUN.SIZE=NUMBER, RUN one of {', '.join(RUNS)}, got {change!r}")
+        if of == run:
+            sizes[key] = type(RUNS[of][key])(value)
+    every, of = (
+        ("requests", "groups") if run == "groups" else ("conversations", "groups" if run == "agent" else "branches")
+    )
+    if sizes[every] % sizes.get(of, 1):
+        raise ValueError(f"{run}: expected {every} to be a multiple of {of}, got {sizes[every]} and {sizes[of]}")
+    return sizes
+
+
+def own_tokens(sizes: Sizes) -> int:
+    """Tokens of a request, or conversation, behind what it shares, answers included."""
+    return int(sizes.get("turns", 1) * (sizes["question"] + sizes["output"]) + _SPARE)
+
+
+def context_tokens(sizes: Sizes) -> int:
+    """Tokens of the longest request."""
+    return int(sizes["prefix"] + sizes.get("branch", 0) + own_tokens(sizes))
+
+
+def pool_tokens(sizes: Sizes) -> int:
+    """Slots of KV that hold all of a run, so that nothing is evicted during it."""
+    shared = sizes.get("groups", 1) * (sizes["prefix"] + _SPARE) + sizes.get("branches", 0) * (
+        sizes.get("branch", 0) + _SPARE
+    )
+    every = sizes["requests"] if "requests" in sizes else sizes["conversations"]
+    return int(shared + (every + sizes["concurrency"]) * (own_tokens(sizes) + _SPARE))
+
+
+def conversations(sizes: Sizes, seed: int, vocab: int, *, warm_up: bool) -> Row:
+    """A trace for `--dataset-name agentic-trace`: conversations behind one prefix and, where there are any, its
+    branches, which they take in turns. The warm-up is the prefix alone, then each branch, one turn each.
+    """
+    rng, known = random.Random(seed), known_words(vocab)
+
+    def text(tokens: int) -> str:
+        return " ".join(rng.choices(known, k=tokens))
+
+    prefix = text(sizes["prefix"])
+    systems = [f"{prefix} {text(sizes['branch'])}" for _ in range(sizes.get("branches", 0))] or [prefix]
+
+    def conversation(system: str, turns: int, tokens: int) -> list[Row]:
+        made = []
+        for turn in range(turns):
+            messages = [{"role": "user", "content": text(tokens)}]
+            if turn == 0:
+                messages.insert(0, {"role": "system", "content": system})
+            length = sum(len(one["content"].split()) for one in messages)
+            made.append({"messages": messages, "prompt_tokens": length})
+        return made
+
+    if warm_up:
+        return {"conversations": [conversation(one, 1, 1) for one in dict.fromkeys([prefix, *systems])]}
+    every = [
+        conversation(systems[i % len(systems)], sizes["turns"], sizes["question"])
+        for i in range(sizes["conversations"])
+    ]
+    return {"conversations": every}
+
+
+def commands(run: str, sizes: Sizes, seed: int, model: Path, folder: Path, port: int, vocab: int) -> list[list[str]]:
+    """Arguments of `bench_serving` for three passes; data sets of our own go to `folder`.
+
+    1. A rehearsal behind another prefix, short, so that no kernel is compiled later.
+    2. The warm-up: an empty prefix cache, then every shared prompt, one at a time.
+    3. What is measured. With one seed the system prompts of both passes of `generated-shared-prefix` are the same: it
+       makes them first.
+    """
+    always = ["--host", "127.0.0.1", "--port", str(port), "--model", str(model), "--tokenizer", str(model)]
+    always += ["--output-file", str(result_file(folder, run)), "--output-details", "--cache-report", "--disable-tqdm"]
+    always += ["--warmup-requests", "0"]
+    chat = ["--backend", "sglang-oai-chat" if "turns" in sizes else "sglang"]
+    timed = [*always, *chat, "--seed", str(seed), "--max-concurrency", str(sizes["concurrency"])]
+    warm_up = [*always, *chat, "--seed", str(seed), "--max-concurrency", "1", "--flush-cache"]
+    rehearsal = [*always, "--backend", "sglang", "--seed", str(seed + 1000)]
+    rehearsal += _prefixes(1, sizes["concurrency"], min(sizes["prefix"], _REHEARSAL), sizes["question"], 32)
+    if "groups" in sizes:
+        groups, prefix = sizes["groups"], sizes["prefix"]
+        every = sizes["requests"] if "requests" in sizes else sizes["conversations"]
+        timed += _prefixes(groups, every // groups, prefix, sizes["question"], sizes["output"])
+        if "turns" in sizes:
+            timed += ["--gsp-num-turns", str(sizes["turns"])]
+        else:
+            timed += ["--gsp-group-distribution", "zipf", "--gsp-zipf-alpha", str(sizes["zipf"])]
+        return [rehearsal, [*warm_up, *_prefixes(groups, 1, prefix, 1, 2), "--gsp-ordered"], timed]
+    for words, output, first in ((warm_up, 2, True), (timed, sizes["output"], False)):
+        trace = folder / f"{run}-{'warm-up' if first else 'timed'}.json"
+        trace.write_text(json.dumps(conversations(sizes, seed, vocab, warm_up=first)))
+        words += ["--dataset-name", "agentic-trace", "--dataset-path", str(trace), "--sharegpt-output-len", str(output)]
+    return [rehearsal, warm_up, timed]
+
+
+def _prefixes(groups: int, prompts: int, prefix: int, question: int, output: int) -> list[str]:
+    numbers = {"num-groups": groups, "prompts-per-group": prompts, "system-prompt-len": prefix}
+    numbers |= {"question-len": question, "output-len": output}
+    words = [word for name, number in numbers.items() for word in (f"--gsp-{name}", str(number))]
+    return ["--dataset-name", "generated-shared-prefix", *words]
+
+
+def result_file(folder: Path, run: str) -> Path:
+    """Where `bench_serving` appends a line for each pass."""
+    return folder / f"{run}.jsonl"
+
+
+def bench(passes: Sequence[Sequence[str]], run: str, folder: Path, logs: Path, home: Path) -> list[Row]:
+    """Run `bench_serving` once per list of arguments, in one process of its own; what it found, one for each.
+
+    Args:
+        logs: folder of what it prints.
+        home: of that process. It keeps prompts there, by lengths and the tokenizer's class: another model's would be
+            taken for this one's in the user's own.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    stand_ins = home / "stand_ins"
+    stand_ins.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "HOME": str(home)}
+    if importlib.util.find_spec("datasets") is None:
+        (stand_ins / "datasets.py").write_text(_NO_DATASETS)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(stand_ins), os.environ.get("PYTHONPATH")]))
+    log = logs / f"bench-{run}.log"
+    with log.open("w") as out:
+        command = [sys.executable, "-c", _BENCH, json.dumps(passes)]
+        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False)
+    lines = result_file(folder, run).read_text().splitlines() if result_file(folder, run).exists() else []
+    if done.returncode or len(lines) < len(passes):
+        raise RuntimeError(f"bench_serving failed ({done.returncode}); the end of its log:\n{log.read_text()[-4000:]}")
+    return [json.loads(line) for line in lines[-len(passes) :]]
+
+
+def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
+    """What a row holds of the results of all passes.
+
+    Times are in ms. `prompt_tokens` and `cached_tokens` are (least, most) of all requests: as the tokenizer of
+    `bench_serving` counts them (SGLang 0.5.16: of the first turn), and as the server found them in its prefix cache. By
+    turn: medians over the conversations.
+
+    Raises:
+        RuntimeError: a request failed, or did not find what it shares in the prefix cache.
+    """
+    *_, before, found = results
+    errors = [error for error in found["errors"] if error]
+    if errors or found["completed"] != len(found["output_lens"]):
+        raise RuntimeError(f"expected every request to be answered, got {found['completed']} and {errors[:1]}")
+    shared = sizes["prefix"] + sizes.get("branch", 0)
+    cached = found["cached_tokens"]
+    if min(cached) < shared // page * page:
+        raise RuntimeError(f"expected {shared} tokens of each request in the prefix cache, got {min(cached)}")
+    row = {
+        "requests": found["completed"],
+        "seconds": found["duration"],
+        "output_tokens": found["total_output_tokens"],
+        "output_throughput": found["output_throughput"],
+        "prompt_tokens": [min(found["input_lens"]), max(found["input_lens"])],
+        "cached_tokens": [min(cached), max(cached)],
+    }
+    for name in ("ttft", "tpot", "itl"):
+        row |= {f"{name}_ms": found[f"median_{name}_ms"], f"{name}_ms_p99": found[f"p99_{name}_ms"]}
+    if "turns" in sizes:
+        turns = range(sizes["turns"])
+        row["ttft_ms_by_turn"] = [1e3 * median(found["ttfts"][turn :: len(turns)]) for turn in turns]
+        row["tpot_ms_by_turn"] = [1e3 * median(map(mean, found["itls"][turn :: len(turns)])) for turn in turns]
+    return row | {name: counted(found)[name] - counted(before)[name] for name in counted(found)}
+
+
+def counted(result: Row) -> dict[str, int]:
+    """Steps that the plugin attended until a pass was over, exactly and sparsely, and requests that found an index; 0
+    in a stock server.
+    """
+    state = result["server_info"]["internal_states"][0].get("sparse_attn") or {}
+    return {name: int(state.get(name, 0)) for name in ("shared_steps", "sparse_steps", "hits")}
