@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_ext.compat import scheduler_hooks, server_args
+from sglang_ext.compat import memory, scheduler_hooks, server_args
 
 Process = Literal["every", "scheduler"]
 
@@ -58,6 +58,13 @@ SEAMS: tuple[Seam, ...] = (
         scheduler_hooks.around_attn_backend_wrapper,
         "scheduler",
         "adopts the attention backend that SGLang built, whatever the user named",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        HookType.AFTER,
+        memory.after_profile_available_bytes,
+        "scheduler",
+        "the KV pool is sized without the memory that indexes and our buffers may take",
     ),
     Seam(
         "sglang.srt.mem_cache.registry.create_tree_cache",

@@ -1,0 +1,48 @@
+"""Memory of the plugin is promised before SGLang sizes its KV pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang_ext.compat.memory import BUFFER_BYTES, after_profile_available_bytes
+from sglang_ext.compat.server_args import ATTRIBUTE
+from sglang_ext.config import make_settings
+
+GIB = 1 << 30
+
+
+def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
+    """As SGLang's, with settings of this configuration; None: without `--sparse-attn`."""
+    text = "" if config is None else make_settings(config, str(tmp_path)).dump()
+    record = SimpleNamespace(**{ATTRIBUTE: text})
+    return SimpleNamespace(**{"device": "cuda", "is_draft_worker": False, "server_args": record, **fields})
+
+
+@pytest.mark.parametrize(
+    ("config", "promised"),
+    [
+        ("{}", 4 * GIB + BUFFER_BYTES),
+        ('{"index_gpu_bytes": 1000}', 1000 + BUFFER_BYTES),
+        ('{"decode_path": "exact"}', BUFFER_BYTES),
+        ('{"decode_path": "stock"}', 0),
+        (None, 0),
+    ],
+)
+def test_the_pool_gets_what_is_left(tmp_path: Path, config: str | None, promised: int) -> None:
+    assert after_profile_available_bytes(20 * GIB, configurator(tmp_path, config), 80) == 20 * GIB - promised
+
+
+@pytest.mark.parametrize("fields", [{"device": "cpu"}, {"is_draft_worker": True}])
+def test_neither_a_cpu_nor_a_draft_worker_gives_any(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert after_profile_available_bytes(GIB, configurator(tmp_path, "{}", **fields)) == GIB
+
+
+def test_a_start_that_leaves_no_pool_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"index_gpu_bytes 4294967296.*got 1073741824.*Lower index_gpu_bytes"):
+        after_profile_available_bytes(GIB, configurator(tmp_path, "{}"))
