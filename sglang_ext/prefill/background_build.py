@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 PIECE_TOKENS = 1 << 17
 """Keys, over KV heads, that are taken and built at once: 33 MB of 16 bits at a head dim of 128, about a millisecond."""
 PATIENCE_S = 60.0
-"""How long a build waits for a request whose slots hold its prefix, before it gives way to others."""
+"""How long a build waits for a request whose slots hold its prefix, before it gives way to another one, if any waits."""
 
 
 class Piece(NamedTuple):
@@ -204,14 +204,16 @@ class BackgroundBuilder:
 
     def _keys(self, prefix: Prefix, piece: Piece, stream: torch.cuda.Stream | None) -> Tensor:
         asked = self._asked = Asked(prefix, piece)
-        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                handed = self._handed.get(timeout=max(0.0, deadline - time.monotonic()))
+                handed = self._handed.get(timeout=PATIENCE_S)
             except queue.Empty:
+                if self._todo.empty():
+                    continue
                 self._asked = None
                 raise AbandonedError(
-                    f"no request that begins with the prefix decoded for {PATIENCE_S:g} s; its hits are counted anew"
+                    f"no request that begins with the prefix decoded for {PATIENCE_S:g} s, and others wait; its hits are "
+                    "counted anew"
                 ) from None
             if handed is None:
                 raise AbandonedError("the server ends, or its weights changed")
