@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 PIECE_TOKENS = 1 << 17
 """Keys, over KV heads, that are taken and built at once: 33 MB of 16 bits at a head dim of 128, about a millisecond."""
 PATIENCE_S = 60.0
-"""How long a build waits for a request whose slots hold its prefix, before it gives way to another one, if any waits."""
+"""How long a build waits for a request whose slots hold its prefix, before it gives way to another one that waits."""
 
 
 class Piece(NamedTuple):
@@ -123,7 +123,8 @@ class BackgroundBuilder:
             keys: [prefix_len, number of heads, head_dim], memory of the builder's from now on, being written on the
                 current stream.
         """
-        self._asked = None
+        if self._asked is asked:  # else the build gave up meanwhile, and another one asks
+            self._asked = None
         event = None
         if keys.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -212,8 +213,8 @@ class BackgroundBuilder:
                     continue
                 self._asked = None
                 raise AbandonedError(
-                    f"no request that begins with the prefix decoded for {PATIENCE_S:g} s, and others wait; its hits are "
-                    "counted anew"
+                    f"no request that begins with the prefix decoded for {PATIENCE_S:g} s, and others wait; its hits "
+                    "are counted anew"
                 ) from None
             if handed is None:
                 raise AbandonedError("the server ends, or its weights changed")
