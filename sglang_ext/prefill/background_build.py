@@ -210,6 +210,7 @@ class BackgroundBuilder:
                 handed = self._handed.get(timeout=PATIENCE_S)
             except queue.Empty:
                 if self._todo.empty():
+                    self._asked = asked
                     continue
                 self._asked = None
                 raise AbandonedError(
