@@ -1,10 +1,11 @@
-"""One index at a time, built beside the running server: on a thread and a stream of its own, with a bounded share of
-the time, from keys that the scheduler hands over between two steps.
+"""Indexes built beside the running server: on a thread and a stream of their own, with a bounded share of the GPU, from
+keys that the scheduler hands over between two steps, a piece at a time.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -25,61 +26,87 @@ from sglang_ext.prefill.samples import QuerySamples
 logger = logging.getLogger(__name__)
 
 PIECE_TOKENS = 1 << 17
-"""Keys, over KV heads, that are taken and built at once: 33 MB of 16 bits at a head dim of 128, about a millisecond."""
-PATIENCE_S = 60.0
-"""How long a build waits for a request whose slots hold its prefix, before it gives way to another one that waits."""
+"""Keys, over KV heads, that are taken and built at once: 33 MB of 16 bits at a head dim of 128, half a millisecond."""
+MAX_OPEN = 8
+"""Builds that are begun or wait, at most. Of a prefix of 131,072 tokens of an 8B shape one holds up to 1.5 GB of host
+memory."""
+
+
+IDLE_S = 600.0
+"""A build that gets no piece for so long is given up, and with it its lease."""
 
 
 class Piece(NamedTuple):
-    """Keys that a build wants next: of these KV heads of that layer."""
+    """Keys that a build takes at once: of these KV heads of that layer."""
 
     layer: int
     heads: range
 
 
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """A piece of the running build, of which no two are equal."""
+class Build:
+    """One index on its way.
 
-    prefix: Prefix
-    piece: Piece
+    Attributes:
+        prefix: whose.
+        identity: of the index.
+        pieces: all of them, in their order.
+        given: pieces handed over so far; the scheduler's thread counts.
+        closed: done, failed or given up: what is still handed over is for nobody.
+        begun, latest: monotonic seconds when it was added, and when it got its latest piece.
+    """
 
+    def __init__(self, prefix: Prefix, identity: IndexIdentity) -> None:
+        model = identity.model
+        self.prefix, self.identity = prefix, identity
+        self.pieces = pieces_of(model.num_layers, model.num_kv_heads, identity.num_tokens)
+        self.given = 0
+        self.closed = False
+        self.begun = self.latest = time.monotonic()
+        self.claim: Claim | None = None
+        self.assembly: IndexAssembly | None = None
+        self.queries: Tensor | None = None
+        self.built = 0
 
-class Work(NamedTuple):
-    """One build: its prefix, and the identity of the index."""
-
-    prefix: Prefix
-    identity: IndexIdentity
+    @property
+    def wanted(self) -> Piece | None:
+        """The next piece; None where all were given."""
+        return self.pieces[self.given] if not self.closed and self.given < len(self.pieces) else None
 
 
 @dataclass
 class BuildCounts:
-    """What became of the builds so far, and what the running one has."""
+    """What became of the builds so far."""
 
     built: int = 0
     failed: int = 0
-    pieces_done: int = 0
-    pieces: int = 0
 
 
-class AbandonedError(Exception):
-    """A build that cannot go on now; the message says why."""
+class CannotBuildError(Exception):
+    """A build that comes to nothing for a reason that is no error; the message says why."""
+
+
+class _Handed(NamedTuple):
+    build: Build
+    piece: Piece | None
+    keys: Tensor | None
+    event: torch.cuda.Event | None
 
 
 class BackgroundBuilder:
-    """Builds what it is given, one after the other.
+    """Builds what it is given, whichever of it keys come for.
 
-    The scheduler's thread asks `wanted()` between steps and answers with `hand_over`; all else happens on the builder's
-    own thread. It never holds slots: between two pieces the prefix may move to others, as positions stay what they are.
+    The scheduler's thread adds builds and, in a decode step, gives a piece of one of them when the builder is `ready`.
+    All else happens on the builder's own thread. A build never holds slots: between two pieces its prefix may move to
+    others, or have none for a while, as positions stay what they are.
 
     Args:
         factory: of the configuration.
         store: open; not owned.
         samples: of queries.
         rows: tokens of a sample, at most.
-        share: of the time that building may take while requests decode, above 0 and at most 1.
+        share: of the GPU's time that building may take, above 0 and at most 1.
         device: of the keys.
-        done: called on the builder's thread with (work, fields of the report); a status of `built` means stored.
+        done: called on the builder's thread with (build, fields of the report); a status of `built` means stored.
     """
 
     def __init__(
@@ -90,142 +117,140 @@ class BackgroundBuilder:
         rows: int,
         share: float,
         device: torch.device,
-        done: Callable[[Work, dict[str, Any]], None],
+        done: Callable[[Build, dict[str, Any]], None],
     ) -> None:
         self._factory, self._store, self._samples = factory, store, samples
         self._rows, self._share, self._device, self._done = rows, share, device, done
-        self._todo: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._handed: queue.SimpleQueue[tuple[Asked, Tensor, torch.cuda.Event | None] | None] = queue.SimpleQueue()
-        self._asked: Asked | None = None
-        self._closed = threading.Event()
+        self._handed: queue.SimpleQueue[_Handed | None] = queue.SimpleQueue()
+        self._ending = threading.Event()
+        self._least = math.inf
+        self.ready = True
+        self.open: list[Build] = []
         self.counts = BuildCounts()
-        self.running: Work | None = None
         threading.Thread(target=self._work, name="sparse-attn-build", daemon=True).start()
 
-    def add(self, work: Work) -> None:
-        """Build this, too."""
-        self._todo.put(work)
+    # -- the scheduler's thread ----------------------------------------------------------------------------
 
-    @property
-    def waiting(self) -> int:
-        """Builds that have not begun."""
-        return self._todo.qsize()
+    def add(self, build: Build) -> None:
+        """Build this, too. Of too many, the one that got no piece for longest is given up."""
+        self.tidy(MAX_OPEN - 1)
+        self.open.append(build)
 
-    def wanted(self) -> Asked | None:
-        """What the running build waits for; None while it has work. For the scheduler's thread."""
-        return self._asked
+    def tidy(self, most: int = MAX_OPEN) -> None:
+        """Let go of builds that ended, that nobody has keys for any more, and of more than `most`."""
+        self.open = [one for one in self.open if not one.closed]
+        while self.open and (len(self.open) > most or time.monotonic() - self.open[0].latest > IDLE_S):
+            self._handed.put(_Handed(self.open.pop(0), None, None, None))
 
-    def hand_over(self, asked: Asked, keys: Tensor) -> None:
-        """Give what is wanted. For the scheduler's thread; waits for nothing.
+    def hand_over(self, build: Build, piece: Piece, keys: Tensor) -> None:
+        """Give a piece to a builder that is ready. Waits for nothing.
 
         Args:
-            asked: what `wanted` returned.
+            build: one of `open`.
+            piece: what it wanted.
             keys: [prefix_len, number of heads, head_dim], memory of the builder's from now on, being written on the
                 current stream.
         """
-        if self._asked is asked:  # else the build gave up meanwhile, and another one asks
-            self._asked = None
+        self.ready = False
+        build.given += 1
+        build.latest = time.monotonic()
+        self.open.remove(build)
+        self.open.append(build)
         event = None
         if keys.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._handed.put((asked, keys, event))
+        self._handed.put(_Handed(build, piece, keys, event))
 
     def close(self) -> None:
         """Give up what is being built, and end the thread."""
-        self._closed.set()
-        self._todo.put(None)
+        self._ending.set()
         self._handed.put(None)
+
+    # -- the builder's thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
         stream = side_stream(self._device)
-        while (work := self._todo.get()) is not None and not self._closed.is_set():
+        while (handed := self._handed.get()) is not None and not self._ending.is_set():
             on: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
             with on:
-                self._one(work, stream)
+                self._take(handed, stream)
+            if handed.piece is not None:
+                self.ready = True
+            del handed  # and with it the keys
 
-    def _one(self, work: Work, stream: torch.cuda.Stream | None) -> None:
-        claim = Claim(work.identity)
-        claim.settle(self._store)
-        self.running = work
+    def _take(self, handed: _Handed, stream: torch.cuda.Stream | None) -> None:
+        build = handed.build
+        if build.closed:
+            return
         try:
-            if isinstance(claim.refusal, Exception):
-                raise claim.refusal
-            fields = dict(claim.refusal) if claim.refusal is not None else self._built(work, stream)
-        except AbandonedError as error:
-            fields = {"status": "failed", "reason": "abandoned", "detail": str(error)}
+            if handed.piece is None or handed.keys is None:
+                raise CannotBuildError(f"no request had its keys for long, or {MAX_OPEN} others were begun since")
+            if build.assembly is None and (refusal := self._begin(build)) is not None:
+                self._end(build, refusal)
+                return
+            if handed.event is not None and stream is not None:
+                stream.wait_event(handed.event)
+                handed.keys.record_stream(stream)
+            self._add(build, handed.piece, handed.keys)
+            if build.built == len(build.pieces):
+                self._end(build, self._stored(build))
+        except CannotBuildError as error:
+            self._end(build, {"status": "failed", "reason": "abandoned", "detail": str(error)})
         except Exception as error:  # one prefix must not end the others
             logger.error("sparse attention: no index was built of a shared prefix", exc_info=error)
-            fields = {"status": "failed", "reason": type(error).__name__, "detail": str(error)}
-        finally:
-            claim.release()
-            self.running, self._asked = None, None
-        self.counts.built += fields["status"] == "built"
-        self.counts.failed += fields["status"] == "failed"
-        self._done(work, fields)
+            self._end(build, {"status": "failed", "reason": type(error).__name__, "detail": str(error)})
 
-    def _built(self, work: Work, stream: torch.cuda.Stream | None) -> dict[str, Any]:
-        begun = time.monotonic()
-        model, prefix_len = work.identity.model, work.identity.num_tokens
-        queries, sm_scale = None, None
+    def _begin(self, build: Build) -> dict[str, Any] | None:
+        """Take the lease and the queries; what to report where there is nothing to build."""
+        build.claim = Claim(build.identity)
+        build.claim.settle(self._store)
+        if isinstance(build.claim.refusal, Exception):
+            raise build.claim.refusal
+        if build.claim.refusal is not None:
+            return dict(build.claim.refusal)
         if self._factory.needs_queries:
-            sample = self._samples.of(work.prefix, model.num_kv_heads, self._rows)
+            sample = self._samples.of(build.prefix, build.identity.model.num_kv_heads, self._rows)
             if sample is None:
-                raise AbandonedError("expected queries of at least half of the prefix, fewer are kept in host memory")
-            queries, sm_scale = sample
-        assembly = IndexAssembly(self._factory, work.identity)
-        pieces = list(pieces_of(model.num_layers, model.num_kv_heads, prefix_len))
-        self.counts.pieces_done, self.counts.pieces = 0, len(pieces)
-        busy = 0.0
-        for piece in pieces:
-            keys = self._keys(work.prefix, piece, stream)
-            at = time.perf_counter()
-            own = None
-            if queries is not None:
-                own = queries[piece.layer, piece.heads.start : piece.heads.stop].to(self._device)
-            assembly.add(range(piece.layer, piece.layer + 1), piece.heads, keys, own)
-            del keys, own
-            took = time.perf_counter() - at
-            busy += took
-            self.counts.pieces_done += 1
-            if self._closed.wait(took * (1 / self._share - 1)):
-                raise AbandonedError("the server ends, or its weights changed")
-        entry, stats = self._factory.store(assembly, {})
-        seconds = time.monotonic() - begun
+                raise CannotBuildError("expected queries of at least half of the prefix, fewer are kept in host memory")
+            build.queries = sample
+        build.assembly = IndexAssembly(self._factory, build.identity)
+        return None
+
+    def _add(self, build: Build, piece: Piece, keys: Tensor) -> None:
+        assert build.assembly is not None
+        own = None
+        if build.queries is not None:
+            own = build.queries[piece.layer, piece.heads.start : piece.heads.stop].to(self._device)
+        before = sum(build.assembly.seconds.values())
+        build.assembly.add(range(piece.layer, piece.layer + 1), piece.heads, keys, own)
+        build.built += 1
+        # Much of a piece's time is waiting for a GPU that serves: the least of them is nearest to what it costs.
+        self._least = min(self._least, sum(build.assembly.seconds.values()) - before)
+        self._ending.wait(self._least * (1 / self._share - 1))
+
+    def _stored(self, build: Build) -> dict[str, Any]:
+        assert build.assembly is not None
+        entry, stats = self._factory.store(build.assembly, {})
+        seconds, tokens = time.monotonic() - build.begun, build.identity.num_tokens
         logger.info(
-            "sparse attention: built an index of %d shared tokens after %d hits: %.1f s, %.2f s of them busy, %d bytes",
-            prefix_len,
-            work.prefix.hits,
+            "sparse attention: built an index of %d shared tokens after %d hits: %.1f s, %d bytes",
+            tokens,
+            build.prefix.hits,
             seconds,
-            busy,
             entry.nbytes,
         )
-        named = {"digest": entry.digest, "num_tokens": prefix_len, "path": entry.path, "sm_scale": sm_scale}
-        return {"status": "built", **named, **stats, "seconds": seconds, "hits": work.prefix.hits}
+        named = {"digest": entry.digest, "num_tokens": tokens, "path": entry.path}
+        return {"status": "built", **named, **stats, "seconds": seconds, "hits": build.prefix.hits}
 
-    def _keys(self, prefix: Prefix, piece: Piece, stream: torch.cuda.Stream | None) -> Tensor:
-        asked = self._asked = Asked(prefix, piece)
-        while True:
-            try:
-                handed = self._handed.get(timeout=PATIENCE_S)
-            except queue.Empty:
-                if self._todo.empty():
-                    self._asked = asked
-                    continue
-                self._asked = None
-                raise AbandonedError(
-                    f"no request that begins with the prefix decoded for {PATIENCE_S:g} s, and others wait; its hits "
-                    "are counted anew"
-                ) from None
-            if handed is None:
-                raise AbandonedError("the server ends, or its weights changed")
-            answered, keys, event = handed
-            if answered is asked:  # else an answer that came too late, to a build that gave up
-                break
-        if event is not None and stream is not None:
-            stream.wait_event(event)
-            keys.record_stream(stream)
-        return keys
+    def _end(self, build: Build, fields: dict[str, Any]) -> None:
+        build.closed = True
+        build.assembly = build.queries = None
+        if build.claim is not None:
+            build.claim.release()
+        self.counts.built += fields["status"] == "built"
+        self.counts.failed += fields["status"] == "failed"
+        self._done(build, fields)
 
 
 def pieces_of(num_layers: int, num_kv_heads: int, prefix_len: int) -> list[Piece]:

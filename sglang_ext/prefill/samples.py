@@ -35,7 +35,6 @@ class QuerySample:
         begin: first token that was computed.
         positions: [rows] int64, of tokens that were drawn evenly from those computed.
         queries: [num_layers, rows, num_qo_heads, head_dim] post-RoPE, in host memory.
-        sm_scale: attention scale of the layers; None where it is not known.
     """
 
     namespace: str
@@ -43,7 +42,6 @@ class QuerySample:
     begin: int
     positions: NDArray[np.int64]
     queries: Tensor
-    sm_scale: float | None
 
     def covered(self, prefix: Prefix) -> range:
         """Tokens of a prefix that the sample was drawn from; empty where it knows none of them."""
@@ -92,7 +90,7 @@ class QuerySamples:
                 gone, _ = self._kept.popitem(last=False)
                 left -= gone.queries.nbytes
 
-    def of(self, prefix: Prefix, num_kv_heads: int, rows: int) -> tuple[Tensor, float | None] | None:
+    def of(self, prefix: Prefix, num_kv_heads: int, rows: int) -> Tensor | None:
         """The sample of a prefix, evenly from all of its tokens that some sample covers. Waits for those on their way.
 
         Args:
@@ -101,8 +99,8 @@ class QuerySamples:
             rows: tokens, at most.
 
         Returns:
-            [num_layers, num_kv_heads, samples, head_dim] in host memory, as `Capture.queries`, and the attention scale;
-            None where less than half of the prefix's tokens are covered.
+            [num_layers, num_kv_heads, samples, head_dim] in host memory, as `Capture.queries`; None where samples cover
+            less than half of the prefix's tokens.
         """
         with self._lock:
             self._lock.wait_for(lambda: self._coming <= 0, PATIENCE_S)
@@ -123,8 +121,7 @@ class QuerySamples:
         joined = torch.cat(parts, dim=1)
         layers, kept, heads, dim = joined.shape
         grouped = joined.reshape(layers, kept, num_kv_heads, heads // num_kv_heads, dim)
-        by_head = grouped.permute(0, 2, 1, 3, 4).reshape(layers, num_kv_heads, -1, dim)
-        return by_head, chosen[0][0].sm_scale
+        return grouped.permute(0, 2, 1, 3, 4).reshape(layers, num_kv_heads, -1, dim)
 
 
 def _without_overlap(used: Sequence[tuple[QuerySample, range]]) -> list[tuple[QuerySample, range]]:

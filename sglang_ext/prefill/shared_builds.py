@@ -15,7 +15,7 @@ from torch import Tensor
 from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_digest, page_hashes
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.indexing.profile import Profile
-from sglang_ext.prefill.background_build import BackgroundBuilder, Work, side_stream
+from sglang_ext.prefill.background_build import BackgroundBuilder, Build, side_stream
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefill.hits import HitCounter
 from sglang_ext.prefill.recorder import Capture, Chunk, QueryRecorder
@@ -25,6 +25,8 @@ from sglang_ext.prefill.samples import QuerySample, QuerySamples
 
 logger = logging.getLogger(__name__)
 
+LEAST_COMPUTED = 8
+"""A prefill leaves a sample if it computed one of so many of its prompt's tokens; the others were in the cache."""
 MAX_CAPTURES = 4
 """Prefills recorded at a time: their samples lie in device memory until they are complete."""
 _SETTLED = 2
@@ -54,8 +56,9 @@ class _Request:
 class SharedBuilds(Recording):
     """Builds indexes of prefixes that were hit often enough; stands where `PrefillBuilds` does. Scheduler thread only.
 
-    Every prefill that computes `min_sparse_prompt_len` tokens or more leaves a sample of its queries in host memory,
-    where the methods need one. What a request finds in the prefix cache counts as a hit of that prefix.
+    Every prefill that computes `min_sparse_prompt_len` tokens or more, and an eighth of its prompt, leaves a sample of
+    its queries in host memory, where the methods need one. What a request finds in the prefix cache counts as a hit of
+    that prefix.
 
     Args:
         store: open store; not owned.
@@ -89,7 +92,7 @@ class SharedBuilds(Recording):
         self._builder = BackgroundBuilder(
             factory, store, self._samples, self._rows, config.build_share, device, self._finished
         )
-        self._ended: SimpleQueue[tuple[Work, bool]] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[Build, bool]] = SimpleQueue()
         self._requests: dict[str, _Request] = {}
         self._moving: SimpleQueue[tuple[QuerySample, Tensor, torch.cuda.Event | None] | None] = SimpleQueue()
         threading.Thread(target=self._move, name="sparse-attn-samples", daemon=True).start()
@@ -127,7 +130,8 @@ class SharedBuilds(Recording):
             if not request.counted:
                 request.counted = True
                 self._count(request, first)
-                if self._records and request.prompt_len - first >= self._config.min_sparse_prompt_len:
+                least = max(self._config.min_sparse_prompt_len, request.prompt_len // LEAST_COMPUTED)
+                if self._records and request.prompt_len - first >= least:
                     self.recorder.start(rid, request.prompt_len, first)
         return self.recorder.begin_step(rids, firsts, counts, device)
 
@@ -140,7 +144,7 @@ class SharedBuilds(Recording):
                 model=self._model,
                 profile_digest=self._profile,
             )
-            self._builder.add(Work(prefix, identity))
+            self._builder.add(Build(prefix, identity))
 
     def prefilled(self, chunks: Sequence[Chunk]) -> None:
         """Behind a prefill step: samples that are complete leave the device."""
@@ -158,7 +162,6 @@ class SharedBuilds(Recording):
             capture.begin,
             capture.positions[: capture.reservoir_rows],
             capture.samples,
-            capture.sm_scale,
         )
         event = None
         if capture.samples.is_cuda:
@@ -169,7 +172,7 @@ class SharedBuilds(Recording):
 
     def _move(self) -> None:
         """On a thread of its own: samples from the device to host memory."""
-        stream = side_stream(self._device)
+        stream, staging = side_stream(self._device), None
         while (found := self._moving.get()) is not None:
             sample, samples, event = found
             kept: QuerySample | None = None
@@ -179,7 +182,12 @@ class SharedBuilds(Recording):
                 else:
                     with torch.cuda.stream(stream):
                         stream.wait_event(event)
-                        sample.queries = samples.cpu()  # the device's memory is free when this has returned
+                        if staging is None or staging.numel() < samples.numel():
+                            staging = torch.empty(samples.numel(), dtype=samples.dtype, pin_memory=True)
+                        place = staging[: samples.numel()].view(samples.shape)
+                        place.copy_(samples, non_blocking=True)
+                        stream.synchronize()  # the device's memory may go from here on
+                        sample.queries = place.clone()
                 kept = sample
             except Exception:  # one sample; the next prefill leaves another
                 logger.exception("sparse attention: a query sample could not be kept")
@@ -187,22 +195,25 @@ class SharedBuilds(Recording):
             del sample, samples, found, kept
 
     def decoding(self, rids: Sequence[str], rows: Tensor) -> None:
-        """As in `Recording`: give the running build the keys that it waits for, if a request here has them."""
-        wanted = self._builder.wanted()
+        """As in `Recording`: give the builder a piece of an index whose prefix a request here has, if it is ready."""
+        settled = []
         for place, rid in enumerate(rids):
             request = self._requests.get(rid)
-            if request is None:
-                continue
-            request.steps += 1
-            if wanted is None or request.steps <= _SETTLED:
-                continue
-            prefix, piece = wanted.prefix, wanted.piece
-            if prefix.begins(request.namespace, request.hashes):
-                table = self._view.req_to_token.index_select(0, rows[place : place + 1])
-                slots = table[0, : prefix.num_tokens].to(torch.int64)
+            if request is not None:
+                request.steps += 1
+                if request.steps > _SETTLED:
+                    settled.append((place, request))
+        if not self._builder.ready:
+            return
+        for build in self._builder.open:
+            holders = (place for place, one in settled if build.prefix.begins(one.namespace, one.hashes))
+            holder, piece = next(holders, None), build.wanted
+            if holder is not None and piece is not None:
+                table = self._view.req_to_token.index_select(0, rows[holder : holder + 1])
+                slots = table[0, : build.identity.num_tokens].to(torch.int64)
                 heads = self._view.kv(piece.layer).k_cache[:, piece.heads.start : piece.heads.stop]
-                self._builder.hand_over(wanted, heads.index_select(0, slots))
-                wanted = None
+                self._builder.hand_over(build, piece, heads.index_select(0, slots))
+                return
 
     def finish(self, rid: str, row: int) -> None:
         """As in `Recording`. Nothing is built here: a build takes its keys from whoever has them."""
@@ -221,32 +232,35 @@ class SharedBuilds(Recording):
 
     # -- builds --------------------------------------------------------------------------------------------
 
-    def _finished(self, work: Work, fields: dict[str, Any]) -> None:
+    def _finished(self, build: Build, fields: dict[str, Any]) -> None:
         """On the builder's thread."""
-        report(self._config.build_report, f"prefix-{work.identity.digest[:12]}", **fields)
+        report(self._config.build_report, f"prefix-{build.identity.digest[:12]}", **fields)
         if fields["status"] == "failed":
             logger.warning(
-                "sparse attention: no index of %d shared tokens: %s", work.prefix.num_tokens, fields["detail"]
+                "sparse attention: no index of %d shared tokens: %s", build.prefix.num_tokens, fields["detail"]
             )
-        self._ended.put((work, fields["status"] in ("built", "exists")))
+        self._ended.put((build, fields["status"] in ("built", "exists")))
 
     def settle(self) -> None:
         """Take note of builds that ended."""
+        self._builder.tidy()
         while not self._ended.empty():
-            work, built = self._ended.get()
+            build, built = self._ended.get()
             if built:
-                work.prefix.built, work.prefix.tries = True, 0
+                build.prefix.built, build.prefix.tries = True, 0
             else:
-                self._hits.failed(work.prefix)
+                self._hits.failed(build.prefix)
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""
-        running = self._builder.running
         return {
             "prefixes": len(self._hits),
             "sample_bytes": self._samples.nbytes,
-            "waiting": self._builder.waiting,
-            "running": None if running is None else running.identity.num_tokens,
+            "open": [
+                {"tokens": one.identity.num_tokens, "pieces": one.built, "of": len(one.pieces)}
+                for one in self._builder.open
+                if not one.closed
+            ],
             **asdict(self._builder.counts),
         }
 

@@ -18,7 +18,7 @@ from prefix_index import page_hashes
 from sglang_ext.config import Settings
 from sglang_ext.indexing import METHODS
 from sglang_ext.prefill import background_build
-from sglang_ext.prefill.background_build import pieces_of
+from sglang_ext.prefill.background_build import Build, pieces_of
 from sglang_ext.prefill.builder import method_specs
 from sglang_ext.prefill.hits import MAX_PREFIXES, HitCounter, Prefix
 from sglang_ext.prefill.samples import QuerySample, QuerySamples
@@ -94,7 +94,7 @@ def sample(tokens: list[int], begin: int, value: float, rows: int = 8) -> QueryS
     """Queries whose values say who they are and where."""
     positions = np.linspace(begin, len(tokens) - 1, rows).astype(np.int64)
     queries = torch.full((LAYERS, rows, KV_HEADS * GQA, DIM), value) + torch.from_numpy(positions)[None, :, None, None]
-    return QuerySample("", hashes(tokens), begin, positions, queries.float(), 0.25)
+    return QuerySample("", hashes(tokens), begin, positions, queries.float())
 
 
 def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly() -> None:
@@ -104,9 +104,8 @@ def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly() -> None:
     samples.add(sample(list(range(9, 99)), 0, 9000.0))  # another prompt
     found = samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4)
     assert found is not None
-    queries, scale = found
-    assert (queries.shape[:2], scale) == ((LAYERS, KV_HEADS), 0.25)
-    values = queries[0, 0, :, 0].tolist()
+    assert found.shape[:2] == (LAYERS, KV_HEADS)
+    values = found[0, 0, :, 0].tolist()
     positions = [value % 1000 for value in values]
     assert all(value < 3000 for value in values)
     assert max(positions) < 64
@@ -302,10 +301,10 @@ def test_a_build_goes_on_with_another_request_when_its_holder_ends(start: Any, m
     traffic = Traffic(runtime)
     for number, rid in enumerate("abc"):
         traffic.prefill(rid, [*SHARED, *range(100 * number, 100 * number + 18)], 64 if number else 0)
-    builds = runtime.builds
-    assert traffic.decode_until("c", 83, lambda: builds._builder.counts.pieces_done >= 1)
+    (build,) = runtime.builds._builder.open
+    assert traffic.decode_until("c", 83, lambda: build.built >= 1)
     traffic.end("c")
-    assert counts(runtime)["pieces_done"] < counts(runtime)["pieces"] == LAYERS * KV_HEADS
+    assert build.given < len(build.pieces) == LAYERS * KV_HEADS
     assert traffic.decode_until("b", 83, lambda: counts(runtime)["built"] == 1)
 
 
@@ -315,52 +314,56 @@ def test_keys_are_not_taken_before_slots_have_settled_nor_from_other_prompts(sta
     for number, rid in enumerate("abc"):
         traffic.prefill(rid, [*SHARED, *range(100 * number, 100 * number + 18)], 64 if number else 0)
     traffic.prefill("other", list(range(2000, 2080)), 0)
-    builder = runtime.builds._builder
-    deadline = time.monotonic() + 10
-    while builder.wanted() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    asked = builder.wanted()
-    assert asked is not None
+    (build,) = runtime.builds._builder.open
     for _ in range(5):
         traffic.decode("other", 81)
     for length in (83, 84):
         traffic.decode("b", length)  # the first two steps: a duplicate's slots may still be replaced
-    assert builder.wanted() is asked
+    assert build.given == 0
     traffic.end("b", finished=False)  # retracted: it starts over
     traffic.decode("b", 85)
-    assert builder.wanted() is asked
-    traffic.decode_until("b", 86, lambda: builder.wanted() is not asked)
-    assert builder.wanted() is not asked
+    assert build.given == 0
+    traffic.decode_until("b", 86, lambda: build.given > 0)
+    assert build.given > 0
 
 
-def test_an_answer_to_a_build_that_gave_up_is_not_taken_for_the_next_ones(
-    start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(background_build, "PATIENCE_S", 0.3)
+def test_builds_take_turns_by_whose_requests_decode(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_build, "PIECE_TOKENS", 64)
     runtime = start(build_after_hits=1)
     traffic = Traffic(runtime)
+    other = list(range(500, 564))
+    for rid, tokens in (("a", SHARED), ("b", SHARED), ("x", other), ("y", other)):
+        traffic.prefill(rid, [*tokens, ord(rid), 2], 0 if rid in "ax" else 64)
+    first, second = runtime.builds._builder.open
+    assert traffic.decode_until("y", 67, lambda: counts(runtime)["built"] == 1)  # nobody decodes on the first
+    assert (first.given, second.closed) == (0, True)
+    assert traffic.decode_until("b", 67, lambda: counts(runtime)["built"] == 2)
+    assert counts(runtime)["open"] == []
+
+
+def test_too_many_builds_and_those_nobody_has_keys_for_are_given_up(
+    start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(background_build, "PIECE_TOKENS", 64)
+    runtime = start(build_after_hits=1)
+    traffic = Traffic(runtime)
+    builder = runtime.builds._builder
     traffic.prefill("a", [*SHARED, 1, 2], 0)
     traffic.prefill("b", [*SHARED, 3, 4], 64)
-    builder = runtime.builds._builder
+    (oldest,) = builder.open
+    assert traffic.decode_until("b", 67, lambda: oldest.built == 1)
+    for number in range(background_build.MAX_OPEN):
+        builder.add(Build(Prefix("", hashes([*range(900 + number, 964 + number)])), oldest.identity))
     deadline = time.monotonic() + 10
-    while builder.wanted() is None and time.monotonic() < deadline:
+    while counts(runtime)["failed"] < 1 and time.monotonic() < deadline:
         time.sleep(0.01)
-    late = builder.wanted()
-    time.sleep(0.5)
-    assert builder.wanted() is late  # nobody else waits
-    other = list(range(500, 564))
-    traffic.prefill("x", [*other, 1, 2], 0)
-    traffic.prefill("y", [*other, 3, 4], 64)
-    while counts(runtime)["failed"] == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert (oldest.closed, len(builder.open)) == (True, background_build.MAX_OPEN)
     assert lines(tmp_path)[0]["reason"] == "abandoned"
-    builder.hand_over(late, torch.zeros(64, KV_HEADS, DIM))
-    assert traffic.decode_until("y", 67, lambda: counts(runtime)["built"] == 1)
-    (entry,) = runtime.store.list()
-    with runtime.store.get(entry.identity) as file:
-        arrays = file.read_many([key for key in file.keys if key.name.endswith("keys_scale")])
-    assert len(arrays) == LAYERS * KV_HEADS
-    assert all(np.all(scale > 0) for scale in arrays.values())
+    with runtime.store.lease(oldest.identity) as lease:  # it went back
+        assert lease is not None
+    monkeypatch.setattr(background_build, "IDLE_S", 0.0)
+    builder.tidy()
+    assert builder.open == []
 
 
 def test_a_failed_build_is_reported_and_the_server_goes_on(start: Any, tmp_path: Path) -> None:
