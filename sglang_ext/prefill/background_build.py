@@ -131,16 +131,30 @@ class BackgroundBuilder:
 
     # -- the scheduler's thread ----------------------------------------------------------------------------
 
-    def add(self, build: Build) -> None:
-        """Build this, too. Of too many, the one that got no piece for longest is given up."""
-        self.tidy(MAX_OPEN - 1)
+    def add(self, build: Build) -> bool:
+        """Build this, too. Of too many, the one with the fewest hits is given up, or is not begun: then False."""
+        self.tidy()
+        if len(self.open) >= MAX_OPEN:
+            fewest = min(self.open, key=lambda one: one.prefix.hits)
+            if fewest.prefix.hits >= build.prefix.hits:
+                return False
+            self._give_up(fewest)
         self.open.append(build)
+        return True
 
-    def tidy(self, most: int = MAX_OPEN) -> None:
-        """Let go of builds that ended, that nobody has keys for any more, and of more than `most`."""
+    def tidy(self) -> None:
+        """Let go of builds that ended, and of those that nobody has had keys for, for long."""
         self.open = [one for one in self.open if not one.closed]
-        while self.open and (len(self.open) > most or time.monotonic() - self.open[0].latest > IDLE_S):
-            self._handed.put(_Handed(self.open.pop(0), None, None, None))
+        for build in [one for one in self.open if time.monotonic() - one.latest > IDLE_S]:
+            self._give_up(build)
+
+    def _give_up(self, build: Build) -> None:
+        self.open.remove(build)
+        self._handed.put(_Handed(build, None, None, None))
+
+    def by_hits(self) -> list[Build]:
+        """Those that may get a piece, the one with the most hits first: its index is of use to most."""
+        return sorted((one for one in self.open if one.wanted), key=lambda one: -one.prefix.hits)
 
     def hand_over(self, build: Build, piece: Piece, keys: Tensor) -> None:
         """Give a piece to a builder that is ready. Waits for nothing.
@@ -154,8 +168,6 @@ class BackgroundBuilder:
         self.ready = False
         build.given += 1
         build.latest = time.monotonic()
-        self.open.remove(build)
-        self.open.append(build)
         event = None
         if keys.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -185,7 +197,7 @@ class BackgroundBuilder:
             return
         try:
             if handed.piece is None or handed.keys is None:
-                raise CannotBuildError(f"no request had its keys for long, or {MAX_OPEN} others were begun since")
+                raise CannotBuildError(f"no request had its keys for long, or {MAX_OPEN} others had more hits")
             if build.assembly is None and (refusal := self._begin(build)) is not None:
                 self._end(build, refusal)
                 return

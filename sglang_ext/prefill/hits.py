@@ -90,9 +90,11 @@ class HitCounter:
         for prefix in met:
             if prefix.built and not indexed:  # it has left the store since
                 prefix.due, prefix.built, prefix.hits = False, False, 1
+        # One that is built, or on its way, is as good as there.
+        indexed = max([indexed, *(prefix.num_tokens for prefix in met if prefix.due)])
         worth = [prefix for prefix in met if prefix.hits >= self._after * BACKOFF**prefix.tries]
         longest = max(worth, key=lambda prefix: len(prefix.hashes), default=None)
-        if longest is None or longest.due or not self._pays(longest, indexed):
+        if longest is None or not self._pays(longest, indexed):
             return None
         longest.due = True
         return longest
@@ -113,3 +115,8 @@ class HitCounter:
     def failed(prefix: Prefix) -> None:
         """Its index was not built after all: count anew, further."""
         prefix.due, prefix.hits, prefix.tries = False, 0, prefix.tries + 1
+
+    @staticmethod
+    def later(prefix: Prefix) -> None:
+        """Others are built first: the next request that hits it asks again."""
+        prefix.due = False

@@ -144,7 +144,8 @@ class SharedBuilds(Recording):
                 model=self._model,
                 profile_digest=self._profile,
             )
-            self._builder.add(Build(prefix, identity))
+            if not self._builder.add(Build(prefix, identity)):
+                self._hits.later(prefix)
 
     def prefilled(self, chunks: Sequence[Chunk]) -> None:
         """Behind a prefill step: samples that are complete leave the device."""
@@ -205,7 +206,7 @@ class SharedBuilds(Recording):
                     settled.append((place, request))
         if not self._builder.ready:
             return
-        for build in self._builder.open:
+        for build in self._builder.by_hits():
             holders = (place for place, one in settled if build.prefix.begins(one.namespace, one.hashes))
             holder, piece = next(holders, None), build.wanted
             if holder is not None and piece is not None:

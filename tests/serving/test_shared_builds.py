@@ -66,6 +66,16 @@ def test_prefixes_within_each_other_are_due_as_each_is_hit_often_enough() -> Non
     assert [one and one.num_tokens for one in due] == [None, 32, 96, None]
 
 
+def test_a_little_more_than_what_is_being_built_already_is_not_begun() -> None:
+    counter = HitCounter(after=1, least=16, align=16)
+    first = counter.hit("", hashes([*range(1280)]), 1264, 0)
+    assert first is not None
+    longer = hashes([*range(1280), *range(5000, 5128)])
+    assert counter.hit("", longer, 1392, 0) is None
+    counter.failed(first)
+    assert counter.hit("", longer, 1392, 0) is not None
+
+
 def test_a_build_that_failed_waits_for_more_hits_and_an_index_that_left_is_built_again() -> None:
     counter = HitCounter(after=1, least=16, align=16)
     prompt = hashes(SHARED)
@@ -352,12 +362,14 @@ def test_too_many_builds_and_those_nobody_has_keys_for_are_given_up(
     traffic.prefill("b", [*SHARED, 3, 4], 64)
     (oldest,) = builder.open
     assert traffic.decode_until("b", 67, lambda: oldest.built == 1)
-    for number in range(background_build.MAX_OPEN):
-        builder.add(Build(Prefix("", hashes([*range(900 + number, 964 + number)])), oldest.identity))
+    more = [Build(Prefix("", hashes([*range(900 + n, 964 + n)]), hits=2), oldest.identity) for n in range(8)]
+    assert len(more) == background_build.MAX_OPEN
+    assert all(builder.add(build) for build in more)  # the last one takes the place of the one with fewer hits
+    assert not builder.add(Build(Prefix("", hashes(list(range(700, 764))), hits=2), oldest.identity))
     deadline = time.monotonic() + 10
     while counts(runtime)["failed"] < 1 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert (oldest.closed, len(builder.open)) == (True, background_build.MAX_OPEN)
+    assert (oldest.closed, builder.open) == (True, more)
     assert lines(tmp_path)[0]["reason"] == "abandoned"
     with runtime.store.lease(oldest.identity) as lease:  # it went back
         assert lease is not None
