@@ -133,10 +133,12 @@ class SparseRuntime:
         self._sweep()
         if self._stale:
             refusal = ("index_mismatch", self._stale)
+        hashes: Sequence[bytes] = ()
         if refusal or (self.view.decode_graphs and not self.shared.uses_indexes):  # nothing could use an index
             attachment = Attachment(rid, len(prompt), None, *(refusal or (None, None)))
         else:
             found = self.directory.lookup(namespace, prompt)
+            hashes = found.hashes
             if found.entry is not None:
                 self.counters.count_hit()
                 attachment = Attachment(rid, len(prompt), self.residency.acquire(found.entry), None)
@@ -150,7 +152,7 @@ class SparseRuntime:
             self._forget_capture(rid)
         if self.builds is not None and not twins:
             indexed = 0 if attachment.index is None else attachment.index.prefix_len
-            self.builds.admit(rid, prompt, namespace, refusal, owner=request, indexed=indexed)
+            self.builds.admit(rid, prompt, namespace, refusal, owner=request, indexed=indexed, hashes=hashes)
 
     def refuse(self, request: Hashable, rid: str, reason: str, detail: str) -> None:
         """Keep a request dense that could not be looked up."""

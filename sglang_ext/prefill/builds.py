@@ -65,6 +65,7 @@ class PrefillBuilds(Recording):
         refusal: tuple[str, str] | None,
         owner: object | None = None,
         indexed: int = 0,
+        hashes: Sequence[bytes] = (),
     ) -> None:
         """Record a prompt from its first token on, unless its index is there, too short, or built elsewhere.
 
@@ -86,7 +87,7 @@ class PrefillBuilds(Recording):
             return
         identity = IndexIdentity.for_prefix(
             namespace=namespace_digest(namespace),
-            page_hashes=page_hashes(prompt[:tokens], PAGE_TOKENS),
+            page_hashes=(hashes or page_hashes(prompt[:tokens], PAGE_TOKENS))[: tokens // PAGE_TOKENS],
             model=self._model,
             profile_digest=self._profile,
         )

@@ -52,6 +52,7 @@ class PrefillCaptures(Recording):
         refusal: tuple[str, str] | None,
         owner: object | None = None,
         indexed: int = 0,
+        hashes: Sequence[bytes] = (),
     ) -> None:
         """Record a prompt from its first token on, unless its request is refused or too many are being recorded."""
         self.discard(rid)

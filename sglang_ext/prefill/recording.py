@@ -44,6 +44,7 @@ class Recording:
         refusal: tuple[str, str] | None,
         owner: object | None = None,
         indexed: int = 0,
+        hashes: Sequence[bytes] = (),
     ) -> None:
         """A request came.
 
@@ -54,6 +55,7 @@ class Recording:
             refusal: (reason, detail) of one that stays dense in any case.
             owner: the request object.
             indexed: tokens of the index that serves it; 0 without one.
+            hashes: of its prompt's pages, chained; empty where they are not known: hashing takes milliseconds.
         """
         raise NotImplementedError
 

@@ -110,12 +110,13 @@ class SharedBuilds(Recording):
         refusal: tuple[str, str] | None,
         owner: object | None = None,
         indexed: int = 0,
+        hashes: Sequence[bytes] = (),
     ) -> None:
         """Watch a request, unless it is refused or too short."""
         self.discard(rid)
         if refusal is None and len(prompt) >= self._config.min_sparse_prompt_len:
-            hashes = tuple(page_hashes(prompt, PAGE_TOKENS))
-            self._requests[rid] = _Request(namespace_digest(namespace), hashes, len(prompt), indexed)
+            pages = tuple(hashes or page_hashes(prompt, PAGE_TOKENS))
+            self._requests[rid] = _Request(namespace_digest(namespace), pages, len(prompt), indexed)
 
     def begin_prefill(
         self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device

@@ -21,11 +21,13 @@ class Lookup:
         entry: the longest usable index of the prompt; None with a reason.
         reason: a word of DESIGN.md's list of fallbacks; None with an entry.
         detail: for people: which field of an otherwise fitting index differs.
+        hashes: of the prompt's pages, chained; empty for a prompt that is too short to be looked up.
     """
 
     entry: IndexEntry | None
     reason: str | None = None
     detail: str | None = None
+    hashes: Sequence[bytes] = ()
 
 
 class PrefixDirectory:
@@ -73,10 +75,10 @@ class PrefixDirectory:
         entry = self._store.longest(namespace, hashes, self._model, self._profile_digest)
         if entry is None:
             why = self._store.near_miss(namespace, hashes, self._model, self._profile_digest)
-            return Lookup(None, "index_mismatch", why) if why else Lookup(None, "no_index")
+            return Lookup(None, "index_mismatch" if why else "no_index", why or None, hashes)
         if entry.identity.num_tokens < self._min_prefix_len:
-            return Lookup(None, "short_prefix")
-        return Lookup(entry)
+            return Lookup(None, "short_prefix", None, hashes)
+        return Lookup(entry, hashes=hashes)
 
     def _rescan(self) -> None:
         now = time.monotonic()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefix_index import FileStore
+from prefix_index import FileStore, page_hashes
 from sglang_ext.prefix.directory import PrefixDirectory
 
 PROMPT = list(range(200))
@@ -104,3 +104,11 @@ def test_a_store_folder_that_goes_away_leaves_what_is_known(bench: Any, caplog: 
             assert directory.lookup({"extra_key": None}, PROMPT[:96]).entry is not None
     assert len(caplog.records) == 1, "said once, not at every request"
     assert "cannot be scanned" in caplog.text
+
+
+def test_a_look_up_hands_on_the_hashes_that_it_made(bench: Any) -> None:
+    expected = page_hashes(PROMPT[:120])
+    assert list(_directory(bench).lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
+    bench.put(PROMPT[:64])
+    assert list(_directory(bench).lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
+    assert _directory(bench).lookup({"extra_key": None}, PROMPT[:3]).hashes == ()
