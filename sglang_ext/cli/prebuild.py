@@ -112,9 +112,12 @@ def _make_folder(address: str) -> None:
 
 
 def _flags(args: argparse.Namespace, settings: Settings, events: str) -> list[str]:
-    from sglang_ext.config import Build
+    from sglang_ext.config import Build, DecodePath
 
-    building = msgspec.structs.replace(settings.config, build=Build.PREFILL, build_report=events)
+    # Nothing decodes here: no memory has to be kept for indexes.
+    building = msgspec.structs.replace(
+        settings.config, build=Build.PREFILL, build_report=events, decode_path=DecodePath.STOCK
+    )
     flags = ["--model-path", args.model_path, "--log-level", "error", *args.sglang_flags]
     flags += ["--disable-radix-cache", "--sparse-attn", "--sparse-attn-store", settings.store]
     flags += ["--sparse-attn-config", msgspec.json.encode(building).decode()]

@@ -6,20 +6,21 @@ import logging
 from typing import Any
 
 from sglang_ext.compat.server_args import settings_of
-from sglang_ext.config import DecodePath, SparseAttnConfig
+from sglang_ext.config import Build, DecodePath, SparseAttnConfig
 
 logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 512 << 20
-"""For what shared and sparse steps need at a fixed place, and for pieces of builds beside serving: more than the table
-in docs/operating.md adds up to for 8 KV heads of 128 and contexts of 131,072 tokens."""
+"""For what shared and sparse steps need at a fixed place, and for builds beside serving (a piece, samples): more than
+the table in docs/operating.md adds up to for 8 KV heads of 128 and contexts of 131,072 tokens."""
 
 
 def promised_bytes(config: SparseAttnConfig) -> int:
     """Device bytes that the plugin may take beside the KV pool."""
-    if config.decode_path is DecodePath.STOCK:
+    if config.decode_path is DecodePath.STOCK or config.build is Build.CAPTURE:
         return 0
-    return BUFFER_BYTES + (0 if config.decode_path is DecodePath.EXACT else config.index_gpu_bytes)
+    buffers = 0 if config.share_prefixes is False else BUFFER_BYTES
+    return buffers + (0 if config.decode_path is DecodePath.EXACT else config.index_gpu_bytes)
 
 
 def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, **_kwargs: Any) -> int:

@@ -64,6 +64,11 @@ class RunnerView:
                 f"--sparse-attn: expected a KV cache in float32, float16 or bfloat16; got {pool.dtype}. "
                 "Remove --kv-cache-dtype."
             )
+        if getattr(pool, "post_capture_active", False):
+            return (
+                "--sparse-attn: expected a KV pool that is sized before graphs are captured; it is sized behind them, "
+                "out of memory that is promised to indexes. Unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING."
+            )
         if getattr(runner, "sliding_window_size", None):
             return "--sparse-attn: expected full attention; got a sliding-window model (unsupported_mode)."
         return None

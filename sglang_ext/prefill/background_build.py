@@ -32,6 +32,8 @@ MAX_OPEN = 8
 memory."""
 
 
+_LONGEST_REST_S = 1.0
+"""Behind one piece: the first one takes long because kernels are loaded for it."""
 IDLE_S = 600.0
 """A build that gets no piece for so long is given up, and with it its lease."""
 
@@ -66,6 +68,7 @@ class Build:
         self.assembly: IndexAssembly | None = None
         self.queries: Tensor | None = None
         self.built = 0
+        self.least_s = math.inf
 
     @property
     def wanted(self) -> Piece | None:
@@ -123,7 +126,6 @@ class BackgroundBuilder:
         self._rows, self._share, self._device, self._done = rows, share, device, done
         self._handed: queue.SimpleQueue[_Handed | None] = queue.SimpleQueue()
         self._ending = threading.Event()
-        self._least = math.inf
         self.ready = True
         self.open: list[Build] = []
         self.counts = BuildCounts()
@@ -135,7 +137,7 @@ class BackgroundBuilder:
         """Build this, too. Of too many, the one with the fewest hits is given up, or is not begun: then False."""
         self.tidy()
         if len(self.open) >= MAX_OPEN:
-            fewest = min(self.open, key=lambda one: one.prefix.hits)
+            fewest = min(self.open, key=lambda one: (one.prefix.hits, one.built))
             if fewest.prefix.hits >= build.prefix.hits:
                 return False
             self._give_up(fewest)
@@ -143,10 +145,8 @@ class BackgroundBuilder:
         return True
 
     def tidy(self) -> None:
-        """Let go of builds that ended, and of those that nobody has had keys for, for long."""
+        """Forget builds that ended."""
         self.open = [one for one in self.open if not one.closed]
-        for build in [one for one in self.open if time.monotonic() - one.latest > IDLE_S]:
-            self._give_up(build)
 
     def _give_up(self, build: Build) -> None:
         self.open.remove(build)
@@ -183,13 +183,29 @@ class BackgroundBuilder:
 
     def _work(self) -> None:
         stream = side_stream(self._device)
-        while (handed := self._handed.get()) is not None and not self._ending.is_set():
+        while not self._ending.is_set():
+            try:
+                handed = self._handed.get(timeout=IDLE_S / 10)
+            except queue.Empty:
+                self._give_up_idle()
+                continue
+            if handed is None:
+                break
             on: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
             with on:
                 self._take(handed, stream)
             if handed.piece is not None:
                 self.ready = True
             del handed  # and with it the keys
+            self._give_up_idle()
+        for build in list(self.open):
+            self._close(build)
+
+    def _give_up_idle(self) -> None:
+        for build in list(self.open):
+            if not build.closed and time.monotonic() - build.latest > IDLE_S:
+                detail = f"no request that begins with the prefix decoded for {IDLE_S:g} s"
+                self._end(build, {"status": "failed", "reason": "abandoned", "detail": detail})
 
     def _take(self, handed: _Handed, stream: torch.cuda.Stream | None) -> None:
         build = handed.build
@@ -197,7 +213,7 @@ class BackgroundBuilder:
             return
         try:
             if handed.piece is None or handed.keys is None:
-                raise CannotBuildError(f"no request had its keys for long, or {MAX_OPEN} others had more hits")
+                raise CannotBuildError(f"{MAX_OPEN} others had more hits")
             if build.assembly is None and (refusal := self._begin(build)) is not None:
                 self._end(build, refusal)
                 return
@@ -238,8 +254,8 @@ class BackgroundBuilder:
         build.assembly.add(range(piece.layer, piece.layer + 1), piece.heads, keys, own)
         build.built += 1
         # Much of a piece's time is waiting for a GPU that serves: the least of them is nearest to what it costs.
-        self._least = min(self._least, sum(build.assembly.seconds.values()) - before)
-        self._ending.wait(self._least * (1 / self._share - 1))
+        build.least_s = min(build.least_s, sum(build.assembly.seconds.values()) - before)
+        self._ending.wait(min(build.least_s * (1 / self._share - 1), _LONGEST_REST_S))
 
     def _stored(self, build: Build) -> dict[str, Any]:
         assert build.assembly is not None
@@ -256,13 +272,17 @@ class BackgroundBuilder:
         return {"status": "built", **named, **stats, "seconds": seconds, "hits": build.prefix.hits}
 
     def _end(self, build: Build, fields: dict[str, Any]) -> None:
+        self._close(build)
+        self._done(build, fields)
+        self.counts.built += fields["status"] == "built"
+        self.counts.failed += fields["status"] == "failed"
+
+    @staticmethod
+    def _close(build: Build) -> None:
         build.closed = True
         build.assembly = build.queries = None
         if build.claim is not None:
             build.claim.release()
-        self.counts.built += fields["status"] == "built"
-        self.counts.failed += fields["status"] == "failed"
-        self._done(build, fields)
 
 
 def pieces_of(num_layers: int, num_kv_heads: int, prefix_len: int) -> list[Piece]:

@@ -6,6 +6,7 @@ prompts agree. From then on every request that begins with it is a hit.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from sglang_ext.config import PAGE_TOKENS
 
 MAX_PREFIXES = 256
 """Known at a time; those that were not hit for longest are forgotten. At 128K tokens one takes 0.7 MB."""
-BACKOFF = 4
+BACKOFF, MAX_TRIES = 4, 3
 GROWTH = 8
 """An index that is there already must be exceeded by this part of the new one's tokens, at least: 1/8."""
 
@@ -28,7 +29,7 @@ class Prefix:
         hashes: of its pages, chained.
         hits: requests that began with it; the first one, which only prefilled it, is not counted.
         due: whether its index is being built, or was.
-        built: whether its index was stored here.
+        built_at: monotonic seconds when its index was stored here; None before.
         tries: builds that came to nothing; each makes the next one wait for `BACKOFF` times as many hits.
     """
 
@@ -36,7 +37,7 @@ class Prefix:
     hashes: tuple[bytes, ...]
     hits: int = 0
     due: bool = False
-    built: bool = False
+    built_at: float | None = None
     tries: int = 0
 
     @property
@@ -67,7 +68,9 @@ class HitCounter:
     def __len__(self) -> int:
         return len(self._known)
 
-    def hit(self, namespace: str, hashes: Sequence[bytes], cached: int, indexed: int) -> Prefix | None:
+    def hit(
+        self, namespace: str, hashes: Sequence[bytes], cached: int, indexed: int, admitted: float = math.inf
+    ) -> Prefix | None:
         """Count one request.
 
         Args:
@@ -75,6 +78,7 @@ class HitCounter:
             hashes: of its prompt's pages, chained.
             cached: tokens of it that the prefix cache had.
             indexed: tokens of the index that serves it; 0 without one.
+            admitted: monotonic seconds when that was looked up.
 
         Returns:
             The longest prefix of it that is worth an index now and was not before; it is `due` from now on.
@@ -88,11 +92,11 @@ class HitCounter:
             prefix.hits += 1
             self._known.move_to_end((namespace, prefix.hashes[-1]))
         for prefix in met:
-            if prefix.built and not indexed:  # it has left the store since
-                prefix.due, prefix.built, prefix.hits = False, False, 1
+            if prefix.built_at is not None and prefix.built_at < admitted and not indexed:  # it has left the store
+                prefix.due, prefix.built_at, prefix.hits = False, None, 1
         # One that is built, or on its way, is as good as there.
         indexed = max([indexed, *(prefix.num_tokens for prefix in met if prefix.due)])
-        worth = [prefix for prefix in met if prefix.hits >= self._after * BACKOFF**prefix.tries]
+        worth = [prefix for prefix in met if prefix.hits >= self._after * BACKOFF ** min(prefix.tries, MAX_TRIES)]
         longest = max(worth, key=lambda prefix: len(prefix.hashes), default=None)
         if longest is None or not self._pays(longest, indexed):
             return None
@@ -118,5 +122,5 @@ class HitCounter:
 
     @staticmethod
     def later(prefix: Prefix) -> None:
-        """Others are built first: the next request that hits it asks again."""
-        prefix.due = False
+        """Others are built first, or somebody else builds it: asked again after as many hits as before."""
+        prefix.due, prefix.hits = False, max(0, prefix.hits - 1)

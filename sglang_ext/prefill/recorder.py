@@ -197,6 +197,16 @@ class QueryRecorder:
         self._captures[rid] = Capture(rid, prompt_len, self._capacity, self._num_layers, rng, *late, begin)
         return True
 
+    def allocate(self, rid: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make a capture's device memory now, not in the middle of a forward."""
+        capture = self._captures[rid]
+        shape = (self._num_layers, len(capture.positions), self._num_qo_heads, head_dim)
+        capture.samples = torch.zeros(shape, dtype=dtype, device=device)
+
+    def discard_broken(self) -> None:
+        """Forget captures that cannot become complete any more."""
+        self._captures = {rid: capture for rid, capture in self._captures.items() if not capture.broken}
+
     @property
     def num_captures(self) -> int:
         """Requests being recorded."""

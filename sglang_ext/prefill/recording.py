@@ -19,6 +19,7 @@ class BuildView(Protocol):
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
+    dtype: torch.dtype
 
     @property
     def req_to_token(self) -> Tensor: ...

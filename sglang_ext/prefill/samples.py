@@ -72,6 +72,17 @@ class QuerySamples:
         with self._lock:
             return sum(sample.queries.nbytes for sample in self._kept)
 
+    @property
+    def coming(self) -> int:
+        """Those on their way from the device, which hold memory there."""
+        with self._lock:
+            return self._coming
+
+    def clear(self) -> None:
+        """Keep none."""
+        with self._lock:
+            self._kept.clear()
+
     def announce(self) -> None:
         """One is on its way from the device: `of` waits for it. Then call `add` once."""
         with self._lock:

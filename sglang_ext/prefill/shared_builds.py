@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -27,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_COMPUTED = 8
 """A prefill leaves a sample if it computed one of so many of its prompt's tokens; the others were in the cache."""
-MAX_CAPTURES = 4
-"""Prefills recorded at a time: their samples lie in device memory until they are complete."""
+MAX_CAPTURES = 2
+"""Prefills recorded at a time, and samples on their way to host memory: as long as they lie in device memory."""
 _SETTLED = 2
 """Decode steps after which a request's slots no longer change: the prefix cache may replace those of a duplicate."""
 
@@ -41,6 +42,7 @@ class _Request:
         namespace, hashes: of its prompt.
         prompt_len: tokens.
         indexed: tokens of the index that serves it.
+        admitted: monotonic seconds when that was looked up.
         counted: whether its prefill has begun, and with that its hit is counted.
         steps: decode steps since its last prefill.
     """
@@ -49,6 +51,7 @@ class _Request:
     hashes: tuple[bytes, ...]
     prompt_len: int
     indexed: int
+    admitted: float = field(default_factory=time.monotonic)
     counted: bool = False
     steps: int = 0
 
@@ -92,8 +95,10 @@ class SharedBuilds(Recording):
         self._builder = BackgroundBuilder(
             factory, store, self._samples, self._rows, config.build_share, device, self._finished
         )
-        self._ended: SimpleQueue[tuple[Build, bool]] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[Build, str]] = SimpleQueue()
         self._requests: dict[str, _Request] = {}
+        self._off = False
+        self._in_vain: tuple[list[str], list[Build]] | None = None
         self._moving: SimpleQueue[tuple[QuerySample, Tensor, torch.cuda.Event | None] | None] = SimpleQueue()
         threading.Thread(target=self._move, name="sparse-attn-samples", daemon=True).start()
 
@@ -114,7 +119,7 @@ class SharedBuilds(Recording):
     ) -> None:
         """Watch a request, unless it is refused or too short."""
         self.discard(rid)
-        if refusal is None and len(prompt) >= self._config.min_sparse_prompt_len:
+        if refusal is None and not self._off and len(prompt) >= self._config.min_sparse_prompt_len:
             pages = tuple(hashes or page_hashes(prompt, PAGE_TOKENS))
             self._requests[rid] = _Request(namespace_digest(namespace), pages, len(prompt), indexed)
 
@@ -122,22 +127,43 @@ class SharedBuilds(Recording):
         self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
     ) -> list[Chunk]:
         """As in `Recording`. A request's first step tells what the prefix cache had of it: that is counted as a hit."""
+        if self._off:
+            return []
+        try:
+            return self._begin_prefill(rids, firsts, counts, device)
+        except Exception as error:  # out of memory, as a rule: serving goes on
+            self._give_up(error)
+            return []
+
+    def _begin_prefill(
+        self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
+    ) -> list[Chunk]:
         self.settle()
         for rid, first in zip(rids, firsts, strict=True):
             request = self._requests.get(rid)
             if request is None:
                 continue
-            request.steps = 0
+            if first < request.prompt_len:  # else a decode row of a mixed batch
+                request.steps = 0
             if not request.counted:
                 request.counted = True
                 self._count(request, first)
                 least = max(self._config.min_sparse_prompt_len, request.prompt_len // LEAST_COMPUTED)
-                if self._records and request.prompt_len - first >= least:
+                room = self.recorder.num_captures + self._samples.coming < MAX_CAPTURES
+                if self._records and room and request.prompt_len - first >= least:
                     self.recorder.start(rid, request.prompt_len, first)
-        return self.recorder.begin_step(rids, firsts, counts, device)
+                    self.recorder.allocate(rid, self._view.head_dim, self._view.dtype, device)
+        chunks = self.recorder.begin_step(rids, firsts, counts, device)
+        self.recorder.discard_broken()
+        return chunks
+
+    def _give_up(self, error: Exception) -> None:
+        logger.error("sparse attention: no more indexes are built beside serving", exc_info=error)
+        self._off = True
+        self.close()
 
     def _count(self, request: _Request, cached: int) -> None:
-        prefix = self._hits.hit(request.namespace, request.hashes, cached, request.indexed)
+        prefix = self._hits.hit(request.namespace, request.hashes, cached, request.indexed, request.admitted)
         if prefix is not None:
             identity = IndexIdentity.for_prefix(
                 namespace=prefix.namespace,
@@ -155,29 +181,29 @@ class SharedBuilds(Recording):
             request = self._requests.get(capture.rid)
             if capture.complete and self.recorder.take(capture.rid) is not None and request is not None:
                 self._keep(request, capture)
+        self.recorder.discard_broken()
 
     def _keep(self, request: _Request, capture: Capture) -> None:
-        assert capture.samples is not None
-        sample = QuerySample(
-            request.namespace,
-            request.hashes,
-            capture.begin,
-            capture.positions[: capture.reservoir_rows],
-            capture.samples,
-        )
+        samples, capture.samples = capture.samples, None
+        assert samples is not None
+        positions = capture.positions[: capture.reservoir_rows]
+        sample = QuerySample(request.namespace, request.hashes, capture.begin, positions, torch.empty(0))
         event = None
-        if capture.samples.is_cuda:
+        if samples.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._samples.announce()
-        self._moving.put((sample, capture.samples, event))
+        self._moving.put((sample, samples, event))
 
     def _move(self) -> None:
         """On a thread of its own: samples from the device to host memory."""
         stream, staging = side_stream(self._device), None
         while (found := self._moving.get()) is not None:
-            sample, samples, event = found
+            sample, event = found[0], found[2]
+            samples: Tensor | None = found[1]
+            assert samples is not None
             kept: QuerySample | None = None
+            del found
             try:
                 if stream is None or event is None:
                     sample.queries = samples
@@ -188,16 +214,26 @@ class SharedBuilds(Recording):
                             staging = torch.empty(samples.numel(), dtype=samples.dtype, pin_memory=True)
                         place = staging[: samples.numel()].view(samples.shape)
                         place.copy_(samples, non_blocking=True)
-                        stream.synchronize()  # the device's memory may go from here on
-                        sample.queries = place.clone()
+                        stream.synchronize()
+                    samples = None  # the device's memory, before the slower copy
+                    sample.queries = place.clone()
                 kept = sample
             except Exception:  # one sample; the next prefill leaves another
                 logger.exception("sparse attention: a query sample could not be kept")
+            samples = None
             self._samples.add(kept)
-            del sample, samples, found, kept
+            del sample, kept
 
     def decoding(self, rids: Sequence[str], rows: Tensor) -> None:
         """As in `Recording`: give the builder a piece of an index whose prefix a request here has, if it is ready."""
+        if self._off:
+            return
+        try:
+            self._decoding(rids, rows)
+        except Exception as error:  # out of memory, as a rule: the step goes on
+            self._give_up(error)
+
+    def _decoding(self, rids: Sequence[str], rows: Tensor) -> None:
         settled = []
         for place, rid in enumerate(rids):
             request = self._requests.get(rid)
@@ -205,7 +241,7 @@ class SharedBuilds(Recording):
                 request.steps += 1
                 if request.steps > _SETTLED:
                     settled.append((place, request))
-        if not self._builder.ready:
+        if not self._builder.ready or not self._builder.open or self._in_vain == (rids, self._builder.open):
             return
         for build in self._builder.by_hits():
             holders = (place for place, one in settled if build.prefix.begins(one.namespace, one.hashes))
@@ -216,6 +252,8 @@ class SharedBuilds(Recording):
                 heads = self._view.kv(piece.layer).k_cache[:, piece.heads.start : piece.heads.stop]
                 self._builder.hand_over(build, piece, heads.index_select(0, slots))
                 return
+        if len(settled) == len(rids):  # the same batch need not be searched again
+            self._in_vain = (list(rids), list(self._builder.open))
 
     def finish(self, rid: str, row: int) -> None:
         """As in `Recording`. Nothing is built here: a build takes its keys from whoever has them."""
@@ -241,15 +279,17 @@ class SharedBuilds(Recording):
             logger.warning(
                 "sparse attention: no index of %d shared tokens: %s", build.prefix.num_tokens, fields["detail"]
             )
-        self._ended.put((build, fields["status"] in ("built", "exists")))
+        self._ended.put((build, fields["status"]))
 
     def settle(self) -> None:
         """Take note of builds that ended."""
         self._builder.tidy()
         while not self._ended.empty():
-            build, built = self._ended.get()
-            if built:
-                build.prefix.built, build.prefix.tries = True, 0
+            build, status = self._ended.get()
+            if status in ("built", "exists"):
+                build.prefix.built_at, build.prefix.tries = time.monotonic(), 0
+            elif status == "skipped":  # somebody else builds it
+                self._hits.later(build.prefix)
             else:
                 self._hits.failed(build.prefix)
 
@@ -272,3 +312,4 @@ class SharedBuilds(Recording):
             self.discard(rid)
         self._builder.close()
         self._moving.put(None)
+        self._samples.clear()

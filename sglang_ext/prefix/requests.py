@@ -88,6 +88,7 @@ class RequestTable:
 
     def __init__(self) -> None:
         self._requests: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
+        self._named: dict[str, weakref.WeakSet[Hashable]] = {}
         self._attachments: weakref.WeakKeyDictionary[Hashable, Attachment] = weakref.WeakKeyDictionary()
         self._forgotten: deque[Attachment] = deque()
 
@@ -100,16 +101,15 @@ class RequestTable:
 
         Returns:
             Attachments that must not keep their index: a second live request of the same id makes its own and
-            the first one's ambiguous. Their reason is set; the caller takes the index back.
+            the others' ambiguous. Their reason is set; the caller takes the index back.
         """
-        twins: list[Attachment] = []
-        other = self._requests.get(attachment.rid)
-        if other is not None and other is not request and other in self._attachments:
-            twins = [self._attachments[other], attachment]
+        others = [one for one in self._named.get(attachment.rid, ()) if one is not request and self.known(one)]
+        twins = [*(self._attachments[one] for one in others), attachment] if others else []
         for twin in twins:
             twin.reason, twin.detail = "unsupported_mode", "two requests with one id"
         self._requests[attachment.rid] = request
         self._attachments[request] = attachment
+        self._named.setdefault(attachment.rid, weakref.WeakSet()).add(request)
         # A request aborted while it waits never gets a slot, so nobody says that it ended; its collection does.
         # The finalizer only queues: it may run in any thread, in the middle of anything.
         weakref.finalize(request, self._forgotten.append, attachment).atexit = False
@@ -120,6 +120,7 @@ class RequestTable:
         out = []
         while self._forgotten:
             out.append(self._forgotten.popleft())
+            self._tidy(out[-1].rid)
         return out
 
     def get(self, rid: str) -> Attachment | None:
@@ -133,7 +134,14 @@ class RequestTable:
 
     def drop(self, request: Hashable) -> None:
         """Forget a finished request now, without waiting for its collection."""
-        self._attachments.pop(request, None)
+        attachment = self._attachments.pop(request, None)
+        if attachment is not None:
+            self._named.get(attachment.rid, weakref.WeakSet()).discard(request)
+            self._tidy(attachment.rid)
+
+    def _tidy(self, rid: str) -> None:
+        if not self._named.get(rid, True):
+            del self._named[rid]
 
     def __len__(self) -> int:
         return len(self._attachments)

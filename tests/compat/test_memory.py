@@ -31,6 +31,8 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
         ('{"index_gpu_bytes": 1000}', 1000 + BUFFER_BYTES),
         ('{"decode_path": "exact"}', BUFFER_BYTES),
         ('{"decode_path": "stock"}', 0),
+        ('{"build": "capture", "capture_folder": "x"}', 0),
+        ('{"share_prefixes": false}', 4 * GIB),
         (None, 0),
     ],
 )

@@ -1,0 +1,150 @@
+"""What a server that builds beside serving knows of prefixes: how often each was hit, and queries of its own tokens."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from prefix_index import page_hashes
+from sglang_ext.prefill import background_build
+from sglang_ext.prefill.background_build import pieces_of
+from sglang_ext.prefill.hits import MAX_PREFIXES, HitCounter, Prefix
+from sglang_ext.prefill.samples import QuerySample, QuerySamples
+
+LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
+SHARED = list(range(64))
+
+
+def hashes(tokens: list[int]) -> tuple[bytes, ...]:
+    return tuple(page_hashes(tokens, 16))
+
+
+# -- hits --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_is_due_once_after_so_many_hits() -> None:
+    counter = HitCounter(after=2, least=32, align=16)
+    prompts = [hashes([*SHARED, *range(1000 * n, 1000 * n + 32)]) for n in range(1, 6)]
+    found = [
+        counter.hit("", one, cached, 0) for one, cached in zip(prompts, (0, 70, 64, 64, 0), strict=True)
+    ]  # the last one's came out of no cache: it begins with a known prefix all the same
+    assert [one is not None for one in found] == [False, False, True, False, False]
+    assert found[2] is not None
+    assert (found[2].num_tokens, found[2].hits) == (64, 4)
+
+
+def test_another_namespace_a_short_prefix_and_one_that_an_index_nearly_covers_are_not_due() -> None:
+    counter = HitCounter(after=1, least=32, align=16)
+    prompt = hashes([*SHARED, *range(100, 164)])
+    assert counter.hit("", prompt, 16, 0) is None  # 16 tokens
+    assert counter.hit("", prompt, 64, 48) is None  # an index of 48 is there
+    assert len(counter) == 1
+    assert counter.hit("other", prompt, 0, 0) is None
+    due = counter.hit("", prompt, 0, 0)
+    assert due is not None
+    assert due.namespace == ""
+
+
+def test_prefixes_within_each_other_are_due_as_each_is_hit_often_enough() -> None:
+    counter = HitCounter(after=2, least=16, align=16)
+    prompt = hashes([*SHARED[:32], *range(500, 564), 1])
+    due = [counter.hit("", prompt, cached, 0) for cached in (32, 96, 96, 96)]
+    assert [one and one.num_tokens for one in due] == [None, 32, 96, None]
+
+
+def test_a_little_more_than_what_is_being_built_already_is_not_begun() -> None:
+    counter = HitCounter(after=1, least=16, align=16)
+    first = counter.hit("", hashes([*range(1280)]), 1264, 0)
+    assert first is not None
+    longer = hashes([*range(1280), *range(5000, 5128)])
+    assert counter.hit("", longer, 1392, 0) is None
+    counter.failed(first)
+    assert counter.hit("", longer, 1392, 0) is not None
+
+
+def test_a_build_that_failed_waits_for_more_hits_and_an_index_that_left_is_built_again() -> None:
+    counter = HitCounter(after=1, least=16, align=16)
+    prompt = hashes(SHARED)
+    due = counter.hit("", prompt, 64, 0)
+    assert due is not None
+    counter.failed(due)
+    assert [counter.hit("", prompt, 64, 0) is not None for _ in range(5)] == [False, False, False, True, False]
+    due.built_at, due.tries = 5.0, 0
+    assert counter.hit("", prompt, 64, 64) is None
+    assert counter.hit("", prompt, 64, 0, admitted=4.0) is None  # it was looked up before
+    assert counter.hit("", prompt, 64, 0, admitted=6.0) is due  # no index serves it any more
+
+
+def test_prefixes_that_nobody_hits_are_forgotten() -> None:
+    counter = HitCounter(after=9, least=16, align=16)
+    for n in range(MAX_PREFIXES + 5):
+        counter.hit("", hashes([n] * 16 + SHARED), 16 + 16 * (n % 3), 0)
+    assert len(counter) == MAX_PREFIXES
+    assert len(counter._known) == sum(counter._pages.values())
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def sample(tokens: list[int], begin: int, value: float, rows: int = 8) -> QuerySample:
+    """Queries whose values say who they are and where."""
+    positions = np.linspace(begin, len(tokens) - 1, rows).astype(np.int64)
+    queries = torch.full((LAYERS, rows, KV_HEADS * GQA, DIM), value) + torch.from_numpy(positions)[None, :, None, None]
+    return QuerySample("", hashes(tokens), begin, positions, queries.float())
+
+
+def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly() -> None:
+    samples = QuerySamples(1 << 30)
+    samples.add(sample([*SHARED[:32], *range(700, 732)], 0, 1000.0))  # begins as it does, then differs
+    samples.add(sample([*SHARED, *range(100, 132)], 32, 2000.0))  # computed from 32 on
+    samples.add(sample(list(range(9, 99)), 0, 9000.0))  # another prompt
+    found = samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4)
+    assert found is not None
+    assert found.shape[:2] == (LAYERS, KV_HEADS)
+    values = found[0, 0, :, 0].tolist()
+    positions = [value % 1000 for value in values]
+    assert all(value < 3000 for value in values)
+    assert max(positions) < 64
+    assert sum(1000 <= value < 2000 for value in values) == sum(value >= 2000 for value in values) > 0
+    assert all((value < 2000) == (position < 32) for value, position in zip(values, positions, strict=True))
+
+
+def test_a_prefix_that_no_sample_covers_half_of_gets_none() -> None:
+    samples = QuerySamples(1 << 30)
+    samples.add(sample([*SHARED, *range(100, 132)], 48, 0.0))
+    assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is None
+    assert samples.of(Prefix("other", hashes(SHARED)), KV_HEADS, 4) is None
+
+
+def test_samples_stay_within_their_bytes_and_the_one_used_last_stays() -> None:
+    one = sample(SHARED, 0, 0.0)
+    samples = QuerySamples(2 * one.queries.nbytes)
+    samples.add(one)
+    samples.add(sample(list(range(300, 364)), 0, 0.0))
+    assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is not None
+    samples.add(sample(list(range(600, 664)), 0, 0.0))
+    assert samples.nbytes == 2 * one.queries.nbytes
+    assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is not None
+    assert samples.of(Prefix("", hashes(list(range(300, 364)))), KV_HEADS, 4) is None
+
+
+def test_a_build_waits_for_samples_that_are_on_their_way() -> None:
+    samples = QuerySamples(1 << 30)
+    for kept in (sample(SHARED, 0, 0.0), None):
+        samples.announce()
+        timer = threading.Timer(0.2, samples.add, (kept,))
+        timer.start()
+        assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is not None
+        timer.join()
+
+
+def test_pieces_cover_every_head_of_every_layer_once() -> None:
+    for length in (1000, 40_000, 131_072, 1_000_000):
+        pieces = pieces_of(3, 8, length)
+        covered = [(piece.layer, head) for piece in pieces for head in piece.heads]
+        assert covered == [(layer, head) for layer in range(3) for head in range(8)]
+        assert all(
+            len(piece.heads) == 1 or len(piece.heads) * length <= background_build.PIECE_TOKENS for piece in pieces
+        )
