@@ -46,6 +46,8 @@ from sglang_ext.quality.tasks import TASKS, make_document
 
 _BEST = 8
 """Tokens whose probability is asked for."""
+_FOLDERS = ("build_report", "trace_folder")
+"""Of the configuration, what a row leaves out: paths of this machine."""
 _SETTINGS = (
     "seconds",
     "control",
@@ -297,7 +299,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "examples": soak.examples,
         "replay": replayed,
         **{key: getattr(args, key) for key in _SETTINGS},
-        "config": config,
+        "config": {key: value for key, value in config.items() if key not in _FOLDERS},
         "flags": args.sglang_flags,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "sglang": version("sglang"),
