@@ -81,11 +81,16 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def broken_limits(rows: Sequence[Row]) -> list[str]:
-    """What the run `groups` does not reach: twice the output throughput of stock SGLang, a p99 of TPOT no worse."""
+    """What the run `groups` does not reach: twice the output throughput of stock SGLang, a p99 of TPOT no worse.
+
+    `building` is not asked: for a part of the run it has no index.
+    """
     broken = []
     for (device, shape, _, run, _), engines in medians(rows).items():
         best = best_stock(engines)
         for name, of in engines.items() if run.split()[0] == "groups" and best else ():
+            if name.split(",")[0] == BUILDING:
+                continue
             at = f"{device}, {shape}, {run}, {name}"
             share = of["output_throughput"] / best["output_throughput"]
             if name not in STOCK and share < LEAST_THROUGHPUT:

@@ -10,17 +10,30 @@ from sglang_ext.config import Build, DecodePath, SparseAttnConfig
 
 logger = logging.getLogger(__name__)
 
-BUFFER_BYTES = 512 << 20
-"""For what shared and sparse steps need at a fixed place, and for builds beside serving (a piece, samples): more than
-the table in docs/operating.md adds up to for 8 KV heads of 128 and contexts of 131,072 tokens."""
+BUFFER_BYTES = 768 << 20
+"""For what shared and sparse steps need at a fixed place and while costs are measured: more than the table in
+docs/operating.md adds up to for 8 KV heads of 128 and contexts of 131,072 tokens."""
+BUILD_BYTES = 768 << 20
+"""For builds beside serving: four samples of queries of an 8B model, and a piece with what its builder makes of it."""
 
 
-def promised_bytes(config: SparseAttnConfig) -> int:
-    """Device bytes that the plugin may take beside the KV pool."""
-    if config.decode_path is DecodePath.STOCK or config.build is Build.CAPTURE:
-        return 0
-    buffers = 0 if config.share_prefixes is False else BUFFER_BYTES
-    return buffers + (0 if config.decode_path is DecodePath.EXACT else config.index_gpu_bytes)
+def promised_bytes(config: SparseAttnConfig, *, graphs: bool) -> int:
+    """Device bytes that the plugin may take beside the KV pool.
+
+    Args:
+        config: the settings.
+        graphs: whether decode steps replay graphs; without them a ready index is always used.
+    """
+    stock = config.decode_path is DecodePath.STOCK
+    if config.build is Build.CAPTURE or (stock and config.build is Build.PREFILL):
+        return 0  # jobs: calibration, and prebuild, in which nothing decodes by an index
+    grouped = config.share_prefixes is not False and not stock
+    held = grouped and config.method == "token_index" and config.search_period == 1  # by graphs
+    indexes = held and config.decode_path is not DecodePath.EXACT if graphs else True
+    total = BUFFER_BYTES if grouped else 0
+    if indexes:
+        total += config.index_gpu_bytes + (BUILD_BYTES if config.build is Build.SHARED else 0)
+    return total
 
 
 def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, **_kwargs: Any) -> int:
@@ -32,7 +45,9 @@ def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, *
     settings = None if configurator.is_draft_worker else settings_of(configurator.server_args)
     if settings is None or configurator.device != "cuda":
         return result
-    promised = promised_bytes(settings.config)
+    args = configurator.server_args
+    off = any(getattr(args, name, False) for name in ("disable_cuda_graph", "disable_decode_cuda_graph"))
+    promised = promised_bytes(settings.config, graphs=not off)
     if promised >= result:
         raise ValueError(
             f"--sparse-attn: expected more than {promised} bytes of device memory beside the weights, for indexes "

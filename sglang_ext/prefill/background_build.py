@@ -32,8 +32,8 @@ MAX_OPEN = 8
 memory."""
 
 
-_LONGEST_REST_S = 1.0
-"""Behind one piece: the first one takes long because kernels are loaded for it."""
+_FIRST_REST_S = 1.0
+"""At most, behind a build's first piece: that may take long because kernels are loaded for it."""
 IDLE_S = 600.0
 """A build that gets no piece for so long is given up, and with it its lease."""
 
@@ -192,13 +192,19 @@ class BackgroundBuilder:
             if handed is None:
                 break
             on: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
-            with on:
-                self._take(handed, stream)
-            if handed.piece is not None:
-                self.ready = True
+            try:
+                with on:
+                    self._take(handed, stream)
+            finally:
+                if handed.piece is not None:
+                    self.ready = True
             del handed  # and with it the keys
             self._give_up_idle()
-        for build in list(self.open):
+        left = list(self.open)
+        while not self._handed.empty():
+            if (late := self._handed.get()) is not None:
+                left.append(late.build)
+        for build in left:
             self._close(build)
 
     def _give_up_idle(self) -> None:
@@ -255,7 +261,8 @@ class BackgroundBuilder:
         build.built += 1
         # Much of a piece's time is waiting for a GPU that serves: the least of them is nearest to what it costs.
         build.least_s = min(build.least_s, sum(build.assembly.seconds.values()) - before)
-        self._ending.wait(min(build.least_s * (1 / self._share - 1), _LONGEST_REST_S))
+        rest = build.least_s * (1 / self._share - 1)
+        self._ending.wait(min(rest, _FIRST_REST_S) if build.built == 1 else rest)
 
     def _stored(self, build: Build) -> dict[str, Any]:
         assert build.assembly is not None
@@ -273,7 +280,10 @@ class BackgroundBuilder:
 
     def _end(self, build: Build, fields: dict[str, Any]) -> None:
         self._close(build)
-        self._done(build, fields)
+        try:
+            self._done(build, fields)
+        except Exception:
+            logger.exception("sparse attention: a build could not be reported")
         self.counts.built += fields["status"] == "built"
         self.counts.failed += fields["status"] == "failed"
 
@@ -281,8 +291,11 @@ class BackgroundBuilder:
     def _close(build: Build) -> None:
         build.closed = True
         build.assembly = build.queries = None
-        if build.claim is not None:
-            build.claim.release()
+        try:
+            if build.claim is not None:
+                build.claim.release()
+        except Exception:
+            logger.exception("sparse attention: a build lease could not be given back")
 
 
 def pieces_of(num_layers: int, num_kv_heads: int, prefix_len: int) -> list[Piece]:

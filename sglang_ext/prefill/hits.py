@@ -92,7 +92,8 @@ class HitCounter:
             prefix.hits += 1
             self._known.move_to_end((namespace, prefix.hashes[-1]))
         for prefix in met:
-            if prefix.built_at is not None and prefix.built_at < admitted and not indexed:  # it has left the store
+            gone = prefix.built_at is not None and prefix.built_at < admitted and indexed < prefix.num_tokens
+            if gone:  # its index has left the store
                 prefix.due, prefix.built_at, prefix.hits = False, None, 1
         # One that is built, or on its way, is as good as there.
         indexed = max([indexed, *(prefix.num_tokens for prefix in met if prefix.due)])
@@ -122,5 +123,5 @@ class HitCounter:
 
     @staticmethod
     def later(prefix: Prefix) -> None:
-        """Others are built first, or somebody else builds it: asked again after as many hits as before."""
-        prefix.due, prefix.hits = False, max(0, prefix.hits - 1)
+        """Others are built first, or somebody else builds it: the next request that hits it asks again."""
+        prefix.due = False

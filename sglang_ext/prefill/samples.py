@@ -64,6 +64,7 @@ class QuerySamples:
         self._max_bytes = max_bytes
         self._lock = threading.Condition()
         self._coming = 0
+        self._closed = False
         self._kept: OrderedDict[QuerySample, None] = OrderedDict()
 
     @property
@@ -79,8 +80,9 @@ class QuerySamples:
             return self._coming
 
     def clear(self) -> None:
-        """Keep none."""
+        """Keep none, from now on."""
         with self._lock:
+            self._closed = True
             self._kept.clear()
 
     def announce(self) -> None:
@@ -93,7 +95,7 @@ class QuerySamples:
         with self._lock:
             self._coming -= 1
             self._lock.notify_all()
-            if sample is None:
+            if sample is None or self._closed:
                 return
             self._kept[sample] = None
             left = sum(one.queries.nbytes for one in self._kept)

@@ -16,7 +16,7 @@ from torch import Tensor
 from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_digest, page_hashes
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.indexing.profile import Profile
-from sglang_ext.prefill.background_build import BackgroundBuilder, Build, side_stream
+from sglang_ext.prefill.background_build import BackgroundBuilder, Build, Piece, side_stream
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefill.hits import HitCounter
 from sglang_ext.prefill.recorder import Capture, Chunk, QueryRecorder
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_COMPUTED = 8
 """A prefill leaves a sample if it computed one of so many of its prompt's tokens; the others were in the cache."""
-MAX_CAPTURES = 2
+MAX_CAPTURES = 4
 """Prefills recorded at a time, and samples on their way to host memory: as long as they lie in device memory."""
 _SETTLED = 2
 """Decode steps after which a request's slots no longer change: the prefix cache may replace those of a duplicate."""
@@ -97,7 +97,7 @@ class SharedBuilds(Recording):
         )
         self._ended: SimpleQueue[tuple[Build, str]] = SimpleQueue()
         self._requests: dict[str, _Request] = {}
-        self._off = False
+        self._off: str | None = None
         self._in_vain: tuple[list[str], list[Build]] | None = None
         self._moving: SimpleQueue[tuple[QuerySample, Tensor, torch.cuda.Event | None] | None] = SimpleQueue()
         threading.Thread(target=self._move, name="sparse-attn-samples", daemon=True).start()
@@ -159,7 +159,7 @@ class SharedBuilds(Recording):
 
     def _give_up(self, error: Exception) -> None:
         logger.error("sparse attention: no more indexes are built beside serving", exc_info=error)
-        self._off = True
+        self._off = f"{type(error).__name__}: {error}"
         self.close()
 
     def _count(self, request: _Request, cached: int) -> None:
@@ -176,6 +176,12 @@ class SharedBuilds(Recording):
 
     def prefilled(self, chunks: Sequence[Chunk]) -> None:
         """Behind a prefill step: samples that are complete leave the device."""
+        try:
+            self._prefilled(chunks)
+        except Exception as error:
+            self._give_up(error)
+
+    def _prefilled(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             capture = chunk.capture
             request = self._requests.get(capture.rid)
@@ -243,16 +249,20 @@ class SharedBuilds(Recording):
                     settled.append((place, request))
         if not self._builder.ready or not self._builder.open or self._in_vain == (rids, self._builder.open):
             return
+        found: tuple[Build, Piece, int] | None = None
         for build in self._builder.by_hits():
             holders = (place for place, one in settled if build.prefix.begins(one.namespace, one.hashes))
             holder, piece = next(holders, None), build.wanted
             if holder is not None and piece is not None:
-                table = self._view.req_to_token.index_select(0, rows[holder : holder + 1])
-                slots = table[0, : build.identity.num_tokens].to(torch.int64)
-                heads = self._view.kv(piece.layer).k_cache[:, piece.heads.start : piece.heads.stop]
-                self._builder.hand_over(build, piece, heads.index_select(0, slots))
-                return
-        if len(settled) == len(rids):  # the same batch need not be searched again
+                build.latest = time.monotonic()  # it could go on, whoever's turn it is
+                found = found or (build, piece, holder)
+        if found is not None:
+            build, piece, holder = found
+            table = self._view.req_to_token.index_select(0, rows[holder : holder + 1])
+            slots = table[0, : build.identity.num_tokens].to(torch.int64)
+            heads = self._view.kv(piece.layer).k_cache[:, piece.heads.start : piece.heads.stop]
+            self._builder.hand_over(build, piece, heads.index_select(0, slots))
+        elif len(settled) == len(rids):  # the same batch need not be searched again
             self._in_vain = (list(rids), list(self._builder.open))
 
     def finish(self, rid: str, row: int) -> None:
@@ -269,6 +279,7 @@ class SharedBuilds(Recording):
         """Forget a request."""
         self.recorder.discard(rid)
         self._requests.pop(rid, None)
+        self._in_vain = None
 
     # -- builds --------------------------------------------------------------------------------------------
 
@@ -296,6 +307,7 @@ class SharedBuilds(Recording):
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""
         return {
+            "off": self._off,
             "prefixes": len(self._hits),
             "sample_bytes": self._samples.nbytes,
             "open": [

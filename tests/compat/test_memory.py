@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_ext.compat.memory import BUFFER_BYTES, after_profile_available_bytes
+from sglang_ext.compat.memory import BUFFER_BYTES, BUILD_BYTES, after_profile_available_bytes
 from sglang_ext.compat.server_args import ATTRIBUTE
 from sglang_ext.config import make_settings
 
@@ -32,12 +32,32 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
         ('{"decode_path": "exact"}', BUFFER_BYTES),
         ('{"decode_path": "stock"}', 0),
         ('{"build": "capture", "capture_folder": "x"}', 0),
-        ('{"share_prefixes": false}', 4 * GIB),
+        ('{"build": "prefill", "decode_path": "stock"}', 0),
+        ('{"build": "shared"}', 4 * GIB + BUFFER_BYTES + BUILD_BYTES),
+        ('{"share_prefixes": false}', 0),
+        ('{"method": "csattention"}', BUFFER_BYTES),
+        ('{"search_period": 4}', BUFFER_BYTES),
         (None, 0),
     ],
 )
 def test_the_pool_gets_what_is_left(tmp_path: Path, config: str | None, promised: int) -> None:
     assert after_profile_available_bytes(20 * GIB, configurator(tmp_path, config), 80) == 20 * GIB - promised
+
+
+@pytest.mark.parametrize(
+    ("config", "promised"),
+    [
+        ("{}", 4 * GIB + BUFFER_BYTES),
+        ('{"share_prefixes": false}', 4 * GIB),
+        ('{"method": "csattention"}', 4 * GIB + BUFFER_BYTES),
+        ('{"decode_path": "stock"}', 4 * GIB),
+        ('{"build": "prefill", "decode_path": "stock"}', 0),
+    ],
+)
+def test_without_decode_graphs_any_index_may_be_used(tmp_path: Path, config: str, promised: int) -> None:
+    server = configurator(tmp_path, config)
+    server.server_args.disable_decode_cuda_graph = True
+    assert after_profile_available_bytes(20 * GIB, server) == 20 * GIB - promised
 
 
 @pytest.mark.parametrize("fields", [{"device": "cpu"}, {"is_draft_worker": True}])

@@ -379,3 +379,40 @@ def test_requests_that_opted_out_are_neither_counted_nor_read(start: Any) -> Non
         request = Request()
         runtime.admit(request, str(number), [*SHARED, number], NAMESPACE, ("by_request", ""))
     assert (len(runtime.builds), counts(runtime)["prefixes"]) == (0, 0)
+
+
+def test_a_prefix_with_more_hits_takes_the_place_of_one_with_fewer(begun: tuple[Traffic, Build]) -> None:
+    traffic, build = begun
+    builds = traffic.runtime.builds
+    for number in range(7):
+        idle = Prefix("", hashes([*range(900 + number, 964 + number)]), hits=build.prefix.hits + 4)
+        assert builds._builder.add(Build(idle, build.identity))
+    request = shared_builds._Request(build.prefix.namespace, hashes([*range(5000, 5080)]), 80, 0)
+    for _ in range(build.prefix.hits):
+        builds._count(request, 64)
+        assert build in builds._builder.open
+    builds._count(request, 64)  # one hit more than it
+    assert (len(builds._builder.open), build in builds._builder.open) == (8, False)
+
+
+def test_a_build_that_could_go_on_is_not_idle(begun: tuple[Traffic, Build]) -> None:
+    traffic, build = begun
+    popular = Build(Prefix(build.prefix.namespace, build.prefix.hashes, hits=99), build.identity)
+    traffic.runtime.builds._builder.add(popular)
+    before, given = build.latest, build.given
+    assert traffic.decode_until("b", 68, lambda: popular.given > 0)
+    assert build.latest > before
+    assert build.given == given
+
+
+def test_another_request_under_an_id_that_was_searched_in_vain_is_searched(begun: tuple[Traffic, Build]) -> None:
+    traffic, build = begun
+    for rid in "ab":
+        traffic.end(rid)
+    traffic.prefill("x", list(range(2000, 2080)), 0)
+    for _ in range(4):
+        traffic.decode("x", 81)
+    traffic.end("x")
+    given = build.given
+    traffic.prefill("x", [*SHARED, 9, 9], 64)
+    assert traffic.decode_until("x", 67, lambda: build.given > given, seconds=0.4)
