@@ -220,4 +220,4 @@ def test_the_shipped_models_profile_is_its_own():
     profile.check_model(**dict(zip(names, sizes, strict=True)))
     assert profile.plan().anchor_layers == (1, 2, 3, 4, 5)
     spec = profile.recommended.index_spec()
-    assert spec == METHODS["two_level"].spec(), "the default when it was calibrated"
+    assert spec == METHODS["token_index"].spec(), "the default when it was calibrated"
