@@ -29,7 +29,7 @@ from sglang_ext.metrics import Counters
 from sglang_ext.prefill.builder import method_specs, profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
-from sglang_ext.prefill.recording import Recording, decode_chunks, prefill_chunks
+from sglang_ext.prefill.recording import Admission, Recording, decode_chunks, prefill_chunks
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.prefix.directory import PrefixDirectory
 from sglang_ext.prefix.requests import Attachment, RequestTable, SharedSlots
@@ -152,7 +152,7 @@ class SparseRuntime:
             self._forget_capture(rid)
         if self.builds is not None and not twins:
             indexed = 0 if attachment.index is None else attachment.index.prefix_len
-            self.builds.admit(rid, prompt, namespace, refusal, owner=request, indexed=indexed, hashes=hashes)
+            self.builds.admit(Admission(rid, prompt, namespace, refusal, request, indexed, hashes))
 
     def refuse(self, request: Hashable, rid: str, reason: str, detail: str) -> None:
         """Keep a request dense that could not be looked up."""

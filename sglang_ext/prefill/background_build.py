@@ -30,8 +30,6 @@ PIECE_TOKENS = 1 << 17
 MAX_OPEN = 8
 """Builds that are begun or wait, at most. Of a prefix of 131,072 tokens of an 8B shape one holds up to 1.5 GB of host
 memory."""
-
-
 _FIRST_REST_S = 1.0
 """At most, behind a build's first piece: that may take long because kernels are loaded for it."""
 IDLE_S = 600.0
@@ -54,7 +52,8 @@ class Build:
         pieces: all of them, in their order.
         given: pieces handed over so far; the scheduler's thread counts.
         closed: done, failed or given up: what is still handed over is for nobody.
-        begun, latest: monotonic seconds when it was added, and when it got its latest piece.
+        begun, latest: monotonic seconds when it was added, and when a request of a batch last had its keys.
+        built: pieces that are done; the builder's thread counts.
     """
 
     def __init__(self, prefix: Prefix, identity: IndexIdentity) -> None:

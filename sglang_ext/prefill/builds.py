@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from sglang_ext.indexing.profile import Profile
 from sglang_ext.prefill.builder import IndexFactory, covered_tokens, profile_digest
 from sglang_ext.prefill.claims import Claim, ClaimDesk
 from sglang_ext.prefill.recorder import Capture, QueryRecorder
-from sglang_ext.prefill.recording import BuildView, Recording
+from sglang_ext.prefill.recording import Admission, BuildView, Recording
 from sglang_ext.prefill.report import report
 
 logger = logging.getLogger(__name__)
@@ -57,23 +56,13 @@ class PrefillBuilds(Recording):
     def __len__(self) -> int:
         return len(self._pending)
 
-    def admit(
-        self,
-        rid: str,
-        prompt: Sequence[int],
-        namespace: Mapping[str, str | None],
-        refusal: tuple[str, str] | None,
-        owner: object | None = None,
-        indexed: int = 0,
-        hashes: Sequence[bytes] = (),
-    ) -> None:
+    def admit(self, request: Admission) -> None:
         """Record a prompt from its first token on, unless its index is there, too short, or built elsewhere.
 
-        A store that takes its time to say so is asked on the side, and the prompt recorded until it has.
-
-        Args:
-            owner: the request. When it is collected, its lease goes back, whether or not anything else happens.
+        A store that takes its time to say so is asked on the side, and the prompt recorded until it has. When the
+        request's owner is collected, its lease goes back, whether or not anything else happens.
         """
+        rid, prompt, refusal = request.rid, request.prompt, request.refusal
         self.discard(rid)
         self.settle()
         least = self._config.min_sparse_prompt_len
@@ -86,8 +75,8 @@ class PrefillBuilds(Recording):
             self._report(rid, status="skipped", reason=reason, detail=detail)
             return
         identity = IndexIdentity.for_prefix(
-            namespace=namespace_digest(namespace),
-            page_hashes=(hashes or page_hashes(prompt[:tokens], PAGE_TOKENS))[: tokens // PAGE_TOKENS],
+            namespace=namespace_digest(request.namespace),
+            page_hashes=(request.hashes or page_hashes(prompt[:tokens], PAGE_TOKENS))[: tokens // PAGE_TOKENS],
             model=self._model,
             profile_digest=self._profile,
         )
@@ -100,9 +89,9 @@ class PrefillBuilds(Recording):
             self._report(rid, status="skipped", reason="capture_memory", detail=detail)
             return
         self._pending[rid] = claim
-        if owner is not None:
+        if request.owner is not None:
             # Aborted while it waits, on a server that then is idle: nobody would sweep. May run in any thread.
-            weakref.finalize(owner, self._desk.give_back_soon, claim).atexit = False
+            weakref.finalize(request.owner, self._desk.give_back_soon, claim).atexit = False
 
     def _refused(self, rid: str, claim: Claim) -> bool:
         """Whether there is nothing to build; reported then."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from sglang_ext.calibration.importance import attention_importance
 from sglang_ext.calibration.prompt_capture import PromptCapture, save_capture
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.prefill.recorder import Capture, Chunk, QueryRecorder
-from sglang_ext.prefill.recording import BuildView, Recording
+from sglang_ext.prefill.recording import Admission, BuildView, Recording
 from sglang_ext.prefill.report import report
 
 logger = logging.getLogger(__name__)
@@ -44,21 +44,13 @@ class PrefillCaptures(Recording):
     def __len__(self) -> int:
         return self.recorder.num_captures
 
-    def admit(
-        self,
-        rid: str,
-        prompt: Sequence[int],
-        namespace: Mapping[str, str | None],
-        refusal: tuple[str, str] | None,
-        owner: object | None = None,
-        indexed: int = 0,
-        hashes: Sequence[bytes] = (),
-    ) -> None:
+    def admit(self, request: Admission) -> None:
         """Record a prompt from its first token on, unless its request is refused or too many are being recorded."""
+        rid = request.rid
         self.discard(rid)
-        if refusal:
-            self._report(rid, status="skipped", reason=refusal[0], detail=refusal[1])
-        elif not self.recorder.start(rid, len(prompt)):
+        if request.refusal:
+            self._report(rid, status="skipped", reason=request.refusal[0], detail=request.refusal[1])
+        elif not self.recorder.start(rid, len(request.prompt)):
             detail = "expected fewer prompts being recorded at a time; send it again"
             self._report(rid, status="skipped", reason="capture_memory", detail=detail)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +27,32 @@ class BuildView(Protocol):
     def kv(self, layer: int) -> PagedKV: ...
 
 
-class Recording:
+class Admission(NamedTuple):
+    """A request as it comes.
+
+    Attributes:
+        rid: its id.
+        prompt: its token ids.
+        namespace: everything in its RadixKey that is not tokens.
+        refusal: (reason, detail) of one that stays dense in any case.
+        owner: the request object.
+        indexed: tokens of the index that serves it; 0 without one.
+        hashes: of its prompt's pages, chained; empty where they are not known: hashing takes milliseconds.
+    """
+
+    rid: str
+    prompt: Sequence[int]
+    namespace: Mapping[str, str | None]
+    refusal: tuple[str, str] | None
+    owner: object | None = None
+    indexed: int = 0
+    hashes: Sequence[bytes] = ()
+
+
+class Recording(ABC):
     """Told of every request and every forward by the runtime, on the scheduler's thread.
+
+    By default everything but `admit` and `finish` records no more than queries.
 
     Attributes:
         recorder: of queries.
@@ -37,31 +62,13 @@ class Recording:
     records_decode: ClassVar[bool] = False
     recorder: QueryRecorder
 
-    def admit(
-        self,
-        rid: str,
-        prompt: Sequence[int],
-        namespace: Mapping[str, str | None],
-        refusal: tuple[str, str] | None,
-        owner: object | None = None,
-        indexed: int = 0,
-        hashes: Sequence[bytes] = (),
-    ) -> None:
-        """A request came.
-
-        Args:
-            rid: its id.
-            prompt: its token ids.
-            namespace: everything in its RadixKey that is not tokens.
-            refusal: (reason, detail) of one that stays dense in any case.
-            owner: the request object.
-            indexed: tokens of the index that serves it; 0 without one.
-            hashes: of its prompt's pages, chained; empty where they are not known: hashing takes milliseconds.
-        """
-        raise NotImplementedError
+    @abstractmethod
+    def admit(self, request: Admission) -> None:
+        """A request came."""
 
     def settle(self) -> None:
         """Take note of what other threads found out."""
+        return
 
     def begin_prefill(
         self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
@@ -72,6 +79,7 @@ class Recording:
 
     def prefilled(self, chunks: Sequence[Chunk]) -> None:
         """Behind the layers of a prefill step."""
+        return
 
     def decoding(self, rids: Sequence[str], rows: Tensor) -> None:
         """Before a decode step, on its stream.
@@ -80,10 +88,13 @@ class Recording:
             rids: requests of the batch.
             rows: [batch_size] their rows of `req_to_token`, on the device.
         """
+        return
 
     def retracted(self, rid: str) -> None:
         """A request gave back its slots, and will be prefilled again."""
+        return
 
+    @abstractmethod
     def finish(self, rid: str, row: int) -> None:
         """A request ended, finished or aborted.
 
@@ -91,7 +102,6 @@ class Recording:
             rid: its id.
             row: its row of `req_to_token`, still filled.
         """
-        raise NotImplementedError
 
     def discard(self, rid: str) -> None:
         """Forget a request."""
@@ -103,6 +113,7 @@ class Recording:
 
     def close(self) -> None:
         """Forget all requests, and end threads."""
+        return
 
 
 def prefill_chunks(recording: Recording, forward_batch: Any, device: torch.device) -> list[Chunk]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -20,7 +20,7 @@ from sglang_ext.prefill.background_build import BackgroundBuilder, Build, Piece,
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefill.hits import HitCounter
 from sglang_ext.prefill.recorder import Capture, Chunk, QueryRecorder
-from sglang_ext.prefill.recording import BuildView, Recording
+from sglang_ext.prefill.recording import Admission, BuildView, Recording
 from sglang_ext.prefill.report import report
 from sglang_ext.prefill.samples import QuerySample, QuerySamples
 
@@ -59,9 +59,9 @@ class _Request:
 class SharedBuilds(Recording):
     """Builds indexes of prefixes that were hit often enough; stands where `PrefillBuilds` does. Scheduler thread only.
 
-    Every prefill that computes `min_sparse_prompt_len` tokens or more, and an eighth of its prompt, leaves a sample of
-    its queries in host memory, where the methods need one. What a request finds in the prefix cache counts as a hit of
-    that prefix.
+    A prefill that computes `min_sparse_prompt_len` tokens or more, and an eighth of its prompt, leaves a sample of its
+    queries in host memory, where the methods need one and fewer than `MAX_CAPTURES` others are on their way. What a
+    request finds in the prefix cache counts as a hit of that prefix.
 
     Args:
         store: open store; not owned.
@@ -107,21 +107,14 @@ class SharedBuilds(Recording):
 
     # -- the life of a request -----------------------------------------------------------------------------
 
-    def admit(
-        self,
-        rid: str,
-        prompt: Sequence[int],
-        namespace: Mapping[str, str | None],
-        refusal: tuple[str, str] | None,
-        owner: object | None = None,
-        indexed: int = 0,
-        hashes: Sequence[bytes] = (),
-    ) -> None:
+    def admit(self, request: Admission) -> None:
         """Watch a request, unless it is refused or too short."""
-        self.discard(rid)
-        if refusal is None and not self._off and len(prompt) >= self._config.min_sparse_prompt_len:
-            pages = tuple(hashes or page_hashes(prompt, PAGE_TOKENS))
-            self._requests[rid] = _Request(namespace_digest(namespace), pages, len(prompt), indexed)
+        self.discard(request.rid)
+        prompt_len = len(request.prompt)
+        if request.refusal is None and not self._off and prompt_len >= self._config.min_sparse_prompt_len:
+            pages = tuple(request.hashes or page_hashes(request.prompt, PAGE_TOKENS))
+            namespace = namespace_digest(request.namespace)
+            self._requests[request.rid] = _Request(namespace, pages, prompt_len, request.indexed)
 
     def begin_prefill(
         self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device

@@ -12,6 +12,7 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.calibration.prompt_capture import load_capture
 from sglang_ext.config import config_from_dict
 from sglang_ext.prefill.captures import PrefillCaptures
+from sglang_ext.prefill.recording import Admission
 
 LAYERS, HEADS, KV_HEADS, DIM, PROMPT = 2, 4, 2, 8, 12
 
@@ -47,7 +48,7 @@ def _captures(folder: Path) -> PrefillCaptures:
 def _run(captures: PrefillCaptures, rid: str, steps: int, layers_of_last_step: int = LAYERS) -> torch.Tensor:
     """Records a prompt and decode steps; returns all queries [LAYERS, tokens, HEADS, DIM]."""
     q = torch.randn(LAYERS, PROMPT + steps, HEADS, DIM, generator=torch.Generator().manual_seed(1))
-    captures.admit(rid, list(range(PROMPT)), {}, None)
+    captures.admit(Admission(rid, list(range(PROMPT)), {}, None))
     for first, count in [(0, PROMPT), *((PROMPT + i, 1) for i in range(steps))]:
         chunks = captures.recorder.begin_step([rid], [first], [count], torch.device("cpu"))
         last = first == PROMPT + steps - 1
@@ -97,8 +98,8 @@ def test_a_request_id_is_no_path(tmp_path: Path) -> None:
 
 def test_refused_and_incomplete_requests_are_reported_and_leave_nothing(tmp_path: Path) -> None:
     captures = _captures(tmp_path)
-    captures.admit("a", [1] * PROMPT, {}, ("by_request", "no"))
-    captures.admit("b", [1] * PROMPT, {}, None)
+    captures.admit(Admission("a", [1] * PROMPT, {}, ("by_request", "no")))
+    captures.admit(Admission("b", [1] * PROMPT, {}, None))
     captures.finish("b", 0)
     reasons = [(event["status"], event["reason"]) for event in _events(tmp_path)]
     assert reasons == [("skipped", "by_request"), ("failed", "capture_rejected")]
@@ -108,7 +109,7 @@ def test_refused_and_incomplete_requests_are_reported_and_leave_nothing(tmp_path
 
 def test_importance_stands_in_the_rows_of_its_tokens(tmp_path: Path) -> None:
     captures = _captures(tmp_path)
-    captures.admit("a", list(range(PROMPT)), {}, None)
+    captures.admit(Admission("a", list(range(PROMPT)), {}, None))
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, PROMPT, 5, generator=generator)
     for first, count in ((0, 7), (7, PROMPT - 7)):
