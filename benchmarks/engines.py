@@ -29,6 +29,20 @@ _GPU_FLAGS = ["--disable-prefill-cuda-graph", "--chunked-prefill-size", "32768"]
 _CPU_FLAGS = ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--disable-overlap-schedule"]
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The part of the command line that both scripts have."""
+    parser.add_argument("--starts", type=int, default=1, help="starts of each engine, in turns")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--plan", default="kascade", choices=["kascade", "anchors"], help="of `sparse` and `auto`")
+    parser.add_argument("--page", type=int, default=64)
+    parser.add_argument("--config", default="{}", help="--sparse-attn-config of the plugin's engines, as JSON")
+    parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    parser.add_argument("--plot", metavar="FILE.png", help="with --table: draw the same rows, too")
+    parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of each server")
+
+
 def base_flags(args: argparse.Namespace, engine: str, model: Path) -> list[str]:
     """SGLang's flags of one engine, without sizes. On a CPU every engine has the backend torch_native."""
     backend = "torch_native" if args.cpu else (engine if engine in STOCK else "flashinfer")

@@ -42,7 +42,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dummy_server import SHAPES, launched, tail, write_model
-from engines import BUILDING, INDEXED, STOCK, base_flags, plugin_flags, provenance, read
+from engines import BUILDING, INDEXED, STOCK, add_arguments, base_flags, plugin_flags, provenance, read
 from serving_runs import RUNS, bench, commands, context_tokens, figures, pool_tokens, sizes_of
 from serving_table import broken_limits, plot, table
 from word_tokenizer import write_tokenizer
@@ -129,21 +129,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="RUN.SIZE=NUMBER", help="another size: groups.output=256"
     )
-    parser.add_argument("--starts", type=int, default=1, help="starts of each engine, in turns")
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
-    parser.add_argument("--plan", default="kascade", choices=["kascade", "anchors"], help="of `sparse` and `auto`")
-    parser.add_argument("--page", type=int, default=64)
-    parser.add_argument("--config", default="{}", help="--sparse-attn-config of the plugin's engines, as JSON")
-    parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
-    parser.add_argument("--seed", type=int, default=0)
+    add_arguments(parser)
     parser.add_argument("--port", type=int, help="of the server, on loopback; default: a free one")
     parser.add_argument("--start-seconds", type=float, default=300.0, help="how long a server may take to start")
     parser.add_argument("--logs", type=Path, help="folder that keeps the servers' and bench_serving's logs")
     parser.add_argument("--out", default="serving.jsonl", help="result file; rows are appended")
-    parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
     parser.add_argument("--check", action="store_true", help="with --table: fail when a limit of `groups` is not met")
-    parser.add_argument("--plot", metavar="FILE.png", help="with --table: draw the same rows, too")
-    parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of each server")
     args = parser.parse_args(argv)
     if args.table is None:
         if args.plot or args.check:
