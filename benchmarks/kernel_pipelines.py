@@ -16,7 +16,7 @@ from kernel_problem import Gate
 from kernel_rounding import rounded_oracle, rounding_limit
 from torch import Tensor
 
-from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
+from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.low_bit import LowBitTensor
 from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.tables import ScoreInputs
@@ -130,11 +130,14 @@ class OurAnchor(Both):
 class JoinedAnchor(OurAnchor):
     """Both in one launch; the checks are those of its parts. On a CPU in four, with two programs for every KV head."""
 
-    def __init__(self, inputs: Inputs, estimation: OurEstimation, top_k: OurTopK) -> None:
+    def __init__(
+        self, inputs: Inputs, estimation: OurEstimation, top_k: OurTopK, config: AnchorConfig | None = None
+    ) -> None:
         super().__init__(estimation, top_k)
         (batch, _, _), device, shape = inputs.q.shape, inputs.q.device, estimation.score_shape
         on_gpu = device.type == "cuda"
-        config = default_config(shape, batch, torch.cuda.get_device_capability(device) if on_gpu else (9, 0))
+        capability = torch.cuda.get_device_capability(device) if on_gpu else (9, 0)
+        config = config or default_config(shape, batch, capability, specialized=on_gpu)
         self._select = AnchorSelection(
             shape,
             batch,
@@ -150,7 +153,7 @@ class JoinedAnchor(OurAnchor):
         self._select.plan([estimation.group], [top_k.group])
         rows = batch * shape.gqa
         self._raw: Tensor | None = None
-        if keep_raw(rows):
+        if keep_raw(rows) and not config.specialized:
             room = torch.empty(1, shape.num_kv_heads, max(estimation.group.counts), rows, device=device)
             self._raw = room.transpose(2, 3)
         self._inputs = ScoreInputs(inputs.q, inputs.sm_scale, raw=self._raw)

@@ -102,7 +102,7 @@ class TokenSelections:
         """For batches of that size: one for each height of the tile."""
         on_gpu = self._device.type == "cuda"
         capability = torch.cuda.get_device_capability(self._device) if on_gpu else (9, 0)
-        config = default_config(self.shape, size, capability)
+        config = default_config(self.shape, size, capability, specialized=on_gpu)
         if config.block_m not in self._found:
             max_groups, heads, max_budget = self.lists.positions.shape
             self._found[config.block_m] = AnchorSelection(
@@ -175,7 +175,8 @@ class TokenSelections:
             size: of the batch, as captured.
         """
         arrays = None if layer is None else self._addresses[layer]
-        inputs = ScoreInputs(q, sm_scale, raw=self.raw(size), arrays=arrays)
+        raw = None if selection.config.specialized else self.raw(size)
+        inputs = ScoreInputs(q, sm_scale, raw=raw, arrays=arrays)
         selection.run(inputs, self._scores, self.lists, slot_table=slot_table, pad=False)
 
     def raw(self, size: int) -> Tensor | None:

@@ -8,9 +8,13 @@ from enum import Enum
 from prefix_kernels.launching import block_of
 from prefix_kernels.pooled_scores.runner import ScoreConfig
 from prefix_kernels.pooled_scores.tables import ScoreShape, Source
+from prefix_kernels.pooling import Pooling
 
 _REGISTERS = 65536
 """Of a multiprocessor, sm_80 and later."""
+_HOPPER = 9
+_CHANNELS = (32, 64, 96, 128)
+"""That sm_90's own kernel has: pieces of 32."""
 
 
 class Form(Enum):
@@ -33,6 +37,8 @@ class AnchorConfig:
         num_stages: steps that are on their way at a time.
         halves: as `ScoreConfig` says.
         programs_per_sm: programs that a multiprocessor holds at a time. Registers are bounded so that it does.
+        specialized: scores by sm_90's own kernel, in a launch of its own before the others; `num_stages` and `halves`
+            then say nothing. For what `fits_specialized` names.
 
     Raises:
         ValueError: other tiles, or a program that has fewer than 64 registers a thread.
@@ -44,6 +50,7 @@ class AnchorConfig:
     num_stages: int = 3
     programs_per_sm: int = 2
     halves: bool = False
+    specialized: bool = False
 
     def __post_init__(self) -> None:
         for name, value, least in (("block_m", self.block_m, 8), ("block_n", self.block_n, 64)):
@@ -65,14 +72,32 @@ class AnchorConfig:
         return ScoreConfig(self.block_m, self.block_n, self.num_warps, self.num_stages, num_chunks, self.halves)
 
 
-def default_config(shape: ScoreShape, num_rows: int, capability: tuple[int, int] = (9, 0)) -> AnchorConfig:
+def fits_specialized(shape: ScoreShape, listed: bool) -> bool:
+    """Whether sm_90's own kernel has it: tokens in codes of 4 bits, all of them candidates, pooled by the maximum."""
+    return (
+        shape.source is Source.LOW_BIT
+        and shape.bits == 4
+        and shape.channels in _CHANNELS
+        and shape.pooling is Pooling.MAX
+        and not listed
+    )
+
+
+def default_config(
+    shape: ScoreShape, num_rows: int, capability: tuple[int, int] = (9, 0), *, specialized: bool = False
+) -> AnchorConfig:
     """What runs where nothing was tuned.
 
     Args:
         shape: of heads and index.
         num_rows: requests of the largest group.
         capability: of the GPU. Before (9, 0) tiles are lower: there, scores leave the registers otherwise.
+        specialized: whether sm_90's own kernel may run: on such a GPU, and where nothing is listed.
     """
+    if specialized and capability[0] == _HOPPER and fits_specialized(shape, False):
+        block_m = min(128, block_of(num_rows * shape.gqa, 8))
+        programs = 4 if block_m <= 16 else 3 if block_m <= 64 else 2
+        return AnchorConfig(block_m, 128 if block_m <= 32 else 64, 4, 3, programs, specialized=True)
     hopper = capability >= (9, 0)
     wide = shape.source is Source.LOW_BIT and hopper
     block_m = min(128 if wide else 64 if hopper else 32, block_of(num_rows * shape.gqa, 8))

@@ -191,6 +191,7 @@ def select_kernel(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    SCORED: tl.constexpr,  # the pooled scores are there: the second phase only counts
     FIRST_PHASE: tl.constexpr,
     LAST_PHASE: tl.constexpr,
     TILE: tl.constexpr,
@@ -253,15 +254,16 @@ def select_kernel(
                 uppers = at_least_ptr + first_item * NUM_DIGITS
                 lowers = uppers + num_heads.to(tl.int64) * max_items * NUM_DIGITS
                 if FIRST_PHASE <= 2 and LAST_PHASE >= 2:
-                    score_stretch(
-                        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
-                        packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head,
-                        peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
-                        k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K,
-                        ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS, LISTED_CHANNELS, False, POOL,
-                        RAW_M if REREAD else BLOCK_M, RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES,
-                        COMPUTE, PRECISION, ASSEMBLY,
-                    )  # fmt: skip
+                    if not SCORED:
+                        score_stretch(
+                            begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
+                            packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head,
+                            peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
+                            k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K,
+                            ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS, LISTED_CHANNELS, False, POOL,
+                            RAW_M if REREAD else BLOCK_M, RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES,
+                            COMPUTE, PRECISION, ASSEMBLY,
+                        )  # fmt: skip
                     _count_digits(
                         scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,
                         uppers + chunk * NUM_DIGITS, False, TILE, TOKENS,
