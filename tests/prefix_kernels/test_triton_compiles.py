@@ -174,6 +174,10 @@ def anchor(
     select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=torch.arange(64).int())
 
 
+def hopper_selection(rows: int) -> AnchorConfig:
+    return default_config(ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, 96), rows, specialized=True)
+
+
 def slot_lists() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The table of slots, its rows and the lengths, as SGLang hands them in."""
     return torch.zeros(9, 256, dtype=torch.int32), torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.int64)
@@ -238,6 +242,10 @@ CASES: dict[str, Callable[[], None]] = {
     "selection of listed tokens in one launch": lambda: anchor(Source.LOW_BIT, 8, WIDE, listed=True),
     "selection of tokens for 32 requests in one launch": lambda: anchor(Source.LOW_BIT, 32, WIDE),
     "selection of tokens for 32 requests in one tile": lambda: anchor(Source.LOW_BIT, 32, WIDEST),
+    "specialized selection of tokens": lambda: anchor(Source.LOW_BIT, 1, hopper_selection(1)),
+    "specialized selection of tokens for 8 requests": lambda: anchor(Source.LOW_BIT, 8, hopper_selection(8)),
+    "specialized selection of tokens for 16 requests": lambda: anchor(Source.LOW_BIT, 16, hopper_selection(16)),
+    "specialized selection of tokens for 32 requests": lambda: anchor(Source.LOW_BIT, 32, hopper_selection(32)),
     "selection of blocks in one launch": lambda: anchor(Source.MINMAX, 1, NARROW),
     "selection of blocks for 32 requests in one launch": lambda: anchor(Source.MINMAX, 32, WIDE),
     "selection in two levels": two_levels,
@@ -258,8 +266,12 @@ NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}
 SPILLED = {
     "attention with bounded registers": 32,
     "specialized attention of 128 rows": 16,
+    # Numbers of the tables, outside of the loops.
+    "specialized selection of tokens": 16,
+    "specialized selection of tokens for 8 requests": 72,
+    "specialized selection of tokens for 32 requests": 104,
     # On sm_80: a few numbers of the tables.
-    "selection of blocks for 32 requests in one launch": 56,
+    "selection of blocks for 32 requests in one launch": 64,
     "selection of blocks in four launches": 8,
 }
 
@@ -310,6 +322,7 @@ def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_k
         ("specialized attention of 64 rows", 1, 1),
         ("selection of tokens in one launch", 1, 3),
         ("selection in two levels", 2, 3),
+        ("specialized selection of tokens", 2, None),
     ):
         with overlapped_launches():
             found = launches(case)
@@ -319,7 +332,32 @@ def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_k
             assert "launch_pdl" not in one.options
             ptx = compiled(one, 90).asm["ptx"]
             assert "griddepcontrol.wait" not in ptx
-            assert ptx.count("atom.global.gpu.acq_rel") == meetings
+            wanted = meetings or (1 if one.kernel.is_gluon() else 2)
+            assert ptx.count("atom.global.gpu.acq_rel") == wanted
+
+
+def test_hopper_takes_codes_from_memory_to_the_tensor_cores_without_a_detour() -> None:
+    """No copy through shared memory, no barrier and nothing between threads in the loops."""
+    for case, product in (
+        ("specialized selection of tokens", "mma.sync.aligned.m16n8k16"),
+        ("specialized selection of tokens for 32 requests", "wgmma.mma_async"),
+    ):
+        scores, _ = launches(case)
+        ptx = compiled(scores, 90).asm["ptx"]
+        assert "cp.async" not in ptx
+        loops = [body for body in loop_bodies(ptx) if product in body and "ex2.approx" in body]
+        assert len(loops) >= 2, case
+        for body in loops:
+            assert not re.search(r"bar\.sync|[sl][td](matrix)?\S*\.shared|shfl|\.local", body), case
+
+
+def loop_bodies(ptx: str) -> list[str]:
+    """Basic blocks that branch back to themselves."""
+    found = []
+    for label, body in re.findall(r"^(\$L__BB\w+):(.*?)(?=^\$L__BB\w+:|\Z)", ptx, flags=re.MULTILINE | re.DOTALL):
+        if re.search(rf"bra(\.uni)?\s+{re.escape(label)};", body):
+            found.append(body)
+    return found
 
 
 def test_codes_are_unpacked_without_a_conversion() -> None:

@@ -96,8 +96,7 @@ def default_config(
     """
     if specialized and capability[0] == _HOPPER and fits_specialized(shape, False):
         block_m = min(128, block_of(num_rows * shape.gqa, 8))
-        programs = 4 if block_m <= 16 else 3 if block_m <= 64 else 2
-        return AnchorConfig(block_m, 128 if block_m <= 32 else 64, 4, 3, programs, specialized=True)
+        return AnchorConfig(block_m, 128 if block_m <= 32 else 64, 4, 3, 3 if block_m <= 16 else 2, specialized=True)
     hopper = capability >= (9, 0)
     wide = shape.source is Source.LOW_BIT and hopper
     block_m = min(128 if wide else 64 if hopper else 32, block_of(num_rows * shape.gqa, 8))

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+FEW_ROWS = gl.constexpr(32)
+"""Up to so many query rows a warp multiplies on its own, with the queries in its registers: a warp group's
+instructions take as long for 8 columns as for 64."""
 UNIT = gl.constexpr(16777216.0)
 """What a code is too small by where its bits are taken for those of a half."""
 ARRIVALS = gl.constexpr(2**20)
@@ -140,27 +143,52 @@ def _codes(words, mma: gl.constexpr):
 
 
 @gluon.jit
-def _product(words, q_smem, sizes: gl.constexpr):
-    """[BLOCK_N, BLOCK_M] scores of a step in units of 2^-24, before any factor."""
+def _right(q_smem, sizes: gl.constexpr):
+    """The queries of each piece as the right side of a product: few of them in registers, more where they are."""
     BLOCK_M: gl.constexpr = sizes[1]
-    BLOCK_N: gl.constexpr = sizes[2]
     PIECES: gl.constexpr = sizes[3]
-    NUM_WARPS: gl.constexpr = sizes[4]
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
+    right: gl.constexpr = gl.DotOperandLayout(1, sizes[7], 2)
+    q0, q1, q2, q3 = q_smem, q_smem, q_smem, q_smem
+    if BLOCK_M <= FEW_ROWS:
+        q0 = q_smem.index(0).permute((1, 0)).load(right)
+        q1, q2, q3 = q0, q0, q0
+        if PIECES > 1:
+            q1 = q_smem.index(1).permute((1, 0)).load(right)
+        if PIECES > 2:
+            q2 = q_smem.index(2).permute((1, 0)).load(right)
+        if PIECES > 3:
+            q3 = q_smem.index(3).permute((1, 0)).load(right)
+    return q0, q1, q2, q3
+
+
+@gluon.jit
+def _add_product(acc, words, queries, PIECE: gl.constexpr, sizes: gl.constexpr):
+    codes = _codes(words, sizes[7])
+    if sizes[1] <= FEW_ROWS:
+        acc = ampere.mma_v2(codes, queries, acc)
+    else:
+        right = queries.index(PIECE).permute((1, 0))
+        acc = hopper.warpgroup_mma(codes, right, acc, use_acc=PIECE > 0, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _product(words, queries, sizes: gl.constexpr):
+    """[BLOCK_N, BLOCK_M] scores of a step in units of 2^-24, before any factor."""
+    PIECES: gl.constexpr = sizes[3]
     w0, w1, w2, w3 = words
-    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
-    a0 = _codes(w0, mma)
-    acc = hopper.warpgroup_mma(a0, q_smem.index(0).permute((1, 0)), acc, use_acc=False, is_async=True)
+    q0, q1, q2, q3 = queries
+    acc = gl.zeros([sizes[2], sizes[1]], gl.float32, sizes[7])
+    acc = _add_product(acc, w0, q0, 0, sizes)
     if PIECES > 1:
-        a1 = _codes(w1, mma)
-        acc = hopper.warpgroup_mma(a1, q_smem.index(1).permute((1, 0)), acc, is_async=True)
+        acc = _add_product(acc, w1, q1, 1, sizes)
     if PIECES > 2:
-        a2 = _codes(w2, mma)
-        acc = hopper.warpgroup_mma(a2, q_smem.index(2).permute((1, 0)), acc, is_async=True)
+        acc = _add_product(acc, w2, q2, 2, sizes)
     if PIECES > 3:
-        a3 = _codes(w3, mma)
-        acc = hopper.warpgroup_mma(a3, q_smem.index(3).permute((1, 0)), acc, is_async=True)
-    return hopper.warpgroup_mma_wait(0, deps=[acc])
+        acc = _add_product(acc, w3, q3, 3, sizes)
+    if sizes[1] > FEW_ROWS:
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+    return acc
 
 
 @gluon.jit
@@ -184,14 +212,35 @@ def _sums(scores, factor, reference, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _highest(words, q_smem, start, end, sizes: gl.constexpr):
+def _highest(words, queries, start, end, sizes: gl.constexpr):
     """[warps, 8, BLOCK_M]: the highest of a thread's scores of a step; finite also where there is none."""
-    scores = _before(_product(words, q_smem, sizes), start, end, sizes)
-    return gl.maximum(gl.max(gl.max(_per_thread(scores, sizes), axis=2), axis=0), -1e30)
+    scores = _before(_product(words, queries, sizes), start, end, sizes)
+    return gl.maximum(gl.max(gl.max(_per_thread(scores, sizes), axis=2), axis=0), -1e20)
 
 
 @gluon.jit
-def _sum_stretch(packed_ptr, first_row, begin, end, q_smem, factor, sizes: gl.constexpr):
+def _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, factor, reference, sizes: gl.constexpr):
+    """[warps, 8, BLOCK_M]: sums of all steps of a stretch, of which the first two are there."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    last = first_row + end - 1
+    total = reference * 0.0
+    whole = begin + (end - begin) // (2 * BLOCK_N) * (2 * BLOCK_N)
+    # Two steps a turn, each into the registers that it came from: nothing is moved.
+    for start in range(begin, whole, 2 * BLOCK_N):
+        scores = _product(words, queries, sizes)
+        words = _words(packed_ptr, first_row + start + 2 * BLOCK_N, last, sizes)
+        total += _sums(scores, factor, reference, sizes)
+        scores = _product(ahead, queries, sizes)
+        ahead = _words(packed_ptr, first_row + start + 3 * BLOCK_N, last, sizes)
+        total += _sums(scores, factor, reference, sizes)
+    for start in range(whole, end, BLOCK_N):
+        total += _sums(_before(_product(words, queries, sizes), start, end, sizes), factor, reference, sizes)
+        words = ahead
+    return total
+
+
+@gluon.jit
+def _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, factor, sizes: gl.constexpr):
     """([warps, 8, BLOCK_M] exponents to base 2 that sums are relative to, the sums) of a stretch.
 
     A thread's exponent is the highest score of its first step, not of all steps: then nothing is compared in the loop.
@@ -200,33 +249,16 @@ def _sum_stretch(packed_ptr, first_row, begin, end, q_smem, factor, sizes: gl.co
     """
     BLOCK_N: gl.constexpr = sizes[2]
     last = first_row + end - 1
-    peak = _highest(_words(packed_ptr, first_row + begin, last, sizes), q_smem, begin, end, sizes)
-    total = peak * 0.0
-    attempt = 0
-    while attempt < 2:
-        reference = peak * factor
-        total = peak * 0.0
+    queries = _right(q_smem, sizes)
+    peak = _highest(words, queries, begin, end, sizes)
+    total = _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, factor, peak * factor, sizes)
+    if gl.max(gl.max(gl.max(total, axis=0), axis=0), axis=0) > LARGEST:
+        for start in range(begin, end, BLOCK_N):
+            words = _words(packed_ptr, first_row + start, last, sizes)
+            peak = gl.maximum(peak, _highest(words, queries, start, end, sizes))
         words = _words(packed_ptr, first_row + begin, last, sizes)
         ahead = _words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
-        whole = begin + (end - begin) // (2 * BLOCK_N) * (2 * BLOCK_N)
-        # Two steps a turn, each into the registers that it came from: nothing is moved.
-        for start in range(begin, whole, 2 * BLOCK_N):
-            scores = _product(words, q_smem, sizes)
-            words = _words(packed_ptr, first_row + start + 2 * BLOCK_N, last, sizes)
-            total += _sums(scores, factor, reference, sizes)
-            scores = _product(ahead, q_smem, sizes)
-            ahead = _words(packed_ptr, first_row + start + 3 * BLOCK_N, last, sizes)
-            total += _sums(scores, factor, reference, sizes)
-        for start in range(whole, end, BLOCK_N):
-            total += _sums(_before(_product(words, q_smem, sizes), start, end, sizes), factor, reference, sizes)
-            words = ahead
-        attempt += 2
-        if gl.max(gl.max(gl.max(total, axis=0), axis=0), axis=0) > LARGEST:
-            attempt -= 1
-            if attempt < 2:
-                for start in range(begin, end, BLOCK_N):
-                    words = _words(packed_ptr, first_row + start, last, sizes)
-                    peak = gl.maximum(peak, _highest(words, q_smem, start, end, sizes))
+        total = _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, factor, peak * factor, sizes)
     return peak * factor, total
 
 
@@ -259,17 +291,18 @@ def _pool(scores, factor, lse, tile, scores_ptr, start, end, sizes: gl.constexpr
 
 
 @gluon.jit
-def _pool_stretch(packed_ptr, first_row, begin, end, q_smem, factor, lse, tile, scores_ptr, sizes: gl.constexpr):
-    """Pooled scores of all candidates of a stretch."""
+def _pool_stretch(
+    words, ahead, packed_ptr, first_row, begin, end, q_smem, factor, lse, tile, scores_ptr, sizes: gl.constexpr
+):
+    """Pooled scores of all candidates of a stretch, of which the first two steps are there."""
     BLOCK_N: gl.constexpr = sizes[2]
     last = first_row + end - 1
-    words = _words(packed_ptr, first_row + begin, last, sizes)
-    ahead = _words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
+    queries = _right(q_smem, sizes)
     for start in range(begin, end, 2 * BLOCK_N):
-        scores = _product(words, q_smem, sizes)
+        scores = _product(words, queries, sizes)
         words = _words(packed_ptr, first_row + start + 2 * BLOCK_N, last, sizes)
         _pool(scores, factor, lse, tile, scores_ptr, start, end, sizes)
-        scores = _product(ahead, q_smem, sizes)
+        scores = _product(ahead, queries, sizes)
         ahead = _words(packed_ptr, first_row + start + 3 * BLOCK_N, last, sizes)
         _pool(scores, factor, lse, tile, scores_ptr, start + BLOCK_N, end, sizes)
 
@@ -285,12 +318,14 @@ def score_items_hopper_kernel(
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `items.py`
+    all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, 256], set to 0 for the launch that counts
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
     sm_scale,
     q_stride_row,
     q_stride_head,
     max_rows,
     max_items,
+    num_totals,  # num_groups * num_kv_heads
     ITEM_FIELDS: gl.constexpr,
     GQA: gl.constexpr,
     CHANNELS: gl.constexpr,
@@ -309,10 +344,13 @@ def score_items_hopper_kernel(
     head = gl.program_id(1).to(gl.int64)
     num_heads = gl.num_programs(1)
     PIECES: gl.constexpr = CHANNELS // 32
-    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT)
+    if BLOCK_M <= FEW_ROWS:
+        mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
+    else:
+        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
+    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma)
     shared: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     q_smem = gl.allocate_shared_memory(gl.float16, [PIECES, BLOCK_M, 32], shared)
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
     parts: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [NUM_WARPS, 1], [1, 0])
     factor = sm_scale * LOG2E * UNIT
     for item in range(gl.program_id(0), max_items, gl.num_programs(0)):
@@ -340,10 +378,22 @@ def score_items_hopper_kernel(
                 of_group = (row_begin, num_rows, head)
                 strides = (q_stride_row, q_stride_head)
                 tiles = gl.cdiv(num_rows * GQA, BLOCK_M)
+                # The first codes are asked for before the queries and, for the second phase, before the others are
+                # waited for.
+                words = _words(packed_ptr, first_row + begin, first_row + end - 1, sizes)
+                ahead = _words(packed_ptr, first_row + begin + BLOCK_N, first_row + end - 1, sizes)
                 if FIRST_PHASE == 1:
+                    if chunk == 0:
+                        digit = gl.arange(0, 256, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
+                        gl.store(all_at_least_ptr + row * 256 + digit, 0)
+                        gl.store(all_at_least_ptr + (row + num_totals) * 256 + digit, 0)
                     for tile in range(tiles):
                         _queries(q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, tile, strides, sizes)
-                        peak, total = _sum_stretch(packed_ptr, first_row, begin, end, q_smem, factor, sizes)
+                        peak, total = _sum_stretch(
+                            words, ahead, packed_ptr, first_row, begin, end, q_smem, factor, sizes
+                        )
+                        words = _words(packed_ptr, first_row + begin, first_row + end - 1, sizes)
+                        ahead = _words(packed_ptr, first_row + begin + BLOCK_N, first_row + end - 1, sizes)
                         highest = gl.max(gl.max(peak, axis=0), axis=0)
                         # Where there is nothing, `total` is 0.
                         mass = gl.sum(gl.sum(total * gl.exp2(peak - highest[None, :][None, :, :]), axis=0), axis=0)
@@ -364,5 +414,10 @@ def score_items_hopper_kernel(
                             peak_ptr, total_ptr, stats, num_chunks, max_rows, m, m < num_rows * GQA, parts, BLOCK_CHUNKS
                         )
                         lse = gl.convert_layout(lse, gl.SliceLayout(0, mma))
-                        _pool_stretch(packed_ptr, first_row, begin, end, q_smem, factor, lse, tile, scores, sizes)
+                        _pool_stretch(
+                            words, ahead, packed_ptr, first_row, begin, end, q_smem, factor, lse, tile, scores, sizes
+                        )
+                        if tile + 1 < tiles:
+                            words = _words(packed_ptr, first_row + begin, first_row + end - 1, sizes)
+                            ahead = _words(packed_ptr, first_row + begin + BLOCK_N, first_row + end - 1, sizes)
                         _barrier()

@@ -23,7 +23,6 @@ from prefix_kernels.top_k_selection.kernels import (
     ALIGNED,
     DIGIT_BITS,
     NUM_DIGITS,
-    choose_digit,
     load_scores,
     ordered_keys,
     pad_list,
@@ -122,19 +121,51 @@ def _count_blocks(
 
 
 @triton.jit
+def _choose_digit(all_at_least_ptr, need):
+    """The place of the highest digit d such that `need` tokens or more have a digit >= d; and how many have a higher
+    one, and how many this one."""
+    place = tl.arange(0, NUM_DIGITS)
+    # Other programs of the same launch have added to them: past the first level of caches.
+    at_least = tl.load(all_at_least_ptr + place, cache_modifier=".cg")
+    chosen = tl.sum((at_least < need).to(tl.int32), axis=0)
+    above = tl.sum(tl.where(place == chosen - 1, at_least, 0), axis=0)
+    return chosen, above, tl.sum(tl.where(place == chosen, at_least, 0), axis=0) - above
+
+
+@triton.jit
+def _before(at_least_ptr, num_chunks, chosen, BLOCK_C: tl.constexpr):
+    """Of the first chunks: tokens with a higher digit than that of a place, and with this one."""
+    above = tl.zeros([BLOCK_C], tl.int32)
+    ties = tl.zeros([BLOCK_C], tl.int32)
+    for first in range(0, num_chunks, BLOCK_C):
+        chunk = first + tl.arange(0, BLOCK_C)
+        there = chunk < num_chunks
+        row = at_least_ptr + chunk * NUM_DIGITS
+        higher = tl.load(row + tl.maximum(chosen - 1, 0), mask=there, other=0, cache_modifier=".cg")
+        higher = tl.where(chosen > 0, higher, 0)
+        above += higher
+        ties += tl.load(row + chosen, mask=there, other=0, cache_modifier=".cg") - higher
+    return tl.sum(above, axis=0), tl.sum(ties, axis=0)
+
+
+@triton.jit
 def _count_digits(
     scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, at_least_ptr,
-    LOWER: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+    all_at_least_ptr, LOWER: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Write how many tokens of a stretch have a digit of 255 - i or above, at place i: of their upper byte, or with
-    LOWER of the lower one, of those whose upper byte is `upper`."""
+    LOWER of the lower one, of those whose upper byte is `upper`. And add them to those of all stretches."""
     if TOKENS:
         counts = _count_tokens(scores, token_begin, token_end, num_sink, recent_begin, upper, LOWER, TILE)
     else:
         counts = _count_blocks(
             scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER, TILE // 4
         )
-    tl.store(at_least_ptr + tl.arange(0, NUM_DIGITS), tl.cumsum(counts, axis=0))
+    place = tl.arange(0, NUM_DIGITS)
+    at_least = tl.cumsum(counts, axis=0)
+    tl.store(at_least_ptr + place, at_least)
+    # Integers: the order says nothing.
+    tl.atomic_add(all_at_least_ptr + place, at_least, sem="relaxed")
 
 
 @triton.jit
@@ -153,6 +184,7 @@ def select_kernel(
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `items.py`
     block_shifts_ptr,  # int32 [num_groups, num_kv_heads], log2 of the tokens of a candidate
     at_least_ptr,  # int32 [2, num_kv_heads, max_items, NUM_DIGITS]
+    all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, NUM_DIGITS], of all stretches; set to 0 in the first phase
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
     slot_table_ptr,  # int32 or int64 [arena]
     positions_ptr,  # int32 [num_groups, num_kv_heads, max_budget], written
@@ -169,6 +201,7 @@ def select_kernel(
     raw_stride_candidate,
     max_rows,
     max_items,
+    num_totals,  # num_groups * num_kv_heads
     max_budget,
     ITEM_FIELDS: tl.constexpr,
     GQA: tl.constexpr,
@@ -240,7 +273,14 @@ def select_kernel(
                 if FIRST_PHASE <= 2:
                     raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
                     stats = first_item * max_rows
+                uppers = at_least_ptr + first_item * NUM_DIGITS
+                lowers = uppers + num_heads.to(tl.int64) * max_items * NUM_DIGITS
+                of_uppers = all_at_least_ptr + row * NUM_DIGITS
+                of_lowers = of_uppers + num_totals * NUM_DIGITS
                 if FIRST_PHASE == 1:
+                    if chunk == 0:
+                        tl.store(of_uppers + tl.arange(0, NUM_DIGITS), 0)
+                        tl.store(of_lowers + tl.arange(0, NUM_DIGITS), 0)
                     score_stretch(
                         begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
                         packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head,
@@ -251,8 +291,6 @@ def select_kernel(
                     )  # fmt: skip
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
-                uppers = at_least_ptr + first_item * NUM_DIGITS
-                lowers = uppers + num_heads.to(tl.int64) * max_items * NUM_DIGITS
                 if FIRST_PHASE <= 2 and LAST_PHASE >= 2:
                     if not SCORED:
                         score_stretch(
@@ -266,24 +304,26 @@ def select_kernel(
                         )  # fmt: skip
                     _count_digits(
                         scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,
-                        uppers + chunk * NUM_DIGITS, False, TILE, TOKENS,
+                        uppers + chunk * NUM_DIGITS, of_uppers, False, TILE, TOKENS,
                     )  # fmt: skip
                 if FIRST_PHASE <= 2 and LAST_PHASE > 2:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE >= 3:
-                    upper, above, _, above_before, _ = choose_digit(uppers, num_chunks, chunk, selected, BLOCK_CHUNKS)
+                    upper_place, above, _ = _choose_digit(of_uppers, selected)
+                    upper = upper_place ^ (NUM_DIGITS - 1)
                     need = selected - above
                 if FIRST_PHASE <= 3 and LAST_PHASE >= 3:
                     _count_digits(
                         scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper,
-                        lowers + chunk * NUM_DIGITS, True, TILE, TOKENS,
+                        lowers + chunk * NUM_DIGITS, of_lowers, True, TILE, TOKENS,
                     )  # fmt: skip
                 if FIRST_PHASE <= 3 and LAST_PHASE > 3:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE == 4:
-                    lower, above, ties, more_before, ties_before = choose_digit(
-                        lowers, num_chunks, chunk, need, BLOCK_CHUNKS
-                    )
+                    above_before, _ = _before(uppers, chunk, upper_place, BLOCK_CHUNKS)
+                    lower_place, above, ties = _choose_digit(of_lowers, need)
+                    lower = lower_place ^ (NUM_DIGITS - 1)
+                    more_before, ties_before = _before(lowers, chunk, lower_place, BLOCK_CHUNKS)
                     above_before += more_before
                     # The last ties are taken. Those that are skipped count below zero.
                     ties_before -= above + ties - need

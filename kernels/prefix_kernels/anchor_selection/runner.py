@@ -1,4 +1,4 @@
-"""An anchor layer's selection, from queries to lists: planned on the host, then run in one launch."""
+"""An anchor layer's selection, from queries to lists: planned on the host, then run in one launch, or in two."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ class AnchorSelection:
         self._score_items = integers(max_score_items if config.specialized else 1, ITEM_FIELDS, dtype=torch.int64)
         self._block_shifts = integers(max_groups, heads)
         self._at_least = integers(2, heads, max_items, _NUM_DIGITS)
+        self._all_at_least = integers(2, max_groups, heads, _NUM_DIGITS)
         self._arrived = integers(max_groups, heads, dtype=torch.int64)
         self._peak = torch.empty(heads, max_score_items, self._tables.max_rows, dtype=torch.float32, device=device)
         self._total = torch.empty_like(self._peak)
@@ -167,7 +168,7 @@ class AnchorSelection:
         slot_table: Tensor | None = None,
         pad: bool = True,
     ) -> None:
-        """Select as planned, in one launch, or in four (`form`).
+        """Select as planned, in one launch, or in four (`form`); one more where sm_90's own kernel scores.
 
         Args:
             inputs: queries and what they are scored against; `raw` as in `PooledScores.run`, for few rows.
@@ -230,7 +231,7 @@ class AnchorSelection:
             "max_items": self._score_items.shape[0],
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
-            "BLOCK_CHUNKS": _CHUNKS_AT_ONCE,
+            "BLOCK_CHUNKS": 64 if config.block_m <= 32 else 32,
             "NUM_WARPS": config.num_warps,
             "LAYOUT": words_layout(config.block_n, config.num_warps),
         }
@@ -268,6 +269,8 @@ class AnchorSelection:
             "items_ptr": self._items,
             "block_shifts_ptr": self._block_shifts,
             "at_least_ptr": self._at_least,
+            "all_at_least_ptr": self._all_at_least,
+            "num_totals": self._arrived.numel(),
             "arrived_ptr": self._arrived,
             "slot_table_ptr": self._block_shifts if slot_table is None else slot_table,
             "positions_ptr": lists.positions,

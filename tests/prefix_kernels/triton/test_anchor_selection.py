@@ -325,6 +325,10 @@ def test_configs() -> None:
     assert default_config(blocks, 9) == AnchorConfig(64, 64, 4, 3, 2, True)
     assert default_config(blocks, 32) == default_config(blocks, 16)
     assert default_config(tokens, 32, (8, 0)) == AnchorConfig(32, 64, 4, 3, 2)
+    assert default_config(tokens, 1, specialized=True) == AnchorConfig(8, 128, 4, 3, 3, specialized=True)
+    assert default_config(tokens, 32, specialized=True) == AnchorConfig(128, 64, 4, 3, 2, specialized=True)
+    assert default_config(blocks, 9, specialized=True) == default_config(blocks, 9)
+    assert default_config(tokens, 32, (8, 0), specialized=True) == default_config(tokens, 32, (8, 0))
     assert [AnchorConfig(programs_per_sm=n).max_registers for n in (1, 2, 3)] == [255, 255, 168]
     for wrong, message in (
         ({"block_m": 4}, "block_m as a power of 2 of at least 8, got 4"),
