@@ -174,7 +174,8 @@ def test_the_same_in_every_run() -> None:
     first, lists = made.run(CONFIGS["128x64"], Form.JOINED)
     for _ in range(5):
         again, others = made.run(CONFIGS["128x64"], Form.JOINED)
-        assert torch.equal(first, again)
+        # What lies between two KV heads' scores stays as it was: not a number.
+        assert torch.equal(first.nan_to_num(), again.nan_to_num())
         assert torch.equal(lists.positions, others.positions)
 
 
