@@ -100,11 +100,9 @@ def test_selection_times_are_the_committed_rows() -> None:
     for joined, apart in (("tokens_index", "tokens_index"), ("blocks", "blocks"), ("two_level", "two_level_blocks")):
         assert us(f"anchor/{joined}_joined") <= us(f"anchor/{apart}"), "the fastest form is taken"
     blocks = selection_time(ABSparseSpec(representation="minmax"))
-    # 3 KV heads with blocks of 16, 3 of 32, 2 of 64, where the recipe has 8 of 16.
-    assert rows["anchor/blocks"]["config"]["block_sizes"] == [16, 32, 64]
-    scale = 8 * (PREFIX_LEN // 16) / sum(count * PREFIX_LEN // size for count, size in ((3, 16), (3, 32), (2, 64)))
     assert blocks is not None
-    assert (blocks.least_us, blocks.most_us) == (us("anchor/blocks_joined"), pytest.approx(scale * blocks.least_us))
+    assert blocks.measured
+    assert us("anchor/blocks_joined") < blocks.least_us, "larger blocks on some of the KV heads are fewer"
     lists, both = selection_time(CSAttentionSpec()), selection_time(TwoLevelSpec())
     assert lists is not None
     assert both is not None
