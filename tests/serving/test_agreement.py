@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,41 +21,11 @@ from sglang_ext.prefix.readiness import Readiness
 from sglang_ext.prefix.requests import Attachment, RequestTable
 from sglang_ext.prefix.residency import State
 from sglang_ext.ranks import OneRank, ProcessRanks, Ranks, check_alike
+from tests.serving.meeting import Meeting
 
-SECONDS = 20.0
 A, B = "a" * 64, "b" * 64
 MISMATCH = dense(REASONS.index("index_mismatch"))
 MEMORY = dense(REASONS.index("index_memory"))
-
-
-class Meeting:
-    """Ranks as threads. A rank that stays away, or comes with another number of values, breaks it for all."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._given: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=SECONDS)
-
-    def rank(self, number: int) -> Ranks:
-        def gathered(value: Any) -> list[Any]:
-            self._given[number] = value
-            self._barrier.wait()
-            found = list(self._given)
-            self._barrier.wait()
-            return found
-
-        def least(values: Sequence[int]) -> list[int]:
-            return [min(column) for column in zip(*gathered(list(values)), strict=True)]
-
-        def most(values: Sequence[float]) -> list[float]:
-            return [max(column) for column in zip(*gathered(list(values)), strict=True)]
-
-        return SimpleNamespace(rank=number, size=self.size, gathered=gathered, least=least, most=most)
-
-    def run(self, work: Callable[[Ranks], Any]) -> list[Any]:
-        with ThreadPoolExecutor(self.size) as pool:
-            futures = [pool.submit(work, self.rank(number)) for number in range(self.size)]
-            return [future.result(SECONDS) for future in futures]
 
 
 def _settle(words: Sequence[Sequence[Word]], steps: int = 1) -> list[list[tuple[Word, bool, int]]]:
