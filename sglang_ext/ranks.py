@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class Ranks(Protocol):
@@ -33,6 +34,9 @@ class Ranks(Protocol):
     def gathered(self, value: Any) -> list[Any]:
         """What each rank gives, by rank; small plain values."""
 
+    def to_first(self, tensor: Tensor) -> list[Tensor] | None:
+        """A tensor on the host of each rank, of one shape and dtype on all: by rank on rank 0, None elsewhere."""
+
 
 class OneRank:
     """A process without others: agrees with itself."""
@@ -50,6 +54,10 @@ class OneRank:
     def gathered(self, value: Any) -> list[Any]:
         """Of the one."""
         return [value]
+
+    def to_first(self, tensor: Tensor) -> list[Tensor] | None:
+        """Of the one."""
+        return [tensor]
 
 
 class ProcessRanks:
@@ -71,7 +79,7 @@ class ProcessRanks:
         """See `Ranks`. Raises RuntimeError where another rank has gone."""
         return self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
 
-    def _reduced(self, values: torch.Tensor, operation: Any) -> list[Any]:
+    def _reduced(self, values: Tensor, operation: Any) -> list[Any]:
         dist.all_reduce(values, operation, group=self._group)
         found: list[Any] = values.tolist()
         return found
@@ -81,6 +89,13 @@ class ProcessRanks:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
+
+    def to_first(self, tensor: Tensor) -> list[Tensor] | None:
+        """See `Ranks`. Raises RuntimeError where another rank has gone."""
+        data = tensor.contiguous().view(torch.uint8)  # gloo does not know every dtype
+        found = [torch.empty_like(data) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(data, found, group_dst=0, group=self._group)
+        return None if found is None else [one.view(tensor.dtype) for one in found]
 
 
 def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:

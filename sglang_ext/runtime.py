@@ -27,6 +27,7 @@ from sglang_ext.metrics import Counters
 from sglang_ext.prefill.builder import method_specs, profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
+from sglang_ext.prefill.handover import PrefillHelp
 from sglang_ext.prefill.recording import Admission, Recording, decode_chunks, prefill_chunks
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.prefix.directory import PrefixDirectory
@@ -122,8 +123,15 @@ class SparseRuntime:
 
     def _make_builds(self, profile: Profile | None) -> Recording | None:
         config, view = self.config, self.view
+        if config.build is Build.PREFILL and self.ranks.size > self.model.num_kv_heads:
+            raise ValueError(
+                f"--sparse-attn: expected at most {self.model.num_kv_heads} tensor-parallel ranks (KV heads) to build "
+                f"indexes; got {self.ranks.size}. Build with a smaller --tp-size: any reads the indexes"
+            )
+        if config.build is Build.PREFILL and self.ranks.rank > 0:
+            return PrefillHelp(config, view, self.ranks)
         if config.build is Build.PREFILL:
-            return PrefillBuilds(self.store, config, view, self.model, profile)
+            return PrefillBuilds(self.store, config, view, self.model, profile, ranks=self.ranks, device=view.device)
         if config.build is Build.SHARED:
             if view.decode_graphs and not self.shared.uses_indexes:
                 logger.warning("sparse attention: no index is built: none could be used (see above)")

@@ -27,11 +27,11 @@ def refusal(record: Any, config: SparseAttnConfig) -> str | None:
     size = int(getattr(record, "tp_size", 1) or 1)
     if size == 1:
         return None
-    if config.build is not Build.OFF:
+    if config.build not in (Build.OFF, Build.PREFILL):
         return (
-            f"--sparse-attn: expected build off with tensor parallelism (--tp-size); got build={config.build.value!r} "
-            f"and tp_size={size}. A rank sees only its own KV heads: build indexes on one GPU (sglang-ext prebuild "
-            "without --tp-size, or a server of its own); any tp_size reads them."
+            "--sparse-attn: expected build off or prefill with tensor parallelism (--tp-size); got "
+            f"build={config.build.value!r} and tp_size={size}. A rank sees only its own KV heads: build indexes ahead "
+            "(sglang-ext prebuild, also with --tp-size), and calibrate on one GPU."
         )
     if config.trace_folder is not None:
         return (

@@ -19,8 +19,8 @@ from sglang_ext.ranks import OneRank
     ("fields", "config", "words"),
     [
         ({}, {}, None),
-        ({}, {"build": "shared"}, ["expected build off", "build='shared'", "tp_size=2", "sglang-ext prebuild"]),
-        ({}, {"build": "prefill"}, ["build='prefill'"]),
+        ({}, {"build": "prefill"}, None),
+        ({}, {"build": "shared"}, ["expected build off or prefill", "build='shared'", "tp_size=2", "prebuild"]),
         ({}, {"trace_folder": "traces"}, ["no trace_folder", "serve on one GPU"]),
         ({"nnodes": 2}, {}, ["more than one machine (--nnodes)", "nnodes=2"]),
         ({"attn_cp_size": 2}, {}, ["context parallelism (--attn-cp-size)"]),

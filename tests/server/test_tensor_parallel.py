@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from prefix_index import FileStore
+
 TOKENS = 24
 EXACT: dict[str, Any] = {"share_prefixes": True, "min_shared_tokens": 512}
 LATE = Path(__file__).parent / "late"
@@ -97,6 +99,41 @@ def test_a_selection_is_that_of_one_rank(
     state = server.settled()
     _same_path(state)
     assert state["keep_ratio"] < 0.5
+
+
+def _arrays(job: Any) -> dict[Any, Any]:
+    with FileStore(job.store) as store:
+        [entry] = store.list()
+        with store.get(entry.identity) as file:
+            return dict(file.read_many(file.keys))
+
+
+def test_two_ranks_build_what_one_builds(
+    expected: Any, serve: Any, texts: Any, prebuild: Any, exact_config: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Rank 0 has the KV heads of both. Sums of two ranks round otherwise: codes may differ by one, here and there."""
+    serve.close()
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", _cores())
+    prompts = [{"id": "first", "text": texts.first.text}, {"id": "short", "text": texts.first.questions[0].text}]
+    prompts.append({"id": "again", "text": texts.first.text})
+    jobs = [prebuild(tmp_path / "two", prompts, chunked_prefill_size="512", tp_size="2")]
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND")
+    jobs.append(prebuild(tmp_path / "one", prompts[:1], chunked_prefill_size="512"))
+    two, one = jobs
+    assert [line["status"] for line in two.report] == ["built", "skipped", "exists"], two.output[-3000:]
+    assert two.line("first")["digest"] == one.line("first")["digest"]
+    assert two.line("first")["recall"]["ab_sparse"] == pytest.approx(one.line("first")["recall"]["ab_sparse"], abs=0.01)
+    mine, theirs = _arrays(two), _arrays(one)
+    assert mine.keys() == theirs.keys()
+    for key, array in mine.items():
+        assert array.shape == theirs[key].shape
+        near = abs(array - theirs[key]) <= 1e-3 * abs(theirs[key]) if array.dtype.kind == "f" else array == theirs[key]
+        assert near.mean() > 0.98, key
+    server = serve(two.store, exact_config)
+    delta = server.delta()
+    assert server.generate(_prompts(texts)[0], TOKENS).ids == expected[0]
+    server.done(delta)
+    assert delta.sparse_rows >= TOKENS - 1
 
 
 def test_an_index_that_is_late_on_one_rank_is_used_on_none(

@@ -35,7 +35,12 @@ class Meeting:
         def most(values: Sequence[float]) -> list[float]:
             return [max(column) for column in zip(*gathered(list(values)), strict=True)]
 
-        return SimpleNamespace(rank=number, size=self.size, gathered=gathered, least=least, most=most)
+        def to_first(tensor: Any) -> list[Any] | None:
+            found = gathered(tensor)
+            return None if number else found
+
+        group = {"gathered": gathered, "least": least, "most": most, "to_first": to_first}
+        return SimpleNamespace(rank=number, size=self.size, **group)
 
     def run(self, work: Callable[[Ranks], Any]) -> list[Any]:
         def one(number: int) -> Any:
