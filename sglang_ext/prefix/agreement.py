@@ -20,6 +20,9 @@ from sglang_ext.ranks import Ranks
 EVERY = 8
 """Decode steps between two votes while only indexes that are being loaded are asked for."""
 
+KEPT = 4096
+"""Requests that are remembered, at most, beside the batch's: of some SGLang never gives a slot back (sessions)."""
+
 READY, LOADING = 2, 1
 """States of an index. Lesser ones are reasons: see `dense`."""
 _HEADER = 3
@@ -84,6 +87,8 @@ class Agreement:
             any of them refuses, or they took different paths before.
         """
         self._steps += 1
+        if len(self._agreed) > KEPT:
+            self._agreed = {rid: self._agreed[rid] for rid in rids if rid in self._agreed}
         asked = [rid for rid in dict.fromkeys(rids) if rid not in self._agreed]
         if asked or self._steps % EVERY == 0:
             asked += [rid for rid in dict.fromkeys(rids) if rid in self._agreed and self.loading(rid)]

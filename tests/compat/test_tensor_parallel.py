@@ -9,7 +9,7 @@ import pytest
 
 from prefix_index import ModelFingerprint
 from prefix_index.testing import sample_model
-from sglang_ext.compat import tensor_parallel
+from sglang_ext.compat import tensor_parallel, versions
 from sglang_ext.config import config_from_dict
 from sglang_ext.profiles import roles_of_rank
 from sglang_ext.ranks import OneRank
@@ -38,6 +38,7 @@ def test_what_does_not_go_with_it_is_named(fields: dict[str, Any], config: Any, 
     assert tensor_parallel.refusal(SimpleNamespace(tp_size=1, **fields), settings) is None
 
 
+@pytest.mark.skipif(versions.installed() != "0.5.16", reason="a later release may have fewer fields")
 def test_sglang_knows_these_fields() -> None:
     from sglang.srt.server_args import ServerArgs
 

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from sglang_ext.attention.comparisons import SlotComparisons
 from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
-from sglang_ext.prefix.agreement import EVERY, LOADING, READY, Agreement, Word, dense
+from sglang_ext.prefix.agreement import EVERY, KEPT, LOADING, READY, Agreement, Word, dense
 from sglang_ext.prefix.readiness import Readiness
 from sglang_ext.prefix.requests import Attachment, RequestTable
 from sglang_ext.prefix.residency import State
@@ -83,6 +83,15 @@ def test_ranks_that_went_different_ways_or_refuse_say_so_on_all() -> None:
     assert one[0] is None
     assert "does not attend" in one[1]
     assert "different decode paths" in one[2]
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    votes = Agreement(OneRank(), MISMATCH)
+    for number in range(KEPT + 50):
+        votes.settle(["stays", f"r{number}"], lambda _: Word(READY, True, A), refused=False)
+        assert votes.ready("stays")
+    assert len(votes._agreed) < KEPT
+    assert votes.votes == KEPT + 50, "none for one that stayed"
 
 
 @pytest.mark.parametrize("seed", range(5))
