@@ -101,7 +101,8 @@ def roles_of_rank(
 ) -> tuple[LayerPlan, list[list[int]]]:
     """Layer plan and dense heads of one tensor-parallel rank, KV heads numbered within it.
 
-    Dense heads belong to the plan that they were calibrated with: under another one there are none.
+    The plan is cut for all ranks, so that one that cannot be cut for some of them fails on each. Dense heads belong to
+    the plan that they were calibrated with: under another one there are none.
 
     Args:
         layers: the configuration's `layer_plan`; empty for the default.
@@ -113,7 +114,7 @@ def roles_of_rank(
         The plan, and [num_layers] lists of dense heads.
 
     Raises:
-        ValueError: the plan does not fit the model, or cannot be cut for the ranks.
+        ValueError: the plan does not fit the model, or cannot be cut for some rank.
     """
     data = {"layers": list(layers)} if layers else {}
     plan = LayerPlan.from_dict(data, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads)
@@ -121,4 +122,5 @@ def roles_of_rank(
     if profile is not None and plan == profile.plan():
         dense = profile.dense_heads
     heads = heads_of_rank(model.num_kv_heads, rank, size)
-    return plan.for_rank(rank, size), [[head - heads.start for head in row if head in heads] for row in dense]
+    plans = [plan.for_rank(number, size) for number in range(size)]
+    return plans[rank], [[head - heads.start for head in row if head in heads] for row in dense]

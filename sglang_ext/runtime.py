@@ -6,9 +6,7 @@ Knows SGLang only through the view it is given; the hooks that call it live in `
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,7 +19,7 @@ from sglang_ext.attention.plan import DecodePlan, make_plan
 from sglang_ext.attention.shared_steps import Path, SharedSteps, SharedView
 from sglang_ext.attention.step import Step
 from sglang_ext.attention.trace import StepTrace
-from sglang_ext.config import Build, PrefetchPolicy, Settings
+from sglang_ext.config import Build, Settings
 from sglang_ext.indexing import METHODS
 from sglang_ext.indexing.layer_plan import heads_of_rank
 from sglang_ext.indexing.profile import Profile
@@ -29,13 +27,16 @@ from sglang_ext.metrics import Counters
 from sglang_ext.prefill.builder import method_specs, profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
+from sglang_ext.prefill.handover import PrefillHelp
 from sglang_ext.prefill.recording import Admission, Recording, decode_chunks, prefill_chunks
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.prefix.directory import PrefixDirectory
+from sglang_ext.prefix.readiness import Readiness
 from sglang_ext.prefix.requests import Attachment, RequestTable, SharedSlots
-from sglang_ext.prefix.residency import Residency, ResidentIndex, State
+from sglang_ext.prefix.residency import Residency
 from sglang_ext.prefix.watch import StoreWatch
 from sglang_ext.profiles import check_profile, roles_of_rank
+from sglang_ext.ranks import OneRank, Ranks, check_alike
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +62,21 @@ class SparseRuntime:
         settings: checked settings.
         view: the target model runner.
         prometheus: export counters.
+        ranks: of the tensor-parallel group; None: this process is the only one.
 
     Raises:
         IndexStoreError: the store cannot be used, or its service does not answer.
         ValueError: the profile is of another model, or the layer plan does not fit this one.
+        RuntimeError: ranks differ in what decode steps are chosen by.
     """
 
-    def __init__(self, settings: Settings, view: ModelView, *, prometheus: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, view: ModelView, *, prometheus: bool = False, ranks: Ranks | None = None
+    ) -> None:
         config, profile = settings.config, settings.profile
         self.config = config
         self.view = view
+        self.ranks = ranks or OneRank()
         self.counters = Counters(view.num_layers, view.device, prometheus)
         self.requests = RequestTable()
         self.watch = StoreWatch(settings, self.counters.set_store if prometheus else None)
@@ -90,18 +96,42 @@ class SparseRuntime:
         )
         spec = method_specs(config)[config.method]
         self.decode = GroupedDecode(config, METHODS[config.method].selector(spec), plan, self.counters, dense_heads)
-        self.shared = SharedSteps(config, view, self.requests, self.counters, spec, plan, dense_heads)
+        whole = roles_of_rank(config.layer_plan, profile, self.model)[1]
+        self.shared = SharedSteps(config, view, self.requests, self.counters, spec, plan, whole, self.ranks)
+        self.ready = Readiness(
+            config, self.requests, self.counters, self.ranks, self._release, lambda index: self.shared.accepts(index)
+        )
         self.builds = self._make_builds(profile)
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, dense_heads) if folder is not None else None
         self._shared: dict[str, list[SharedSlots]] = {}
         self._step = Step()
-        self._stale: str | None = None
+        if self.ranks.size > 1:
+            check_alike(self.ranks, self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        """What all ranks must have in common, so that equal batches take equal paths."""
+        view, shared = self.view, self.shared
+        return {
+            "model": msgspec.to_builtins(self.model),
+            "configuration": msgspec.json.encode(self.config).decode(),
+            "number of KV slots": view.num_slots,
+            "number of running requests": view.max_requests,
+            "use of decode graphs": (view.decode_graphs, shared.uses_indexes, shared.refusal),
+            "kind of device": view.device.type,
+        }
 
     def _make_builds(self, profile: Profile | None) -> Recording | None:
         config, view = self.config, self.view
+        if config.build is Build.PREFILL and self.ranks.size > self.model.num_kv_heads:
+            raise ValueError(
+                f"--sparse-attn: expected at most {self.model.num_kv_heads} tensor-parallel ranks (KV heads) to build "
+                f"indexes; got {self.ranks.size}. Build with a smaller --tp-size: any reads the indexes"
+            )
+        if config.build is Build.PREFILL and self.ranks.rank > 0:
+            return PrefillHelp(config, view, self.ranks)
         if config.build is Build.PREFILL:
-            return PrefillBuilds(self.store, config, view, self.model, profile)
+            return PrefillBuilds(self.store, config, view, self.model, profile, ranks=self.ranks, device=view.device)
         if config.build is Build.SHARED:
             if view.decode_graphs and not self.shared.uses_indexes:
                 logger.warning("sparse attention: no index is built: none could be used (see above)")
@@ -131,8 +161,8 @@ class SparseRuntime:
         if self.requests.known(request):
             return
         self._sweep()
-        if self._stale:
-            refusal = ("index_mismatch", self._stale)
+        if self.ready.stale:
+            refusal = ("index_mismatch", self.ready.stale)
         hashes: Sequence[bytes] = ()
         if refusal or (self.view.decode_graphs and not self.shared.uses_indexes):  # nothing could use an index
             attachment = Attachment(rid, len(prompt), None, *(refusal or (None, None)))
@@ -160,8 +190,8 @@ class SparseRuntime:
 
     def weights_changed(self) -> None:
         """The model's weights were replaced in place: from now on nothing is looked up, used or built."""
-        self._stale = "the weights were updated in place; restart the server to use indexes of the new ones"
-        logger.warning("sparse attention: off until a restart: %s", self._stale)
+        self.ready.stale = "the weights were updated in place; restart the server to use indexes of the new ones"
+        logger.warning("sparse attention: off until a restart: %s", self.ready.stale)
         if self.builds is not None:
             self.builds.close()
             self.builds = None
@@ -178,6 +208,7 @@ class SparseRuntime:
         if attachment is None:
             return
         self._leave_group(attachment)
+        self.ready.forget(attachment.rid)
         self.shared.ended(attachment.serial)
         if self.builds is not None and finished:
             self.builds.finish(attachment.rid, row)
@@ -218,8 +249,10 @@ class SparseRuntime:
         """Around one forward of the target model: plan a decode batch, arm the recorder for a prefill."""
         mode = forward_batch.forward_mode
         if mode.is_decode():
+            self._settle(forward_batch.rids)
             plan = None if self.view.decode_graphs else self._plan(forward_batch)
             path = self._shared_path(forward_batch) if plan is None else None
+            self.ready.took(path.value if path else "stock" if plan is None else "plan", forward_batch.batch_size)
             self._step = Step(plan, path, decode_chunks(self.builds, forward_batch, self.view.device))
         elif self.builds is not None and mode.is_extend():
             self._step = Step(chunks=prefill_chunks(self.builds, forward_batch, self.view.device))
@@ -230,6 +263,12 @@ class SparseRuntime:
         finally:
             self._step = Step()
 
+    def _settle(self, rids: Sequence[str] | None) -> None:
+        """A collective with several ranks: nothing that differs between them decides whether this line is reached."""
+        problem = self.ready.settle(rids or (), refused=self.shared.refusal is not None)
+        if problem is not None:
+            self.shared.refuse(problem)
+
     def _plan(self, forward_batch: Any) -> DecodePlan | None:
         rids = forward_batch.rids
         if not rids:
@@ -238,10 +277,10 @@ class SparseRuntime:
         if len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):
             # Padded or beam batches: rows are not one request each.
             for attachment in attachments:
-                self._count_fallback(attachment, "unsupported_mode")
+                self.ready.count(attachment, "unsupported_mode")
             self.counters.count_step(0, len(rids), 0)
             return None
-        ready = [self._usable(attachment) for attachment in attachments]
+        ready = [self.ready.usable(attachment) for attachment in attachments]
         plan = None
         if any(ready):
             lens = forward_batch.seq_lens_cpu
@@ -249,7 +288,7 @@ class SparseRuntime:
             for row, index in enumerate(ready):
                 if index is not None and lens[row] <= index.prefix_len:
                     ready[row] = None  # shorter than its own prompt: nothing we know of does this
-                    self._count_fallback(attachments[row], "index_mismatch")
+                    self.ready.count(attachments[row], "index_mismatch")
             table, rows = self.view.req_to_token, forward_batch.req_pool_indices
             plan = make_plan(attachments, ready, table, rows, lens, self._shared, self.config.search_period)
         sparse_rows = sum(index is not None for index in ready)
@@ -259,9 +298,11 @@ class SparseRuntime:
 
     def _shared_path(self, forward_batch: Any) -> Path | None:
         try:
-            return self.shared.prepare(forward_batch, self._usable)
+            return self.shared.prepare(forward_batch, self.ready.usable)
         except Exception as error:  # the step runs on SGLang's own backend, and so do all others
             logger.exception("sparse attention: a decode step could not be prepared")
+            if self.ranks.size > 1:  # other ranks may have prepared it, and would replay another graph: wrong answers
+                raise
             self.shared.refuse(f"{type(error).__name__}: {error}")
             return None
 
@@ -287,47 +328,6 @@ class SparseRuntime:
             self.builds.prefilled(self._step.chunks)
             self.counters.recorded_steps += 1
             self.counters.recorded_graph_steps += in_graph
-
-    def _usable(self, attachment: Attachment | None) -> ResidentIndex | None:
-        if attachment is None:
-            return None
-        index, reason = attachment.index, attachment.reason
-        if self._stale:
-            index, reason = None, "index_mismatch"
-        if index is not None:
-            if index.state is State.LOADING and index.loaded is not None:
-                self._wait(attachment, index)
-            if index.state is State.READY:
-                return index
-            if index.state is State.FAILED:
-                attachment.reason, attachment.detail = index.reason, index.detail
-                self._release(attachment)
-            reason = attachment.reason or "index_loading"
-        self._count_fallback(attachment, reason)
-        return None
-
-    def _count_fallback(self, attachment: Attachment | None, reason: str | None) -> None:
-        """Count a request that decodes dense, once per reason."""
-        if attachment is not None and reason is not None and reason not in attachment.reported:
-            attachment.reported.add(reason)
-            self.counters.count_fallback(reason)
-
-    def _wait(self, attachment: Attachment, index: ResidentIndex) -> None:
-        policy = self.config.prefetch_policy
-        if policy is PrefetchPolicy.BEST_EFFORT or index.loaded is None:
-            return
-        timeout = None
-        if policy is PrefetchPolicy.TIMEOUT:
-            now = time.monotonic()
-            if attachment.deadline is None:
-                attachment.deadline = now + self.config.prefetch_timeout_s
-            timeout = max(0.0, attachment.deadline - now)
-        try:
-            index.loaded.result(timeout)
-        except FutureTimeout:
-            return
-        except Exception as error:  # the request decodes dense; a fallback is counted for it
-            logger.error("sparse attention: loading an index ended unexpectedly", exc_info=error)
 
     def observe(self, layer: int, x: Tensor, y: Tensor) -> None:
         """The residual stream around one layer's attention block, in a process that captures.
@@ -386,9 +386,14 @@ class SparseRuntime:
     # -- what others see -----------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """State and counters as plain values, for `/get_server_info`. Waits for the device."""
+        """State and counters as plain values, for `/get_server_info`. Waits for the device, and for all ranks: it is
+        called on each, as SGLang hands a question to all of them.
+        """
         self._sweep()
+        mine = {name: getattr(self.counters, name) for name in ("sparse_steps", "sparse_rows", "shared_steps")}
+        held = {"resident_bytes": self.residency.resident_bytes(), "index_users": self.residency.num_users()}
         return {
+            "ranks": self.ranks.gathered({**mine, **held, **self.ready.snapshot()}),
             **self.counters.snapshot(),
             "method": self.config.method,
             "model": msgspec.to_builtins(self.model),
@@ -396,8 +401,7 @@ class SparseRuntime:
             "shared": self.shared.snapshot(),
             "builds": {} if self.builds is None else self.builds.snapshot(),
             **self.watch.snapshot(),
-            "resident_bytes": self.residency.resident_bytes(),
-            "index_users": self.residency.num_users(),
+            **held,
             "requests": len(self.requests),
         }
 

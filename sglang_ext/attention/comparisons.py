@@ -11,6 +11,10 @@ from torch import Tensor
 
 from prefix_kernels.slot_lists import common_slots
 
+_LOCKSTEP = 2
+"""Steps after which a result is taken in lockstep. With the overlap schedule the host prepares a step when the one
+before the last has run, so the result is there: the wait for it is none."""
+
 
 @dataclass(eq=False)
 class _Comparison:
@@ -19,6 +23,7 @@ class _Comparison:
     others: Sequence[int | None]
     lengths: Tensor
     done: Any
+    begun: int
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,13 @@ class SlotComparisons:
         max_batch: requests of a batch, at most.
         device: where SGLang's table lies.
         implementation: of `common_slots`.
+        lockstep: take each result so many steps after its start, not when this device has it: with tensor parallelism
+            all ranks must know of it in the same step.
     """
 
-    def __init__(self, max_batch: int, device: torch.device, implementation: str) -> None:
+    def __init__(self, max_batch: int, device: torch.device, implementation: str, *, lockstep: bool = False) -> None:
+        self._lockstep = lockstep
+        self._step = 0
         self._implementation = implementation
         self._out = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._pending: list[_Comparison] = []
@@ -81,17 +90,27 @@ class SlotComparisons:
             done.record()
         else:
             lengths = out.clone()
-        self._pending.append(_Comparison(serial, length, tuple(serials), lengths, done))
+        self._pending.append(_Comparison(serial, length, tuple(serials), lengths, done, self._step))
 
     def finished(self) -> list[Compared]:
-        """Take what has come back, without a wait."""
+        """A step begins: take what has come back, without a wait."""
         found = []
-        while self._pending and (self._pending[0].done is None or self._pending[0].done.query()):
+        self._step += 1
+        while self._pending and self._is_back(self._pending[0]):
             one = self._pending.pop(0)
             pairs = zip(one.others, one.lengths.tolist(), strict=True)
             common = {other: n for other, n in pairs if other is not None and other != one.serial}
             found.append(Compared(one.serial, one.length, common))
         return found
+
+    def _is_back(self, one: _Comparison) -> bool:
+        if not self._lockstep:
+            return one.done is None or bool(one.done.query())
+        if self._step - one.begun < _LOCKSTEP:
+            return False
+        if one.done is not None:
+            one.done.synchronize()
+        return True
 
     def drop(self, serial: int) -> None:
         """A request ended: its own comparison is of no use any more."""

@@ -19,8 +19,9 @@ from sglang_ext.config import DecodePath, SparseAttnConfig
 from sglang_ext.indexing.base import IndexSpec
 from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
-from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.requests import ALONE, Attachment, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex
+from sglang_ext.ranks import OneRank, Ranks
 
 if TYPE_CHECKING:
     from sglang_ext.attention.sparse_decode import SparseDecode
@@ -35,9 +36,6 @@ _ARENA_POOLS = 2
 
 _MEMBERS = 32
 """Requests of the group that decides how little may be shared: fewer must share more to be worth it."""
-
-_ALONE = ("by_request", "unsupported_mode")
-"""Reasons for which a request shares nothing."""
 
 
 class Path(str, Enum):
@@ -76,7 +74,8 @@ class SharedSteps:
         counters: receives the rows.
         spec: of the configured method.
         layer_plan: role of each layer.
-        dense_heads: per layer, KV heads that attend everything.
+        dense_heads: per layer, KV heads that attend everything, of the whole model: all ranks must answer alike.
+        ranks: of this process.
     """
 
     def __init__(
@@ -88,7 +87,9 @@ class SharedSteps:
         spec: IndexSpec,
         layer_plan: LayerPlan,
         dense_heads: Sequence[Sequence[int]] = (),
+        ranks: Ranks | None = None,
     ) -> None:
+        ranks = ranks or OneRank()
         self._path = config.decode_path
         self._view = view
         self._requests = requests
@@ -109,7 +110,10 @@ class SharedSteps:
             view.num_qo_heads, view.num_kv_heads, view.head_dim, view.v_head_dim, view.dtype, view.kv_dtype
         )
         min_saved, max_batch = config.min_shared_tokens, min(view.max_requests, MAX_BATCH)
-        self._tracker = SlotTracker(max_batch, min_saved // _MEMBERS, view.device, "triton" if on_gpu else "reference")
+        implementation = "triton" if on_gpu else "reference"
+        self._tracker = SlotTracker(
+            max_batch, min_saved // _MEMBERS, view.device, implementation, lockstep=ranks.size > 1
+        )
         arena_size = _ARENA_POOLS * view.num_slots
         graphs = view.decode_graphs
         self._decode = SharedDecode(shape, self._tracker, arena_size, view.device, min_saved, captured=graphs)
@@ -131,6 +135,7 @@ class SharedSteps:
                 device=view.device,
                 captured=True,
                 beside=self._decode.attentions,
+                ranks=ranks,
             )
 
     def refuse(self, why: str) -> None:
@@ -143,6 +148,10 @@ class SharedSteps:
     def uses_indexes(self) -> bool:
         """Whether an index could serve a step here. After a refusal none does, though the step that runs may end."""
         return self.sparse is not None and self.refusal is None
+
+    def accepts(self, index: ResidentIndex) -> bool:
+        """Whether a ready index can be read by what attends here."""
+        return self.sparse is None or self.sparse.accepts(index)
 
     def ended(self, serial: int) -> None:
         """A request gave its slots back."""
@@ -160,7 +169,7 @@ class SharedSteps:
         if self._decode is None or self.refusal or lens is None or not rids or len(rids) != forward_batch.batch_size:
             return None
         attachments = [self._requests.get(rid) for rid in rids]
-        serials = [None if one is None or one.reason in _ALONE else one.serial for one in attachments]
+        serials = [None if one is None or one.reason in ALONE else one.serial for one in attachments]
         repeated = len({serial for serial in serials if serial is not None}) < len(serials) - serials.count(None)
         if repeated or len(rids) > self._tracker.max_batch:
             return None  # beam batches: rows are not one request each

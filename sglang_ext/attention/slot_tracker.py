@@ -47,12 +47,15 @@ class SlotTracker:
         min_length: leading slots that are worth a group.
         device: where SGLang's table lies.
         implementation: of `common_slots`.
+        lockstep: see `SlotComparisons`.
     """
 
-    def __init__(self, max_batch: int, min_length: int, device: torch.device, implementation: str) -> None:
+    def __init__(
+        self, max_batch: int, min_length: int, device: torch.device, implementation: str, *, lockstep: bool = False
+    ) -> None:
         self.max_batch = max_batch
         self.prefixes = SharedPrefixes(min_length)
-        self._comparisons = SlotComparisons(max_batch, device, implementation)
+        self._comparisons = SlotComparisons(max_batch, device, implementation, lockstep=lockstep)
         self._steps: dict[int, int] = {}
 
     def learn(self, batch: DecodeBatch) -> None:

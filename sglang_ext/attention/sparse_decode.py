@@ -34,6 +34,7 @@ from sglang_ext.indexing.base import IndexSpec
 from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
 from sglang_ext.indexing.token_index import TokenIndexSpec
 from sglang_ext.prefix.residency import ResidentIndex
+from sglang_ext.ranks import OneRank, Ranks
 
 MAX_GROUPS = 16
 """Prefixes of a batch with an index, at most: the lists of all of them have room for the largest budget."""
@@ -111,6 +112,7 @@ class SparseDecode:
         form: how selections are launched; None: in one launch on a GPU.
         captured: whether decode steps replay graphs.
         beside: of exact steps, whose scratch serves here, too.
+        ranks: of this process: the slowest one's costs count.
 
     Raises:
         ValueError: settings that `graph_refusal` names.
@@ -130,7 +132,9 @@ class SparseDecode:
         form: Form | None = None,
         captured: bool = False,
         beside: Attentions | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or OneRank()
         message = graph_refusal(config, spec, layer_plan, ())
         if message or not isinstance(spec, TokenIndexSpec):
             raise ValueError(f"expected settings that the decode graph can hold; got: {message}")
@@ -182,6 +186,10 @@ class SparseDecode:
         one = self._config.budget(prefix_len)
         cap = max(one, int(self._config.max_keep_ratio * prefix_len))
         return min(budget_for_group(one, num_rows, BudgetGrowth(self._config.group_growth), cap), prefix_len)
+
+    def accepts(self, index: ResidentIndex) -> bool:
+        """Whether the kernels can read an index; where not, the log says why, once."""
+        return self._selections.number_of(index) is not None
 
     def _kernels(self, size: int) -> _Kernels:
         size = self._whole.padded(size)
@@ -365,12 +373,13 @@ class SparseDecode:
         def select() -> None:
             self._selections.run(kernels.selection, q, 1.0, slots, None, kernels.size)
 
-        rows, points = tuple(range(size)), []
+        rows, points = tuple(range(size)), []  # all ranks measure, at the same capture: a collective is in order
         for tokens in (far // _NEAR, far):
             kernels.whole.plan([Segment(rows, tokens)])
             group = self._selection_group(tokens, self.budget(tokens, size), 0)
             self._selections.plan_one(kernels.selection, rows, group, arrays)
-            points.append([(tokens, measure_us(run, self._device)) for run in (attend, select)])
+            times = self._ranks.most([measure_us(run, self._device) for run in (attend, select)])
+            points.append([(tokens, us) for us in times])
         kernels.whole.plan()
         kernels.selection.plan((), ())
         self._planned = None

@@ -29,7 +29,7 @@ class RunnerView:
         num_slots: of the KV pool.
         max_requests: that can run at a time.
         decode_graphs: whether decode steps replay CUDA graphs.
-        device: of the KV pool.
+        device: of the KV pool, with its number: a thread of ours that says "cuda" would get the first GPU.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -45,7 +45,7 @@ class RunnerView:
         self.kv_dtype: torch.dtype = runner.token_to_kv_pool.dtype
         self.num_slots = int(runner.max_total_num_tokens)
         self.max_requests = int(runner.req_to_token_pool.size)
-        self.device = torch.device(runner.device)
+        self.device: torch.device = runner.req_to_token_pool.req_to_token.device
         self.decode_graphs = _decode_graphs(runner)
 
     def refusal(self) -> str | None:

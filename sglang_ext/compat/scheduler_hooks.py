@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.compat import decode_graphs
+from sglang_ext.compat import decode_graphs, tensor_parallel
 from sglang_ext.compat.server_args import settings_of, unsupported
 from sglang_ext.config import Build
 
@@ -38,14 +38,17 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     view = RunnerView(runner)
     for message in (
         unsupported(runner.server_args),
+        tensor_parallel.refusal(runner.server_args, settings.config),
         refusal(wrapped),
         view.refusal(),
         _graph_refusal(runner, settings.config.build),
     ):
         if message:
             raise RuntimeError(message)
-    prometheus = bool(getattr(runner.server_args, "enable_metrics", False))
-    _runtime = SparseRuntime(settings, view, prometheus=prometheus)
+    # One rank exports: all count the same requests.
+    prometheus = bool(getattr(runner.server_args, "enable_metrics", False)) and view.tp_rank == 0
+    ranks = tensor_parallel.ranks_of(view.tp_rank, view.tp_size)
+    _runtime = SparseRuntime(settings, view, prometheus=prometheus, ranks=ranks)
     if settings.config.build is Build.CAPTURE:
         from sglang_ext.compat.residual_stream import observe_residual_stream
 
@@ -183,7 +186,10 @@ def before_req_to_token_free(pool: Any, req: Any) -> None:
 
 def after_weights_update(result: Any, _updater: Any, *_args: Any, **_kwargs: Any) -> None:
     """Weights changed in place: indexes of the old ones must neither be used nor built any more."""
-    if _runtime is not None and (not isinstance(result, tuple) or result[0] is not False):
+    if _runtime is None:
+        return
+    # With several ranks an update that failed on this one may have been made on another: all are asked, all stop.
+    if _runtime.view.tp_size > 1 or not isinstance(result, tuple) or result[0] is not False:
         _runtime.weights_changed()
 
 

@@ -25,7 +25,6 @@ ATTRIBUTE = "_sparse_attn"
 
 #: (field of ServerArgs, value that is fine, name the user knows it by)
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
-    ("tp_size", 1, "tensor parallelism (--tp-size)"),
     ("pp_size", 1, "pipeline parallelism (--pp-size)"),
     ("dp_size", 1, "data parallelism (--dp-size)"),
     ("enable_two_batch_overlap", False, "two-batch overlap (--enable-two-batch-overlap)"),
@@ -142,11 +141,11 @@ def after_check_server_args(_result: None, record: Any) -> None:
         refuse(str(error))
     if settings is None:
         return
-    message = unsupported(record)
+    from sglang_ext.compat import seams, tensor_parallel
+
+    message = unsupported(record) or tensor_parallel.refusal(record, settings.config)
     if message:
         refuse(message)
-    from sglang_ext.compat import seams
-
     try:
         seams.assert_in_place(seam for seam in seams.SEAMS if seam.process == "every")
     except RuntimeError as error:

@@ -15,9 +15,11 @@ from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.indexing.profile import Profile
 from sglang_ext.prefill.builder import IndexFactory, covered_tokens, profile_digest
 from sglang_ext.prefill.claims import Claim, ClaimDesk
+from sglang_ext.prefill.handover import Inputs, OwnInputs, gathered
 from sglang_ext.prefill.recorder import Capture, QueryRecorder
 from sglang_ext.prefill.recording import Admission, BuildView, Recording
 from sglang_ext.prefill.report import report
+from sglang_ext.ranks import OneRank, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ class PrefillBuilds(Recording):
         view: the target model runner.
         model: its fingerprint.
         profile: the model's profile, where there is one.
+        ranks: of this process, the first of them; the others have a `PrefillHelp` each.
+        device: where indexes are built, with several ranks.
     """
 
     def __init__(
@@ -42,7 +46,11 @@ class PrefillBuilds(Recording):
         view: BuildView,
         model: ModelFingerprint,
         profile: Profile | None = None,
+        *,
+        ranks: Ranks | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self._ranks, self._device = ranks or OneRank(), device or torch.device("cpu")
         gqa = view.num_qo_heads // view.num_kv_heads
         self.recorder = QueryRecorder(view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed)
         self._desk = ClaimDesk(store)
@@ -131,36 +139,49 @@ class PrefillBuilds(Recording):
         """
         capture = self.recorder.take(rid)
         claim = self._pending.pop(rid, None)
-        if claim is None:
-            return
         try:
-            built = self._build(rid, row, capture, claim)
+            line = self._finish(rid, row, capture, claim)
         finally:
-            self._desk.give_back(claim)
-        if built:
-            self._report(rid, **built)
+            if claim is not None:
+                self._desk.give_back(claim)
+        if line:
+            self._report(rid, **line)
 
-    def _build(self, rid: str, row: int, capture: Capture | None, claim: Claim) -> dict[str, Any] | None:
-        """What to report of a prompt; None where that was done, or is not wanted."""
+    def _finish(self, rid: str, row: int, capture: Capture | None, claim: Claim | None) -> dict[str, Any]:
+        """What to report of a prompt; nothing where that was done, or is not wanted. With several ranks a collective,
+        for each request that ends.
+        """
+        missing = {} if claim is None else self._missing(rid, capture, claim)
+        own = None
+        if missing is None and claim is not None and capture is not None:
+            own = OwnInputs(self._view, capture, row, claim.identity.num_tokens)
+        inputs = gathered(self._ranks, own, self._device)
+        if missing is not None:
+            return missing
+        if inputs is None or claim is None or capture is None:
+            detail = "expected keys and queries of all tensor-parallel ranks, some had none; send the prompt again"
+            return {"status": "failed", "reason": "capture_rejected", "detail": detail}
+        return self._build(rid, claim.identity, inputs, capture.scale(self._view.head_dim))
+
+    def _missing(self, rid: str, capture: Capture | None, claim: Claim) -> dict[str, Any] | None:
+        """Why no index can be built of a prompt, to report, if it was not yet; None where it can."""
         seconds = self._config.store_timeout_s
         if not claim.wait(seconds):
             detail = f"expected the store to give the lease within {seconds:g} s, it did not; send the prompt again"
             return {"status": "failed", "reason": "store_unavailable", "detail": detail}
         if self._refused(rid, claim) or capture is None:
-            return None
+            return {}
         problem = capture.problem()
-        if problem:
-            return {"status": "failed", "reason": "capture_rejected", "detail": problem}
-        identity = claim.identity
+        return {"status": "failed", "reason": "capture_rejected", "detail": problem} if problem else None
+
+    def _build(self, rid: str, identity: IndexIdentity, inputs: Inputs, sm_scale: float) -> dict[str, Any]:
         try:
-            queries = capture.queries(self._view.num_kv_heads)
-            slots = self._view.req_to_token[row, : identity.num_tokens].to(torch.int64)
-            entry, stats = self._factory.build(
-                identity, lambda layer: self._view.kv(layer).k_cache[slots], queries, capture.scale(self._view.head_dim)
-            )
+            entry, stats = self._factory.build(identity, inputs.keys, inputs.queries(), sm_scale)
         except Exception as error:  # one prompt must not end the job
             self._failed(rid, error)
-            return None
+            return {}
+        finally:
+            inputs.close()
         named = {"digest": entry.digest, "num_tokens": identity.num_tokens, "path": entry.path}
         return {"status": "built", **named, **stats}
 

@@ -15,6 +15,9 @@ from sglang_ext.prefix.residency import ResidentIndex
 
 _serials = itertools.count()
 
+ALONE = ("by_request", "unsupported_mode")
+"""Reasons for which a request shares nothing."""
+
 
 @dataclass(eq=False)
 class Search:

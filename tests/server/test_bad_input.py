@@ -57,7 +57,14 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "missing @file": (["--sparse-attn-config", "@/nowhere/c.json"], ["/nowhere/c.json", "readable file"]),
     "missing store": (["--sparse-attn-store", "/nowhere/store"], ["/nowhere/store", "expected an existing folder"]),
     "store is a file": (["--sparse-attn-store", "/etc/hostname"], ["/etc/hostname", "expected an existing folder"]),
-    "tp": (["--tp-size", "2"], ["tensor parallelism (--tp-size)", "tp_size=2"]),
+    "tp, building": (
+        ["--tp-size", "2", "--sparse-attn-config", '{"build": "shared"}'],
+        ["tensor parallelism (--tp-size)", "build='shared'", "tp_size=2", "prebuild"],
+    ),
+    "tp, traced": (
+        ["--tp-size", "2", "--sparse-attn-config", '{"trace_folder": "t"}'],
+        ["no trace_folder", "tp_size=2"],
+    ),
     "pp": (["--pp-size", "2"], ["pipeline parallelism (--pp-size)"]),
     "dp": (["--dp-size", "2"], ["data parallelism (--dp-size)"]),
     "torch.compile": (["--enable-torch-compile"], ["--enable-torch-compile"]),

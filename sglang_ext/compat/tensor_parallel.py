@@ -1,0 +1,72 @@
+"""Tensor parallelism: which settings do not go with it yet, and the group through which our ranks agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext.config import Build, SparseAttnConfig
+from sglang_ext.ranks import OneRank, ProcessRanks, Ranks
+
+#: (field of ServerArgs, value that is fine, name the user knows it by)
+_UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
+    ("nnodes", 1, "more than one machine (--nnodes)"),
+    ("attn_cp_size", 1, "context parallelism (--attn-cp-size)"),
+    ("dcp_size", 1, "decode context parallelism (--dcp-size)"),
+    ("enable_dp_attention", False, "attention data parallelism (--enable-dp-attention)"),
+    ("elastic_ep_backend", None, "elastic expert parallelism (--elastic-ep-backend)"),
+)
+
+
+def refusal(record: Any, config: SparseAttnConfig) -> str | None:
+    """What of a server's settings does not go with tensor parallelism, as a message; None if all does, or without it.
+
+    Args:
+        record: SGLang's ServerArgs.
+        config: ours.
+    """
+    size = int(getattr(record, "tp_size", 1) or 1)
+    if size == 1:
+        return None
+    if config.build not in (Build.OFF, Build.PREFILL):
+        return (
+            "--sparse-attn: expected build off or prefill with tensor parallelism (--tp-size); got "
+            f"build={config.build.value!r} and tp_size={size}. A rank sees only its own KV heads: build indexes ahead "
+            "(sglang-ext prebuild, also with --tp-size), and calibrate on one GPU."
+        )
+    if config.trace_folder is not None:
+        return (
+            f"--sparse-attn: expected no trace_folder with tensor parallelism (--tp-size); got tp_size={size}. A rank "
+            "selects for its own KV heads only: remove trace_folder, or serve on one GPU."
+        )
+    for field, fine, name in _UNSUPPORTED:
+        value = getattr(record, field, fine)
+        if value is not None and value != fine:
+            return (
+                f"--sparse-attn: expected no {name} beside tensor parallelism; got {field}={value!r} and "
+                f"tp_size={size}. This combination is not supported yet: remove one of the two."
+            )
+    return None
+
+
+def ranks_of(rank: int, size: int) -> Ranks:
+    """The ranks of this server. A collective with more than one: every scheduler process builds its backend once.
+
+    The group is our own, so that no call of SGLang's, from whatever thread, comes between ours.
+
+    Args:
+        rank, size: of SGLang's tensor-parallel group.
+
+    Raises:
+        RuntimeError: SGLang's processes are not the tensor-parallel ranks alone.
+    """
+    if size == 1:
+        return OneRank()
+    import torch.distributed as dist
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != size or dist.get_rank() != rank:
+        raise RuntimeError(
+            f"--sparse-attn: expected {size} processes, one for each tensor-parallel rank; got {world}. Use no other "
+            "parallelism beside --tp-size."
+        )
+    return ProcessRanks(dist.new_group(list(range(size)), backend="gloo"))

@@ -1,0 +1,76 @@
+"""What does not go with tensor parallelism is refused by name, and what one rank alone sees counts for all."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prefix_index import ModelFingerprint
+from prefix_index.testing import sample_model
+from sglang_ext.compat import tensor_parallel, versions
+from sglang_ext.config import config_from_dict
+from sglang_ext.profiles import roles_of_rank
+from sglang_ext.ranks import OneRank
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "words"),
+    [
+        ({}, {}, None),
+        ({}, {"build": "prefill"}, None),
+        ({}, {"build": "shared"}, ["expected build off or prefill", "build='shared'", "tp_size=2", "prebuild"]),
+        ({}, {"trace_folder": "traces"}, ["no trace_folder", "serve on one GPU"]),
+        ({"nnodes": 2}, {}, ["more than one machine (--nnodes)", "nnodes=2"]),
+        ({"attn_cp_size": 2}, {}, ["context parallelism (--attn-cp-size)"]),
+        ({"dcp_size": 2}, {}, ["--dcp-size"]),
+        ({"enable_dp_attention": True}, {}, ["--enable-dp-attention"]),
+        ({"elastic_ep_backend": "mooncake"}, {}, ["--elastic-ep-backend"]),
+    ],
+)
+def test_what_does_not_go_with_it_is_named(fields: dict[str, Any], config: Any, words: list[str] | None) -> None:
+    settings = config_from_dict(config)
+    message = tensor_parallel.refusal(SimpleNamespace(tp_size=2, **fields), settings)
+    assert (message is None) == (words is None)
+    for word in words or ():
+        assert word in str(message)
+    assert tensor_parallel.refusal(SimpleNamespace(tp_size=1, **fields), settings) is None
+
+
+@pytest.mark.skipif(versions.installed() != "0.5.16", reason="a later release may have fewer fields")
+def test_sglang_knows_these_fields() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    for field, _, _ in tensor_parallel._UNSUPPORTED:
+        assert hasattr(ServerArgs, field) or field in ServerArgs.__dataclass_fields__
+
+
+def test_one_rank_needs_no_group_and_others_one_process_each() -> None:
+    assert isinstance(tensor_parallel.ranks_of(0, 1), OneRank)
+    with pytest.raises(RuntimeError, match="expected 2 processes, one for each tensor-parallel rank; got 1"):
+        tensor_parallel.ranks_of(0, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_head_map_across_ranks_stops_all_of_them(rank: int) -> None:
+    """Rank 0 has both heads of the map; rank 1 takes a selection of rank 0's: both must stop."""
+    model: ModelFingerprint = sample_model(num_layers=2, num_kv_heads=4, kv_dtype="float32")
+    layers = ["anchor", {"reuse": 0, "head_map": [0, 1, 1, 3]}]
+    with pytest.raises(ValueError, match="layer 1: expected KV head 2 to reuse a selection of its own rank 1 of 2"):
+        roles_of_rank(layers, None, model, rank, 2)
+    plan, _ = roles_of_rank(["anchor", {"reuse": 0, "head_map": [1, 0, 2, 2]}], None, model, rank, 2)
+    assert plan.layers[1].head_map == ((1, 0), (0, 0))[rank]
+
+
+@pytest.mark.parametrize(("size", "result", "stale"), [(1, (False, ""), 0), (1, (True, ""), 1), (2, (False, ""), 1)])
+def test_weights_that_one_rank_could_not_load_are_stale_on_all(
+    monkeypatch: pytest.MonkeyPatch, size: int, result: tuple[bool, str], stale: int
+) -> None:
+    from sglang_ext.compat import scheduler_hooks
+
+    calls: list[int] = []
+    runtime = SimpleNamespace(view=SimpleNamespace(tp_size=size), weights_changed=lambda: calls.append(1))
+    monkeypatch.setattr(scheduler_hooks, "_runtime", runtime)
+    scheduler_hooks.after_weights_update(result, None)
+    assert len(calls) == stale

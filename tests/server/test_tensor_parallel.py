@@ -1,0 +1,158 @@
+"""Two tensor-parallel ranks on a CPU: answers of one rank, and one decode path on both, whatever comes late on one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefix_index import FileStore
+
+TOKENS = 24
+EXACT: dict[str, Any] = {"share_prefixes": True, "min_shared_tokens": 512}
+LATE = Path(__file__).parent / "late"
+
+
+def _cores() -> str:
+    """One core for each rank: without it SGLang wants a NUMA node for each."""
+    cores = sorted(os.sched_getaffinity(0))
+    return f"{cores[0]}|{cores[-1]}"
+
+
+@pytest.fixture
+def serve_two(serve: Any) -> Any:
+    def start(store: Path, config: dict[str, Any], **environment: str) -> Any:
+        env = {"SGLANG_EXT_CPU_SHORT_EXTEND": "1", "SGLANG_CPU_OMP_THREADS_BIND": _cores(), **environment}
+        return serve(store, config, environment=env, disable_overlap_schedule=None, tp_size="2")
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def expected(serve: Any, texts: Any) -> list[tuple[int, ...]]:
+    """What one rank answers, densely and alone."""
+    server = serve()
+    return [server.generate(prompt, TOKENS).ids for prompt in _prompts(texts)]
+
+
+def _prompts(texts: Any) -> list[str]:
+    return [texts.ask(texts.first, n) for n in range(4)] + [texts.ask(texts.second, 0)]
+
+
+def _ask_together(server: Any, prompts: Sequence[str]) -> list[tuple[int, ...]]:
+    return [a.ids for a in server.together([lambda p=p: server.generate(p, TOKENS) for p in prompts])]
+
+
+def _same_path(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each rank; both took one path in every step."""
+    ranks: list[dict[str, Any]] = state["ranks"]
+    assert len(ranks) == 2
+    assert ranks[0]["history"] == ranks[1]["history"] != 0
+    assert ranks[0]["votes"] == ranks[1]["votes"] > 0
+    assert state["shared"]["refusal"] in (None, "share_prefixes is off")
+    return ranks
+
+
+def test_shared_slots_are_read_once_on_both_ranks(
+    expected: Any, serve_two: Any, texts: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("no-indexes-for-two")
+    server = serve_two(folder, EXACT)
+    warm = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in _prompts(texts)]
+    assert warm == expected, "SGLang's own decode on two ranks"
+    delta = server.delta()
+    assert _ask_together(server, _prompts(texts)) == expected
+    server.done(delta)
+    assert delta.shared_steps > TOKENS // 2
+    for rank in _same_path(delta.after):
+        assert rank["shared_steps"] == delta.after["shared_steps"]
+
+
+def test_each_rank_reads_its_own_kv_heads_of_an_index(
+    expected: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
+) -> None:
+    """All positions are selected, so answers stay those of dense decode."""
+    server = serve_two(store, exact_config)
+    delta = server.delta()
+    assert _ask_together(server, _prompts(texts)) == expected
+    server.done(delta)
+    assert delta.hits == len(expected)
+    assert delta.sparse_rows >= len(expected) * (TOKENS - 1)
+    for rank in _same_path(delta.after):
+        assert rank["sparse_steps"] == delta.after["sparse_steps"]
+        assert rank["resident_bytes"] > 0
+
+
+def test_a_selection_is_that_of_one_rank(
+    serve: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
+) -> None:
+    """A quarter of the prefix, in a plan with reuse layers: each rank selects for its own head."""
+    plan = ["dense", "anchor", {"reuse": 1, "head_map": [0, 1]}, "anchor", {"reuse": 3}, "anchor"]
+    config = {**exact_config, "keep_ratio": 0.25, "layer_plan": plan}
+    answers = [_ask_together(serve(store, config), _prompts(texts))]
+    server = serve_two(store, config)
+    answers.append(_ask_together(server, _prompts(texts)))
+    assert answers[0] == answers[1]
+    state = server.settled()
+    _same_path(state)
+    assert state["keep_ratio"] < 0.5
+
+
+def _arrays(job: Any) -> dict[Any, Any]:
+    with FileStore(job.store) as store:
+        [entry] = store.list()
+        with store.get(entry.identity) as file:
+            return dict(file.read_many(file.keys))
+
+
+def test_two_ranks_build_what_one_builds(
+    expected: Any, serve: Any, texts: Any, prebuild: Any, exact_config: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Rank 0 has the KV heads of both. Sums of two ranks round otherwise: codes may differ by one, here and there."""
+    serve.close()
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", _cores())
+    prompts = [{"id": "first", "text": texts.first.text}, {"id": "short", "text": texts.first.questions[0].text}]
+    prompts.append({"id": "again", "text": texts.first.text})
+    jobs = [prebuild(tmp_path / "two", prompts, chunked_prefill_size="512", tp_size="2")]
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND")
+    jobs.append(prebuild(tmp_path / "one", prompts[:1], chunked_prefill_size="512"))
+    two, one = jobs
+    assert [line["status"] for line in two.report] == ["built", "skipped", "exists"], two.output[-3000:]
+    assert two.line("first")["digest"] == one.line("first")["digest"]
+    assert two.line("first")["recall"]["ab_sparse"] == pytest.approx(one.line("first")["recall"]["ab_sparse"], abs=0.01)
+    mine, theirs = _arrays(two), _arrays(one)
+    assert mine.keys() == theirs.keys()
+    for key, array in mine.items():
+        assert array.shape == theirs[key].shape
+        near = abs(array - theirs[key]) <= 1e-3 * abs(theirs[key]) if array.dtype.kind == "f" else array == theirs[key]
+        assert near.mean() > 0.98, key
+    server = serve(two.store, exact_config)
+    delta = server.delta()
+    assert server.generate(_prompts(texts)[0], TOKENS).ids == expected[0]
+    server.done(delta)
+    assert delta.sparse_rows >= TOKENS - 1
+
+
+def test_an_index_that_is_late_on_one_rank_is_used_on_none(
+    expected: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
+) -> None:
+    config = {**exact_config, "prefetch_policy": "best_effort"}
+    server = serve_two(store, config, PYTHONPATH=os.pathsep.join([str(LATE), os.environ.get("PYTHONPATH", "")]))
+    long = 160
+    delta = server.delta()
+    first = server.generate(_prompts(texts)[0], long)
+    server.done(delta)
+    assert first.ids[:TOKENS] == expected[0]
+    assert delta.fallbacks == {"index_loading": 1}, "while the second rank's part was on its way"
+    assert 0 < delta.sparse_rows < long - 1, "and used once it was there"
+    ranks = _same_path(delta.after)
+    assert ranks[0]["sparse_steps"] == ranks[1]["sparse_steps"] == delta.after["sparse_steps"]
+    delta = server.delta()
+    assert _ask_together(server, _prompts(texts)[:4]) == expected[:4]
+    server.done(delta)
+    assert delta.sparse_rows >= 4 * (TOKENS - 1)
+    assert not delta.fallbacks
+    _same_path(delta.after)

@@ -1,0 +1,267 @@
+"""Ranks of a tensor-parallel group: each knows something else, and all must come to the same, without a deadlock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from sglang_ext.attention.comparisons import SlotComparisons
+from sglang_ext.metrics import REASONS, Counters
+from sglang_ext.options import SparseAttnConfig
+from sglang_ext.prefix.agreement import EVERY, KEPT, LOADING, READY, Agreement, Word, dense
+from sglang_ext.prefix.readiness import Readiness
+from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.residency import State
+from sglang_ext.ranks import OneRank, ProcessRanks, Ranks, check_alike
+from tests.serving.meeting import Meeting
+
+A, B = "a" * 64, "b" * 64
+MISMATCH = dense(REASONS.index("index_mismatch"))
+MEMORY = dense(REASONS.index("index_memory"))
+
+
+def _settle(words: Sequence[Sequence[Word]], steps: int = 1) -> list[list[tuple[Word, bool, int]]]:
+    """Per rank and step of one request: what was agreed, whether it may be used, and the votes so far."""
+
+    def work(ranks: Ranks) -> list[tuple[Word, bool, int]]:
+        votes, found = Agreement(ranks, MISMATCH), []
+        for step in range(steps):
+            own = words[ranks.rank]
+            word = own[min(step, len(own) - 1)]
+            votes.settle(["r"], lambda _, word=word: word, refused=False)
+            found.append((votes._agreed["r"], votes.ready("r"), votes.votes))
+        return found
+
+    return Meeting(len(words)).run(work)
+
+
+@pytest.mark.parametrize(
+    ("words", "state", "shares"),
+    [
+        ([Word(READY, True, A), Word(READY, True, A)], READY, True),
+        ([Word(READY, True, A), Word(LOADING, True, A)], LOADING, True),
+        ([Word(READY, True, A), Word(READY, True, B)], MISMATCH, True),
+        ([Word(LOADING, True, A), Word(READY, True, B)], MISMATCH, True),
+        ([Word(READY, True, A), Word(dense(0), True)], dense(0), True),
+        ([Word(READY, True, A), Word(LOADING, True, A), Word(MEMORY, True, A)], MEMORY, True),
+        ([Word(READY, True, A), Word(READY, False, A)], READY, False),
+    ],
+)
+def test_the_least_of_what_ranks_have_counts(words: list[Word], state: int, shares: bool) -> None:
+    for of_rank in _settle([[word] for word in words]):
+        assert [(word.state, word.shares) for word, _, _ in of_rank] == [(state, shares)]
+
+
+def test_an_index_that_is_late_on_one_rank_is_used_on_all_from_one_step_on() -> None:
+    late = [Word(LOADING, True, A)] * (EVERY + 3) + [Word(READY, True, A)]
+    early, other = _settle([[Word(READY, True, A)], late], steps=3 * EVERY)
+    assert early == other
+    used = [ready for _, ready, _ in early]
+    assert used == [False] * (2 * EVERY - 1) + [True] * (EVERY + 1)
+    assert early[-1][2] == 3, "one vote when it came, then one in so many steps, and none once it is settled"
+
+
+def test_ranks_that_went_different_ways_or_refuse_say_so_on_all() -> None:
+    def work(ranks: Ranks) -> list[str | None]:
+        votes, problems = Agreement(ranks, MISMATCH), []
+        for step, rid in enumerate("abc"):
+            refused = step == 1 and ranks.rank == 0
+            problems.append(votes.settle([rid], lambda _: Word(READY, True, A), refused=refused)[1])
+            votes.took("sparse" if step < 1 or ranks.rank else "grouped", 1)
+        return problems
+
+    one, two = Meeting(2).run(work)
+    assert one == two
+    assert one[0] is None
+    assert "does not attend" in one[1]
+    assert "different decode paths" in one[2]
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    votes = Agreement(OneRank(), MISMATCH)
+    for number in range(KEPT + 50):
+        votes.settle(["stays", f"r{number}"], lambda _: Word(READY, True, A), refused=False)
+        assert votes.ready("stays")
+    assert len(votes._agreed) < KEPT
+    assert votes.votes == KEPT + 50, "none for one that stayed"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_each_rank_knows_all_enter_the_same_votes(seed: int) -> None:
+    """Requests come, decode in changing batches, lose their slots; what ranks know of them is random."""
+    script, plan = random.Random(seed), []
+    live: list[str] = []
+    for step in range(200):
+        live += [f"r{step}-{n}" for n in range(script.choice([0, 0, 0, 1, 3]))]
+        gone = [rid for rid in live if script.random() < 0.1]
+        live = [rid for rid in live if rid not in gone or script.random() < 0.5]  # retracted ones come back
+        batch = script.sample(live, script.randint(0, len(live)))
+        plan.append((batch, gone))
+
+    def work(ranks: Ranks) -> list[Any]:
+        own, votes, seen = random.Random(100 * seed + ranks.rank), Agreement(ranks, MISMATCH), []
+        for batch, gone in plan:
+            states = [READY, READY, READY, LOADING, MEMORY, dense(0)]
+
+            def word(_: str, states: list[int] = states) -> Word:
+                return Word(own.choice(states), own.random() < 0.9, own.choice([A, A, A, B]))
+
+            agreed, problem = votes.settle(batch, word, refused=False)
+            path = "sparse" if any(votes.ready(rid) for rid in batch) else "stock"
+            votes.took(path, len(batch))
+            for rid in gone:
+                votes.forget(rid)
+            seen.append((agreed, problem, path, votes.history))
+        return seen
+
+    first, *others = Meeting(3).run(work)
+    assert all(other == first for other in others)
+    assert all(problem is None for _, problem, _, _ in first)
+    assert {path for _, _, path, _ in first} == {"sparse", "stock"}
+
+
+# -- a request's index -----------------------------------------------------------------------------------------
+
+
+class _Request:
+    """As SGLang's: compared by identity, and weakly referenceable."""
+
+
+def _index(state: State, reason: str = "") -> Any:
+    return SimpleNamespace(
+        state=state, reason=reason, detail=reason, loaded=None, prefix_len=64, entry=SimpleNamespace(digest=A)
+    )
+
+
+def _readiness(ranks: Ranks, attachments: Sequence[Attachment], accepts: Callable[[Any], bool]) -> Any:
+    table, cpu = RequestTable(), torch.device("cpu")
+    held = [_Request() for _ in attachments]
+    for request, attachment in zip(held, attachments, strict=True):
+        table.add(request, attachment)
+
+    def release(attachment: Attachment) -> None:
+        attachment.index = None
+
+    counters = Counters(1, cpu)
+    ready = Readiness(SparseAttnConfig(), table, counters, ranks, release, accepts)
+    ready.held = held
+    return ready, counters
+
+
+@pytest.mark.parametrize("case", ["ready", "loading", "failed", "unread", "absent", "unlike", "raises"])
+def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
+    def work(ranks: Ranks) -> Any:
+        state, index = State.READY, None
+        if ranks.rank == 1:
+            state = {"loading": State.LOADING, "failed": State.FAILED}.get(case, State.READY)
+        if ranks.rank == 0 or case != "absent":
+            index = _index(state, "index_memory")
+        reason = "unsupported_mode" if ranks.rank == 1 and case == "unlike" else None
+        attachment = Attachment("r", 80, None if reason else index, "no_index" if index is None else reason)
+
+        def accepts(_: Any) -> bool:
+            if ranks.rank == 1 and case == "raises":
+                raise OSError("gone")
+            return ranks.rank == 0 or case != "unread"
+
+        ready, counters = _readiness(ranks, [attachment], accepts)
+        problem = ready.settle(["r"], refused=False)
+        used = ready.usable(attachment) is not None
+        return problem, used, dict(counters.fallbacks), attachment.reason, attachment.index is None
+
+    one, two = Meeting(2).run(work)
+    assert one[:3] == two[:3]
+    reason = {
+        "loading": "index_loading",
+        "failed": "index_memory",
+        "unread": "index_mismatch",
+        "absent": "no_index",
+        "unlike": "unsupported_mode",
+        "raises": "unsupported_mode",
+    }.get(case)
+    assert one[:3] == (None, case == "ready", {reason: 1} if reason else {})
+    assert one[4] == two[4] == (case not in ("ready", "loading")), "nobody keeps an index that it may not use"
+
+
+def test_one_rank_votes_with_nobody() -> None:
+    attachment = Attachment("r", 80, _index(State.READY), None)
+    ready, _ = _readiness(OneRank(), [attachment], lambda _: True)
+    assert ready.settle(["r"], refused=True) is None
+    assert ready.usable(attachment) is attachment.index
+    assert ready.snapshot() == {"votes": 0, "history": 0}
+
+
+# -- the start, and what is compared on the device --------------------------------------------------------------
+
+
+def test_ranks_that_are_not_alike_stop_on_all() -> None:
+    def work(ranks: Ranks) -> str:
+        check_alike(ranks, {"device": "x", "slots": 7})
+        with pytest.raises(RuntimeError) as error:
+            check_alike(ranks, {"device": "x", "slots": 7 + ranks.rank})
+        return str(error.value)
+
+    one, two = Meeting(2).run(work)
+    assert one == two
+    assert "expected the same slots on all 2 tensor-parallel ranks, got [7, 8]" in one
+
+
+@pytest.mark.parametrize("back_after", [0, 1, 5])
+def test_in_lockstep_a_comparison_is_known_in_the_same_step_whenever_the_device_has_it(back_after: int) -> None:
+    table = torch.arange(40, dtype=torch.int32).reshape(2, 20)
+    table[1, :9] = table[0, :9]
+    slots = SlotComparisons(4, torch.device("cpu"), "reference", lockstep=True)
+    slots.finished()
+    slots.start(1, 0, [1, 2], table, torch.tensor([0, 1]), torch.tensor([20, 20]), 20)
+    asked = []
+    slots._pending[0].done = SimpleNamespace(
+        query=lambda: pytest.fail("asked for the time"), synchronize=lambda: asked.append(back_after)
+    )
+    assert slots.finished() == []
+    [found] = slots.finished()
+    assert (found.common, asked) == ({2: 9}, [back_after])
+
+
+def _process(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    from sglang_ext.compat.tensor_parallel import ranks_of
+
+    ranks = ranks_of(rank, 2)
+    assert isinstance(ranks, ProcessRanks)
+    assert (ranks.rank, ranks.size) == (rank, 2)
+    with torch.inference_mode():
+        assert ranks.least([rank, -rank, (1 << 60) - 1 + rank]) == [0, -1, (1 << 60) - 1]
+        assert ranks.most([0.5 - rank, 1.25 + rank]) == [0.5, 2.25]
+        assert ranks.gathered({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            tensor = torch.full((2, 3, 4), 1 + rank, dtype=dtype).transpose(0, 1)
+            parts = ranks.to_first(tensor)
+            assert (parts is None) == (rank == 1)
+            for number, part in enumerate(parts or ()):
+                assert torch.equal(part, torch.full((3, 2, 4), 1 + number, dtype=dtype))
+    votes = Agreement(ranks, MISMATCH)
+    states = [READY if rank else LOADING] * EVERY + [READY]
+    used = []
+    for step in range(2 * EVERY):
+        state = states[min(step, EVERY)]
+        votes.settle(["r"], lambda _, state=state: Word(state, True, A), refused=False)
+        used.append(votes.ready("r"))
+    assert used == [False] * (2 * EVERY - 1) + [True], used
+    with pytest.raises(RuntimeError, match="expected 3 processes"):
+        ranks_of(rank, 3)
+    Path(folder, f"done-{rank}").touch()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_processes_agree_through_gloo(tmp_path: Path) -> None:
+    mp.spawn(_process, (str(tmp_path),), nprocs=2)
+    assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]

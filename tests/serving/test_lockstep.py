@@ -1,0 +1,151 @@
+"""Decode steps of two ranks with decode graphs: batches as a server has them, indexes by each rank's own luck."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from prefix_kernels.types import PagedKV
+from sglang_ext.attention import sparse_decode
+from sglang_ext.attention.shared_steps import Path, SharedSteps
+from sglang_ext.config import config_from_dict
+from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.indexing.token_index import TokenIndexSpec
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix.readiness import Readiness
+from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.residency import ResidentIndex, State
+from sglang_ext.ranks import Ranks
+from tests.serving.meeting import Meeting
+
+PREFIX, LONGEST, ROWS, LAYERS, DIM = 128, 256, 8, 4, 64
+
+
+class _Request:
+    """As SGLang's: compared by identity, and weakly referenceable."""
+
+
+def _index(digest: str) -> ResidentIndex:
+    index = ResidentIndex(SimpleNamespace(digest=digest, identity=SimpleNamespace(num_tokens=PREFIX)))  # type: ignore[arg-type]
+    channels = TokenIndexSpec().kept_channels(DIM)
+    arrays = {
+        "channels": torch.zeros(1, channels, dtype=torch.int16),
+        "keys_packed": torch.zeros(1, PREFIX, channels // 2, dtype=torch.uint8),
+        "keys_scale": torch.ones(1, channels),
+    }
+    index.layers = [dict(arrays) for _ in range(LAYERS)]
+    return index
+
+
+def _script(seed: int) -> list[tuple[list[tuple[str, int, int]], list[str]]]:
+    """Per step the batch, as (request, row of the table, tokens), and the requests that end behind it."""
+    rng, live, steps = random.Random(seed), {}, []
+    for step in range(120):
+        free = sorted(set(range(ROWS)) - {row for row, _ in live.values()})
+        for row in free:
+            if rng.random() < 0.2:
+                live[f"{step}-{row}"] = [row, rng.randint(PREFIX + 1, PREFIX + 20)]
+        batch = [(rid, row, length) for rid, (row, length) in live.items()]
+        gone = [rid for rid, (_, length) in live.items() if length >= LONGEST - 1 or rng.random() < 0.04]
+        for rid in live:
+            live[rid][1] += 1
+        steps.append((batch, gone))
+        live = {rid: place for rid, place in live.items() if rid not in gone}
+    return steps
+
+
+def _run(ranks: Ranks, seed: int) -> list[Any]:
+    own = random.Random(1000 * seed + ranks.rank)
+    cpu, table = torch.device("cpu"), torch.arange(ROWS * LONGEST, dtype=torch.int32).reshape(ROWS, LONGEST)
+    for row in range(ROWS):  # two documents
+        table[row, :PREFIX] = table[row % 2, :PREFIX]
+    view = SimpleNamespace(
+        num_qo_heads=2, num_kv_heads=1, head_dim=DIM, v_head_dim=DIM, dtype=torch.float32, kv_dtype=torch.float32,
+        num_slots=ROWS * LONGEST, max_requests=ROWS, decode_graphs=True, device=cpu, req_to_token=table,
+    )  # fmt: skip
+    config = config_from_dict({"share_prefixes": True, "min_shared_tokens": PREFIX, "min_top_k": 16})
+    requests, counters = RequestTable(), Counters(LAYERS, cpu)
+    plan = LayerPlan.default(LAYERS, 1)
+    steps = SharedSteps(config, view, requests, counters, TokenIndexSpec(), plan, (), ranks)  # type: ignore[arg-type]
+    assert steps.sparse is not None
+    kv = PagedKV(*(torch.zeros(ROWS * LONGEST, 1, DIM) for _ in "kv"))
+    for size in (8, 4, 2, 1):
+        with steps.capturing(size, Path.EXACT):
+            pass
+        with steps.sparse.capturing(size):
+            steps.sparse.measure(size, kv)
+
+    def release(attachment: Attachment) -> None:
+        attachment.index = None
+
+    ready = Readiness(config, requests, counters, ranks, release, steps.accepts)
+    held: dict[str, _Request] = {}
+    seen: list[Any] = []
+    for batch, gone in _script(seed):
+        for rid, row, _ in batch:
+            if rid not in held:
+                held[rid] = _Request()
+                found = own.random() < 0.98
+                index = _index(f"{row % 2:064x}") if found else None
+                requests.add(held[rid], Attachment(rid, PREFIX, index, None if found else "no_index"))
+            index = requests.of(held[rid]).index  # type: ignore[union-attr]
+            if index is not None and index.state is State.LOADING and own.random() < 0.5:
+                index.state, index.reason = (State.READY, "") if own.random() < 0.9 else (State.FAILED, "index_memory")
+        lens, rows = torch.tensor([length for _, _, length in batch]), torch.tensor([row for _, row, _ in batch])
+        forward = SimpleNamespace(
+            rids=[rid for rid, _, _ in batch], batch_size=len(batch), seq_lens_cpu=lens, seq_lens=lens,
+            req_pool_indices=rows,
+        )  # fmt: skip
+        problem = ready.settle(forward.rids, refused=False)
+        path = steps.prepare(forward, ready.usable) if batch else None
+        ready.took(str(path), len(batch))
+        kept = list(steps.sparse.kept) if path is Path.SPARSE else None
+        seen.append((path, kept, problem, ready.snapshot()))
+        for rid in gone:
+            ready.forget(rid)
+            steps.ended(requests.of(held[rid]).serial)  # type: ignore[union-attr]
+            requests.drop(held.pop(rid))
+    return seen
+
+
+class _Clock:
+    """Of attention and of a selection, behind few tokens and behind more; another time for each rank and size."""
+
+    RANGES = ((2.0, 6.0), (0.5, 3.0), (20.0, 60.0), (0.5, 3.0))
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._calls = threading.local()
+
+    def __call__(self, *_: object) -> float:
+        number = self._calls.number = getattr(self._calls, "number", -1) + 1
+        return self._random.uniform(*self.RANGES[number % len(self.RANGES)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_ranks_take_one_path_in_every_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's measured costs, loads and failures are its own; paths, groups and votes are the same."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(sparse_decode, "measure_us", _Clock(seed))
+    one, two = Meeting(2).run(lambda ranks: _run(ranks, seed))
+    for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
+        assert mine == theirs, f"step {step}"
+    assert all(problem is None for _, _, problem, _ in one)
+    assert {path for path, _, _, _ in one} >= {Path.EXACT, Path.SPARSE}
+    assert one[-1][3]["votes"] < len(one)
+
+
+def test_without_agreement_they_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the same ranks, each for itself."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(sparse_decode, "measure_us", lambda *_: 1.0)
+    monkeypatch.setattr(sparse_decode.StepCosts, "pays", lambda *_: True)
+    alone = [SimpleNamespace(rank=n, size=1, least=list, most=list, gathered=lambda value: [value]) for n in range(2)]
+    one, two = (_run(ranks, 0) for ranks in alone)
+    assert [step[:2] for step in one] != [step[:2] for step in two]
+    assert Path.SPARSE in {path for path, _, _, _ in one}
