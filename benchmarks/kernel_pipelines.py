@@ -128,7 +128,7 @@ class OurAnchor(Both):
 
 
 class JoinedAnchor(OurAnchor):
-    """Both in one launch; the checks are those of its parts. On a CPU in four, with two programs for every KV head."""
+    """Both in one launch, or two; the checks are those of its parts. On a CPU in four, with two programs a KV head."""
 
     def __init__(
         self, inputs: Inputs, estimation: OurEstimation, top_k: OurTopK, config: AnchorConfig | None = None
@@ -137,7 +137,8 @@ class JoinedAnchor(OurAnchor):
         (batch, _, _), device, shape = inputs.q.shape, inputs.q.device, estimation.score_shape
         on_gpu = device.type == "cuda"
         capability = torch.cuda.get_device_capability(device) if on_gpu else (9, 0)
-        config = config or default_config(shape, batch, capability, specialized=on_gpu)
+        halves = on_gpu and inputs.q.dtype is not torch.float32
+        config = config or default_config(shape, batch, capability, specialized=halves)
         self._select = AnchorSelection(
             shape,
             batch,
@@ -162,7 +163,7 @@ class JoinedAnchor(OurAnchor):
         self.config = {**top_k.config, **vars(config), "raw_kept": self._raw is not None}
 
     def run(self) -> None:
-        """One launch."""
+        """One launch, or two."""
         self._select.run(self._inputs, self._scores, self._lists, pad=False)
 
 

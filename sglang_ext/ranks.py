@@ -34,8 +34,14 @@ class Ranks(Protocol):
     def gathered(self, value: Any) -> list[Any]:
         """What each rank gives, by rank; small plain values."""
 
-    def to_first(self, tensor: Tensor) -> list[Tensor] | None:
-        """A tensor on the host of each rank, of one shape and dtype on all: by rank on rank 0, None elsewhere."""
+    def to_first(self, tensor: Tensor, room: Sequence[Tensor] | None = None) -> list[Tensor] | None:
+        """A tensor on the host of each rank, of one shape and dtype on all: by rank on rank 0, None elsewhere.
+
+        Args:
+            tensor: this rank's, contiguous.
+            room: on rank 0, where they go: one like it for each rank, contiguous. So nothing is allocated here, where
+                the others wait already.
+        """
 
 
 class OneRank:
@@ -55,7 +61,7 @@ class OneRank:
         """Of the one."""
         return [value]
 
-    def to_first(self, tensor: Tensor) -> list[Tensor] | None:
+    def to_first(self, tensor: Tensor, room: Sequence[Tensor] | None = None) -> list[Tensor] | None:
         """Of the one."""
         return [tensor]
 
@@ -90,12 +96,15 @@ class ProcessRanks:
         dist.all_gather_object(found, value, group=self._group)
         return found
 
-    def to_first(self, tensor: Tensor) -> list[Tensor] | None:
+    def to_first(self, tensor: Tensor, room: Sequence[Tensor] | None = None) -> list[Tensor] | None:
         """See `Ranks`. Raises RuntimeError where another rank has gone."""
-        data = tensor.contiguous().view(torch.uint8)  # gloo does not know every dtype
-        found = [torch.empty_like(data) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(data, found, group_dst=0, group=self._group)
-        return None if found is None else [one.view(tensor.dtype) for one in found]
+        found = None
+        if self.rank == 0:
+            found = list(room) if room is not None else [torch.empty_like(tensor) for _ in range(self.size)]
+        # gloo does not know every dtype.
+        data = None if found is None else [one.view(torch.uint8) for one in found]
+        dist.gather(tensor.view(torch.uint8), data, group_dst=0, group=self._group)
+        return found
 
 
 def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:

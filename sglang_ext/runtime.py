@@ -160,6 +160,7 @@ class SparseRuntime:
         """
         if self.requests.known(request):
             return
+        self.ready.forget(rid)  # SGLang may never have told that a request of this id gave its slot back (sessions)
         self._sweep()
         if self.ready.stale:
             refusal = ("index_mismatch", self.ready.stale)
@@ -186,6 +187,7 @@ class SparseRuntime:
 
     def refuse(self, request: Hashable, rid: str, reason: str, detail: str) -> None:
         """Keep a request dense that could not be looked up."""
+        self.ready.forget(rid)
         self.requests.add(request, Attachment(rid, 0, None, reason, detail))
 
     def weights_changed(self) -> None:

@@ -337,7 +337,7 @@ class SparseDecode:
         kernels.selection.plan((), ())
         kernels.whole.plan()
         kernels.selected.plan()
-        self._selections.raw(size)
+        self._selections.raw(kernels.selection, size)
         self._planned = None
         try:
             yield

@@ -72,6 +72,8 @@ class TokenSelections:
         )
         self.lists = lists
         self.max_batch, self.max_prefix_len, self.room = max_batch, max_prefix_len, room
+        # Hopper's own kernel multiplies in halves.
+        self._specialized = device.type == "cuda" and shape.dtype is not torch.float32
         self._form, self._device = form, device
         max_groups = lists.positions.shape[0]
         self._scores = torch.zeros(shape.num_kv_heads * room, dtype=torch.float32, device=device)
@@ -102,7 +104,7 @@ class TokenSelections:
         """For batches of that size: one for each height of the tile."""
         on_gpu = self._device.type == "cuda"
         capability = torch.cuda.get_device_capability(self._device) if on_gpu else (9, 0)
-        config = default_config(self.shape, size, capability, specialized=on_gpu)
+        config = default_config(self.shape, size, capability, specialized=self._specialized)
         if config.block_m not in self._found:
             max_groups, heads, max_budget = self.lists.positions.shape
             self._found[config.block_m] = AnchorSelection(
@@ -164,7 +166,7 @@ class TokenSelections:
     def run(
         self, selection: AnchorSelection, q: Tensor, sm_scale: float, slot_table: Tensor, layer: int | None, size: int
     ) -> None:
-        """Select as planned, in one launch or four.
+        """Select as planned; how many launches that are, `AnchorSelection.run` says.
 
         Args:
             selection: from `of`.
@@ -175,14 +177,13 @@ class TokenSelections:
             size: of the batch, as captured.
         """
         arrays = None if layer is None else self._addresses[layer]
-        raw = None if selection.config.specialized else self.raw(size)
-        inputs = ScoreInputs(q, sm_scale, raw=raw, arrays=arrays)
+        inputs = ScoreInputs(q, sm_scale, raw=self.raw(selection, size), arrays=arrays)
         selection.run(inputs, self._scores, self.lists, slot_table=slot_table, pad=False)
 
-    def raw(self, size: int) -> Tensor | None:
-        """Room for raw scores of so few rows that it pays; made at the first call."""
+    def raw(self, selection: AnchorSelection, size: int) -> Tensor | None:
+        """Room for raw scores of so few rows that it pays, where they are kept at all; made at the first call."""
         rows = size * self.shape.gqa
-        if rows > _RAW_ROWS:
+        if rows > _RAW_ROWS or selection.config.specialized:
             return None
         if size not in self._raw:
             groups = min(size, self.lists.positions.shape[0])

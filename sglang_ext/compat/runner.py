@@ -64,6 +64,11 @@ class RunnerView:
                 f"--sparse-attn: expected a KV cache in float32, float16 or bfloat16; got {pool.dtype}. "
                 "Remove --kv-cache-dtype."
             )
+        if int(pool.head_num) != self.num_kv_heads:
+            return (
+                f"--sparse-attn: expected a KV pool of {self.num_kv_heads} KV heads on this rank; got {pool.head_num}: "
+                "SGLang shares this model's heads out in another way, which is not supported yet."
+            )
         if getattr(pool, "post_capture_active", False):
             return (
                 "--sparse-attn: expected a KV pool that is sized before graphs are captured; it is sized behind them, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sglang_ext.config import Build, SparseAttnConfig
@@ -15,6 +16,9 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("enable_dp_attention", False, "attention data parallelism (--enable-dp-attention)"),
     ("elastic_ep_backend", None, "elastic expert parallelism (--elastic-ep-backend)"),
 )
+
+_CLOCKS = ("SGLANG_REQ_RUNNING_TIMEOUT", "SGLANG_REQ_WAITING_TIMEOUT")
+"""Of SGLang 0.5.16: each rank looks at them by itself."""
 
 
 def refusal(record: Any, config: SparseAttnConfig) -> str | None:
@@ -38,6 +42,13 @@ def refusal(record: Any, config: SparseAttnConfig) -> str | None:
             f"--sparse-attn: expected no trace_folder with tensor parallelism (--tp-size); got tp_size={size}. A rank "
             "selects for its own KV heads only: remove trace_folder, or serve on one GPU."
         )
+    for name in _CLOCKS:
+        if os.environ.get(name, "-1").strip() not in ("", "-1", "0"):
+            return (
+                f"--sparse-attn: expected {name} unset with tensor parallelism; got {os.environ[name]!r}. A rank ends "
+                "requests by its own clock then, so ranks may run different batches: unset it, or end requests from "
+                "the client."
+            )
     for field, fine, name in _UNSUPPORTED:
         value = getattr(record, field, fine)
         if value is not None and value != fine:

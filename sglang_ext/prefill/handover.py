@@ -71,17 +71,23 @@ class OwnInputs:
         """Nothing to do."""
 
 
-def _copied(own: OwnInputs | None) -> list[Tensor]:
-    """Queries and keys in host memory, as they are handed over; empty where there are none. Never raises an
-    `Exception`: others wait.
+def _copied(ranks: Ranks, own: OwnInputs | None) -> tuple[list[Tensor], list[list[Tensor]]] | None:
+    """(queries and the keys of each layer in host memory, on rank 0 room for those of all ranks: for queries, and for
+    the keys of one layer), where all ranks have their part of a request. Never raises an `Exception`: others wait.
     """
-    if own is None:
-        return []
+    if not _all(ranks, own is not None) or own is None:
+        return None  # nobody has copied anything
+    parts: list[Tensor] = []
+    rooms: list[list[Tensor]] = []
     try:
-        return [own.queries().cpu(), *(own.keys(layer).cpu() for layer in range(own.num_layers))]
+        parts = [own.queries().cpu().contiguous()]
+        parts += [own.keys(layer).cpu().contiguous() for layer in range(own.num_layers)]
+        if ranks.rank == 0:
+            rooms = [[torch.empty_like(part) for _ in range(ranks.size)] for part in parts[:2]]
     except Exception:
         logger.exception("sparse attention: keys and queries of a prompt cannot be handed over")
-        return []
+        parts = []
+    return (parts, rooms) if _all(ranks, bool(parts)) else None
 
 
 def gathered(ranks: Ranks, own: OwnInputs | None, device: torch.device) -> Inputs | None:
@@ -97,20 +103,19 @@ def gathered(ranks: Ranks, own: OwnInputs | None, device: torch.device) -> Input
     """
     if ranks.size == 1:
         return own
-    parts = _copied(own)
-    return GatheredInputs(ranks, parts, device) if _all_have(ranks, parts) else None
+    copied = _copied(ranks, own)
+    return None if copied is None else GatheredInputs(ranks, *copied, device)
 
 
-def _all_have(ranks: Ranks, parts: Sequence[Tensor]) -> bool:
-    return ranks.least([len(parts)])[0] > 0
+def _all(ranks: Ranks, fine: bool) -> bool:
+    return ranks.least([int(fine)])[0] > 0
 
 
 def hand_over(ranks: Ranks, own: OwnInputs | None) -> None:
     """A request ended, on another rank. The other side of `gathered`, and of all calls of `GatheredInputs`."""
-    parts = _copied(own)
-    if _all_have(ranks, parts):
-        for part in parts:
-            ranks.to_first(part)
+    copied = _copied(ranks, own)
+    for part in copied[0] if copied is not None else ():
+        ranks.to_first(part)
 
 
 class GatheredInputs:
@@ -119,11 +124,15 @@ class GatheredInputs:
     Args:
         ranks: rank 0's.
         parts: its own queries, and its keys by layer, on the host.
+        rooms: for the queries of all ranks, and for the keys of one layer.
         device: where the index is built.
     """
 
-    def __init__(self, ranks: Ranks, parts: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, ranks: Ranks, parts: Sequence[Tensor], rooms: Sequence[Sequence[Tensor]], device: torch.device
+    ) -> None:
         self._ranks, self._device, self._left = ranks, device, list(parts)
+        self._rooms = [rooms[0], *[rooms[1]] * (len(self._left) - 1)] if len(rooms) > 1 else list(rooms)
 
     def queries(self) -> Tensor:
         """See `Inputs`."""
@@ -134,14 +143,14 @@ class GatheredInputs:
         return self._next()
 
     def _next(self) -> Tensor:
-        parts = self._ranks.to_first(self._left.pop(0))
+        parts = self._ranks.to_first(self._left.pop(0), self._rooms.pop(0))
         assert parts is not None
         return torch.cat(parts, dim=1).to(self._device)
 
     def close(self) -> None:
         """See `Inputs`; in the end nothing is left on any rank."""
         while self._left:
-            self._ranks.to_first(self._left.pop(0))
+            self._ranks.to_first(self._left.pop(0), self._rooms.pop(0))
 
 
 class PrefillHelp(Recording):
@@ -165,6 +174,7 @@ class PrefillHelp(Recording):
         tokens = covered_tokens(len(request.prompt), self._config.build_align)
         if request.refusal or tokens < self._config.min_sparse_prompt_len:
             return
+        self.recorder.discard_broken()  # of prompts that were cached: they would keep others from being recorded
         if self.recorder.start(request.rid, len(request.prompt)):
             self._tokens[request.rid] = tokens
 

@@ -71,11 +71,11 @@ class Readiness:
         agreed, problem = self._agreement.settle(rids, self._word, refused=refused)
         for rid, word in agreed.items():
             attachment = self._requests.get(rid)
-            if attachment is None or word.state == READY:
+            if attachment is None:
                 continue
             if not word.shares and attachment.reason not in ALONE:
                 self._give_up(attachment, "unsupported_mode")
-            elif word.state != LOADING and attachment.index is not None:
+            elif word.state not in (LOADING, READY) and attachment.index is not None:
                 self._give_up(attachment, REASONS[-word.state])
         return problem
 
@@ -126,6 +126,8 @@ class Readiness:
         reason: str | None = "index_loading"
         if self._agreement is None or not self._agreement.loading(attachment.rid):
             index, reason = self._look(attachment)
+            if self._agreement is not None and not self._agreement.ready(attachment.rid):
+                index = None  # whatever this rank holds by now
         if index is None:
             self.count(attachment, reason)
         return index

@@ -38,6 +38,15 @@ def test_what_does_not_go_with_it_is_named(fields: dict[str, Any], config: Any, 
     assert tensor_parallel.refusal(SimpleNamespace(tp_size=1, **fields), settings) is None
 
 
+def test_a_clock_of_each_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "-1")
+    assert tensor_parallel.refusal(SimpleNamespace(tp_size=2), config_from_dict({})) is None
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "30")
+    message = tensor_parallel.refusal(SimpleNamespace(tp_size=2), config_from_dict({}))
+    assert "SGLANG_REQ_RUNNING_TIMEOUT unset" in str(message)
+    assert tensor_parallel.refusal(SimpleNamespace(tp_size=1), config_from_dict({})) is None
+
+
 @pytest.mark.skipif(versions.installed() != "0.5.16", reason="a later release may have fewer fields")
 def test_sglang_knows_these_fields() -> None:
     from sglang.srt.server_args import ServerArgs

@@ -35,7 +35,7 @@ class Meeting:
         def most(values: Sequence[float]) -> list[float]:
             return [max(column) for column in zip(*gathered(list(values)), strict=True)]
 
-        def to_first(tensor: Any) -> list[Any] | None:
+        def to_first(tensor: Any, room: Any = None) -> list[Any] | None:
             found = gathered(tensor)
             return None if number else found
 

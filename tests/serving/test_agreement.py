@@ -19,7 +19,7 @@ from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.agreement import EVERY, KEPT, LOADING, READY, Agreement, Word, dense
 from sglang_ext.prefix.readiness import Readiness
 from sglang_ext.prefix.requests import Attachment, RequestTable
-from sglang_ext.prefix.residency import State
+from sglang_ext.prefix.residency import ResidentIndex, State
 from sglang_ext.ranks import OneRank, ProcessRanks, Ranks, check_alike
 from tests.serving.meeting import Meeting
 
@@ -242,7 +242,7 @@ def _process(rank: int, folder: str) -> None:
         assert ranks.most([0.5 - rank, 1.25 + rank]) == [0.5, 2.25]
         assert ranks.gathered({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            tensor = torch.full((2, 3, 4), 1 + rank, dtype=dtype).transpose(0, 1)
+            tensor = torch.full((3, 2, 4), 1 + rank, dtype=dtype)
             parts = ranks.to_first(tensor)
             assert (parts is None) == (rank == 1)
             for number, part in enumerate(parts or ()):
@@ -265,3 +265,32 @@ def _process(rank: int, folder: str) -> None:
 def test_processes_agree_through_gloo(tmp_path: Path) -> None:
     mp.spawn(_process, (str(tmp_path),), nprocs=2)
     assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
+
+
+class _Request:
+    """Weakly referenced, as SGLang's."""
+
+
+def test_an_id_that_is_used_again_is_asked_for_again() -> None:
+    """SGLang does not tell of every slot that a session gives back; the word of the request before must not count."""
+
+    def work(ranks: Ranks) -> tuple[list[bool], int]:
+        requests, counters = RequestTable(), Counters(1, torch.device("cpu"))
+        ready = Readiness(SparseAttnConfig(), requests, counters, ranks, lambda one: None, lambda one: True)
+        owners: list[Any] = [_Request(), _Request()]
+        requests.add(owners[0], Attachment("r", 200, None, "unsupported_mode", "of a streaming session"))
+        ready.settle(["r"], refused=False)
+        owners.pop(0)
+        entry: Any = SimpleNamespace(digest=A, identity=SimpleNamespace(num_tokens=128))
+        index = ResidentIndex(entry)
+        index.state = State.READY if ranks.rank == 0 else State.LOADING
+        attachment = Attachment("r", 200, index, None)
+        requests.add(owners[0], attachment)
+        ready.settle(["r"], refused=False)
+        used = [ready.usable(attachment) is not None]  # nobody was asked: nobody may
+        ready.forget("r")  # as the runtime does when a request comes in
+        index.state = State.READY
+        ready.settle(["r"], refused=False)
+        return [*used, ready.usable(attachment) is not None], ready.snapshot()["votes"]
+
+    assert Meeting(2).run(work) == [([False, True], 2)] * 2

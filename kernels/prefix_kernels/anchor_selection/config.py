@@ -41,7 +41,8 @@ class AnchorConfig:
             then say nothing. For what `fits_specialized` names.
 
     Raises:
-        ValueError: other tiles, or a program that has fewer than 64 registers a thread.
+        ValueError: other tiles, or a program that has fewer than 64 registers a thread; with `specialized` also fewer
+            than 16 candidates a warp, more than 128 rows, or other numbers of warps than 4 and 8.
     """
 
     block_m: int = 16
@@ -56,6 +57,12 @@ class AnchorConfig:
         for name, value, least in (("block_m", self.block_m, 8), ("block_n", self.block_n, 64)):
             if value < least or value & (value - 1):
                 raise ValueError(f"expected {name} as a power of 2 of at least {least}, got {value}")
+        whole_groups = self.num_warps in (4, 8) and self.block_n >= 16 * self.num_warps
+        if self.specialized and not (whole_groups and self.block_m <= 128):
+            raise ValueError(
+                "expected 4 or 8 warps, 16 candidates or more for each and at most 128 rows for sm_90's own kernel, "
+                f"got {self.num_warps}, {self.block_n} and {self.block_m}"
+            )
         if self.programs_per_sm < 1 or self.max_registers < 64:
             raise ValueError(
                 "expected programs_per_sm from 1 to what leaves a thread 64 registers, got "
@@ -92,7 +99,8 @@ def default_config(
         shape: of heads and index.
         num_rows: requests of the largest group.
         capability: of the GPU. Before (9, 0) tiles are lower: there, scores leave the registers otherwise.
-        specialized: whether sm_90's own kernel may run: on such a GPU, and where nothing is listed.
+        specialized: whether sm_90's own kernel may run: on such a GPU, for queries that are halves, where candidates
+            are tokens and not listed.
     """
     if specialized and capability[0] == _HOPPER and fits_specialized(shape, False):
         block_m = min(128, block_of(num_rows * shape.gqa, 8))

@@ -23,6 +23,9 @@ _ALIGNED = 4
 _MOST_TOKENS = 2**30
 _CHUNKS_AT_ONCE = 32
 _PHASES = 4
+_HOPPER = 9
+_MOST_ROWS = 2**31
+"""Of codes, that sm_90's own kernel can number, and a few steps beyond."""
 _LISTS = AnchorConfig()
 """Of the launch that counts and lists what sm_90's own kernel scored."""
 
@@ -86,6 +89,8 @@ class AnchorSelection:
                 "expected tokens in 4-bit codes on 32, 64, 96 or 128 channels, not listed, pooled by the maximum, for "
                 f"sm_90's own kernel, got {shape}, listed={listed}; use a configuration that is not specialized"
             )
+        if config.specialized and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != _HOPPER:
+            raise ValueError(f"expected a GPU of sm_90 for {config}, got {torch.cuda.get_device_name(device)}")
         self.shape, self.config, self.form, self.device = shape, config, form, device
         self.max_groups, self.max_prefix_len, self.max_budget = max_groups, max_prefix_len, max_budget
         self.max_block_size = max_block_size
@@ -139,6 +144,9 @@ class AnchorSelection:
             self._check_group(of, group, sizes)
             if g < self.max_groups:
                 shifts[g] = torch.tensor([size.bit_length() - 1 for size in sizes])
+        ends = [first + count for of in scored for first, count in zip(of.first_rows, of.counts, strict=True)]
+        if self.config.specialized and max(ends, default=0) + 4 * self.config.block_n >= _MOST_ROWS:
+            raise ValueError(f"expected fewer than 2^31 rows of codes, got {max(ends)}; use another configuration")
         self._tables.plan(scored)
         self._send_items(selected, self.programs_of_a_head, self._items)
         if self.config.specialized:

@@ -406,3 +406,9 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     other.plan([replace(odd.scored[0], score_begins=(0, 304))], odd.selected)
     with pytest.raises(ValueError, match=r"scores .arena. of 608 entries or more"):
         other.run(ScoreInputs(odd.q, SM_SCALE), torch.zeros(605, device=device), other.new_lists())
+
+
+@pytest.mark.parametrize("tile", [(8, 64, 8), (8, 128, 2), (256, 64, 4)])
+def test_tiles_that_hoppers_own_kernel_has_not_are_refused(tile: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="expected 4 or 8 warps"):
+        AnchorConfig(*tile, specialized=True)
