@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from sglang_ext.config import (
@@ -123,13 +123,22 @@ def unsupported(record: Any) -> str | None:
             f"--sparse-attn: expected --load-format {', '.join(_LOAD_FORMATS)}; got {load_format!r}. The model's "
             "identity is taken from its folder, which may not be what this format loads: use one of these."
         )
-    for field, fine, name in _UNSUPPORTED:
+    found = first_set(record, _UNSUPPORTED)
+    if found is None:
+        return None
+    field, value, name = found
+    return (
+        f"--sparse-attn: expected no {name}; got {field}={value!r}. "
+        "This combination is not supported yet: remove one of the two."
+    )
+
+
+def first_set(record: Any, fields: Sequence[tuple[str, Any, str]]) -> tuple[str, Any, str] | None:
+    """(field, value, name) of the first of (field, value that is fine, name) that a record has set otherwise."""
+    for field, fine, name in fields:
         value = getattr(record, field, fine)
         if value is not None and value != fine:
-            return (
-                f"--sparse-attn: expected no {name}; got {field}={value!r}. "
-                "This combination is not supported yet: remove one of the two."
-            )
+            return field, value, name
     return None
 
 

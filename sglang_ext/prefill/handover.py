@@ -1,9 +1,9 @@
 """Indexes of prompts that a tensor-parallel group prefills: rank 0 builds them of all KV heads, the others hand theirs
 over.
 
-For every request that ends, every rank says whether it has its part, whatever it knows of the request. Only where all
-have are the parts exchanged: in one order, of sizes that all know. What can fail on one rank alone was done before: by
-then its part lies in host memory.
+For every request that ends, every rank says whether it has its part, whatever it knows of the request. Where all have,
+each copies it to host memory and says so. Only then are the parts exchanged: in one order, of sizes that all know. What
+can fail on one rank alone was done before.
 """
 
 from __future__ import annotations

@@ -74,6 +74,11 @@ class AnchorConfig:
         """Registers of a thread that let `programs_per_sm` programs share those of a multiprocessor."""
         return min(255, _REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
 
+    def launch_options(self, *, joined: bool) -> dict[str, int | None]:
+        """Of `launching.launch`; joined: programs that wait for each other."""
+        options: dict[str, int | None] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options | {"maxnreg": self.max_registers} | ({"launch_cooperative_grid": True} if joined else {})
+
     def scoring(self, num_chunks: int) -> ScoreConfig:
         """For the phases of scores, with so many programs of a KV head."""
         return ScoreConfig(self.block_m, self.block_n, self.num_warps, self.num_stages, num_chunks, self.halves)

@@ -23,6 +23,7 @@ from prefix_kernels.top_k_selection.kernels import (
     ALIGNED,
     DIGIT_BITS,
     NUM_DIGITS,
+    counted_at,
     load_scores,
     ordered_keys,
     pad_list,
@@ -130,22 +131,6 @@ def _choose_digit(all_at_least_ptr, need):
     chosen = tl.sum((at_least < need).to(tl.int32), axis=0)
     above = tl.sum(tl.where(place == chosen - 1, at_least, 0), axis=0)
     return chosen, above, tl.sum(tl.where(place == chosen, at_least, 0), axis=0) - above
-
-
-@triton.jit
-def _before(at_least_ptr, num_chunks, chosen, BLOCK_C: tl.constexpr):
-    """Of the first chunks: tokens with a higher digit than that of a place, and with this one."""
-    above = tl.zeros([BLOCK_C], tl.int32)
-    ties = tl.zeros([BLOCK_C], tl.int32)
-    for first in range(0, num_chunks, BLOCK_C):
-        chunk = first + tl.arange(0, BLOCK_C)
-        there = chunk < num_chunks
-        row = at_least_ptr + chunk * NUM_DIGITS
-        higher = tl.load(row + tl.maximum(chosen - 1, 0), mask=there, other=0, cache_modifier=".cg")
-        higher = tl.where(chosen > 0, higher, 0)
-        above += higher
-        ties += tl.load(row + chosen, mask=there, other=0, cache_modifier=".cg") - higher
-    return tl.sum(above, axis=0), tl.sum(ties, axis=0)
 
 
 @triton.jit
@@ -320,10 +305,10 @@ def select_kernel(
                 if FIRST_PHASE <= 3 and LAST_PHASE > 3:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE == 4:
-                    above_before, _ = _before(uppers, chunk, upper_place, BLOCK_CHUNKS)
+                    above_before, _, _, _ = counted_at(uppers, chunk, 0, upper_place, BLOCK_CHUNKS)
                     lower_place, above, ties = _choose_digit(of_lowers, need)
                     lower = lower_place ^ (NUM_DIGITS - 1)
-                    more_before, ties_before = _before(lowers, chunk, lower_place, BLOCK_CHUNKS)
+                    more_before, ties_before, _, _ = counted_at(lowers, chunk, 0, lower_place, BLOCK_CHUNKS)
                     above_before += more_before
                     # The last ties are taken. Those that are skipped count below zero.
                     ties_before -= above + ties - need

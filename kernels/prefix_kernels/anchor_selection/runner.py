@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from prefix_kernels.anchor_selection.config import AnchorConfig, Form, fits_specialized
+from prefix_kernels.anchor_selection import specialized
+from prefix_kernels.anchor_selection.config import AnchorConfig, Form
 from prefix_kernels.anchor_selection.items import ITEM_FIELDS, make_items
 from prefix_kernels.anchor_selection.kernels import select_kernel
 from prefix_kernels.launching import block_of, launch, send
@@ -23,11 +24,6 @@ _ALIGNED = 4
 _MOST_TOKENS = 2**30
 _CHUNKS_AT_ONCE = 32
 _PHASES = 4
-_HOPPER = 9
-_MOST_ROWS = 2**31
-"""Of codes, that sm_90's own kernel can number, and a few steps beyond."""
-_LISTS = AnchorConfig()
-"""Of the launch that counts and lists what sm_90's own kernel scored."""
 
 
 class AnchorSelection:
@@ -84,20 +80,16 @@ class AnchorSelection:
             raise ValueError("expected an index or keys to score, got Source.RAW; use TopKSelection for scores")
         if max_block_size > 1 and (listed or shape.source is Source.KEYS):
             raise ValueError(f"expected candidates of 1 token where they are listed, got {max_block_size}; set it to 1")
-        if config.specialized and not (fits_specialized(shape, listed) and max_block_size == 1):
-            raise ValueError(
-                "expected tokens in 4-bit codes on 32, 64, 96 or 128 channels, not listed, pooled by the maximum, for "
-                f"sm_90's own kernel, got {shape}, listed={listed}; use a configuration that is not specialized"
-            )
-        if config.specialized and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != _HOPPER:
-            raise ValueError(f"expected a GPU of sm_90 for {config}, got {torch.cuda.get_device_name(device)}")
+        if config.specialized:
+            specialized.check_fits(config, shape, device, listed, max_block_size)
         self.shape, self.config, self.form, self.device = shape, config, form, device
         self.max_groups, self.max_prefix_len, self.max_budget = max_groups, max_prefix_len, max_budget
         self.max_block_size = max_block_size
         self._tables = ScoreTables(shape, max_batch, max_groups, device, listed=listed)
         heads = shape.num_kv_heads
-        self._lists = _LISTS if config.specialized else config
-        self.programs_of_a_head = _in_rounds(max(1, (num_programs or programs_at_once(device, self._lists)) // heads))
+        self._listing = specialized.LISTING if config.specialized else config
+        at_once = num_programs or programs_at_once(device, self._listing)
+        self.programs_of_a_head = _in_rounds(max(1, at_once // heads))
         self._score_programs = max(1, (num_programs or programs_at_once(device, config)) // heads)
         max_items = self.programs_of_a_head + max_groups
         max_score_items = self._score_programs + max_groups if config.specialized else max_items
@@ -144,9 +136,8 @@ class AnchorSelection:
             self._check_group(of, group, sizes)
             if g < self.max_groups:
                 shifts[g] = torch.tensor([size.bit_length() - 1 for size in sizes])
-        ends = [first + count for of in scored for first, count in zip(of.first_rows, of.counts, strict=True)]
-        if self.config.specialized and max(ends, default=0) + 4 * self.config.block_n >= _MOST_ROWS:
-            raise ValueError(f"expected fewer than 2^31 rows of codes, got {max(ends)}; use another configuration")
+        if self.config.specialized:
+            specialized.check_rows(self.config, scored)
         self._tables.plan(scored)
         self._send_items(selected, self.programs_of_a_head, self._items)
         if self.config.specialized:
@@ -206,48 +197,16 @@ class AnchorSelection:
         shape = (self.max_groups, self.shape.num_kv_heads, self.max_budget)
         check_lists(lists, shape, slot_table, self._slots_end)
         arguments |= self._own_arguments(inputs, lists, slot_table) | {"PAD": pad}
-        specialized = self.config.specialized
-        if specialized:
-            self._check_specialized(inputs)
-            self._launch_scores(arguments)
-        first = 2 if specialized else 1
-        joined = self.form is Form.JOINED
+        joined, heads = self.form is Form.JOINED, self.shape.num_kv_heads
+        if self.config.specialized:
+            specialized.check_inputs(inputs)
+            items = {"items_ptr": self._score_items, "max_items": self._score_items.shape[0]}
+            specialized.launch_scores(self.config, (self._score_programs, heads), arguments | items, joined=joined)
+        first = 2 if self.config.specialized else 1
         for begin, last in ((first, _PHASES),) if joined else ((phase, phase) for phase in range(first, _PHASES + 1)):
-            of_phases = {"FIRST_PHASE": begin, "LAST_PHASE": last, "SCORED": specialized}
-            self._launch(select_kernel, self.programs_of_a_head, {**arguments, **of_phases}, self._lists)
-
-    def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any], config: AnchorConfig) -> None:
-        options = {"launch_cooperative_grid": True} if self.form is Form.JOINED else {}
-        launch(
-            kernel,
-            (programs, self.shape.num_kv_heads),
-            arguments,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            maxnreg=config.max_registers,
-            **options,
-        )
-
-    def _launch_scores(self, arguments: dict[str, Any]) -> None:
-        """The first two phases by sm_90's own kernel."""
-        from prefix_kernels.anchor_selection.hopper_kernels import score_items_hopper_kernel, words_layout
-
-        config = self.config
-        arguments = {
-            **arguments,
-            "items_ptr": self._score_items,
-            "max_items": self._score_items.shape[0],
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_CHUNKS": 64 if config.block_m <= 32 else 32,
-            "NUM_WARPS": config.num_warps,
-            "LAYOUT": words_layout(config.block_n, config.num_warps),
-        }
-        for first, last in ((1, 2),) if self.form is Form.JOINED else ((1, 1), (2, 2)):
-            arguments |= {"FIRST_PHASE": first, "LAST_PHASE": last}
-            names = [parameter.name for parameter in score_items_hopper_kernel.params if parameter.name != "OVERLAPPED"]
-            own = {name: arguments[name] for name in names}
-            self._launch(score_items_hopper_kernel, self._score_programs, own, config)
+            of_phases = {"FIRST_PHASE": begin, "LAST_PHASE": last, "SCORED": self.config.specialized}
+            options = self._listing.launch_options(joined=joined)
+            launch(select_kernel, (self.programs_of_a_head, heads), {**arguments, **of_phases}, **options)
 
     @property
     def listed(self) -> bool:
@@ -258,16 +217,8 @@ class AnchorSelection:
     def _tokens(self) -> bool:
         return self.max_block_size == 1
 
-    @staticmethod
-    def _check_specialized(inputs: ScoreInputs) -> None:
-        if not inputs.sm_scale > 0 or inputs.raw is not None or inputs.q.dtype is torch.float32:
-            raise ValueError(
-                "expected a positive scale, q in fp16 or bf16 and no raw scores for sm_90's own kernel, got "
-                f"{inputs.sm_scale}, {inputs.q.dtype} and raw={inputs.raw is not None}; use another configuration"
-            )
-
     def _own_arguments(self, inputs: ScoreInputs, lists: SelectedLists, slot_table: Tensor | None) -> dict[str, Any]:
-        config = self._lists
+        config = self._listing
         # Raw scores of few rows fill a tile that is not as wide, and higher.
         raw_m = config.block_m if inputs.raw is None else min(config.block_m, block_of(inputs.raw.shape[2]))
         return {

@@ -72,6 +72,14 @@ def choose_digit(at_least_ptr, num_chunks, own_chunk, need, BLOCK_C: tl.constexp
         at_least += tl.sum(tl.load(rows, mask=(chunk < num_chunks)[:, None], other=0, cache_modifier=".cg"), axis=0)
     chosen = tl.sum((at_least < need).to(tl.int32), axis=0)
     # Read again by chunk: sums over chunks stay within a warp, sums over digits would not.
+    above, ties, above_before, ties_before = counted_at(at_least_ptr, num_chunks, own_chunk, chosen, BLOCK_C)
+    return chosen ^ (NUM_DIGITS - 1), above, ties, above_before, ties_before
+
+
+@triton.jit
+def counted_at(at_least_ptr, num_chunks, own_chunk, chosen, BLOCK_C: tl.constexpr):
+    """Tokens with a higher digit than that at place `chosen`, and with this one: of all chunks, and of those before
+    `own_chunk`."""
     above = tl.zeros([BLOCK_C], tl.int32)
     ties = tl.zeros([BLOCK_C], tl.int32)
     above_before = tl.zeros([BLOCK_C], tl.int32)
@@ -88,7 +96,7 @@ def choose_digit(at_least_ptr, num_chunks, own_chunk, need, BLOCK_C: tl.constexp
         above_before += tl.where(chunk < own_chunk, higher, 0)
         ties_before += tl.where(chunk < own_chunk, same, 0)
     above, ties = tl.sum(above, axis=0), tl.sum(ties, axis=0)
-    return chosen ^ (NUM_DIGITS - 1), above, ties, tl.sum(above_before, axis=0), tl.sum(ties_before, axis=0)
+    return above, ties, tl.sum(above_before, axis=0), tl.sum(ties_before, axis=0)
 
 
 @triton.jit
