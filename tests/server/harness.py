@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "needle"
 SGLANG = version("sglang")
 
+#: The stores of tests are small: they need not leave a GiB of the disk free, as a server's do.
+DISK = {"store_min_free_bytes": 16 << 20}
 #: The configuration whose accuracy at a keep ratio of 10% over all layers is shown.
 SPARSE_CONFIG: dict[str, Any] = {
     "method": "token_index",
@@ -248,7 +250,7 @@ def flags_of(store: Path | None, config: dict[str, Any] | None, changes: dict[st
             flags += [name, value] if value else [name]
     if store is not None:
         flags += ["--sparse-attn", "--sparse-attn-store", str(store)]
-        flags += ["--sparse-attn-config", json.dumps(config if config is not None else EXACT_CONFIG)]
+        flags += ["--sparse-attn-config", json.dumps(DISK | (EXACT_CONFIG if config is None else config))]
     return flags
 
 
@@ -360,7 +362,7 @@ def run_prebuild(
     file.write_text(prompts if isinstance(prompts, str) else "".join(json.dumps(line) + "\n" for line in prompts))
     command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(MODEL)]
     command += ["--prompts", str(file), "--store", str(store), "--report", str(report)]
-    command += ["--sparse-attn-config", json.dumps(config if config is not None else EXACT_CONFIG), "--"]
+    command += ["--sparse-attn-config", json.dumps(DISK | (EXACT_CONFIG if config is None else config)), "--"]
     command += [*rendezvous(), *flags_of(None, None, {"--" + k.replace("_", "-"): v for k, v in changes.items()})]
     begun = time.monotonic()
     status, output = run_job(command, folder / "prebuild.log", timeout)
