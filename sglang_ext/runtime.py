@@ -354,7 +354,7 @@ class SparseRuntime:
 
         Args:
             q: [num_tokens, num_qo_heads * head_dim] or with the heads apart; likewise k and v.
-            refusal: why this layer must stay dense, from `compat.runner.layer_refusal`.
+            refusal: why this layer must stay dense, from `RunnerView.layer_refusal`.
         """
         step = self._step
         if step.chunks and self.builds is not None:

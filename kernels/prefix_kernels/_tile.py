@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prefix_kernels.types import PagedKV, rows_of
+
 ELEMENTS_PER_CHUNK = 1 << 24
 """Upper bound, in elements, of the largest temporary a reference makes (64 MiB in fp32)."""
 
@@ -49,9 +51,15 @@ def gather_heads(cache: Tensor, slots: Tensor) -> Tensor:
     head = torch.arange(num_kv_heads, device=slots.device)[:, None]
     if cache.is_contiguous():
         flat = slots * num_kv_heads + head
-        rows = cache.view(num_slots * num_kv_heads, head_dim).index_select(0, flat.reshape(-1))
+        rows = rows_of(cache.view(num_slots * num_kv_heads, head_dim), flat.reshape(-1))
         return rows.view(*slots.shape, head_dim).float()
     return cache[slots, head].float()
+
+
+def gather_kv(kv: PagedKV, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values per KV head in fp32, times their scales: `gather_heads` of both."""
+    k, v = gather_heads(kv.k_cache, slots), gather_heads(kv.v_cache, slots)
+    return k if kv.k_scale == 1 else k * kv.k_scale, v if kv.v_scale == 1 else v * kv.v_scale
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

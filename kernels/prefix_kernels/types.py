@@ -6,6 +6,7 @@ values and is for tests and debugging.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +18,20 @@ class PagedKV:
     """One layer's KV pool buffers, as SGLang's pool getters return them. Borrowed: never written here.
 
     Attributes:
-        k_cache: [num_slots, num_kv_heads, head_dim], fp32, fp16, bf16 or (Triton forms only) fp8-e4m3. One slot holds
-            one token, whatever the page size. Rows that no operation is asked to read may hold anything, NaN included.
+        k_cache: [num_slots, num_kv_heads, head_dim], fp32, fp16, bf16 or fp8-e4m3. One slot holds one token, whatever
+            the page size. Rows that no operation is asked to read may hold anything, NaN included.
         v_cache: [num_slots, num_kv_heads, v_head_dim], dtype of `k_cache`.
+        k_scale, v_scale: what a stored key and value stands for is the stored number times this. 1 but in fp8 pools of
+            checkpoints with scales. Numbers of the host, and so constants of a captured graph.
 
     Raises:
-        ValueError: the two buffers do not belong together.
+        ValueError: the two buffers do not belong together, or a scale is not positive and finite.
     """
 
     k_cache: Tensor
     v_cache: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     def __post_init__(self) -> None:
         k, v = self.k_cache, self.v_cache
@@ -38,7 +43,12 @@ class PagedKV:
         if k.dtype != v.dtype or not k.dtype.is_floating_point or k.device != v.device:
             raise ValueError(
                 "expected k_cache and v_cache of one floating dtype on one device, got "
-                f"{k.dtype} on {k.device} and {v.dtype} on {v.device}; dequantize an FP8 pool first"
+                f"{k.dtype} on {k.device} and {v.dtype} on {v.device}; block-scaled pools cannot be read"
+            )
+        if not all(0 < scale < math.inf for scale in (self.k_scale, self.v_scale)):
+            raise ValueError(
+                f"expected k_scale and v_scale positive and finite, got {self.k_scale} and {self.v_scale}; are they "
+                "those of the layer?"
             )
 
     @property
@@ -50,6 +60,35 @@ class PagedKV:
     def head_dim(self) -> int:
         """Width of one key."""
         return self.k_cache.shape[2]
+
+    def keys(self, slots: Tensor, dtype: torch.dtype, heads: slice = slice(None)) -> Tensor:
+        """Keys as the model made them, but for the pool's rounding.
+
+        Args:
+            slots: [count] int64 on the pool's device.
+            dtype: of the result: the model's.
+            heads: KV heads.
+
+        Returns:
+            [count, number of heads, head_dim], new memory.
+        """
+        return _copied(self.k_cache[:, heads], slots, dtype, self.k_scale)
+
+    def values(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values, as `keys`: [count, num_kv_heads, v_head_dim]."""
+        return _copied(self.v_cache, slots, dtype, self.v_scale)
+
+
+def rows_of(buffer: Tensor, index: Tensor) -> Tensor:
+    """`buffer.index_select(0, index)`, of fp8 too: not every release of torch gathers that on every device."""
+    if buffer.dtype is torch.float8_e4m3fn:
+        return buffer.view(torch.uint8).index_select(0, index).view(buffer.dtype)
+    return buffer.index_select(0, index)
+
+
+def _copied(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    rows = rows_of(cache, slots)
+    return rows.to(dtype) if scale == 1 else (rows.float() * scale).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from prefix_kernels.grouped_attention import check_dtypes
 from prefix_kernels.types import PagedKV
 from sglang_ext.attention.attentions import LayerShape
 from sglang_ext.attention.shared_decode import SharedDecode
@@ -101,8 +102,11 @@ class SharedSteps:
         self.refusal: str | None = None if wanted else "share_prefixes is off"
         if config.decode_path is DecodePath.STOCK:
             self.refusal = "decode_path is stock"
-        if self.refusal is None and view.dtype != view.kv_dtype:
-            self.refuse(f"queries are in {view.dtype}, keys in {view.kv_dtype}")
+        if self.refusal is None and on_gpu:
+            try:
+                check_dtypes(view.dtype, view.kv_dtype, view.device)
+            except ValueError as error:
+                self.refuse(str(error))
         if self.refusal is not None:
             logger.info("sparse attention: decode steps are not attended in groups: %s", self.refusal)
             return

@@ -139,6 +139,7 @@ class SparseDecode:
         if message or not isinstance(spec, TokenIndexSpec):
             raise ValueError(f"expected settings that the decode graph can hold; got: {message}")
         self._config, self._layer_plan, self._tracker, self._device = config, layer_plan, tracker, device
+        self._dtype = shape.dtype
         on_gpu, heads, batch = device.type == "cuda", shape.num_kv_heads, tracker.max_batch
         max_groups = min(MAX_GROUPS, batch)
         wanted = (max_groups, heads, self.budget(max_prefix_len, batch))
@@ -357,7 +358,7 @@ class SparseDecode:
         """
         kernels, shape = self._kernels(size), self._selections.shape
         far = min(_FAR, kv.k_cache.shape[0], self._selections.room - PAGE_TOKENS, self._selections.max_prefix_len)
-        q = torch.zeros(size, shape.num_qo_heads, kv.head_dim, dtype=kv.k_cache.dtype, device=self._device)
+        q = torch.zeros(size, shape.num_qo_heads, kv.head_dim, dtype=self._dtype, device=self._device)
         out, lse = q.new_empty(size, shape.num_qo_heads, kv.v_cache.shape[2]), self._lse[:size]
         slots = torch.arange(far, dtype=torch.int32, device=self._device)
         heads, row_bytes = shape.num_kv_heads, shape.channels * shape.bits // 8

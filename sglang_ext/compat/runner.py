@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from torch import Tensor
 
@@ -15,7 +17,11 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.fingerprint import model_fingerprint, resolve_folder, weights_digest
 from sglang_ext.indexing.layer_plan import heads_of_rank
 
-_KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FP8 = torch.float8_e4m3fn
+_KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, _FP8)
+
+_SCALELESS = ("TorchNativeAttnBackend",)
+"""Backends that read and write fp8 keys and values without the checkpoint's scales."""
 
 
 class RunnerView:
@@ -48,6 +54,14 @@ class RunnerView:
         self.device: torch.device = runner.req_to_token_pool.req_to_token.device
         self.decode_graphs = _decode_graphs(runner)
 
+    @cached_property
+    def _scales(self) -> dict[int, tuple[float, float]]:
+        """Layer -> scales of K and V of an fp8 pool, as the checkpoint gives them."""
+        if self.kv_dtype is not _FP8:
+            return {}
+        layers = (module for module in self.runner.model.modules() if isinstance(module, RadixAttention))
+        return {int(layer.layer_id): kv_scales(layer) for layer in layers}
+
     def refusal(self) -> str | None:
         """Why this model or its KV pool cannot be served sparsely; None if it can."""
         runner = self.runner
@@ -59,10 +73,10 @@ class RunnerView:
                 f"--sparse-attn: expected SGLang's plain KV pool (MHATokenToKVPool); got {type(pool).__name__}. "
                 "Hybrid, sliding-window and quantized pools are not supported yet."
             )
-        if pool.dtype not in _KV_DTYPES:
+        if pool.dtype not in _KV_DTYPES or getattr(pool, "is_quantized_kv_cache", False):
             return (
-                f"--sparse-attn: expected a KV cache in float32, float16 or bfloat16; got {pool.dtype}. "
-                "Remove --kv-cache-dtype."
+                f"--sparse-attn: expected a KV cache in float32, float16, bfloat16 or fp8_e4m3; got {pool.dtype}. "
+                "Remove --kv-cache-dtype, or set it to fp8_e4m3."
             )
         if int(pool.head_num) != self.num_kv_heads:
             return (
@@ -87,7 +101,11 @@ class RunnerView:
     def kv(self, layer: int) -> PagedKV:
         """One layer's K and V, through the pool's getters (they wait for layer-wise loads)."""
         k_cache, v_cache = self.runner.token_to_kv_pool.get_kv_buffer(layer)
-        return PagedKV(k_cache, v_cache)
+        return PagedKV(k_cache, v_cache, *self._scales.get(layer, (1.0, 1.0)))
+
+    def layer_refusal(self, layer: Any, kwargs: dict[str, Any]) -> str | None:
+        """Why a layer's decode must stay dense, with these extra arguments; None if it need not."""
+        return layer_refusal(layer, kwargs) or scales_refusal(layer, self.runner.attn_backend, self.kv_dtype)
 
     def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None:
         """Write the new tokens' K and V, as the inner backends do in decode."""
@@ -144,8 +162,36 @@ def _config_json(folder: str, overrides: str) -> dict[str, Any]:
     return raw
 
 
+def kv_scales(layer: Any) -> tuple[float, float]:
+    """What a RadixAttention's stored keys and values are multiplied with when they are read; 1 where it has none."""
+    return float(layer.k_scale_float or 1.0), float(layer.v_scale_float or 1.0)
+
+
+def scales_refusal(layer: Any, backend: Any, kv_dtype: torch.dtype) -> str | None:
+    """Why the scales of a layer's K and V cannot be followed; None if they can, or if there are none.
+
+    Args:
+        layer: a RadixAttention.
+        backend: the attention backend; adopted or not.
+        kv_dtype: of the pool.
+    """
+    for written, read in ((layer.k_scale, layer.k_scale_float), (layer.v_scale, layer.v_scale_float)):
+        if kv_dtype is _FP8 and (written is None) != (read is None):
+            return "scales of K or V that SGLang only writes with, or only reads with"
+    if kv_scales(layer) == (1.0, 1.0):
+        return None
+    if kv_dtype is not _FP8:
+        return "scaled K or V"
+    parts = (backend, *(getattr(backend, child, None) for child in ("prefill_backend", "decode_backend")))
+    scaleless = next((type(part).__name__ for part in parts if type(part).__name__ in _SCALELESS), None)
+    return scaleless and f"scaled K or V, which {scaleless} does not scale"
+
+
 def layer_refusal(layer: Any, kwargs: dict[str, Any]) -> str | None:
-    """Why a layer's decode must stay dense; None if the sparse path computes exactly what it asks for."""
+    """Why a layer's decode must stay dense; None if the sparse path computes exactly what it asks for.
+
+    Scales are looked at apart (`scales_refusal`).
+    """
     extras = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
     checks = (
         (bool(extras), f"extra inputs {extras}"),
@@ -154,6 +200,5 @@ def layer_refusal(layer: Any, kwargs: dict[str, Any]) -> str | None:
         (layer.is_cross_attention, "cross attention"),
         (str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder", "another attention type"),
         (layer.xai_temperature_len > 0, "temperature scaling"),
-        (layer.k_scale_float not in (None, 1.0) or layer.v_scale_float not in (None, 1.0), "scaled K or V"),
     )
     return next((what for bad, what in checks if bad), None)

@@ -31,7 +31,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         return wrapped
     from sglang_ext.attention.backend import adopt, refusal
     from sglang_ext.compat import seams
-    from sglang_ext.compat.runner import RunnerView, layer_refusal
+    from sglang_ext.compat.runner import RunnerView
     from sglang_ext.runtime import SparseRuntime
 
     seams.assert_in_place(seams.SEAMS)
@@ -60,7 +60,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         settings.store,
         len(_runtime.store.list()),
     )
-    return adopt(wrapped, _runtime, layer_refusal)
+    return adopt(wrapped, _runtime, view.layer_refusal)
 
 
 def around_capture_one_shape(original: Callable[..., Any], runner: Any, *args: Any) -> Any:

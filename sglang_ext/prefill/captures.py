@@ -108,7 +108,7 @@ class PrefillCaptures(Recording):
         order = positions.argsort(stable=True)
         order = order[(positions[order] >= 0) & (positions[order] < min(capture.seen))]
         slots = self._view.req_to_token[row, : capture.prompt_len].to(torch.int64)
-        layers = range(self._view.num_layers)
+        layers, dtype = range(self._view.num_layers), self._view.dtype
         importance = capture.importance
         if importance is None:
             importance = torch.full(capture.samples.shape[:2], torch.nan)
@@ -116,15 +116,12 @@ class PrefillCaptures(Recording):
             queries=capture.samples[:, order.to(device)],
             positions=positions[order],
             sampled=order < capture.reservoir_rows,
-            keys=self._gather(slots, layers, "k_cache"),
-            values=self._gather(slots, layers, "v_cache"),
+            keys=torch.stack([self._view.kv(layer).keys(slots, dtype).cpu() for layer in layers]),
+            values=torch.stack([self._view.kv(layer).values(slots, dtype).cpu() for layer in layers]),
             importance=importance[:, order.to(importance.device)],
             prompt_len=capture.prompt_len,
             sm_scale=capture.scale(self._view.head_dim),
         )
-
-    def _gather(self, slots: Tensor, layers: range, cache: str) -> Tensor:
-        return torch.stack([getattr(self._view.kv(layer), cache)[slots].cpu() for layer in layers])
 
     def _report(self, rid: str, **fields: Any) -> None:
         report(self._report_to, rid, **fields)

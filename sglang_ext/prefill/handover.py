@@ -65,7 +65,7 @@ class OwnInputs:
 
     def keys(self, layer: int) -> Tensor:
         """See `Inputs`."""
-        return self._view.kv(layer).k_cache[self._slots]
+        return self._view.kv(layer).keys(self._slots, self._view.dtype)
 
     def close(self) -> None:
         """Nothing to do."""

@@ -253,8 +253,8 @@ class SharedBuilds(Recording):
             build, piece, holder = found
             table = self._view.req_to_token.index_select(0, rows[holder : holder + 1])
             slots = table[0, : build.identity.num_tokens].to(torch.int64)
-            heads = self._view.kv(piece.layer).k_cache[:, piece.heads.start : piece.heads.stop]
-            self._builder.hand_over(build, piece, heads.index_select(0, slots))
+            heads = slice(piece.heads.start, piece.heads.stop)
+            self._builder.hand_over(build, piece, self._view.kv(piece.layer).keys(slots, self._view.dtype, heads))
         elif len(settled) == len(rids):  # the same batch need not be searched again
             self._in_vain = (list(rids), list(self._builder.open))
 

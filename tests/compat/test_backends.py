@@ -186,7 +186,6 @@ def test_a_hybrid_of_an_unknown_backend_is_refused_by_name() -> None:
         ({"is_cross_attention": True}, {}, "cross attention"),
         ({"attn_type": "encoder_only"}, {}, "another attention type"),
         ({"xai_temperature_len": 10}, {}, "temperature scaling"),
-        ({"k_scale_float": 0.5}, {}, "scaled K or V"),
     ],
 )
 def test_a_layer_that_asks_for_more_than_plain_attention_is_refused(change: Any, kwargs: Any, expected: Any) -> None:

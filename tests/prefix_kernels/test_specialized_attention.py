@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,9 +158,9 @@ def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(device: 
     attention = GroupedAttention(AttentionShape.of(q, kv), 3, [LOW, LOW], device, num_programs=2)
     shared = Segment((0, 1, 2), 150)
     attention.plan([shared])
-    direct = run(attention, q, kv, slots, 0.125, v_scale=0.75)
+    direct = run(attention, q, replace(kv, v_scale=0.75), slots, 0.125)
     attention.plan([shared], [Segment((2,), 50, list_begin=150)])
-    merged = run(attention, q, kv, slots, 0.125, v_scale=0.75)
+    merged = run(attention, q, replace(kv, v_scale=0.75), slots, 0.125)
     for one, other in zip(direct, merged, strict=True):
         assert torch.equal(one[:2], other[:2])
         assert not torch.equal(one[2], other[2])

@@ -26,6 +26,7 @@ def _view() -> SimpleNamespace:
         num_qo_heads=HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=DIM,
+        dtype=torch.float32,
         req_to_token=table,
         kv=lambda layer: pools[layer],
     )

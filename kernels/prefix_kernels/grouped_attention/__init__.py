@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefix_kernels.grouped_attention.config import AttentionConfig, block_m_for, default_config
+from prefix_kernels.grouped_attention.config import AttentionConfig, block_m_for, check_dtypes, default_config
 from prefix_kernels.grouped_attention.items import Items, Segment, cut
 from prefix_kernels.grouped_attention.tuned import TunedConfigs
 
@@ -19,6 +19,7 @@ __all__ = [
     "Segment",
     "TunedConfigs",
     "block_m_for",
+    "check_dtypes",
     "cut",
     "default_config",
 ]

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 MIN_BLOCK_M = 16
 """Rows of the least tile that tensor cores take."""
@@ -143,22 +142,22 @@ def programs_at_once(device: torch.device, config: AttentionConfig) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm
 
 
-def check_dtypes(q: Tensor, k_cache: Tensor) -> None:
-    """Raise unless these queries and keys can be multiplied on their device.
+def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> None:
+    """Raise unless queries and keys of these dtypes can be multiplied on a device.
 
     Raises:
         ValueError: fp8 keys before sm_89, or another pair of dtypes.
     """
-    if k_cache.dtype is torch.float8_e4m3fn:
-        good = q.dtype in (torch.float16, torch.bfloat16)
-        if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 9):
+    if kv_dtype is torch.float8_e4m3fn:
+        good = dtype in (torch.float16, torch.bfloat16)
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             raise ValueError(
-                f"expected sm_89 or later for fp8 keys, got {torch.cuda.get_device_name(q.device)}; keep the KV in bf16"
+                f"expected sm_89 or later for fp8 keys, got {torch.cuda.get_device_name(device)}; keep the KV in bf16"
             )
     else:
-        good = q.dtype == k_cache.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        good = dtype == kv_dtype and dtype in (torch.float32, torch.float16, torch.bfloat16)
     if not good:
         raise ValueError(
             "expected queries and keys of one dtype (fp32, fp16 or bf16), or fp16 or bf16 queries and fp8-e4m3 keys, "
-            f"got {q.dtype} and {k_cache.dtype}"
+            f"got {dtype} and {kv_dtype}"
         )

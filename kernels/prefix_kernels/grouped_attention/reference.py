@@ -53,9 +53,10 @@ class ReferenceAttention:
                 if listed is None:
                     continue
                 part = slice(head * gqa, (head + 1) * gqa)
-                scores = sm_scale * q[row, part].float() @ kv.k_cache[listed, head].float().T
+                scores = sm_scale * kv.k_scale * q[row, part].float() @ kv.k_cache[listed, head].float().T
                 lse[row, part] = scores.logsumexp(dim=1)
-                out[row, part] = (scores.softmax(dim=1) @ kv.v_cache[listed, head].float()).to(out.dtype)
+                values = kv.v_scale * kv.v_cache[listed, head].float()
+                out[row, part] = (scores.softmax(dim=1) @ values).to(out.dtype)
 
     def _slots_of(self, row: int, head: int, slots: Tensor, counts: Tensor | None) -> Tensor | None:
         parts = []

@@ -71,7 +71,7 @@ class AttentionShape:
     @classmethod
     def of(cls, q: Tensor, kv: PagedKV) -> AttentionShape:
         """The shape of these tensors. Raises ValueError where they cannot be used together."""
-        check_dtypes(q, kv.k_cache)
+        check_dtypes(q.dtype, kv.k_cache.dtype, q.device)
         return cls(q.shape[1], kv.num_kv_heads, kv.head_dim, kv.v_cache.shape[2], q.dtype, kv.k_cache.dtype)
 
 
@@ -223,19 +223,17 @@ class GroupedAttention:
         *,
         counts: Tensor | None = None,
         head_map: Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
     ) -> None:
         """Attend as planned. One launch per pass and one for the merge.
 
         Neighbouring passes of one specialized configuration share a launch; where that is all, it merges, too.
 
         Runs of one object follow each other on one stream: they share the parts' states. Run once before a capture, so
-        that the kernels are compiled; scales are constants of the captured graph.
+        that the kernels are compiled; the pool's scales are constants of the captured graph.
 
         Args:
             q: [batch, num_qo_heads, head_dim] post-RoPE queries.
-            kv: the layer's pool buffers; only listed slots are read.
+            kv: the layer's pool buffers and scales; only listed slots are read.
             slots: int32 or int64 arena in which the segments' lists lie. Listed slots must be in the pool (not checked:
                 that would wait for the device).
             sm_scale: multiplies q.k before the softmax; positive where a pass is specialized.
@@ -245,7 +243,6 @@ class GroupedAttention:
                 where one does.
             head_map: int32 [num_kv_heads], for a reuse layer: KV head h reads the lists and counts of head
                 `head_map[h]`. None: its own.
-            k_scale, v_scale: of fp8 keys and values.
 
         Raises:
             ValueError: tensors of another shape than planned for, or what the specialized kernel cannot read.
@@ -253,11 +250,11 @@ class GroupedAttention:
         self._check_run(q, kv, slots, out, lse)
         self._check_lists(q, counts, head_map)
         if any(one.config.specialized for one in self._launches):
-            check_inputs(q, kv, sm_scale * k_scale)
+            check_inputs(q, kv, sm_scale)
         shape = self.shape
         counts = self._no_counts if counts is None else counts
         head_map = self._own_heads if head_map is None else head_map
-        scales = {"sm_scale": float(sm_scale * k_scale), "v_scale": float(v_scale)}
+        scales = {"sm_scale": float(sm_scale * kv.k_scale), "v_scale": float(kv.v_scale)}
         for one in self._launches:
             arguments = {**self._arguments(one, q, kv, slots, out, lse, counts, head_map), **scales}
             if one.config.specialized:
@@ -290,7 +287,7 @@ class GroupedAttention:
                 "spans_ptr": self._spans,
                 "out_ptr": out,
                 "lse_ptr": lse,
-                "v_scale": float(v_scale),
+                "v_scale": float(kv.v_scale),
                 "out_stride_row": out.stride(0),
                 "out_stride_head": out.stride(1),
                 "GQA": shape.gqa,

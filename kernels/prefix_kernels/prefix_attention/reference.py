@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefix_kernels._tile import ELEMENTS_PER_CHUNK, attend, from_tile, gather_heads, to_tile
+from prefix_kernels._tile import ELEMENTS_PER_CHUNK, attend, from_tile, gather_kv, to_tile
 from prefix_kernels.merge_state.reference import merge_state_reference
 from prefix_kernels.types import AttnState, PagedKV, Selection
 
@@ -34,7 +34,7 @@ def prefix_attention_reference(
         column = torch.arange(start, start + positions.shape[1], device=positions.device)
         valid = column < selection.counts[:, None]
         index = token_slots[positions.clamp_min(0)]
-        k, v = gather_heads(kv.k_cache, index), gather_heads(kv.v_cache, index)
+        k, v = gather_kv(kv, index)
         out, lse = attend(tile, k, v, valid)
         states.append(AttnState(from_tile(out, num_rows), from_tile(lse, num_rows)))
     return states[0] if len(states) == 1 else merge_state_reference(states)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefix_kernels._tile import ELEMENTS_PER_CHUNK, attend, gather_heads
+from prefix_kernels._tile import ELEMENTS_PER_CHUNK, attend, gather_kv
 from prefix_kernels.types import AttnState, PagedKV
 
 MAX_CHUNK = 256
@@ -45,7 +45,7 @@ def suffix_attention_reference(
         valid = column < length[part, None]
         index = kv_slots[torch.where(valid, start[part, None] + column, start[part, None])]
         index = index[:, None, :].expand(-1, num_kv_heads, -1)
-        k, v = gather_heads(kv.k_cache, index), gather_heads(kv.v_cache, index)
+        k, v = gather_kv(kv, index)
         out, lse = attend(tile[owner[part]], k, v, valid[:, None, :].expand(-1, num_kv_heads, -1))
         outs.append(out.reshape(-1, num_qo_heads, v_dim))
         lses.append(lse.reshape(-1, num_qo_heads))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -206,9 +207,9 @@ def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(
     attention = GroupedAttention(AttentionShape.of(q, kv), 3, [TALL, FLAT], q.device, num_programs=2)
     shared = Segment((0, 1, 2), 40)
     attention.plan([shared])
-    direct = run(attention, q, kv, slots, 0.125, v_scale=0.75)
+    direct = run(attention, q, replace(kv, v_scale=0.75), slots, 0.125)
     attention.plan([shared], [Segment((2,), 10, list_begin=40)])  # one of the tile has another part: all are merged
-    merged = run(attention, q, kv, slots, 0.125, v_scale=0.75)
+    merged = run(attention, q, replace(kv, v_scale=0.75), slots, 0.125)
     for one, other in zip(direct, merged, strict=True):
         assert torch.equal(one[:2], other[:2])
         assert not torch.equal(one[2], other[2])
@@ -234,10 +235,10 @@ def test_reuse_heads_read_another_head_s_list(device: torch.device) -> None:
 def test_fp8_keys_and_values_with_scales(device: torch.device) -> None:
     q, keys, values = inputs(70, 3, 2, 4, 64, 64, torch.float16, device)
     kv, slots = paged_kv((keys / 0.5).to(torch.float8_e4m3fn).half(), (values / 2.0).to(torch.float8_e4m3fn).half())
-    stored = PagedKV(kv.k_cache.to(torch.float8_e4m3fn), kv.v_cache.to(torch.float8_e4m3fn))
+    stored = PagedKV(kv.k_cache.to(torch.float8_e4m3fn), kv.v_cache.to(torch.float8_e4m3fn), 0.5, 2.0)
     attention = GroupedAttention(AttentionShape.of(q, stored), 3, [FLAT], q.device, num_programs=8)
     attention.plan([Segment((0, 1, 2), 70)])
-    out, lse = run(attention, q, stored, slots, 0.1, k_scale=0.5, v_scale=2.0)
+    out, lse = run(attention, q, stored, slots, 0.1)
     oracle = dense_attention(q, kv.k_cache[slots] * 0.5, kv.v_cache[slots] * 2.0, 0.1)
     close(out, lse, oracle, torch.float16)
 

@@ -28,6 +28,18 @@ from sglang_ext.prefix.residency import ResidentIndex, State
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
 LAYERS, KV_HEADS, GQA, DIM = 4, 2, 2, 64
+FP8 = torch.float8_e4m3fn
+#: (queries, KV pool, head_dim); the interpreter multiplies bf16 wrongly. Hopper's own kernels are for heads of 128.
+KINDS = (
+    [(torch.float32, torch.float32, 64), (torch.float16, FP8, 64)]
+    if INTERPRETED
+    else [
+        (torch.float32, torch.float32, 64),
+        (torch.bfloat16, torch.bfloat16, 64),
+        (torch.bfloat16, torch.bfloat16, 128),
+        (torch.bfloat16, FP8, 128),
+    ]
+)
 WIDTH, SLOTS = 700, 4096
 SPEC = TokenIndexSpec(channel_ratio=0.75)
 ROLES = ["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}, "anchor"]
@@ -42,23 +54,32 @@ CONFIG: dict[str, Any] = {
 
 
 class Server:
-    """A table of slots, KV of all layers, requests on indexed prefixes."""
+    """A table of slots, KV of all layers, requests on indexed prefixes. Each layer of an fp8 pool has its scales."""
 
     def __init__(
-        self, device: torch.device, max_batch: int = 6, dtype: torch.dtype = torch.float32, **changes: Any
+        self,
+        device: torch.device,
+        max_batch: int = 6,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+        dim: int = DIM,
+        **changes: Any,
     ) -> None:
         gen = torch.Generator().manual_seed(0)
-        self.device, self.gen = device, gen
-        self.caches = [
-            PagedKV(*(torch.randn(SLOTS, KV_HEADS, DIM, generator=gen).to(device, dtype) for _ in "kv"))
-            for _ in range(LAYERS)
-        ]
+        self.device, self.gen, self.dtype, self.dim = device, gen, dtype, dim
+        kv_dtype = kv_dtype or dtype
+        self.caches = []
+        for layer in range(LAYERS):
+            scales = (0.5 + layer, 2.0 - 0.25 * layer) if kv_dtype is FP8 else (1.0, 1.0)
+            pool = torch.randn(2, SLOTS, KV_HEADS, dim, generator=gen)
+            k_cache, v_cache = (one.div(by).to(device, kv_dtype) for one, by in zip(pool, scales, strict=True))
+            self.caches.append(PagedKV(k_cache, v_cache, *scales))
         self.table = torch.zeros(10, WIDTH, dtype=torch.int32, device=device)
         self.free = torch.randperm(SLOTS, generator=gen).int()
         self.config = config_from_dict({**CONFIG, "layer_plan": ROLES, **changes})
         self.plan = LayerPlan.from_dict({"layers": ROLES}, num_layers=LAYERS, num_kv_heads=KV_HEADS)
         self.tracker = SlotTracker(max_batch, 16, device, "reference" if INTERPRETED else "triton")
-        self.shape = LayerShape(KV_HEADS * GQA, KV_HEADS, DIM, DIM, dtype, dtype)
+        self.shape = LayerShape(KV_HEADS * GQA, KV_HEADS, dim, dim, dtype, kv_dtype)
         self.sparse = SparseDecode(
             self.shape,
             self.config,
@@ -85,8 +106,8 @@ class Server:
         slots = self.slots(length)
         index = ResidentIndex(SimpleNamespace(digest="d", identity=SimpleNamespace(num_tokens=length)))  # type: ignore[arg-type]
         for cache in self.caches:
-            keys = cache.k_cache[slots.long()].float()
-            queries = torch.randn(KV_HEADS, 64, DIM, generator=self.gen).to(self.device)
+            keys = cache.keys(slots.long(), torch.float32)
+            queries = torch.randn(KV_HEADS, 64, self.dim, generator=self.gen).to(self.device)
             index.layers.append(TokenIndexBuilder(SPEC).build_layer(keys, queries))
         index.state = State.READY
         return slots, index
@@ -121,10 +142,10 @@ class Server:
         starts = [index.prefix_len if index else 0 for index in indexes]
         self.step_plan = plan = DecodePlan(groups, *_suffixes(self.table, rows, starts, lens))
         for layer, kv in enumerate(self.caches):
-            q = torch.randn(len(serials) + padded, KV_HEADS * GQA, DIM, generator=self.gen)
-            q = (2 * q).to(self.device, kv.k_cache.dtype)
-            out = self.sparse.attend(q, kv, layer, DIM**-0.5)
-            wanted = self.reference.run(q[: len(serials)], kv, plan, layer, DIM**-0.5)
+            q = torch.randn(len(serials) + padded, KV_HEADS * GQA, self.dim, generator=self.gen)
+            q, sm_scale = (2 * q).to(self.device, self.dtype), self.dim**-0.5
+            out = self.sparse.attend(q, kv, layer, sm_scale)
+            wanted = self.reference.run(q[: len(serials)], kv, plan, layer, sm_scale)
             assert not out[len(serials) :].any()
             off = (out[: len(serials)].float() - wanted.float()).norm(dim=2) / wanted.float().norm(dim=2)
             if q.dtype is torch.float32:
@@ -135,9 +156,11 @@ class Server:
         return list(self.sparse.kept)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16], ids=str)
-def test_groups_and_single_requests_with_and_without_an_index(dtype: torch.dtype, device: torch.device) -> None:
-    server = Server(device, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), KINDS, ids=str)
+def test_groups_and_single_requests_with_and_without_an_index(
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
+) -> None:
+    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim)
     first, second = server.prefix(300), server.prefix(210)
     for serial in (1, 2, 3):
         server.join(serial, *first, 5 + serial)
