@@ -39,3 +39,28 @@ def test_a_document_that_requests_share_is_indexed_and_answers_stay_right(serve:
     assert state["indexes_in_store"] == 1
     assert state["keep_ratio"] < 0.2
     assert state["builds"]["open"] == []
+
+
+def test_earlier_turns_of_a_conversation_that_grows_are_attended_sparsely(serve: Pool, tmp_path: Path) -> None:
+    """Each turn is asked once and begins with all turns before it. What two later turns began with has an index."""
+    config: dict[str, Any] = {**SPARSE_CONFIG, "build": "shared", "build_share": 1.0, "min_sparse_prompt_len": 1024}
+    server = serve(tmp_path, config, fresh=True)
+    document = make_document("many_keys", seed=8, num_tokens=6 * 1280, num_questions=8)
+    words = document.text.split()
+    indexed = []
+    for turn in range(1, 7):
+        before = server.state()
+        server.generate(" ".join(words[: turn * len(words) // 6]), num_tokens=100)
+        after = server.settled()
+        tokens = after["prefix_tokens_per_layer"][0] - before["prefix_tokens_per_layer"][0]
+        indexed.append(tokens // max(1, after["sparse_rows"] - before["sparse_rows"]))
+    # [0, 0, 0, 1280, 2560, 3840] where no build is behind; the fourth turn is the first that can have an index.
+    assert indexed[:3] == [0, 0, 0]
+    assert indexed == sorted(indexed)
+    assert set(indexed) <= {0, 1280, 2560, 3840}
+    assert indexed[-1] >= 2560
+    right = [
+        question.score(server.generate(f"{document.text} {question.text}", to_the_end=True).text)
+        for question in document.questions
+    ]
+    assert sum(right) >= 6

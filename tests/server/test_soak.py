@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.attention.trace import Selected
 from tests.server.harness import CPU_FLAGS, JOB_SECONDS, ROOT, SGLANG, THREADS, rendezvous
 
 pytestmark = pytest.mark.skipif(SGLANG != "0.5.16", reason="soaks are run on 0.5.16")
@@ -49,14 +50,15 @@ def test_sparse_traffic_is_replayed_with_the_same_selections(soaked: tuple[Path,
     assert row["replay"]["selections"]["share_equal"] >= 0.999
 
 
-def test_a_replay_that_attends_all_of_the_prefix_differs(
+def test_a_replay_with_other_selections_differs(
     soaked: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The traffic can tell: without the selections the probabilities are others."""
+    """The traffic can tell: with the first selected position of each head alone the probabilities are others."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import replay
 
-    monkeypatch.setattr(replay.Epoch, "steps", property(lambda _: {}, lambda *_: None), raising=False)
-    row = replay.replay(soaked[0] / "trace", ROOT / "models" / "needle", replay.Options(8, 0, tie=0.002))
-    assert row["sparse"]["tokens of sparse steps"] == 0
+    whole = Selected.mask
+    monkeypatch.setattr(Selected, "mask", lambda step, layer: whole(step, layer) & (whole(step, layer).cumsum(1) == 1))
+    row = replay.replay(soaked[0] / "trace", ROOT / "models" / "needle", replay.Options(12, 0, tie=0.002))
+    assert row["sparse"]["tokens of sparse steps"] == soaked[1]["replay"]["sparse"]["tokens of sparse steps"]
     assert row["sparse"]["max_logprob_off"] > 0.01
