@@ -51,6 +51,8 @@ class ModelView(SharedView, Protocol):
     tp_rank: int
     tp_size: int
 
+    @property
+    def has_kv_scales(self) -> bool: ...
     def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None: ...
     def fingerprint(self) -> ModelFingerprint: ...
 
@@ -194,6 +196,8 @@ class SparseRuntime:
         """The model's weights were replaced in place: from now on nothing is looked up, used or built."""
         self.ready.stale = "the weights were updated in place; restart the server to use indexes of the new ones"
         logger.warning("sparse attention: off until a restart: %s", self.ready.stale)
+        if self.view.has_kv_scales:  # numbers in our graphs
+            self.shared.refuse("the weights were updated in place, and with them perhaps the scales of keys and values")
         if self.builds is not None:
             self.builds.close()
             self.builds = None

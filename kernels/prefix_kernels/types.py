@@ -88,7 +88,7 @@ def rows_of(buffer: Tensor, index: Tensor) -> Tensor:
 
 def _copied(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     rows = rows_of(cache, slots)
-    return rows.to(dtype) if scale == 1 else (rows.float() * scale).to(dtype)
+    return rows.to(dtype) if scale == 1 else rows.to(dtype).mul_(scale)
 
 
 @dataclass(frozen=True, eq=False)

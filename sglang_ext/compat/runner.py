@@ -20,8 +20,8 @@ from sglang_ext.indexing.layer_plan import heads_of_rank
 _FP8 = torch.float8_e4m3fn
 _KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, _FP8)
 
-_SCALELESS = ("TorchNativeAttnBackend",)
-"""Backends that read and write fp8 keys and values without the checkpoint's scales."""
+_SCALELESS = "TorchNativeAttnBackend"
+"""The backend that reads and writes fp8 keys and values without the checkpoint's scales."""
 
 
 class RunnerView:
@@ -57,10 +57,21 @@ class RunnerView:
     @cached_property
     def _scales(self) -> dict[int, tuple[float, float]]:
         """Layer -> scales of K and V of an fp8 pool, as the checkpoint gives them."""
-        if self.kv_dtype is not _FP8:
+        if _is_scaleless(self.runner.attn_backend):
             return {}
+        return {int(layer.layer_id): kv_scales(layer) for layer in self._scaled_layers()}
+
+    def _scaled_layers(self) -> list[RadixAttention]:
+        """Those whose K or V has a scale in an fp8 pool."""
+        if self.kv_dtype is not _FP8:
+            return []
         layers = (module for module in self.runner.model.modules() if isinstance(module, RadixAttention))
-        return {int(layer.layer_id): kv_scales(layer) for layer in layers}
+        return [one for one in layers if one.k_scale is not None or one.v_scale is not None]
+
+    @property
+    def has_kv_scales(self) -> bool:
+        """Whether a checkpoint's scales belong to what is in the KV pool: with its weights they may change in place."""
+        return bool(self._scaled_layers())
 
     def refusal(self) -> str | None:
         """Why this model or its KV pool cannot be served sparsely; None if it can."""
@@ -182,9 +193,13 @@ def scales_refusal(layer: Any, backend: Any, kv_dtype: torch.dtype) -> str | Non
         return None
     if kv_dtype is not _FP8:
         return "scaled K or V"
-    parts = (backend, *(getattr(backend, child, None) for child in ("prefill_backend", "decode_backend")))
-    scaleless = next((type(part).__name__ for part in parts if type(part).__name__ in _SCALELESS), None)
-    return scaleless and f"scaled K or V, which {scaleless} does not scale"
+    return f"scaled K or V, which {_SCALELESS} does not scale" if _is_scaleless(backend) else None
+
+
+def _is_scaleless(backend: Any) -> bool:
+    """Whether an attention backend, or a part of it, leaves scales out."""
+    parts = (backend, getattr(backend, "prefill_backend", None), getattr(backend, "decode_backend", None))
+    return any(type(part).__name__ == _SCALELESS for part in parts)
 
 
 def layer_refusal(layer: Any, kwargs: dict[str, Any]) -> str | None:

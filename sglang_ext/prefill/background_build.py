@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prefix_index import IndexIdentity, IndexStore
+from prefix_index import IndexIdentity, IndexStore, IndexStoreError
 from sglang_ext.prefill.builder import IndexAssembly, IndexFactory
 from sglang_ext.prefill.claims import Claim
 from sglang_ext.prefill.hits import Prefix
@@ -231,7 +231,8 @@ class BackgroundBuilder:
         except CannotBuildError as error:
             self._end(build, {"status": "failed", "reason": "abandoned", "detail": str(error)})
         except Exception as error:  # one prefix must not end the others
-            logger.error("sparse attention: no index was built of a shared prefix", exc_info=error)
+            where = None if isinstance(error, IndexStoreError) else error  # the store's own messages say all
+            logger.error("sparse attention: no index was built of a shared prefix: %s", error, exc_info=where)
             self._end(build, {"status": "failed", "reason": type(error).__name__, "detail": str(error)})
 
     def _begin(self, build: Build) -> dict[str, Any] | None:

@@ -202,7 +202,7 @@ class IndexAssembly:
     Attributes:
         arrays: what is there.
         seconds: spent building, by method.
-        kv_bytes: of the prefix's keys and values in the dtype of the keys; 0 before the first piece.
+        kv_bytes: of the prefix's keys and values in the KV pool; 0 before the first piece.
     """
 
     def __init__(self, factory: IndexFactory, identity: IndexIdentity) -> None:
@@ -258,7 +258,7 @@ class IndexAssembly:
                 for array, piece in pieces.items():
                     self.arrays[ArrayKey(f"{name}.{array}", layer, head)] = piece.numpy()
         width = model.num_kv_heads * (model.head_dim + model.v_head_dim)
-        self.kv_bytes = model.num_layers * self.identity.num_tokens * width * keys.element_size()
+        self.kv_bytes = model.num_layers * self.identity.num_tokens * width * _itemsize(model.kv_dtype)
         return built
 
     def method_bytes(self) -> dict[str, int]:
@@ -268,6 +268,13 @@ class IndexAssembly:
             method = key.name.split(".")[0]
             methods[method] = methods.get(method, 0) + array.nbytes
         return methods
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of a number of a dtype of torch, by its name."""
+    found = getattr(torch, dtype)
+    assert isinstance(found, torch.dtype)
+    return found.itemsize
 
 
 def _side_by_side(keys: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_digest, page_hashes
+from prefix_index import IndexIdentity, IndexStore, IndexStoreError, ModelFingerprint, namespace_digest, page_hashes
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.indexing.profile import Profile
 from sglang_ext.prefill.builder import IndexFactory, covered_tokens, profile_digest
@@ -186,7 +186,8 @@ class PrefillBuilds(Recording):
         return {"status": "built", **named, **stats}
 
     def _failed(self, rid: str, error: Exception) -> None:
-        logger.error("sparse attention: no index was built for request %s", rid, exc_info=error)
+        where = None if isinstance(error, IndexStoreError) else error  # the store's own messages say all
+        logger.error("sparse attention: no index was built for request %s: %s", rid, error, exc_info=where)
         self._report(rid, status="failed", reason=type(error).__name__, detail=str(error))
 
     def _report(self, rid: str, **fields: Any) -> None:

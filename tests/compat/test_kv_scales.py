@@ -134,6 +134,20 @@ def test_scales_that_sglang_does_not_follow_itself_are_refused(
         assert refused is None if expected is None else expected in str(refused)
 
 
+def test_a_view_asks_its_own_backend_and_takes_its_scales_away() -> None:
+    layers = _layers(k_scale=0.5, v_scale=3.0)
+    view = _view(layers)
+    assert view.layer_refusal(layers[1], {}) is None
+    assert view.layer_refusal(layers[1], {"sinks": 1}) == "extra inputs ['sinks']"
+    assert view.has_kv_scales
+    view = _view(layers)
+    view.runner.attn_backend = type("TorchNativeAttnBackend", (), {})()
+    assert "TorchNativeAttnBackend" in str(view.layer_refusal(layers[1], {}))
+    assert (view.kv(1).k_scale, view.kv(1).v_scale) == (1.0, 1.0), "what it wrote is not scaled"
+    assert not _view(_layers()).has_kv_scales
+    assert not _view(layers, torch.bfloat16).has_kv_scales
+
+
 def test_another_fp8_is_refused_with_what_to_do() -> None:
     message = _view(_layers(), torch.float8_e5m2).refusal()
     assert message is not None

@@ -19,7 +19,7 @@ LAYERS, HEADS, KV_HEADS, DIM, PROMPT = 2, 4, 2, 8, 12
 
 def _view() -> SimpleNamespace:
     generator = torch.Generator().manual_seed(0)
-    pools = [PagedKV(*torch.randn(2, 40, KV_HEADS, DIM, generator=generator)) for _ in range(LAYERS)]
+    pools = [PagedKV(*torch.randn(2, 40, KV_HEADS, DIM, generator=generator), 0.5, 4.0) for _ in range(LAYERS)]
     table = torch.arange(40).flip(0)[None]
     return SimpleNamespace(
         num_layers=LAYERS,
@@ -74,8 +74,8 @@ def test_a_capture_holds_queries_keys_values_and_the_layers_scale(tmp_path: Path
     torch.testing.assert_close(capture.queries, q[:, capture.positions])
     for layer in range(LAYERS):
         pool = captures._view.kv(layer)
-        assert torch.equal(capture.keys[layer], pool.k_cache.flip(0)[:PROMPT])
-        assert torch.equal(capture.values[layer], pool.v_cache.flip(0)[:PROMPT])
+        assert torch.equal(capture.keys[layer], 0.5 * pool.k_cache.flip(0)[:PROMPT])
+        assert torch.equal(capture.values[layer], 4 * pool.v_cache.flip(0)[:PROMPT])
 
 
 def test_a_token_that_a_layer_has_not_seen_is_left_out(tmp_path: Path) -> None:

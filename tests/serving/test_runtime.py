@@ -35,12 +35,14 @@ class Model:
     dtype = kv_dtype = torch.float32
     num_slots, max_requests, decode_graphs = 1024, 8, False
     tp_rank, tp_size = 0, 1
+    has_kv_scales = True
     device = torch.device("cpu")
 
     def __init__(self, fingerprint: Any) -> None:
         self._fingerprint = fingerprint
         gen = torch.Generator().manual_seed(0)
-        self.caches = [PagedKV(*(torch.randn(1024, KV_HEADS, DIM, generator=gen) for _ in "kv")) for _ in range(LAYERS)]
+        pools = [torch.randn(2, 1024, KV_HEADS, DIM, generator=gen) for _ in range(LAYERS)]
+        self.caches = [PagedKV(*pool, k_scale=0.5, v_scale=4.0) for pool in pools]
         self.table = torch.randperm(1024, generator=gen)[: 8 * 120].reshape(8, 120).to(torch.int32)
 
     @property
@@ -52,8 +54,8 @@ class Model:
 
     def write_kv(self, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
         cache = self.caches[layer.layer_id]
-        cache.k_cache[forward_batch.out_cache_loc] = k
-        cache.v_cache[forward_batch.out_cache_loc] = v
+        cache.k_cache[forward_batch.out_cache_loc] = k / cache.k_scale
+        cache.v_cache[forward_batch.out_cache_loc] = v / cache.v_scale
 
     def fingerprint(self) -> Any:
         return self._fingerprint
@@ -113,11 +115,12 @@ def _step(runtime: SparseRuntime, batch: Any) -> list[torch.Tensor | None]:
             if result is None:
                 continue
             kv = runtime.view.kv(number)
-            torch.testing.assert_close(kv.k_cache[batch.out_cache_loc].flatten(1), k)
+            torch.testing.assert_close(kv.keys(batch.out_cache_loc, k.dtype).flatten(1), k)
             for row, (slot, length) in enumerate(zip(batch.req_pool_indices, batch.seq_lens_cpu, strict=True)):
                 own = runtime.view.req_to_token[slot, :length].long()
                 heads = q[row].reshape(1, KV_HEADS * GQA, DIM)
-                expected = dense_attention(heads, kv.k_cache[own], kv.v_cache[own], DIM**-0.5).out.reshape(-1)
+                keys, values = kv.keys(own, k.dtype), kv.values(own, k.dtype)
+                expected = dense_attention(heads, keys, values, DIM**-0.5).out.reshape(-1)
                 torch.testing.assert_close(result[row].double(), expected, atol=2e-5, rtol=0)
     return out
 
@@ -285,7 +288,7 @@ def test_a_prefilled_prompt_leaves_an_index_of_its_own_keys(start: Any, tmp_path
     index.loaded.result(30)
     slots = runtime.view.req_to_token[0, :64].long()
     for number in range(LAYERS):
-        assert torch.equal(index.layers[number]["keys"], runtime.view.kv(number).k_cache[slots].transpose(0, 1))
+        assert torch.equal(index.layers[number]["keys"], 0.5 * runtime.view.kv(number).k_cache[slots].transpose(0, 1))
     runtime.slot_freed(later, 1, finished=True)
     assert _built(runtime, report)[1]["status"] == "exists"
 
@@ -335,11 +338,12 @@ def test_the_snapshot_is_plain_values(start: Any) -> None:
 
 
 def test_after_a_weight_update_nothing_is_used_or_looked_up(start: Callable[..., SparseRuntime]) -> None:
-    runtime = start([PROMPT])
+    runtime = start([PROMPT], share_prefixes=True)
     first, second = Request(), Request()
     runtime.admit(first, "a", [*PROMPT, 1], NAMESPACE)
     assert runtime._plan(_decode_batch(runtime, ["a"], [66])) is not None
     runtime.weights_changed()
+    assert "updated in place" in str(runtime.shared.refusal)
     assert runtime._plan(_decode_batch(runtime, ["a"], [67])) is None
     runtime.admit(second, "b", [*PROMPT, 2], NAMESPACE)
     assert runtime._plan(_decode_batch(runtime, ["b"], [66])) is None
