@@ -28,6 +28,7 @@ from sglang_ext.prefill.builder import method_specs, profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.handover import PrefillHelp
+from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.recording import Admission, Recording, decode_chunks, prefill_chunks
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.prefix.directory import PrefixDirectory
@@ -103,13 +104,13 @@ class SparseRuntime:
         self.ready = Readiness(
             config, self.requests, self.counters, self.ranks, self._release, lambda index: self.shared.accepts(index)
         )
+        if self.ranks.size > 1:
+            check_alike(self.ranks, self._facts())
         self.builds = self._make_builds(profile)
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, dense_heads) if folder is not None else None
         self._shared: dict[str, list[SharedSlots]] = {}
         self._step = Step()
-        if self.ranks.size > 1:
-            check_alike(self.ranks, self._facts())
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have in common, so that equal batches take equal paths."""
@@ -125,7 +126,7 @@ class SparseRuntime:
 
     def _make_builds(self, profile: Profile | None) -> Recording | None:
         config, view = self.config, self.view
-        if config.build is Build.PREFILL and self.ranks.size > self.model.num_kv_heads:
+        if config.build is not Build.OFF and self.ranks.size > self.model.num_kv_heads:
             raise ValueError(
                 f"--sparse-attn: expected at most {self.model.num_kv_heads} tensor-parallel ranks (KV heads) to build "
                 f"indexes; got {self.ranks.size}. Build with a smaller --tp-size: any reads the indexes"
@@ -138,7 +139,7 @@ class SparseRuntime:
             if view.decode_graphs and not self.shared.uses_indexes:
                 logger.warning("sparse attention: no index is built: none could be used (see above)")
                 return None
-            return SharedBuilds(self.store, config, view, self.model, profile, view.device)
+            return SharedBuilds(self.store, config, view, self.model, profile, view.device, Parts.of_server(self.ranks))
         return PrefillCaptures(config, view) if config.build is Build.CAPTURE else None
 
     # -- admission and the life of a request ---------------------------------------------------------------

@@ -32,11 +32,10 @@ def refusal(record: Any, config: SparseAttnConfig) -> str | None:
     size = int(getattr(record, "tp_size", 1) or 1)
     if size == 1:
         return None
-    if config.build not in (Build.OFF, Build.PREFILL):
+    if config.build is Build.CAPTURE:
         return (
-            "--sparse-attn: expected build off or prefill with tensor parallelism (--tp-size); got "
-            f"build={config.build.value!r} and tp_size={size}. A rank sees only its own KV heads: build indexes ahead "
-            "(sglang-ext prebuild, also with --tp-size), and calibrate on one GPU."
+            "--sparse-attn: expected build off, prefill or shared with tensor parallelism (--tp-size); got "
+            f"build={config.build.value!r} and tp_size={size}. A rank sees only its own KV heads: calibrate on one GPU."
         )
     if config.trace_folder is not None:
         return (

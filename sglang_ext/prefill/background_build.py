@@ -21,6 +21,7 @@ from prefix_index import IndexIdentity, IndexStore, IndexStoreError
 from sglang_ext.prefill.builder import IndexAssembly, IndexFactory
 from sglang_ext.prefill.claims import Claim
 from sglang_ext.prefill.hits import Prefix
+from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.samples import QuerySamples
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ PIECE_TOKENS = 1 << 17
 MAX_OPEN = 8
 """Builds that are begun or wait, at most. Of a prefix of 131,072 tokens of an 8B shape one holds up to 1.5 GB of host
 memory."""
+PARTS_S = 0.5
+"""How often rank 0 looks for what other ranks are to leave."""
 _FIRST_REST_S = 1.0
 """At most, behind a build's first piece: that may take long because kernels are loaded for it."""
 IDLE_S = 600.0
@@ -37,7 +40,7 @@ IDLE_S = 600.0
 
 
 class Piece(NamedTuple):
-    """Keys that a build takes at once: of these KV heads of that layer."""
+    """Keys that a build takes at once: of these KV heads of that layer, in the model's numbers."""
 
     layer: int
     heads: range
@@ -49,6 +52,7 @@ class Build:
     Attributes:
         prefix: whose.
         identity: of the index.
+        heads: KV heads of the model that are built here.
         pieces: all of them, in their order.
         given: pieces handed over so far; the scheduler's thread counts.
         closed: done, failed or given up: what is still handed over is for nobody.
@@ -56,10 +60,11 @@ class Build:
         built: pieces that are done; the builder's thread counts.
     """
 
-    def __init__(self, prefix: Prefix, identity: IndexIdentity) -> None:
+    def __init__(self, prefix: Prefix, identity: IndexIdentity, heads: range | None = None) -> None:
         model = identity.model
         self.prefix, self.identity = prefix, identity
-        self.pieces = pieces_of(model.num_layers, model.num_kv_heads, identity.num_tokens)
+        self.heads = heads or range(model.num_kv_heads)
+        self.pieces = pieces_of(model.num_layers, self.heads, identity.num_tokens)
         self.given = 0
         self.closed = False
         self.begun = self.latest = time.monotonic()
@@ -77,10 +82,11 @@ class Build:
 
 @dataclass
 class BuildCounts:
-    """What became of the builds so far."""
+    """What became of the builds so far; `left`: parts that this tensor-parallel rank left for rank 0."""
 
     built: int = 0
     failed: int = 0
+    left: int = 0
 
 
 class CannotBuildError(Exception):
@@ -108,7 +114,9 @@ class BackgroundBuilder:
         rows: tokens of a sample, at most.
         share: of the GPU's time that building may take, above 0 and at most 1.
         device: of the keys.
-        done: called on the builder's thread with (build, fields of the report); a status of `built` means stored.
+        done: called on the builder's thread with (build, fields of the report); a status of `built` means stored, of
+            `left` that rank 0 may take the part.
+        parts: with tensor parallelism: builds are of this rank's heads, and rank 0 puts them together.
     """
 
     def __init__(
@@ -120,7 +128,10 @@ class BackgroundBuilder:
         share: float,
         device: torch.device,
         done: Callable[[Build, dict[str, Any]], None],
+        parts: Parts | None = None,
     ) -> None:
+        self._parts = parts
+        self._waiting: list[Build] = []
         self._factory, self._store, self._samples = factory, store, samples
         self._rows, self._share, self._device, self._done = rows, share, device, done
         self._handed: queue.SimpleQueue[_Handed | None] = queue.SimpleQueue()
@@ -184,8 +195,9 @@ class BackgroundBuilder:
         stream = side_stream(self._device)
         while not self._ending.is_set():
             try:
-                handed = self._handed.get(timeout=IDLE_S / 10)
+                handed = self._handed.get(timeout=PARTS_S if self._waiting else IDLE_S / 10)
             except queue.Empty:
+                self._look_for_parts()
                 self._give_up_idle()
                 continue
             if handed is None:
@@ -198,6 +210,7 @@ class BackgroundBuilder:
                 if handed.piece is not None:
                     self.ready = True
             del handed  # and with it the keys
+            self._look_for_parts()
             self._give_up_idle()
         left = list(self.open)
         while not self._handed.empty():
@@ -210,6 +223,8 @@ class BackgroundBuilder:
         for build in list(self.open):
             if not build.closed and time.monotonic() - build.latest > IDLE_S:
                 detail = f"no request that begins with the prefix decoded for {IDLE_S:g} s"
+                if build in self._waiting:
+                    detail = f"expected every rank's part of it within {IDLE_S:g} s, some left none"
                 self._end(build, {"status": "failed", "reason": "abandoned", "detail": detail})
 
     def _take(self, handed: _Handed, stream: torch.cuda.Stream | None) -> None:
@@ -227,24 +242,57 @@ class BackgroundBuilder:
                 handed.keys.record_stream(stream)
             self._add(build, handed.piece, handed.keys)
             if build.built == len(build.pieces):
-                self._end(build, self._stored(build))
-        except CannotBuildError as error:
-            self._end(build, {"status": "failed", "reason": "abandoned", "detail": str(error)})
+                self._whole(build)
         except Exception as error:  # one prefix must not end the others
+            self._failed(build, error)
+
+    def _failed(self, build: Build, error: Exception) -> None:
+        reason = type(error).__name__
+        if isinstance(error, CannotBuildError):
+            reason = "abandoned"
+        else:
             where = None if isinstance(error, IndexStoreError) else error  # the store's own messages say all
             logger.error("sparse attention: no index was built of a shared prefix: %s", error, exc_info=where)
-            self._end(build, {"status": "failed", "reason": type(error).__name__, "detail": str(error)})
+        self._end(build, {"status": "failed", "reason": reason, "detail": str(error)})
+
+    def _whole(self, build: Build) -> None:
+        """All heads of this process are there: store them, leave them for rank 0, or wait for the other ranks'."""
+        assert build.assembly is not None
+        if self._parts is None:
+            self._end(build, self._stored(build))
+        elif self._parts.rank == 0:
+            self._waiting.append(build)
+        else:
+            self._parts.leave(build.identity.digest, build.assembly.arrays)
+            named = {"digest": build.identity.digest, "num_tokens": build.identity.num_tokens}
+            self._end(build, {"status": "left", **named})
+
+    def _look_for_parts(self) -> None:
+        """On rank 0: store what all ranks have their part of."""
+        for build in self._waiting:
+            assert self._parts is not None
+            if build.closed or build.assembly is None:
+                continue
+            try:
+                others = self._parts.taken(build.identity.digest)
+                if others is not None:
+                    build.assembly.arrays.update(others)
+                    self._end(build, self._stored(build))
+            except Exception as error:
+                self._failed(build, error)
+        self._waiting = [build for build in self._waiting if not build.closed]
 
     def _begin(self, build: Build) -> dict[str, Any] | None:
-        """Take the lease and the queries; what to report where there is nothing to build."""
-        build.claim = Claim(build.identity)
-        build.claim.settle(self._store)
-        if isinstance(build.claim.refusal, Exception):
-            raise build.claim.refusal
-        if build.claim.refusal is not None:
-            return dict(build.claim.refusal)
+        """Take the lease, where it is not rank 0's, and the queries; what to report where there is nothing to build."""
+        if self._parts is None or self._parts.rank == 0:
+            build.claim = Claim(build.identity)
+            build.claim.settle(self._store)
+            if isinstance(build.claim.refusal, Exception):
+                raise build.claim.refusal
+            if build.claim.refusal is not None:
+                return dict(build.claim.refusal)
         if self._factory.needs_queries:
-            sample = self._samples.of(build.prefix, build.identity.model.num_kv_heads, self._rows)
+            sample = self._samples.of(build.prefix, len(build.heads), self._rows)
             if sample is None:
                 raise CannotBuildError("expected queries of at least half of the prefix, fewer are kept in host memory")
             build.queries = sample
@@ -255,7 +303,8 @@ class BackgroundBuilder:
         assert build.assembly is not None
         own = None
         if build.queries is not None:
-            own = build.queries[piece.layer, piece.heads.start : piece.heads.stop].to(self._device)
+            first, stop = piece.heads.start - build.heads.start, piece.heads.stop - build.heads.start
+            own = build.queries[piece.layer, first:stop].to(self._device)
         before = sum(build.assembly.seconds.values())
         build.assembly.add(range(piece.layer, piece.layer + 1), piece.heads, keys, own)
         build.built += 1
@@ -286,6 +335,7 @@ class BackgroundBuilder:
             logger.exception("sparse attention: a build could not be reported")
         self.counts.built += fields["status"] == "built"
         self.counts.failed += fields["status"] == "failed"
+        self.counts.left += fields["status"] == "left"
 
     @staticmethod
     def _close(build: Build) -> None:
@@ -298,13 +348,13 @@ class BackgroundBuilder:
             logger.exception("sparse attention: a build lease could not be given back")
 
 
-def pieces_of(num_layers: int, num_kv_heads: int, prefix_len: int) -> list[Piece]:
-    """All KV heads of all layers, so many heads of a layer at a time that keys are about `PIECE_TOKENS` together."""
-    size = max(1, min(num_kv_heads, PIECE_TOKENS // prefix_len))
+def pieces_of(num_layers: int, heads: range, prefix_len: int) -> list[Piece]:
+    """These KV heads of all layers, so many heads of a layer at a time that keys are about `PIECE_TOKENS` together."""
+    size = max(1, min(len(heads), PIECE_TOKENS // prefix_len))
     return [
-        Piece(layer, range(first, min(first + size, num_kv_heads)))
+        Piece(layer, range(first, min(first + size, heads.stop)))
         for layer in range(num_layers)
-        for first in range(0, num_kv_heads, size)
+        for first in range(heads.start, heads.stop, size)
     ]
 
 

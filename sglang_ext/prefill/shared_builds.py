@@ -15,10 +15,12 @@ from torch import Tensor
 
 from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_digest, page_hashes
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.indexing.layer_plan import heads_of_rank
 from sglang_ext.indexing.profile import Profile
-from sglang_ext.prefill.background_build import BackgroundBuilder, Build, Piece, side_stream
+from sglang_ext.prefill.background_build import IDLE_S, BackgroundBuilder, Build, Piece, side_stream
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefill.hits import HitCounter
+from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.recorder import Capture, Chunk, QueryRecorder
 from sglang_ext.prefill.recording import Admission, BuildView, Recording
 from sglang_ext.prefill.report import report
@@ -70,6 +72,7 @@ class SharedBuilds(Recording):
         model: its fingerprint.
         profile: the model's profile, where there is one.
         device: of the KV pool.
+        parts: with tensor parallelism: every rank builds its own KV heads, rank 0 stores and reports.
     """
 
     def __init__(
@@ -80,7 +83,11 @@ class SharedBuilds(Recording):
         model: ModelFingerprint,
         profile: Profile | None,
         device: torch.device,
+        parts: Parts | None = None,
     ) -> None:
+        self._parts = parts
+        rank, size = (parts.rank, parts.size) if parts is not None else (0, 1)
+        self._heads = heads_of_rank(model.num_kv_heads, rank, size)
         gqa = view.num_qo_heads // view.num_kv_heads
         self._rows = max(1, config.query_samples // gqa)
         self.recorder = QueryRecorder(
@@ -93,7 +100,7 @@ class SharedBuilds(Recording):
         self._hits = HitCounter(config.build_after_hits, config.min_sparse_prompt_len, config.build_align)
         self._samples = QuerySamples(config.sample_host_bytes)
         self._builder = BackgroundBuilder(
-            factory, store, self._samples, self._rows, config.build_share, device, self._finished
+            factory, store, self._samples, self._rows, config.build_share, device, self._finished, parts
         )
         self._ended: SimpleQueue[tuple[Build, str]] = SimpleQueue()
         self._requests: dict[str, _Request] = {}
@@ -164,7 +171,7 @@ class SharedBuilds(Recording):
                 model=self._model,
                 profile_digest=self._profile,
             )
-            if not self._builder.add(Build(prefix, identity)):
+            if not self._builder.add(Build(prefix, identity, self._heads)):
                 self._hits.later(prefix)
 
     def prefilled(self, chunks: Sequence[Chunk]) -> None:
@@ -253,7 +260,7 @@ class SharedBuilds(Recording):
             build, piece, holder = found
             table = self._view.req_to_token.index_select(0, rows[holder : holder + 1])
             slots = table[0, : build.identity.num_tokens].to(torch.int64)
-            heads = slice(piece.heads.start, piece.heads.stop)
+            heads = slice(piece.heads.start - self._heads.start, piece.heads.stop - self._heads.start)
             self._builder.hand_over(build, piece, self._view.kv(piece.layer).keys(slots, self._view.dtype, heads))
         elif len(settled) == len(rids):  # the same batch need not be searched again
             self._in_vain = (list(rids), list(self._builder.open))
@@ -278,7 +285,8 @@ class SharedBuilds(Recording):
 
     def _finished(self, build: Build, fields: dict[str, Any]) -> None:
         """On the builder's thread."""
-        report(self._config.build_report, f"prefix-{build.identity.digest[:12]}", **fields)
+        if self._parts is None or self._parts.rank == 0:
+            report(self._config.build_report, f"prefix-{build.identity.digest[:12]}", **fields)
         if fields["status"] == "failed":
             logger.warning(
                 "sparse attention: no index of %d shared tokens: %s", build.prefix.num_tokens, fields["detail"]
@@ -292,6 +300,8 @@ class SharedBuilds(Recording):
             build, status = self._ended.get()
             if status in ("built", "exists"):
                 build.prefix.built_at, build.prefix.tries = time.monotonic(), 0
+            elif status == "left":  # rank 0 stores it as soon as all ranks have left theirs
+                build.prefix.built_at, build.prefix.tries = time.monotonic() + IDLE_S, 0
             elif status == "skipped":  # somebody else builds it
                 self._hits.later(build.prefix)
             else:

@@ -20,7 +20,8 @@ from sglang_ext.ranks import OneRank
     [
         ({}, {}, None),
         ({}, {"build": "prefill"}, None),
-        ({}, {"build": "shared"}, ["expected build off or prefill", "build='shared'", "tp_size=2", "prebuild"]),
+        ({}, {"build": "shared"}, None),
+        ({}, {"build": "capture", "capture_folder": "c"}, ["off, prefill or shared", "build='capture'", "tp_size=2"]),
         ({}, {"trace_folder": "traces"}, ["no trace_folder", "serve on one GPU"]),
         ({"nnodes": 2}, {}, ["more than one machine (--nnodes)", "nnodes=2"]),
         ({"attn_cp_size": 2}, {}, ["context parallelism (--attn-cp-size)"]),

@@ -57,9 +57,9 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "missing @file": (["--sparse-attn-config", "@/nowhere/c.json"], ["/nowhere/c.json", "readable file"]),
     "missing store": (["--sparse-attn-store", "/nowhere/store"], ["/nowhere/store", "expected an existing folder"]),
     "store is a file": (["--sparse-attn-store", "/etc/hostname"], ["/etc/hostname", "expected an existing folder"]),
-    "tp, building": (
-        ["--tp-size", "2", "--sparse-attn-config", '{"build": "shared"}'],
-        ["tensor parallelism (--tp-size)", "build='shared'", "tp_size=2", "prebuild"],
+    "tp, capturing": (
+        ["--tp-size", "2", "--sparse-attn-config", '{"build": "capture", "capture_folder": "c"}'],
+        ["tensor parallelism (--tp-size)", "build='capture'", "tp_size=2", "calibrate on one GPU"],
     ),
     "tp, traced": (
         ["--tp-size", "2", "--sparse-attn-config", '{"trace_folder": "t"}'],

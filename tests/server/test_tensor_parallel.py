@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,31 @@ def test_an_index_that_is_late_on_one_rank_is_used_on_none(
     assert delta.sparse_rows >= 4 * (TOKENS - 1)
     assert not delta.fallbacks
     _same_path(delta.after)
+
+
+def test_what_requests_share_is_indexed_by_both_ranks(
+    expected: Any, serve: Any, serve_two: Any, texts: Any, exact_config: Any, tmp_path: Path
+) -> None:
+    """Each rank builds its own KV head, rank 0 stores both; answers stay, on two ranks and on one."""
+    report = tmp_path / "report.jsonl"
+    config = {**exact_config, "build": "shared", "build_share": 1.0, "build_report": str(report)}
+    (tmp_path / "store").mkdir()
+    server = serve_two(tmp_path / "store", config)
+    prompts = _prompts(texts)
+    assert [server.generate(prompt, TOKENS).ids for prompt in prompts[:3]] == expected[:3]
+    deadline = time.monotonic() + 300
+    while server.state()["builds"]["built"] == 0 and time.monotonic() < deadline:
+        assert server.generate(prompts[0], 4 * TOKENS).ids[:TOKENS] == expected[0]
+    (line,) = report.read_text().splitlines()
+    assert '"status": "built"' in line
+    delta = server.delta()
+    assert _ask_together(server, prompts[:4]) == expected[:4]
+    server.done(delta)
+    assert delta.sparse_rows >= 4 * (TOKENS - 1)
+    for rank in _same_path(delta.after):
+        assert rank["sparse_steps"] == delta.after["sparse_steps"]
+    server = serve(tmp_path / "store", exact_config)
+    delta = server.delta()
+    assert server.generate(prompts[0], TOKENS).ids == expected[0]
+    server.done(delta)
+    assert delta.sparse_rows >= TOKENS - 1

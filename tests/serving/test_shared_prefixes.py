@@ -142,7 +142,7 @@ def test_a_build_waits_for_samples_that_are_on_their_way() -> None:
 
 def test_pieces_cover_every_head_of_every_layer_once() -> None:
     for length in (1000, 40_000, 131_072, 1_000_000):
-        pieces = pieces_of(3, 8, length)
+        pieces = pieces_of(3, range(8), length)
         covered = [(piece.layer, head) for piece in pieces for head in piece.heads]
         assert covered == [(layer, head) for layer in range(3) for head in range(8)]
         assert all(

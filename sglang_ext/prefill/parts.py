@@ -1,0 +1,156 @@
+"""Parts of one index, each built by a tensor-parallel rank of its own KV heads, as files that rank 0 collects.
+
+KV heads are independent, so a part needs nothing of the others. No rank ever waits for another: a rank leaves its part
+when it has it, and rank 0 looks now and then whether all are there. So parts of one index may be of different requests,
+minutes apart, and a rank that gave up takes nothing along but that one index.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefix_index import ArrayKey
+from sglang_ext.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+KEPT = 8
+"""Parts that a rank leaves for rank 0 at a time; the oldest ones go."""
+_PREFIX = "sglang-ext-ranks-"
+_BEGINNING_S = 60.0
+"""A folder is made before its lock is taken."""
+
+
+class Parts:
+    """Parts as one rank sees them. Used by its builder's thread.
+
+    Args:
+        rank, size: its place among the ranks.
+        folder: of this server alone, readable and writable by all ranks; exists.
+
+    Attributes:
+        rank, size: as given.
+    """
+
+    def __init__(self, rank: int, size: int, folder: Path) -> None:
+        self.rank, self.size, self._folder = rank, size, folder
+
+    @classmethod
+    def of_server(cls, ranks: Ranks) -> Parts | None:
+        """In a new folder for temporary files. A collective: rank 0 makes it, and removes it at its end. What
+        killed servers left is removed here.
+
+        Returns:
+            None for a process without others.
+
+        Raises:
+            RuntimeError: on all ranks: the folder could not be made.
+        """
+        if ranks.size == 1:
+            return None
+        made, why = "", ""
+        if ranks.rank == 0:
+            try:
+                _remove_left_behind()
+                made = tempfile.mkdtemp(prefix=_PREFIX)
+                atexit.register(shutil.rmtree, made, ignore_errors=True)
+                _locked(Path(made))
+            except OSError as error:
+                why = str(error)
+        made, why = ranks.gathered((made, why))[0]
+        if not made:
+            raise RuntimeError(
+                "--sparse-attn: expected a folder for temporary files, in which tensor-parallel ranks put indexes "
+                f"together; got: {why}. Free disk space, or name another folder with TMPDIR"
+            )
+        return cls(ranks.rank, ranks.size, Path(made))
+
+    def leave(self, digest: str, arrays: Mapping[ArrayKey, NDArray[Any]]) -> None:
+        """Hand a part over; replaces one of the same index.
+
+        Args:
+            digest: of the index.
+            arrays: of all layers, of this rank's KV heads.
+
+        Raises:
+            OSError: it could not be written; nothing is left then.
+        """
+        path = self._path(digest, self.rank)
+        unfinished = path.with_suffix(".unfinished")
+        try:
+            with unfinished.open("wb") as file:
+                named = {f"{key.layer}/{key.kv_head}/{key.name}": array for key, array in arrays.items()}
+                np.savez(file, **named)  # type: ignore[arg-type]
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        mine = sorted(self._folder.glob(f"*.{self.rank}.npz"), key=lambda one: one.stat().st_mtime)
+        self._remove(mine[:-KEPT])
+
+    def taken(self, digest: str) -> dict[ArrayKey, NDArray[Any]] | None:
+        """On rank 0: the arrays of all other ranks, whose files are removed; None while some have not left theirs.
+
+        Raises:
+            OSError, ValueError: a part cannot be read.
+        """
+        paths = [self._path(digest, rank) for rank in range(self.size) if rank != self.rank]
+        if not all(path.exists() for path in paths):
+            return None
+        found: dict[ArrayKey, NDArray[Any]] = {}
+        try:
+            for path in paths:
+                with np.load(path, allow_pickle=False) as part:
+                    for name in part.files:
+                        layer, head, array = name.split("/", 2)
+                        found[ArrayKey(array, int(layer), int(head))] = part[name]
+        except FileNotFoundError:  # its rank has left newer ones meanwhile
+            return None
+        except zipfile.BadZipFile as error:
+            self._remove(paths)
+            raise ValueError(f"expected a rank's part of an index in {path}, got: {error}") from error
+        self._remove(paths)
+        return found
+
+    @staticmethod
+    def _remove(paths: Iterable[Path]) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+    def _path(self, digest: str, rank: int) -> Path:
+        return self._folder / f"{digest}.{rank}.npz"
+
+
+def _locked(folder: Path) -> int:
+    """Take a folder's lock, until this process ends. Raises OSError where somebody has it."""
+    lock = os.open(folder / "alive", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _remove_left_behind() -> None:
+    """Folders of this user's servers that do not run any more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            found = folder.lstat()
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _BEGINNING_S:
+                lock = _locked(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)

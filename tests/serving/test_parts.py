@@ -1,0 +1,216 @@
+"""Indexes whose KV heads are built by several ranks: the files in between, and the whole against one rank's index."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefix_index import ArrayKey, page_hashes
+from prefix_kernels.types import PagedKV
+from sglang_ext.prefill import background_build, parts
+from sglang_ext.prefill.background_build import pieces_of
+from sglang_ext.prefill.parts import KEPT, Parts
+from sglang_ext.prefill.recording import Admission
+from sglang_ext.prefill.shared_builds import SharedBuilds
+from tests.serving.meeting import Meeting
+
+LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
+SHARED = list(range(64))
+NAMESPACE: dict[str, str | None] = {"extra_key": None}
+ARRAYS = {ArrayKey("m.a", 0, 1): np.arange(6, dtype=np.int16).reshape(2, 3), ArrayKey("m.b", 2, 1): np.ones(0)}
+
+
+def test_rank_0_takes_parts_once_all_ranks_have_left_theirs(tmp_path: Path) -> None:
+    first, second, third = (Parts(rank, 3, tmp_path) for rank in range(3))
+    assert first.taken("d") is None
+    second.leave("d", ARRAYS)
+    assert first.taken("d") is None
+    third.leave("d", {ArrayKey("m.a", 0, 2): np.zeros(3)})
+    third.leave("other", ARRAYS)
+    found = first.taken("d")
+    assert found is not None
+    assert found.keys() == {*ARRAYS, ArrayKey("m.a", 0, 2)}
+    for key, array in ARRAYS.items():
+        assert (found[key].dtype, found[key].tolist()) == (array.dtype, array.tolist())
+    assert first.taken("d") is None, "taken"
+    assert [path.name for path in tmp_path.iterdir()] == ["other.2.npz"]
+
+
+def test_a_part_that_cannot_be_read_or_written_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "d.1.npz").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(ValueError, match=r"d\.1\.npz"):
+        Parts(0, 2, tmp_path).taken("d")
+    assert Parts(0, 2, tmp_path).taken("d") is None, "the next part is another one"
+    with pytest.raises(OSError, match="No such file"):
+        Parts(1, 2, tmp_path / "gone").leave("d", ARRAYS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_that_nobody_takes_are_few(tmp_path: Path) -> None:
+    rank = Parts(1, 2, tmp_path)
+    for number in range(KEPT + 3):
+        rank.leave(f"{number:02}", ARRAYS)
+        os.utime(tmp_path / f"{number:02}.1.npz", (number, number))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{n:02}.1.npz" for n in range(3, KEPT + 3)]
+
+
+def test_ranks_agree_on_a_folder_and_what_killed_servers_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, other = tmp_path / "sglang-ext-ranks-left", tmp_path / "another"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "x").write_text("x")
+    alive = Meeting(2).run(Parts.of_server)[0]._folder
+    fresh = tmp_path / "sglang-ext-ranks-fresh"
+    fresh.mkdir()
+    for folder in (left, other, alive):
+        os.utime(folder, (time.time() - 1000,) * 2)
+    made = Meeting(2).run(Parts.of_server)
+    assert made[0]._folder == made[1]._folder
+    assert [(one.rank, one.size) for one in made] == [(0, 2), (1, 2)]
+    assert sorted(tmp_path.iterdir()) == sorted([other, alive, fresh, made[0]._folder])
+    assert Parts.of_server(SimpleNamespace(rank=0, size=1)) is None  # type: ignore[arg-type]
+
+
+def test_no_folder_stops_the_start_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(parts.tempfile, "mkdtemp", full)
+
+    def told(ranks: Any) -> str:
+        with pytest.raises(RuntimeError) as error:
+            Parts.of_server(ranks)
+        return str(error.value)
+
+    for message in Meeting(2).run(told):
+        assert "No space left on device" in message
+        assert "TMPDIR" in message
+
+
+class Rank:
+    """One rank's builds on its own KV heads of the same keys and queries."""
+
+    def __init__(self, bench: Any, heads: range, of_server: Parts | None) -> None:
+        gen = torch.Generator().manual_seed(0)
+        pools = [
+            torch.randn(2, 256, KV_HEADS, DIM, generator=gen)[:, :, heads.start : heads.stop] for _ in range(LAYERS)
+        ]
+        self.queries = torch.randn(LAYERS, 256, KV_HEADS, GQA, DIM, generator=gen)[:, :, heads.start : heads.stop]
+        self.view = SimpleNamespace(
+            num_layers=LAYERS,
+            num_qo_heads=len(heads) * GQA,
+            num_kv_heads=len(heads),
+            head_dim=DIM,
+            dtype=torch.float32,
+            req_to_token=torch.arange(200).repeat(3, 1),
+            kv=lambda layer: PagedKV(*pools[layer]),
+        )
+        device = torch.device("cpu")
+        self.builds = SharedBuilds(bench.store, bench.config, self.view, bench.model, None, device, of_server)
+
+    def prefill(self, rid: str, prompt: list[int], cached: int) -> None:
+        self.builds.admit(Admission(rid, prompt, NAMESPACE, None, hashes=tuple(page_hashes(prompt, 16))))
+        chunks = self.builds.begin_prefill([rid], [cached], [len(prompt) - cached], torch.device("cpu"))
+        for layer in range(LAYERS):
+            q = self.queries[layer, cached : len(prompt)].reshape(len(prompt) - cached, -1)
+            self.builds.recorder.record(chunks, layer, q, DIM**-0.5)
+        self.builds.prefilled(chunks)
+
+    def decode_until(self, rid: str, done: Callable[[dict[str, Any]], bool], seconds: float = 20.0) -> bool:
+        deadline = time.monotonic() + seconds
+        while not done(self.builds.snapshot()) and time.monotonic() < deadline:
+            self.builds.decoding([rid], torch.tensor([0]))
+            self.builds.settle()
+            time.sleep(0.002)
+        return done(self.builds.snapshot())
+
+
+@pytest.fixture
+def start(make_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Rank]]]:
+    monkeypatch.setattr(background_build, "PARTS_S", 0.01)
+    made: list[Rank] = []
+
+    def make(size: int) -> list[Rank]:
+        bench = make_bench(
+            build="shared", method="token_index", build_align=16, build_share=1.0,
+            build_report=str(tmp_path / f"report-{size}.jsonl"),
+        )  # fmt: skip
+        folder = tmp_path / f"parts-{size}"
+        folder.mkdir()
+        width = KV_HEADS // size
+        of_server = [None] if size == 1 else [Parts(rank, size, folder) for rank in range(size)]
+        ranks = [Rank(bench, range(n * width, (n + 1) * width), part) for n, part in enumerate(of_server)]
+        for rank in ranks:
+            rank.store = bench.store  # type: ignore[attr-defined]
+            rank.prefill("a", [*SHARED, *range(100, 118)], 0)
+            rank.prefill("b", [*SHARED, *range(200, 218)], 64)
+            rank.prefill("c", [*SHARED, *range(300, 318)], 64)
+        made.extend(ranks)
+        return ranks
+
+    yield make
+    for rank in made:
+        rank.builds.close()
+
+
+def _arrays(rank: Any) -> dict[Any, Any]:
+    (entry,) = rank.store.list()
+    with rank.store.get(entry.identity) as file:
+        return dict(file.read_many(file.keys))
+
+
+def _built(state: dict[str, Any]) -> bool:
+    return int(state["built"]) == 1
+
+
+def test_two_ranks_build_the_very_index_that_one_builds(start: Callable[..., list[Rank]], tmp_path: Path) -> None:
+    (alone,) = start(1)
+    assert alone.decode_until("c", _built)
+    first, second = start(2)
+    first.decode_until("c", lambda state: state["open"] and state["open"][0]["pieces"] == LAYERS)
+    time.sleep(0.1)
+    assert first.builds.snapshot()["built"] == 0, "the other rank has given nothing yet"
+    assert second.decode_until("c", lambda state: state["left"] == 1)
+    assert first.decode_until("c", _built)
+    assert first.builds.snapshot()["open"] == second.builds.snapshot()["open"] == []
+    one, two = _arrays(alone), _arrays(first)
+    assert one.keys() == two.keys()
+    for key, array in one.items():
+        assert np.array_equal(two[key], array), key
+    assert len((tmp_path / "report-2.jsonl").read_text().splitlines()) == 1, "rank 0 reports"
+    assert list((tmp_path / "parts-2").iterdir()) == []
+
+
+def test_the_other_rank_may_be_first(start: Callable[..., list[Rank]]) -> None:
+    first, second = start(2)
+    assert second.decode_until("c", lambda state: state["left"] == 1)
+    assert not second.decode_until("c", lambda state: bool(state["open"]), seconds=0.2), "built once"
+    assert first.decode_until("c", _built)
+
+
+def test_a_part_that_never_comes_ends_the_build(start: Callable[..., list[Rank]], monkeypatch: Any) -> None:
+    first, _ = start(2)
+    first.decode_until("c", lambda state: state["open"] and state["open"][0]["pieces"] == LAYERS)
+    monkeypatch.setattr(background_build, "IDLE_S", 0.05)
+    assert first.decode_until("x", lambda state: state["failed"] == 1)
+    (line,) = Path(first.builds._config.build_report or "").read_text().splitlines()
+    assert '"status": "failed"' in line
+    assert "rank" in line
+
+
+@pytest.mark.parametrize(("heads", "length"), [(range(4, 8), 128), (range(2, 4), 1 << 17), (range(3, 4), 64)])
+def test_pieces_are_of_the_ranks_own_heads(heads: range, length: int) -> None:
+    pieces = pieces_of(2, heads, length)
+    assert [head for piece in pieces if piece.layer == 1 for head in piece.heads] == list(heads)
