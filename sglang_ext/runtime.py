@@ -398,7 +398,8 @@ class SparseRuntime:
         """
         self._sweep()
         mine = {name: getattr(self.counters, name) for name in ("sparse_steps", "sparse_rows", "shared_steps")}
-        held = {"resident_bytes": self.residency.resident_bytes(), "index_users": self.residency.num_users()}
+        held: dict[str, Any] = {"builds": {} if self.builds is None else self.builds.snapshot()}
+        held |= {"resident_bytes": self.residency.resident_bytes(), "index_users": self.residency.num_users()}
         return {
             "ranks": self.ranks.gathered({**mine, **held, **self.ready.snapshot()}),
             **self.counters.snapshot(),
@@ -406,7 +407,6 @@ class SparseRuntime:
             "model": msgspec.to_builtins(self.model),
             "profile": self.profile,
             "shared": self.shared.snapshot(),
-            "builds": {} if self.builds is None else self.builds.snapshot(),
             **self.watch.snapshot(),
             **held,
             "requests": len(self.requests),

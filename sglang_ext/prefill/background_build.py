@@ -261,6 +261,7 @@ class BackgroundBuilder:
         if self._parts is None:
             self._end(build, self._stored(build))
         elif self._parts.rank == 0:
+            build.queries = None
             self._waiting.append(build)
         else:
             self._parts.leave(build.identity.digest, build.assembly.arrays)
@@ -276,6 +277,7 @@ class BackgroundBuilder:
             try:
                 others = self._parts.taken(build.identity.digest)
                 if others is not None:
+                    _check_heads(build, {(key.layer, key.kv_head) for key in others})
                     build.assembly.arrays.update(others)
                     self._end(build, self._stored(build))
             except Exception as error:
@@ -291,6 +293,8 @@ class BackgroundBuilder:
                 raise build.claim.refusal
             if build.claim.refusal is not None:
                 return dict(build.claim.refusal)
+        elif (status := self._told(build.identity, self._parts)) is not None:
+            return {"status": status, "digest": build.identity.digest, "num_tokens": build.identity.num_tokens}
         if self._factory.needs_queries:
             sample = self._samples.of(build.prefix, len(build.heads), self._rows)
             if sample is None:
@@ -298,6 +302,12 @@ class BackgroundBuilder:
             build.queries = sample
         build.assembly = IndexAssembly(self._factory, build.identity)
         return None
+
+    def _told(self, identity: IndexIdentity, parts: Parts) -> str | None:
+        """Of an index that rank 0 stores: `exists` or `left` where this rank need not build its part."""
+        if self._store.contains(identity):
+            return "exists"
+        return "left" if parts.has_left(identity.digest) else None
 
     def _add(self, build: Build, piece: Piece, keys: Tensor) -> None:
         assert build.assembly is not None
@@ -346,6 +356,17 @@ class BackgroundBuilder:
                 build.claim.release()
         except Exception:
             logger.exception("sparse attention: a build lease could not be given back")
+
+
+def _check_heads(build: Build, others: set[tuple[int, int]]) -> None:
+    """Raise ValueError unless the other ranks' arrays are of all heads that are not built here, in all layers."""
+    model = build.identity.model
+    heads = set(range(model.num_kv_heads)) - set(build.heads)
+    if others != {(layer, head) for layer in range(model.num_layers) for head in heads}:
+        raise ValueError(
+            f"expected the other ranks' parts to be of KV heads {sorted(heads)} in {model.num_layers} layers, got "
+            f"{len(others)} heads of layers, {sorted({head for _, head in others})} among them"
+        )
 
 
 def pieces_of(num_layers: int, heads: range, prefix_len: int) -> list[Piece]:

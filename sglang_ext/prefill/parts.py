@@ -2,7 +2,7 @@
 
 KV heads are independent, so a part needs nothing of the others. No rank ever waits for another: a rank leaves its part
 when it has it, and rank 0 looks now and then whether all are there. So parts of one index may be of different requests,
-minutes apart, and a rank that gave up takes nothing along but that one index.
+minutes apart. Where a rank builds no more, rank 0's builds come to nothing one by one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-KEPT = 8
-"""Parts that a rank leaves for rank 0 at a time; the oldest ones go."""
+KEPT_S = 1200.0
+"""A part that rank 0 does not take for so long is removed when its rank leaves another one."""
+MAX_KEPT = 32
+"""Parts of a rank that lie there at a time; the oldest ones go."""
 _PREFIX = "sglang-ext-ranks-"
 _BEGINNING_S = 60.0
 """A folder is made before its lock is taken."""
@@ -51,8 +53,8 @@ class Parts:
 
     @classmethod
     def of_server(cls, ranks: Ranks) -> Parts | None:
-        """In a new folder for temporary files. A collective: rank 0 makes it, and removes it at its end. What
-        killed servers left is removed here.
+        """In a new folder for temporary files. A collective: rank 0 makes it. It is removed where the process ends in
+        order, else (SGLang kills its processes) when the next server of several ranks starts.
 
         Returns:
             None for a process without others.
@@ -66,11 +68,12 @@ class Parts:
         if ranks.rank == 0:
             try:
                 _remove_left_behind()
-                made = tempfile.mkdtemp(prefix=_PREFIX)
-                atexit.register(shutil.rmtree, made, ignore_errors=True)
-                _locked(Path(made))
-            except OSError as error:
-                why = str(error)
+                folder = tempfile.mkdtemp(prefix=_PREFIX)
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                _locked(Path(folder))
+                made = folder
+            except Exception as error:  # the others wait
+                why = f"{type(error).__name__}: {error}"
         made, why = ranks.gathered((made, why))[0]
         if not made:
             raise RuntimeError(
@@ -91,6 +94,7 @@ class Parts:
         """
         path = self._path(digest, self.rank)
         unfinished = path.with_suffix(".unfinished")
+        self._folder.mkdir(mode=0o700, exist_ok=True)  # cleaners of temporary files
         try:
             with unfinished.open("wb") as file:
                 named = {f"{key.layer}/{key.kv_head}/{key.name}": array for key, array in arrays.items()}
@@ -98,8 +102,13 @@ class Parts:
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
-        mine = sorted(self._folder.glob(f"*.{self.rank}.npz"), key=lambda one: one.stat().st_mtime)
-        self._remove(mine[:-KEPT])
+        mine = sorted((_left_at(one), one) for one in self._folder.glob(f"*.{self.rank}.npz"))
+        self._remove(one for at, one in mine[:-MAX_KEPT])
+        self._remove(one for at, one in mine if at < time.time() - KEPT_S)
+
+    def has_left(self, digest: str) -> bool:
+        """Whether this rank's part is still there."""
+        return self._path(digest, self.rank).exists()
 
     def taken(self, digest: str) -> dict[ArrayKey, NDArray[Any]] | None:
         """On rank 0: the arrays of all other ranks, whose files are removed; None while some have not left theirs.
@@ -119,7 +128,7 @@ class Parts:
                         found[ArrayKey(array, int(layer), int(head))] = part[name]
         except FileNotFoundError:  # its rank has left newer ones meanwhile
             return None
-        except zipfile.BadZipFile as error:
+        except (zipfile.BadZipFile, ValueError, EOFError, KeyError) as error:
             self._remove(paths)
             raise ValueError(f"expected a rank's part of an index in {path}, got: {error}") from error
         self._remove(paths)
@@ -134,9 +143,17 @@ class Parts:
         return self._folder / f"{digest}.{rank}.npz"
 
 
+def _left_at(path: Path) -> float:
+    """Seconds since the epoch; 0 where rank 0 took it a moment ago."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def _locked(folder: Path) -> int:
-    """Take a folder's lock, until this process ends. Raises OSError where somebody has it."""
-    lock = os.open(folder / "alive", os.O_RDWR | os.O_CREAT, 0o600)
+    """Take a folder's lock, until this process ends or closes it. Raises OSError where somebody has it."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

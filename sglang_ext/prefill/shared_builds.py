@@ -301,7 +301,7 @@ class SharedBuilds(Recording):
             if status in ("built", "exists"):
                 build.prefix.built_at, build.prefix.tries = time.monotonic(), 0
             elif status == "left":  # rank 0 stores it as soon as all ranks have left theirs
-                build.prefix.built_at, build.prefix.tries = time.monotonic() + IDLE_S, 0
+                build.prefix.built_at = time.monotonic() + IDLE_S
             elif status == "skipped":  # somebody else builds it
                 self._hits.later(build.prefix)
             else:

@@ -18,7 +18,7 @@ from prefix_index import ArrayKey, page_hashes
 from prefix_kernels.types import PagedKV
 from sglang_ext.prefill import background_build, parts
 from sglang_ext.prefill.background_build import pieces_of
-from sglang_ext.prefill.parts import KEPT, Parts
+from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
 from sglang_ext.prefill.recording import Admission
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from tests.serving.meeting import Meeting
@@ -50,17 +50,36 @@ def test_a_part_that_cannot_be_read_or_written_says_so_and_leaves_nothing(tmp_pa
     with pytest.raises(ValueError, match=r"d\.1\.npz"):
         Parts(0, 2, tmp_path).taken("d")
     assert Parts(0, 2, tmp_path).taken("d") is None, "the next part is another one"
-    with pytest.raises(OSError, match="No such file"):
-        Parts(1, 2, tmp_path / "gone").leave("d", ARRAYS)
+    other = {ArrayKey("m.a", 0, 0): np.zeros(3), ArrayKey("m.b", 0, 0): np.array(["x"], dtype=object)}
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OSError, match="file"):
+        Parts(1, 2, tmp_path / "file").leave("d", ARRAYS)
+    (tmp_path / "file").unlink()
+    Parts(1, 2, tmp_path).leave("d", other)
+    with pytest.raises(ValueError, match=r"d\.1\.npz"):
+        Parts(0, 2, tmp_path).taken("d")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parts_that_nobody_takes_are_few(tmp_path: Path) -> None:
-    rank = Parts(1, 2, tmp_path)
-    for number in range(KEPT + 3):
+def test_a_folder_that_a_cleaner_took_is_made_again(tmp_path: Path) -> None:
+    rank = Parts(1, 2, tmp_path / "taken")
+    rank.leave("d", ARRAYS)
+    assert (Parts(0, 2, tmp_path / "taken").taken("d") or {}).keys() == ARRAYS.keys()
+
+
+def test_parts_that_nobody_takes_are_removed(tmp_path: Path) -> None:
+    rank, now = Parts(1, 2, tmp_path), time.time()
+    for number in range(MAX_KEPT + 3):
         rank.leave(f"{number:02}", ARRAYS)
-        os.utime(tmp_path / f"{number:02}.1.npz", (number, number))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{n:02}.1.npz" for n in range(3, KEPT + 3)]
+        os.utime(tmp_path / f"{number:02}.1.npz", (now, now - 1000 + number))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{n:02}.1.npz" for n in range(3, MAX_KEPT + 3)]
+    for number in range(3, MAX_KEPT + 1):
+        os.utime(tmp_path / f"{number:02}.1.npz", (now, now - KEPT_S - 60))
+    rank.leave("last", ARRAYS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["33.1.npz", "34.1.npz", "last.1.npz"]
+    assert rank.has_left("last")
+    assert not rank.has_left("03")
+    assert not Parts(0, 2, tmp_path).has_left("last")
 
 
 def test_ranks_agree_on_a_folder_and_what_killed_servers_left_is_removed(
@@ -196,8 +215,39 @@ def test_two_ranks_build_the_very_index_that_one_builds(start: Callable[..., lis
 def test_the_other_rank_may_be_first(start: Callable[..., list[Rank]]) -> None:
     first, second = start(2)
     assert second.decode_until("c", lambda state: state["left"] == 1)
-    assert not second.decode_until("c", lambda state: bool(state["open"]), seconds=0.2), "built once"
+    for number in range(3):  # rank 0 is late: what was left is not built again, also if it should be due
+        second.prefill(f"again-{number}", [*SHARED, *range(400 + number, 418 + number)], 64)
+        assert not second.builds.snapshot()["open"]
     assert first.decode_until("c", _built)
+
+
+def test_a_part_that_is_still_there_is_not_built_again(start: Callable[..., list[Rank]]) -> None:
+    first, second = start(2)
+    assert second.decode_until("c", lambda state: state["left"] == 1)
+    second.builds._requests.clear()
+    known = next(iter(second.builds._hits._known.values()))
+    known.due, known.built_at = False, None  # as if its index had left the store
+    second.prefill("d", [*SHARED, *range(400, 418)], 64)
+    (build,) = second.builds._builder.open
+    assert second.decode_until("d", lambda state: state["left"] == 2)
+    assert build.given == 1
+    assert first.decode_until("c", _built)
+    known.due, known.built_at = False, None
+    second.prefill("e", [*SHARED, *range(500, 518)], 64)
+    (build,) = second.builds._builder.open
+    assert second.decode_until("e", lambda state: not state["open"])
+    assert build.given == 1, "it is in the store"
+
+
+def test_parts_of_other_heads_are_refused(start: Callable[..., list[Rank]]) -> None:
+    first, second = start(2)
+    assert second.decode_until("c", lambda state: state["left"] == 1)
+    parts_of_second = second.builds._parts
+    assert parts_of_second is not None
+    digest = next(parts_of_second._folder.glob("*.1.npz")).name.split(".")[0]
+    parts_of_second.leave(digest, {ArrayKey("token_index.keys", 0, 1): np.zeros(3)})
+    assert first.decode_until("c", lambda state: state["failed"] == 1)
+    assert list(first.store.list()) == []  # type: ignore[attr-defined]
 
 
 def test_a_part_that_never_comes_ends_the_build(start: Callable[..., list[Rank]], monkeypatch: Any) -> None:
