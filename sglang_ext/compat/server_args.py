@@ -123,22 +123,25 @@ def unsupported(record: Any) -> str | None:
             f"--sparse-attn: expected --load-format {', '.join(_LOAD_FORMATS)}; got {load_format!r}. The model's "
             "identity is taken from its folder, which may not be what this format loads: use one of these."
         )
-    found = first_set(record, _UNSUPPORTED)
-    if found is None:
-        return None
-    field, value, name = found
-    return (
-        f"--sparse-attn: expected no {name}; got {field}={value!r}. "
-        "This combination is not supported yet: remove one of the two."
-    )
+    return conflict(record, _UNSUPPORTED)
 
 
-def first_set(record: Any, fields: Sequence[tuple[str, Any, str]]) -> tuple[str, Any, str] | None:
-    """(field, value, name) of the first of (field, value that is fine, name) that a record has set otherwise."""
+def conflict(record: Any, fields: Sequence[tuple[str, Any, str]], beside: str = "", got: str = "") -> str | None:
+    """What a record has set that does not go with us, as a message; None where nothing is.
+
+    Args:
+        record: SGLang's ServerArgs.
+        fields: (field, value that is fine, name the user knows it by); the first one that is set otherwise is named.
+        beside: what else it does not go with, as ` beside ...`.
+        got: that one's value, as ` and field=...`.
+    """
     for field, fine, name in fields:
         value = getattr(record, field, fine)
         if value is not None and value != fine:
-            return field, value, name
+            return (
+                f"--sparse-attn: expected no {name}{beside}; got {field}={value!r}{got}. "
+                "This combination is not supported yet: remove one of the two."
+            )
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_ext.compat.server_args import first_set
+from sglang_ext.compat.server_args import conflict
 from sglang_ext.config import Build, SparseAttnConfig
 from sglang_ext.ranks import OneRank, ProcessRanks, Ranks
 
@@ -49,14 +49,7 @@ def refusal(record: Any, config: SparseAttnConfig) -> str | None:
                 "requests by its own clock then, so ranks may run different batches: unset it, or end requests from "
                 "the client."
             )
-    found = first_set(record, _UNSUPPORTED)
-    if found is None:
-        return None
-    field, value, name = found
-    return (
-        f"--sparse-attn: expected no {name} beside tensor parallelism; got {field}={value!r} and "
-        f"tp_size={size}. This combination is not supported yet: remove one of the two."
-    )
+    return conflict(record, _UNSUPPORTED, " beside tensor parallelism", f" and tp_size={size}")
 
 
 def ranks_of(rank: int, size: int) -> Ranks:

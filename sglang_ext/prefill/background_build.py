@@ -285,7 +285,7 @@ class BackgroundBuilder:
         self._waiting = [build for build in self._waiting if not build.closed]
 
     def _begin(self, build: Build) -> dict[str, Any] | None:
-        """Take the lease, where it is not rank 0's, and the queries; what to report where there is nothing to build."""
+        """Take the lease (rank 0, for all ranks) and the queries; what to report where there is nothing to build."""
         if self._parts is None or self._parts.rank == 0:
             build.claim = Claim(build.identity)
             build.claim.settle(self._store)
@@ -365,7 +365,8 @@ def _check_heads(build: Build, others: set[tuple[int, int]]) -> None:
     if others != {(layer, head) for layer in range(model.num_layers) for head in heads}:
         raise ValueError(
             f"expected the other ranks' parts to be of KV heads {sorted(heads)} in {model.num_layers} layers, got "
-            f"{len(others)} heads of layers, {sorted({head for _, head in others})} among them"
+            f"{len(others)} heads of layers, {sorted({head for _, head in others})} among them; a later attempt builds "
+            "them anew"
         )
 
 

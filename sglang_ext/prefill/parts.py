@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import logging
 import os
 import shutil
 import tempfile
@@ -25,8 +24,6 @@ from numpy.typing import NDArray
 
 from prefix_index import ArrayKey
 from sglang_ext.ranks import Ranks
-
-logger = logging.getLogger(__name__)
 
 KEPT_S = 1200.0
 """A part that rank 0 does not take for so long is removed when its rank leaves another one."""
@@ -130,7 +127,9 @@ class Parts:
             return None
         except (zipfile.BadZipFile, ValueError, EOFError, KeyError) as error:
             self._remove(paths)
-            raise ValueError(f"expected a rank's part of an index in {path}, got: {error}") from error
+            raise ValueError(
+                f"expected a rank's part of an index in {path}, got: {error}; a later attempt makes it anew"
+            ) from error
         self._remove(paths)
         return found
 
