@@ -349,13 +349,13 @@ class BackgroundBuilder:
 
     @staticmethod
     def _close(build: Build) -> None:
-        build.closed = True
         build.assembly = build.queries = None
         try:
             if build.claim is not None:
                 build.claim.release()
         except Exception:
             logger.exception("sparse attention: a build lease could not be given back")
+        build.closed = True  # last: whoever sees it finds the lease given back
 
 
 def _check_heads(build: Build, others: set[tuple[int, int]]) -> None:

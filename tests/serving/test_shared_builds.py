@@ -94,7 +94,7 @@ class Traffic:
         request, row = self.requests[rid]
         self.runtime.slot_freed(request, row, finished=finished)
 
-    def decode_until(self, rid: str, length: int, done: Callable[[], bool], seconds: float = 20.0) -> bool:
+    def decode_until(self, rid: str, length: int, done: Callable[[], bool], seconds: float = 60.0) -> bool:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.decode(rid, length)
@@ -102,6 +102,12 @@ class Traffic:
                 return True
             time.sleep(0.002)
         return False
+
+    def hand_over(self, rid: str, length: int, build: Build) -> None:
+        """Decode until one more piece of the build is given, then no more until it is done."""
+        given = build.given + 1
+        assert self.decode_until(rid, length, lambda: build.given == given)
+        assert eventually(lambda: build.built == given)
 
 
 def counts(runtime: SparseRuntime) -> dict[str, Any]:
@@ -227,21 +233,19 @@ def test_too_many_builds_and_those_nobody_has_keys_for_are_given_up(
     traffic.prefill("a", [*SHARED, 1, 2], 0)
     traffic.prefill("b", [*SHARED, 3, 4], 64)
     (oldest,) = builder.open
-    assert traffic.decode_until("b", 67, lambda: oldest.built == 1)
+    traffic.hand_over("b", 67, oldest)
     more = [Build(Prefix("", hashes([*range(900 + n, 964 + n)]), hits=2), oldest.identity) for n in range(8)]
     assert len(more) == background_build.MAX_OPEN
     assert all(builder.add(build) for build in more)  # the last one takes the place of the one with fewer hits
     assert not builder.add(Build(Prefix("", hashes(list(range(700, 764))), hits=2), oldest.identity))
-    deadline = time.monotonic() + 10
-    while counts(runtime)["failed"] < 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert eventually(lambda: counts(runtime)["failed"] == 1)
     assert (oldest.closed, builder.open) == (True, more)
     assert lines(tmp_path)[0]["reason"] == "abandoned"
     with runtime.store.lease(oldest.identity) as lease:  # it went back
         assert lease is not None
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -257,23 +261,27 @@ def leased(runtime: SparseRuntime, build: Build) -> bool:
 
 @pytest.fixture
 def begun(start: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Traffic, Build]:
-    """Requests a and b on a prefix whose build has begun."""
+    """Requests a and b on a prefix whose build has begun, and has one of its pieces."""
     monkeypatch.setattr(background_build, "PIECE_TOKENS", 64)
-    monkeypatch.setattr(background_build, "IDLE_S", 0.5)
     traffic = Traffic(start(build_after_hits=1))
     traffic.prefill("a", [*SHARED, 1, 2], 0)
     traffic.prefill("b", [*SHARED, 3, 4], 64)
     (build,) = traffic.runtime.builds._builder.open
-    assert traffic.decode_until("b", 67, lambda: build.built == 1)
+    traffic.hand_over("b", 67, build)
     assert leased(traffic.runtime, build)
     return traffic, build
 
 
-def test_an_idle_server_gives_leases_back(begun: tuple[Traffic, Build], tmp_path: Path) -> None:
+def test_an_idle_server_gives_leases_back(
+    begun: tuple[Traffic, Build], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     traffic, build = begun
+    monkeypatch.setattr(background_build, "IDLE_S", 0.2)
+    traffic.hand_over("b", 68, build)
     for rid in "ab":
         traffic.end(rid)
-    assert eventually(lambda: build.closed)
+    assert eventually(lambda: counts(traffic.runtime)["failed"] == 1)
+    assert build.closed
     assert not leased(traffic.runtime, build)
     assert lines(tmp_path)[0]["reason"] == "abandoned"
 
