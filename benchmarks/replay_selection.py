@@ -17,7 +17,7 @@ from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import Group
 from sglang_ext.attention.trace import Selected
 from sglang_ext.config import parse_profiled
-from sglang_ext.indexing import METHODS
+from sglang_ext.indexing import make_selector
 from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.prefill.builder import method_specs
@@ -47,8 +47,8 @@ class SelectionCheck:
         if self._config.search_period != 1:
             raise ValueError(f"expected search_period 1 to compare selections, got {self._config.search_period}")
         layers, heads = len(plan), plan.num_kv_heads
-        method = METHODS[self._config.method]
-        self._selector = method.selector(method_specs(self._config)[self._config.method])
+        spec = method_specs(self._config)[self._config.method]
+        self._selector = make_selector(spec, self._config.sum_every)
         self._decode = GroupedDecode(self._config, self._selector, plan, Counters(layers, device))
         self._store = configured_store(store, self._config)
         self._residency = Residency(self._store, self._config.method, layers, heads, device, 1 << 30)

@@ -85,11 +85,13 @@ class Method:
         name: of the row.
         kind: "oracle", "method" (of one paper), "combined" or "rival"; the winner is a method or combined.
         way: an index spec of the product, or a rival.
+        sum_every: of a token index, how few tokens enter the sums of its softmax.
     """
 
     name: str
     kind: str
     way: IndexSpec | Rival
+    sum_every: int = 1
 
     def describe(self) -> dict[str, Any]:
         """Parameters for the row."""
@@ -162,7 +164,7 @@ class Method:
             return self.way.token_scores(arrays, q, **common)
         if isinstance(self.way, TwoLevelSpec):
             return self._two_level_scores(self.way, arrays, q, step)
-        return make_selector(self.way).token_scores(arrays, q, **common)
+        return make_selector(self.way, self.sum_every).token_scores(arrays, q, **common)
 
     def _two_level_scores(self, spec: TwoLevelSpec, arrays: Arrays, q: Tensor, step: Step) -> Tensor:
         """What `TwoLevelSelector.select` ranks: the windows are candidates. They fill a smaller budget anyway."""
@@ -289,6 +291,9 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Rows by name: kind and spec. `a > b`: b's scores among a's candidates; `a + b`: united at equal budget."""
 
+SAMPLED = {f"{DEFAULT}, sums 1/{every}": every for every in (8, 16, 32)}
+"""Rows of the default recipe whose softmax sums a sample only: one token in so many."""
+
 REUSED = (DEFAULT, TWO_LEVEL, "minmax > tokens .5", "ab > csa", "ab > tokens", "csa + ab")
 """Rows that are measured once more with Kascade's reuse on top."""
 
@@ -309,6 +314,7 @@ def make_methods(names: Sequence[str] | None, seed: int, profiled: bool) -> list
         specs["ab adaptive int4"] = ("method", {**AB, "sizes": "profile"})
         specs["ab adaptive minmax int4"] = ("method", {**MINMAX, "sizes": "profile"})
     methods = [Method(name, kind, parse_spec(data)) for name, (kind, data) in specs.items()]
+    methods += [Method(name, "method", parse_spec(TOKENS48), every) for name, every in SAMPLED.items()]
     rivals: dict[str, Rival] = {
         "quest": Quest(),
         "arkvale": ArkVale(),

@@ -40,6 +40,9 @@ __all__ = [
 ENV_ENABLE = "SGLANG_SPARSE_ATTN"
 ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
 
+MOST_APART = 64
+"""Tokens, of the sample whose exponentials a selection sums."""
+
 #: Tokens of one page: the finest block, and the unit that prompts are hashed by.
 PAGE_TOKENS = prefix_index.PAGE_TOKENS
 
@@ -79,6 +82,7 @@ def _check_ranges(config: SparseAttnConfig) -> None:
         ("min_top_k", config.min_top_k >= 0, "0 or more tokens"),
         ("min_shared_tokens", config.min_shared_tokens >= 1, "1 or more tokens"),
         ("search_period", config.search_period >= 1, "1 or more decode steps"),
+        ("sum_every", 1 <= config.sum_every <= MOST_APART, f"1 to {MOST_APART} tokens"),
         ("profile", config.profile != "", 'a path, "none" or null'),
         ("num_sink_tokens", config.num_sink_tokens >= 0, "0 or more tokens"),
         ("num_recent_pages", config.num_recent_pages >= 0, "0 or more pages"),
@@ -130,6 +134,8 @@ def _check_methods(config: SparseAttnConfig) -> None:
             config.method,
             "Name one of them; with 'methods' given, add its spec there.",
         )
+    if config.sum_every > 1 and config.method != "token_index":
+        raise _fail("sum_every 1 with a method other than token_index", config.sum_every, "Remove it.")
 
 
 def _check_layer_plan(config: SparseAttnConfig) -> None:

@@ -62,6 +62,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         max_keep_ratio: cap of a group's grown budget, as a fraction of the prefix.
         group_growth: growth of the budget with the group size (`none` or `sqrt`).
         pooling: pooling over a group's query rows (`max` or `mean`).
+        sum_every: of the tokens behind the first 64, one in at most so many enters the sums of a selection's softmax,
+            at least 2,048 in all; 1: all. Of `token_index` only. See `pooling.pool_scores`.
         num_sink_tokens: leading prefix positions that are always attended.
         num_recent_pages: trailing pages of the prefix that are always attended (16 tokens each).
         min_sparse_prompt_len: shorter prefixes stay dense (`short_prefix`).
@@ -107,6 +109,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     max_keep_ratio: float = 1.0
     group_growth: BudgetGrowth = BudgetGrowth.NONE
     pooling: Pooling = Pooling.MAX
+    sum_every: int = 1
     num_sink_tokens: int = 16
     num_recent_pages: int = 4
     min_sparse_prompt_len: int = 1024

@@ -20,7 +20,7 @@ from sglang_ext.attention.shared_steps import Path, SharedSteps, SharedView
 from sglang_ext.attention.step import Step
 from sglang_ext.attention.trace import StepTrace
 from sglang_ext.config import Build, Settings
-from sglang_ext.indexing import METHODS
+from sglang_ext.indexing import make_selector
 from sglang_ext.indexing.layer_plan import heads_of_rank
 from sglang_ext.indexing.profile import Profile
 from sglang_ext.metrics import Counters
@@ -98,7 +98,7 @@ class SparseRuntime:
             self.store, config.method, view.num_layers, view.num_kv_heads, view.device, limit, first
         )
         spec = method_specs(config)[config.method]
-        self.decode = GroupedDecode(config, METHODS[config.method].selector(spec), plan, self.counters, dense_heads)
+        self.decode = GroupedDecode(config, make_selector(spec, config.sum_every), plan, self.counters, dense_heads)
         whole = roles_of_rank(config.layer_plan, profile, self.model)[1]
         self.shared = SharedSteps(config, view, self.requests, self.counters, spec, plan, whole, self.ranks)
         self.ready = Readiness(

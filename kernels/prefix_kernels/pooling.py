@@ -3,6 +3,9 @@
 Pooling happens after the softmax (Kascade, 3.4: pooling queries before it loses accuracy with the tile's
 size), so that a row with large raw scores does not drown the others: each row hands in how much of *its*
 attention a candidate has.
+
+That takes every row's sum of exponentials before anything can be pooled: a pass over all candidates. It may be taken of
+a sample (`sum_every`), as it does no more than weigh the rows of a group against each other.
 """
 
 from __future__ import annotations
@@ -23,7 +26,18 @@ class Pooling(str, Enum):
     """The mean probability over rows: keeps what most of the group attends."""
 
 
-def pool_scores(scores: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX) -> Tensor:
+FIRST_SUMMED = 64
+"""So many leading candidates are always in the sums: among them are the sinks, which may have most of the attention."""
+LEAST_SUMMED = 2048
+"""Of so many or more behind them a sample is taken, never of fewer."""
+
+
+def sum_step(num_candidates: int, sum_every: int) -> int:
+    """From one summed candidate to the next, behind the first `FIRST_SUMMED`."""
+    return max(1, min(sum_every, num_candidates // LEAST_SUMMED))
+
+
+def pool_scores(scores: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX, *, sum_every: int = 1) -> Tensor:
     """Softmax over candidates per row and head, then pool over rows and heads, as log-probabilities.
 
     The logarithm is returned because a probability of exp(-100) is 0 in fp32 and would no longer rank; the
@@ -35,6 +49,8 @@ def pool_scores(scores: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX)
             written.
         sm_scale: multiplies the scores before the softmax.
         pooling: over rows and heads together.
+        sum_every: of the candidates behind the first `FIRST_SUMMED`, one in at most so many is summed, in the middle of
+            its stretch and with that weight; 1: all. At least about `LEAST_SUMMED` are. A share may then exceed 1.
 
     Returns:
         [num_kv_heads, num_candidates] fp32, natural log; -inf where no row has a score for the candidate.
@@ -49,9 +65,16 @@ def pool_scores(scores: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX)
     rows = scores.flatten(1, 2).float() * sm_scale
     if rows.shape[2] == 0:
         return rows.new_empty(rows.shape[0], 0)
-    log_prob = rows.log_softmax(dim=2)
-    # A row without any score becomes NaN above; it says nothing.
-    log_prob.masked_fill_(rows.amax(dim=2, keepdim=True) == -torch.inf, -torch.inf)
+    step = sum_step(rows.shape[2], sum_every)
+    if step == 1:
+        log_prob = rows.log_softmax(dim=2)
+        silent = rows.amax(dim=2, keepdim=True) == -torch.inf
+    else:
+        sampled = rows[..., FIRST_SUMMED + step // 2 :: step].logsumexp(dim=2, keepdim=True) + math.log(step)
+        total = rows[..., :FIRST_SUMMED].logsumexp(dim=2, keepdim=True).logaddexp(sampled)
+        log_prob, silent = rows - total, total == -torch.inf
+    # Such a row became NaN or infinite above; it says nothing.
+    log_prob.masked_fill_(silent, -torch.inf)
     if Pooling(pooling) is Pooling.MAX:
         return log_prob.amax(dim=1)
     return log_prob.logsumexp(dim=1) - math.log(rows.shape[1])

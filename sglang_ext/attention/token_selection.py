@@ -38,6 +38,7 @@ class TokenSelections:
         shape: of a layer.
         spec: of the token index.
         pooling: over the rows and query heads of a group.
+        sum_every: how few tokens enter the sums of its softmax, see `pooling.pool_scores`.
         num_layers: of the model.
         lists: where selections go: [max_groups, num_kv_heads, max_budget], with slots.
         max_batch: requests of a batch, at most.
@@ -52,6 +53,7 @@ class TokenSelections:
         shape: LayerShape,
         spec: TokenIndexSpec,
         pooling: Pooling,
+        sum_every: int,
         num_layers: int,
         lists: SelectedLists,
         *,
@@ -69,6 +71,7 @@ class TokenSelections:
             bits=spec.bits,
             listed_channels=True,
             pooling=pooling,
+            sum_every=sum_every,
         )
         self.lists = lists
         self.max_batch, self.max_prefix_len, self.room = max_batch, max_prefix_len, room
@@ -183,7 +186,7 @@ class TokenSelections:
     def raw(self, selection: AnchorSelection, size: int) -> Tensor | None:
         """Room for raw scores of so few rows that it pays, where they are kept at all; made at the first call."""
         rows = size * self.shape.gqa
-        if rows > _RAW_ROWS or selection.config.specialized:
+        if rows > _RAW_ROWS or selection.config.specialized or self.shape.sum_every > 1:
             return None
         if size not in self._raw:
             groups = min(size, self.lists.positions.shape[0])

@@ -48,6 +48,18 @@ def make_builder(spec: IndexSpec, layer: LayerProfile = NO_PROFILE) -> IndexBuil
     return METHODS[spec.method].builder(spec, layer)
 
 
-def make_selector(spec: IndexSpec) -> Selector:
-    """The selector of a spec's method."""
+def make_selector(spec: IndexSpec, sum_every: int = 1) -> Selector:
+    """The selector of a spec's method.
+
+    Args:
+        spec: of any method.
+        sum_every: as `TokenIndexSelector` says; of another method 1.
+
+    Raises:
+        ValueError: another number for another method.
+    """
+    if isinstance(spec, TokenIndexSpec):
+        return TokenIndexSelector(spec, sum_every)
+    if sum_every != 1:
+        raise ValueError(f"expected sum_every 1 for {spec.method}, got {sum_every}; only token_index has a sample")
     return METHODS[spec.method].selector(spec)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.low_bit import BITS, LowBitTensor, dequantize, quantize
-from prefix_kernels.pooling import Pooling
+from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
 from sglang_ext.indexing.base import (
@@ -148,9 +148,15 @@ class TokenIndexBuilder:
 
 @dataclass(frozen=True)
 class TokenIndexSelector:
-    """Token scores q.k over the kept channels, pooled after the softmax."""
+    """Token scores q.k over the kept channels, pooled after the softmax.
+
+    Attributes:
+        spec: parameters.
+        sum_every: how few tokens enter the sums of that softmax, see `pooling.pool_scores`; among candidates all do.
+    """
 
     spec: TokenIndexSpec
+    sum_every: int = 1
 
     def select(
         self,
@@ -192,7 +198,10 @@ class TokenIndexSelector:
         grouped = q.view(num_rows, num_kv_heads, -1, head_dim)
         index = channels.long()[None, :, None].expand(num_rows, -1, grouped.shape[2], -1)
         kept = grouped.gather(3, index).reshape(num_rows, num_qo_heads, num_channels)
-        return pool_candidates(block_scores_mean(kept, dequantize(quantized)), sm_scale, pooling, candidates)
+        raw = block_scores_mean(kept, dequantize(quantized))
+        if candidates is None:
+            return pool_scores(raw, sm_scale, pooling, sum_every=self.sum_every)
+        return pool_candidates(raw, sm_scale, pooling, candidates)
 
 
 def _largest(x: Tensor, dim: int) -> Tensor:

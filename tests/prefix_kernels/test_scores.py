@@ -13,6 +13,7 @@ from prefix_kernels.ops import (
     csa_scores,
     pool_scores,
 )
+from prefix_kernels.pooling import FIRST_SUMMED, sum_step
 
 
 def randn(*shape, seed=0):
@@ -118,6 +119,40 @@ def test_pooling_ranks_far_tails_and_rows_without_scores():
     assert torch.equal(pool_scores(both, 1.0), pool_scores(scores, 1.0))
     assert bool((pool_scores(silent, 1.0) == -torch.inf).all())
     assert bool((pool_scores(silent, 1.0, Pooling.MEAN) == -torch.inf).all())
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize(("count", "sum_every", "step"), [(4095, 16, 1), (4096, 16, 2), (9000, 3, 3), (9000, 16, 4)])
+def test_sums_of_a_sample_by_loop(count, sum_every, step, pooling):
+    scores = randn(1, 2, 2, count) * 3
+    scores[0, 0, 1] = -torch.inf
+    assert sum_step(count, sum_every) == step
+    shares = []
+    for row in scores.flatten(1, 2)[0].double():
+        weighed = [math.exp(0.7 * float(row[i])) for i in range(FIRST_SUMMED)]
+        for i in range(FIRST_SUMMED + step // 2, count, step):
+            weighed.append(step * math.exp(0.7 * float(row[i])))
+        total = math.fsum(weighed)
+        shares.append((row * 0.7).exp() / total if total else torch.zeros(count).double())
+    shares = torch.stack(shares)
+    expected = shares.amax(0) if pooling is Pooling.MAX else shares.mean(0)
+    found = pool_scores(scores, 0.7, pooling, sum_every=sum_every)
+    torch.testing.assert_close(found[0].exp().double(), expected, rtol=1e-4, atol=1e-9)
+
+
+def test_sums_of_a_sample_are_near_those_of_all():
+    scores = randn(2, 3, 4, 1 << 16)
+    both = [pool_scores(scores, 1.0, sum_every=every) for every in (1, 16)]
+    assert float((both[1] - both[0]).abs().max()) < 0.1
+    assert not torch.equal(both[0], both[1])
+
+
+def test_a_row_without_a_score_in_the_sample_says_nothing():
+    scores = torch.full((1, 2, 1, 4096), -torch.inf)
+    scores[0, 0] = 1.0
+    scores[0, 1, 0, FIRST_SUMMED] = 9.0  # the step's second candidate is summed, not this one
+    alone = pool_scores(scores[:, :1], 1.0, sum_every=2)
+    assert torch.equal(pool_scores(scores, 1.0, sum_every=2), alone)
 
 
 def test_errors():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form,
 from prefix_kernels.low_bit import dequantize, quantize
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.tables import ScoreInputs
+from prefix_kernels.pooling import FIRST_SUMMED, sum_step
 from prefix_kernels.top_k_selection import SelectedLists, SelectionGroup
 
 pytestmark = pytest.mark.skipif(
@@ -39,10 +42,13 @@ class Problem:
         channels: int = 96,
         dtype: torch.dtype = torch.bfloat16,
         rising: float = 0.0,
+        sum_every: int = 1,
     ) -> None:
         gen = torch.Generator().manual_seed(channels + gqa + sizes[0][1])
         batch = sum(len(rows) for rows, _, _ in sizes)
-        self.shape = ScoreShape(KV_HEADS * gqa, KV_HEADS, Source.LOW_BIT, channels, listed_channels=True)
+        self.shape = ScoreShape(
+            KV_HEADS * gqa, KV_HEADS, Source.LOW_BIT, channels, listed_channels=True, sum_every=sum_every
+        )
         self.q = torch.randn(batch, KV_HEADS * gqa, DIM, generator=gen).to("cuda", dtype)
         self.scored: list[ScoredGroup] = []
         self.selected: list[SelectionGroup] = []
@@ -99,7 +105,12 @@ class Problem:
         """fp64 [prefix_len]: natural log of the largest share of attention."""
         of, gqa = self.scored[group], self.shape.gqa
         queries = self.q[list(of.rows), head * gqa : (head + 1) * gqa].flatten(0, 1).double()
-        return (queries @ self.keys[group][head].T * SM_SCALE).log_softmax(dim=1).amax(dim=0)
+        scores = queries @ self.keys[group][head].T * SM_SCALE
+        total, step = scores.logsumexp(dim=1), sum_step(scores.shape[1], self.shape.sum_every)
+        if step > 1:
+            sample = scores[:, FIRST_SUMMED + step // 2 :: step].logsumexp(dim=1) + math.log(step)
+            total = scores[:, :FIRST_SUMMED].logsumexp(dim=1).logaddexp(sample)
+        return (scores - total[:, None]).amax(dim=0)
 
 
 def check(made: Problem, config: AnchorConfig, form: Form, num_programs: int | None = None, times: int = 1) -> None:
@@ -137,6 +148,17 @@ def test_every_tile_and_length(length: int, config: AnchorConfig, form: Form) ->
     made = Problem([((0, 1, 2), length, max(1, length // 7))])
     for num_programs in (2, 2 * 7, None):
         check(made, config, form, num_programs)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("sum_every", [2, 16])
+def test_sums_of_a_sample(sum_every: int, config: AnchorConfig, form: Form) -> None:
+    """Of the longer prefix every second token is summed, of the other one all; of 64 programs some have none."""
+    made = Problem([((0, 1, 2), 4999, 300), ((3,), 4000, 300)], sum_every=sum_every)
+    for num_programs in (2, 2 * 7, 2 * 64, None):
+        check(made, config, form, num_programs)
+    check(Problem([(tuple(range(33)), 4500, 700)], sum_every=sum_every, rising=10.0), config, form)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

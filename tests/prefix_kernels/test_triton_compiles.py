@@ -152,10 +152,12 @@ def anchor(
     form: Form = Form.JOINED,
     listed: bool = False,
     raw: bool = False,
+    sum_every: int = 1,
 ) -> None:
     """A selection from tokens on 96 channels, or from blocks."""
     tokens = source is Source.LOW_BIT
-    shape = ScoreShape(HEADS, KV_HEADS, source, 96 if tokens else DIM, listed_channels=tokens)
+    channels = 96 if tokens else DIM
+    shape = ScoreShape(HEADS, KV_HEADS, source, channels, listed_channels=tokens, sum_every=sum_every)
     select = AnchorSelection(
         shape,
         rows,
@@ -239,6 +241,7 @@ CASES: dict[str, Callable[[], None]] = {
     "raw scores of 32 requests": lambda: raw_scores(32),
     "selection of tokens in one launch": lambda: anchor(Source.LOW_BIT, 1, NARROW),
     "selection of tokens in one launch, raw scores kept": lambda: anchor(Source.LOW_BIT, 1, NARROW, raw=True),
+    "selection of tokens by a sample's sums": lambda: anchor(Source.LOW_BIT, 8, WIDE, sum_every=16),
     "selection of listed tokens in one launch": lambda: anchor(Source.LOW_BIT, 8, WIDE, listed=True),
     "selection of tokens for 32 requests in one launch": lambda: anchor(Source.LOW_BIT, 32, WIDE),
     "selection of tokens for 32 requests in one tile": lambda: anchor(Source.LOW_BIT, 32, WIDEST),
@@ -246,6 +249,10 @@ CASES: dict[str, Callable[[], None]] = {
     "specialized selection of tokens for 8 requests": lambda: anchor(Source.LOW_BIT, 8, hopper_selection(8)),
     "specialized selection of tokens for 16 requests": lambda: anchor(Source.LOW_BIT, 16, hopper_selection(16)),
     "specialized selection of tokens for 32 requests": lambda: anchor(Source.LOW_BIT, 32, hopper_selection(32)),
+    "specialized selection by a sample's sums": lambda: anchor(Source.LOW_BIT, 1, hopper_selection(1), sum_every=16),
+    "specialized selection by a sample's sums for 32 requests": lambda: anchor(
+        Source.LOW_BIT, 32, hopper_selection(32), sum_every=16
+    ),
     "selection of blocks in one launch": lambda: anchor(Source.MINMAX, 1, NARROW),
     "selection of blocks for 32 requests in one launch": lambda: anchor(Source.MINMAX, 32, WIDE),
     "selection in two levels": two_levels,

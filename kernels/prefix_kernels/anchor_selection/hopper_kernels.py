@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from prefix_kernels.anchor_selection.hopper_product_kernels import (
     FEW_ROWS,
     barrier,
+    load_rows,
     load_words,
     product,
     put_queries,
@@ -19,7 +20,7 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
 )
 from prefix_kernels.anchor_selection.kernels import ARRIVALS
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.pooled_scores.stretch_kernels import LN2, LOG2E
+from prefix_kernels.pooled_scores.stretch_kernels import FIRST_SUMMED, LEAST_SUMMED, LN2, LOG2E
 from prefix_kernels.top_k_selection.kernels import NUM_DIGITS
 
 UNIT = gl.constexpr(16777216.0)
@@ -119,6 +120,48 @@ def _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, factor
 
 
 @gluon.jit
+def _summed_words(summed, start, sizes: gl.constexpr):
+    """A step's codes of the candidates that are summed. Past the end the last one's are read again."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    LAYOUT: gl.constexpr = sizes[6]
+    packed_ptr, first_row, _, end, step = summed
+    place = gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1)
+    behind = FIRST_SUMMED + (place - FIRST_SUMMED) * step + step // 2
+    return load_rows(packed_ptr, first_row + gl.where(place < FIRST_SUMMED, place, behind), sizes)
+
+
+@gluon.jit
+def _summed_exponents(words, queries, start, end, weight, factor, sizes: gl.constexpr):
+    """As `_per_thread` has them, to base 2: of a step of candidates that are summed, with what each stands for."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    scores = _before(product(words, queries, sizes), start, end, sizes)
+    place = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores.type.layout))
+    return _per_thread(scores * factor + gl.where(place < FIRST_SUMMED, 0.0, weight)[:, None], sizes)
+
+
+@gluon.jit
+def _sum_sample(words, summed, q_smem, factor, sizes: gl.constexpr):
+    """As `_sum_stretch`, of the candidates that are summed, whose first step is there. So few steps may compare."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    _, _, begin, end, step = summed
+    weight = gl.log2(step.to(gl.float32))
+    queries = right_sides(q_smem, sizes)
+    ahead = _summed_words(summed, begin + BLOCK_N, sizes)
+    scores = _summed_exponents(words, queries, begin, end, weight, factor, sizes)
+    peak = gl.maximum(gl.max(gl.max(scores, axis=2), axis=0), -1e30)
+    total = gl.sum(gl.sum(gl.exp2(scores - peak[None, :, None, :, :]), axis=2), axis=0)
+    for start in range(begin + BLOCK_N, end, BLOCK_N):
+        words = ahead
+        ahead = _summed_words(summed, start + BLOCK_N, sizes)
+        scores = _summed_exponents(words, queries, start, end, weight, factor, sizes)
+        higher = gl.maximum(peak, gl.max(gl.max(scores, axis=2), axis=0))
+        sums = gl.sum(gl.sum(gl.exp2(scores - higher[None, :, None, :, :]), axis=2), axis=0)
+        total = total * gl.exp2(peak - higher) + sums
+        peak = higher
+    return peak, total
+
+
+@gluon.jit
 def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, layout: gl.constexpr, AT_ONCE: gl.constexpr):
     """[BLOCK_M] base 2, from the sums of all chunks; +inf for a row that has no score at all, or is none."""
     highest = gl.full([m.shape[0]], -1e30, gl.float32, gl.SliceLayout(0, layout))
@@ -165,14 +208,43 @@ def _pool_stretch(
 
 
 @gluon.jit
-def _sum_item(words, ahead, codes, query, put, stats, chunk, factor, sizes: gl.constexpr):
+def _put_sums(peak, total, put, own, tile, num_entries, BLOCK_M: gl.constexpr):
+    """Write what all threads summed of a tile of rows."""
+    peak_ptr, total_ptr, _ = put
+    highest = gl.max(gl.max(peak, axis=0), axis=0)
+    # Where there is nothing, `total` is 0.
+    mass = gl.sum(gl.sum(total * gl.exp2(peak - highest[None, :][None, :, :]), axis=0), axis=0)
+    m = tile * BLOCK_M + gl.arange(0, BLOCK_M, highest.type.layout)
+    where = own + m
+    gl.store(peak_ptr + where, highest, mask=m < num_entries)
+    gl.store(total_ptr + where, mass, mask=m < num_entries)
+    # The next tile's queries take the place of these.
+    barrier()
+
+
+@gluon.jit
+def _sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
+    """The first phase of an item where not all candidates are summed."""
+    GQA: gl.constexpr = sizes[0]
+    BLOCK_M: gl.constexpr = sizes[1]
+    q_smem, _, _, _, _, of_group, _ = query
+    _, _, begin, _, _ = summed
+    _, num_rows, _ = of_group
+    for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
+        words = _summed_words(summed, begin, sizes)
+        put_queries(query, tile, sizes)
+        peak, total = _sum_sample(words, summed, q_smem, factor, sizes)
+        _put_sums(peak, total, put, own, tile, num_rows * GQA, BLOCK_M)
+
+
+@gluon.jit
+def _sum_item(words, ahead, codes, query, put, own, factor, sizes: gl.constexpr):
     """The first phase of an item: write the sums of its stretch for all rows of the group."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
     packed_ptr, first_row, begin, end = codes
     q_smem, _, _, _, _, of_group, _ = query
-    peak_ptr, total_ptr, max_rows = put
     _, num_rows, _ = of_group
     last = first_row + end - 1
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
@@ -180,15 +252,7 @@ def _sum_item(words, ahead, codes, query, put, stats, chunk, factor, sizes: gl.c
         peak, total = _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, factor, sizes)
         words = load_words(packed_ptr, first_row + begin, last, sizes)
         ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
-        highest = gl.max(gl.max(peak, axis=0), axis=0)
-        # Where there is nothing, `total` is 0.
-        mass = gl.sum(gl.sum(total * gl.exp2(peak - highest[None, :][None, :, :]), axis=0), axis=0)
-        m = tile * BLOCK_M + gl.arange(0, BLOCK_M, highest.type.layout)
-        own = stats + chunk * max_rows + m
-        gl.store(peak_ptr + own, highest, mask=m < num_rows * GQA)
-        gl.store(total_ptr + own, mass, mask=m < num_rows * GQA)
-        # The next tile's queries take the place of these.
-        barrier()
+        _put_sums(peak, total, put, own, tile, num_rows * GQA, BLOCK_M)
     return words, ahead
 
 
@@ -247,6 +311,7 @@ def score_items_hopper_kernel(
     GQA: gl.constexpr,
     CHANNELS: gl.constexpr,
     LISTED_CHANNELS: gl.constexpr,
+    SUM_EVERY: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_CHUNKS: gl.constexpr,
@@ -296,6 +361,15 @@ def score_items_hopper_kernel(
                 strides = (q_stride_row, q_stride_head)
                 query = (q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides)
                 put = (peak_ptr, total_ptr, max_rows)
+                own = stats + chunk * max_rows
+                if FIRST_PHASE == 1 and SUM_EVERY > 1:
+                    step = gl.maximum(gl.minimum(count // LEAST_SUMMED, SUM_EVERY), 1)
+                    behind = gl.cdiv(gl.maximum(count - FIRST_SUMMED - step // 2, 0), step)
+                    places = gl.minimum(count, FIRST_SUMMED) + behind
+                    stretch = gl.cdiv(gl.cdiv(places, num_chunks), BLOCK_N) * BLOCK_N
+                    first = gl.minimum(chunk * stretch, places)
+                    summed = (packed_ptr, first_row, first, gl.minimum(first + stretch, places), step)
+                    _sum_sample_item(summed, query, put, own, factor, sizes)
                 # The first codes are asked for before the queries and, for the second phase, before the others are
                 # waited for.
                 words = load_words(packed_ptr, first_row + begin, first_row + end - 1, sizes)
@@ -305,7 +379,8 @@ def score_items_hopper_kernel(
                         place = gl.arange(0, NUM_DIGITS, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
                         gl.store(all_at_least_ptr + row * NUM_DIGITS + place, 0)
                         gl.store(all_at_least_ptr + (row + num_totals) * NUM_DIGITS + place, 0)
-                    words, ahead = _sum_item(words, ahead, codes, query, put, stats, chunk, factor, sizes)
+                    if SUM_EVERY == 1:
+                        words, ahead = _sum_item(words, ahead, codes, query, put, own, factor, sizes)
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE >= 2:

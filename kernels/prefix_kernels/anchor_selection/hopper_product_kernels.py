@@ -67,11 +67,17 @@ def put_queries(query, tile, sizes: gl.constexpr):
 
 @gluon.jit
 def load_words(packed_ptr, row, last, sizes: gl.constexpr):
-    """A step's codes: of every piece 4 words of 32 bits a row. Past the end the last row is read again."""
+    """A step's codes, see `load_rows`. Past the end the last row is read again."""
     BLOCK_N: gl.constexpr = sizes[2]
+    LAYOUT: gl.constexpr = sizes[6]
+    return load_rows(packed_ptr, gl.minimum(row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), last), sizes)
+
+
+@gluon.jit
+def load_rows(packed_ptr, n, sizes: gl.constexpr):
+    """Codes of rows [BLOCK_N]: of every piece 4 words of 32 bits a row."""
     PIECES: gl.constexpr = sizes[3]
     LAYOUT: gl.constexpr = sizes[6]
-    n = gl.minimum(row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), last)
     ptrs = packed_ptr + n.to(gl.int64)[:, None] * (PIECES * 4) + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
     w0 = gl.load(ptrs)
     w1, w2, w3 = w0, w0, w0

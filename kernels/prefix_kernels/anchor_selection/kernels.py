@@ -18,7 +18,15 @@ import triton
 import triton.language as tl
 
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.pooled_scores.stretch_kernels import KEYS, RAW, addresses, score_stretch, stretch_of
+from prefix_kernels.pooled_scores.stretch_kernels import (
+    KEYS,
+    RAW,
+    addresses,
+    num_summed,
+    score_stretch,
+    stretch_of,
+    sum_step,
+)
 from prefix_kernels.top_k_selection.kernels import (
     ALIGNED,
     DIGIT_BITS,
@@ -197,6 +205,7 @@ def select_kernel(
     SOURCE: tl.constexpr,
     LISTED_ROWS: tl.constexpr,
     LISTED_CHANNELS: tl.constexpr,
+    SUM_EVERY: tl.constexpr,
     REREAD: tl.constexpr,
     RAW_M: tl.constexpr,
     RAW_N: tl.constexpr,
@@ -266,13 +275,18 @@ def select_kernel(
                     if chunk == 0:
                         tl.store(of_uppers + tl.arange(0, NUM_DIGITS), 0)
                         tl.store(of_lowers + tl.arange(0, NUM_DIGITS), 0)
+                    step = 1
+                    summed_begin, summed_end = begin, end
+                    if SUM_EVERY > 1:
+                        step = sum_step(count, SUM_EVERY)
+                        summed_begin, summed_end = stretch_of(chunk, num_chunks, num_summed(count, step), BLOCK_N)
                     score_stretch(
-                        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
-                        packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head,
-                        peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
-                        k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K,
-                        ROW_UNITS, BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, REREAD, 0, BLOCK_M, BLOCK_N,
-                        BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
+                        summed_begin, summed_end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at,
+                        scale_at, packed2_at, scale2_at, first_row, step, list_ptr, raw_base, scores,
+                        k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
+                        q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
+                        GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, REREAD,
+                        SUM_EVERY > 1, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                     )  # fmt: skip
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
@@ -280,12 +294,12 @@ def select_kernel(
                     if not SCORED:
                         score_stretch(
                             begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
-                            packed2_at, scale2_at, first_row, list_ptr, raw_base, scores, k_ptr + head * k_stride_head,
-                            peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
-                            k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K,
-                            ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS, LISTED_CHANNELS, False, POOL,
-                            RAW_M if REREAD else BLOCK_M, RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES,
-                            COMPUTE, PRECISION, ASSEMBLY,
+                            packed2_at, scale2_at, first_row, 1, list_ptr, raw_base, scores,
+                            k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
+                            q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
+                            GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS,
+                            LISTED_CHANNELS, False, False, POOL, RAW_M if REREAD else BLOCK_M,
+                            RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                         )  # fmt: skip
                     _count_digits(
                         scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,

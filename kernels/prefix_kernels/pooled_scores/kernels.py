@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.pooled_scores.stretch_kernels import addresses, score_stretch, stretch_of
+from prefix_kernels.pooled_scores.stretch_kernels import addresses, num_summed, score_stretch, stretch_of, sum_step
 
 
 @triton.jit
@@ -51,6 +51,7 @@ def pooled_scores_kernel(
     LISTED_CHANNELS: tl.constexpr,
     STORE_RAW: tl.constexpr,
     RAW_ARENA: tl.constexpr,
+    SUM_EVERY: tl.constexpr,
     POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -81,12 +82,18 @@ def pooled_scores_kernel(
     if RAW_ARENA:
         raw_base = raw_ptr + tl.load(fields + 2)
         raw_stride_row = tl.load(groups_ptr + group * 4 + 3)
+    # Where not all candidates are summed, stretches are of those that are.
+    SAMPLED: tl.constexpr = SUM_EVERY > 1 and POOL == 0
+    step = 1
+    if SAMPLED:
+        step = sum_step(count, SUM_EVERY)
+        count = num_summed(count, step)
     begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
     score_stretch(
         begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at, packed2_at, scale2_at,
-        first_row, list_ptr, raw_base, out_ptr, k_ptr + head * k_stride_head, peak_ptr,
+        first_row, step, list_ptr, raw_base, out_ptr, k_ptr + head * k_stride_head, peak_ptr,
         total_ptr, (group * num_heads + head) * num_chunks * max_rows, chunk, num_chunks, sm_scale, q_stride_row,
         q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
-        BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, STORE_RAW, POOL, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES,
-        COMPUTE, PRECISION, ASSEMBLY,
+        BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES,
+        STAGES, COMPUTE, PRECISION, ASSEMBLY,
     )  # fmt: skip

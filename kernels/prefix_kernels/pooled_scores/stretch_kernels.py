@@ -5,16 +5,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from prefix_kernels import pooling
 from prefix_kernels.pooled_scores.product_kernels import product, query_parts
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+FIRST_SUMMED = tl.constexpr(pooling.FIRST_SUMMED)
+LEAST_SUMMED = tl.constexpr(pooling.LEAST_SUMMED)
 
 #: Where raw scores come from.
 RAW = tl.constexpr(0)  # they are there already
 KEYS = tl.constexpr(1)  # keys in the pool, by lists of slots
 LOW_BIT = tl.constexpr(2)  # rows of codes: q.k up to a constant per row
 MINMAX = tl.constexpr(3)  # two rows of codes: the upper bound of q.k over a block
+
+
+@triton.jit
+def sum_step(count, SUM_EVERY: tl.constexpr):
+    """As `pooling.sum_step`."""
+    return tl.maximum(tl.minimum(count // LEAST_SUMMED, SUM_EVERY), 1)
+
+
+@triton.jit
+def num_summed(count, step):
+    """How many of `count` candidates are summed."""
+    return tl.minimum(count, FIRST_SUMMED) + tl.cdiv(tl.maximum(count - FIRST_SUMMED - step // 2, 0), step)
+
+
+@triton.jit
+def summed_candidate(place, step):
+    """Which candidate has a place among those that are summed."""
+    return tl.where(place < FIRST_SUMMED, place, FIRST_SUMMED + (place - FIRST_SUMMED) * step + step // 2)
+
+
+@triton.jit
+def summed_weight(place, step):
+    """Base 2: how many candidates it stands for."""
+    return tl.where(place < FIRST_SUMMED, 0.0, tl.log2(step.to(tl.float32)))
 
 
 @triton.jit
@@ -89,6 +116,7 @@ def _step(
     packed_ptr,
     packed2_ptr,
     first_row,
+    step,
     factor,
     k_stride_slot,
     raw_stride_row,
@@ -101,6 +129,7 @@ def _step(
     SOURCE: tl.constexpr,
     LISTED_ROWS: tl.constexpr,
     STORE_RAW: tl.constexpr,
+    SAMPLED: tl.constexpr,
     POOL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -116,6 +145,8 @@ def _step(
     n = start + tl.arange(0, BLOCK_N)
     # Candidates past the end read the last one again, and are masked after the product.
     entry = tl.minimum(n, end - 1) if MASKED else n
+    if SAMPLED:
+        entry = summed_candidate(entry, step)
     raw_ptrs = raw_base + entry[:, None].to(tl.int64) * raw_stride_candidate + m[None, :].to(tl.int64) * raw_stride_row
     if SOURCE == RAW:
         scores = tl.load(raw_ptrs, mask=live[None, :], other=float("-inf"))
@@ -146,6 +177,9 @@ def _step(
     if POOL == 0:
         if MASKED:
             scores = tl.where((n < end)[:, None], scores, float("-inf"))
+        if SAMPLED:
+            scores = scores * factor + summed_weight(n, step)[:, None]
+            factor = 1.0
         # In the tensor cores' layout a thread owns whole sets of axes 0 and 2: its sums need no other thread until
         # the stretch is over.
         scores = tl.reshape(scores, [BLOCK_N // (16 * LANES), LANES, 2, 8, BLOCK_M])
@@ -190,6 +224,7 @@ def score_stretch(
     packed2_at,
     scale2_at,
     first_row,
+    step,
     list_ptr,
     raw_base,
     out_ptr,
@@ -215,6 +250,7 @@ def score_stretch(
     LISTED_ROWS: tl.constexpr,
     LISTED_CHANNELS: tl.constexpr,
     STORE_RAW: tl.constexpr,
+    SAMPLED: tl.constexpr,
     POOL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -225,7 +261,10 @@ def score_stretch(
     PRECISION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores."""
+    """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores.
+
+    With SAMPLED these are places among the candidates that are summed, `step` apart.
+    """
     PARTS: tl.constexpr = 1 if SOURCE == KEYS or BITS == 8 else 4
     TAIL: tl.constexpr = BLOCK_K if (SOURCE == LOW_BIT or SOURCE == MINMAX) and ROW_UNITS > BLOCK_K else 0
     UNITS: tl.constexpr = tl.uint16 if BITS == 4 else tl.uint8
@@ -306,17 +345,17 @@ def score_stretch(
             peak, total = _step(
                 start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
                 u0, u1, list_ptr,
-                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, factor, k_stride_slot, raw_stride_row,
-                raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, STORE_RAW, POOL,
-                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, False,
+                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, step, factor, k_stride_slot,
+                raw_stride_row, raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS,
+                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, False,
             )  # fmt: skip
         if full < end:
             peak, total = _step(
                 full, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
                 u0, u1, list_ptr,
-                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, factor, k_stride_slot, raw_stride_row,
-                raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, STORE_RAW, POOL,
-                BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, True,
+                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, step, factor, k_stride_slot,
+                raw_stride_row, raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS,
+                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, True,
             )  # fmt: skip
         if POOL == 0:
             highest = tl.max(tl.max(peak, axis=0), axis=0)

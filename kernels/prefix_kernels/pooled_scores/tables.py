@@ -46,6 +46,7 @@ class ScoreShape:
         bits: of a code: 2, 4 or 8.
         listed_channels: whether codes keep some channels only, which an array names.
         pooling: over the rows and query heads of a group.
+        sum_every: how few candidates enter the sums of the softmax, see `pooling.pool_scores`.
     """
 
     num_qo_heads: int
@@ -55,6 +56,7 @@ class ScoreShape:
     bits: int = 4
     listed_channels: bool = False
     pooling: Pooling = Pooling.MAX
+    sum_every: int = 1
 
     @property
     def gqa(self) -> int:
@@ -130,7 +132,7 @@ class ScoreTables:
         listed: whether candidates are named by a list (always with KEYS).
 
     Raises:
-        ValueError: query heads that do not divide, or bits that are no code's.
+        ValueError: query heads that do not divide, bits that are no code's, or sums of nothing.
     """
 
     def __init__(
@@ -142,6 +144,8 @@ class ScoreTables:
                 "expected num_qo_heads as a multiple of num_kv_heads, bits of 2, 4 or 8, and with codes of 2 and 4 "
                 f"bits channels as a multiple of 4, got {shape}"
             )
+        if shape.sum_every < 1:
+            raise ValueError(f"expected sum_every of at least 1, got {shape.sum_every}; 1 sums all candidates")
         self.shape = shape
         self.max_batch, self.max_groups = max_batch, max_groups
         self.listed = listed or shape.source is Source.KEYS
@@ -252,6 +256,7 @@ class ScoreTables:
             "BITS": shape.bits,
             "LISTED_ROWS": self.listed,
             "LISTED_CHANNELS": shape.listed_channels,
+            "SUM_EVERY": shape.sum_every,
             # Codes are exact in fp16, and a query's channel keeps 11 bits there.
             "COMPUTE": tl.float16 if half else _COMPUTE[q.dtype],
             "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
@@ -315,6 +320,11 @@ class ScoreTables:
             raise ValueError(
                 f"expected raw [max_groups, num_kv_heads, rows, candidates] of {self._raw_shape} or more, as planned, "
                 f"got {tuple(raw.shape)}"
+            )
+        if raw is not None and not arena and self.shape.sum_every > 1:
+            raise ValueError(
+                f"expected no room for raw scores with sum_every {self.shape.sum_every}: the first pass has not all of "
+                "them; leave it out"
             )
         if raw is not None and arena and (raw.shape[0] < self._raw_end or not raw.is_contiguous()):
             raise ValueError(

@@ -68,6 +68,7 @@ def problem(
     same: bool = False,
     windows: tuple[int, int] = (5, 20),
     dim: int = DIM,
+    sum_every: int = 1,
 ) -> Problem:
     """Groups of (rows, prefix_len, budget). With `same` all candidates are one and the same, so all of them tie."""
     gen = torch.Generator().manual_seed(len(sizes) + sizes[0][1])
@@ -112,7 +113,7 @@ def problem(
         )
         at += KV_HEADS * stride
         table_at += length
-    shape = ScoreShape(HEADS, KV_HEADS, source, dim, bits, pooling=pooling)
+    shape = ScoreShape(HEADS, KV_HEADS, source, dim, bits, pooling=pooling, sum_every=sum_every)
     lists = torch.cat(arena_of_lists).int().to(device) if arena_of_lists else None
     return Problem(shape, q, scored, selected, at + 4, lists, k_cache, max(block_sizes))
 
@@ -124,7 +125,7 @@ def runner(
         made.shape,
         max(8, made.q.shape[0]),
         max_groups,
-        1500,
+        5000,
         700,
         config,
         made.q.device,
@@ -153,7 +154,7 @@ def select(
 
 def slot_table(device: torch.device) -> Tensor:
     """Of all groups, and for listed candidates of all positions."""
-    return torch.randperm(6000, generator=torch.Generator().manual_seed(9)).to(device, torch.int32)
+    return torch.randperm(8000, generator=torch.Generator().manual_seed(9)).to(device, torch.int32)
 
 
 def scored_in_two_launches(made: Problem, num_chunks: list[int], config: AnchorConfig) -> Tensor:
@@ -222,6 +223,17 @@ THREE = [((0, 3), 700, 111), ((2,), 1301, 333), ((1,), 90, 90)]
 def test_tokens(dtype: torch.dtype, length: int, form: Form, device: torch.device) -> None:
     made = problem(Source.LOW_BIT, device, [((0, 1, 2), length, length // 3)], dtype=dtype)
     one = runner(made, form)
+    check(made, *select(one, made), one)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("num_chunks", [3, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_sums_of_a_sample(dtype: torch.dtype, num_chunks: int, form: Form, device: torch.device) -> None:
+    """Of the first group every second token is summed, of the others, which are short, all. Some chunks have none."""
+    sizes = [((0, 3), 4999, 333), ((2,), 1301, 333), ((1,), 90, 90)]
+    made = problem(Source.LOW_BIT, device, sizes, dtype=dtype, sum_every=16)
+    one = runner(made, form, num_chunks)
     check(made, *select(one, made), one)
 
 

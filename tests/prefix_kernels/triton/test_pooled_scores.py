@@ -69,6 +69,49 @@ def test_token_codes_on_some_channels(bits: int, pooling: Pooling, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize(
+    ("count", "sum_every", "num_chunks"), [(4095, 16, 3), (4096, 16, 3), (9001, 3, 2), (9001, 16, 40)]
+)
+def test_sums_of_a_sample(
+    count: int, sum_every: int, num_chunks: int, pooling: Pooling, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of 9,001 candidates every fourth is summed, or every third; of 40 chunks most have none of them."""
+    q, keys = queries(3, 8, 32, dtype, device), codes(count, 2, 32, 4, device)
+    shape = ScoreShape(8, 2, Source.LOW_BIT, 32, 4, pooling=pooling, sum_every=sum_every)
+    scoring = PooledScores(shape, 3, 1, ScoreConfig(block_n=128, num_chunks=num_chunks), device)
+    found = scored(scoring, q, uniform_group(3, count, 2, (None, keys.packed, keys.scale)), count)
+    raw = block_scores_mean(q.float(), dequantize(keys))
+    close(found, pool_scores(raw, SM_SCALE, pooling, sum_every=sum_every), dtype)
+    far = float((pool_scores(raw, SM_SCALE, pooling) - found).abs().max())
+    assert (far > 2 * BUDGET[dtype]) == (count > 4095)
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_sums_of_a_sample_of_raw_scores(pooling: Pooling, device: torch.device) -> None:
+    count, rows = 6000, 5
+    raw = torch.randn(1, 1, rows, count, generator=torch.Generator().manual_seed(1))
+    raw[:, :, :, 1000:2000] = -torch.inf
+    raw[:, :, 2] = -torch.inf
+    raw = raw.to(device)
+    shape = ScoreShape(rows, 1, Source.RAW, pooling=pooling, sum_every=8)
+    scoring = PooledScores(shape, 1, 1, ScoreConfig(block_m=8, block_n=128, num_chunks=3), device)
+    group = ScoredGroup((0,), (count,), (0,), (0,), (0,), (), count)
+    found = scored(scoring, queries(1, rows, 16, torch.float32, device), group, count, raw=raw.flatten())
+    close(found, pool_scores(raw, SM_SCALE, pooling, sum_every=8), torch.float32)
+
+
+def test_sums_of_a_sample_keep_no_raw_scores(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        PooledScores(ScoreShape(8, 2, Source.LOW_BIT, 32, sum_every=0), 1, 1, ScoreConfig(), device)
+    keys, q = codes(5000, 2, 32, 4, device), queries(1, 8, 32, torch.float32, device)
+    scoring = PooledScores(ScoreShape(8, 2, Source.LOW_BIT, 32, sum_every=2), 1, 1, ScoreConfig(), device)
+    group = uniform_group(1, 5000, 2, (None, keys.packed, keys.scale))
+    with pytest.raises(ValueError, match=r"sum_every 2.*leave it out"):
+        scored(scoring, q, group, 5000, raw=torch.zeros(1, 2, 4, 5000, device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("source", [Source.LOW_BIT, Source.MINMAX])
 def test_rows_of_one_and_a_half_blocks(source: Source, dtype: torch.dtype, device: torch.device) -> None:
     """96 channels as 64 and 32: what 128 with padding gives, up to the order of sums."""

@@ -63,6 +63,7 @@ class Server:
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
         dim: int = DIM,
+        size: int = 1,
         **changes: Any,
     ) -> None:
         gen = torch.Generator().manual_seed(0)
@@ -71,11 +72,11 @@ class Server:
         self.caches = []
         for layer in range(LAYERS):
             scales = (0.5 + layer, 2.0 - 0.25 * layer) if kv_dtype is FP8 else (1.0, 1.0)
-            pool = torch.randn(2, SLOTS, KV_HEADS, dim, generator=gen)
+            pool = torch.randn(2, size * SLOTS, KV_HEADS, dim, generator=gen)
             k_cache, v_cache = (one.div(by).to(device, kv_dtype) for one, by in zip(pool, scales, strict=True))
             self.caches.append(PagedKV(k_cache, v_cache, *scales))
-        self.table = torch.zeros(10, WIDTH, dtype=torch.int32, device=device)
-        self.free = torch.randperm(SLOTS, generator=gen).int()
+        self.table = torch.zeros(10, size * WIDTH, dtype=torch.int32, device=device)
+        self.free = torch.randperm(size * SLOTS, generator=gen).int()
         self.config = config_from_dict({**CONFIG, "layer_plan": ROLES, **changes})
         self.plan = LayerPlan.from_dict({"layers": ROLES}, num_layers=LAYERS, num_kv_heads=KV_HEADS)
         self.tracker = SlotTracker(max_batch, 16, device, "reference" if INTERPRETED else "triton")
@@ -86,13 +87,14 @@ class Server:
             SPEC,
             self.plan,
             self.tracker,
-            arena_size=8192,
-            max_prefix_len=512,
+            arena_size=size * 8192,
+            max_prefix_len=size * 512,
             device=device,
             form=Form.SPLIT if INTERPRETED else Form.JOINED,
         )
         self.counters = Counters(LAYERS, device)
-        self.reference = GroupedDecode(self.config, TokenIndexSelector(SPEC), self.plan, self.counters)
+        selector = TokenIndexSelector(SPEC, self.config.sum_every)
+        self.reference = GroupedDecode(self.config, selector, self.plan, self.counters)
         self.rows: dict[int, int] = {}
         self.lens: dict[int, int] = {}
         self.index: dict[int, ResidentIndex | None] = {}
@@ -149,7 +151,9 @@ class Server:
             assert not out[len(serials) :].any()
             off = (out[: len(serials)].float() - wanted.float()).norm(dim=2) / wanted.float().norm(dim=2)
             if q.dtype is torch.float32:
-                assert float(off.max()) < 1e-4
+                # Among thousands of tokens keys of 16 bits tie where the reference's scores do not.
+                assert float(off.median()) < 1e-4
+                assert float(off.max()) < (1e-4 if max(starts) < 1000 else 0.03)
             else:  # scores are rounded otherwise: a token at the threshold may change places with its neighbour
                 assert float(off.median()) < 0.01
                 assert float(off.max()) < 0.5
@@ -179,6 +183,18 @@ def test_groups_and_single_requests_with_and_without_an_index(
     assert server.step([4, 2, 6, 3], padded=2) == [Kept(1, 210, 42), Kept(2, 300, 85), Kept(1, 210, 42)]
     server.step([4, 2, 6, 3])
     assert server.step([4, 2, 6, 3]) == [Kept(2, 210, 60), Kept(2, 300, 85)]
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), KINDS, ids=str)
+def test_sums_of_a_sample(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device) -> None:
+    """Of the long prefix every second token is summed, of the short one all."""
+    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, size=9, sum_every=16)
+    first, second = server.prefix(4500), server.prefix(210)
+    server.join(1, *first, 5)
+    server.join(2, *first, 9)
+    server.join(3, *second, 4)
+    for _ in range(3):
+        server.step([1, 2, 3])
 
 
 def test_a_traced_step_keeps_what_every_anchor_layer_selected(device: torch.device, tmp_path: Path) -> None:
