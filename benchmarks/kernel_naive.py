@@ -18,7 +18,7 @@ from torch import Tensor
 from prefix_kernels.block_scores import block_scores_mean_reference, block_scores_minmax_reference
 from prefix_kernels.budget import budget_for_group
 from prefix_kernels.low_bit import LowBitTensor, dequantize, quantize
-from prefix_kernels.pooling import pool_scores
+from prefix_kernels.pooling import log_shares, pool_scores
 from prefix_kernels.top_k_selection import top_k_selection_reference
 from prefix_kernels.types import Selection
 
@@ -38,6 +38,9 @@ _ORACLE_ELEMENTS = 1 << 24
 class Inputs:
     """A layer's queries and quantized blocks, the same for both forms.
 
+    Attributes:
+        sum_every: of how few candidates the sums of a softmax are, see `log_shares`.
+
     Args:
         shape: of the layer.
         batch: requests of one group.
@@ -47,6 +50,8 @@ class Inputs:
         channels: of a token that are kept.
         block_sizes: the KV heads have these in turns.
     """
+
+    sum_every = 1
 
     def __init__(
         self,
@@ -99,7 +104,7 @@ class Inputs:
         for some in rows.split(step):
             products = [some[:, None] * part for part in parts]
             bound = products[0] if len(products) == 1 else torch.maximum(*products)
-            own = (bound.sum(dim=2) * self.sm_scale).log_softmax(dim=1).amax(dim=0)
+            own = log_shares(bound.sum(dim=2) * self.sm_scale, self.sum_every).amax(dim=0)
             best = own if best is None else torch.maximum(best, own)
         if best is None:
             raise ValueError("expected a batch of one request or more, got none")

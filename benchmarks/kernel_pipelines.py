@@ -1,8 +1,8 @@
 """Our selection kernels on the inputs of the naive forms: estimation, top-k, and both as an anchor layer's work.
 
-`tokens_index` is the default recipe: the token index on 3/4 of the channels, scanned whole; the other `tokens` are 32
-channels, as the naive forms have them. `blocks` are of 16, 32 and 64 tokens, the KV heads in turns, `blocks16` of 16.
-`exact` is Kascade's anchor pass over the keys themselves.
+`tokens_index` is the default recipe: the token index on 3/4 of the channels, scanned whole; with `sums16` its softmax
+sums one token in 16. The other `tokens` are 32 channels, as the naive forms have them. `blocks` are of 16, 32 and 64
+tokens, the KV heads in turns, `blocks16` of 16. `exact` is Kascade's anchor pass over the keys themselves.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ class OurEstimation(Estimation):
         config = _config(batch * shape.gqa, shape.num_kv_heads, device, block_m)
         source = Source.LOW_BIT if tokens else Source.MINMAX
         channels = parts[0].scale.shape[1]
-        self.score_shape = ScoreShape(shape.num_qo_heads, shape.num_kv_heads, source, channels)
+        self.score_shape = ScoreShape(
+            shape.num_qo_heads, shape.num_kv_heads, source, channels, sum_every=inputs.sum_every
+        )
         self._scoring = PooledScores(self.score_shape, batch, 1, config, device)
         self.group = ScoredGroup(tuple(range(batch)), counts, first_rows, nothing, begins, tuple(arrays))
         self._scoring.plan([self.group])
         self.run = self._run
-        self.config = {**self.config, **vars(config)}
+        self.config = {**self.config, **vars(config), "sum_every": inputs.sum_every}
 
     def _run(self) -> None:
         self._scoring.run(self._inputs.q, self.arena, self._inputs.sm_scale)
@@ -154,13 +156,14 @@ class JoinedAnchor(OurAnchor):
         self._select.plan([estimation.group], [top_k.group])
         rows = batch * shape.gqa
         self._raw: Tensor | None = None
-        if keep_raw(rows) and not config.specialized:
+        if keep_raw(rows) and not config.specialized and inputs.sum_every == 1:
             room = torch.empty(1, shape.num_kv_heads, max(estimation.group.counts), rows, device=device)
             self._raw = room.transpose(2, 3)
         self._inputs = ScoreInputs(inputs.q, inputs.sm_scale, raw=self._raw)
         self._scores, self._lists = estimation.arena, self._select.new_lists()
         top_k.positions = self._lists.positions[0]
-        self.config = {**top_k.config, **vars(config), "raw_kept": self._raw is not None}
+        sums = {"sum_every": inputs.sum_every}
+        self.config = {**top_k.config, **vars(config), "raw_kept": self._raw is not None, **sums}
 
     def run(self) -> None:
         """One launch, or two."""
@@ -244,8 +247,11 @@ class _ExactInputs:
 class TokenInputs(Inputs):
     """INT4 tokens on 3/4 of the channels."""
 
-    def __init__(self, shape: AttentionShape, batch: int, prefix_len: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: AttentionShape, batch: int, prefix_len: int, device: torch.device, sum_every: int = 1
+    ) -> None:
         super().__init__(shape, batch, prefix_len, device, tokens=True, channels=shape.head_dim * 3 // 4)
+        self.sum_every = sum_every
 
 
 def _config(rows: int, num_kv_heads: int, device: torch.device, block_m: int) -> ScoreConfig:
@@ -306,5 +312,7 @@ OURS: dict[str, Callable[..., Any]] = {
     "anchor/blocks_joined": _joined_anchor(Inputs),
     "anchor/blocks16_joined": _joined_anchor(lambda *of: Inputs(*of, block_sizes=(16,))),
     "anchor/tokens_index_joined": _joined_anchor(TokenInputs),
+    "anchor/tokens_index_sums8": _joined_anchor(lambda *of: TokenInputs(*of, sum_every=8)),
+    "anchor/tokens_index_sums16": _joined_anchor(lambda *of: TokenInputs(*of, sum_every=16)),
     "anchor/exact": Exact,
 }

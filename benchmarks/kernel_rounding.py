@@ -15,6 +15,7 @@ from kernel_naive import Inputs
 from torch import Tensor
 
 from prefix_kernels.low_bit import LowBitTensor, dequantize, unpack_codes
+from prefix_kernels.pooling import log_shares
 
 _ORACLE_ELEMENTS = 1 << 24
 
@@ -29,7 +30,7 @@ def rounded_oracle(inputs: Inputs, head: int) -> Tensor:
         products = [_rounded(some, part)[:, None] * keys for part, keys in parts]
         # Of blocks the parts are the minimum and the maximum.
         bound = products[0] if len(products) == 1 else torch.where(some[:, None] > 0, products[1], products[0])
-        own = (bound.sum(dim=2) * inputs.sm_scale).log_softmax(dim=1).amax(dim=0)
+        own = log_shares(bound.sum(dim=2) * inputs.sm_scale, inputs.sum_every).amax(dim=0)
         best = own if best is None else torch.maximum(best, own)
     if best is None:
         raise ValueError("expected a batch of one request or more, got none")

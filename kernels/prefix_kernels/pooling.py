@@ -29,12 +29,48 @@ class Pooling(str, Enum):
 FIRST_SUMMED = 64
 """So many leading candidates are always in the sums: among them are the sinks, which may have most of the attention."""
 LEAST_SUMMED = 2048
-"""Of so many or more behind them a sample is taken, never of fewer."""
+"""So many are summed at least, or all."""
+GOLDEN = 40503
+"""2^16 over the golden ratio: i x GOLDEN / 2^16 modulo 1 is spread evenly over [0, 1), however many there are of i."""
 
 
 def sum_step(num_candidates: int, sum_every: int) -> int:
-    """From one summed candidate to the next, behind the first `FIRST_SUMMED`."""
+    """Candidates of a stretch of which one is summed, behind the first `FIRST_SUMMED`."""
     return max(1, min(sum_every, num_candidates // LEAST_SUMMED))
+
+
+def sampled(num_candidates: int, step: int) -> Tensor:
+    """int64, ascending: which candidates behind the first `FIRST_SUMMED` are summed, each for a stretch of `step`.
+
+    Its place in its stretch is not the same in all of them, so that a text that repeats itself every few tokens (rows
+    of a table) is not sampled at one column only. What is left of a last stretch is not summed.
+    """
+    stretch = torch.arange(max(num_candidates - FIRST_SUMMED, 0) // step)
+    return FIRST_SUMMED + stretch * step + (((stretch * GOLDEN) & 0xFFFF) * step >> 16)
+
+
+def log_shares(scores: Tensor, sum_every: int = 1) -> Tensor:
+    """Each candidate's share of a row's attention.
+
+    Args:
+        scores: [..., num_candidates >= 1] floating, -inf for none. Not written.
+        sum_every: of the candidates behind the first `FIRST_SUMMED`, one in at most so many is summed (`sampled`), with
+            that weight; 1: all. At least about `LEAST_SUMMED` are. A share may then exceed 1.
+
+    Returns:
+        The same shape and dtype, natural log; -inf throughout where no summed candidate has a score.
+    """
+    step = sum_step(scores.shape[-1], sum_every)
+    if step == 1:
+        log_share = scores.log_softmax(dim=-1)
+        silent = scores.amax(dim=-1, keepdim=True) == -torch.inf
+    else:
+        some = scores[..., sampled(scores.shape[-1], step).to(scores.device)]
+        behind = some.logsumexp(dim=-1, keepdim=True) + math.log(step)
+        total = scores[..., :FIRST_SUMMED].logsumexp(dim=-1, keepdim=True).logaddexp(behind)
+        log_share, silent = scores - total, total == -torch.inf
+    # Such a row became NaN or infinite above; it says nothing.
+    return log_share.masked_fill_(silent, -torch.inf)
 
 
 def pool_scores(scores: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX, *, sum_every: int = 1) -> Tensor:
@@ -49,8 +85,7 @@ def pool_scores(scores: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX,
             written.
         sm_scale: multiplies the scores before the softmax.
         pooling: over rows and heads together.
-        sum_every: of the candidates behind the first `FIRST_SUMMED`, one in at most so many is summed, in the middle of
-            its stretch and with that weight; 1: all. At least about `LEAST_SUMMED` are. A share may then exceed 1.
+        sum_every: of how few candidates the sums are, see `log_shares`.
 
     Returns:
         [num_kv_heads, num_candidates] fp32, natural log; -inf where no row has a score for the candidate.
@@ -65,16 +100,7 @@ def pool_scores(scores: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX,
     rows = scores.flatten(1, 2).float() * sm_scale
     if rows.shape[2] == 0:
         return rows.new_empty(rows.shape[0], 0)
-    step = sum_step(rows.shape[2], sum_every)
-    if step == 1:
-        log_prob = rows.log_softmax(dim=2)
-        silent = rows.amax(dim=2, keepdim=True) == -torch.inf
-    else:
-        sampled = rows[..., FIRST_SUMMED + step // 2 :: step].logsumexp(dim=2, keepdim=True) + math.log(step)
-        total = rows[..., :FIRST_SUMMED].logsumexp(dim=2, keepdim=True).logaddexp(sampled)
-        log_prob, silent = rows - total, total == -torch.inf
-    # Such a row became NaN or infinite above; it says nothing.
-    log_prob.masked_fill_(silent, -torch.inf)
+    log_prob = log_shares(rows, sum_every)
     if Pooling(pooling) is Pooling.MAX:
         return log_prob.amax(dim=1)
     return log_prob.logsumexp(dim=1) - math.log(rows.shape[1])

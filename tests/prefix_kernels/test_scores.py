@@ -13,7 +13,7 @@ from prefix_kernels.ops import (
     csa_scores,
     pool_scores,
 )
-from prefix_kernels.pooling import FIRST_SUMMED, sum_step
+from prefix_kernels.pooling import FIRST_SUMMED, sampled, sum_step
 
 
 def randn(*shape, seed=0):
@@ -130,8 +130,9 @@ def test_sums_of_a_sample_by_loop(count, sum_every, step, pooling):
     shares = []
     for row in scores.flatten(1, 2)[0].double():
         weighed = [math.exp(0.7 * float(row[i])) for i in range(FIRST_SUMMED)]
-        for i in range(FIRST_SUMMED + step // 2, count, step):
-            weighed.append(step * math.exp(0.7 * float(row[i])))
+        for stretch in range((count - FIRST_SUMMED) // step):
+            at = FIRST_SUMMED + stretch * step + (stretch * 40503 % 65536) * step // 65536
+            weighed.append(step * math.exp(0.7 * float(row[at])))
         total = math.fsum(weighed)
         shares.append((row * 0.7).exp() / total if total else torch.zeros(count).double())
     shares = torch.stack(shares)
@@ -147,10 +148,20 @@ def test_sums_of_a_sample_are_near_those_of_all():
     assert not torch.equal(both[0], both[1])
 
 
+@pytest.mark.parametrize("step", [1, 2, 5, 16, 48, 64])
+def test_a_sample_has_one_of_each_stretch_and_no_favourite_place(step):
+    count = FIRST_SUMMED + 1000 * step + step // 2
+    found = sampled(count, step)
+    assert torch.equal((found - FIRST_SUMMED) // step, torch.arange(1000))
+    places = torch.bincount((found - FIRST_SUMMED) % step, minlength=step)
+    assert int(places.max() - places.min()) <= 4
+
+
 def test_a_row_without_a_score_in_the_sample_says_nothing():
     scores = torch.full((1, 2, 1, 4096), -torch.inf)
     scores[0, 0] = 1.0
-    scores[0, 1, 0, FIRST_SUMMED] = 9.0  # the step's second candidate is summed, not this one
+    left_out = sorted(set(range(FIRST_SUMMED, 4096)) - set(sampled(4096, 2).tolist()))
+    scores[0, 1, 0, left_out] = 9.0
     alone = pool_scores(scores[:, :1], 1.0, sum_every=2)
     assert torch.equal(pool_scores(scores, 1.0, sum_every=2), alone)
 

@@ -11,7 +11,7 @@ from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form,
 from prefix_kernels.low_bit import dequantize, quantize
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.tables import ScoreInputs
-from prefix_kernels.pooling import FIRST_SUMMED, sum_step
+from prefix_kernels.pooling import FIRST_SUMMED, sampled, sum_step
 from prefix_kernels.top_k_selection import SelectedLists, SelectionGroup
 
 pytestmark = pytest.mark.skipif(
@@ -108,7 +108,7 @@ class Problem:
         scores = queries @ self.keys[group][head].T * SM_SCALE
         total, step = scores.logsumexp(dim=1), sum_step(scores.shape[1], self.shape.sum_every)
         if step > 1:
-            sample = scores[:, FIRST_SUMMED + step // 2 :: step].logsumexp(dim=1) + math.log(step)
+            sample = scores[:, sampled(scores.shape[1], step).cuda()].logsumexp(dim=1) + math.log(step)
             total = scores[:, :FIRST_SUMMED].logsumexp(dim=1).logaddexp(sample)
         return (scores - total[:, None]).amax(dim=0)
 

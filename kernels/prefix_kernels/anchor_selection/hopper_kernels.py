@@ -20,7 +20,7 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
 )
 from prefix_kernels.anchor_selection.kernels import ARRIVALS
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.pooled_scores.stretch_kernels import FIRST_SUMMED, LEAST_SUMMED, LN2, LOG2E
+from prefix_kernels.pooled_scores.stretch_kernels import FIRST_SUMMED, GOLDEN, LEAST_SUMMED, LN2, LOG2E
 from prefix_kernels.top_k_selection.kernels import NUM_DIGITS
 
 UNIT = gl.constexpr(16777216.0)
@@ -126,7 +126,8 @@ def _summed_words(summed, start, sizes: gl.constexpr):
     LAYOUT: gl.constexpr = sizes[6]
     packed_ptr, first_row, _, end, step = summed
     place = gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1)
-    behind = FIRST_SUMMED + (place - FIRST_SUMMED) * step + step // 2
+    stretch = place - FIRST_SUMMED
+    behind = FIRST_SUMMED + stretch * step + (((stretch * GOLDEN) & 0xFFFF) * step >> 16)
     return load_rows(packed_ptr, first_row + gl.where(place < FIRST_SUMMED, place, behind), sizes)
 
 
@@ -364,8 +365,7 @@ def score_items_hopper_kernel(
                 own = stats + chunk * max_rows
                 if FIRST_PHASE == 1 and SUM_EVERY > 1:
                     step = gl.maximum(gl.minimum(count // LEAST_SUMMED, SUM_EVERY), 1)
-                    behind = gl.cdiv(gl.maximum(count - FIRST_SUMMED - step // 2, 0), step)
-                    places = gl.minimum(count, FIRST_SUMMED) + behind
+                    places = gl.minimum(count, FIRST_SUMMED) + gl.maximum(count - FIRST_SUMMED, 0) // step
                     stretch = gl.cdiv(gl.cdiv(places, num_chunks), BLOCK_N) * BLOCK_N
                     first = gl.minimum(chunk * stretch, places)
                     summed = (packed_ptr, first_row, first, gl.minimum(first + stretch, places), step)

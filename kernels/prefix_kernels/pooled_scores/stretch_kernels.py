@@ -12,6 +12,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FIRST_SUMMED = tl.constexpr(pooling.FIRST_SUMMED)
 LEAST_SUMMED = tl.constexpr(pooling.LEAST_SUMMED)
+GOLDEN = tl.constexpr(pooling.GOLDEN)
 
 #: Where raw scores come from.
 RAW = tl.constexpr(0)  # they are there already
@@ -29,13 +30,15 @@ def sum_step(count, SUM_EVERY: tl.constexpr):
 @triton.jit
 def num_summed(count, step):
     """How many of `count` candidates are summed."""
-    return tl.minimum(count, FIRST_SUMMED) + tl.cdiv(tl.maximum(count - FIRST_SUMMED - step // 2, 0), step)
+    return tl.minimum(count, FIRST_SUMMED) + tl.maximum(count - FIRST_SUMMED, 0) // step
 
 
 @triton.jit
 def summed_candidate(place, step):
-    """Which candidate has a place among those that are summed."""
-    return tl.where(place < FIRST_SUMMED, place, FIRST_SUMMED + (place - FIRST_SUMMED) * step + step // 2)
+    """Which candidate has a place among those that are summed, see `pooling.sampled`."""
+    stretch = place - FIRST_SUMMED
+    behind = FIRST_SUMMED + stretch * step + (((stretch * GOLDEN) & 0xFFFF) * step >> 16)
+    return tl.where(place < FIRST_SUMMED, place, behind)
 
 
 @triton.jit
