@@ -154,7 +154,7 @@ def test_a_sample_has_one_of_each_stretch_and_no_favourite_place(step):
     found = sampled(count, step)
     assert torch.equal((found - FIRST_SUMMED) // step, torch.arange(1000))
     places = torch.bincount((found - FIRST_SUMMED) % step, minlength=step)
-    assert int(places.max() - places.min()) <= 4
+    assert int(places.max() - places.min()) <= 6
 
 
 def test_a_row_without_a_score_in_the_sample_says_nothing():
