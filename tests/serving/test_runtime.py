@@ -18,6 +18,8 @@ import torch
 from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import Settings
+from sglang_ext.indexing import METHODS, make_selector
+from sglang_ext.indexing.token_index import TokenIndexSelector
 from sglang_ext.runtime import SparseRuntime
 
 LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
@@ -327,6 +329,14 @@ def test_a_captured_request_that_vanishes_leaves_no_capture(start: Any) -> None:
 def test_a_layer_plan_of_another_model_is_refused(start: Any) -> None:
     with pytest.raises(ValueError, match="expected 3 layers in the plan"):
         start(layer_plan=["anchor"] * 5)
+
+
+def test_selections_sum_what_the_configuration_says(start: Any) -> None:
+    for every in (1, 16):
+        selector = start(method="token_index", sum_every=every).decode._selector
+        assert (type(selector), selector.sum_every) == (TokenIndexSelector, every)
+    with pytest.raises(ValueError, match="only token_index"):
+        make_selector(METHODS["exact"].spec(), 2)
 
 
 def test_the_snapshot_is_plain_values(start: Any) -> None:
