@@ -35,7 +35,7 @@ from selection_data import Calibration, Item, calibrate, captured_items, make_ca
 from selection_methods import REUSED, Budget, Built, LayerInput, Method, Step, as_heads, layer_profile, make_methods
 from tqdm import tqdm
 
-from prefix_kernels.pooling import Pooling
+from prefix_kernels.pooling import Pooling, sum_step
 from prefix_kernels.testing import PLANTED
 from prefix_kernels.types import Selection
 from sglang_ext.calibration.selection_quality import FullAttention, Oracle, full_attention, oracle_at, selection_quality
@@ -177,6 +177,7 @@ class Evaluation:
             **identity(self.item, name, self.options, method, plan),
             "kind": "combined" if name.endswith(REUSE) else method.kind,
             "prefix_len": step.prefix_len,
+            "sum_step": sum_step(step.prefix_len, method.sum_every),
             "layers": len(found.points),
             "stored_bytes_per_token": stored / step.prefix_len,
             "stored_share": stored / dense,
@@ -217,6 +218,7 @@ def identity(item: Item, name: str, options: Options, method: Method, plan: Laye
         "num_sink": options.num_sink,
         "num_recent": options.num_recent,
         "steps": options.steps,
+        **({"sum_every": method.sum_every} if method.sum_every > 1 else {}),
         "keep_ratios": list(options.keep_ratios),
     }
 

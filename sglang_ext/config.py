@@ -12,6 +12,7 @@ import msgspec
 
 import prefix_index
 from prefix_index.connect import locate
+from prefix_kernels.pooling import MOST_APART
 from sglang_ext.indexing.profile import Profile, ProfileError
 from sglang_ext.options import Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
@@ -39,9 +40,6 @@ __all__ = [
 
 ENV_ENABLE = "SGLANG_SPARSE_ATTN"
 ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
-
-MOST_APART = 64
-"""Tokens, of the sample whose exponentials a selection sums."""
 
 #: Tokens of one page: the finest block, and the unit that prompts are hashed by.
 PAGE_TOKENS = prefix_index.PAGE_TOKENS
@@ -135,7 +133,8 @@ def _check_methods(config: SparseAttnConfig) -> None:
             "Name one of them; with 'methods' given, add its spec there.",
         )
     if config.sum_every > 1 and config.method != "token_index":
-        raise _fail("sum_every 1 with a method other than token_index", config.sum_every, "Remove it.")
+        todo = f"Remove it; the method is {config.method!r}."
+        raise _fail("sum_every 1 with a method other than token_index", config.sum_every, todo)
 
 
 def _check_layer_plan(config: SparseAttnConfig) -> None:

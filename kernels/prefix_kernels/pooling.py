@@ -30,6 +30,10 @@ FIRST_SUMMED = 64
 """So many leading candidates are always in the sums: among them are the sinks, which may have most of the attention."""
 LEAST_SUMMED = 2048
 """So many are summed at least, or all."""
+MOST_APART = 64
+"""Candidates of a stretch of which one is summed, at most."""
+HEADROOM = 20.0
+"""Shares by a sample's sums are so much lower, natural log: one above 1 must still rank where keys end at 1."""
 GOLDEN = 40503
 """2^16 over the golden ratio: i x GOLDEN / 2^16 modulo 1 is spread evenly over [0, 1), however many there are of i."""
 
@@ -39,13 +43,13 @@ def sum_step(num_candidates: int, sum_every: int) -> int:
     return max(1, min(sum_every, num_candidates // LEAST_SUMMED))
 
 
-def sampled(num_candidates: int, step: int) -> Tensor:
+def sampled(num_candidates: int, step: int, device: torch.device | None = None) -> Tensor:
     """int64, ascending: which candidates behind the first `FIRST_SUMMED` are summed, each for a stretch of `step`.
 
     Its place in its stretch is not the same in all of them, so that a text that repeats itself every few tokens (rows
     of a table) is not sampled at one column only. What is left of a last stretch is not summed.
     """
-    stretch = torch.arange(max(num_candidates - FIRST_SUMMED, 0) // step)
+    stretch = torch.arange(max(num_candidates - FIRST_SUMMED, 0) // step, device=device)
     return FIRST_SUMMED + stretch * step + (((stretch * GOLDEN) & 0xFFFF) * step >> 16)
 
 
@@ -55,20 +59,21 @@ def log_shares(scores: Tensor, sum_every: int = 1) -> Tensor:
     Args:
         scores: [..., num_candidates >= 1] floating, -inf for none. Not written.
         sum_every: of the candidates behind the first `FIRST_SUMMED`, one in at most so many is summed (`sampled`), with
-            that weight; 1: all. At least about `LEAST_SUMMED` are. A share may then exceed 1.
+            that weight, at least about `LEAST_SUMMED`; 1: all. Above 1 a share may exceed 1, and is lowered by
+            `HEADROOM`, however many are summed.
 
     Returns:
         The same shape and dtype, natural log; -inf throughout where no summed candidate has a score.
     """
-    step = sum_step(scores.shape[-1], sum_every)
-    if step == 1:
+    if sum_every == 1:
         log_share = scores.log_softmax(dim=-1)
         silent = scores.amax(dim=-1, keepdim=True) == -torch.inf
     else:
-        some = scores[..., sampled(scores.shape[-1], step).to(scores.device)]
+        step = sum_step(scores.shape[-1], sum_every)
+        some = scores[..., sampled(scores.shape[-1], step, scores.device)]
         behind = some.logsumexp(dim=-1, keepdim=True) + math.log(step)
         total = scores[..., :FIRST_SUMMED].logsumexp(dim=-1, keepdim=True).logaddexp(behind)
-        log_share, silent = scores - total, total == -torch.inf
+        log_share, silent = scores - total - HEADROOM, total == -torch.inf
     # Such a row became NaN or infinite above; it says nothing.
     return log_share.masked_fill_(silent, -torch.inf)
 
@@ -88,7 +93,8 @@ def pool_scores(scores: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX,
         sum_every: of how few candidates the sums are, see `log_shares`.
 
     Returns:
-        [num_kv_heads, num_candidates] fp32, natural log; -inf where no row has a score for the candidate.
+        [num_kv_heads, num_candidates] fp32, natural log, lowered as `log_shares` says; -inf where no row has a score
+        for the candidate.
 
     Raises:
         ValueError: another shape or an empty group.

@@ -13,7 +13,7 @@ from prefix_kernels.ops import (
     csa_scores,
     pool_scores,
 )
-from prefix_kernels.pooling import FIRST_SUMMED, sampled, sum_step
+from prefix_kernels.pooling import FIRST_SUMMED, HEADROOM, sampled, sum_step
 
 
 def randn(*shape, seed=0):
@@ -137,15 +137,14 @@ def test_sums_of_a_sample_by_loop(count, sum_every, step, pooling):
         shares.append((row * 0.7).exp() / total if total else torch.zeros(count).double())
     shares = torch.stack(shares)
     expected = shares.amax(0) if pooling is Pooling.MAX else shares.mean(0)
-    found = pool_scores(scores, 0.7, pooling, sum_every=sum_every)
+    found = pool_scores(scores, 0.7, pooling, sum_every=sum_every) + HEADROOM
     torch.testing.assert_close(found[0].exp().double(), expected, rtol=1e-4, atol=1e-9)
 
 
 def test_sums_of_a_sample_are_near_those_of_all():
     scores = randn(2, 3, 4, 1 << 16)
     both = [pool_scores(scores, 1.0, sum_every=every) for every in (1, 16)]
-    assert float((both[1] - both[0]).abs().max()) < 0.1
-    assert not torch.equal(both[0], both[1])
+    assert 1e-4 < float((both[1] + HEADROOM - both[0]).abs().max()) < 0.1
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 16, 48, 64])
@@ -155,6 +154,19 @@ def test_a_sample_has_one_of_each_stretch_and_no_favourite_place(step):
     assert torch.equal((found - FIRST_SUMMED) // step, torch.arange(1000))
     places = torch.bincount((found - FIRST_SUMMED) % step, minlength=step)
     assert int(places.max() - places.min()) <= 6
+
+
+def test_shares_above_one_still_rank():
+    """Hundreds of strong tokens, of which the sample has none: keys of selections end at a share of 1."""
+    scores = torch.zeros(1, 1, 1, 8192)
+    left_out = sorted(set(range(FIRST_SUMMED, 8192)) - set(sampled(8192, 4).tolist()))
+    strong = left_out[::16]
+    scores[..., strong] = torch.linspace(9.0, 14.0, len(strong))
+    found = pool_scores(scores, 1.0, sum_every=16)[0]
+    assert float(found[strong[-1]] + HEADROOM) > 4.0, "a share of e^4"
+    keys = (found.clamp(-44.0, 0.0) * (65533 / 44.0)).floor()
+    assert keys[strong].unique().numel() == len(strong) > 300
+    assert int(keys[strong].min()) > int(keys[0])
 
 
 def test_a_row_without_a_score_in_the_sample_says_nothing():

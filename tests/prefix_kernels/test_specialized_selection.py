@@ -11,7 +11,7 @@ from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form,
 from prefix_kernels.low_bit import dequantize, quantize
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.tables import ScoreInputs
-from prefix_kernels.pooling import FIRST_SUMMED, sampled, sum_step
+from prefix_kernels.pooling import FIRST_SUMMED, HEADROOM, sampled, sum_step
 from prefix_kernels.top_k_selection import SelectedLists, SelectionGroup
 
 pytestmark = pytest.mark.skipif(
@@ -88,7 +88,7 @@ class Problem:
         self, config: AnchorConfig, form: Form, num_programs: int | None = None, times: int = 1
     ) -> tuple[torch.Tensor, SelectedLists]:
         select = AnchorSelection(
-            self.shape, self.q.shape[0], len(self.scored) + 1, 5000, 1000, config, self.q.device,
+            self.shape, self.q.shape[0], len(self.scored) + 1, 130_000, 1000, config, self.q.device,
             max_block_size=1, form=form, num_programs=num_programs,
         )  # fmt: skip
         lists = select.new_lists(with_slots=True)
@@ -107,9 +107,9 @@ class Problem:
         queries = self.q[list(of.rows), head * gqa : (head + 1) * gqa].flatten(0, 1).double()
         scores = queries @ self.keys[group][head].T * SM_SCALE
         total, step = scores.logsumexp(dim=1), sum_step(scores.shape[1], self.shape.sum_every)
-        if step > 1:
+        if self.shape.sum_every > 1:
             sample = scores[:, sampled(scores.shape[1], step).cuda()].logsumexp(dim=1) + math.log(step)
-            total = scores[:, :FIRST_SUMMED].logsumexp(dim=1).logaddexp(sample)
+            total = scores[:, :FIRST_SUMMED].logsumexp(dim=1).logaddexp(sample) + HEADROOM
         return (scores - total[:, None]).amax(dim=0)
 
 
@@ -128,14 +128,14 @@ def check(made: Problem, config: AnchorConfig, form: Form, num_programs: int | N
                 assert torch.equal(positions, torch.arange(group.prefix_len, device="cuda"))
                 continue
             wanted = made.scores_of(g, head)
-            near = wanted > -25
+            near = wanted > (-25 if made.shape.sum_every == 1 else -25 - HEADROOM)
             torch.testing.assert_close(own[near].double(), wanted[near], atol=2e-2, rtol=0)
             assert not own.isnan().any()
             steps = torch.tensor(65533 / 44.0, device="cuda")
             keys = ((own.clamp(-44.0, 0.0) + 44.0) * steps).floor().clamp_max(65533.0).long()
             keys[: group.num_sink] = 70000
             keys[group.prefix_len - group.num_recent :] = 70000
-            best = torch.sort(keys * 8192 + torch.arange(group.prefix_len, device="cuda"), descending=True).indices
+            best = torch.sort(keys * 2**18 + torch.arange(group.prefix_len, device="cuda"), descending=True).indices
             assert torch.equal(positions, best[: group.count].sort().values)
     empty = lists.counts[len(made.scored) :]
     assert (empty == 0).all()
@@ -159,6 +159,14 @@ def test_sums_of_a_sample(sum_every: int, config: AnchorConfig, form: Form) -> N
     for num_programs in (2, 2 * 7, 2 * 64, None):
         check(made, config, form, num_programs)
     check(Problem([(tuple(range(33)), 4500, 700)], sum_every=sum_every, rising=10.0), config, form)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("length", "sum_every"), [(40_001, 3), (40_001, 16), (120_000, 2)])
+def test_sums_of_a_sample_of_long_prefixes(length: int, sum_every: int, form: Form) -> None:
+    made = Problem([((0, 1, 2), length, 900)], sum_every=sum_every)
+    for config in (CONFIGS["16x64"], CONFIGS["64x64"]):
+        check(made, config, form)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

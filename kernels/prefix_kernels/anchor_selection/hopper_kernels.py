@@ -20,7 +20,14 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
 )
 from prefix_kernels.anchor_selection.kernels import ARRIVALS
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.pooled_scores.stretch_kernels import FIRST_SUMMED, GOLDEN, LEAST_SUMMED, LN2, LOG2E
+from prefix_kernels.pooled_scores.stretch_kernels import (
+    FIRST_SUMMED,
+    GOLDEN,
+    HEADROOM,
+    LEAST_SUMMED,
+    LN2,
+    LOG2E,
+)
 from prefix_kernels.top_k_selection.kernels import NUM_DIGITS
 
 UNIT = gl.constexpr(16777216.0)
@@ -127,7 +134,8 @@ def _summed_words(summed, start, sizes: gl.constexpr):
     packed_ptr, first_row, _, end, step = summed
     place = gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1)
     stretch = place - FIRST_SUMMED
-    behind = FIRST_SUMMED + stretch * step + (((stretch * GOLDEN) & 0xFFFF) * step >> 16)
+    turn = ((stretch.to(gl.uint32) * GOLDEN) & 0xFFFF).to(gl.int32)
+    behind = FIRST_SUMMED + stretch * step + (turn * step >> 16)
     return load_rows(packed_ptr, first_row + gl.where(place < FIRST_SUMMED, place, behind), sizes)
 
 
@@ -259,7 +267,7 @@ def _sum_item(words, ahead, codes, query, put, own, factor, sizes: gl.constexpr)
 
 @gluon.jit
 def _pool_item(
-    words, ahead, codes, query, put, stats, num_chunks, factor, scores, AGAIN: gl.constexpr,
+    words, ahead, codes, query, put, stats, num_chunks, factor, scores, AGAIN: gl.constexpr, SUM_EVERY: gl.constexpr,
     BLOCK_CHUNKS: gl.constexpr, sizes: gl.constexpr,
 ):  # fmt: skip
     """The second phase of an item: write the pooled scores of its stretch. AGAIN: no queries are there."""
@@ -281,6 +289,8 @@ def _pool_item(
         m = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, parts))
         live = m < num_rows * GQA
         lse = _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, parts, BLOCK_CHUNKS)
+        if SUM_EVERY > 1:
+            lse += HEADROOM * LOG2E
         lse = gl.convert_layout(lse, gl.SliceLayout(0, MMA))
         _pool_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, factor, lse, tile, scores, sizes)
         if tile + 1 < tiles:
@@ -385,6 +395,6 @@ def score_items_hopper_kernel(
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE >= 2:
                     _pool_item(
-                        words, ahead, codes, query, put, stats, num_chunks, factor, scores, FIRST_PHASE == 2,
+                        words, ahead, codes, query, put, stats, num_chunks, factor, scores, FIRST_PHASE == 2, SUM_EVERY,
                         BLOCK_CHUNKS, sizes,
                     )  # fmt: skip

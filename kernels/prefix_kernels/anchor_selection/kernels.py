@@ -286,7 +286,7 @@ def select_kernel(
                         k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
                         q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
                         GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, REREAD,
-                        SUM_EVERY > 1, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
+                        SUM_EVERY, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                     )  # fmt: skip
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
@@ -298,7 +298,7 @@ def select_kernel(
                             k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
                             q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
                             GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS,
-                            LISTED_CHANNELS, False, False, POOL, RAW_M if REREAD else BLOCK_M,
+                            LISTED_CHANNELS, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
                             RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                         )  # fmt: skip
                     _count_digits(

@@ -83,9 +83,8 @@ def pooled_scores_kernel(
         raw_base = raw_ptr + tl.load(fields + 2)
         raw_stride_row = tl.load(groups_ptr + group * 4 + 3)
     # Where not all candidates are summed, stretches are of those that are.
-    SAMPLED: tl.constexpr = SUM_EVERY > 1 and POOL == 0
     step = 1
-    if SAMPLED:
+    if SUM_EVERY > 1 and POOL == 0:
         step = sum_step(count, SUM_EVERY)
         count = num_summed(count, step)
     begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
@@ -94,6 +93,6 @@ def pooled_scores_kernel(
         first_row, step, list_ptr, raw_base, out_ptr, k_ptr + head * k_stride_head, peak_ptr,
         total_ptr, (group * num_heads + head) * num_chunks * max_rows, chunk, num_chunks, sm_scale, q_stride_row,
         q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
-        BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES,
+        BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, STORE_RAW, SUM_EVERY, POOL, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES,
         STAGES, COMPUTE, PRECISION, ASSEMBLY,
     )  # fmt: skip

@@ -13,6 +13,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 FIRST_SUMMED = tl.constexpr(pooling.FIRST_SUMMED)
 LEAST_SUMMED = tl.constexpr(pooling.LEAST_SUMMED)
 GOLDEN = tl.constexpr(pooling.GOLDEN)
+HEADROOM = tl.constexpr(pooling.HEADROOM)
 
 #: Where raw scores come from.
 RAW = tl.constexpr(0)  # they are there already
@@ -37,7 +38,8 @@ def num_summed(count, step):
 def summed_candidate(place, step):
     """Which candidate has a place among those that are summed, see `pooling.sampled`."""
     stretch = place - FIRST_SUMMED
-    behind = FIRST_SUMMED + stretch * step + (((stretch * GOLDEN) & 0xFFFF) * step >> 16)
+    turn = ((stretch.to(tl.uint32) * GOLDEN) & 0xFFFF).to(tl.int32)
+    behind = FIRST_SUMMED + stretch * step + (turn * step >> 16)
     return tl.where(place < FIRST_SUMMED, place, behind)
 
 
@@ -253,7 +255,7 @@ def score_stretch(
     LISTED_ROWS: tl.constexpr,
     LISTED_CHANNELS: tl.constexpr,
     STORE_RAW: tl.constexpr,
-    SAMPLED: tl.constexpr,
+    SUM_EVERY: tl.constexpr,
     POOL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -266,8 +268,9 @@ def score_stretch(
 ):
     """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores.
 
-    With SAMPLED these are places among the candidates that are summed, `step` apart.
+    With SUM_EVERY above 1 sums are of a sample: places among the candidates that are summed, one of each `step`.
     """
+    SAMPLED: tl.constexpr = SUM_EVERY > 1 and POOL == 0
     PARTS: tl.constexpr = 1 if SOURCE == KEYS or BITS == 8 else 4
     TAIL: tl.constexpr = BLOCK_K if (SOURCE == LOW_BIT or SOURCE == MINMAX) and ROW_UNITS > BLOCK_K else 0
     UNITS: tl.constexpr = tl.uint16 if BITS == 4 else tl.uint8
@@ -340,6 +343,8 @@ def score_stretch(
         lse = tl.zeros([BLOCK_M], tl.float32)
         if POOL:
             lse = _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS)
+            if SUM_EVERY > 1:
+                lse += HEADROOM * LOG2E
         # Below every score, and finite: less -inf than this is -inf, and not NaN.
         peak = tl.full([LANES, 8, BLOCK_M], -1e30, tl.float32)
         total = tl.zeros([LANES, 8, BLOCK_M], tl.float32)

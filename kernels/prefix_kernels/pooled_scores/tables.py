@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import knobs
 
 from prefix_kernels.launching import send
-from prefix_kernels.pooling import Pooling
+from prefix_kernels.pooling import MOST_APART, Pooling
 
 POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
 """What the kernels call them."""
@@ -144,8 +144,8 @@ class ScoreTables:
                 "expected num_qo_heads as a multiple of num_kv_heads, bits of 2, 4 or 8, and with codes of 2 and 4 "
                 f"bits channels as a multiple of 4, got {shape}"
             )
-        if shape.sum_every < 1:
-            raise ValueError(f"expected sum_every of at least 1, got {shape.sum_every}; 1 sums all candidates")
+        if not 1 <= shape.sum_every <= MOST_APART:
+            raise ValueError(f"expected sum_every of 1 to {MOST_APART}, got {shape.sum_every}; 1 sums all candidates")
         self.shape = shape
         self.max_batch, self.max_groups = max_batch, max_groups
         self.listed = listed or shape.source is Source.KEYS
