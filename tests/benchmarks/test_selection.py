@@ -243,6 +243,21 @@ def test_planted_rows_carry_their_generator_and_easy_data_are_refused(bench, tmp
             bench.selection.check_difficulty([{**spoiled, "source": "captured"}])
 
 
+def test_a_samples_sums_have_rows_of_their_own(bench, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    names = [bench.selection_methods.DEFAULT, f"{bench.selection_methods.DEFAULT}, sums 1/16"]
+    arguments = ["--planted", "8192", "--kinds", "scattered", "--methods", *names, "--keep", "0.05", "--out", str(out)]
+    assert bench.selection.main(arguments) == 0
+    rows = bench.selection.read_rows(out)
+    every, sampled = ([row for row in rows if row["method"] == name] for name in names)
+    for one, other in zip(every, sampled, strict=True):
+        assert one["spec"] == other["spec"]
+        assert (one.get("sum_every"), one["sum_step"]) == (None, 1)
+        assert (other["sum_every"], other["sum_step"]) == (16, 4)
+        assert one["points"]["0.05"]["error"] != other["points"]["0.05"]["error"]
+        assert other["points"]["0.05"]["recall"] == pytest.approx(one["points"]["0.05"]["recall"], rel=0.02)
+
+
 def test_all_tokens_in_one_call_select_what_each_token_alone_does(bench):
     made = planted_prefix(CONFIG)
     methods = bench.selection_methods

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,3 +175,27 @@ def test_the_documented_errors_of_the_captures_on_a_cpu(bench: SimpleNamespace) 
 
     assert (worst("ab minmax int4", "0.2"), worst("ab minmax int4", "0.3")) == (0.51, 0.322)
     assert (worst("tokens int4 48ch", "0.05"), worst("csa > tokens48 .25", "0.05")) == (0.259, 0.297)
+
+
+def test_a_sample_is_not_taken_to_be_as_fast_as_all(bench: SimpleNamespace) -> None:
+    rows = [row("all", TOKENS, (0.4, 0.16)), row("sampled", TOKENS, (0.4, 0.16), sum_every=16)]
+    found = {one.method: one.selection for one in bench.selection_winner.candidates(rows)}
+    assert found["all"] is not None
+    assert found["sampled"] is None
+
+
+def test_the_documented_errors_of_a_samples_sums(bench: SimpleNamespace) -> None:
+    rows = bench.selection.read_rows(ROOT / "benchmarks" / "results" / "selection-sums-cpu.jsonl.xz")
+    lengths: list[str] = []
+    table = documented_table("| data, tokens | sums |")
+    for data, sums, *cells in table:
+        lengths = re.findall(r"[a-z]+|[\d,]+", data) or lengths
+        source, tokens, prompts = lengths[0], int(lengths[1].strip(",").replace(",", "")), int(lengths[2])
+        step = 1 if sums == "all" else int(sums.removeprefix("1/"))
+        of = [one for one in rows if (one["source"], one["num_tokens"], one["sum_step"]) == (source, tokens, step)]
+        of = [one for one in of if one["method"] == of[0]["method"]]
+        assert len(of) == prompts
+        for cell, keep in zip(cells, ("0.05", "0.1", "0.2"), strict=True):
+            errors = [one["points"][keep]["error"] for one in of]
+            assert cell == f"{sum(errors) / len(errors):.3f} ({max(errors):.3f})", (data, sums, keep)
+    assert len(table) == 13
