@@ -7,7 +7,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from enum import Enum
 
 import torch
@@ -171,10 +170,12 @@ class Residency:
             index.nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
             index.state = State.READY
         except IndexStoreError as error:
-            self._fail(index, error.reason, str(error))
-            if isinstance(error, _DAMAGE):
-                with suppress(IndexStoreError):  # a store that cannot take note of it offers it again: tried again then
+            try:
+                if isinstance(error, _DAMAGE):  # before requests are told: who asks then is not offered it again
                     self._store.report(index.entry.identity, error)
+            except Exception as problem:  # a store that cannot take note of it offers it again: tried again then
+                logger.warning("sparse attention: a damaged index could not be reported to its store: %s", problem)
+            self._fail(index, error.reason, str(error))
         except UnusableIndexError as error:
             self._fail(index, error.reason, str(error))
         except torch.OutOfMemoryError as error:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_index import IndexUnreadable
+from prefix_index import IndexCorrupt, IndexUnreadable
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 
 
@@ -106,6 +106,30 @@ def test_a_corrupted_array_fails_as_index_corrupt_and_is_reported_to_the_store(b
     assert str(path) in index.detail
     assert [str(path)] == [problem.path for problem in bench.store.problems()]
     assert bench.store.list() == ()
+    residency.close()
+
+
+@pytest.mark.parametrize("error", [None, OSError("a defect of the store")])
+def test_a_damaged_index_is_reported_before_requests_are_told(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Who is told asks anew: it must not be offered the same index. A store that fails then changes nothing."""
+    entry, seen = bench.put(_prompt(1)), []
+
+    def damaged(key: Any) -> Any:
+        raise IndexCorrupt("checksum", expected="a", found="b", remedy="c")
+
+    def report(key: Any, damage: Any) -> None:
+        seen.append(residency.acquire(entry).state)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(bench.store, "get", damaged)
+    monkeypatch.setattr(bench.store, "report", report)
+    residency = _residency(bench)
+    index = _load(residency, entry)
+    assert seen == [State.LOADING]
+    assert (index.state, index.reason) == (State.FAILED, "index_corrupt")
     residency.close()
 
 
