@@ -144,10 +144,13 @@ class BackgroundBuilder:
     # -- the scheduler's thread ----------------------------------------------------------------------------
 
     def add(self, build: Build) -> bool:
-        """Build this, too. Of too many, the one with the fewest hits is given up, or is not begun: then False."""
+        """Build this, too. Of too many, the one with the fewest hits is given up, or is not begun: then False.
+
+        Of equals it is the one added last, on all ranks: how far each of them is, ranks do not agree on.
+        """
         self.tidy()
         if len(self.open) >= MAX_OPEN:
-            fewest = min(self.open, key=lambda one: (one.prefix.hits, one.built))
+            fewest = min(reversed(self.open), key=lambda one: one.prefix.hits)
             if fewest.prefix.hits >= build.prefix.hits:
                 return False
             self._give_up(fewest)

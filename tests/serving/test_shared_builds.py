@@ -243,6 +243,10 @@ def test_too_many_builds_and_those_nobody_has_keys_for_are_given_up(
     assert lines(tmp_path)[0]["reason"] == "abandoned"
     with runtime.store.lease(oldest.identity) as lease:  # it went back
         assert lease is not None
+    more[-1].built = 1  # of equals the one added last leaves, however far it is: on every rank the same
+    newest = Build(Prefix("", hashes(list(range(700, 764))), hits=3), oldest.identity)
+    assert builder.add(newest)
+    assert builder.open == [*more[:-1], newest]
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
