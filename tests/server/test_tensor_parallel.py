@@ -142,7 +142,7 @@ def test_an_index_that_is_late_on_one_rank_is_used_on_none(
 ) -> None:
     config = {**exact_config, "prefetch_policy": "best_effort"}
     server = serve_two(store, config, PYTHONPATH=os.pathsep.join([str(LATE), os.environ.get("PYTHONPATH", "")]))
-    long = 160
+    long = 320
     delta = server.delta()
     first = server.generate(_prompts(texts)[0], long)
     server.done(delta)

@@ -1,12 +1,46 @@
-"""Put on PYTHONPATH of a server under test: the index of the second tensor-parallel rank comes late, by a second."""
+"""Put on PYTHONPATH of a server under test: the second tensor-parallel rank's index comes late, by decode steps."""
 
 import importlib.abc
 import importlib.machinery
 import sys
-import time
+import threading
 
 _MODULE = "sglang_ext.prefix.residency"
-LATE_S = 1.0
+LATE_STEPS = 20
+LATE_S = 300.0
+
+
+class _Steps:
+    """Decode steps of this process, which a thread can wait for."""
+
+    def __init__(self):
+        self._count = 0
+        self._more = threading.Condition()
+
+    def one(self):
+        with self._more:
+            self._count += 1
+            self._more.notify_all()
+
+    def wait(self, more):
+        with self._more:
+            end = self._count + more
+            self._more.wait_for(lambda: self._count >= end, LATE_S)
+
+
+def _make_late(residency, agreement):
+    steps, load, took = _Steps(), residency._load, agreement.took
+
+    def late(self, index):
+        if self._kv_heads.start > 0:
+            steps.wait(LATE_STEPS)
+        load(self, index)
+
+    def counted(self, path, rows):
+        steps.one()
+        took(self, path, rows)
+
+    residency._load, agreement.took = late, counted
 
 
 class _Late(importlib.abc.MetaPathFinder):
@@ -19,14 +53,7 @@ class _Late(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             run(module)
-            load = module.Residency._load
-
-            def late(residency, index):
-                if residency._kv_heads.start > 0:
-                    time.sleep(LATE_S)
-                load(residency, index)
-
-            module.Residency._load = late
+            _make_late(module.Residency, importlib.import_module("sglang_ext.prefix.agreement").Agreement)
 
         spec.loader.exec_module = exec_module
         return spec
