@@ -15,7 +15,8 @@ Both take the layer plan `--plan`: `kascade` (layers 0 and 1 attend all, 2, 8, 1
 heads mapped; for 32 layers) or `anchors` (layer 0 attends all, the others select).
 
 A step is the time between two tokens of one request of the batch, which starts last and ends first; the first 20 are
-left out. Weights are dummies: they serve to time, never to judge an answer.
+left out. Tokens that come at once share the time since those before. Weights are dummies: they serve to time, never to
+judge an answer.
 """
 
 from __future__ import annotations
@@ -89,20 +90,19 @@ class Cell:
         prefix = self.prefix(length)
         prompts = [[*prefix, *self._tokens(PRIVATE)] for _ in range(batch)]
 
-        async def run() -> list[float]:
+        async def run() -> list[tuple[int, float]]:
             others = [asyncio.create_task(self._generate(one, tokens + SPARE + batch, stock)) for one in prompts[1:]]
             await asyncio.sleep(0)
-            times = []
+            arrivals = []
             stream = await self._engine.async_generate(
                 input_ids=prompts[0], sampling_params=_sampling(tokens, stock), stream=True
             )
-            async for _ in stream:
-                times.append(time.perf_counter())
+            async for chunk in stream:
+                arrivals.append((int(chunk["meta_info"]["completion_tokens"]), time.perf_counter()))
             await asyncio.gather(*others)
-            return times
+            return arrivals
 
-        times = self._wait(run())
-        return [after - before for before, after in pairwise(times)][SKIPPED:]
+        return counted_steps(self._wait(run()))
 
     def counted(self) -> Row:
         """Steps that the plugin attended so far, exactly and sparsely; 0 in a stock engine."""
@@ -117,6 +117,16 @@ class Cell:
 
     def _wait(self, awaitable: Any) -> Any:
         return self._engine.loop.run_until_complete(awaitable)
+
+
+def counted_steps(arrivals: Sequence[tuple[int, float]]) -> list[float]:
+    """Seconds of the steps of one request that are counted, from (its tokens so far, seconds) of all chunks."""
+    return [
+        (after - before) / (tokens - so_far)
+        for (so_far, before), (tokens, after) in pairwise(arrivals)
+        for step in range(so_far, tokens)
+        if step > SKIPPED
+    ]
 
 
 def _sampling(tokens: int, stock: bool) -> Row:
@@ -178,7 +188,7 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
 
 
 def _times(steps: Sequence[float]) -> Row:
-    tenths = quantiles(steps, n=10)
+    tenths = quantiles(steps, n=10, method="inclusive")
     return {"ms": 1e3 * median(steps), "ms_p10": 1e3 * tenths[0], "ms_p90": 1e3 * tenths[-1]}
 
 

@@ -257,8 +257,13 @@ def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
     if "turns" in sizes:
         turns = range(sizes["turns"])
         row["ttft_ms_by_turn"] = [1e3 * median(found["ttfts"][turn :: len(turns)]) for turn in turns]
-        row["tpot_ms_by_turn"] = [1e3 * median(map(mean, found["itls"][turn :: len(turns)])) for turn in turns]
+        row["tpot_ms_by_turn"] = [1e3 * _tpot(found["itls"][turn :: len(turns)]) for turn in turns]
     return row | {name: counted(found)[name] - counted(before)[name] for name in counted(found)}
+
+
+def _tpot(requests: Sequence[Sequence[float]]) -> float:
+    """Median over requests; one whose tokens all came at once has no time between them, and does not count."""
+    return median([mean(one) for one in requests if one] or [0.0])
 
 
 def counted(result: Row) -> dict[str, int]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -207,6 +207,18 @@ class Server:
             futures = [pool.submit(call) for call in calls]
             return [future.result() for future in futures]
 
+    def together_until(
+        self, calls: Sequence[Callable[[], Answer]], met: Callable[[Delta], bool], attempts: int = 10
+    ) -> tuple[list[Answer], Delta]:
+        """Calls at the same time; again while too few of them met: on a busy machine some end before others come."""
+        for _ in range(attempts):
+            delta = self.delta()
+            answers = self.together(calls)
+            self.done(delta)
+            if met(delta):
+                break
+        return answers, delta
+
     def state(self) -> dict[str, Any]:
         return server_state(self.url)
 
@@ -327,8 +339,14 @@ class Prebuilt:
         return next(line for line in self.report if line["id"] == name)
 
 
-def run_job(command: Sequence[str], log: Path, timeout: float = JOB_SECONDS) -> tuple[int, str]:
-    """A job in a process group of its own, which does not outlive it: (status, output)."""
+def run_job(
+    command: Sequence[str], log: Path, timeout: float = JOB_SECONDS, env: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """A job in a process group of its own, which does not outlive it: (status, output).
+
+    Args:
+        env: variables beside those of this process.
+    """
     with log.open("w") as out:
         job = subprocess.Popen(
             command,
@@ -336,7 +354,7 @@ def run_job(command: Sequence[str], log: Path, timeout: float = JOB_SECONDS) -> 
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=ROOT,
-            env={**os.environ, **THREADS},
+            env={**os.environ, **THREADS, **(env or {})},
         )
         try:
             status = job.wait(timeout)
