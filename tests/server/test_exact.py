@@ -67,9 +67,9 @@ def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_aski
     prompts = [texts.ask(doc, n) for n in range(2) for doc in (texts.first, texts.unindexed, texts.second)]
     prompts.append(texts.first.questions[1].text)
     alone = [server.generate(prompt, 16, sparse=False) for prompt in prompts]
-    delta = server.delta()
-    batch = server.together([lambda p=p: server.generate(p, 16) for p in prompts])
-    server.done(delta)
+    batch, delta = server.together_until(
+        [lambda p=p: server.generate(p, 16) for p in prompts], lambda found: found.sparse_steps < found.sparse_rows
+    )
     assert [a.ids for a in batch] == [a.ids for a in alone]
     assert (delta.sparse_rows, delta.dense_rows) == (4 * 15, 3 * 15)
     assert delta.fallbacks == {"no_index": 2, "short_prefix": 1}
@@ -79,13 +79,13 @@ def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_aski
 def test_requests_behind_one_cached_prefix_are_grouped(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.first, n) for n in range(4)]
     alone = [server.generate(prompt, 24, sparse=False) for prompt in prompts]
-    for _attempt in range(10):  # a request that is late may find the others gone
-        delta = server.delta()
-        batch = server.together([lambda p=p: server.generate(p, 24) for p in prompts])
-        server.done(delta)
-        assert [a.ids for a in batch] == [a.ids for a in alone]
-        if delta.after["largest_group"] >= 3:
-            break
+    batch, delta = server.together_until(
+        [lambda p=p: server.generate(p, 24) for p in prompts],
+        lambda found: (
+            found.after["largest_group"] >= 3 and found.per_layer("selections_per_layer")[0] < found.sparse_rows
+        ),
+    )
+    assert [a.ids for a in batch] == [a.ids for a in alone]
     assert delta.after["largest_group"] >= 3, "in ten attempts"
     assert delta.per_layer("selections_per_layer")[0] < delta.sparse_rows, "a group selects once for all its rows"
 

@@ -49,9 +49,9 @@ def test_mixed_batches_equal_dense(server: Any, texts: Any) -> None:
         texts.ask(texts.unindexed, 0),
     ]
     alone = [server.generate(prompt, 16, sparse=False) for prompt in prompts]
-    delta = server.delta()
-    batch = server.together([lambda p=p: server.generate(p, 16) for p in prompts])
-    server.done(delta)
+    batch, delta = server.together_until(
+        [lambda p=p: server.generate(p, 16) for p in prompts], lambda found: found.after["largest_group"] >= 2
+    )
     assert [a.ids for a in batch] == [a.ids for a in alone]
     assert (delta.sparse_rows, delta.dense_rows) == (6 * 15, 15)
     assert (delta.hits, delta.fallbacks) == (6, {"no_index": 1})

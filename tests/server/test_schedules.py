@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.server.harness import REQUEST_SECONDS
+from tests.server.harness import REQUEST_SECONDS, Delta
 
 #: Room for the first document and 256 tokens more, and an admission that expects short answers.
 SMALL_POOL: dict[str, Any] = {
@@ -17,13 +18,13 @@ SMALL_POOL: dict[str, Any] = {
 }
 
 
-def _batch(server: Any, prompts: list[str], num_tokens: int) -> tuple[Any, list[Any], list[Any]]:
-    """(counters of the sparse pass, dense answers asked alone, sparse answers asked together)."""
+def _batch(
+    server: Any, prompts: list[str], num_tokens: int, met: Callable[[Delta], bool] = lambda found: True
+) -> tuple[Any, list[Any], list[Any]]:
+    """(counters of the sparse pass, dense answers asked alone, sparse answers asked together, until so many met)."""
     alone = [server.generate(prompt, num_tokens, sparse=False) for prompt in prompts]
     server.flush()
-    delta = server.delta()
-    batch = server.together([lambda p=p: server.generate(p, num_tokens) for p in prompts])
-    server.done(delta)
+    batch, delta = server.together_until([lambda p=p: server.generate(p, num_tokens) for p in prompts], met)
     return delta, alone, batch
 
 
@@ -38,7 +39,7 @@ def test_the_overlap_schedule_equals_dense(serve: Any, store: Any, exact_config:
     server = serve(store, exact_config, disable_overlap_schedule=None)
     prompts = [texts.ask(texts.first, n) for n in range(3)]
     prompts += [texts.ask(texts.second, 0), texts.ask(texts.unindexed, 0)]
-    delta, alone, batch = _batch(server, prompts, 24)
+    delta, alone, batch = _batch(server, prompts, 24, lambda found: found.after["largest_group"] >= 2)
     assert "disable_overlap_schedule=False" in server.log.read_text().replace("'", "").replace(": ", "=")
     assert [a.ids for a in batch] == [a.ids for a in alone]
     # The schedule runs one step ahead: a row may decode once more than it has tokens to give.
@@ -64,7 +65,7 @@ def test_mixed_chunks_equal_dense(serve: Any, store: Any, exact_config: Any, tex
     server = serve(store, exact_config, enable_mixed_chunk="", chunked_prefill_size="256")
     prompts = [texts.ask(texts.first, 0), texts.ask(texts.first, 1), texts.ask(texts.second, 0)]
     prompts += [texts.ask(texts.unindexed, 0), texts.ask(texts.first, 2)]
-    delta, alone, batch = _batch(server, prompts, 24)
+    delta, alone, batch = _batch(server, prompts, 24, lambda found: found.sparse_rows > 0)
     assert [a.ids for a in batch] == [a.ids for a in alone]
     assert 0 < delta.sparse_rows <= 4 * 23, "steps that ran inside a mixed batch are dense"
     assert (delta.hits, delta.fallbacks) == (4, {"no_index": 1})

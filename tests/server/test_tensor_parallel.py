@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefix_index import FileStore
+from tests.server.harness import Answer
 
 TOKENS = 24
 EXACT: dict[str, Any] = {"share_prefixes": True, "min_shared_tokens": 512}
@@ -43,8 +44,12 @@ def _prompts(texts: Any) -> list[str]:
     return [texts.ask(texts.first, n) for n in range(4)] + [texts.ask(texts.second, 0)]
 
 
+def _calls(server: Any, prompts: Sequence[str]) -> list[Callable[[], Answer]]:
+    return [lambda p=p: server.generate(p, TOKENS) for p in prompts]
+
+
 def _ask_together(server: Any, prompts: Sequence[str]) -> list[tuple[int, ...]]:
-    return [a.ids for a in server.together([lambda p=p: server.generate(p, TOKENS) for p in prompts])]
+    return [answer.ids for answer in server.together(_calls(server, prompts))]
 
 
 def _same_path(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -64,9 +69,10 @@ def test_shared_slots_are_read_once_on_both_ranks(
     server = serve_two(folder, EXACT)
     warm = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in _prompts(texts)]
     assert warm == expected, "SGLang's own decode on two ranks"
-    delta = server.delta()
-    assert _ask_together(server, _prompts(texts)) == expected
-    server.done(delta)
+    answers, delta = server.together_until(
+        _calls(server, _prompts(texts)), lambda found: found.shared_steps > TOKENS // 2
+    )
+    assert [answer.ids for answer in answers] == expected
     assert delta.shared_steps > TOKENS // 2
     for rank in _same_path(delta.after):
         assert rank["shared_steps"] == delta.after["shared_steps"]
@@ -90,13 +96,17 @@ def test_each_rank_reads_its_own_kv_heads_of_an_index(
 def test_a_selection_is_that_of_one_rank(
     serve: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
 ) -> None:
-    """A quarter of the prefix, in a plan with reuse layers: each rank selects for its own head."""
+    """A quarter of the prefix, in a plan with reuse layers: each rank selects for its own head.
+
+    Asked one by one, as a group selects for all of its requests, and who is in it depends on when they come.
+    """
     plan = ["dense", "anchor", {"reuse": 1, "head_map": [0, 1]}, "anchor", {"reuse": 3}, "anchor"]
     config = {**exact_config, "keep_ratio": 0.25, "layer_plan": plan}
-    answers = [_ask_together(serve(store, config), _prompts(texts))]
-    server = serve_two(store, config)
-    answers.append(_ask_together(server, _prompts(texts)))
-    assert answers[0] == answers[1]
+    servers = (lambda: serve(store, config), lambda: serve_two(store, config))
+    one, two = ([call().ids for call in _calls(start(), _prompts(texts))] for start in servers)
+    assert one == two
+    server = serve_two(store, config)  # the one that runs
+    _ask_together(server, _prompts(texts))
     state = server.settled()
     _same_path(state)
     assert state["keep_ratio"] < 0.5
@@ -172,6 +182,8 @@ def test_what_requests_share_is_indexed_by_both_ranks(
     deadline = time.monotonic() + 300
     while server.state()["builds"]["built"] == 0 and time.monotonic() < deadline:
         assert server.generate(prompts[0], 4 * TOKENS).ids[:TOKENS] == expected[0]
+    builds = server.state()["builds"]
+    assert builds["built"] == 1, builds
     (line,) = report.read_text().splitlines()
     assert '"status": "built"' in line
     delta = server.delta()
