@@ -197,6 +197,10 @@ def _wait(process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
 # -- one request -----------------------------------------------------------------------------------------------
 
 
+_TRIES = 20
+"""Prompts that are timed in vain, at most: on a busy machine two tokens often come together."""
+
+
 @dataclass(frozen=True)
 class Timing:
     """Of one request, seconds since it was sent: its first token, and its end, by when an index was stored."""
@@ -213,9 +217,9 @@ def prefill(server: Server, num_tokens: int, *, recorded: bool | None) -> Timing
         recorded: on a building server, whether this prompt is recorded and indexed; None on a stock one.
 
     Raises:
-        RuntimeError: SGLang refused the request, or the first token came together with the second three times.
+        RuntimeError: SGLang refused the request, or the first token came together with the second every time.
     """
-    for _ in range(3):
+    for _ in range(_TRIES):
         rid, ids = server.prompt(num_tokens)
         sampling: Row = {"temperature": 0.0, "max_new_tokens": 2, "ignore_eos": True}
         if recorded is False:

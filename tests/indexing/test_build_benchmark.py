@@ -285,7 +285,7 @@ def test_all_parts_with_sglang(tmp_path: Path) -> None:
         "--start-seconds",
         "900",
         "--config",
-        '{"method": "two_level"}',
+        '{"method": "two_level", "store_min_free_bytes": 16777216}',
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment, check=False)
