@@ -7,9 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.quality.tasks import make_document
-from tests.server.harness import SPARSE_CONFIG, Pool
+from tests.server.harness import SPARSE_CONFIG, Pool, Server
 
 TOKENS = 4096
+
+
+def _at_rest(server: Server, seconds: float = 60.0) -> dict[str, Any]:
+    """The state once no request is known, builds have come to a stop, and what has all its pieces is stored."""
+    state, deadline = server.settled(), time.monotonic() + seconds
+    while True:
+        time.sleep(0.2)
+        builds, state = state["builds"], server.state()
+        whole = any(one["pieces"] == one["of"] for one in state["builds"]["open"])
+        if (state["builds"] == builds and not whole) or time.monotonic() > deadline:
+            return state
 
 
 def test_a_document_that_requests_share_is_indexed_and_answers_stay_right(serve: Pool, tmp_path: Path) -> None:
@@ -26,6 +37,8 @@ def test_a_document_that_requests_share_is_indexed_and_answers_stay_right(serve:
     deadline = time.monotonic() + 120
     while server.state()["builds"]["built"] == 0 and time.monotonic() < deadline:
         server.generate(asked[3], num_tokens=40)  # keys are taken while a request that has them decodes
+    builds = server.state()["builds"]
+    assert builds["built"] == 1, builds
     (line,) = report.read_text().splitlines()
     assert '"status": "built"' in line
     delta = server.delta()
@@ -51,7 +64,7 @@ def test_earlier_turns_of_a_conversation_that_grows_are_attended_sparsely(serve:
     for turn in range(1, 7):
         before = server.state()
         server.generate(" ".join(words[: turn * len(words) // 6]), num_tokens=100)
-        after = server.settled()
+        after = _at_rest(server)
         tokens = after["prefix_tokens_per_layer"][0] - before["prefix_tokens_per_layer"][0]
         indexed.append(tokens // max(1, after["sparse_rows"] - before["sparse_rows"]))
     # [0, 0, 0, 1280, 2560, 3840] where no build is behind; the fourth turn is the first that can have an index.
