@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.quality.ports import free_port
-from tests.server.harness import JOB_SECONDS
+from tests.server.harness import run_job
 
 _ENGINE = """
 import json, sys
@@ -54,16 +53,11 @@ def test_an_engine_made_by_server_args_decodes_sparsely_and_equals_dense(
     given = {"config": exact_config, "store": str(store), "kwargs": kwargs, "prompt": texts.ask(texts.first, 0)}
     script = tmp_path / "engine.py"
     script.write_text(_ENGINE)
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(given)],
-        capture_output=True,
-        text=True,
-        timeout=JOB_SECONDS,
-        env={**os.environ, "SGLANG_EXT_CPU_SHORT_EXTEND": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    dense, sparse, rows, fallbacks = json.loads(lines[0][7:])
+    command = [sys.executable, str(script), json.dumps(given)]
+    _, output = run_job(command, tmp_path / "engine.log", env={"SGLANG_EXT_CPU_SHORT_EXTEND": "1"})
+    result = re.search(r"RESULT (\[.*\])", output)
+    assert result, output[-6000:]
+    dense, sparse, rows, fallbacks = json.loads(result[1])
     assert sparse == dense
     assert rows == 11
     assert fallbacks == {"by_request": 1}
