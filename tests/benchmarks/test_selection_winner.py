@@ -189,8 +189,8 @@ def test_the_documented_errors_of_a_samples_sums(bench: SimpleNamespace) -> None
     lengths: list[str] = []
     table = documented_table("| data, tokens | sums |")
     for data, sums, *cells in table:
-        lengths = re.findall(r"[a-z]+|[\d,]+", data) or lengths
-        source, tokens, prompts = lengths[0], int(lengths[1].strip(",").replace(",", "")), int(lengths[2])
+        lengths = re.findall(r"[a-z]+|\d[\d,]*", data) or lengths
+        source, tokens, prompts = lengths[0], int(lengths[1].replace(",", "")), int(lengths[2])
         step = 1 if sums == "all" else int(sums.removeprefix("1/"))
         of = [one for one in rows if (one["source"], one["num_tokens"], one["sum_step"]) == (source, tokens, step)]
         of = [one for one in of if one["method"] == of[0]["method"]]
