@@ -1,8 +1,12 @@
-"""How the programs of a KV head are shared out among the groups of an anchor layer's selection."""
+"""How the programs of a KV head are shared out among the groups of an anchor layer's selection; configurations."""
 
 from __future__ import annotations
 
+import pytest
+
+from prefix_kernels.anchor_selection import AnchorConfig, default_config
 from prefix_kernels.anchor_selection.items import ITEM_FIELDS, make_items, share_programs
+from prefix_kernels.pooled_scores import ScoreShape, Source
 from prefix_kernels.top_k_selection import SelectionGroup
 
 
@@ -27,3 +31,25 @@ def test_only_the_first_item_of_a_program_is_shared() -> None:
     assert {len(item) for item in items} == {ITEM_FIELDS}
     few = make_items(groups, 3, 1)
     assert [item[:3] for item in few] == [[1, 0, 1], [2, 0, 1], [0, 0, 1]], "more groups than programs: none is cut"
+
+
+def test_configs() -> None:
+    tokens, blocks = ScoreShape(32, 8, Source.LOW_BIT, 96), ScoreShape(32, 8, Source.MINMAX, 128)
+    assert default_config(tokens, 1) == AnchorConfig(8, 128, 4, 3, 2)
+    assert default_config(tokens, 32) == AnchorConfig(128, 128, 8, 3, 1, True)
+    assert default_config(blocks, 9) == AnchorConfig(64, 64, 4, 3, 2, True)
+    assert default_config(blocks, 32) == default_config(blocks, 16)
+    assert default_config(tokens, 32, (8, 0)) == AnchorConfig(32, 64, 4, 3, 2)
+    assert default_config(tokens, 1, specialized=True) == AnchorConfig(8, 128, 4, 3, 3, specialized=True)
+    assert default_config(tokens, 32, specialized=True) == AnchorConfig(128, 64, 4, 3, 2, specialized=True)
+    assert default_config(blocks, 9, specialized=True) == default_config(blocks, 9)
+    assert default_config(tokens, 32, (8, 0), specialized=True) == default_config(tokens, 32, (8, 0))
+    assert [AnchorConfig(programs_per_sm=n).max_registers for n in (1, 2, 3)] == [255, 255, 168]
+    for wrong, message in (
+        ({"block_m": 4}, "block_m as a power of 2 of at least 8, got 4"),
+        ({"block_n": 96}, "block_n as a power of 2 of at least 64, got 96"),
+        ({"programs_per_sm": 0}, "programs_per_sm from 1"),
+        ({"programs_per_sm": 9}, "leaves a thread 64 registers, got 9 of 4 warps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AnchorConfig(**wrong)

@@ -330,28 +330,6 @@ def test_the_interpreter_refuses_programs_that_wait(device: torch.device) -> Non
         select(runner(made, Form.JOINED), made)
 
 
-def test_configs() -> None:
-    tokens, blocks = ScoreShape(32, 8, Source.LOW_BIT, 96), ScoreShape(32, 8, Source.MINMAX, 128)
-    assert default_config(tokens, 1) == AnchorConfig(8, 128, 4, 3, 2)
-    assert default_config(tokens, 32) == AnchorConfig(128, 128, 8, 3, 1, True)
-    assert default_config(blocks, 9) == AnchorConfig(64, 64, 4, 3, 2, True)
-    assert default_config(blocks, 32) == default_config(blocks, 16)
-    assert default_config(tokens, 32, (8, 0)) == AnchorConfig(32, 64, 4, 3, 2)
-    assert default_config(tokens, 1, specialized=True) == AnchorConfig(8, 128, 4, 3, 3, specialized=True)
-    assert default_config(tokens, 32, specialized=True) == AnchorConfig(128, 64, 4, 3, 2, specialized=True)
-    assert default_config(blocks, 9, specialized=True) == default_config(blocks, 9)
-    assert default_config(tokens, 32, (8, 0), specialized=True) == default_config(tokens, 32, (8, 0))
-    assert [AnchorConfig(programs_per_sm=n).max_registers for n in (1, 2, 3)] == [255, 255, 168]
-    for wrong, message in (
-        ({"block_m": 4}, "block_m as a power of 2 of at least 8, got 4"),
-        ({"block_n": 96}, "block_n as a power of 2 of at least 64, got 96"),
-        ({"programs_per_sm": 0}, "programs_per_sm from 1"),
-        ({"programs_per_sm": 9}, "leaves a thread 64 registers, got 9 of 4 warps"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            AnchorConfig(**wrong)
-
-
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
