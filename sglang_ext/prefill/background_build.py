@@ -37,6 +37,8 @@ _FIRST_REST_S = 1.0
 """At most, behind a build's first piece: that may take long because kernels are loaded for it."""
 IDLE_S = 600.0
 """A build that gets no piece for so long is given up, and with it its lease."""
+LOOK_S = 60.0
+"""How often it is looked for such builds while nothing else happens."""
 
 
 class Piece(NamedTuple):
@@ -198,7 +200,7 @@ class BackgroundBuilder:
         stream = side_stream(self._device)
         while not self._ending.is_set():
             try:
-                handed = self._handed.get(timeout=PARTS_S if self._waiting else IDLE_S / 10)
+                handed = self._handed.get(timeout=PARTS_S if self._waiting else LOOK_S)
             except queue.Empty:
                 self._look_for_parts()
                 self._give_up_idle()
@@ -224,7 +226,8 @@ class BackgroundBuilder:
 
     def _give_up_idle(self) -> None:
         for build in list(self.open):
-            if not build.closed and time.monotonic() - build.latest > IDLE_S:
+            taken = build.given == build.built  # else a piece of it is on its way
+            if not build.closed and taken and time.monotonic() - build.latest > IDLE_S:
                 detail = f"no request that begins with the prefix decoded for {IDLE_S:g} s"
                 if build in self._waiting:
                     detail = f"expected every rank's part of it within {IDLE_S:g} s, some left none"

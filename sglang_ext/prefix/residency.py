@@ -166,9 +166,9 @@ class Residency:
                 self._make_room(index, sum(file.record(key).nbytes for key in own))
                 layers = self._load_layers(file)
             self._wait_for_device()
-            index.layers = layers
-            index.nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
-            index.state = State.READY
+            nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
+            with self._lock:  # at once, for whoever looks at the books
+                index.layers, index.nbytes, index.state = layers, nbytes, State.READY
         except IndexStoreError as error:
             try:
                 if isinstance(error, _DAMAGE):  # before requests are told: who asks then is not offered it again

@@ -166,7 +166,7 @@ def test_a_lease_that_others_are_always_faster_to_take_is_given_up_after_the_wai
 def test_a_store_that_goes_away_while_the_job_waits_is_a_failed_line(job: Any) -> None:
     job.engine = Refused
     Refused.remove = job.store.folder
-    status, lines, _ = job(1, wait=5.0)
+    status, lines, _ = job(1, wait=60.0)
     assert (status, lines[0]["status"], lines[0]["reason"]) == (1, "failed", "StoreFolderError")
 
 

@@ -120,6 +120,7 @@ class Cluster:
     def pause_holders(self) -> None:
         for holder in self.holders:
             holder.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, holder.pid, os.WSTOPPED)  # until it stands still
 
     def resume_holders(self) -> None:
         for holder in self.holders:

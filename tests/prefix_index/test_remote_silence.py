@@ -71,7 +71,7 @@ def test_a_store_that_stops_answering(tmp_path: Path) -> None:
         relayed = ObjectBlobs(
             f"s3://{name}/fleet", endpoint=relay.endpoint, region="us-east-1", client_options={"allow_http": True}
         )
-        relayed.open(3.0)
+        relayed.open(10.0)
         with RemoteStore(relayed, chunk_nbytes=CHUNK_NBYTES, timeout_s=30.0, backoff_s=0.5) as store:
             store.put(sample_payload(fill=1))
             relay.silent = True

@@ -66,6 +66,7 @@ def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
         fields.setdefault("method", "exact")
         fields.setdefault("methods", {fields["method"]: {}})
         fields.setdefault("min_sparse_prompt_len", 16)
+        fields.setdefault("store_min_free_bytes", 0)
         bench = Bench(tmp_path / f"store-{len(made)}", config_from_dict(fields))
         made.append(bench)
         return bench

@@ -147,7 +147,7 @@ class Rank:
             self.builds.recorder.record(chunks, layer, q, DIM**-0.5)
         self.builds.prefilled(chunks)
 
-    def decode_until(self, rid: str, done: Callable[[dict[str, Any]], bool], seconds: float = 20.0) -> bool:
+    def decode_until(self, rid: str, done: Callable[[dict[str, Any]], bool], seconds: float = 60.0) -> bool:
         deadline = time.monotonic() + seconds
         while not done(self.builds.snapshot()) and time.monotonic() < deadline:
             self.builds.decoding([rid], torch.tensor([0]))
@@ -198,7 +198,7 @@ def test_two_ranks_build_the_very_index_that_one_builds(start: Callable[..., lis
     (alone,) = start(1)
     assert alone.decode_until("c", _built)
     first, second = start(2)
-    first.decode_until("c", lambda state: state["open"] and state["open"][0]["pieces"] == LAYERS)
+    assert first.decode_until("c", lambda state: state["open"] and state["open"][0]["pieces"] == LAYERS)
     time.sleep(0.1)
     assert first.builds.snapshot()["built"] == 0, "the other rank has given nothing yet"
     assert second.decode_until("c", lambda state: state["left"] == 1)
@@ -252,7 +252,7 @@ def test_parts_of_other_heads_are_refused(start: Callable[..., list[Rank]]) -> N
 
 def test_a_part_that_never_comes_ends_the_build(start: Callable[..., list[Rank]], monkeypatch: Any) -> None:
     first, _ = start(2)
-    first.decode_until("c", lambda state: state["open"] and state["open"][0]["pieces"] == LAYERS)
+    assert first.decode_until("c", lambda state: state["open"] and state["open"][0]["pieces"] == LAYERS)
     monkeypatch.setattr(background_build, "IDLE_S", 0.05)
     assert first.decode_until("x", lambda state: state["failed"] == 1)
     (line,) = Path(first.builds._config.build_report or "").read_text().splitlines()
