@@ -250,6 +250,9 @@ CASES: dict[str, Callable[[], None]] = {
     "specialized selection of tokens for 16 requests": lambda: anchor(Source.LOW_BIT, 16, hopper_selection(16)),
     "specialized selection of tokens for 32 requests": lambda: anchor(Source.LOW_BIT, 32, hopper_selection(32)),
     "specialized selection by a sample's sums": lambda: anchor(Source.LOW_BIT, 1, hopper_selection(1), sum_every=16),
+    "specialized selection by a sample's sums for 8 requests": lambda: anchor(
+        Source.LOW_BIT, 8, hopper_selection(8), sum_every=16
+    ),
     "specialized selection by a sample's sums for 32 requests": lambda: anchor(
         Source.LOW_BIT, 32, hopper_selection(32), sum_every=16
     ),

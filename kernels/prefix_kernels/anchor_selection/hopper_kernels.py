@@ -21,12 +21,14 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
 from prefix_kernels.anchor_selection.kernels import ARRIVALS
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
 from prefix_kernels.pooled_scores.stretch_kernels import (
-    FIRST_SUMMED,
-    GOLDEN,
     HEADROOM,
-    LEAST_SUMMED,
     LN2,
     LOG2E,
+    num_summed,
+    stretch_of,
+    sum_step,
+    summed_candidate,
+    summed_weight,
 )
 from prefix_kernels.top_k_selection.kernels import NUM_DIGITS
 
@@ -35,6 +37,12 @@ UNIT = gl.constexpr(16777216.0)
 LARGEST = gl.constexpr(2.0**100)
 """Sums of exponentials above it might leave fp32 when they are added up."""
 _wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
+# What is summed is the same as in the kernel for all GPUs.
+_sum_step = gluon.jit(sum_step.fn)
+_num_summed = gluon.jit(num_summed.fn)
+_summed_candidate = gluon.jit(summed_candidate.fn)
+_summed_weight = gluon.jit(summed_weight.fn)
+_stretch_of = gluon.jit(stretch_of.fn)
 
 
 @gluon.jit
@@ -133,19 +141,16 @@ def _summed_words(summed, start, sizes: gl.constexpr):
     LAYOUT: gl.constexpr = sizes[6]
     packed_ptr, first_row, _, end, step = summed
     place = gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1)
-    stretch = place - FIRST_SUMMED
-    turn = ((stretch.to(gl.uint32) * GOLDEN) & 0xFFFF).to(gl.int32)
-    behind = FIRST_SUMMED + stretch * step + (turn * step >> 16)
-    return load_rows(packed_ptr, first_row + gl.where(place < FIRST_SUMMED, place, behind), sizes)
+    return load_rows(packed_ptr, first_row + _summed_candidate(place, step), sizes)
 
 
 @gluon.jit
-def _summed_exponents(words, queries, start, end, weight, factor, sizes: gl.constexpr):
+def _summed_exponents(words, queries, start, end, step, factor, sizes: gl.constexpr):
     """As `_per_thread` has them, to base 2: of a step of candidates that are summed, with what each stands for."""
     BLOCK_N: gl.constexpr = sizes[2]
     scores = _before(product(words, queries, sizes), start, end, sizes)
     place = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores.type.layout))
-    return _per_thread(scores * factor + gl.where(place < FIRST_SUMMED, 0.0, weight)[:, None], sizes)
+    return _per_thread(scores * factor + _summed_weight(place, step)[:, None], sizes)
 
 
 @gluon.jit
@@ -153,16 +158,15 @@ def _sum_sample(words, summed, q_smem, factor, sizes: gl.constexpr):
     """As `_sum_stretch`, of the candidates that are summed, whose first step is there. So few steps may compare."""
     BLOCK_N: gl.constexpr = sizes[2]
     _, _, begin, end, step = summed
-    weight = gl.log2(step.to(gl.float32))
     queries = right_sides(q_smem, sizes)
     ahead = _summed_words(summed, begin + BLOCK_N, sizes)
-    scores = _summed_exponents(words, queries, begin, end, weight, factor, sizes)
+    scores = _summed_exponents(words, queries, begin, end, step, factor, sizes)
     peak = gl.maximum(gl.max(gl.max(scores, axis=2), axis=0), -1e30)
     total = gl.sum(gl.sum(gl.exp2(scores - peak[None, :, None, :, :]), axis=2), axis=0)
     for start in range(begin + BLOCK_N, end, BLOCK_N):
         words = ahead
         ahead = _summed_words(summed, start + BLOCK_N, sizes)
-        scores = _summed_exponents(words, queries, start, end, weight, factor, sizes)
+        scores = _summed_exponents(words, queries, start, end, step, factor, sizes)
         higher = gl.maximum(peak, gl.max(gl.max(scores, axis=2), axis=0))
         sums = gl.sum(gl.sum(gl.exp2(scores - higher[None, :, None, :, :]), axis=2), axis=0)
         total = total * gl.exp2(peak - higher) + sums
@@ -374,11 +378,9 @@ def score_items_hopper_kernel(
                 put = (peak_ptr, total_ptr, max_rows)
                 own = stats + chunk * max_rows
                 if FIRST_PHASE == 1 and SUM_EVERY > 1:
-                    step = gl.maximum(gl.minimum(count // LEAST_SUMMED, SUM_EVERY), 1)
-                    places = gl.minimum(count, FIRST_SUMMED) + gl.maximum(count - FIRST_SUMMED, 0) // step
-                    stretch = gl.cdiv(gl.cdiv(places, num_chunks), BLOCK_N) * BLOCK_N
-                    first = gl.minimum(chunk * stretch, places)
-                    summed = (packed_ptr, first_row, first, gl.minimum(first + stretch, places), step)
+                    step = _sum_step(count, SUM_EVERY)
+                    first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
+                    summed = (packed_ptr, first_row, first, last, step)
                     _sum_sample_item(summed, query, put, own, factor, sizes)
                 # The first codes are asked for before the queries and, for the second phase, before the others are
                 # waited for.
