@@ -257,13 +257,17 @@ def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
     if "turns" in sizes:
         turns = range(sizes["turns"])
         row["ttft_ms_by_turn"] = [1e3 * median(found["ttfts"][turn :: len(turns)]) for turn in turns]
-        row["tpot_ms_by_turn"] = [1e3 * _tpot(found["itls"][turn :: len(turns)]) for turn in turns]
+        row["tpot_ms_by_turn"] = [_tpot_ms(found["itls"][turn :: len(turns)]) for turn in turns]
     return row | {name: counted(found)[name] - counted(before)[name] for name in counted(found)}
 
 
-def _tpot(requests: Sequence[Sequence[float]]) -> float:
-    """Median over requests; one whose tokens all came at once has no time between them, and does not count."""
-    return median([mean(one) for one in requests if one] or [0.0])
+def _tpot_ms(requests: Sequence[Sequence[float]]) -> float | None:
+    """Median over requests; one whose tokens all came at once has no time between them, and does not count.
+
+    None: that goes for all of them.
+    """
+    times = [mean(one) for one in requests if one]
+    return 1e3 * median(times) if times else None
 
 
 def counted(result: Row) -> dict[str, int]:

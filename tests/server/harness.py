@@ -208,15 +208,25 @@ class Server:
             return [future.result() for future in futures]
 
     def together_until(
-        self, calls: Sequence[Callable[[], Answer]], met: Callable[[Delta], bool], attempts: int = 10
+        self,
+        calls: Sequence[Callable[[], Answer]],
+        met: Callable[[Delta], bool],
+        said: Callable[[Sequence[Answer]], Any] = lambda answers: [answer.ids for answer in answers],
+        attempts: int = 10,
     ) -> tuple[list[Answer], Delta]:
-        """Calls at the same time; again while too few of them met: on a busy machine some end before others come."""
+        """Calls at the same time; again while too few of them met: on a busy machine some end before others come.
+
+        Every attempt must say the same, so that what the caller asks of the last one holds for all.
+        """
+        saying = []
         for _ in range(attempts):
             delta = self.delta()
             answers = self.together(calls)
             self.done(delta)
+            saying.append(said(answers))
             if met(delta):
                 break
+        assert all(one == saying[-1] for one in saying), saying
         return answers, delta
 
     def state(self) -> dict[str, Any]:

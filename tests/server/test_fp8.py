@@ -50,7 +50,9 @@ def test_requests_that_share_slots_without_an_index_equal_dense(server: Any, tex
     prompts = [texts.ask(texts.unindexed, n) for n in range(4)]
     alone = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
     batch, delta = server.together_until(
-        [lambda p=p: server.generate(p, TOKENS) for p in prompts], lambda found: found.shared_steps > TOKENS // 2
+        [lambda p=p: server.generate(p, TOKENS) for p in prompts],
+        lambda found: found.shared_steps > TOKENS // 2,
+        _answers,
     )
     assert _answers(batch) == _answers(alone)
     assert delta.shared_steps > TOKENS // 2
