@@ -20,6 +20,7 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
 )
 from prefix_kernels.anchor_selection.kernels import ARRIVALS
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.digit_counts import NUM_DIGITS
 from prefix_kernels.pooled_scores.stretch_kernels import (
     HEADROOM,
     LN2,
@@ -30,7 +31,6 @@ from prefix_kernels.pooled_scores.stretch_kernels import (
     summed_candidate,
     summed_weight,
 )
-from prefix_kernels.top_k_selection.kernels import NUM_DIGITS
 
 UNIT = gl.constexpr(16777216.0)
 """What a code is too small by where its bits are taken for those of a half."""

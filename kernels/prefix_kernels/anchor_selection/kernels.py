@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.digit_counts import NUM_DIGITS, add_counts, begin_counts, end_counts
 from prefix_kernels.pooled_scores.stretch_kernels import (
     KEYS,
     RAW,
@@ -30,7 +31,6 @@ from prefix_kernels.pooled_scores.stretch_kernels import (
 from prefix_kernels.top_k_selection.kernels import (
     ALIGNED,
     DIGIT_BITS,
-    NUM_DIGITS,
     counted_at,
     load_scores,
     ordered_keys,
@@ -75,13 +75,13 @@ def _place_of_digit(keys, upper, LOWER: tl.constexpr):
 @triton.jit
 def _count_tokens(scores, begin, end, num_sink, recent_begin, upper, LOWER: tl.constexpr, TILE: tl.constexpr):
     """int32 [NUM_DIGITS]: tokens of a stretch by the place of their digit, each with a score of its own."""
-    counts = tl.zeros([NUM_DIGITS], tl.int32)
+    counts, at = begin_counts()
     for start in range(begin, end, TILE):
         tile = load_scores(scores, start, end, 0, TILE, True)
         keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
         place, matching = _place_of_digit(keys, upper, LOWER)
-        counts += tl.histogram(place, NUM_DIGITS, mask=matching & (start + tl.arange(0, TILE) < end))
-    return counts
+        counts = add_counts(counts, at, place, matching & (start + tl.arange(0, TILE) < end))
+    return end_counts(counts, at)
 
 
 @triton.jit
@@ -105,14 +105,14 @@ def _count_blocks(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """As `_count_tokens`, for blocks `begin` to `end`, which are tokens `token_begin` to `token_end`."""
-    counts = tl.zeros([NUM_DIGITS], tl.int32)
+    counts, at = begin_counts()
     for start in range(begin, end, TILE):
         block = start + tl.arange(0, TILE)
         keys = ordered_keys(tl.load(scores + block, mask=block < end, other=0.0), KEY_BITS)
         place, matching = _place_of_digit(keys, upper, LOWER)
         whole = _free_tokens(block, block_shift, num_sink, recent_begin) == 1 << block_shift
-        counts += tl.histogram(place, NUM_DIGITS, mask=matching & whole & (block < end))
-    counts = counts << block_shift
+        counts = add_counts(counts, at, place, matching & whole & (block < end))
+    counts = end_counts(counts, at) << block_shift
     # Windows cut two blocks, or one of them twice; the end of the prefix cuts none that the recent window leaves whole.
     first, last = num_sink >> block_shift, recent_begin >> block_shift
     free = _free_tokens(first, block_shift, num_sink, recent_begin)

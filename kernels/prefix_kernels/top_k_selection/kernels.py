@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.digit_counts import NUM_DIGITS, add_counts, begin_counts, end_counts
 
-NUM_DIGITS = tl.constexpr(256)
 DIGIT_BITS = tl.constexpr(8)
 ALIGNED = tl.constexpr(4)
 BEGINS = tl.constexpr(16)
@@ -194,7 +194,7 @@ def count_digits_kernel(
                 above += tl.load(above_before_ptr + chunk)
             tl.store(above_ptr + chunk, above)
         shift: tl.constexpr = KEY_BITS - DIGIT_BITS * (PASS + 1)
-        counts = tl.zeros([NUM_DIGITS], tl.int32)
+        counts, at = begin_counts()
         for start in range(begin, end, TILE):
             keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE) >> shift
             matching = start + tl.arange(0, TILE) < end
@@ -202,14 +202,9 @@ def count_digits_kernel(
                 matching = matching & ((keys >> DIGIT_BITS) == fixed)
             if start + TILE < end:
                 tile = load_scores(scores, start + TILE, end, block_shift, TILE, TOKENS)
-            # From the third pass on few tokens match, and most tiles have none.
-            place = (~keys & (NUM_DIGITS - 1)).to(tl.int32)
-            if PASS < 2:
-                counts += tl.histogram(place, NUM_DIGITS, mask=matching)
-            elif tl.max(matching.to(tl.int32), axis=0) > 0:
-                counts += tl.histogram(place, NUM_DIGITS, mask=matching)
+            counts = add_counts(counts, at, (~keys & (NUM_DIGITS - 1)).to(tl.int32), matching)
         places = at_least_ptr + chunk.to(tl.int64) * NUM_DIGITS + tl.arange(0, NUM_DIGITS)
-        tl.store(places, tl.cumsum(counts, axis=0))
+        tl.store(places, tl.cumsum(end_counts(counts, at), axis=0))
 
 
 @triton.jit
