@@ -32,6 +32,19 @@ def _powers(first: int, limit: int) -> list[int]:
 
 
 @gluon.jit
+def _piece_of_queries(base, live, of_word, channels_ptr, scale_ptr, PIECE: gl.constexpr, sizes: gl.constexpr):
+    """fp16 [BLOCK_M, 32]: a piece of the queries, times the channels' steps."""
+    LISTED: gl.constexpr = sizes[5]
+    layout: gl.constexpr = of_word.type.layout.parent
+    column = PIECE * 32 + gl.arange(0, 32, gl.SliceLayout(0, layout)) % 8 // 2 * 8 + of_word
+    channel = gl.load(channels_ptr + column).to(gl.int32) if LISTED else column
+    step = gl.load(scale_ptr + column)
+    q = gl.load(base[:, None] + channel[None, :], mask=live[:, None], other=0.0).to(gl.float32)
+    q = q * (gl.where(of_word % 2 == 1, 0.0625, 1.0) * step)[None, :]
+    return gl.minimum(gl.maximum(q, -65504.0), 65504.0).to(gl.float16)
+
+
+@gluon.jit
 def put_queries(query, tile, sizes: gl.constexpr):
     """Put a tile of the group's queries in shared memory, times the channels' steps, in the order of the codes.
 
@@ -42,7 +55,6 @@ def put_queries(query, tile, sizes: gl.constexpr):
     BLOCK_M: gl.constexpr = sizes[1]
     PIECES: gl.constexpr = sizes[3]
     NUM_WARPS: gl.constexpr = sizes[4]
-    LISTED: gl.constexpr = sizes[5]
     q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides = query
     row_begin, num_rows, head = of_group
     q_stride_row, q_stride_head = strides
@@ -53,14 +65,22 @@ def put_queries(query, tile, sizes: gl.constexpr):
     live = m < num_rows * GQA
     row = gl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(gl.int64)
     base = q_ptr + row * q_stride_row + (head * GQA + m % GQA) * q_stride_head
-    for piece in gl.static_range(PIECES):
-        column = piece * 32 + k % 8 // 2 * 8 + of_word
-        channel = gl.load(channels_ptr + column).to(gl.int32) if LISTED else column
-        step = gl.load(scale_ptr + column)
-        q = gl.load(base[:, None] + channel[None, :], mask=live[:, None], other=0.0).to(gl.float32)
-        q = q * (gl.where(of_word % 2 == 1, 0.0625, 1.0) * step)[None, :]
-        q = gl.minimum(gl.maximum(q, -65504.0), 65504.0)
-        q_smem.index(piece).store(q.to(gl.float16))
+    # All pieces are loaded before any is stored: between stores there are barriers.
+    q0 = _piece_of_queries(base, live, of_word, channels_ptr, scale_ptr, 0, sizes)
+    q1, q2, q3 = q0, q0, q0
+    if PIECES > 1:
+        q1 = _piece_of_queries(base, live, of_word, channels_ptr, scale_ptr, 1, sizes)
+    if PIECES > 2:
+        q2 = _piece_of_queries(base, live, of_word, channels_ptr, scale_ptr, 2, sizes)
+    if PIECES > 3:
+        q3 = _piece_of_queries(base, live, of_word, channels_ptr, scale_ptr, 3, sizes)
+    q_smem.index(0).store(q0)
+    if PIECES > 1:
+        q_smem.index(1).store(q1)
+    if PIECES > 2:
+        q_smem.index(2).store(q2)
+    if PIECES > 3:
+        q_smem.index(3).store(q3)
     hopper.fence_async_shared()
     barrier()
 
@@ -88,6 +108,35 @@ def load_rows(packed_ptr, n, sizes: gl.constexpr):
     if PIECES > 3:
         w3 = gl.load(ptrs + 12)
     return w0, w1, w2, w3
+
+
+@gluon.jit
+def prefetch_rows(packed_ptr, begin, end, sizes: gl.constexpr):
+    """Ask for the codes of rows `begin` to `end` in the second level of caches; nobody waits for them.
+
+    A program asks for what it is going to read while it gets its queries ready: memory has nothing else to do then.
+    """
+    PIECES: gl.constexpr = sizes[3]
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 thread;
+        .reg .pred first, any;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        setp.gt.and.s32 any, $2, 0, first;
+        @any cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [packed_ptr + begin.to(gl.int64) * (PIECES * 4), (end - begin) * (PIECES * 16)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    # Or the assembler lets it wait behind loads.
+    barrier()
 
 
 @gluon.jit

@@ -91,6 +91,8 @@ class AnchorSelection:
         at_once = num_programs or programs_at_once(device, self._listing)
         self.programs_of_a_head = _in_rounds(max(1, at_once // heads))
         self._score_programs = max(1, (num_programs or programs_at_once(device, config)) // heads)
+        if config.block_m > specialized.FEW_ROWS:
+            self._score_programs = _in_rounds(self._score_programs)
         max_items = self.programs_of_a_head + max_groups
         max_score_items = self._score_programs + max_groups if config.specialized else max_items
 
