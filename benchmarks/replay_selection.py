@@ -48,7 +48,7 @@ class SelectionCheck:
             raise ValueError(f"expected search_period 1 to compare selections, got {self._config.search_period}")
         layers, heads = len(plan), plan.num_kv_heads
         spec = method_specs(self._config)[self._config.method]
-        self._selector = make_selector(spec, self._config.sum_every)
+        self._selector = make_selector(spec, self._config.summed_every)
         self._decode = GroupedDecode(self._config, self._selector, plan, Counters(layers, device))
         self._store = configured_store(store, self._config)
         self._residency = Residency(self._store, self._config.method, layers, heads, device, 1 << 30)

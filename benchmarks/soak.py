@@ -181,7 +181,8 @@ def held(engine: Any) -> dict[str, Any]:
             break
         time.sleep(0.1)
     counted = ("shared_steps", "shared_rows", "sparse_steps", "sparse_rows", "dense_rows", "largest_group", "fallbacks")
-    return {**left, **{name: state[name] for name in counted}}
+    ranks = {"ranks": [rank["history"] for rank in state["ranks"]]} if "ranks" in state else {}
+    return {**left, **{name: state[name] for name in counted}, **ranks}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -284,6 +285,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         all(no_worse(control, soak.found[name]) for name in ("shared", "beside") if name in soak.found)
         and not left["requests"]
         and not left["compared"]
+        and len(set(left.get("ranks", ()))) <= 1  # all took the same paths
         and same(before, after)
         and ended
         and longest <= args.stall

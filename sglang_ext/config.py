@@ -80,7 +80,11 @@ def _check_ranges(config: SparseAttnConfig) -> None:
         ("min_top_k", config.min_top_k >= 0, "0 or more tokens"),
         ("min_shared_tokens", config.min_shared_tokens >= 1, "1 or more tokens"),
         ("search_period", config.search_period >= 1, "1 or more decode steps"),
-        ("sum_every", 1 <= config.sum_every <= MOST_APART, f"1 to {MOST_APART} tokens"),
+        (
+            "sum_every",
+            config.sum_every is None or 1 <= config.sum_every <= MOST_APART,
+            f"1 to {MOST_APART} tokens, or null",
+        ),
         ("profile", config.profile != "", 'a path, "none" or null'),
         ("num_sink_tokens", config.num_sink_tokens >= 0, "0 or more tokens"),
         ("num_recent_pages", config.num_recent_pages >= 0, "0 or more pages"),
@@ -132,7 +136,7 @@ def _check_methods(config: SparseAttnConfig) -> None:
             config.method,
             "Name one of them; with 'methods' given, add its spec there.",
         )
-    if config.sum_every > 1 and config.method != "token_index":
+    if config.sum_every not in (None, 1) and config.method != "token_index":
         todo = f"Remove it; the method is {config.method!r}."
         raise _fail("sum_every 1 with a method other than token_index", config.sum_every, todo)
 

@@ -46,6 +46,10 @@ class Eviction(str, Enum):
     COST_AWARE = "cost_aware"
 
 
+SUM_EVERY = 16
+"""Of `token_index`: what more saves is little (docs/kernels.md), what it costs docs/selection.md says."""
+
+
 class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings behind `--sparse-attn-config`. All lengths are tokens, all sizes bytes.
 
@@ -63,7 +67,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         group_growth: growth of the budget with the group size (`none` or `sqrt`).
         pooling: pooling over a group's query rows (`max` or `mean`).
         sum_every: of the tokens behind the first 64, one in at most so many enters the sums of a selection's softmax,
-            at least 2,048 in all; 1: all. Of `token_index` only. See `pooling.pool_scores`.
+            at least 2,048 in all; 1: all. Of `token_index` only, where null is 16. See `pooling.pool_scores`.
         num_sink_tokens: leading prefix positions that are always attended.
         num_recent_pages: trailing pages of the prefix that are always attended (16 tokens each).
         min_sparse_prompt_len: shorter prefixes stay dense (`short_prefix`).
@@ -109,7 +113,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     max_keep_ratio: float = 1.0
     group_growth: BudgetGrowth = BudgetGrowth.NONE
     pooling: Pooling = Pooling.MAX
-    sum_every: int = 1
+    sum_every: int | None = None
     num_sink_tokens: int = 16
     num_recent_pages: int = 4
     min_sparse_prompt_len: int = 1024
@@ -142,3 +146,10 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         """Prefix tokens that one request attends per KV head, sink and recent window included."""
         wanted = self.top_k if self.top_k is not None else max(int(self.keep_ratio * prefix_len), self.min_top_k)
         return max(1, min(wanted, prefix_len))
+
+    @property
+    def summed_every(self) -> int:
+        """`sum_every`, or what null stands for with this method."""
+        if self.sum_every is not None:
+            return self.sum_every
+        return SUM_EVERY if self.method == "token_index" else 1

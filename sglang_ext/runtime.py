@@ -98,7 +98,7 @@ class SparseRuntime:
             self.store, config.method, view.num_layers, view.num_kv_heads, view.device, limit, first
         )
         spec = method_specs(config)[config.method]
-        self.decode = GroupedDecode(config, make_selector(spec, config.sum_every), plan, self.counters, dense_heads)
+        self.decode = GroupedDecode(config, make_selector(spec, config.summed_every), plan, self.counters, dense_heads)
         whole = roles_of_rank(config.layer_plan, profile, self.model)[1]
         self.shared = SharedSteps(config, view, self.requests, self.counters, spec, plan, whole, self.ranks)
         self.ready = Readiness(

@@ -31,7 +31,9 @@ def begin_counts():
     at = 0
     if not _INTERPRETED:
         at = tl.inline_asm_elementwise(
-            "{ .shared .align 16 .b32 digit_counts[257]; mov.u32 $0, digit_counts; }",
+            # 257 numbers. What Triton itself has in shared memory comes behind them, and matrix instructions want that
+            # at a multiple of 1,024 bytes.
+            "{ .shared .align 1024 .b32 digit_counts[512]; mov.u32 $0, digit_counts; }",
             "=r",
             [],
             dtype=tl.int32,

@@ -158,7 +158,7 @@ class SparseDecode:
             shape,
             spec,
             Pooling(config.pooling),
-            config.sum_every,
+            config.summed_every,
             len(layer_plan),
             SelectedLists(positions, self._buffers.counts[batch:], self._buffers.arena[:listed].view(wanted)),
             max_batch=batch,

@@ -14,7 +14,6 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
     barrier,
     load_rows,
     load_words,
-    prefetch_rows,
     product,
     put_queries,
     right_sides,
@@ -238,18 +237,8 @@ def _put_sums(peak, total, put, own, tile, num_entries, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch_share(codes, AHEAD: gl.constexpr, sizes: gl.constexpr):
-    """Ask for the first AHEAD / 16 of an item's codes."""
-    packed_ptr, first_row, begin, end = codes
-    prefetch_rows(packed_ptr, first_row + begin, first_row + begin + (end - begin) * AHEAD // 16, sizes)
-
-
-@gluon.jit
-def _sum_sample_item(summed, codes, query, put, own, factor, AHEAD: gl.constexpr, sizes: gl.constexpr):
-    """The first phase of an item where not all candidates are summed.
-
-    Its own codes come first; behind them those of the second phase are asked for, a share of AHEAD / 16.
-    """
+def _sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
+    """The first phase of an item where not all candidates are summed."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     q_smem, _, _, _, _, of_group, _ = query
@@ -257,8 +246,6 @@ def _sum_sample_item(summed, codes, query, put, own, factor, AHEAD: gl.constexpr
     _, num_rows, _ = of_group
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
         words = _summed_words(summed, begin, sizes)
-        if tile == 0:
-            _prefetch_share(codes, AHEAD, sizes)
         put_queries(query, tile, sizes)
         peak, total = _sum_sample(words, summed, q_smem, factor, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, BLOCK_M)
@@ -345,7 +332,6 @@ def score_items_hopper_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
-    AHEAD: gl.constexpr,
     LAYOUT: gl.constexpr,
     FIRST_PHASE: gl.constexpr,
     LAST_PHASE: gl.constexpr,
@@ -396,14 +382,12 @@ def score_items_hopper_kernel(
                     step = _sum_step(count, SUM_EVERY)
                     first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
                     summed = (packed_ptr, first_row, first, last, step)
-                    _sum_sample_item(summed, codes, query, put, own, factor, AHEAD, sizes)
+                    _sum_sample_item(summed, query, put, own, factor, sizes)
                 # The first codes are asked for before the queries and, for the second phase, before the others are
                 # waited for.
                 words = load_words(packed_ptr, first_row + begin, first_row + end - 1, sizes)
                 ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, first_row + end - 1, sizes)
                 if FIRST_PHASE == 1:
-                    if SUM_EVERY == 1:
-                        _prefetch_share(codes, AHEAD, sizes)
                     if chunk == 0:
                         place = gl.arange(0, NUM_DIGITS, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
                         gl.store(all_at_least_ptr + row * NUM_DIGITS + place, 0)
