@@ -71,15 +71,22 @@ def test_token_codes_on_some_channels(bits: int, pooling: Pooling, dtype: torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pooling", list(Pooling))
 @pytest.mark.parametrize(
-    ("count", "sum_every", "num_chunks"), [(4095, 16, 3), (4096, 16, 3), (9001, 3, 2), (9001, 16, 40)]
+    ("count", "sum_every", "block_n", "num_chunks"),
+    [(4095, 16, 128, 3), (4096, 16, 128, 3), (6147, 3, 128, 2), (8195, 16, 256, 40)],
 )
 def test_sums_of_a_sample(
-    count: int, sum_every: int, num_chunks: int, pooling: Pooling, dtype: torch.dtype, device: torch.device
+    count: int,
+    sum_every: int,
+    block_n: int,
+    num_chunks: int,
+    pooling: Pooling,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Of 9,001 candidates every fourth is summed, or every third; of 40 chunks most have none of them."""
+    """Of 8,195 candidates every fourth is summed, of 6,147 every third; of 40 chunks most have none of them."""
     q, keys = queries(3, 8, 32, dtype, device), codes(count, 2, 32, 4, device)
     shape = ScoreShape(8, 2, Source.LOW_BIT, 32, 4, pooling=pooling, sum_every=sum_every)
-    scoring = PooledScores(shape, 3, 1, ScoreConfig(block_n=128, num_chunks=num_chunks), device)
+    scoring = PooledScores(shape, 3, 1, ScoreConfig(block_n=block_n, num_chunks=num_chunks), device)
     found = scored(scoring, q, uniform_group(3, count, 2, (None, keys.packed, keys.scale)), count)
     raw = block_scores_mean(q.float(), dequantize(keys))
     close(found, pool_scores(raw, SM_SCALE, pooling, sum_every=sum_every), dtype)
