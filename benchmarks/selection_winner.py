@@ -78,7 +78,7 @@ def candidates(rows: Iterable[Row]) -> list[Candidate]:
         keeps = sorted(own[0]["points"], key=float)
         kept = [_mean(row["points"][k]["budget"] / row["prefix_len"] for row in own) for k in keeps]
         points = tuple(zip(kept, (max(row["points"][k]["error"] for row in own) for k in keeps), strict=True))
-        sampled = own[0].get("sum_every", 1) > 1  # not timed yet
+        sampled = own[0].get("sum_every", 1) > 1  # the times are of sums over all tokens
         time = None if sampled else selection_time(parse_spec(own[0]["spec"]), _head_dim(own[0]))
         found.append(Candidate(name, _mean(row["stored_share"] for row in own), points, time))
     return [one for one in found if one.stored_share <= MAX_STORED_SHARE + TOLERANCE]
