@@ -184,6 +184,8 @@ def summary(paths: Sequence[str]) -> str:
         for row in map(json.loads, Path(path).read_text().splitlines()):
             config = row["config"]
             method, backend = config.get("method", "its default"), _backend(row["flags"])
+            if (config.get("sum_every") or 1) > 1:
+                method += f", sum_every {config['sum_every']}"
             key = (method, backend, config["keep_ratio"], row["num_tokens"], row.get("concurrency", 0))
             cells.setdefault(key, []).append(row)
         for (method, backend, keep, tokens, together), own in sorted(cells.items()):

@@ -167,6 +167,12 @@ class Soak:
             self.examples.append({"dense": dense, "token": equal, "of": len(ids), "gap": gap})
 
 
+def _together(histories: Sequence[int], flags: Sequence[str]) -> bool:
+    """Whether all tensor-parallel ranks told their paths' checksum, and it is the same."""
+    size = int(flags[flags.index("--tp-size") + 1]) if "--tp-size" in flags else 1
+    return size == 1 or (len(histories) == size and len(set(histories)) == 1)
+
+
 def _sampling(tokens: int, *, dense: bool) -> dict[str, Any]:
     own = {"custom_params": {"sparse_attn": False}} if dense else {}
     return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **own}
@@ -285,7 +291,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         all(no_worse(control, soak.found[name]) for name in ("shared", "beside") if name in soak.found)
         and not left["requests"]
         and not left["compared"]
-        and len(set(left.get("ranks", ()))) <= 1  # all took the same paths
+        and _together(left.get("ranks", []), args.sglang_flags)
         and same(before, after)
         and ended
         and longest <= args.stall

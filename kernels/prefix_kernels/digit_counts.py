@@ -51,7 +51,10 @@ def begin_counts():
 
 @triton.jit
 def add_counts(counts, at, digits, mask):
-    """Count digits from 0 to 255 where `mask` is set; the counts so far."""
+    """Count digits from 0 to 255 where `mask` is set; the counts so far.
+
+    Of as many digits as the program has threads, or more: of fewer some threads would hold copies, and count them, too.
+    """
     if _INTERPRETED:
         counts += tl.histogram(digits, NUM_DIGITS, mask=mask)
     else:

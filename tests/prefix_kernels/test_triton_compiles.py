@@ -313,11 +313,12 @@ def test_kernels_compile_without_spilling(case: str, capability: int, tmp_path: 
     for one in launches(case):
         kernel = compiled(one, capability)
         assert f".target sm_{capability}" in kernel.asm["ptx"]
-        assert kernel.metadata.shared <= SHARED_BYTES[capability]
         used = resources(kernel.asm["cubin"], tmp_path)
         assert used["STACK"] <= SPILLED.get(case, 0), (one.kernel.__name__, one.options)
-        # Triton's own shared memory comes behind it, with tiles that matrix instructions want so aligned.
+        # Triton's own shared memory comes behind it, aligned so; a launch asks for more than 48 KiB by that alone.
         assert used["SHARED"] % 1024 == 0
+        assert kernel.metadata.shared + used["SHARED"] <= SHARED_BYTES[capability] + 1024
+        assert used["SHARED"] <= 1024 or not 44 << 10 < kernel.metadata.shared <= 48 << 10
 
 
 def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:

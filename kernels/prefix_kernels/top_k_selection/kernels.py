@@ -2,8 +2,8 @@
 
 Scores become unsigned keys in the same order. Each pass fixes 8 bits of the threshold key, the highest first: every
 program counts its chunk's digits among the tokens that match the bits fixed so far, and the programs of the next
-launch add those counts up and pick the digit. Nothing is added atomically, so no buffer has to be cleared. Portable
-from sm_80 on.
+launch add those counts up and pick the digit. Nothing is added atomically in global memory, so no buffer has to be
+cleared. Portable from sm_80 on.
 """
 
 from __future__ import annotations

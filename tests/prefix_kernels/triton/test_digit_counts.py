@@ -26,7 +26,10 @@ def count_kernel(digits_ptr, mask_ptr, counts_ptr, size, rounds, TILE: tl.conste
         tl.store(row + tl.arange(0, NUM_DIGITS), end_counts(counts, at))
 
 
-@pytest.mark.parametrize(("size", "tile", "num_warps"), [(1, 256, 4), (700, 512, 4), (3000, 1024, 8)])
+@pytest.mark.parametrize(
+    ("size", "tile", "num_warps"),
+    [(1, 256, 4), (700, 512, 4), (3000, 1024, 8), (700, 64, 2), (100, 32, 1), (3000, 2048, 16)],
+)
 @pytest.mark.parametrize("few", [1, 256])
 def test_counts_are_those_of_torch(device: torch.device, size: int, tile: int, num_warps: int, few: int) -> None:
     """Also where all values are the same digit, nothing is masked in, and the same memory is used again."""

@@ -93,7 +93,7 @@ class Server:
             form=Form.SPLIT if INTERPRETED else Form.JOINED,
         )
         self.counters = Counters(LAYERS, device)
-        selector = TokenIndexSelector(SPEC, self.config.sum_every)
+        selector = TokenIndexSelector(SPEC, self.config.summed_every)
         self.reference = GroupedDecode(self.config, selector, self.plan, self.counters)
         self.rows: dict[int, int] = {}
         self.lens: dict[int, int] = {}
@@ -161,11 +161,13 @@ class Server:
         return list(self.sparse.kept)
 
 
+@pytest.mark.parametrize("sum_every", [1, None], ids=["all summed", "as by default"])
 @pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), KINDS, ids=str)
 def test_groups_and_single_requests_with_and_without_an_index(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, sum_every: int | None, device: torch.device
 ) -> None:
-    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim)
+    """Where all tokens are summed, raw scores of few rows are kept, in fp32 as in Triton's interpreter."""
+    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, sum_every=sum_every)
     first, second = server.prefix(300), server.prefix(210)
     for serial in (1, 2, 3):
         server.join(serial, *first, 5 + serial)
@@ -184,6 +186,9 @@ def test_groups_and_single_requests_with_and_without_an_index(
     assert server.step([4, 2, 6, 3], padded=2) == [Kept(1, 210, 42), Kept(2, 300, 85), Kept(1, 210, 42)]
     server.step([4, 2, 6, 3])
     assert server.step([4, 2, 6, 3]) == [Kept(2, 210, 60), Kept(2, 300, 85)]
+    kept = server.sparse._selections._raw
+    if dtype is torch.float32:
+        assert bool(kept) == (sum_every == 1)
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), KINDS, ids=str)
