@@ -32,6 +32,7 @@ from typing import Any
 
 from kernel_rows import commit
 
+from sglang_ext.config import parse_profiled
 from sglang_ext.quality.evaluate import ask_many, keep_ratio_between, paired, server_state
 from sglang_ext.quality.ports import free_ports
 from sglang_ext.quality.tasks import TASKS, Document, make_document
@@ -148,6 +149,7 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "concurrency": args.concurrency,
         "config": json.loads(args.config),
+        "sum_every": parse_profiled(args.config, args.model_path)[0].summed_every,
         "flags": args.sglang_flags,
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -184,8 +186,10 @@ def summary(paths: Sequence[str]) -> str:
         for row in map(json.loads, Path(path).read_text().splitlines()):
             config = row["config"]
             method, backend = config.get("method", "its default"), _backend(row["flags"])
-            if (config.get("sum_every") or 1) > 1:
-                method += f", sum_every {config['sum_every']}"
+            # Rows without one are of before it was the default.
+            every = row.get("sum_every") or config.get("sum_every") or 1
+            if every > 1:
+                method += f", sum_every {every}"
             key = (method, backend, config["keep_ratio"], row["num_tokens"], row.get("concurrency", 0))
             cells.setdefault(key, []).append(row)
         for (method, backend, keep, tokens, together), own in sorted(cells.items()):
@@ -235,7 +239,7 @@ def main() -> None:
         return
     out = Path(args.out)
     origin = provenance(args)
-    same = ("config", "flags", "sglang", "model", "questions", "seed", "concurrency")
+    same = ("config", "sum_every", "flags", "sglang", "model", "questions", "seed", "concurrency")
     done = set()
     if out.exists():
         rows = map(json.loads, out.read_text().splitlines())

@@ -42,6 +42,7 @@ from replay import Options, replay, replay_good
 from soak_sparse import SparseTraffic, built, memory, same, sparse_config
 from verdicts import no_worse
 
+from sglang_ext.config import parse_profiled
 from sglang_ext.quality.tasks import TASKS, make_document
 
 _BEST = 8
@@ -167,9 +168,8 @@ class Soak:
             self.examples.append({"dense": dense, "token": equal, "of": len(ids), "gap": gap})
 
 
-def _together(histories: Sequence[int], flags: Sequence[str]) -> bool:
+def together(histories: Sequence[int], size: int) -> bool:
     """Whether all tensor-parallel ranks told their paths' checksum, and it is the same."""
-    size = int(flags[flags.index("--tp-size") + 1]) if "--tp-size" in flags else 1
     return size == 1 or (len(histories) == size and len(set(histories)) == 1)
 
 
@@ -278,6 +278,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             waits, found = [sparse.longest_wait], {"sparse": sparse.found, "sparse prompts": {"tokens": sparse.tokens}}
         left = held(engine)
         after = memory(engine)
+        ranks = engine.tokenizer_manager.server_args.tp_size
     finally:
         engine.shutdown()
     replayed = None
@@ -291,7 +292,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         all(no_worse(control, soak.found[name]) for name in ("shared", "beside") if name in soak.found)
         and not left["requests"]
         and not left["compared"]
-        and _together(left.get("ranks", []), args.sglang_flags)
+        and together(left.get("ranks", []), ranks)
         and same(before, after)
         and ended
         and longest <= args.stall
@@ -308,6 +309,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "replay": replayed,
         **{key: getattr(args, key) for key in _SETTINGS},
         "config": {key: value for key, value in config.items() if key not in _FOLDERS},
+        "sum_every": parse_profiled(json.dumps(config), args.model_path)[0].summed_every,
         "flags": args.sglang_flags,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "sglang": version("sglang"),

@@ -43,17 +43,11 @@ def test_a_token_is_equal_or_as_good_or_wrong(soak: Any, reference: Any, tokens:
 
 
 @pytest.mark.parametrize(
-    ("histories", "flags", "wanted"),
-    [
-        ([], [], True),
-        ([5, 5], ["--tp-size", "2"], True),
-        ([5, 6], ["--tp-size", "2"], False),
-        ([5], ["--tp-size", "2"], False),
-        ([], ["--tp-size", "2"], False),
-    ],
+    ("histories", "size", "wanted"),
+    [([], 1, True), ([5, 5], 2, True), ([5, 6], 2, False), ([5], 2, False), ([], 2, False)],
 )
-def test_ranks_took_the_same_paths_and_all_of_them_say_so(soak: Any, histories: Any, flags: Any, wanted: bool) -> None:
-    assert soak._together(histories, flags) == wanted
+def test_ranks_took_the_same_paths_and_all_of_them_say_so(soak: Any, histories: Any, size: int, wanted: bool) -> None:
+    assert soak.together(histories, size) == wanted
 
 
 def test_a_tie_is_as_wide_as_is_asked_for(soak: Any, reference: Any) -> None:

@@ -47,7 +47,7 @@ DTYPES |= {"f16": np.dtype("f2"), "f32": np.dtype("f4"), "pred": np.dtype(bool)}
 PRED, U32, U64, F16 = (DTYPES[name] for name in ("pred", "u32", "u64", "f16"))
 
 
-class UnknownInstructionError(NotImplementedError):
+class UnknownInstructionError(LookupError):
     """An instruction, or a form of one, that this machine does not have."""
 
 
@@ -178,7 +178,7 @@ class Machine:
     def expect(self, holds: bool) -> None:
         """Raise unless this machine has the instruction, for threads that do not part at a branch."""
         if not holds:
-            raise UnknownInstructionError(f"no such instruction, or not in this form: {self.text}")
+            raise UnknownInstructionError(f"expected an instruction that is modelled, got {self.text}; add it")
 
     def read(self, operand: str, dtype: Any) -> Array:
         """A register's, or a constant's, values for all threads; of a wider one the lowest bits."""

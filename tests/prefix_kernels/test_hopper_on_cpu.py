@@ -63,10 +63,16 @@ class Problem:
         index = [self.channels.short(), self.codes.packed.flatten(0, 1).contiguous(), self.codes.scale]
         rows, counts, nothing = tuple(range(1, 1 + self.requests)), (self.count,) * KV_HEADS, (0,) * KV_HEADS
         select = AnchorSelection(
-            self.shape, 1 + self.requests, 1, self.count, 64,
-            default_config(self.shape, self.requests, specialized=True), self.q.device, max_block_size=1,
+            self.shape,
+            1 + self.requests,
+            1,
+            self.count,
+            64,
+            default_config(self.shape, self.requests, specialized=True),
+            self.q.device,
+            max_block_size=1,
             num_programs=KV_HEADS,
-        )  # fmt: skip
+        )
         select.plan(
             [ScoredGroup(rows, counts, firsts, nothing, begins, tuple(index))],
             [SelectionGroup(self.count, 40, 0, stride, (1,) * KV_HEADS, 5, 20, slot_start=0)],

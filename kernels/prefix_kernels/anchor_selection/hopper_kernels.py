@@ -161,6 +161,7 @@ def _sum_sample(words, summed, q_smem, factor, sizes: gl.constexpr):
     MMA: gl.constexpr = sizes[7]
     _, _, begin, end, step = summed
     queries = right_sides(q_smem, sizes)
+    # Nothing yet, as a thread's sums are laid out.
     blank = _per_thread(gl.full([BLOCK_N, BLOCK_M], -1e30, gl.float32, MMA), sizes)
     peak = gl.max(gl.max(blank, axis=2), axis=0)
     total = peak * 0.0
