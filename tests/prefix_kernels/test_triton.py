@@ -20,8 +20,8 @@ SHARES = [FILES[share::4] for share in range(4)]
 def test_kernels_in_the_interpreter(names: list[str]) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     files = [str(FOLDER / name) for name in names]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-rp", "-p", "no:cacheprovider", *files]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
     for name in names:
-        assert re.search(rf"{name}::\S+.* PASSED", ran.stdout), name
+        assert re.search(rf"^PASSED \S*{name}::", ran.stdout, re.MULTILINE), name
