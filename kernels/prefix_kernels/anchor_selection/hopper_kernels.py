@@ -11,6 +11,8 @@ from triton.experimental.gluon import language as gl
 
 from prefix_kernels.anchor_selection.hopper_product_kernels import (
     FEW_ROWS,
+    WHOLE,
+    WHOLE_BITS,
     barrier,
     load_rows,
     load_words,
@@ -32,8 +34,10 @@ from prefix_kernels.pooled_scores.stretch_kernels import (
     summed_weight,
 )
 
-UNIT = gl.constexpr(16777216.0)
-"""What a code is too small by where its bits are taken for those of a half."""
+LOWEST = gl.constexpr(8388608.0)
+"""WHOLE and a score that none is as low as."""
+NEVER = gl.constexpr(2.0**30)
+"""Units of scores: a row whose logarithm it is has no share in anything."""
 LARGEST = gl.constexpr(2.0**100)
 """Sums of exponentials above it might leave fp32 when they are added up."""
 _wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
@@ -77,21 +81,31 @@ def _before(scores, start, end, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _sums(scores, factor, reference, sizes: gl.constexpr):
-    """[warps, 8, BLOCK_M]: a thread's sums of exponentials of one step."""
-    weight = gl.exp2(_per_thread(scores, sizes) * factor - reference[None, :, None, :, :])
+def _whole(words, queries, sizes: gl.constexpr):
+    """fp32 [BLOCK_N, BLOCK_M]: WHOLE plus the scores of a step."""
+    BLOCK_M: gl.constexpr = sizes[1]
+    BLOCK_N: gl.constexpr = sizes[2]
+    MMA: gl.constexpr = sizes[7]
+    base = gl.full([BLOCK_N, BLOCK_M], WHOLE_BITS, gl.int32, MMA)
+    return product(words, queries, base, sizes).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _sums(scores, unit, reference, sizes: gl.constexpr):
+    """[warps, 8, BLOCK_M]: a thread's sums of exponentials of one step. Both scores and reference are above WHOLE."""
+    weight = gl.exp2(_per_thread(scores, sizes) * unit - reference[None, :, None, :, :])
     return gl.sum(gl.sum(weight, axis=2), axis=0)
 
 
 @gluon.jit
 def _highest(words, queries, start, end, sizes: gl.constexpr):
-    """[warps, 8, BLOCK_M]: the highest of a thread's scores of a step; finite also where there is none."""
-    scores = _before(product(words, queries, sizes), start, end, sizes)
-    return gl.maximum(gl.max(gl.max(_per_thread(scores, sizes), axis=2), axis=0), -1e20)
+    """[warps, 8, BLOCK_M]: WHOLE plus the highest of a thread's scores of a step; LOWEST where there is none."""
+    scores = _before(_whole(words, queries, sizes), start, end, sizes)
+    return gl.maximum(gl.max(gl.max(_per_thread(scores, sizes), axis=2), axis=0), LOWEST)
 
 
 @gluon.jit
-def _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, factor, reference, sizes: gl.constexpr):
+def _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, unit, reference, sizes: gl.constexpr):
     """[warps, 8, BLOCK_M]: sums of all steps of a stretch, of which the first two are there."""
     BLOCK_N: gl.constexpr = sizes[2]
     last = first_row + end - 1
@@ -99,20 +113,20 @@ def _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, factor,
     whole = begin + (end - begin) // (2 * BLOCK_N) * (2 * BLOCK_N)
     # Two steps a turn, each into the registers that it came from: nothing is moved.
     for start in range(begin, whole, 2 * BLOCK_N):
-        scores = product(words, queries, sizes)
+        scores = _whole(words, queries, sizes)
         words = load_words(packed_ptr, first_row + start + 2 * BLOCK_N, last, sizes)
-        total += _sums(scores, factor, reference, sizes)
-        scores = product(ahead, queries, sizes)
+        total += _sums(scores, unit, reference, sizes)
+        scores = _whole(ahead, queries, sizes)
         ahead = load_words(packed_ptr, first_row + start + 3 * BLOCK_N, last, sizes)
-        total += _sums(scores, factor, reference, sizes)
+        total += _sums(scores, unit, reference, sizes)
     for start in range(whole, end, BLOCK_N):
-        total += _sums(_before(product(words, queries, sizes), start, end, sizes), factor, reference, sizes)
+        total += _sums(_before(_whole(words, queries, sizes), start, end, sizes), unit, reference, sizes)
         words = ahead
     return total
 
 
 @gluon.jit
-def _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, factor, sizes: gl.constexpr):
+def _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, sizes: gl.constexpr):
     """([warps, 8, BLOCK_M] exponents to base 2 that sums are relative to, the sums) of a stretch.
 
     A thread's exponent is the highest score of its first step, not of all steps: then nothing is compared in the loop.
@@ -123,15 +137,16 @@ def _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, factor
     last = first_row + end - 1
     queries = right_sides(q_smem, sizes)
     peak = _highest(words, queries, begin, end, sizes)
-    total = _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, factor, peak * factor, sizes)
+    total = _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, unit, peak * unit, sizes)
     if gl.max(gl.max(gl.max(total, axis=0), axis=0), axis=0) > LARGEST:
         for start in range(begin, end, BLOCK_N):
             words = load_words(packed_ptr, first_row + start, last, sizes)
             peak = gl.maximum(peak, _highest(words, queries, start, end, sizes))
         words = load_words(packed_ptr, first_row + begin, last, sizes)
         ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
-        total = _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, factor, peak * factor, sizes)
-    return peak * factor, total
+        total = _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, unit, peak * unit, sizes)
+    # Rounded, the reference is not the peak itself: what it is of WHOLE is taken off exactly.
+    return gl.fma(gl.full(peak.shape, -WHOLE, gl.float32, peak.type.layout), unit, peak * unit), total
 
 
 @gluon.jit
@@ -145,16 +160,19 @@ def _summed_words(summed, start, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _summed_exponents(words, queries, start, end, step, factor, sizes: gl.constexpr):
-    """As `_per_thread` has them, to base 2: of a step of candidates that are summed, with what each stands for."""
+def _summed_exponents(words, queries, start, end, step, unit, sizes: gl.constexpr):
+    """As `_per_thread` has them, to base 2: of a step of candidates that are summed, with what each stands for.
+
+    Right to a unit, as far as taking off WHOLE is rounded.
+    """
     BLOCK_N: gl.constexpr = sizes[2]
-    scores = _before(product(words, queries, sizes), start, end, sizes)
+    scores = _before(_whole(words, queries, sizes), start, end, sizes)
     place = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores.type.layout))
-    return _per_thread(scores * factor + _summed_weight(place, step)[:, None], sizes)
+    return _per_thread(scores * unit + (_summed_weight(place, step) - WHOLE * unit)[:, None], sizes)
 
 
 @gluon.jit
-def _sum_sample(words, summed, q_smem, factor, sizes: gl.constexpr):
+def _sum_sample(words, summed, q_smem, unit, sizes: gl.constexpr):
     """As `_sum_stretch`, of the candidates that are summed, whose first step is there. So few steps may compare."""
     BLOCK_N: gl.constexpr = sizes[2]
     BLOCK_M: gl.constexpr = sizes[1]
@@ -167,7 +185,7 @@ def _sum_sample(words, summed, q_smem, factor, sizes: gl.constexpr):
     total = peak * 0.0
     for start in range(begin, end, BLOCK_N):
         ahead = _summed_words(summed, start + BLOCK_N, sizes)
-        scores = _summed_exponents(words, queries, start, end, step, factor, sizes)
+        scores = _summed_exponents(words, queries, start, end, step, unit, sizes)
         words = ahead
         higher = gl.maximum(peak, gl.max(gl.max(scores, axis=2), axis=0))
         sums = gl.sum(gl.sum(gl.exp2(scores - higher[None, :, None, :, :]), axis=2), axis=0)
@@ -195,10 +213,10 @@ def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, layout: 
 
 
 @gluon.jit
-def _pool(scores, factor, lse, tile, scores_ptr, start, end, sizes: gl.constexpr):
+def _pool(scores, unit, tile, scores_ptr, start, end, sizes: gl.constexpr):
     """Write the natural log of the largest share of attention of each candidate of a step."""
     BLOCK_N: gl.constexpr = sizes[2]
-    pooled = gl.max(scores * factor - lse[None, :], axis=1) * LN2
+    pooled = gl.max(scores, axis=1).to(gl.float32) * (unit * LN2)
     n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores.type.layout))
     if tile > 0:
         pooled = gl.maximum(pooled, gl.load(scores_ptr + n, mask=n < end, other=0.0))
@@ -207,19 +225,24 @@ def _pool(scores, factor, lse, tile, scores_ptr, start, end, sizes: gl.constexpr
 
 @gluon.jit
 def _pool_stretch(
-    words, ahead, packed_ptr, first_row, begin, end, q_smem, factor, lse, tile, scores_ptr, sizes: gl.constexpr
+    words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, lse, tile, scores_ptr, sizes: gl.constexpr
 ):
     """Pooled scores of all candidates of a stretch, of which the first two steps are there."""
     BLOCK_N: gl.constexpr = sizes[2]
+    BLOCK_M: gl.constexpr = sizes[1]
+    MMA: gl.constexpr = sizes[7]
     last = first_row + end - 1
     queries = right_sides(q_smem, sizes)
+    # What is above a row's logarithm is an integer, too.
+    below = gl.floor(0.5 - gl.minimum(gl.maximum(lse / unit, -NEVER), NEVER)).to(gl.int32)
+    base = below[None, :] + gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)
     for start in range(begin, end, 2 * BLOCK_N):
-        scores = product(words, queries, sizes)
+        scores = product(words, queries, base, sizes)
         words = load_words(packed_ptr, first_row + start + 2 * BLOCK_N, last, sizes)
-        _pool(scores, factor, lse, tile, scores_ptr, start, end, sizes)
-        scores = product(ahead, queries, sizes)
+        _pool(scores, unit, tile, scores_ptr, start, end, sizes)
+        scores = product(ahead, queries, base, sizes)
         ahead = load_words(packed_ptr, first_row + start + 3 * BLOCK_N, last, sizes)
-        _pool(scores, factor, lse, tile, scores_ptr, start + BLOCK_N, end, sizes)
+        _pool(scores, unit, tile, scores_ptr, start + BLOCK_N, end, sizes)
 
 
 @gluon.jit
@@ -239,17 +262,19 @@ def _put_sums(peak, total, put, own, tile, num_entries, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
-    """The first phase of an item where not all candidates are summed."""
+    """The first phase of an item where not all candidates are summed. Returns the unit of the last tile's scores."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     q_smem, _, _, _, _, of_group, _ = query
     _, _, begin, _, _ = summed
     _, num_rows, _ = of_group
+    unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
         words = _summed_words(summed, begin, sizes)
-        put_queries(query, tile, sizes)
-        peak, total = _sum_sample(words, summed, q_smem, factor, sizes)
+        unit = put_queries(query, tile, factor, sizes)
+        peak, total = _sum_sample(words, summed, q_smem, unit, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, BLOCK_M)
+    return unit
 
 
 @gluon.jit
@@ -262,19 +287,20 @@ def _sum_item(words, ahead, codes, query, put, own, factor, sizes: gl.constexpr)
     q_smem, _, _, _, _, of_group, _ = query
     _, num_rows, _ = of_group
     last = first_row + end - 1
+    unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
-        put_queries(query, tile, sizes)
-        peak, total = _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, factor, sizes)
+        unit = put_queries(query, tile, factor, sizes)
+        peak, total = _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, sizes)
         words = load_words(packed_ptr, first_row + begin, last, sizes)
         ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, BLOCK_M)
-    return words, ahead
+    return words, ahead, unit
 
 
 @gluon.jit
 def _pool_item(
-    words, ahead, codes, query, put, stats, num_chunks, factor, scores, AGAIN: gl.constexpr, SUM_EVERY: gl.constexpr,
-    BLOCK_CHUNKS: gl.constexpr, sizes: gl.constexpr,
+    words, ahead, codes, query, put, stats, num_chunks, factor, unit, scores, AGAIN: gl.constexpr,
+    SUM_EVERY: gl.constexpr, BLOCK_CHUNKS: gl.constexpr, sizes: gl.constexpr,
 ):  # fmt: skip
     """The second phase of an item: write the pooled scores of its stretch. AGAIN: no queries are there."""
     GQA: gl.constexpr = sizes[0]
@@ -291,14 +317,14 @@ def _pool_item(
     tiles = gl.cdiv(num_rows * GQA, BLOCK_M)
     for tile in range(tiles):
         if AGAIN or tiles > 1:
-            put_queries(query, tile, sizes)
+            unit = put_queries(query, tile, factor, sizes)
         m = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, parts))
         live = m < num_rows * GQA
         lse = _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, parts, BLOCK_CHUNKS)
         if SUM_EVERY > 1:
             lse += HEADROOM * LOG2E
         lse = gl.convert_layout(lse, gl.SliceLayout(0, MMA))
-        _pool_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, factor, lse, tile, scores, sizes)
+        _pool_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, lse, tile, scores, sizes)
         if tile + 1 < tiles:
             words = load_words(packed_ptr, first_row + begin, last, sizes)
             ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
@@ -346,11 +372,11 @@ def score_items_hopper_kernel(
     if BLOCK_M <= FEW_ROWS:
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
     else:
-        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
+        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
     sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma)
-    shared: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    q_smem = gl.allocate_shared_memory(gl.float16, [PIECES, BLOCK_M, 32], shared)
-    factor = sm_scale * LOG2E * UNIT
+    shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
+    q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
+    factor = sm_scale * LOG2E
     for item in range(gl.program_id(0), max_items, gl.num_programs(0)):
         fields = items_ptr + item * ITEM_FIELDS
         group = gl.load(fields)
@@ -379,11 +405,12 @@ def score_items_hopper_kernel(
                 query = (q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides)
                 put = (peak_ptr, total_ptr, max_rows)
                 own = stats + chunk * max_rows
+                unit = factor
                 if FIRST_PHASE == 1 and SUM_EVERY > 1:
                     step = _sum_step(count, SUM_EVERY)
                     first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
                     summed = (packed_ptr, first_row, first, last, step)
-                    _sum_sample_item(summed, query, put, own, factor, sizes)
+                    unit = _sum_sample_item(summed, query, put, own, factor, sizes)
                 # The first codes are asked for before the queries and, for the second phase, before the others are
                 # waited for.
                 words = load_words(packed_ptr, first_row + begin, first_row + end - 1, sizes)
@@ -394,11 +421,11 @@ def score_items_hopper_kernel(
                         gl.store(all_at_least_ptr + row * NUM_DIGITS + place, 0)
                         gl.store(all_at_least_ptr + (row + num_totals) * NUM_DIGITS + place, 0)
                     if SUM_EVERY == 1:
-                        words, ahead = _sum_item(words, ahead, codes, query, put, own, factor, sizes)
+                        words, ahead, unit = _sum_item(words, ahead, codes, query, put, own, factor, sizes)
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE >= 2:
                     _pool_item(
-                        words, ahead, codes, query, put, stats, num_chunks, factor, scores, FIRST_PHASE == 2, SUM_EVERY,
-                        BLOCK_CHUNKS, sizes,
+                        words, ahead, codes, query, put, stats, num_chunks, factor, unit, scores, FIRST_PHASE == 2,
+                        SUM_EVERY, BLOCK_CHUNKS, sizes,
                     )  # fmt: skip

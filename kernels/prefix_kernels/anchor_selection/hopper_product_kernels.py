@@ -14,6 +14,12 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 FEW_ROWS = gl.constexpr(32)
 """Up to so many query rows a warp multiplies on its own, with the queries in its registers: a warp group's
 instructions take nearly as long for 8 columns as for 64."""
+WHOLE = gl.constexpr(12582912.0)
+"""1.5 * 2^23: an fp32 number of this size counts whole ones in its last bits. WHOLE plus a whole number, and the sum of
+WHOLE's bits and of the number as integers, are the same bits: neither way a conversion."""
+WHOLE_BITS = gl.constexpr(0x4B400000)
+LEAST_UNIT = gl.constexpr(2.0**-24)
+"""Of exponents to base 2. Even in it any sum's logarithm (below 2^6) is less than 2^30 units."""
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Renamed after Triton 3.6."""
 
@@ -32,24 +38,31 @@ def _powers(first: int, limit: int) -> list[int]:
 
 
 @gluon.jit
-def _piece_of_queries(base, live, of_word, channels_ptr, scale_ptr, PIECE: gl.constexpr, sizes: gl.constexpr):
-    """fp16 [BLOCK_M, 32]: a piece of the queries, times the channels' steps."""
+def _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, PIECE: gl.constexpr, sizes: gl.constexpr):
+    """fp32 [BLOCK_M, 32]: a piece of the queries, times the channels' steps."""
     LISTED: gl.constexpr = sizes[5]
-    layout: gl.constexpr = of_word.type.layout.parent
-    column = PIECE * 32 + gl.arange(0, 32, gl.SliceLayout(0, layout)) % 8 // 2 * 8 + of_word
+    column = PIECE * 32 + of_piece
     channel = gl.load(channels_ptr + column).to(gl.int32) if LISTED else column
     step = gl.load(scale_ptr + column)
     q = gl.load(base[:, None] + channel[None, :], mask=live[:, None], other=0.0).to(gl.float32)
-    q = q * (gl.where(of_word % 2 == 1, 0.0625, 1.0) * step)[None, :]
-    return gl.minimum(gl.maximum(q, -65504.0), 65504.0).to(gl.float16)
+    return gl.minimum(gl.maximum(q * step[None, :], -65504.0), 65504.0)
 
 
 @gluon.jit
-def put_queries(query, tile, sizes: gl.constexpr):
-    """Put a tile of the group's queries in shared memory, times the channels' steps, in the order of the codes.
+def _in_units(q, units):
+    """int8, rounded: WHOLE plus it has it in its last bits."""
+    return (q * units + WHOLE).to(gl.int32, bitcast=True).to(gl.int8)
 
-    Piece p of a row's codes is 4 words of 8 channels each, in their bits one after the other. Every second one comes at
-    16 times its size, see `_codes`.
+
+@gluon.jit
+def put_queries(query, tile, factor, sizes: gl.constexpr):
+    """Put a tile of the group's queries in shared memory, times the channels' steps, as INT8 in the order of the codes.
+
+    All of a tile are in the same unit: scores of its rows can be compared as the integers that they are. `_codes` says
+    which channel has which place.
+
+    Returns:
+        What a score's unit is in an exponent to base 2: the queries' unit times `factor`.
     """
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
@@ -61,28 +74,35 @@ def put_queries(query, tile, sizes: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [NUM_WARPS, 1], [1, 0])
     m = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     k = gl.arange(0, 32, gl.SliceLayout(0, layout))
-    of_word = k // 16 + 2 * (k % 16 // 8) + 4 * (k % 2)
+    of_piece = k % 16 // 4 * 8 + k % 4 * 2 + k // 16
     live = m < num_rows * GQA
     row = gl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(gl.int64)
     base = q_ptr + row * q_stride_row + (head * GQA + m % GQA) * q_stride_head
     # All pieces are loaded before any is stored: between stores there are barriers.
-    q0 = _piece_of_queries(base, live, of_word, channels_ptr, scale_ptr, 0, sizes)
+    q0 = _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, 0, sizes)
+    largest = gl.maximum(q0, -q0)
     q1, q2, q3 = q0, q0, q0
     if PIECES > 1:
-        q1 = _piece_of_queries(base, live, of_word, channels_ptr, scale_ptr, 1, sizes)
+        q1 = _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, 1, sizes)
+        largest = gl.maximum(largest, gl.maximum(q1, -q1))
     if PIECES > 2:
-        q2 = _piece_of_queries(base, live, of_word, channels_ptr, scale_ptr, 2, sizes)
+        q2 = _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, 2, sizes)
+        largest = gl.maximum(largest, gl.maximum(q2, -q2))
     if PIECES > 3:
-        q3 = _piece_of_queries(base, live, of_word, channels_ptr, scale_ptr, 3, sizes)
-    q_smem.index(0).store(q0)
+        q3 = _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, 3, sizes)
+        largest = gl.maximum(largest, gl.maximum(q3, -q3))
+    unit = gl.maximum(gl.max(gl.max(largest, axis=0), axis=0) * (1.0 / 127), LEAST_UNIT / factor)
+    units = 1.0 / unit
+    q_smem.index(0).store(_in_units(q0, units))
     if PIECES > 1:
-        q_smem.index(1).store(q1)
+        q_smem.index(1).store(_in_units(q1, units))
     if PIECES > 2:
-        q_smem.index(2).store(q2)
+        q_smem.index(2).store(_in_units(q2, units))
     if PIECES > 3:
-        q_smem.index(3).store(q3)
+        q_smem.index(3).store(_in_units(q3, units))
     hopper.fence_async_shared()
     barrier()
+    return unit * factor
 
 
 @gluon.jit
@@ -112,36 +132,30 @@ def load_rows(packed_ptr, n, sizes: gl.constexpr):
 
 @gluon.jit
 def _codes(words, mma: gl.constexpr):
-    """The codes of a piece as the left side of a product: halves whose bits they are, nothing is converted.
+    """The codes of a piece as the left side of a product: INT8, nothing moves between threads.
 
-    A word's codes i and i + 4 lie 16 bits apart: one mask makes two halves of them.
+    Of word t the codes 2 * j are places 4 * t + j, the codes 2 * j + 1 are 16 places further: one mask makes four of
+    them. A thread of the matrix instructions has just these places, in two registers.
     """
-    c0, c4, c1, c5, c2, c6, c3, c7 = gl.inline_asm_elementwise(
+    twice = gl.join(words, words)
+    # One register four times, for as many codes at once: [rows, t, j // 2, j % 2].
+    even, odd = gl.inline_asm_elementwise(
         """
         {
-        .reg .b32 upper, pair;
-        shr.b32 upper, $8, 8;
-        and.b32 pair, $8, 0x000F000F;
-        mov.b32 {$0, $1}, pair;
-        and.b32 pair, $8, 0x00F000F0;
-        mov.b32 {$2, $3}, pair;
-        and.b32 pair, upper, 0x000F000F;
-        mov.b32 {$4, $5}, pair;
-        and.b32 pair, upper, 0x00F000F0;
-        mov.b32 {$6, $7}, pair;
+        .reg .b32 upper;
+        shr.b32 upper, $2, 4;
+        and.b32 $0, $2, 0x0F0F0F0F;
+        and.b32 $1, upper, 0x0F0F0F0F;
         }
         """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
-        [words],
-        dtype=(gl.float16,) * 8,
+        "=r,=r,r,r,r,r",
+        [gl.join(twice, twice)],
+        dtype=(gl.int8,) * 2,
         is_pure=True,
-        pack=1,
+        pack=4,
     )
-    # [rows, word, i // 4, i % 4 // 2, i % 2] to [rows, i % 2 * 16 + i % 4 // 2 * 8 + 2 * word + i // 4].
-    even = gl.join(gl.join(c0, c4), gl.join(c2, c6))
-    odd = gl.join(gl.join(c1, c5), gl.join(c3, c7))
-    both = gl.permute(gl.join(even, odd), (0, 4, 3, 1, 2))
-    return gl.convert_layout(gl.reshape(both, [words.shape[0], 32]), gl.DotOperandLayout(0, mma, 2))
+    both = gl.permute(gl.join(even, odd), (0, 4, 1, 2, 3))
+    return gl.convert_layout(gl.reshape(both, [words.shape[0], 32]), gl.DotOperandLayout(0, mma, 4))
 
 
 @gluon.jit
@@ -150,7 +164,7 @@ def right_sides(q_smem, sizes: gl.constexpr):
     BLOCK_M: gl.constexpr = sizes[1]
     PIECES: gl.constexpr = sizes[3]
     MMA: gl.constexpr = sizes[7]
-    right: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     q0, q1, q2, q3 = q_smem, q_smem, q_smem, q_smem
     if BLOCK_M <= FEW_ROWS:
         q0 = q_smem.index(0).permute((1, 0)).load(right)
@@ -179,15 +193,20 @@ def _add_product(acc, words, queries, PIECE: gl.constexpr, sizes: gl.constexpr):
 
 
 @gluon.jit
-def product(words, queries, sizes: gl.constexpr):
-    """[BLOCK_N, BLOCK_M] scores of a step in units of 2^-24, before any factor."""
+def product(words, queries, base, sizes: gl.constexpr):
+    """int32 [BLOCK_N, BLOCK_M]: `base` plus the scores of a step, in the unit that `put_queries` tells.
+
+    A score is less than 2^18.
+    """
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
     PIECES: gl.constexpr = sizes[3]
     MMA: gl.constexpr = sizes[7]
     w0, w1, w2, w3 = words
     q0, q1, q2, q3 = queries
-    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+    acc = base
+    if BLOCK_M > FEW_ROWS:
+        acc = gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)
     acc = _add_product(acc, w0, q0, 0, sizes)
     if PIECES > 1:
         acc = _add_product(acc, w1, q1, 1, sizes)
@@ -196,5 +215,5 @@ def product(words, queries, sizes: gl.constexpr):
     if PIECES > 3:
         acc = _add_product(acc, w3, q3, 3, sizes)
     if BLOCK_M > FEW_ROWS:
-        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc]) + base
     return acc
