@@ -84,6 +84,17 @@ class Problem:
         full = torch.zeros(*keys.shape[:2], DIM)
         return full.scatter_(2, kept[:, None].expand_as(keys).long(), keys).cuda().double()
 
+    def _rounded(self, queries: torch.Tensor, group: int, head: int, block_m: int) -> torch.Tensor:
+        """fp64 queries as the kernel has them: times the channels' steps in INT8, one unit for each tile of rows."""
+        channels, _, steps = self.scored[group].arrays[:3]
+        kept, steps = channels[head].long(), steps[head].double()
+        full = torch.zeros_like(queries)
+        for begin in range(0, len(queries), block_m):
+            tile = queries[begin : begin + block_m, kept] * steps
+            unit = (tile.abs().amax() / 127).clamp_min(2**-24 / (SM_SCALE * math.log2(math.e)))
+            full[begin : begin + block_m, kept] = (tile / unit).round() * unit / steps
+        return full
+
     def run(
         self, config: AnchorConfig, form: Form, num_programs: int | None = None, times: int = 1
     ) -> tuple[torch.Tensor, SelectedLists]:
@@ -101,10 +112,11 @@ class Problem:
             select.run(ScoreInputs(self.q, SM_SCALE), scores, lists, slot_table=self.slots)
         return scores, lists
 
-    def scores_of(self, group: int, head: int) -> torch.Tensor:
+    def scores_of(self, group: int, head: int, block_m: int) -> torch.Tensor:
         """fp64 [prefix_len]: natural log of the largest share of attention."""
         of, gqa = self.scored[group], self.shape.gqa
         queries = self.q[list(of.rows), head * gqa : (head + 1) * gqa].flatten(0, 1).double()
+        queries = self._rounded(queries, group, head, block_m)
         scores = queries @ self.keys[group][head].T * SM_SCALE
         total, step = scores.logsumexp(dim=1), sum_step(scores.shape[1], self.shape.sum_every)
         if self.shape.sum_every > 1:
@@ -127,7 +139,7 @@ def check(made: Problem, config: AnchorConfig, form: Form, num_programs: int | N
             if group.count == group.prefix_len:
                 assert torch.equal(positions, torch.arange(group.prefix_len, device="cuda"))
                 continue
-            wanted = made.scores_of(g, head)
+            wanted = made.scores_of(g, head, config.block_m)
             near = wanted > (-25 if made.shape.sum_every == 1 else -25 - HEADROOM)
             torch.testing.assert_close(own[near].double(), wanted[near], atol=2e-2, rtol=0)
             assert not own.isnan().any()

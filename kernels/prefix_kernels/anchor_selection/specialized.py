@@ -47,7 +47,7 @@ def check_rows(config: AnchorConfig, scored: Sequence[ScoredGroup]) -> None:
 
 
 def check_inputs(inputs: ScoreInputs) -> None:
-    """It takes the largest score before it scales, multiplies in halves, and reads no raw scores."""
+    """It takes the largest score before it scales, multiplies in INT8, and reads no raw scores."""
     if not inputs.sm_scale > 0 or inputs.raw is not None or inputs.q.dtype is torch.float32:
         raise ValueError(
             "expected a positive scale, q in fp16 or bf16 and no raw scores for sm_90's own kernel, got "
