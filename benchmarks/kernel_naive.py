@@ -40,6 +40,7 @@ class Inputs:
 
     Attributes:
         sum_every: of how few candidates the sums of a softmax are, see `log_shares`.
+        unit_rows: query rows that a kernel rounds to INT8 in one unit; 0: it takes fp16.
 
     Args:
         shape: of the layer.
@@ -52,6 +53,7 @@ class Inputs:
     """
 
     sum_every = 1
+    unit_rows = 0
 
     def __init__(
         self,

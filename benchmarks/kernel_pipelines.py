@@ -141,6 +141,7 @@ class JoinedAnchor(OurAnchor):
         capability = torch.cuda.get_device_capability(device) if on_gpu else (9, 0)
         halves = on_gpu and inputs.q.dtype is not torch.float32
         config = config or default_config(shape, batch, capability, specialized=halves)
+        inputs.unit_rows = config.block_m if config.specialized else 0
         self._select = AnchorSelection(
             shape,
             batch,

@@ -1,6 +1,7 @@
-"""What fp16 queries cost a low-bit score: an oracle that rounds as the kernel does, and what the rounding may come to.
+"""What rounded queries cost a low-bit score: an oracle that rounds as the kernel does, and what that may come to.
 
-The kernel multiplies a query's channel by the channel's step and rounds the product to fp16, 11 bits; codes are exact.
+The kernel multiplies a query's channel by the channel's step and rounds the product to fp16, 11 bits; Hopper's own
+rounds it to INT8, in one unit for all rows of a tile (`Inputs.unit_rows`). Codes are exact.
 Keys in INT4 are far coarser. So a result is compared twice: with the oracle of rounded queries, to what arithmetic in
 fp32 allows, and with the oracle proper, to that and what the rounding of these very queries and codes can do.
 """
@@ -22,14 +23,16 @@ _ORACLE_ELEMENTS = 1 << 24
 
 def rounded_oracle(inputs: Inputs, head: int) -> Tensor:
     """As `Inputs.oracle`, in fp64, for queries that were rounded; for fp32 queries, which are not, the same."""
-    parts = [(part, dequantize(part).double()) for part in inputs.parts[head]]
+    keys = [dequantize(part).double() for part in inputs.parts[head]]
     best: Tensor | None = None
-    step = max(1, _ORACLE_ELEMENTS // parts[0][1].numel())
+    step = max(1, _ORACLE_ELEMENTS // keys[0].numel())
     rows = inputs.tile(head).flatten(0, 1)
-    for some in rows.split(step):
-        products = [_rounded(some, part)[:, None] * keys for part, keys in parts]
+    rounded = [_rounded(rows, part, inputs.unit_rows) for part in inputs.parts[head]]
+    for begin in range(0, len(rows), step):
+        some = slice(begin, begin + step)
+        products = [own[some, None] * of for own, of in zip(rounded, keys, strict=True)]
         # Of blocks the parts are the minimum and the maximum.
-        bound = products[0] if len(products) == 1 else torch.where(some[:, None] > 0, products[1], products[0])
+        bound = products[0] if len(products) == 1 else torch.where(rows[some, None] > 0, products[1], products[0])
         own = log_shares(bound.sum(dim=2) * inputs.sm_scale, inputs.sum_every).amax(dim=0)
         best = own if best is None else torch.maximum(best, own)
     if best is None:
@@ -39,21 +42,22 @@ def rounded_oracle(inputs: Inputs, head: int) -> Tensor:
 
 def rounding_limit(inputs: Inputs, head: int) -> float:
     """`rounding_of` a KV head's queries and codes."""
-    return rounding_of(inputs.tile(head).flatten(0, 1), inputs.parts[head], inputs.sm_scale)
+    return rounding_of(inputs.tile(head).flatten(0, 1), inputs.parts[head], inputs.sm_scale, inputs.unit_rows)
 
 
-def rounding_of(rows: Tensor, parts: Sequence[LowBitTensor], sm_scale: float) -> float:
+def rounding_of(rows: Tensor, parts: Sequence[LowBitTensor], sm_scale: float, unit_rows: int = 0) -> float:
     """How far rounded queries move the worst of all log-probabilities of a KV head, in natural-log units.
 
     Args:
         rows: [rows, channels] queries on the channels that the codes keep; fp32 ones are not rounded: 0.
         parts: codes of the candidates [candidates, bytes]: of their keys, or of blocks' minimum and maximum.
         sm_scale: multiplies q.k.
+        unit_rows: rows that share a unit of INT8; 0: fp16.
 
-    A product x = query * step is off by up to half a unit in its last of 11 places, evenly distributed, and independent
-    from channel to channel. A candidate's score is off by the sum of that times its codes, less what all candidates
-    have in common: of variance sum over channels of unit(x)^2 / 12 * variance of the codes. Of n normal draws the
-    largest is about sqrt(2 ln(2 n)) standard deviations.
+    A product x = query * step is off by up to half a unit (of fp16: in its last of 11 places), evenly distributed, and
+    independent from channel to channel. A candidate's score is off by the sum of that times its codes, less what all
+    candidates have in common: of variance sum over channels of unit(x)^2 / 12 * variance of the codes. Of n normal
+    draws the largest is about sqrt(2 ln(2 n)) standard deviations.
     """
     if rows.dtype is torch.float32:
         return 0.0
@@ -62,15 +66,24 @@ def rounding_of(rows: Tensor, parts: Sequence[LowBitTensor], sm_scale: float) ->
     for number, part in enumerate(parts):
         used = rows if len(parts) == 1 else rows.clamp(max=0) if number == 0 else rows.clamp(min=0)
         x = (used * part.scale.double()).abs()
-        unit = torch.where(x > 0, torch.exp2(x.log2().floor() - 10), 0.0)
+        unit = _int8_units(x, unit_rows) if unit_rows else torch.where(x > 0, torch.exp2(x.log2().floor() - 10), 0.0)
         spread = unpack_codes(part.packed, part.bits).double().var(dim=0)
         variance += (unit.square() / 12 * spread).sum(dim=1)
     draws = 2 * rows.shape[0] * len(parts[0].packed)
     return float(variance.max().sqrt()) * sm_scale * math.sqrt(2 * math.log(draws))
 
 
-def _rounded(rows: Tensor, part: LowBitTensor) -> Tensor:
+def _int8_units(x: Tensor, unit_rows: int) -> Tensor:
+    """[rows, 1]: a 127th of the largest product of the tile that a row is in."""
+    return torch.cat([tile.abs().amax().expand(len(tile), 1) for tile in x.split(unit_rows)]) / 127
+
+
+def _rounded(rows: Tensor, part: LowBitTensor, unit_rows: int) -> Tensor:
     """Queries in fp64 as the kernel has them, divided by the step again."""
     if rows.dtype is torch.float32:
         return rows.double()
+    if unit_rows:
+        x = rows.double() * part.scale.double()
+        unit = _int8_units(x, unit_rows)
+        return (x / unit).round() * unit / part.scale.double()
     return (rows.float() * part.scale).half().double() / part.scale.double()
