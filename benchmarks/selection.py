@@ -219,6 +219,7 @@ def identity(item: Item, name: str, options: Options, method: Method, plan: Laye
         "num_recent": options.num_recent,
         "steps": options.steps,
         **({"sum_every": method.sum_every} if method.sum_every > 1 else {}),
+        **({"queries": "int8"} if method.rounds_queries else {}),
         "keep_ratios": list(options.keep_ratios),
     }
 

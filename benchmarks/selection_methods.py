@@ -86,12 +86,14 @@ class Method:
         kind: "oracle", "method" (of one paper), "combined" or "rival"; the winner is a method or combined.
         way: an index spec of the product, or a rival.
         sum_every: of a token index, how few tokens enter the sums of its softmax.
+        rounds_queries: of a token index, whether it scores queries as `int8_queries` rounds them.
     """
 
     name: str
     kind: str
     way: IndexSpec | Rival
     sum_every: int = 1
+    rounds_queries: bool = False
 
     def describe(self) -> dict[str, Any]:
         """Parameters for the row."""
@@ -164,7 +166,8 @@ class Method:
             return self.way.token_scores(arrays, q, **common)
         if isinstance(self.way, TwoLevelSpec):
             return self._two_level_scores(self.way, arrays, q, step)
-        return make_selector(self.way, self.sum_every).token_scores(arrays, q, **common)
+        scored = int8_queries(arrays, q) if self.rounds_queries else q
+        return make_selector(self.way, self.sum_every).token_scores(arrays, scored, **common)
 
     def _two_level_scores(self, spec: TwoLevelSpec, arrays: Arrays, q: Tensor, step: Step) -> Tensor:
         """What `TwoLevelSelector.select` ranks: the windows are candidates. They fill a smaller budget anyway."""
@@ -219,6 +222,34 @@ def as_heads(arrays: Arrays, q: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Tokens as KV heads: arrays of num_tokens * num_kv_heads heads and q [1, num_tokens * num_qo_heads, head_dim]."""
     tiled = join_heads(split_heads(arrays) * q.shape[0]) if arrays else {}
     return tiled, q.reshape(1, -1, q.shape[2])
+
+
+def int8_queries(arrays: Arrays, q: Tensor) -> Tensor:
+    """Queries with which a token index scores as the anchor selection's kernel for Hopper does.
+
+    There a score is a sum of integers: the codes of a key times the query, which is rounded to INT8 after it is
+    multiplied by the channels' steps. Fine channels so take few of its 255 levels. All query rows of a KV head have one
+    unit, so that their scores can be compared as integers. (In the kernel all rows of a tile have: up to 128.)
+
+    Args:
+        arrays: of a token index, see `TokenIndexBuilder`.
+        q: [num_rows, num_qo_heads, head_dim].
+
+    Returns:
+        The same shape, fp32. What a channel's lowest value adds to a score changes, too, for all tokens alike: no
+        share of attention does.
+    """
+    steps = arrays["keys_scale"][:, None]
+    channels = arrays["channels"].long()[:, None]
+    grouped = q.float().view(q.shape[0], steps.shape[0], -1, q.shape[2]).transpose(0, 1)
+    rows = grouped.flatten(1, 2)
+    channels = channels.expand(-1, rows.shape[1], -1)
+    kept = rows.gather(2, channels) * steps
+    tiny = torch.finfo(torch.float32).tiny
+    unit = (kept.abs().amax(dim=(1, 2), keepdim=True) / 127).clamp_min(tiny)
+    # A channel without steps has one code only, 0.
+    rounded = (kept / unit).round() * unit / steps.clamp_min(tiny)
+    return rows.scatter(2, channels, rounded).view(grouped.shape).transpose(0, 1).reshape(q.shape)
 
 
 CSA = {"method": "csattention"}
@@ -294,6 +325,9 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 SAMPLED = {f"{DEFAULT}, sums 1/{every}": every for every in (8, 16, 32)}
 """Rows of the default recipe whose softmax sums a sample only: one token in so many."""
 
+INT8_QUERIES = f"{DEFAULT}, sums 1/16, queries int8"
+"""Row of the default recipe as Hopper's kernel computes it, see `int8_queries`."""
+
 REUSED = (DEFAULT, TWO_LEVEL, "minmax > tokens .5", "ab > csa", "ab > tokens", "csa + ab")
 """Rows that are measured once more with Kascade's reuse on top."""
 
@@ -315,6 +349,7 @@ def make_methods(names: Sequence[str] | None, seed: int, profiled: bool) -> list
         specs["ab adaptive minmax int4"] = ("method", {**MINMAX, "sizes": "profile"})
     methods = [Method(name, kind, parse_spec(data)) for name, (kind, data) in specs.items()]
     methods += [Method(name, "method", parse_spec(TOKENS48), every) for name, every in SAMPLED.items()]
+    methods.append(Method(INT8_QUERIES, "method", parse_spec(TOKENS48), 16, rounds_queries=True))
     rivals: dict[str, Rival] = {
         "quest": Quest(),
         "arkvale": ArkVale(),
