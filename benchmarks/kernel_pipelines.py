@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kernel_naive import BLOCK_SIZES, NUM_RECENT, NUM_SINK, SCORE_LIMIT, Both, Estimation, Inputs, TopK
 from kernel_problem import Gate
-from kernel_rounding import rounded_oracle, rounding_limit
+from kernel_rounding import half_a_unit, rounded_oracle, rounding_limit
 from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
@@ -73,8 +73,8 @@ class OurEstimation(Estimation):
             rounding = rounding_limit(self._inputs, head)
             figures["rounding_limit"] = max(figures["rounding_limit"], rounding)
             for name, wanted, limit in (
-                ("log_prob", self._inputs.oracle(head), SCORE_LIMIT + rounding),
-                ("log_prob_rounded", rounded_oracle(self._inputs, head), SCORE_LIMIT),
+                ("log_prob", self._inputs.oracle(head), SCORE_LIMIT + rounding + half_a_unit(self._inputs, head)),
+                ("log_prob_rounded", rounded_oracle(self._inputs, head), SCORE_LIMIT + half_a_unit(self._inputs, head)),
             ):
                 error = (scores.double() - wanted).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
                 worst = float(error[wanted > wanted.max() - 8.0].max())

@@ -161,14 +161,11 @@ def _summed_words(summed, start, sizes: gl.constexpr):
 
 @gluon.jit
 def _summed_exponents(words, queries, start, end, step, unit, sizes: gl.constexpr):
-    """As `_per_thread` has them, to base 2: of a step of candidates that are summed, with what each stands for.
-
-    Right to a unit, as far as taking off WHOLE is rounded.
-    """
+    """As `_per_thread` has them, to base 2: of a step of candidates that are summed, with what each stands for."""
     BLOCK_N: gl.constexpr = sizes[2]
     scores = _before(_whole(words, queries, sizes), start, end, sizes)
     place = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores.type.layout))
-    return _per_thread(scores * unit + (_summed_weight(place, step) - WHOLE * unit)[:, None], sizes)
+    return _per_thread((scores - WHOLE) * unit + _summed_weight(place, step)[:, None], sizes)
 
 
 @gluon.jit

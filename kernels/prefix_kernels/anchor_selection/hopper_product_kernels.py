@@ -92,7 +92,7 @@ def put_queries(query, tile, factor, sizes: gl.constexpr):
         q3 = _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, 3, sizes)
         largest = gl.maximum(largest, gl.maximum(q3, -q3))
     unit = gl.maximum(gl.max(gl.max(largest, axis=0), axis=0) * (1.0 / 127), LEAST_UNIT / factor)
-    units = 1.0 / unit
+    units = gl.div_rn(1.0, unit)  # as everybody divides: an oracle rounds the same way
     q_smem.index(0).store(_in_units(q0, units))
     if PIECES > 1:
         q_smem.index(1).store(_in_units(q1, units))
