@@ -74,7 +74,7 @@ def rounding_of(rows: Tensor, parts: Sequence[LowBitTensor], sm_scale: float, un
 
 
 def _int8_units(x: Tensor, unit_rows: int) -> Tensor:
-    """[rows, 1]: a 127th of the largest product of the tile that a row is in, by a product with 1 / 127 in x's dtype."""
+    """[rows, 1]: the largest product of the tile that a row is in, times 1 / 127 in x's dtype."""
     part = torch.tensor(1 / 127, dtype=x.dtype, device=x.device)
     return torch.cat([tile.abs().amax().expand(len(tile), 1) for tile in x.split(unit_rows)]) * part
 

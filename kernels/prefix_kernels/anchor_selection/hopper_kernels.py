@@ -16,6 +16,7 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
     barrier,
     load_rows,
     load_words,
+    prefetch_rows,
     product,
     put_queries,
     right_sides,
@@ -258,7 +259,14 @@ def _put_sums(peak, total, put, own, tile, num_entries, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
+def _prefetch_share(codes, AHEAD: gl.constexpr, sizes: gl.constexpr):
+    """Ask for the first AHEAD / 16 of an item's codes."""
+    packed_ptr, first_row, begin, end = codes
+    prefetch_rows(packed_ptr, first_row + begin, first_row + begin + (end - begin) * AHEAD // 16, sizes)
+
+
+@gluon.jit
+def _sum_sample_item(summed, codes, query, put, own, factor, AHEAD: gl.constexpr, sizes: gl.constexpr):
     """The first phase of an item where not all candidates are summed. Returns the unit of the last tile's scores."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
@@ -268,6 +276,8 @@ def _sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
         words = _summed_words(summed, begin, sizes)
+        if tile == 0:
+            _prefetch_share(codes, AHEAD, sizes)
         unit = put_queries(query, tile, factor, sizes)
         peak, total = _sum_sample(words, summed, q_smem, unit, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, BLOCK_M)
@@ -356,6 +366,7 @@ def score_items_hopper_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
+    AHEAD: gl.constexpr,
     LAYOUT: gl.constexpr,
     FIRST_PHASE: gl.constexpr,
     LAST_PHASE: gl.constexpr,
@@ -407,7 +418,7 @@ def score_items_hopper_kernel(
                     step = _sum_step(count, SUM_EVERY)
                     first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
                     summed = (packed_ptr, first_row, first, last, step)
-                    unit = _sum_sample_item(summed, query, put, own, factor, sizes)
+                    unit = _sum_sample_item(summed, codes, query, put, own, factor, AHEAD, sizes)
                 # The first codes are asked for before the queries and, for the second phase, before the others are
                 # waited for.
                 words = load_words(packed_ptr, first_row + begin, first_row + end - 1, sizes)

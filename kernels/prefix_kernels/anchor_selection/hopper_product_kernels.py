@@ -131,6 +131,35 @@ def load_rows(packed_ptr, n, sizes: gl.constexpr):
 
 
 @gluon.jit
+def prefetch_rows(packed_ptr, begin, end, sizes: gl.constexpr):
+    """Ask for the codes of rows `begin` to `end` in the second level of caches; nobody waits for them.
+
+    A program asks for what it is going to read while it gets its queries ready: memory has nothing else to do then.
+    """
+    PIECES: gl.constexpr = sizes[3]
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 thread;
+        .reg .pred first, any;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        setp.gt.and.s32 any, $2, 0, first;
+        @any cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [packed_ptr + begin.to(gl.int64) * (PIECES * 4), (end - begin) * (PIECES * 16)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    # Or the assembler lets it wait behind loads.
+    barrier()
+
+
+@gluon.jit
 def _codes(words, mma: gl.constexpr):
     """The codes of a piece as the left side of a product: INT8, nothing moves between threads.
 
