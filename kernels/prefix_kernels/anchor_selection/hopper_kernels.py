@@ -223,7 +223,7 @@ def _pool(scores, unit, tile, scores_ptr, start, end, sizes: gl.constexpr):
 
 @gluon.jit
 def _pool_stretch(
-    words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, lse, tile, scores_ptr, sizes: gl.constexpr
+    words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, below, tile, scores_ptr, sizes: gl.constexpr
 ):
     """Pooled scores of all candidates of a stretch, of which the first two steps are there."""
     BLOCK_N: gl.constexpr = sizes[2]
@@ -231,8 +231,6 @@ def _pool_stretch(
     MMA: gl.constexpr = sizes[7]
     last = first_row + end - 1
     queries = right_sides(q_smem, sizes)
-    # What is above a row's logarithm is an integer, too.
-    below = gl.floor(0.5 - gl.minimum(gl.maximum(lse / unit, -NEVER), NEVER)).to(gl.int32)
     base = below[None, :] + gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)
     for start in range(begin, end, 2 * BLOCK_N):
         scores = product(words, queries, base, sizes)
@@ -315,7 +313,10 @@ def _pool_item(
     BLOCK_N: gl.constexpr = sizes[2]
     NUM_WARPS: gl.constexpr = sizes[4]
     MMA: gl.constexpr = sizes[7]
-    parts: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [NUM_WARPS, 1], [1, 0])
+    if BLOCK_M < 64:
+        parts: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [NUM_WARPS, 1], [1, 0])
+    else:
+        parts: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_M, BLOCK_M // 4], [NUM_WARPS, 1], [1, 0])
     packed_ptr, first_row, begin, end = codes
     q_smem, _, _, _, _, of_group, _ = query
     peak_ptr, total_ptr, max_rows = put
@@ -330,8 +331,10 @@ def _pool_item(
         lse = _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, parts, BLOCK_CHUNKS)
         if SUM_EVERY > 1:
             lse += HEADROOM * LOG2E
-        lse = gl.convert_layout(lse, gl.SliceLayout(0, MMA))
-        _pool_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, lse, tile, scores, sizes)
+        # What is above a row's logarithm is an integer, too.
+        below = gl.floor(0.5 - gl.minimum(gl.maximum(lse / unit, -NEVER), NEVER)).to(gl.int32)
+        below = gl.convert_layout(below, gl.SliceLayout(0, MMA))
+        _pool_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, below, tile, scores, sizes)
         if tile + 1 < tiles:
             words = load_words(packed_ptr, first_row + begin, last, sizes)
             ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
