@@ -19,6 +19,8 @@ from prefix_kernels.low_bit import LowBitTensor, dequantize, unpack_codes
 from prefix_kernels.pooling import log_shares
 
 _ORACLE_ELEMENTS = 1 << 24
+_CHANCE = 1e-3
+"""Of a limit that right scores do not keep."""
 
 
 def rounded_oracle(inputs: Inputs, head: int) -> Tensor:
@@ -54,23 +56,21 @@ def rounding_of(rows: Tensor, parts: Sequence[LowBitTensor], sm_scale: float, un
         sm_scale: multiplies q.k.
         unit_rows: rows that share a unit of INT8; 0: fp16.
 
-    A product x = query * step is off by up to half a unit (of fp16: in its last of 11 places), evenly distributed, and
-    independent from channel to channel. A candidate's score is off by the sum of that times its codes, less what all
-    candidates have in common: of variance sum over channels of unit(x)^2 / 12 * variance of the codes. Of n normal
-    draws the largest is about sqrt(2 ln(2 n)) standard deviations.
+    What a product x = query * step was rounded by is known: e. A candidate's score is off by the sum over channels of
+    e times its codes, less what all candidates have in common: of variance sum over channels of e^2 * variance of the
+    codes. Of n normal draws the largest is above sqrt(2 ln(2 n / p)) standard deviations with a probability of p at
+    most; p is `_CHANCE`.
     """
     if rows.dtype is torch.float32:
         return 0.0
-    rows = rows.double()
     variance = torch.zeros(rows.shape[0], dtype=torch.float64, device=rows.device)
     for number, part in enumerate(parts):
         used = rows if len(parts) == 1 else rows.clamp(max=0) if number == 0 else rows.clamp(min=0)
-        x = (used * part.scale.double()).abs()
-        unit = _int8_units(x, unit_rows) if unit_rows else torch.where(x > 0, torch.exp2(x.log2().floor() - 10), 0.0)
+        error = (_rounded(used, part, unit_rows) - used.double()) * part.scale.double()
         spread = unpack_codes(part.packed, part.bits).double().var(dim=0)
-        variance += (unit.square() / 12 * spread).sum(dim=1)
+        variance += (error.square() * spread).sum(dim=1)
     draws = 2 * rows.shape[0] * len(parts[0].packed)
-    return float(variance.max().sqrt()) * sm_scale * math.sqrt(2 * math.log(draws))
+    return float(variance.max().sqrt()) * sm_scale * math.sqrt(2 * math.log(draws / _CHANCE))
 
 
 def _int8_units(x: Tensor, unit_rows: int) -> Tensor:

@@ -12,6 +12,12 @@ import triton.language as tl
 from triton import knobs
 
 NUM_DIGITS = tl.constexpr(256)
+COUNTS = tl.constexpr("{ .shared .align 1024 .b32 digit_counts[512]; mov.u32 $0, digit_counts; }")
+"""The address of 257 numbers. What Triton itself has in shared memory comes behind them, and matrix instructions want
+that at a multiple of 1,024 bytes."""
+RESET = tl.constexpr("st.shared.b32 [$1], 0; mov.b32 $0, 0;")
+ADD = tl.constexpr("red.shared.add.u32 [$1], 1; mov.b32 $0, 0;")
+READ = tl.constexpr("ld.shared.b32 $0, [$1];")
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
@@ -30,21 +36,10 @@ def begin_counts():
     counts = tl.zeros([NUM_DIGITS], tl.int32)
     at = 0
     if not _INTERPRETED:
-        at = tl.inline_asm_elementwise(
-            # 257 numbers. What Triton itself has in shared memory comes behind them, and matrix instructions want that
-            # at a multiple of 1,024 bytes.
-            "{ .shared .align 1024 .b32 digit_counts[512]; mov.u32 $0, digit_counts; }",
-            "=r",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        at = tl.inline_asm_elementwise(COUNTS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         # Threads that still read what was counted here before.
         tl.debug_barrier()
-        tl.inline_asm_elementwise(
-            "st.shared.b32 [$1], 0; mov.b32 $0, 0;", "=r,r", [_places() + at], dtype=tl.int32, is_pure=False, pack=1
-        )
+        tl.inline_asm_elementwise(RESET, "=r,r", [_places() + at], dtype=tl.int32, is_pure=False, pack=1)
         tl.debug_barrier()
     return counts, at
 
@@ -59,7 +54,7 @@ def add_counts(counts, at, digits, mask):
         counts += tl.histogram(digits, NUM_DIGITS, mask=mask)
     else:
         tl.inline_asm_elementwise(
-            "red.shared.add.u32 [$1], 1; mov.b32 $0, 0;",
+            ADD,
             "=r,r",
             # What is not counted goes to a place that nobody reads: a predicate would be a branch.
             [tl.where(mask, digits, NUM_DIGITS) * 4 + at],
@@ -75,7 +70,5 @@ def end_counts(counts, at):
     """int32 [NUM_DIGITS]: what all threads of the program have counted."""
     if not _INTERPRETED:
         tl.debug_barrier()
-        counts = tl.inline_asm_elementwise(
-            "ld.shared.b32 $0, [$1];", "=r,r", [_places() + at], dtype=tl.int32, is_pure=False, pack=1
-        )
+        counts = tl.inline_asm_elementwise(READ, "=r,r", [_places() + at], dtype=tl.int32, is_pure=False, pack=1)
     return counts

@@ -9,19 +9,20 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from prefix_kernels.anchor_selection.hopper_count_kernels import add_counts, add_up_counts, begin_counts
 from prefix_kernels.anchor_selection.hopper_product_kernels import (
     FEW_ROWS,
     WHOLE,
     WHOLE_BITS,
     barrier,
+    begin_product,
+    end_product,
     load_rows,
     load_words,
-    prefetch_rows,
-    product,
     put_queries,
     right_sides,
 )
-from prefix_kernels.anchor_selection.kernels import ARRIVALS
+from prefix_kernels.anchor_selection.kernels import ARRIVALS, KEY_BITS
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
 from prefix_kernels.digit_counts import NUM_DIGITS
 from prefix_kernels.pooled_scores.stretch_kernels import (
@@ -34,6 +35,7 @@ from prefix_kernels.pooled_scores.stretch_kernels import (
     summed_candidate,
     summed_weight,
 )
+from prefix_kernels.top_k_selection.kernels import DIGIT_BITS, ordered_keys
 
 LOWEST = gl.constexpr(8388608.0)
 """WHOLE and a score that none is as low as."""
@@ -48,6 +50,7 @@ _num_summed = gluon.jit(num_summed.fn)
 _summed_candidate = gluon.jit(summed_candidate.fn)
 _summed_weight = gluon.jit(summed_weight.fn)
 _stretch_of = gluon.jit(stretch_of.fn)
+_ordered_keys = gluon.jit(ordered_keys.fn)
 
 
 @gluon.jit
@@ -88,7 +91,8 @@ def _whole(words, queries, sizes: gl.constexpr):
     BLOCK_N: gl.constexpr = sizes[2]
     MMA: gl.constexpr = sizes[7]
     base = gl.full([BLOCK_N, BLOCK_M], WHOLE_BITS, gl.int32, MMA)
-    return product(words, queries, base, sizes).to(gl.float32, bitcast=True)
+    scores = end_product(begin_product(words, queries, base, sizes), base, 0, sizes)
+    return scores.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -211,34 +215,48 @@ def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, layout: 
 
 
 @gluon.jit
-def _pool(scores, unit, tile, scores_ptr, start, end, sizes: gl.constexpr):
-    """Write the natural log of the largest share of attention of each candidate of a step."""
+def _spread(first, second, sizes: gl.constexpr):
+    """[2 * BLOCK_N], a thread's own each: what 4 threads have alike of two steps one after the other."""
     BLOCK_N: gl.constexpr = sizes[2]
-    pooled = gl.max(scores, axis=1).to(gl.float32) * (unit * LN2)
-    n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores.type.layout))
-    if tile > 0:
-        pooled = gl.maximum(pooled, gl.load(scores_ptr + n, mask=n < end, other=0.0))
-    gl.store(scores_ptr + n, pooled, mask=n < end)
+    SPREAD: gl.constexpr = sizes[8]
+    both = gl.permute(gl.join(first, second), (1, 0))
+    return gl.convert_layout(gl.reshape(both, [2 * BLOCK_N]), SPREAD)
 
 
 @gluon.jit
-def _pool_stretch(
-    words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, below, tile, scores_ptr, sizes: gl.constexpr
-):
-    """Pooled scores of all candidates of a stretch, of which the first two steps are there."""
+def _put_scores(pooled, start, end, tile, put):
+    """Write the pooled scores of two steps, natural log, and after the last tile count the upper bytes of their keys."""
+    scores_ptr, num_sink, recent_begin, last_tile, counts_at = put
+    n = start + gl.arange(0, pooled.shape[0], pooled.type.layout)
+    if tile > 0:
+        pooled = gl.maximum(pooled, gl.load(scores_ptr + n, mask=n < end, other=0.0))
+    gl.store(scores_ptr + n, pooled, mask=n < end)
+    digit = (_ordered_keys(pooled, KEY_BITS) >> DIGIT_BITS).to(gl.int32)
+    in_window = (n < num_sink) | (n >= recent_begin)
+    add_counts(counts_at, gl.where(in_window, 0, NUM_DIGITS - 1 - digit), (n < end) & (tile == last_tile))
+
+
+@gluon.jit
+def _pool_stretch(words, ahead, codes, q_smem, unit, below, tile, scores, sizes: gl.constexpr):
+    """Pooled scores of all candidates of a stretch, of which the first two steps are there: the natural log of the
+    largest share of attention."""
     BLOCK_N: gl.constexpr = sizes[2]
     BLOCK_M: gl.constexpr = sizes[1]
     MMA: gl.constexpr = sizes[7]
+    packed_ptr, first_row, begin, end = codes
     last = first_row + end - 1
     queries = right_sides(q_smem, sizes)
     base = below[None, :] + gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)
+    # A step's scores are pooled while those of the next are multiplied.
     for start in range(begin, end, 2 * BLOCK_N):
-        scores = product(words, queries, base, sizes)
+        first = begin_product(words, queries, base, sizes)
+        second = begin_product(ahead, queries, base, sizes)
         words = load_words(packed_ptr, first_row + start + 2 * BLOCK_N, last, sizes)
-        _pool(scores, unit, tile, scores_ptr, start, end, sizes)
-        scores = product(ahead, queries, base, sizes)
         ahead = load_words(packed_ptr, first_row + start + 3 * BLOCK_N, last, sizes)
-        _pool(scores, unit, tile, scores_ptr, start + BLOCK_N, end, sizes)
+        highest = gl.max(end_product(first, base, 1, sizes), axis=1)
+        both = _spread(highest, gl.max(end_product(second, base, 0, sizes), axis=1), sizes)
+        pooled = both.to(gl.float32) * (unit * LN2)
+        _put_scores(pooled, start, end, tile, scores)
 
 
 @gluon.jit
@@ -257,14 +275,7 @@ def _put_sums(peak, total, put, own, tile, num_entries, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch_share(codes, AHEAD: gl.constexpr, sizes: gl.constexpr):
-    """Ask for the first AHEAD / 16 of an item's codes."""
-    packed_ptr, first_row, begin, end = codes
-    prefetch_rows(packed_ptr, first_row + begin, first_row + begin + (end - begin) * AHEAD // 16, sizes)
-
-
-@gluon.jit
-def _sum_sample_item(summed, codes, query, put, own, factor, AHEAD: gl.constexpr, sizes: gl.constexpr):
+def _sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
     """The first phase of an item where not all candidates are summed. Returns the unit of the last tile's scores."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
@@ -274,8 +285,6 @@ def _sum_sample_item(summed, codes, query, put, own, factor, AHEAD: gl.constexpr
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
         words = _summed_words(summed, begin, sizes)
-        if tile == 0:
-            _prefetch_share(codes, AHEAD, sizes)
         unit = put_queries(query, tile, factor, sizes)
         peak, total = _sum_sample(words, summed, q_smem, unit, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, BLOCK_M)
@@ -304,10 +313,11 @@ def _sum_item(words, ahead, codes, query, put, own, factor, sizes: gl.constexpr)
 
 @gluon.jit
 def _pool_item(
-    words, ahead, codes, query, put, stats, num_chunks, factor, unit, scores, AGAIN: gl.constexpr,
+    words, ahead, codes, query, put, stats, num_chunks, factor, unit, scores, all_at_least_ptr, AGAIN: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_CHUNKS: gl.constexpr, sizes: gl.constexpr,
 ):  # fmt: skip
-    """The second phase of an item: write the pooled scores of its stretch. AGAIN: no queries are there."""
+    """The second phase of an item: write the pooled scores of its stretch, and add to all programs' counts of their
+    upper bytes. AGAIN: no queries are there."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
@@ -323,6 +333,8 @@ def _pool_item(
     _, num_rows, _ = of_group
     last = first_row + end - 1
     tiles = gl.cdiv(num_rows * GQA, BLOCK_M)
+    scores_ptr, num_sink, recent_begin = scores
+    counts_at = begin_counts(NUM_WARPS)
     for tile in range(tiles):
         if AGAIN or tiles > 1:
             unit = put_queries(query, tile, factor, sizes)
@@ -334,11 +346,13 @@ def _pool_item(
         # What is above a row's logarithm is an integer, too.
         below = gl.floor(0.5 - gl.minimum(gl.maximum(lse / unit, -NEVER), NEVER)).to(gl.int32)
         below = gl.convert_layout(below, gl.SliceLayout(0, MMA))
-        _pool_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, below, tile, scores, sizes)
+        where = (scores_ptr, num_sink, recent_begin, tiles - 1, counts_at)
+        _pool_stretch(words, ahead, codes, q_smem, unit, below, tile, where, sizes)
         if tile + 1 < tiles:
             words = load_words(packed_ptr, first_row + begin, last, sizes)
             ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
         barrier()
+    add_up_counts(counts_at, all_at_least_ptr, NUM_WARPS)
 
 
 @gluon.jit
@@ -352,7 +366,7 @@ def score_items_hopper_kernel(
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `items.py`
-    all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, 256], set to 0 for the launch that counts
+    all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, 256]: of keys' upper bytes, written; of lower ones, 0
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
     sm_scale,
     q_stride_row,
@@ -369,8 +383,8 @@ def score_items_hopper_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
-    AHEAD: gl.constexpr,
     LAYOUT: gl.constexpr,
+    SPREAD: gl.constexpr,
     FIRST_PHASE: gl.constexpr,
     LAST_PHASE: gl.constexpr,
     OVERLAPPED: gl.constexpr,
@@ -384,7 +398,7 @@ def score_items_hopper_kernel(
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
-    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma)
+    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, SPREAD)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
     factor = sm_scale * LOG2E
@@ -396,12 +410,14 @@ def score_items_hopper_kernel(
             num_chunks = gl.load(fields + 2).to(gl.int32)
             prefix_len = gl.load(fields + 3).to(gl.int32)
             selected = gl.load(fields + 4).to(gl.int32)
+            num_sink = gl.load(fields + 5).to(gl.int32)
+            recent_begin = gl.load(fields + 6).to(gl.int32)
             row = group * num_heads + head
             row_begin = gl.load(groups_ptr + group * 4)
             num_rows = gl.load(groups_ptr + group * 4 + 1)
             count = gl.load(heads_ptr + row * 4).to(gl.int32)
             first_row = gl.load(heads_ptr + row * 4 + 1).to(gl.int32)
-            scores = scores_ptr + gl.load(heads_ptr + row * 4 + 3)
+            scores = (scores_ptr + gl.load(heads_ptr + row * 4 + 3), num_sink, recent_begin)
             channels_ptr = gl.load(arrays_ptr + group * 5).to(gl.pointer_type(gl.int16)) + head * CHANNELS
             packed_ptr = gl.multiple_of(gl.load(arrays_ptr + group * 5 + 1).to(gl.pointer_type(gl.int32)), 16)
             scale_ptr = gl.load(arrays_ptr + group * 5 + 2).to(gl.pointer_type(gl.float32)) + head * CHANNELS
@@ -421,7 +437,7 @@ def score_items_hopper_kernel(
                     step = _sum_step(count, SUM_EVERY)
                     first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
                     summed = (packed_ptr, first_row, first, last, step)
-                    unit = _sum_sample_item(summed, codes, query, put, own, factor, AHEAD, sizes)
+                    unit = _sum_sample_item(summed, query, put, own, factor, sizes)
                 # The first codes are asked for before the queries and, for the second phase, before the others are
                 # waited for.
                 words = load_words(packed_ptr, first_row + begin, first_row + end - 1, sizes)
@@ -437,6 +453,6 @@ def score_items_hopper_kernel(
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE >= 2:
                     _pool_item(
-                        words, ahead, codes, query, put, stats, num_chunks, factor, unit, scores, FIRST_PHASE == 2,
-                        SUM_EVERY, BLOCK_CHUNKS, sizes,
+                        words, ahead, codes, query, put, stats, num_chunks, factor, unit, scores,
+                        all_at_least_ptr + row * NUM_DIGITS, FIRST_PHASE == 2, SUM_EVERY, BLOCK_CHUNKS, sizes,
                     )  # fmt: skip

@@ -32,6 +32,13 @@ def words_layout(block_n: int, num_warps: int) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout([[8, 0], *rows], lanes, warps, [], [block_n, 4])
 
 
+def spread_layout(block_n: int, num_warps: int) -> gl.DistributedLinearLayout:
+    """Of [2 * block_n] candidates of two steps: what 4 threads of the matrix instructions have alike, shared out."""
+    rest = [[8], *([row] for row in _powers(16 * num_warps, 2 * block_n))]
+    warps = [[row] for row in _powers(16, 16 * num_warps)]
+    return gl.DistributedLinearLayout(rest[2:], [*rest[:2], [1], [2], [4]], warps, [], [2 * block_n])
+
+
 def _powers(first: int, limit: int) -> list[int]:
     """`first` and its doubles below the limit."""
     return [first << shift for shift in range((max(limit // first, 1)).bit_length() - 1)]
@@ -131,35 +138,6 @@ def load_rows(packed_ptr, n, sizes: gl.constexpr):
 
 
 @gluon.jit
-def prefetch_rows(packed_ptr, begin, end, sizes: gl.constexpr):
-    """Ask for the codes of rows `begin` to `end` in the second level of caches; nobody waits for them.
-
-    A program asks for what it is going to read while it gets its queries ready: memory has nothing else to do then.
-    """
-    PIECES: gl.constexpr = sizes[3]
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 thread;
-        .reg .pred first, any;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        setp.gt.and.s32 any, $2, 0, first;
-        @any cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [packed_ptr + begin.to(gl.int64) * (PIECES * 4), (end - begin) * (PIECES * 16)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    # Or the assembler lets it wait behind loads.
-    barrier()
-
-
-@gluon.jit
 def _codes(words, mma: gl.constexpr):
     """The codes of a piece as the left side of a product: INT8, nothing moves between threads.
 
@@ -222,11 +200,8 @@ def _add_product(acc, words, queries, PIECE: gl.constexpr, sizes: gl.constexpr):
 
 
 @gluon.jit
-def product(words, queries, base, sizes: gl.constexpr):
-    """int32 [BLOCK_N, BLOCK_M]: `base` plus the scores of a step, in the unit that `put_queries` tells.
-
-    A score is less than 2^18.
-    """
+def begin_product(words, queries, base, sizes: gl.constexpr):
+    """Scores of a step, in the unit that `put_queries` tells; what `end_product` takes. A score is less than 2^18."""
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
     PIECES: gl.constexpr = sizes[3]
@@ -243,6 +218,14 @@ def product(words, queries, base, sizes: gl.constexpr):
         acc = _add_product(acc, w2, q2, 2, sizes)
     if PIECES > 3:
         acc = _add_product(acc, w3, q3, 3, sizes)
+    return acc
+
+
+@gluon.jit
+def end_product(acc, base, BEGUN_AFTER: gl.constexpr, sizes: gl.constexpr):
+    """int32 [BLOCK_N, BLOCK_M]: `base` plus what `begin_product` has begun, after which BEGUN_AFTER others were."""
+    BLOCK_M: gl.constexpr = sizes[1]
+    PIECES: gl.constexpr = sizes[3]
     if BLOCK_M > FEW_ROWS:
-        acc = hopper.warpgroup_mma_wait(0, deps=[acc]) + base
+        acc = hopper.warpgroup_mma_wait(BEGUN_AFTER * PIECES, deps=[acc]) + base
     return acc

@@ -74,22 +74,29 @@ def _place_of_digit(keys, upper, LOWER: tl.constexpr):
 
 @triton.jit
 def _count_tokens(scores, begin, end, num_sink, recent_begin, upper, LOWER: tl.constexpr, TILE: tl.constexpr):
-    """int32 [NUM_DIGITS]: tokens of a stretch by the place of their digit, each with a score of its own."""
+    """int32 [NUM_DIGITS]: tokens of a stretch by the place of their digit, each with a score of its own. And, with
+    LOWER, how many tokens have a higher upper byte than `upper`."""
     counts, at = begin_counts()
+    higher = tl.zeros([TILE], tl.int32)
     for start in range(begin, end, TILE):
         tile = load_scores(scores, start, end, 0, TILE, True)
         keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
         place, matching = _place_of_digit(keys, upper, LOWER)
-        counts = add_counts(counts, at, place, matching & (start + tl.arange(0, TILE) < end))
-    return end_counts(counts, at)
+        there = start + tl.arange(0, TILE) < end
+        counts = add_counts(counts, at, place, matching & there)
+        if LOWER:
+            higher += (((keys >> DIGIT_BITS) > upper.to(tl.uint32)) & there).to(tl.int32)
+    return end_counts(counts, at), tl.sum(higher, axis=0) if LOWER else 0
 
 
 @triton.jit
-def _count_cut_block(counts, scores, block, there, free, upper, LOWER: tl.constexpr):
+def _count_cut_block(counts, higher, scores, block, there, free, upper, LOWER: tl.constexpr):
     """Count the `free` tokens of one block, if it is `there`."""
     keys = ordered_keys(tl.load(scores + block, mask=there, other=0.0), KEY_BITS)
     place, matching = _place_of_digit(keys, upper, LOWER)
-    return counts + tl.where((tl.arange(0, NUM_DIGITS) == place) & matching & there, free, 0)
+    if LOWER:
+        higher += tl.where(there & ((keys >> DIGIT_BITS) > upper.to(tl.uint32)), free, 0)
+    return counts + tl.where((tl.arange(0, NUM_DIGITS) == place) & matching & there, free, 0), higher
 
 
 @triton.jit
@@ -106,27 +113,33 @@ def _count_blocks(
 ):  # fmt: skip
     """As `_count_tokens`, for blocks `begin` to `end`, which are tokens `token_begin` to `token_end`."""
     counts, at = begin_counts()
+    above = tl.zeros([TILE], tl.int32)
     for start in range(begin, end, TILE):
         block = start + tl.arange(0, TILE)
         keys = ordered_keys(tl.load(scores + block, mask=block < end, other=0.0), KEY_BITS)
         place, matching = _place_of_digit(keys, upper, LOWER)
         whole = _free_tokens(block, block_shift, num_sink, recent_begin) == 1 << block_shift
-        counts = add_counts(counts, at, place, matching & whole & (block < end))
+        there = whole & (block < end)
+        counts = add_counts(counts, at, place, matching & there)
+        if LOWER:
+            above += (((keys >> DIGIT_BITS) > upper.to(tl.uint32)) & there).to(tl.int32)
     counts = end_counts(counts, at) << block_shift
+    higher = tl.sum(above, axis=0) << block_shift
     # Windows cut two blocks, or one of them twice; the end of the prefix cuts none that the recent window leaves whole.
     first, last = num_sink >> block_shift, recent_begin >> block_shift
     free = _free_tokens(first, block_shift, num_sink, recent_begin)
     cut = (free < 1 << block_shift) & (first >= begin) & (first < end)
-    counts = _count_cut_block(counts, scores, first, cut, free, upper, LOWER)
+    counts, higher = _count_cut_block(counts, higher, scores, first, cut, free, upper, LOWER)
     free = _free_tokens(last, block_shift, num_sink, recent_begin)
     cut = (free < 1 << block_shift) & (last >= begin) & (last < end) & (last != first)
-    counts = _count_cut_block(counts, scores, last, cut, free, upper, LOWER)
+    counts, higher = _count_cut_block(counts, higher, scores, last, cut, free, upper, LOWER)
     # Tokens of the windows have the highest key.
     free = tl.maximum(tl.minimum(token_end, recent_begin) - tl.maximum(token_begin, num_sink), 0)
     windows = tl.maximum(token_end - token_begin, 0) - free
     if LOWER:
+        higher += tl.where(upper < NUM_DIGITS - 1, windows, 0)
         windows = tl.where(upper == NUM_DIGITS - 1, windows, 0)
-    return counts + tl.where(tl.arange(0, NUM_DIGITS) == 0, windows, 0)
+    return counts + tl.where(tl.arange(0, NUM_DIGITS) == 0, windows, 0), higher
 
 
 @triton.jit
@@ -142,23 +155,30 @@ def _choose_digit(all_at_least_ptr, need):
 
 
 @triton.jit
+def _sum_of(counts_ptr, num_chunks, BLOCK_C: tl.constexpr):
+    """What the first chunks counted, together."""
+    total = tl.zeros([BLOCK_C], tl.int32)
+    for first in range(0, num_chunks, BLOCK_C):
+        chunk = first + tl.arange(0, BLOCK_C)
+        # Other programs of the same launch have written them: past the first level of caches.
+        total += tl.load(counts_ptr + chunk, mask=chunk < num_chunks, other=0, cache_modifier=".cg")
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
 def _count_digits(
-    scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, at_least_ptr,
-    all_at_least_ptr, LOWER: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+    scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER: tl.constexpr,
+    TILE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Write how many tokens of a stretch have a digit of 255 - i or above, at place i: of their upper byte, or with
-    LOWER of the lower one, of those whose upper byte is `upper`. And add them to those of all stretches."""
+    """int32 [NUM_DIGITS]: how many tokens of a stretch have a digit of 255 - i or above, at place i: of their upper
+    byte, or with LOWER of the lower one, of those whose upper byte is `upper`. Then also how many have a higher one."""
     if TOKENS:
-        counts = _count_tokens(scores, token_begin, token_end, num_sink, recent_begin, upper, LOWER, TILE)
+        counts, higher = _count_tokens(scores, token_begin, token_end, num_sink, recent_begin, upper, LOWER, TILE)
     else:
-        counts = _count_blocks(
+        counts, higher = _count_blocks(
             scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER, TILE // 4
         )
-    place = tl.arange(0, NUM_DIGITS)
-    at_least = tl.cumsum(counts, axis=0)
-    tl.store(at_least_ptr + place, at_least)
-    # Integers: the order says nothing.
-    tl.atomic_add(all_at_least_ptr + place, at_least, sem="relaxed")
+    return tl.cumsum(counts, axis=0), higher
 
 
 @triton.jit
@@ -176,8 +196,10 @@ def select_kernel(
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `items.py`
     block_shifts_ptr,  # int32 [num_groups, num_kv_heads], log2 of the tokens of a candidate
-    at_least_ptr,  # int32 [2, num_kv_heads, max_items, NUM_DIGITS]
-    all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, NUM_DIGITS], of all stretches; set to 0 in the first phase
+    at_least_ptr,  # int32 [num_kv_heads, max_items, NUM_DIGITS], by the lower byte, of tokens at the threshold's upper one
+    higher_ptr,  # int32 [num_kv_heads, max_items], tokens of a higher upper byte
+    all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, NUM_DIGITS], of all stretches by upper bytes, and by lower
+    # ones as above; set to 0 in the first phase
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
     slot_table_ptr,  # int32 or int64 [arena]
     positions_ptr,  # int32 [num_groups, num_kv_heads, max_budget], written
@@ -218,7 +240,6 @@ def select_kernel(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
-    SCORED: tl.constexpr,  # the pooled scores are there: the second phase only counts
     FIRST_PHASE: tl.constexpr,
     LAST_PHASE: tl.constexpr,
     TILE: tl.constexpr,
@@ -267,8 +288,7 @@ def select_kernel(
                 if FIRST_PHASE <= 2:
                     raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
                     stats = first_item * max_rows
-                uppers = at_least_ptr + first_item * NUM_DIGITS
-                lowers = uppers + num_heads.to(tl.int64) * max_items * NUM_DIGITS
+                lowers = at_least_ptr + first_item * NUM_DIGITS
                 of_uppers = all_at_least_ptr + row * NUM_DIGITS
                 of_lowers = of_uppers + num_totals * NUM_DIGITS
                 if FIRST_PHASE == 1:
@@ -291,20 +311,21 @@ def select_kernel(
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
                 if FIRST_PHASE <= 2 and LAST_PHASE >= 2:
-                    if not SCORED:
-                        score_stretch(
-                            begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
-                            packed2_at, scale2_at, first_row, 1, list_ptr, raw_base, scores,
-                            k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
-                            q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
-                            GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS,
-                            LISTED_CHANNELS, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
-                            RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
-                        )  # fmt: skip
-                    _count_digits(
-                        scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,
-                        uppers + chunk * NUM_DIGITS, of_uppers, False, TILE, TOKENS,
+                    score_stretch(
+                        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
+                        packed2_at, scale2_at, first_row, 1, list_ptr, raw_base, scores,
+                        k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
+                        q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
+                        GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS,
+                        LISTED_CHANNELS, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
+                        RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                     )  # fmt: skip
+                    at_least, _ = _count_digits(
+                        scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,
+                        False, TILE, TOKENS,
+                    )  # fmt: skip
+                    # Integers: the order says nothing.
+                    tl.atomic_add(of_uppers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
                 if FIRST_PHASE <= 2 and LAST_PHASE > 2:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE >= 3:
@@ -312,14 +333,17 @@ def select_kernel(
                     upper = upper_place ^ (NUM_DIGITS - 1)
                     need = selected - above
                 if FIRST_PHASE <= 3 and LAST_PHASE >= 3:
-                    _count_digits(
-                        scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper,
-                        lowers + chunk * NUM_DIGITS, of_lowers, True, TILE, TOKENS,
+                    at_least, higher = _count_digits(
+                        scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, True,
+                        TILE, TOKENS,
                     )  # fmt: skip
+                    tl.store(lowers + chunk * NUM_DIGITS + tl.arange(0, NUM_DIGITS), at_least)
+                    tl.store(higher_ptr + first_item + chunk, higher)
+                    tl.atomic_add(of_lowers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
                 if FIRST_PHASE <= 3 and LAST_PHASE > 3:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE == 4:
-                    above_before, _, _, _ = counted_at(uppers, chunk, 0, upper_place, BLOCK_CHUNKS)
+                    above_before = _sum_of(higher_ptr + first_item, chunk, BLOCK_CHUNKS)
                     lower_place, above, ties = _choose_digit(of_lowers, need)
                     lower = lower_place ^ (NUM_DIGITS - 1)
                     more_before, ties_before, _, _ = counted_at(lowers, chunk, 0, lower_place, BLOCK_CHUNKS)

@@ -102,7 +102,8 @@ class AnchorSelection:
         self._items = integers(max_items, ITEM_FIELDS, dtype=torch.int64)
         self._score_items = integers(max_score_items if config.specialized else 1, ITEM_FIELDS, dtype=torch.int64)
         self._block_shifts = integers(max_groups, heads)
-        self._at_least = integers(2, heads, max_items, _NUM_DIGITS)
+        self._at_least = integers(heads, max_items, _NUM_DIGITS)
+        self._higher = integers(heads, max_items)
         self._all_at_least = integers(2, max_groups, heads, _NUM_DIGITS)
         self._arrived = integers(max_groups, heads, dtype=torch.int64)
         self._peak = torch.empty(heads, max_score_items, self._tables.max_rows, dtype=torch.float32, device=device)
@@ -204,9 +205,9 @@ class AnchorSelection:
             specialized.check_inputs(inputs)
             items = {"items_ptr": self._score_items, "max_items": self._score_items.shape[0]}
             specialized.launch_scores(self.config, (self._score_programs, heads), arguments | items, joined=joined)
-        first = 2 if self.config.specialized else 1
+        first = 3 if self.config.specialized else 1
         for begin, last in ((first, _PHASES),) if joined else ((phase, phase) for phase in range(first, _PHASES + 1)):
-            of_phases = {"FIRST_PHASE": begin, "LAST_PHASE": last, "SCORED": self.config.specialized}
+            of_phases = {"FIRST_PHASE": begin, "LAST_PHASE": last}
             options = self._listing.launch_options(joined=joined)
             launch(select_kernel, (self.programs_of_a_head, heads), {**arguments, **of_phases}, **options)
 
@@ -230,6 +231,7 @@ class AnchorSelection:
             "items_ptr": self._items,
             "block_shifts_ptr": self._block_shifts,
             "at_least_ptr": self._at_least,
+            "higher_ptr": self._higher,
             "all_at_least_ptr": self._all_at_least,
             "num_totals": self._arrived.numel(),
             "arrived_ptr": self._arrived,

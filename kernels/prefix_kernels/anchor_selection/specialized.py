@@ -17,8 +17,6 @@ LISTING = AnchorConfig(num_warps=8)
 _MOST_ROWS = 2**31
 """Of codes, that it can number; it looks a few steps ahead."""
 _STEPS_AHEAD = 4
-AHEAD = 8
-"""Sixteenths of its codes that a program asks for before it has its queries. To be timed: 0, 4, 8, 12, 16."""
 FEW_ROWS = 32
 """Of so many rows at most, the sums of 64 programs are read at once, else of 32."""
 
@@ -59,7 +57,7 @@ def check_inputs(inputs: ScoreInputs) -> None:
 
 
 def launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[str, Any], *, joined: bool) -> None:
-    """The first two phases, in one launch or in two.
+    """The first two phases, in one launch or in two: upper bytes of keys are counted, and `uppers` of items not written.
 
     Args:
         config: a specialized one.
@@ -68,7 +66,7 @@ def launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[s
         joined: in one launch, whose programs wait for each other.
     """
     from prefix_kernels.anchor_selection.hopper_kernels import score_items_hopper_kernel
-    from prefix_kernels.anchor_selection.hopper_product_kernels import words_layout
+    from prefix_kernels.anchor_selection.hopper_product_kernels import spread_layout, words_layout
 
     arguments = {
         **arguments,
@@ -76,8 +74,8 @@ def launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[s
         "BLOCK_N": config.block_n,
         "BLOCK_CHUNKS": 64 if config.block_m <= FEW_ROWS else 32,
         "NUM_WARPS": config.num_warps,
-        "AHEAD": AHEAD,
         "LAYOUT": words_layout(config.block_n, config.num_warps),
+        "SPREAD": spread_layout(config.block_n, config.num_warps),
     }
     for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
         arguments |= {"FIRST_PHASE": first, "LAST_PHASE": last}
