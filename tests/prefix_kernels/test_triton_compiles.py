@@ -270,8 +270,7 @@ SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 #: fp8 is refused below sm_89, where the conversion is not in hardware.
 NOT_FOR = {("prefix_attention on fp8", 80), ("attention with bounded registers", 80)}
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith("specialized")}
-#: Lower tiles do there.
-NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}
+NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}  # lower tiles do there
 #: Bytes that a thread may spill: a bound on registers has its price, and so has the kernel whose warps share them out.
 SPILLED = {
     "attention with bounded registers": 32,
