@@ -6,18 +6,18 @@ thread, and every instruction is done for all threads before the next one.
 What is modelled:
 
 - integers, fp32 and predicates; branches that all threads take together, instructions under a predicate;
-- the threads' places in `mma.sync` and `wgmma` of fp16, in `ldmatrix`, `stmatrix` and `shfl`;
+- the threads' places in `mma.sync` and `wgmma` of INT8, in `ldmatrix`, `stmatrix` and `shfl`;
 - descriptors of shared memory and its swizzle, for a right side whose rows lie along the summed dimension;
-- bounds: an address must lie in a tensor of the launch or in the program's shared memory, and be aligned. Shared memory
-  and registers that nothing was written to have all bits set, which is no number as fp16 or fp32.
+- bounds: an address must lie in a tensor of the launch or in the program's shared memory, and be aligned. Of shared
+  memory only what was written may be read; a register that nothing was written to has all bits set, which is no number
+  as fp32.
 
 What is not:
 
 - time, and all that goes on at the same time. Barriers, fences and waits do nothing, as threads never drift apart: one
   that is missing is not found, nor is memory that is read before it was there;
 - other programs, and atomics: a program must be on its own;
-- how instructions round inside. A matrix instruction's sum is exact and rounded once, `ex2.approx` is numpy's, fp32
-  `fma` goes through fp64, and nothing is flushed to 0.
+- how instructions round inside. `ex2.approx` is numpy's, fp32 `fma` goes through fp64, and nothing is flushed to 0.
 """
 
 from __future__ import annotations
@@ -26,88 +26,60 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from prefix_kernels.launching import Launch
+from tests.prefix_kernels.ptx_instructions import PLAIN_FAMILIES
+from tests.prefix_kernels.ptx_products import MATRIX_FAMILIES
+from tests.prefix_kernels.ptx_text import DTYPES, LANES, PRED, U64, UNSIGNED, Array, Instruction, parse, registers_of
 
-Array = np.ndarray
-LANES = 32
+FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = PLAIN_FAMILIES | MATRIX_FAMILIES
+"""What does an instruction, by its name's first part."""
 MOST_STEPS = 5_000_000
 SHARED_BASE = 1024
 """Address of shared memory: not 0, and a multiple of what swizzles repeat after."""
-_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-DTYPES = {f"{kind}{bits}": _UNSIGNED[bits // 8] for kind in "bu" for bits in (8, 16, 32, 64)}
-DTYPES |= {f"s{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)}
-DTYPES |= {"f16": np.dtype("f2"), "f32": np.dtype("f4"), "pred": np.dtype(bool)}
-PRED, U32, U64, F16 = (DTYPES[name] for name in ("pred", "u32", "u64", "f16"))
 
 
 class UnknownInstructionError(LookupError):
     """An instruction, or a form of one, that this machine does not have."""
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """A statement: `@guard` or, negated, `@!guard`, parts of a name between dots, operands as written.
+class Memory:
+    """Ranges, each a first address and bytes. All addresses of an access must lie within one of them.
 
-    `{...}` and `[...]` are one operand each. The type is that of the last part, if it names one.
+    Args:
+        ranges: apart from each other.
+        blank: whether nothing is in them so far. Then only what was written may be read.
     """
 
-    text: str
-    guard: str | None
-    negated: bool
-    parts: tuple[str, ...]
-    operands: tuple[str, ...]
-    dtype: Any
-
-
-def parse(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Instructions of the only kernel, and the one that each label stands before."""
-    body = re.sub(r"//[^\n]*", "", ptx[ptx.index(".entry") :])
-    body = body[body.index("\n{") + 2 : body.rindex("\n}")]
-    body = re.sub(r"^\s*\.(loc|file)\b[^\n]*", "", body, flags=re.MULTILINE)
-    found: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for statement in body.split(";"):
-        # Braces around inline assembly, and labels, end without a semicolon.
-        while lead := re.match(r"[\s{}]+|(\$\w+):", statement):
-            if lead[1]:
-                labels[lead[1]] = len(found)
-            statement = statement[lead.end() :]
-        if not statement or statement.startswith((".reg", ".pragma")):
-            continue
-        negated, guard, name, rest = re.match(r"(?:@(!?)(%\w+)\s+)?(\S+)\s*(.*)$", statement, re.DOTALL).groups()
-        parts, operands = name.split("."), re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
-        of_type = DTYPES.get(parts[-1])
-        found.append(Instruction(statement, guard, bool(negated), tuple(parts), tuple(operands), of_type))
-    return found, labels
-
-
-@cache
-def registers_of(operand: str) -> tuple[str, ...]:
-    """One, or those between braces."""
-    return tuple(operand.strip("{} ").replace(" ", "").split(","))
-
-
-class Memory:
-    """Ranges, each a first address and bytes. All addresses of an access must lie within one of them."""
-
-    def __init__(self, ranges: Iterable[tuple[int, Array]]) -> None:
+    def __init__(self, ranges: Iterable[tuple[int, Array]], *, blank: bool = False) -> None:
         self._ranges = sorted(ranges, key=lambda item: item[0])
         self._bases = [base for base, _ in self._ranges]
+        self._known = [np.full(content.size, not blank) for _, content in self._ranges]
 
-    def at(self, addresses: Array, dtype: np.dtype[Any], text: str) -> tuple[Array, Array]:
-        """A range as numbers of a type, and which of them the addresses are; `text` is for an error."""
-        base, content = self._ranges[max(1, bisect_right(self._bases, int(addresses[0]))) - 1]
-        offsets, size = addresses.astype(np.int64) - base, dtype.itemsize
+    def read(self, addresses: Array, dtype: np.dtype[Any], text: str) -> Array:
+        """Numbers of a type; `text` is for an error."""
+        content, known, where = self._at(addresses, dtype, text)
+        if not known[where].all():
+            raise IndexError(f"expected addresses that something was written to, got {addresses}: {text}")
+        return content[where]
+
+    def write(self, addresses: Array, values: Array, text: str) -> None:
+        """Of those for the same address the last one stays."""
+        content, known, where = self._at(addresses, values.dtype, text)
+        content[where], known[where] = values, True
+
+    def _at(self, addresses: Array, dtype: np.dtype[Any], text: str) -> tuple[Array, Array, Array]:
+        """A range as numbers of a type, which of their bytes are known, and which of them the addresses are."""
+        number = max(1, bisect_right(self._bases, int(addresses[0]))) - 1
+        (base, content), size = self._ranges[number], dtype.itemsize
+        offsets, whole = addresses.astype(np.int64) - base, content.size // size * size
         if offsets.min() < 0 or offsets.max() + size > content.size or (addresses % np.uint64(size)).any():
             raise IndexError(f"expected multiples of {size} in one tensor, got addresses {addresses}: {text}")
-        return content[: content.size // size * size].view(dtype), offsets // size
+        return content[:whole].view(dtype), self._known[number][:whole].reshape(-1, size), offsets // size
 
 
 class Machine:
@@ -137,7 +109,7 @@ class Machine:
         storages = {storage.data_ptr(): storage for storage in reached}
         content = {at: torch.empty(0, dtype=torch.uint8).set_(storage).numpy() for at, storage in storages.items()}
         shared = np.full(kernel.metadata.shared, 0xFF, np.uint8)
-        self.memory = {"global": Memory(content.items()), "shared": Memory([(SHARED_BASE, shared)])}
+        self.memory = {"global": Memory(content.items()), "shared": Memory([(SHARED_BASE, shared)], blank=True)}
         names = {"%tid.x": np.arange(self.threads), "global_smem": SHARED_BASE}
         for axis, place, programs in zip("xyz", (*program, 0, 0), (*launched.grid, 1, 1), strict=False):
             names |= {f"%ctaid.{axis}": place, f"%nctaid.{axis}": programs}
@@ -152,7 +124,8 @@ class Machine:
     def run(self) -> Counter[str]:
         """Up to `ret`, writing the launch's tensors: how often each instruction was done, by its name's first part.
 
-        Raises UnknownInstructionError, or IndexError for an address outside of all tensors or not aligned.
+        Raises UnknownInstructionError, or IndexError for an address outside of all tensors, not aligned, or in shared
+        memory that nothing was written to.
         """
         done, at = Counter[str](), 0
         with np.errstate(all="ignore"):
@@ -189,7 +162,7 @@ class Machine:
                 self._constants[operand, dtype] = self._constant(operand, dtype)
             return self._constants[operand, dtype]
         if value.dtype.itemsize != dtype.itemsize:
-            value = value.astype(_UNSIGNED[dtype.itemsize])
+            value = value.astype(UNSIGNED[dtype.itemsize])
         return value.view(dtype)
 
     def _constant(self, text: str, dtype: np.dtype[Any]) -> Array:
@@ -197,7 +170,7 @@ class Machine:
         # A register that nothing was written to: all bits set.
         number = -1 if text[0] == "%" else int(text[2:], 16) if text.startswith("0f") else int(text, 0)
         number = bool(number) if dtype == PRED else number % 2 ** (8 * dtype.itemsize)
-        return np.full(self.threads, number, _UNSIGNED[dtype.itemsize]).view(dtype)
+        return np.full(self.threads, number, UNSIGNED[dtype.itemsize]).view(dtype)
 
     def read_all(self, operand: str, dtype: Any) -> list[Array]:
         """Of the registers between braces."""
@@ -205,7 +178,7 @@ class Machine:
 
     def write(self, register: str, value: Array) -> None:
         """For the threads that the instruction is done for."""
-        value = value if value.dtype == PRED else value.view(_UNSIGNED[value.dtype.itemsize])
+        value = value if value.dtype == PRED else value.view(UNSIGNED[value.dtype.itemsize])
         if self.active is not None:
             value = np.where(self.active, value, self.read(register, value.dtype))
         self.registers[register] = value
@@ -218,202 +191,11 @@ class Machine:
     def load(self, space: str, addresses: Array, dtype: np.dtype[Any]) -> Array:
         """A number for each thread; 0 for those that the instruction is not done for."""
         active = slice(None) if self.active is None else self.active
-        content, where = self.memory[space].at(addresses[active], dtype, self.text)
         loaded = np.zeros(self.threads, dtype)
-        loaded[active] = content[where]
+        loaded[active] = self.memory[space].read(addresses[active], dtype, self.text)
         return loaded
 
     def store(self, space: str, addresses: Array, value: Array) -> None:
-        """Of threads at the same address the last one's stays."""
+        """A number of each thread that the instruction is done for."""
         active = slice(None) if self.active is None else self.active
-        content, where = self.memory[space].at(addresses[active], value.dtype, self.text)
-        content[where] = value[active]
-
-
-# Below, a function for each family of instructions.
-
-
-def _move(machine: Machine, one: Instruction) -> None:
-    """`mov`: also between a register and its parts, the lowest of which is first."""
-    into, source = map(registers_of, one.operands)
-    if len(into) == len(source) == 1:
-        return machine.write(into[0], machine.read(source[0], one.dtype))
-    parts = machine.read_all(one.operands[1], _UNSIGNED[one.dtype.itemsize // len(source)])
-    bits = np.stack(parts, axis=1).view(_UNSIGNED[one.dtype.itemsize // len(into)])
-    for register, part in zip(into, bits.T, strict=True):
-        machine.write(register, part.copy())
-    return None
-
-
-def _transfer(machine: Machine, one: Instruction) -> None:
-    """`ld` and `st`: one to four neighbours a thread."""
-    name, space = one.parts[0], one.parts[1].partition("::")[0]
-    place, values = one.operands if name == "st" else one.operands[::-1]
-    if space == "param":
-        return machine.write(values, machine.read(place.strip("[] "), one.dtype))
-    machine.expect(space in machine.memory)
-    addresses = machine.addresses(place)
-    for at, register in enumerate(registers_of(values)):
-        where = addresses + np.uint64(at * one.dtype.itemsize)
-        if name == "st":
-            machine.store(space, where, machine.read(register, one.dtype))
-        else:
-            machine.write(register, machine.load(space, where, one.dtype))
-    return None
-
-
-_PLAIN: dict[str, Callable[..., Array]] = {
-    "add": np.add, "sub": np.subtract, "neg": np.negative, "min": np.fmin, "max": np.fmax, "ex2": np.exp2,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-    # Towards 0; fp64 has enough digits for integers of 32 bits.
-    "div": lambda x, y: x / y if x.dtype.kind == "f" else np.trunc(x / y).astype(x.dtype),
-    # By any number: like PTX, numpy shifts in zeros, or the sign, without end.
-    "shl": lambda x, by: x << by.astype(x.dtype), "shr": lambda x, by: x >> by.astype(x.dtype),
-    "bfe": lambda x, first, count: x >> first & (1 << count) - 1,
-    "selp": lambda x, y, first: np.where(first, x, y),
-}  # fmt: skip
-_LAST = {"shl": U32, "shr": U32, "selp": PRED}
-_ROUNDED = {"rn", "ftz", "approx", "full"}
-
-
-def _plain(machine: Machine, one: Instruction) -> None:
-    """Operands and result of one type, but for some last ones."""
-    name, last = one.parts[0], len(one.operands) - 1
-    machine.expect(_ROUNDED.issuperset(one.parts[1:-1]))
-    machine.expect((name != "bfe" or one.dtype == U32) and (name != "div" or one.dtype.itemsize == 4))
-    kinds = [one.dtype] * (last - 1) + [_LAST.get(name, one.dtype)]
-    values = [machine.read(operand, kind) for operand, kind in zip(one.operands[1:], kinds, strict=True)]
-    machine.write(one.operands[0], _PLAIN[name](*values))
-
-
-def _multiply(machine: Machine, one: Instruction) -> None:
-    """`mul`, `mad` and `fma`: of integers the lower half or, of 32 bits, both."""
-    into, first, second, *added = one.operands
-    if one.dtype == np.float32:
-        machine.expect(_ROUNDED.issuperset(one.parts[1:-1]))
-        result = machine.read(first, one.dtype).astype(np.float64) * machine.read(second, one.dtype)
-        result = sum((machine.read(x, one.dtype) for x in added), result).astype(np.float32)
-    else:
-        machine.expect(one.parts[1] == "lo" or (one.parts[1] == "wide" and one.dtype.itemsize == 4))
-        wide = one.dtype if one.parts[1] == "lo" else np.dtype(f"{one.dtype.kind}8")
-        result = machine.read(first, one.dtype).astype(wide) * machine.read(second, one.dtype).astype(wide)
-        for x in added:
-            result = result + machine.read(x, wide)
-    machine.write(into, result)
-
-
-_COMPARED = {"eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
-
-
-def _compare(machine: Machine, one: Instruction) -> None:
-    """`setp`; `u` behind a comparison of fp32: also where one is not a number."""
-    how = one.parts[1]
-    machine.expect(how[:2] in _COMPARED and how[2:] in ("", "u") and len(one.operands) == 3 == len(one.parts))
-    x, y = (machine.read(operand, one.dtype) for operand in one.operands[1:])
-    result = getattr(np, _COMPARED[how[:2]])(x, y)
-    if one.dtype.kind == "f":
-        no_number = np.isnan(x) | np.isnan(y)
-        result = result | no_number if how[2:] else result & ~no_number
-    machine.write(one.operands[0], result)
-
-
-def _convert(machine: Machine, one: Instruction) -> None:
-    """`cvt`: of integers, from bf16 to fp32, and of two numbers in fp32 to a pair of fp16, the lower one last."""
-    into, source = one.parts[-2:]
-    if (into, source) == ("f32", "bf16"):
-        result = machine.read(one.operands[1], DTYPES["u16"]).astype(np.uint32) << np.uint32(16)
-    elif one.parts[1:] == ("rn", "f16x2", "f32"):
-        upper, lower = (machine.read(x, one.dtype) for x in one.operands[1:])
-        result = np.stack([lower, upper], axis=1).astype(np.float16).reshape(-1).view(np.uint32)
-    else:
-        value = machine.read(one.operands[1], one.dtype)
-        machine.expect(value.dtype.kind in "iu" and (into[0] in "su" or one.parts[1:-1] == ("rn", "f32")))
-        result = value.astype(DTYPES[into])
-    machine.write(one.operands[0], result)
-
-
-def _shuffle(machine: Machine, one: Instruction) -> None:
-    """`shfl.sync` of whole warps."""
-    value, other, bound = (machine.read(x, one.dtype) for x in one.operands[1:4])
-    how = one.parts[2]
-    machine.expect(how in ("bfly", "idx") and bool((bound == LANES - 1).all()) and "|" not in one.operands[0])
-    source = machine.lanes ^ other if how == "bfly" else other % LANES
-    machine.write(one.operands[0], value[machine.first + source])
-
-
-def _matrices(machine: Machine, one: Instruction) -> None:
-    """`ldmatrix` and `stmatrix`: 8 rows of 16 bytes a matrix, at the addresses of 8 lanes; 4 bytes of a row a lane."""
-    name = one.parts[0]
-    machine.expect("trans" not in one.parts and one.parts[-1] == "b16" and machine.active is None)
-    place, values = one.operands if name == "stmatrix" else one.operands[::-1]
-    rows = machine.addresses(place)
-    for matrix, register in enumerate(registers_of(values)):
-        addresses = rows[machine.first + 8 * matrix + machine.lanes // 4] + (machine.lanes % 4 * 4).astype(np.uint64)
-        if name == "stmatrix":
-            machine.store("shared", addresses, machine.read(register, U32))
-        else:
-            machine.write(register, machine.load("shared", addresses, U32))
-
-
-def _tiles(machine: Machine, operand: str) -> Array:
-    """fp64 [registers, warps, 8, 8]: of each register the halves that 8 rows of 4 lanes hold, 2 a lane."""
-    return np.stack([x.view(F16).reshape(machine.warps, 8, 8) for x in machine.read_all(operand, U32)]).astype(float)
-
-
-def _write_products(machine: Machine, one: Instruction, left: str, right: Array, added: Sequence[Array]) -> None:
-    """A warp's 16 rows times [(warps,) 16, columns].
-
-    Of the left side a lane has halves of the upper rows, the lower ones, then of both further to the right. Of 8
-    columns of the result it has 2 neighbours, in a row of the upper ones and one of the lower.
-    """
-    upper, lower, upper_right, lower_right = _tiles(machine, left)
-    products = np.block([[upper, upper_right], [lower, lower_right]]) @ right
-    for at, register in enumerate(registers_of(one.operands[0])):
-        row, column = at // 2 % 2 * 8, at // 4 * 8
-        result = products[:, row : row + 8, column + at % 2 : column + 8 : 2].reshape(-1)
-        machine.write(register, (result + added[at] if added else result).astype(np.float32))
-
-
-def _warp_product(machine: Machine, one: Instruction) -> None:
-    """`mma.sync` of 16 rows, 8 columns and 16 halves."""
-    machine.expect(one.parts[3:] == ("m16n8k16", "row", "col", "f32", "f16", "f16", "f32") and machine.active is None)
-    right = np.concatenate(_tiles(machine, one.operands[2]), axis=2).swapaxes(1, 2)
-    _write_products(machine, one, one.operands[1], right, machine.read_all(one.operands[3], one.dtype))
-
-
-def _group_product(machine: Machine, one: Instruction) -> None:
-    """`wgmma.mma_async` of a left side in registers; what orders such instructions does nothing."""
-    if one.parts[1] == "mma_async":
-        into, left, descriptor, scale, *rest = one.operands
-        # Nothing is negated, and the right side's rows lie along the summed dimension.
-        machine.expect(one.parts[-3:] == ("f32", "f16", "f16") and rest == ["1", "1", "0"] and machine.active is None)
-        right = _described(machine, machine.read(descriptor, U64), 2 * len(registers_of(into)))
-        adds = machine.read(scale, PRED)
-        machine.expect(bool((adds == adds[0]).all()) and machine.warps == 4)
-        _write_products(machine, one, left, right.T, machine.read_all(into, DTYPES["f32"]) if adds[0] else [])
-
-
-def _described(machine: Machine, descriptors: Array, rows: int) -> Array:
-    """fp64 [rows, 16] halves of shared memory.
-
-    Of a descriptor, bits 0 to 13 are the first address and bits 32 to 45 the distance of 8 rows, both over 16; bits 62
-    and 63 are the swizzle, of 128, 64 or 32 bytes, which is also what a row takes. Its pieces of 16 bytes change places
-    as bits 7 to 9 of their addresses say.
-    """
-    described = int(descriptors[0])
-    swizzle = {1: 128, 2: 64, 3: 32}.get(described >> 62, 0)
-    machine.expect(bool((descriptors == descriptors[0]).all()) and swizzle > 0 and not described >> 49 & 7)
-    start, apart = (described & 0x3FFF) << 4, (described >> 32 & 0x3FFF) << 4
-    row, byte = np.arange(rows)[:, None], np.arange(0, 32, 2)[None, :]
-    addresses = start + row // 8 * apart + row % 8 * swizzle + byte
-    addresses ^= (addresses >> 7 & swizzle // 16 - 1) << 4
-    content, where = machine.memory["shared"].at(addresses.reshape(-1).astype(np.uint64), F16, machine.text)
-    return content[where].reshape(rows, 16).astype(np.float64)
-
-
-FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
-    **dict.fromkeys(("bar", "barrier", "fence"), lambda machine, one: None), **dict.fromkeys(_PLAIN, _plain),
-    "mov": _move, "ld": _transfer, "st": _transfer, "mul": _multiply, "mad": _multiply, "fma": _multiply,
-    "setp": _compare, "cvt": _convert, "shfl": _shuffle, "ldmatrix": _matrices, "stmatrix": _matrices,
-    "mma": _warp_product, "wgmma": _group_product,
-}  # fmt: skip
+        self.memory[space].write(addresses[active], value[active], self.text)
