@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from prefix_kernels.anchor_selection.hopper_count_kernels import add_counts, add_up_counts, begin_counts
+from prefix_kernels.anchor_selection.hopper_exchange_kernels import highest_of_two_steps, sums_of_threads
 from prefix_kernels.anchor_selection.hopper_product_kernels import (
     FEW_ROWS,
     WHOLE,
@@ -98,7 +99,9 @@ def _whole(words, queries, sizes: gl.constexpr):
 @gluon.jit
 def _sums(scores, unit, reference, sizes: gl.constexpr):
     """[warps, 8, BLOCK_M]: a thread's sums of exponentials of one step. Both scores and reference are above WHOLE."""
-    weight = gl.exp2(_per_thread(scores, sizes) * unit - reference[None, :, None, :, :])
+    own = _per_thread(scores, sizes)
+    zeros = gl.full(own.shape, 0.0, gl.float32, own.type.layout)
+    weight = gl.exp2(gl.fma(own, zeros + unit, zeros - reference[None, :, None, :, :]))
     return gl.sum(gl.sum(weight, axis=2), axis=0)
 
 
@@ -215,19 +218,9 @@ def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, layout: 
 
 
 @gluon.jit
-def _spread(first, second, sizes: gl.constexpr):
-    """[2 * BLOCK_N], a thread's own each: what 4 threads have alike of two steps one after the other."""
-    BLOCK_N: gl.constexpr = sizes[2]
-    SPREAD: gl.constexpr = sizes[8]
-    both = gl.permute(gl.join(first, second), (1, 0))
-    return gl.convert_layout(gl.reshape(both, [2 * BLOCK_N]), SPREAD)
-
-
-@gluon.jit
-def _put_scores(pooled, start, end, tile, put):
+def _put_scores(pooled, n, end, tile, put):
     """Write the pooled scores of two steps, natural log, and after the last tile count the upper bytes of their keys."""
     scores_ptr, num_sink, recent_begin, last_tile, counts_at = put
-    n = start + gl.arange(0, pooled.shape[0], pooled.type.layout)
     if tile > 0:
         pooled = gl.maximum(pooled, gl.load(scores_ptr + n, mask=n < end, other=0.0))
     gl.store(scores_ptr + n, pooled, mask=n < end)
@@ -243,33 +236,50 @@ def _pool_stretch(words, ahead, codes, q_smem, unit, below, tile, scores, sizes:
     BLOCK_N: gl.constexpr = sizes[2]
     BLOCK_M: gl.constexpr = sizes[1]
     MMA: gl.constexpr = sizes[7]
+    PAIRS: gl.constexpr = sizes[8]
     packed_ptr, first_row, begin, end = codes
     last = first_row + end - 1
     queries = right_sides(q_smem, sizes)
     base = below[None, :] + gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)
+    third, fourth = words, ahead
+    if PAIRS > 1:
+        third = load_words(packed_ptr, first_row + begin + 2 * BLOCK_N, last, sizes)
+        fourth = load_words(packed_ptr, first_row + begin + 3 * BLOCK_N, last, sizes)
     # A step's scores are pooled while those of the next are multiplied.
     for start in range(begin, end, 2 * BLOCK_N):
         first = begin_product(words, queries, base, sizes)
         second = begin_product(ahead, queries, base, sizes)
-        words = load_words(packed_ptr, first_row + start + 2 * BLOCK_N, last, sizes)
-        ahead = load_words(packed_ptr, first_row + start + 3 * BLOCK_N, last, sizes)
-        highest = gl.max(end_product(first, base, 1, sizes), axis=1)
-        both = _spread(highest, gl.max(end_product(second, base, 0, sizes), axis=1), sizes)
-        pooled = both.to(gl.float32) * (unit * LN2)
-        _put_scores(pooled, start, end, tile, scores)
+        if PAIRS > 1:
+            words, ahead = third, fourth
+            third = load_words(packed_ptr, first_row + start + 4 * BLOCK_N, last, sizes)
+            fourth = load_words(packed_ptr, first_row + start + 5 * BLOCK_N, last, sizes)
+        else:
+            words = load_words(packed_ptr, first_row + start + 2 * BLOCK_N, last, sizes)
+            ahead = load_words(packed_ptr, first_row + start + 3 * BLOCK_N, last, sizes)
+        first = end_product(first, base, 1, sizes)
+        highest, place = highest_of_two_steps(first, end_product(second, base, 0, sizes), sizes)
+        _put_scores(highest.to(gl.float32) * (unit * LN2), start + place, end, tile, scores)
 
 
 @gluon.jit
-def _put_sums(peak, total, put, own, tile, num_entries, BLOCK_M: gl.constexpr):
+def _put_sums(peak, total, put, own, tile, num_entries, sizes: gl.constexpr):
     """Write what all threads summed of a tile of rows."""
+    BLOCK_M: gl.constexpr = sizes[1]
     peak_ptr, total_ptr, _ = put
-    highest = gl.max(gl.max(peak, axis=0), axis=0)
+    if BLOCK_M >= 32:
+        # Each thread of 8 goes on with an eighth of the rows.
+        peak, total, m = sums_of_threads(peak, total, sizes)
+    else:
+        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(1, peak.type.layout)))
+        highest = gl.max(peak, axis=1)
+        total = gl.sum(total * gl.exp2(peak - highest[:, None, :]), axis=1)
+        peak = highest
+    highest = gl.max(peak, axis=0)
     # Where there is nothing, `total` is 0.
-    mass = gl.sum(gl.sum(total * gl.exp2(peak - highest[None, :][None, :, :]), axis=0), axis=0)
-    m = tile * BLOCK_M + gl.arange(0, BLOCK_M, highest.type.layout)
-    where = own + m
-    gl.store(peak_ptr + where, highest, mask=m < num_entries)
-    gl.store(total_ptr + where, mass, mask=m < num_entries)
+    mass = gl.sum(total * gl.exp2(peak - gl.expand_dims(highest, 0)), axis=0)
+    m += tile * BLOCK_M
+    gl.store(peak_ptr + own + m, highest, mask=m < num_entries)
+    gl.store(total_ptr + own + m, mass, mask=m < num_entries)
     # The next tile's queries take the place of these.
     barrier()
 
@@ -287,7 +297,7 @@ def _sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
         words = _summed_words(summed, begin, sizes)
         unit = put_queries(query, tile, factor, sizes)
         peak, total = _sum_sample(words, summed, q_smem, unit, sizes)
-        _put_sums(peak, total, put, own, tile, num_rows * GQA, BLOCK_M)
+        _put_sums(peak, total, put, own, tile, num_rows * GQA, sizes)
     return unit
 
 
@@ -307,7 +317,7 @@ def _sum_item(words, ahead, codes, query, put, own, factor, sizes: gl.constexpr)
         peak, total = _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, sizes)
         words = load_words(packed_ptr, first_row + begin, last, sizes)
         ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
-        _put_sums(peak, total, put, own, tile, num_rows * GQA, BLOCK_M)
+        _put_sums(peak, total, put, own, tile, num_rows * GQA, sizes)
     return words, ahead, unit
 
 
@@ -384,7 +394,7 @@ def score_items_hopper_kernel(
     BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     LAYOUT: gl.constexpr,
-    SPREAD: gl.constexpr,
+    PAIRS: gl.constexpr,
     FIRST_PHASE: gl.constexpr,
     LAST_PHASE: gl.constexpr,
     OVERLAPPED: gl.constexpr,
@@ -398,7 +408,7 @@ def score_items_hopper_kernel(
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
-    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, SPREAD)
+    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, PAIRS)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
     factor = sm_scale * LOG2E

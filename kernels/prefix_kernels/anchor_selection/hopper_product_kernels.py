@@ -32,13 +32,6 @@ def words_layout(block_n: int, num_warps: int) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout([[8, 0], *rows], lanes, warps, [], [block_n, 4])
 
 
-def spread_layout(block_n: int, num_warps: int) -> gl.DistributedLinearLayout:
-    """Of [2 * block_n] candidates of two steps: what 4 threads of the matrix instructions have alike, shared out."""
-    rest = [[8], *([row] for row in _powers(16 * num_warps, 2 * block_n))]
-    warps = [[row] for row in _powers(16, 16 * num_warps)]
-    return gl.DistributedLinearLayout(rest[2:], [*rest[:2], [1], [2], [4]], warps, [], [2 * block_n])
-
-
 def _powers(first: int, limit: int) -> list[int]:
     """`first` and its doubles below the limit."""
     return [first << shift for shift in range((max(limit // first, 1)).bit_length() - 1)]
@@ -46,19 +39,22 @@ def _powers(first: int, limit: int) -> list[int]:
 
 @gluon.jit
 def _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, PIECE: gl.constexpr, sizes: gl.constexpr):
-    """fp32 [BLOCK_M, 32]: a piece of the queries, times the channels' steps."""
+    """fp32 [BLOCK_M, 32]: a piece of the queries, times the channels' steps; 0 for what no model has a use for, lest one
+    broken query takes away all others' precision."""
     LISTED: gl.constexpr = sizes[5]
     column = PIECE * 32 + of_piece
     channel = gl.load(channels_ptr + column).to(gl.int32) if LISTED else column
     step = gl.load(scale_ptr + column)
     q = gl.load(base[:, None] + channel[None, :], mask=live[:, None], other=0.0).to(gl.float32)
-    return gl.minimum(gl.maximum(q * step[None, :], -65504.0), 65504.0)
+    q *= step[None, :]
+    return gl.where(gl.maximum(q, -q) <= 65504.0, q, 0.0)
 
 
 @gluon.jit
 def _in_units(q, units):
     """int8, rounded: WHOLE plus it has it in its last bits."""
-    return (q * units + WHOLE).to(gl.int32, bitcast=True).to(gl.int8)
+    zeros = gl.full(q.shape, 0.0, gl.float32, q.type.layout)
+    return gl.fma(q, zeros + units, zeros + WHOLE).to(gl.int32, bitcast=True).to(gl.int8)
 
 
 @gluon.jit

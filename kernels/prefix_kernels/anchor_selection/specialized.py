@@ -16,7 +16,8 @@ LISTING = AnchorConfig(num_warps=8)
 """Of the launch that counts and lists what it scored."""
 _MOST_ROWS = 2**31
 """Of codes, that it can number; it looks a few steps ahead."""
-_STEPS_AHEAD = 4
+_STEPS_AHEAD = 6
+PAIRS = 2
 FEW_ROWS = 32
 """Of so many rows at most, the sums of 64 programs are read at once, else of 32."""
 
@@ -66,7 +67,7 @@ def launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[s
         joined: in one launch, whose programs wait for each other.
     """
     from prefix_kernels.anchor_selection.hopper_kernels import score_items_hopper_kernel
-    from prefix_kernels.anchor_selection.hopper_product_kernels import spread_layout, words_layout
+    from prefix_kernels.anchor_selection.hopper_product_kernels import words_layout
 
     arguments = {
         **arguments,
@@ -74,8 +75,8 @@ def launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[s
         "BLOCK_N": config.block_n,
         "BLOCK_CHUNKS": 64 if config.block_m <= FEW_ROWS else 32,
         "NUM_WARPS": config.num_warps,
+        "PAIRS": PAIRS if config.block_m <= FEW_ROWS else 1,
         "LAYOUT": words_layout(config.block_n, config.num_warps),
-        "SPREAD": spread_layout(config.block_n, config.num_warps),
     }
     for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
         arguments |= {"FIRST_PHASE": first, "LAST_PHASE": last}
