@@ -36,7 +36,7 @@ def _kept_and_given(first, second, side, EXCHANGE: gl.constexpr):
 
 
 @gluon.jit
-def _highest_of_columns(scores, sizes: gl.constexpr):
+def highest_of_columns(scores, sizes: gl.constexpr):
     """[steps of 16 * warps rows, warps, 8, 4, 2]: over a thread's columns, of its rows; axis 3 are the 4 threads that
     share rows, axis 4 are the halves of 16 rows."""
     BLOCK_M: gl.constexpr = sizes[1]
@@ -49,11 +49,9 @@ def _highest_of_columns(scores, sizes: gl.constexpr):
 @gluon.jit
 def highest_of_two_steps(scores, more, sizes: gl.constexpr):
     """(int32 [rows / 16 / warps, warps, 8, 4], each of another thread; the places of their rows in the two steps): the
-    highest scores over all columns of [BLOCK_N, BLOCK_M] and of the step after it."""
+    highest scores over all columns, of what `highest_of_columns` tells of a step and of the one after it."""
     BLOCK_N: gl.constexpr = sizes[2]
     NUM_WARPS: gl.constexpr = sizes[4]
-    scores = _highest_of_columns(scores, sizes)
-    more = _highest_of_columns(more, sizes)
     whole: gl.constexpr = scores.type.layout
     thread = gl.arange(
         0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, whole))))

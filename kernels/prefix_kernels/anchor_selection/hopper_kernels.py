@@ -10,16 +10,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from prefix_kernels.anchor_selection.hopper_count_kernels import add_counts, add_up_counts, begin_counts
-from prefix_kernels.anchor_selection.hopper_exchange_kernels import highest_of_two_steps, sums_of_threads
+from prefix_kernels.anchor_selection.hopper_exchange_kernels import (
+    highest_of_columns,
+    highest_of_two_steps,
+    sums_of_threads,
+)
 from prefix_kernels.anchor_selection.hopper_product_kernels import (
     FEW_ROWS,
     WHOLE,
     WHOLE_BITS,
     barrier,
-    begin_product,
-    end_product,
     load_rows,
     load_words,
+    product,
     put_queries,
     right_sides,
 )
@@ -92,8 +95,7 @@ def _whole(words, queries, sizes: gl.constexpr):
     BLOCK_N: gl.constexpr = sizes[2]
     MMA: gl.constexpr = sizes[7]
     base = gl.full([BLOCK_N, BLOCK_M], WHOLE_BITS, gl.int32, MMA)
-    scores = end_product(begin_product(words, queries, base, sizes), base, 0, sizes)
-    return scores.to(gl.float32, bitcast=True)
+    return product(words, queries, base, sizes).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -177,8 +179,8 @@ def _summed_exponents(words, queries, start, end, step, unit, sizes: gl.constexp
 
 
 @gluon.jit
-def _sum_sample(words, summed, q_smem, unit, sizes: gl.constexpr):
-    """As `_sum_stretch`, of the candidates that are summed, whose first step is there. So few steps may compare."""
+def _sum_sample(words, ahead, summed, q_smem, unit, sizes: gl.constexpr):
+    """As `_sum_stretch`, of the candidates that are summed. So few steps may compare."""
     BLOCK_N: gl.constexpr = sizes[2]
     BLOCK_M: gl.constexpr = sizes[1]
     MMA: gl.constexpr = sizes[7]
@@ -189,9 +191,9 @@ def _sum_sample(words, summed, q_smem, unit, sizes: gl.constexpr):
     peak = gl.max(gl.max(blank, axis=2), axis=0)
     total = peak * 0.0
     for start in range(begin, end, BLOCK_N):
-        ahead = _summed_words(summed, start + BLOCK_N, sizes)
         scores = _summed_exponents(words, queries, start, end, step, unit, sizes)
         words = ahead
+        ahead = _summed_words(summed, start + 2 * BLOCK_N, sizes)
         higher = gl.maximum(peak, gl.max(gl.max(scores, axis=2), axis=0))
         sums = gl.sum(gl.sum(gl.exp2(scores - higher[None, :, None, :, :]), axis=2), axis=0)
         total = total * gl.exp2(peak - higher) + sums
@@ -230,34 +232,45 @@ def _put_scores(pooled, n, end, tile, put):
 
 
 @gluon.jit
-def _pool_stretch(words, ahead, codes, q_smem, unit, below, tile, scores, sizes: gl.constexpr):
-    """Pooled scores of all candidates of a stretch, of which the first two steps are there: the natural log of the
-    largest share of attention."""
+def _first_words(codes, sizes: gl.constexpr):
+    """Codes of a stretch's first STEPS steps, 2 or 4."""
     BLOCK_N: gl.constexpr = sizes[2]
+    STEPS: gl.constexpr = sizes[8]
+    packed_ptr, first_row, begin, end = codes
+    row, last = first_row + begin, first_row + end - 1
+    w0 = load_words(packed_ptr, row, last, sizes)
+    w1 = load_words(packed_ptr, row + BLOCK_N, last, sizes)
+    w2, w3 = w0, w1
+    if STEPS > 2:
+        w2 = load_words(packed_ptr, row + 2 * BLOCK_N, last, sizes)
+        w3 = load_words(packed_ptr, row + 3 * BLOCK_N, last, sizes)
+    return w0, w1, w2, w3
+
+
+@gluon.jit
+def _pool_stretch(words, codes, q_smem, unit, below, tile, scores, sizes: gl.constexpr):
+    """Pooled scores of all candidates of a stretch, of which `_first_words` are there: the natural log of the largest
+    share of attention."""
     BLOCK_M: gl.constexpr = sizes[1]
+    BLOCK_N: gl.constexpr = sizes[2]
     MMA: gl.constexpr = sizes[7]
-    PAIRS: gl.constexpr = sizes[8]
+    STEPS: gl.constexpr = sizes[8]
     packed_ptr, first_row, begin, end = codes
     last = first_row + end - 1
     queries = right_sides(q_smem, sizes)
     base = below[None, :] + gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)
-    third, fourth = words, ahead
-    if PAIRS > 1:
-        third = load_words(packed_ptr, first_row + begin + 2 * BLOCK_N, last, sizes)
-        fourth = load_words(packed_ptr, first_row + begin + 3 * BLOCK_N, last, sizes)
-    # A step's scores are pooled while those of the next are multiplied.
+    w0, w1, w2, w3 = words
     for start in range(begin, end, 2 * BLOCK_N):
-        first = begin_product(words, queries, base, sizes)
-        second = begin_product(ahead, queries, base, sizes)
-        if PAIRS > 1:
-            words, ahead = third, fourth
-            third = load_words(packed_ptr, first_row + start + 4 * BLOCK_N, last, sizes)
-            fourth = load_words(packed_ptr, first_row + start + 5 * BLOCK_N, last, sizes)
-        else:
-            words = load_words(packed_ptr, first_row + start + 2 * BLOCK_N, last, sizes)
-            ahead = load_words(packed_ptr, first_row + start + 3 * BLOCK_N, last, sizes)
-        first = end_product(first, base, 1, sizes)
-        highest, place = highest_of_two_steps(first, end_product(second, base, 0, sizes), sizes)
+        row = first_row + start + STEPS * BLOCK_N
+        highest = highest_of_columns(product(w0, queries, base, sizes), sizes)
+        w0 = w2
+        w2 = load_words(packed_ptr, row, last, sizes)
+        more = highest_of_columns(product(w1, queries, base, sizes), sizes)
+        w1 = w3
+        w3 = load_words(packed_ptr, row + BLOCK_N, last, sizes)
+        if STEPS == 2:
+            w0, w1 = w2, w3
+        highest, place = highest_of_two_steps(highest, more, sizes)
         _put_scores(highest.to(gl.float32) * (unit * LN2), start + place, end, tile, scores)
 
 
@@ -289,21 +302,24 @@ def _sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
     """The first phase of an item where not all candidates are summed. Returns the unit of the last tile's scores."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
+    BLOCK_N: gl.constexpr = sizes[2]
     q_smem, _, _, _, _, of_group, _ = query
     _, _, begin, _, _ = summed
     _, num_rows, _ = of_group
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
         words = _summed_words(summed, begin, sizes)
+        ahead = _summed_words(summed, begin + BLOCK_N, sizes)
         unit = put_queries(query, tile, factor, sizes)
-        peak, total = _sum_sample(words, summed, q_smem, unit, sizes)
+        peak, total = _sum_sample(words, ahead, summed, q_smem, unit, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, sizes)
     return unit
 
 
 @gluon.jit
-def _sum_item(words, ahead, codes, query, put, own, factor, sizes: gl.constexpr):
-    """The first phase of an item: write the sums of its stretch for all rows of the group."""
+def _sum_item(codes, query, put, own, factor, sizes: gl.constexpr):
+    """The first phase of an item: write the sums of its stretch for all rows of the group. Returns the unit of the last
+    tile's scores."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
@@ -313,35 +329,33 @@ def _sum_item(words, ahead, codes, query, put, own, factor, sizes: gl.constexpr)
     last = first_row + end - 1
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
-        unit = put_queries(query, tile, factor, sizes)
-        peak, total = _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, sizes)
+        # The first codes are asked for before the queries.
         words = load_words(packed_ptr, first_row + begin, last, sizes)
         ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
+        unit = put_queries(query, tile, factor, sizes)
+        peak, total = _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, sizes)
-    return words, ahead, unit
+    return unit
 
 
 @gluon.jit
 def _pool_item(
-    words, ahead, codes, query, put, stats, num_chunks, factor, unit, scores, all_at_least_ptr, AGAIN: gl.constexpr,
+    words, codes, query, put, stats, num_chunks, factor, unit, scores, all_at_least_ptr, AGAIN: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_CHUNKS: gl.constexpr, sizes: gl.constexpr,
 ):  # fmt: skip
     """The second phase of an item: write the pooled scores of its stretch, and add to all programs' counts of their
     upper bytes. AGAIN: no queries are there."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
-    BLOCK_N: gl.constexpr = sizes[2]
     NUM_WARPS: gl.constexpr = sizes[4]
     MMA: gl.constexpr = sizes[7]
     if BLOCK_M < 64:
         parts: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [NUM_WARPS, 1], [1, 0])
     else:
         parts: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_M, BLOCK_M // 4], [NUM_WARPS, 1], [1, 0])
-    packed_ptr, first_row, begin, end = codes
     q_smem, _, _, _, _, of_group, _ = query
     peak_ptr, total_ptr, max_rows = put
     _, num_rows, _ = of_group
-    last = first_row + end - 1
     tiles = gl.cdiv(num_rows * GQA, BLOCK_M)
     scores_ptr, num_sink, recent_begin = scores
     counts_at = begin_counts(NUM_WARPS)
@@ -357,10 +371,9 @@ def _pool_item(
         below = gl.floor(0.5 - gl.minimum(gl.maximum(lse / unit, -NEVER), NEVER)).to(gl.int32)
         below = gl.convert_layout(below, gl.SliceLayout(0, MMA))
         where = (scores_ptr, num_sink, recent_begin, tiles - 1, counts_at)
-        _pool_stretch(words, ahead, codes, q_smem, unit, below, tile, where, sizes)
+        _pool_stretch(words, codes, q_smem, unit, below, tile, where, sizes)
         if tile + 1 < tiles:
-            words = load_words(packed_ptr, first_row + begin, last, sizes)
-            ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
+            words = _first_words(codes, sizes)
         barrier()
     add_up_counts(counts_at, all_at_least_ptr, NUM_WARPS)
 
@@ -394,7 +407,7 @@ def score_items_hopper_kernel(
     BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     LAYOUT: gl.constexpr,
-    PAIRS: gl.constexpr,
+    STEPS: gl.constexpr,
     FIRST_PHASE: gl.constexpr,
     LAST_PHASE: gl.constexpr,
     OVERLAPPED: gl.constexpr,
@@ -408,7 +421,7 @@ def score_items_hopper_kernel(
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
-    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, PAIRS)
+    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, STEPS)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
     factor = sm_scale * LOG2E
@@ -448,21 +461,19 @@ def score_items_hopper_kernel(
                     first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
                     summed = (packed_ptr, first_row, first, last, step)
                     unit = _sum_sample_item(summed, query, put, own, factor, sizes)
-                # The first codes are asked for before the queries and, for the second phase, before the others are
-                # waited for.
-                words = load_words(packed_ptr, first_row + begin, first_row + end - 1, sizes)
-                ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, first_row + end - 1, sizes)
                 if FIRST_PHASE == 1:
                     if chunk == 0:
                         place = gl.arange(0, NUM_DIGITS, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
                         gl.store(all_at_least_ptr + row * NUM_DIGITS + place, 0)
                         gl.store(all_at_least_ptr + (row + num_totals) * NUM_DIGITS + place, 0)
                     if SUM_EVERY == 1:
-                        words, ahead, unit = _sum_item(words, ahead, codes, query, put, own, factor, sizes)
+                        unit = _sum_item(codes, query, put, own, factor, sizes)
+                # The first codes are asked for before the others are waited for.
+                words = _first_words(codes, sizes)
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
                     _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE >= 2:
                     _pool_item(
-                        words, ahead, codes, query, put, stats, num_chunks, factor, unit, scores,
+                        words, codes, query, put, stats, num_chunks, factor, unit, scores,
                         all_at_least_ptr + row * NUM_DIGITS, FIRST_PHASE == 2, SUM_EVERY, BLOCK_CHUNKS, sizes,
                     )  # fmt: skip

@@ -196,8 +196,11 @@ def _add_product(acc, words, queries, PIECE: gl.constexpr, sizes: gl.constexpr):
 
 
 @gluon.jit
-def begin_product(words, queries, base, sizes: gl.constexpr):
-    """Scores of a step, in the unit that `put_queries` tells; what `end_product` takes. A score is less than 2^18."""
+def product(words, queries, base, sizes: gl.constexpr):
+    """int32 [BLOCK_N, BLOCK_M]: `base` plus the scores of a step, in the unit that `put_queries` tells.
+
+    A score is less than 2^18.
+    """
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
     PIECES: gl.constexpr = sizes[3]
@@ -214,14 +217,6 @@ def begin_product(words, queries, base, sizes: gl.constexpr):
         acc = _add_product(acc, w2, q2, 2, sizes)
     if PIECES > 3:
         acc = _add_product(acc, w3, q3, 3, sizes)
-    return acc
-
-
-@gluon.jit
-def end_product(acc, base, BEGUN_AFTER: gl.constexpr, sizes: gl.constexpr):
-    """int32 [BLOCK_N, BLOCK_M]: `base` plus what `begin_product` has begun, after which BEGUN_AFTER others were."""
-    BLOCK_M: gl.constexpr = sizes[1]
-    PIECES: gl.constexpr = sizes[3]
     if BLOCK_M > FEW_ROWS:
-        acc = hopper.warpgroup_mma_wait(BEGUN_AFTER * PIECES, deps=[acc]) + base
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc]) + base
     return acc

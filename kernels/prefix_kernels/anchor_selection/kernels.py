@@ -73,19 +73,23 @@ def _place_of_digit(keys, upper, LOWER: tl.constexpr):
 
 
 @triton.jit
-def _count_tokens(scores, begin, end, num_sink, recent_begin, upper, LOWER: tl.constexpr, TILE: tl.constexpr):
-    """int32 [NUM_DIGITS]: tokens of a stretch by the place of their digit, each with a score of its own. And, with
-    LOWER, how many tokens have a higher upper byte than `upper`."""
+def _count_tokens(
+    tile, scores, begin, end, num_sink, recent_begin, upper, LOWER: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """int32 [NUM_DIGITS]: tokens of a stretch by the place of their digit; scores of its first tile are there. And,
+    with LOWER, how many tokens have a higher upper byte than `upper`."""
     counts, at = begin_counts()
     higher = tl.zeros([TILE], tl.int32)
     for start in range(begin, end, TILE):
-        tile = load_scores(scores, start, end, 0, TILE, True)
         keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
         place, matching = _place_of_digit(keys, upper, LOWER)
         there = start + tl.arange(0, TILE) < end
         counts = add_counts(counts, at, place, matching & there)
         if LOWER:
             higher += (((keys >> DIGIT_BITS) > upper.to(tl.uint32)) & there).to(tl.int32)
+        # The first tile may have been asked for before it was known what to count.
+        if start + TILE < end:
+            tile = load_scores(scores, start + TILE, end, 0, TILE, True)
     return end_counts(counts, at), tl.sum(higher, axis=0) if LOWER else 0
 
 
@@ -143,15 +147,21 @@ def _count_blocks(
 
 
 @triton.jit
+def _both_sides(chosen, above, upto, chosen2, above2, upto2):
+    return chosen + chosen2, tl.maximum(above, above2), tl.minimum(upto, upto2)
+
+
+@triton.jit
 def _choose_digit(all_at_least_ptr, need):
     """The place of the highest digit d such that `need` tokens or more have a digit >= d; and how many have a higher
     one, and how many this one."""
-    place = tl.arange(0, NUM_DIGITS)
     # Other programs of the same launch have added to them: past the first level of caches.
-    at_least = tl.load(all_at_least_ptr + place, cache_modifier=".cg")
-    chosen = tl.sum((at_least < need).to(tl.int32), axis=0)
-    above = tl.sum(tl.where(place == chosen - 1, at_least, 0), axis=0)
-    return chosen, above, tl.sum(tl.where(place == chosen, at_least, 0), axis=0) - above
+    at_least = tl.load(all_at_least_ptr + tl.arange(0, NUM_DIGITS), cache_modifier=".cg")
+    few = at_least < need
+    chosen, above, upto = tl.reduce(
+        (few.to(tl.int32), tl.where(few, at_least, 0), tl.where(few, 2147483647, at_least)), 0, _both_sides
+    )
+    return chosen, above, upto - above
 
 
 @triton.jit
@@ -167,13 +177,15 @@ def _sum_of(counts_ptr, num_chunks, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _count_digits(
-    scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER: tl.constexpr,
+    tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER: tl.constexpr,
     TILE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """int32 [NUM_DIGITS]: how many tokens of a stretch have a digit of 255 - i or above, at place i: of their upper
     byte, or with LOWER of the lower one, of those whose upper byte is `upper`. Then also how many have a higher one."""
     if TOKENS:
-        counts, higher = _count_tokens(scores, token_begin, token_end, num_sink, recent_begin, upper, LOWER, TILE)
+        counts, higher = _count_tokens(
+            tile, scores, token_begin, token_end, num_sink, recent_begin, upper, LOWER, TILE
+        )  # fmt: skip
     else:
         counts, higher = _count_blocks(
             scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER, TILE // 4
@@ -282,6 +294,7 @@ def select_kernel(
 
             # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
             threshold = tl.full([], 0, tl.uint32)
+            tile = tl.zeros([TILE], tl.float32)
             above_before = token_begin
             ties_before = 0
             if selected < prefix_len:
@@ -291,6 +304,9 @@ def select_kernel(
                 lowers = at_least_ptr + first_item * NUM_DIGITS
                 of_uppers = all_at_least_ptr + row * NUM_DIGITS
                 of_lowers = of_uppers + num_totals * NUM_DIGITS
+                if FIRST_PHASE > 2 and TOKENS:
+                    # On their way while it is found out which of them count.
+                    tile = load_scores(scores, token_begin, token_end, 0, TILE, True)
                 if FIRST_PHASE == 1:
                     if chunk == 0:
                         tl.store(of_uppers + tl.arange(0, NUM_DIGITS), 0)
@@ -320,8 +336,10 @@ def select_kernel(
                         LISTED_CHANNELS, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
                         RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                     )  # fmt: skip
+                    if TOKENS:
+                        tile = load_scores(scores, token_begin, token_end, 0, TILE, True)
                     at_least, _ = _count_digits(
-                        scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,
+                        tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,
                         False, TILE, TOKENS,
                     )  # fmt: skip
                     # Integers: the order says nothing.
@@ -334,7 +352,7 @@ def select_kernel(
                     need = selected - above
                 if FIRST_PHASE <= 3 and LAST_PHASE >= 3:
                     at_least, higher = _count_digits(
-                        scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, True,
+                        tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, True,
                         TILE, TOKENS,
                     )  # fmt: skip
                     tl.store(lowers + chunk * NUM_DIGITS + tl.arange(0, NUM_DIGITS), at_least)
@@ -356,9 +374,9 @@ def select_kernel(
                 slots = slots_ptr + row * max_budget
                 for start in range(token_begin, token_end, TILE):
                     token = start + tl.arange(0, TILE)
+                    listed = load_scores(scores, start, token_end, block_shift, TILE, TOKENS)
+                    keys = window_keys(listed, start, num_sink, recent_begin, KEY_BITS, TILE)
                     # Of a whole prefix no score was written, and any key will do.
-                    tile = load_scores(scores, start, token_end, block_shift, TILE, TOKENS)
-                    keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
                     keys = tl.where(selected < prefix_len, keys, 1)
                     place, chosen, both = placed(keys, token < token_end, threshold, above_before, ties_before)
                     # A candidate of a list is called by its own position.
@@ -369,9 +387,10 @@ def select_kernel(
                     if HAS_SLOTS:
                         slot = tl.load(slot_table + position, mask=chosen, other=0)
                         tl.store(slots + place, slot.to(tl.int32), mask=chosen)
-                    tile_total = tl.sum(both, axis=0)
-                    above_before += tile_total & 65535
-                    ties_before += tile_total >> 16
+                    if start + TILE < token_end:
+                        tile_total = tl.sum(both, axis=0)
+                        above_before += tile_total & 65535
+                        ties_before += tile_total >> 16
                 if chunk == 0:
                     tl.store(counts_ptr + row, selected)
                 if PAD:
