@@ -26,9 +26,10 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
     put_queries,
     right_sides,
 )
-from prefix_kernels.anchor_selection.kernels import ARRIVALS, KEY_BITS
+from prefix_kernels.anchor_selection.kernels import KEY_BITS
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
 from prefix_kernels.digit_counts import NUM_DIGITS
+from prefix_kernels.meetings import meet, meetings_before
 from prefix_kernels.pooled_scores.stretch_kernels import (
     HEADROOM,
     LN2,
@@ -55,20 +56,8 @@ _summed_candidate = gluon.jit(summed_candidate.fn)
 _summed_weight = gluon.jit(summed_weight.fn)
 _stretch_of = gluon.jit(stretch_of.fn)
 _ordered_keys = gluon.jit(ordered_keys.fn)
-
-
-@gluon.jit
-def _wait_for_the_others(arrived_ptr, chunk, num_chunks):
-    """As the kernel for all GPUs waits, and on the same counters."""
-    barrier()
-    if num_chunks > 1:
-        own = gl.where(chunk == 0, ARRIVALS + 1 - num_chunks, 1).to(gl.int64)
-        before = gl.atomic_add(arrived_ptr, own, sem="acq_rel", scope="gpu")
-        target = (before // ARRIVALS + 1) * ARRIVALS
-        seen = before + own
-        while seen < target:
-            seen = gl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
-        barrier()
+_meetings_before = gluon.jit(meetings_before.fn)
+_meet = gluon.jit(meet.fn)
 
 
 @gluon.jit
@@ -456,6 +445,7 @@ def score_items_hopper_kernel(
                 put = (peak_ptr, total_ptr, max_rows)
                 own = stats + chunk * max_rows
                 unit = factor
+                met = _meetings_before(arrived_ptr + row)
                 if FIRST_PHASE == 1 and SUM_EVERY > 1:
                     step = _sum_step(count, SUM_EVERY)
                     first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
@@ -471,7 +461,7 @@ def score_items_hopper_kernel(
                 # The first codes are asked for before the others are waited for.
                 words = _first_words(codes, sizes)
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
-                    _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
+                    _meet(arrived_ptr + row, met + 1, chunk, num_chunks)
                 if LAST_PHASE >= 2:
                     _pool_item(
                         words, codes, query, put, stats, num_chunks, factor, unit, scores,

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
 from prefix_kernels.digit_counts import NUM_DIGITS, add_counts, begin_counts, end_counts
+from prefix_kernels.meetings import meet, meetings_before
 from prefix_kernels.pooled_scores.stretch_kernels import (
     KEYS,
     RAW,
@@ -40,28 +41,6 @@ from prefix_kernels.top_k_selection.kernels import (
 )
 
 KEY_BITS = tl.constexpr(16)
-ARRIVALS = tl.constexpr(2**20)
-"""What a counter grows by when all programs of a group and a KV head have arrived, however many they are."""
-
-
-@triton.jit
-def _wait_for_the_others(arrived_ptr, chunk, num_chunks):
-    """Until all programs of this group and KV head are here, and what they wrote can be read.
-
-    The counter only grows, by as much at each meeting, so no one has to set it back: the first chunk's program adds
-    what the others leave. All programs of the launch run at the same time (a cooperative launch), and one that waits
-    has nothing else to do before: so waiting cannot last.
-    """
-    # All threads' writes come before the arrival, which one thread tells; and before what this program reads itself.
-    tl.debug_barrier()
-    if num_chunks > 1:
-        own = tl.where(chunk == 0, ARRIVALS + 1 - num_chunks, 1).to(tl.int64)
-        before = tl.atomic_add(arrived_ptr, own, sem="acq_rel", scope="gpu")
-        target = (before // ARRIVALS + 1) * ARRIVALS
-        seen = before + own
-        while seen < target:
-            seen = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
-        tl.debug_barrier()
 
 
 @triton.jit
@@ -301,6 +280,7 @@ def select_kernel(
                 if FIRST_PHASE <= 2:
                     raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
                     stats = first_item * max_rows
+                meeting = meetings_before(arrived_ptr + row)
                 lowers = at_least_ptr + first_item * NUM_DIGITS
                 of_uppers = all_at_least_ptr + row * NUM_DIGITS
                 of_lowers = of_uppers + num_totals * NUM_DIGITS
@@ -325,7 +305,8 @@ def select_kernel(
                         SUM_EVERY, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                     )  # fmt: skip
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
-                    _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
+                    meeting += 1
+                    meet(arrived_ptr + row, meeting, chunk, num_chunks)
                 if FIRST_PHASE <= 2 and LAST_PHASE >= 2:
                     score_stretch(
                         begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
@@ -345,7 +326,8 @@ def select_kernel(
                     # Integers: the order says nothing.
                     tl.atomic_add(of_uppers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
                 if FIRST_PHASE <= 2 and LAST_PHASE > 2:
-                    _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
+                    meeting += 1
+                    meet(arrived_ptr + row, meeting, chunk, num_chunks)
                 if LAST_PHASE >= 3:
                     upper_place, above, _ = _choose_digit(of_uppers, selected)
                     upper = upper_place ^ (NUM_DIGITS - 1)
@@ -359,7 +341,8 @@ def select_kernel(
                     tl.store(higher_ptr + first_item + chunk, higher)
                     tl.atomic_add(of_lowers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
                 if FIRST_PHASE <= 3 and LAST_PHASE > 3:
-                    _wait_for_the_others(arrived_ptr + row, chunk, num_chunks)
+                    meeting += 1
+                    meet(arrived_ptr + row, meeting, chunk, num_chunks)
                 if LAST_PHASE == 4:
                     above_before = _sum_of(higher_ptr + first_item, chunk, BLOCK_CHUNKS)
                     lower_place, above, ties = _choose_digit(of_lowers, need)
