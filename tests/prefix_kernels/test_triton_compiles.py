@@ -276,10 +276,12 @@ SPILLED = {
     "attention with bounded registers": 32,
     "specialized attention of 128 rows": 16,
     # Numbers of the tables, outside of the loops.
-    "specialized selection of tokens": 16,
-    "specialized selection of tokens for 8 requests": 72,
-    "specialized selection of tokens for 16 requests": 8,
-    "specialized selection of tokens for 32 requests": 104,
+    "specialized selection of tokens": 88,
+    "specialized selection of tokens for 8 requests": 32,
+    "specialized selection of tokens for 16 requests": 24,
+    "specialized selection of tokens for 32 requests": 120,
+    "specialized selection by a sample's sums": 8,
+    "specialized selection by a sample's sums for 8 requests": 56,
     # On sm_80: a few numbers of the tables.
     "selection of blocks for 32 requests in one launch": 64,
     "selection of blocks in four launches": 8,
@@ -358,7 +360,7 @@ def test_hopper_takes_codes_from_memory_to_the_tensor_cores_without_a_detour() -
     ):
         scores, _ = launches(case)
         ptx = compiled(scores, 90).asm["ptx"]
-        assert not re.search(r"cp\.async(?!\.bulk\.prefetch)", ptx)
+        assert "cp.async" not in ptx
         loops = [body for body in loop_bodies(ptx) if product in body and "ex2.approx" in body]
         assert len(loops) >= 2, case
         for body in loops:

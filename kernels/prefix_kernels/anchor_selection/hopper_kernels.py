@@ -46,6 +46,8 @@ LOWEST = gl.constexpr(8388608.0)
 """WHOLE and a score that none is as low as."""
 NEVER = gl.constexpr(2.0**30)
 """Units of scores: a row whose logarithm it is has no share in anything."""
+FEWEST_ROWS = gl.constexpr(16)
+"""Of so many rows at most, there are registers for two steps of a sample."""
 LARGEST = gl.constexpr(2.0**100)
 """Sums of exponentials above it might leave fp32 when they are added up."""
 _wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
@@ -169,7 +171,8 @@ def _summed_exponents(words, queries, start, end, step, unit, sizes: gl.constexp
 
 @gluon.jit
 def _sum_sample(words, ahead, summed, q_smem, unit, sizes: gl.constexpr):
-    """As `_sum_stretch`, of the candidates that are summed. So few steps may compare."""
+    """As `_sum_stretch`, of the candidates that are summed. So few steps may compare. The first one's codes are there,
+    and, of few rows, the second one's."""
     BLOCK_N: gl.constexpr = sizes[2]
     BLOCK_M: gl.constexpr = sizes[1]
     MMA: gl.constexpr = sizes[7]
@@ -180,9 +183,12 @@ def _sum_sample(words, ahead, summed, q_smem, unit, sizes: gl.constexpr):
     peak = gl.max(gl.max(blank, axis=2), axis=0)
     total = peak * 0.0
     for start in range(begin, end, BLOCK_N):
+        if BLOCK_M > FEWEST_ROWS:
+            ahead = _summed_words(summed, start + BLOCK_N, sizes)
         scores = _summed_exponents(words, queries, start, end, step, unit, sizes)
         words = ahead
-        ahead = _summed_words(summed, start + 2 * BLOCK_N, sizes)
+        if BLOCK_M <= FEWEST_ROWS:
+            ahead = _summed_words(summed, start + 2 * BLOCK_N, sizes)
         higher = gl.maximum(peak, gl.max(gl.max(scores, axis=2), axis=0))
         sums = gl.sum(gl.sum(gl.exp2(scores - higher[None, :, None, :, :]), axis=2), axis=0)
         total = total * gl.exp2(peak - higher) + sums
@@ -298,7 +304,9 @@ def _sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
         words = _summed_words(summed, begin, sizes)
-        ahead = _summed_words(summed, begin + BLOCK_N, sizes)
+        ahead = words
+        if BLOCK_M <= FEWEST_ROWS:
+            ahead = _summed_words(summed, begin + BLOCK_N, sizes)
         unit = put_queries(query, tile, factor, sizes)
         peak, total = _sum_sample(words, ahead, summed, q_smem, unit, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, sizes)
