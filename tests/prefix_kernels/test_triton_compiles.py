@@ -276,12 +276,12 @@ SPILLED = {
     "attention with bounded registers": 32,
     "specialized attention of 128 rows": 16,
     # Numbers of the tables, outside of the loops.
-    "specialized selection of tokens": 88,
-    "specialized selection of tokens for 8 requests": 32,
+    "specialized selection of tokens": 112,
+    "specialized selection of tokens for 8 requests": 48,
     "specialized selection of tokens for 16 requests": 24,
     "specialized selection of tokens for 32 requests": 120,
-    "specialized selection by a sample's sums": 8,
-    "specialized selection by a sample's sums for 8 requests": 56,
+    "specialized selection by a sample's sums for 8 requests": 48,
+    "specialized selection by a sample's sums for 32 requests": 8,
     # On sm_80: a few numbers of the tables.
     "selection of blocks for 32 requests in one launch": 64,
     "selection of blocks in four launches": 8,
@@ -348,8 +348,7 @@ def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_k
             ptx = compiled(one, 90).asm["ptx"]
             assert "griddepcontrol.wait" not in ptx
             wanted = meetings or (1 if one.kernel.is_gluon() else 2)
-            arrival = "acq_rel" if case.endswith("rows") else "release"
-            assert ptx.count(f"atom.global.gpu.{arrival}") == wanted
+            assert ptx.count("atom.global.gpu.acq_rel") == wanted
 
 
 def test_hopper_takes_codes_from_memory_to_the_tensor_cores_without_a_detour() -> None:

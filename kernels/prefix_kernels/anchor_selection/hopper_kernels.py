@@ -29,7 +29,7 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
 from prefix_kernels.anchor_selection.kernels import KEY_BITS
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
 from prefix_kernels.digit_counts import NUM_DIGITS
-from prefix_kernels.meetings import meet, meetings_before
+from prefix_kernels.meetings import meet
 from prefix_kernels.pooled_scores.stretch_kernels import (
     HEADROOM,
     LN2,
@@ -46,8 +46,6 @@ LOWEST = gl.constexpr(8388608.0)
 """WHOLE and a score that none is as low as."""
 NEVER = gl.constexpr(2.0**30)
 """Units of scores: a row whose logarithm it is has no share in anything."""
-FEWEST_ROWS = gl.constexpr(16)
-"""Of so many rows at most, there are registers for two steps of a sample."""
 LARGEST = gl.constexpr(2.0**100)
 """Sums of exponentials above it might leave fp32 when they are added up."""
 _wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
@@ -58,7 +56,6 @@ _summed_candidate = gluon.jit(summed_candidate.fn)
 _summed_weight = gluon.jit(summed_weight.fn)
 _stretch_of = gluon.jit(stretch_of.fn)
 _ordered_keys = gluon.jit(ordered_keys.fn)
-_meetings_before = gluon.jit(meetings_before.fn)
 _meet = gluon.jit(meet.fn)
 
 
@@ -170,9 +167,8 @@ def _summed_exponents(words, queries, start, end, step, unit, sizes: gl.constexp
 
 
 @gluon.jit
-def _sum_sample(words, ahead, summed, q_smem, unit, sizes: gl.constexpr):
-    """As `_sum_stretch`, of the candidates that are summed. So few steps may compare. The first one's codes are there,
-    and, of few rows, the second one's."""
+def _sum_sample(words, summed, q_smem, unit, sizes: gl.constexpr):
+    """As `_sum_stretch`, of the candidates that are summed, whose first step is there. So few steps may compare."""
     BLOCK_N: gl.constexpr = sizes[2]
     BLOCK_M: gl.constexpr = sizes[1]
     MMA: gl.constexpr = sizes[7]
@@ -183,12 +179,9 @@ def _sum_sample(words, ahead, summed, q_smem, unit, sizes: gl.constexpr):
     peak = gl.max(gl.max(blank, axis=2), axis=0)
     total = peak * 0.0
     for start in range(begin, end, BLOCK_N):
-        if BLOCK_M > FEWEST_ROWS:
-            ahead = _summed_words(summed, start + BLOCK_N, sizes)
+        ahead = _summed_words(summed, start + BLOCK_N, sizes)
         scores = _summed_exponents(words, queries, start, end, step, unit, sizes)
         words = ahead
-        if BLOCK_M <= FEWEST_ROWS:
-            ahead = _summed_words(summed, start + 2 * BLOCK_N, sizes)
         higher = gl.maximum(peak, gl.max(gl.max(scores, axis=2), axis=0))
         sums = gl.sum(gl.sum(gl.exp2(scores - higher[None, :, None, :, :]), axis=2), axis=0)
         total = total * gl.exp2(peak - higher) + sums
@@ -297,18 +290,14 @@ def _sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
     """The first phase of an item where not all candidates are summed. Returns the unit of the last tile's scores."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
-    BLOCK_N: gl.constexpr = sizes[2]
     q_smem, _, _, _, _, of_group, _ = query
     _, _, begin, _, _ = summed
     _, num_rows, _ = of_group
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
         words = _summed_words(summed, begin, sizes)
-        ahead = words
-        if BLOCK_M <= FEWEST_ROWS:
-            ahead = _summed_words(summed, begin + BLOCK_N, sizes)
         unit = put_queries(query, tile, factor, sizes)
-        peak, total = _sum_sample(words, ahead, summed, q_smem, unit, sizes)
+        peak, total = _sum_sample(words, summed, q_smem, unit, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, sizes)
     return unit
 
@@ -453,7 +442,6 @@ def score_items_hopper_kernel(
                 put = (peak_ptr, total_ptr, max_rows)
                 own = stats + chunk * max_rows
                 unit = factor
-                met = _meetings_before(arrived_ptr + row)
                 if FIRST_PHASE == 1 and SUM_EVERY > 1:
                     step = _sum_step(count, SUM_EVERY)
                     first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
@@ -469,7 +457,7 @@ def score_items_hopper_kernel(
                 # The first codes are asked for before the others are waited for.
                 words = _first_words(codes, sizes)
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
-                    _meet(arrived_ptr + row, met + 1, chunk, num_chunks)
+                    _meet(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE >= 2:
                     _pool_item(
                         words, codes, query, put, stats, num_chunks, factor, unit, scores,

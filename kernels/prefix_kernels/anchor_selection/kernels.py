@@ -19,7 +19,7 @@ import triton.language as tl
 
 from prefix_kernels.dependent_launch import wait_for_the_kernel_before
 from prefix_kernels.digit_counts import NUM_DIGITS, add_counts, begin_counts, end_counts
-from prefix_kernels.meetings import meet, meetings_before
+from prefix_kernels.meetings import meet
 from prefix_kernels.pooled_scores.stretch_kernels import (
     KEYS,
     RAW,
@@ -280,7 +280,6 @@ def select_kernel(
                 if FIRST_PHASE <= 2:
                     raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
                     stats = first_item * max_rows
-                meeting = meetings_before(arrived_ptr + row)
                 lowers = at_least_ptr + first_item * NUM_DIGITS
                 of_uppers = all_at_least_ptr + row * NUM_DIGITS
                 of_lowers = of_uppers + num_totals * NUM_DIGITS
@@ -305,8 +304,7 @@ def select_kernel(
                         SUM_EVERY, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                     )  # fmt: skip
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
-                    meeting += 1
-                    meet(arrived_ptr + row, meeting, chunk, num_chunks)
+                    meet(arrived_ptr + row, chunk, num_chunks)
                 if FIRST_PHASE <= 2 and LAST_PHASE >= 2:
                     score_stretch(
                         begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
@@ -326,8 +324,7 @@ def select_kernel(
                     # Integers: the order says nothing.
                     tl.atomic_add(of_uppers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
                 if FIRST_PHASE <= 2 and LAST_PHASE > 2:
-                    meeting += 1
-                    meet(arrived_ptr + row, meeting, chunk, num_chunks)
+                    meet(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE >= 3:
                     upper_place, above, _ = _choose_digit(of_uppers, selected)
                     upper = upper_place ^ (NUM_DIGITS - 1)
@@ -341,8 +338,7 @@ def select_kernel(
                     tl.store(higher_ptr + first_item + chunk, higher)
                     tl.atomic_add(of_lowers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
                 if FIRST_PHASE <= 3 and LAST_PHASE > 3:
-                    meeting += 1
-                    meet(arrived_ptr + row, meeting, chunk, num_chunks)
+                    meet(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE == 4:
                     above_before = _sum_of(higher_ptr + first_item, chunk, BLOCK_CHUNKS)
                     lower_place, above, ties = _choose_digit(of_lowers, need)
