@@ -209,7 +209,7 @@ def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, layout: 
 
 @gluon.jit
 def _put_scores(pooled, n, end, tile, put):
-    """Write the pooled scores of two steps, natural log, and after the last tile count the upper bytes of their keys."""
+    """Write pooled scores of two steps, natural log, and after the last tile count the upper bytes of their keys."""
     scores_ptr, num_sink, recent_begin, last_tile, counts_at = put
     if tile > 0:
         pooled = gl.maximum(pooled, gl.load(scores_ptr + n, mask=n < end, other=0.0))

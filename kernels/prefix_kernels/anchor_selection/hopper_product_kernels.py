@@ -39,8 +39,10 @@ def _powers(first: int, limit: int) -> list[int]:
 
 @gluon.jit
 def _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, PIECE: gl.constexpr, sizes: gl.constexpr):
-    """fp32 [BLOCK_M, 32]: a piece of the queries, times the channels' steps; 0 for what no model has a use for, lest one
-    broken query takes away all others' precision."""
+    """fp32 [BLOCK_M, 32]: a piece of the queries, times the channels' steps.
+
+    What fp16 could not hold, or is no number, is 0, lest one broken query take away all others' precision.
+    """
     LISTED: gl.constexpr = sizes[5]
     column = PIECE * 32 + of_piece
     channel = gl.load(channels_ptr + column).to(gl.int32) if LISTED else column

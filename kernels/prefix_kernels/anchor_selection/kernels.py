@@ -187,10 +187,9 @@ def select_kernel(
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `items.py`
     block_shifts_ptr,  # int32 [num_groups, num_kv_heads], log2 of the tokens of a candidate
-    at_least_ptr,  # int32 [num_kv_heads, max_items, NUM_DIGITS], by the lower byte, of tokens at the threshold's upper one
+    at_least_ptr,  # int32 [num_kv_heads, max_items, NUM_DIGITS], by lower bytes, at the threshold's upper one
     higher_ptr,  # int32 [num_kv_heads, max_items], tokens of a higher upper byte
-    all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, NUM_DIGITS], of all stretches by upper bytes, and by lower
-    # ones as above; set to 0 in the first phase
+    all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, NUM_DIGITS], of all stretches, by upper and by lower bytes
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
     slot_table_ptr,  # int32 or int64 [arena]
     positions_ptr,  # int32 [num_groups, num_kv_heads, max_budget], written
@@ -318,8 +317,8 @@ def select_kernel(
                     if TOKENS:
                         tile = load_scores(scores, token_begin, token_end, 0, TILE, True)
                     at_least, _ = _count_digits(
-                        tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, token_begin,
-                        False, TILE, TOKENS,
+                        tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin,
+                        token_begin, False, TILE, TOKENS,
                     )  # fmt: skip
                     # Integers: the order says nothing.
                     tl.atomic_add(of_uppers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
@@ -331,8 +330,8 @@ def select_kernel(
                     need = selected - above
                 if FIRST_PHASE <= 3 and LAST_PHASE >= 3:
                     at_least, higher = _count_digits(
-                        tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, True,
-                        TILE, TOKENS,
+                        tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper,
+                        True, TILE, TOKENS,
                     )  # fmt: skip
                     tl.store(lowers + chunk * NUM_DIGITS + tl.arange(0, NUM_DIGITS), at_least)
                     tl.store(higher_ptr + first_item + chunk, higher)

@@ -59,7 +59,7 @@ def check_inputs(inputs: ScoreInputs) -> None:
 
 
 def launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[str, Any], *, joined: bool) -> None:
-    """The first two phases, in one launch or in two: upper bytes of keys are counted, and `uppers` of items not written.
+    """The first two phases, in one launch or in two. Upper bytes of keys are counted as scores are pooled.
 
     Args:
         config: a specialized one.
