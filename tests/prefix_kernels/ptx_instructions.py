@@ -25,13 +25,20 @@ def _move(machine: Machine, one: Instruction) -> None:
     return None
 
 
+_SPACES = ("global", "shared", "param")
+
+
+def _space(one: Instruction) -> str:
+    """The memory that an instruction is for, wherever its name has it: behind it may stand of whom it is seen."""
+    return next((name for part in one.parts for name in [part.partition("::")[0]] if name in _SPACES), "")
+
+
 def _transfer(machine: Machine, one: Instruction) -> None:
     """`ld` and `st`: one to four neighbours a thread."""
-    name, space = one.parts[0], one.parts[1].partition("::")[0]
+    name, space = one.parts[0], _space(one)
     place, values = one.operands if name == "st" else one.operands[::-1]
     if space == "param":
         return machine.write(values, machine.read(place.strip("[] "), one.dtype))
-    machine.expect(space in machine.memory)
     addresses = machine.addresses(place)
     for at, register in enumerate(registers_of(values)):
         where = addresses + np.uint64(at * one.dtype.itemsize)
@@ -40,6 +47,14 @@ def _transfer(machine: Machine, one: Instruction) -> None:
         else:
             machine.write(register, machine.load(space, where, one.dtype))
     return None
+
+
+def _reduce(machine: Machine, one: Instruction) -> None:
+    """`red` of integers, which returns nothing. Who sees it when says nothing here."""
+    how = set(one.parts[1:-1]) - {"gpu", "relaxed", "release"}
+    machine.expect(how == {_space(one), "add"} and one.dtype.kind == "u")
+    place, value = one.operands
+    machine.store(_space(one), machine.addresses(place), machine.read(value, one.dtype), adds=True)
 
 
 _PLAIN: dict[str, Callable[..., Array]] = {
@@ -120,26 +135,19 @@ def _convert(machine: Machine, one: Instruction) -> None:
 
 
 def _shuffle(machine: Machine, one: Instruction) -> None:
-    """`shfl.sync` of whole warps."""
-    value, other, bound = (machine.read(x, one.dtype) for x in one.operands[1:4])
+    """`shfl.sync` of whole warps. `up`: the first lanes, which have none so far below, keep what they have."""
+    value, other, bound, lanes = (machine.read(x, one.dtype) for x in one.operands[1:])
     how = one.parts[2]
-    machine.expect(how in ("bfly", "idx") and bool((bound == LANES - 1).all()) and "|" not in one.operands[0])
+    machine.expect(how in ("bfly", "idx", "up") and bool((bound == (0 if how == "up" else LANES - 1)).all()))
+    machine.expect("|" not in one.operands[0] and bool((lanes == 2**LANES - 1).all()) and machine.active is None)
     source = machine.lanes ^ other if how == "bfly" else other % LANES
+    if how == "up":
+        source = np.where(machine.lanes < other, machine.lanes, machine.lanes - other)
     machine.write(one.operands[0], value[machine.first + source])
-
-
-def _prefetch(machine: Machine, one: Instruction) -> None:
-    """`cp.async.bulk.prefetch`: nothing comes of it, but its whole pieces of 16 bytes must lie in one tensor."""
-    machine.expect(one.parts[1:] == ("async", "bulk", "prefetch", "L2", "global"))
-    place, size = one.operands
-    active = slice(None) if machine.active is None else machine.active
-    first = machine.addresses(place)[active]
-    last = first + machine.read(size, U32)[active] - np.uint64(16)
-    machine.memory["global"].read(np.concatenate([first, last]), np.dtype("V16"), machine.text)
 
 
 PLAIN_FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
     **dict.fromkeys(("bar", "barrier", "fence"), lambda machine, one: None), **dict.fromkeys(_PLAIN, _plain),
     "mov": _move, "ld": _transfer, "st": _transfer, "mul": _multiply, "mad": _multiply, "fma": _multiply,
-    "setp": _compare, "cvt": _convert, "shfl": _shuffle, "cp": _prefetch,
+    "setp": _compare, "cvt": _convert, "shfl": _shuffle, "red": _reduce,
 }  # fmt: skip

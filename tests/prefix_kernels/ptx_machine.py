@@ -8,15 +8,16 @@ What is modelled:
 - integers, fp32 and predicates; branches that all threads take together, instructions under a predicate;
 - the threads' places in `mma.sync` and `wgmma` of INT8, in `ldmatrix`, `stmatrix` and `shfl`;
 - descriptors of shared memory and its swizzle, for a right side whose rows lie along the summed dimension;
-- bounds: an address must lie in a tensor of the launch or in the program's shared memory, and be aligned. Of shared
-  memory only what was written may be read; a register that nothing was written to has all bits set, which is no number
-  as fp32.
+- atomic adds, to shared memory and to the launch's tensors;
+- bounds: an address must lie in a tensor of the launch or in one array of the program's shared memory, and be aligned.
+  Of shared memory only what was written may be read; what is added to anything else stays unknown. A register that
+  nothing was written to has all bits set, which is no number as fp32.
 
 What is not:
 
 - time, and all that goes on at the same time. Barriers, fences and waits do nothing, as threads never drift apart: one
   that is missing is not found, nor is memory that is read before it was there;
-- other programs, and atomics: a program must be on its own;
+- other programs: one that waits for another waits for ever. They may run one after the other;
 - how instructions round inside. `ex2.approx` is numpy's, fp32 `fma` goes through fp64, and nothing is flushed to 0.
 """
 
@@ -34,7 +35,18 @@ import torch
 from prefix_kernels.launching import Launch
 from tests.prefix_kernels.ptx_instructions import PLAIN_FAMILIES
 from tests.prefix_kernels.ptx_products import MATRIX_FAMILIES
-from tests.prefix_kernels.ptx_text import DTYPES, LANES, PRED, U64, UNSIGNED, Array, Instruction, parse, registers_of
+from tests.prefix_kernels.ptx_text import (
+    DTYPES,
+    LANES,
+    PRED,
+    U64,
+    UNSIGNED,
+    Array,
+    Instruction,
+    parse,
+    registers_of,
+    shared_arrays,
+)
 
 FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = PLAIN_FAMILIES | MATRIX_FAMILIES
 """What does an instruction, by its name's first part."""
@@ -72,6 +84,11 @@ class Memory:
         content, known, where = self._at(addresses, values.dtype, text)
         content[where], known[where] = values, True
 
+    def add(self, addresses: Array, values: Array, text: str) -> None:
+        """All of those for the same address. What nothing was written to stays so."""
+        content, _, where = self._at(addresses, values.dtype, text)
+        np.add.at(content, where, values)
+
     def _at(self, addresses: Array, dtype: np.dtype[Any], text: str) -> tuple[Array, Array, Array]:
         """A range as numbers of a type, which of their bytes are known, and which of them the addresses are."""
         number = max(1, bisect_right(self._bases, int(addresses[0]))) - 1
@@ -108,9 +125,15 @@ class Machine:
         reached = [one.untyped_storage() for one in (*tensors, *arguments) if isinstance(one, torch.Tensor)]
         storages = {storage.data_ptr(): storage for storage in reached}
         content = {at: torch.empty(0, dtype=torch.uint8).set_(storage).numpy() for at, storage in storages.items()}
-        shared = np.full(kernel.metadata.shared, 0xFF, np.uint8)
-        self.memory = {"global": Memory(content.items()), "shared": Memory([(SHARED_BASE, shared)], blank=True)}
-        names = {"%tid.x": np.arange(self.threads), "global_smem": SHARED_BASE}
+        names: dict[str, Any] = {"%tid.x": np.arange(self.threads)}
+        shared, at = {}, SHARED_BASE
+        # Triton's own comes behind all others. Whatever its size, no array ends where the next one begins.
+        arrays = shared_arrays(ptx) | {"global_smem": (SHARED_BASE, kernel.metadata.shared)}
+        for name, (align, size) in arrays.items():
+            names[name] = at = -(-at // align) * align
+            shared[at] = np.full(size, 0xFF, np.uint8)
+            at += size + 1
+        self.memory = {"global": Memory(content.items()), "shared": Memory(shared.items(), blank=True)}
         for axis, place, programs in zip("xyz", (*program, 0, 0), (*launched.grid, 1, 1), strict=False):
             names |= {f"%ctaid.{axis}": place, f"%nctaid.{axis}": programs}
         self.registers = {name: np.full(self.threads, value, np.uint32) for name, value in names.items()}
@@ -195,7 +218,8 @@ class Machine:
         loaded[active] = self.memory[space].read(addresses[active], dtype, self.text)
         return loaded
 
-    def store(self, space: str, addresses: Array, value: Array) -> None:
-        """A number of each thread that the instruction is done for."""
+    def store(self, space: str, addresses: Array, value: Array, *, adds: bool = False) -> None:
+        """A number of each thread that the instruction is done for; `adds`: to what is there."""
         active = slice(None) if self.active is None else self.active
-        self.memory[space].write(addresses[active], value[active], self.text)
+        memory = self.memory[space]
+        (memory.add if adds else memory.write)(addresses[active], value[active], self.text)

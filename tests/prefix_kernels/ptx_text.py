@@ -46,13 +46,23 @@ def parse(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
             if lead[1]:
                 labels[lead[1]] = len(found)
             statement = statement[lead.end() :]
-        if not statement or statement.startswith((".reg", ".pragma")):
+        if not statement or statement.startswith((".reg", ".pragma", ".shared")):
             continue
         negated, guard, name, rest = re.match(r"(?:@(!?)(%?\w+)\s+)?(\S+)\s*(.*)$", statement, re.DOTALL).groups()
         parts, operands = name.split("."), re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
         of_type = DTYPES.get(parts[-1])
         found.append(Instruction(statement, guard, bool(negated), tuple(parts), tuple(operands), of_type))
     return found, labels
+
+
+def shared_arrays(ptx: str) -> dict[str, tuple[int, int]]:
+    """Of each array in shared memory that the kernel declares: what its address is a multiple of, and its bytes."""
+    found: dict[str, tuple[int, int]] = {}
+    for align, kind, name, number in re.findall(r"(?<!extern )\.shared \.align (\d+) \.(\w+) (\w+)\[(\d+)\]", ptx):
+        if name in found:
+            raise ValueError(f"expected arrays with names of their own, got {name} twice; keep their scopes apart")
+        found[name] = int(align), DTYPES[kind].itemsize * int(number)
+    return found
 
 
 @cache

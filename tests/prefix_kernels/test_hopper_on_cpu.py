@@ -2,14 +2,13 @@
 
 One program has all candidates of a KV head, and both phases; or some have them, one after the other in a launch for
 each phase. Scores are compared with fp64, of queries and sums that are rounded to whole units as the kernel rounds
-them.
+them; counts of keys' upper bytes with the keys of the very scores that were written.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +22,7 @@ from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.tables import ScoreInputs
 from prefix_kernels.pooling import LEAST_SUMMED, log_shares, sum_step
 from prefix_kernels.top_k_selection import SelectionGroup
+from prefix_kernels.top_k_selection.kernels import LOG_SCALE, LOWEST_LOG
 from tests.prefix_kernels.ptx_machine import Machine, UnknownInstructionError
 
 KV_HEADS, GQA, DIM, CHANNELS = 2, 4, 128, 96
@@ -35,6 +35,9 @@ UNTOUCHED = -12345.0
 LIMIT = 2e-5
 LEAST_UNIT = 2**-24 / (SM_SCALE * math.log2(math.e))
 """Of queries: in it, exponents to base 2 are multiples of 2^-24."""
+MOST = 65504
+"""Of a query times a step. What is more, or no number, counts as 0."""
+NUM_DIGITS = 256
 
 
 class Problem:
@@ -42,6 +45,7 @@ class Problem:
 
     Attributes:
         products: matrix instructions of the last run, of those that its tiles are multiplied with.
+        counted: [NUM_DIGITS] by the last run: how many keys have an upper byte of 255 or more, of 254 or more, and on.
 
     Args:
         requests: of the group.
@@ -50,6 +54,7 @@ class Problem:
         rising: how far later keys point the way of a row's queries.
         size: of the queries.
         programs: of a KV head, in two launches; 0: one, in one.
+        windows: the first and the last candidates that are taken whatever their scores.
     """
 
     def __init__(
@@ -61,12 +66,14 @@ class Problem:
         rising: float = 0.0,
         size: float = 1.0,
         programs: int = 0,
+        windows: tuple[int, int] = (5, 20),
     ) -> None:
         gen = torch.Generator().manual_seed(requests + count)
         heads = KV_HEADS * GQA
         self.shape = ScoreShape(heads, KV_HEADS, Source.LOW_BIT, CHANNELS, listed_channels=True, sum_every=sum_every)
         self.config = default_config(self.shape, requests, specialized=True)
-        self.requests, self.count, self.programs, self.products = requests, count, programs, 0
+        self.requests, self.count, self.programs, self.windows = requests, count, programs, windows
+        self.products, self.counted = 0, torch.empty(0)
         self.q = torch.randn(1 + requests, heads, DIM, generator=gen).mul(size).bfloat16()
         self.channels = torch.stack([torch.randperm(DIM, generator=gen)[:CHANNELS] for _ in range(KV_HEADS)])
         way = self.q[1, ::GQA].float().gather(1, self.channels)
@@ -80,12 +87,13 @@ class Problem:
         firsts = tuple(head * self.count for head in range(KV_HEADS))
         index = [self.channels.short(), self.codes.packed.flatten(0, 1).contiguous(), self.codes.scale]
         rows, counts, nothing = tuple(range(1, 1 + self.requests)), (self.count,) * KV_HEADS, (0,) * KV_HEADS
+        budget = min(sum(self.windows) + 15, self.count - 1)
         select = AnchorSelection(
             self.shape,
             1 + self.requests,
             1,
             self.count,
-            64,
+            budget,
             self.config,
             self.q.device,
             max_block_size=1,
@@ -94,7 +102,7 @@ class Problem:
         )
         select.plan(
             [ScoredGroup(rows, counts, firsts, nothing, begins, tuple(index))],
-            [SelectionGroup(self.count, 40, 0, stride, (1,) * KV_HEADS, 5, 20, slot_start=0)],
+            [SelectionGroup(self.count, budget, 0, stride, (1,) * KV_HEADS, *self.windows, slot_start=0)],
         )
         arena = torch.full((begins[-1] + stride,), UNTOUCHED)
         with recording() as kept:
@@ -104,7 +112,7 @@ class Problem:
         return scores, index, arena[begins[HEAD] :][: self.count]
 
     def run(self, before: str = "", after: str = "") -> torch.Tensor:
-        """[count]: what programs of `HEAD` write. They must write nothing else but what they tell each other.
+        """[count]: scores that programs of `HEAD` write. They must write nothing else but what they tell each other.
 
         Args:
             before, after: what is replaced in the compiled kernel.
@@ -112,7 +120,7 @@ class Problem:
         launches, index, own = self.launches()
         tensors = {name: value for name, value in launches[0].arguments.items() if isinstance(value, torch.Tensor)}
         told = [tensors.pop("peak_ptr"), tensors.pop("total_ptr"), tensors.pop("all_at_least_ptr")]
-        for tensor in told[:2]:
+        for tensor in told:
             tensor.fill_(UNTOUCHED)
         kept = [*tensors.values(), *index]
         as_before = [tensor.clone() for tensor in kept]
@@ -125,13 +133,27 @@ class Problem:
                 kernel = SimpleNamespace(asm=changed, src=kernel.src, metadata=kernel.metadata)
             for place in range(one.grid[0]):
                 done = Machine(one, kernel, (place, HEAD), index).run()
-                assert done[product] > 0
+                # Of few candidates the first program may have all.
+                assert done[product] > 0 or place > 0
                 self.products += done[product]
         written = own.clone()
         own.fill_(UNTOUCHED)
-        assert all(map(torch.equal, kept, as_before))
-        assert all(bool((tensor[1 - HEAD] == UNTOUCHED).all()) for tensor in told[:2])
+        # As bytes: some may be no numbers.
+        assert all(torch.equal(*(x.view(torch.uint8) for x in both)) for both in zip(kept, as_before, strict=True))
+        uppers, lowers = told.pop()[:, 0]
+        assert all(bool((tensor[1 - HEAD] == UNTOUCHED).all()) for tensor in (*told, uppers, lowers))
+        assert not lowers[HEAD].any()
+        self.counted = uppers[HEAD].clone()
+        assert before or torch.equal(self.counted, self.counts_of(written))
         return written
+
+    def counts_of(self, scores: torch.Tensor) -> torch.Tensor:
+        """What must be `counted` of these scores, exactly: their keys of 16 bits are made in fp32, as in the kernel."""
+        heights = (scores.clamp(LOWEST_LOG.value, 0.0) - LOWEST_LOG.value) * torch.tensor(LOG_SCALE.value)
+        places = 255 - ((heights.int() + 1).clamp_max(65534) >> 8)
+        sink, recent = self.windows
+        places[:sink] = places[self.count - recent :] = 0
+        return places.bincount(minlength=NUM_DIGITS).cumsum(0).int()
 
     def error(self, scores: torch.Tensor) -> float:
         """How far the worst score is from what it may be, as fp64 says."""
@@ -148,6 +170,7 @@ class Problem:
         Where an error of `LIMIT` decides which that is, either may be.
         """
         scaled = tile[:, self.channels[HEAD]].float() * self.codes.scale[HEAD]
+        scaled = torch.where(scaled.abs() <= MOST, scaled, 0.0)
         # In fp32, as in the kernel: another last bit would round other queries up.
         unit = (scaled.abs().amax() * (1 / 127)).clamp_min(LEAST_UNIT)
         queries = (scaled.double() * (1 / unit).double()).round()
@@ -210,6 +233,36 @@ def test_small_queries(size: float, requests: int) -> None:
     assert made.error(made.run()) < LIMIT
 
 
+@pytest.mark.parametrize("requests", [1, 8, 33])
+@pytest.mark.parametrize(
+    ("count", "windows"), [(41, (0, 0)), (200, (0, 0)), (333, (1, 0)), (333, (70, 130)), (333, (250, 0))]
+)
+@pytest.mark.parametrize("programs", [0, 3])
+def test_upper_bytes_are_counted(programs: int, count: int, windows: tuple[int, int], requests: int) -> None:
+    """Of scores that rise from below what keys can tell: rows' queries point one way."""
+    made = Problem(requests, count, programs=programs, windows=windows, rising=15.0)
+    sizes = torch.linspace(1, 0.5, 1 + requests).bfloat16()
+    made.q = made.q[1, ::GQA].repeat_interleave(GQA, 0) * sizes[:, None, None]
+    lowest = made.run() <= LOWEST_LOG.value
+    assert 0 < int(lowest.sum()) < count
+    assert int(made.counted[-1]) == count
+    assert len(made.counted.unique()) > 5
+
+
+@pytest.mark.parametrize("requests", [1, 8, 33])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38, -1e5])
+def test_a_query_out_of_range_counts_as_nothing(value: float, requests: int) -> None:
+    """In one channel of one row: the rest of this row, and all others, keep their unit and their scores."""
+    made, zero, within = Problem(requests, 333), Problem(requests, 333), Problem(requests, 333)
+    channel, step = made.channels[HEAD, 50], float(made.codes.scale[HEAD, 50])
+    for problem, product in ((made, value), (zero, 0.0), (within, 6e4)):
+        problem.q[-1, HEAD * GQA + 1, channel] = product if abs(product) > 1e6 else product / step
+    scores = made.run()
+    assert made.error(scores) < LIMIT
+    assert torch.equal(scores, zero.run())
+    assert not torch.equal(scores, within.run())
+
+
 def _code(made: Problem) -> None:
     made.codes.packed[HEAD, 300, 40] ^= 0x10
 
@@ -266,15 +319,12 @@ def test_no_address_outside_of_the_tensors_is_read() -> None:
         Machine(scores, compiled(scores, 90), (0, HEAD), index[:1]).run()
 
 
-def test_no_address_outside_of_the_tensors_is_asked_for_ahead() -> None:
-    """Twice as many codes as there are of the last KV head, where half of them are meant to be."""
-    (scores,), index, _ = Problem(1, 333, sum_every=16).launches()
-    further = replace(scores, arguments={**scores.arguments, "AHEAD": 32})
-    with pytest.raises(IndexError, match=r"prefetch\.L2\.global"):
-        Machine(further, compiled(further, 90), (0, HEAD), index).run()
-
-
 @pytest.mark.parametrize(("requests", "reader"), [(1, "ldmatrix"), (32, "wgmma")])
 def test_no_shared_memory_is_read_before_it_is_written(requests: int, reader: str) -> None:
     with pytest.raises(IndexError, match=rf"written to(?s:.*): {reader}"):
         Problem(requests, 200).run("st.shared.v2.b8", "bar.instead")
+
+
+def test_no_count_is_read_that_was_never_reset() -> None:
+    with pytest.raises(IndexError, match=r"written to(?s:.*): ld\.shared"):
+        Problem(1, 200).run("st.shared.b32 [", "bar.instead [")
