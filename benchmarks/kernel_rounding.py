@@ -19,6 +19,10 @@ from prefix_kernels.low_bit import LowBitTensor, dequantize, unpack_codes
 from prefix_kernels.pooling import log_shares
 
 _ORACLE_ELEMENTS = 1 << 24
+_MOST = 65504
+"""Of a product that Hopper's own kernel takes. What is more, or no number, counts as 0 there."""
+_LEAST_UNIT = 2**-24
+"""Of that kernel's exponents to base 2."""
 _CHANCE = 1e-3
 """Of a limit that right scores do not keep."""
 
@@ -29,7 +33,7 @@ def rounded_oracle(inputs: Inputs, head: int) -> Tensor:
     best: Tensor | None = None
     step = max(1, _ORACLE_ELEMENTS // keys[0].numel())
     rows = inputs.tile(head).flatten(0, 1)
-    rounded = [_rounded(rows, part, inputs.unit_rows) for part in inputs.parts[head]]
+    rounded = [_rounded(rows, part, inputs.sm_scale, inputs.unit_rows) for part in inputs.parts[head]]
     for begin in range(0, len(rows), step):
         some = slice(begin, begin + step)
         products = [own[some, None] * of for own, of in zip(rounded, keys, strict=True)]
@@ -66,17 +70,20 @@ def rounding_of(rows: Tensor, parts: Sequence[LowBitTensor], sm_scale: float, un
     variance = torch.zeros(rows.shape[0], dtype=torch.float64, device=rows.device)
     for number, part in enumerate(parts):
         used = rows if len(parts) == 1 else rows.clamp(max=0) if number == 0 else rows.clamp(min=0)
-        error = (_rounded(used, part, unit_rows) - used.double()) * part.scale.double()
+        error = (_rounded(used, part, sm_scale, unit_rows) - used.double()) * part.scale.double()
         spread = unpack_codes(part.packed, part.bits).double().var(dim=0)
         variance += (error.square() * spread).sum(dim=1)
     draws = 2 * rows.shape[0] * len(parts[0].packed)
     return float(variance.max().sqrt()) * sm_scale * math.sqrt(2 * math.log(draws / _CHANCE))
 
 
-def _int8_units(x: Tensor, unit_rows: int) -> Tensor:
-    """[rows, 1]: the largest product of the tile that a row is in, times 1 / 127 in x's dtype."""
-    part = torch.tensor(1 / 127, dtype=x.dtype, device=x.device)
-    return torch.cat([tile.abs().amax().expand(len(tile), 1) for tile in x.split(unit_rows)]) * part
+def _int8_units(rows: Tensor, part: LowBitTensor, sm_scale: float, unit_rows: int) -> tuple[Tensor, Tensor]:
+    """fp32 products of queries and steps, and [rows, 1] the unit of a row's tile, as the kernel makes it."""
+    x = rows.float() * part.scale
+    x = torch.where(x.abs() <= _MOST, x, 0.0)
+    largest = torch.cat([tile.abs().amax().expand(len(tile), 1) for tile in x.split(unit_rows)])
+    least = _LEAST_UNIT / (sm_scale * math.log2(math.e))
+    return x, (largest * torch.tensor(1 / 127, device=x.device)).clamp_min(least)
 
 
 def half_a_unit(inputs: Inputs, head: int) -> float:
@@ -84,17 +91,17 @@ def half_a_unit(inputs: Inputs, head: int) -> float:
     rows, (part,) = inputs.tile(head).flatten(0, 1), inputs.parts[head][:1]
     if not inputs.unit_rows or rows.dtype is torch.float32:
         return 0.0
-    return float(_int8_units(rows.float() * part.scale, inputs.unit_rows).max()) * inputs.sm_scale / 2
+    _, units = _int8_units(rows, part, inputs.sm_scale, inputs.unit_rows)
+    return float(units.max()) * inputs.sm_scale / 2
 
 
-def _rounded(rows: Tensor, part: LowBitTensor, unit_rows: int) -> Tensor:
+def _rounded(rows: Tensor, part: LowBitTensor, sm_scale: float, unit_rows: int) -> Tensor:
     """Queries in fp64 as the kernel has them, divided by the step again."""
     if rows.dtype is torch.float32:
         return rows.double()
     if unit_rows:
         # To the bit as the kernel: fp32 products and units, and one rounding of their product.
-        x = rows.float() * part.scale
-        unit = _int8_units(x, unit_rows)
+        x, unit = _int8_units(rows, part, sm_scale, unit_rows)
         whole = (x.double() * (1.0 / unit).double()).round()
         return whole * unit.double() / part.scale.double()
     return (rows.float() * part.scale).half().double() / part.scale.double()

@@ -101,6 +101,23 @@ def test_rounded_queries_move_scores_as_far_as_the_limit_says(bench, tokens):
     torch.testing.assert_close(bench.rounding.rounded_oracle(inputs, 0), inputs.oracle(0), atol=1e-12, rtol=0.0)
 
 
+def test_queries_rounded_to_int8_may_be_all_0_or_out_of_range(bench):
+    """The first have a unit nevertheless; of the others a channel counts as 0, and the rest is rounded as if it were."""
+    shape = AttentionShape(8, 2, 64, 64, torch.bfloat16, torch.bfloat16)
+    inputs = bench.naive.Inputs(shape, 4, 640, torch.device("cpu"), tokens=True, channels=48)
+    inputs.unit_rows = 8
+    inputs.q[0, 1, 7] = inputs.q[1, 2, 3] = inputs.q[2, 0, 5] = 0
+    wanted = bench.rounding.rounded_oracle(inputs, 0)
+    limit = bench.rounding.rounding_limit(inputs, 0)
+    assert 0 < float((wanted - inputs.oracle(0)).abs().max()) < limit
+    inputs.q[0, 1, 7], inputs.q[1, 2, 3], inputs.q[2, 0, 5] = math.inf, math.nan, -3e38
+    assert torch.equal(bench.rounding.rounded_oracle(inputs, 0), wanted)
+    inputs.q.zero_()
+    torch.testing.assert_close(bench.rounding.rounded_oracle(inputs, 0), inputs.oracle(0), atol=1e-12, rtol=0.0)
+    assert bench.rounding.rounding_limit(inputs, 0) == 0.0
+    assert 0 < bench.rounding.half_a_unit(inputs, 0) < 1e-7
+
+
 def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
     """A lost beacon of 64 in 4,096 keys is far outside bf16's limit; rounding to bf16 is inside."""
     from prefix_kernels.grouped_attention import AttentionShape
