@@ -102,7 +102,7 @@ def test_rounded_queries_move_scores_as_far_as_the_limit_says(bench, tokens):
 
 
 def test_queries_rounded_to_int8_may_be_all_0_or_out_of_range(bench):
-    """The first have a unit nevertheless; of the others a channel counts as 0, and the rest is rounded as if it were."""
+    """The first have a unit nevertheless; of the others a channel counts as 0, and the rest as if it were."""
     shape = AttentionShape(8, 2, 64, 64, torch.bfloat16, torch.bfloat16)
     inputs = bench.naive.Inputs(shape, 4, 640, torch.device("cpu"), tokens=True, channels=48)
     inputs.unit_rows = 8
