@@ -17,7 +17,7 @@ What is not:
 
 - time, and all that goes on at the same time. Barriers, fences and waits do nothing, as threads never drift apart: one
   that is missing is not found, nor is memory that is read before it was there;
-- other programs: one that waits for another waits for ever. They may run one after the other;
+- other programs at the same time: they run one after the other, or in turns of a few instructions (`run_together`);
 - how instructions round inside. `ex2.approx` is numpy's, fp32 `fma` goes through fp64, and nothing is flushed to 0.
 """
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,8 @@ from tests.prefix_kernels.ptx_text import (
 FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = PLAIN_FAMILIES | MATRIX_FAMILIES
 """What does an instruction, by its name's first part."""
 MOST_STEPS = 5_000_000
+TURN = 1000
+"""Instructions of a program while others wait, where some run together."""
 SHARED_BASE = 1024
 """Address of shared memory: not 0, and a multiple of what swizzles repeat after."""
 
@@ -150,25 +152,30 @@ class Machine:
         Raises UnknownInstructionError, or IndexError for an address outside of all tensors, not aligned, or in shared
         memory that nothing was written to.
         """
-        done, at = Counter[str](), 0
-        with np.errstate(all="ignore"):
-            for _ in range(MOST_STEPS):
-                one = self._instructions[at]
-                at += 1
-                name, self.text, self.active = one.parts[0], one.text, None
-                if one.guard:
-                    active = self.read(one.guard, PRED) ^ one.negated
-                    if not active.any():
-                        continue
-                    self.active = None if active.all() else active
-                done[name] += 1
-                self.expect(name in FAMILIES or (name in ("bra", "ret") and self.active is None))
-                if name == "ret":
-                    return done
-                if name == "bra":
-                    at = self._labels[one.operands[0]]
-                else:
-                    FAMILIES[name](self, one)
+        return run_together([self])
+
+    def turns(self, done: Counter[str]) -> Iterator[None]:
+        """As `run`, adding to `done`; to be asked for again and again, for some instructions each time."""
+        at = 0
+        for step in range(MOST_STEPS):
+            if step % TURN == TURN - 1:
+                yield
+            one = self._instructions[at]
+            at += 1
+            name, self.text, self.active = one.parts[0], one.text, None
+            if one.guard:
+                active = self.read(one.guard, PRED) ^ one.negated
+                if not active.any():
+                    continue
+                self.active = None if active.all() else active
+            done[name] += 1
+            self.expect(name in FAMILIES or (name in ("bra", "ret") and self.active is None))
+            if name == "ret":
+                return
+            if name == "bra":
+                at = self._labels[one.operands[0]]
+            else:
+                FAMILIES[name](self, one)
         raise RuntimeError(f"expected an end after {MOST_STEPS} instructions, got none")
 
     def expect(self, holds: bool) -> None:
@@ -223,3 +230,14 @@ class Machine:
         active = slice(None) if self.active is None else self.active
         memory = self.memory[space]
         (memory.add if adds else memory.write)(addresses[active], value[active], self.text)
+
+
+def run_together(programs: Sequence[Machine]) -> Counter[str]:
+    """Programs of one launch that may wait for each other, in turns: how often all of them did each instruction."""
+    done = Counter[str]()
+    left = [program.turns(done) for program in programs]
+    with np.errstate(all="ignore"):
+        while left:
+            # A turn that is not the last one is None.
+            left = [turns for turns in left if next(turns, done) is None]
+    return done

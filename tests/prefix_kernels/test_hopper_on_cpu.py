@@ -1,8 +1,9 @@
 """Hopper's kernel for the scores of a selection, as it is compiled for sm_90, on the CPU: see `ptx_machine`.
 
 One program has all candidates of a KV head, and both phases; or some have them, one after the other in a launch for
-each phase. Scores are compared with fp64, of queries and sums that are rounded to whole units as the kernel rounds
-them; counts of keys' upper bytes with the keys of the very scores that were written.
+each phase, or together in one launch where they wait for each other. Scores are compared with fp64, of queries and sums
+that are rounded to whole units as the kernel rounds them; counts of keys' upper bytes with the keys of the very scores
+that were written.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from prefix_kernels.anchor_selection import AnchorSelection, Form, default_confi
 from prefix_kernels.anchor_selection.hopper_kernels import score_items_hopper_kernel
 from prefix_kernels.launching import Launch, compiled, recording
 from prefix_kernels.low_bit import quantize, unpack_codes
+from prefix_kernels.meetings import ARRIVALS
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.tables import ScoreInputs
 from prefix_kernels.pooling import LEAST_SUMMED, log_shares, sum_step
 from prefix_kernels.top_k_selection import SelectionGroup
 from prefix_kernels.top_k_selection.kernels import LOG_SCALE, LOWEST_LOG
-from tests.prefix_kernels.ptx_machine import Machine, UnknownInstructionError
+from tests.prefix_kernels.ptx_machine import Machine, UnknownInstructionError, run_together
 
 KV_HEADS, GQA, DIM, CHANNELS = 2, 4, 128, 96
 HEAD = 1
@@ -38,6 +40,8 @@ LEAST_UNIT = 2**-24 / (SM_SCALE * math.log2(math.e))
 MOST = 65504
 """Of a query times a step. What is more, or no number, counts as 0."""
 NUM_DIGITS = 256
+MEETINGS = 3
+"""That there have been on each counter."""
 
 
 class Problem:
@@ -54,6 +58,7 @@ class Problem:
         rising: how far later keys point the way of a row's queries.
         size: of the queries.
         programs: of a KV head, in two launches; 0: one, in one.
+        joined: all programs in one launch.
         windows: the first and the last candidates that are taken whatever their scores.
     """
 
@@ -66,6 +71,7 @@ class Problem:
         rising: float = 0.0,
         size: float = 1.0,
         programs: int = 0,
+        joined: bool = False,
         windows: tuple[int, int] = (5, 20),
     ) -> None:
         gen = torch.Generator().manual_seed(requests + count)
@@ -73,6 +79,7 @@ class Problem:
         self.shape = ScoreShape(heads, KV_HEADS, Source.LOW_BIT, CHANNELS, listed_channels=True, sum_every=sum_every)
         self.config = default_config(self.shape, requests, specialized=True)
         self.requests, self.count, self.programs, self.windows = requests, count, programs, windows
+        self.joined = joined or not programs
         self.products, self.counted = 0, torch.empty(0)
         self.q = torch.randn(1 + requests, heads, DIM, generator=gen).mul(size).bfloat16()
         self.channels = torch.stack([torch.randperm(DIM, generator=gen)[:CHANNELS] for _ in range(KV_HEADS)])
@@ -97,7 +104,7 @@ class Problem:
             self.config,
             self.q.device,
             max_block_size=1,
-            form=Form.SPLIT if self.programs else Form.JOINED,
+            form=Form.JOINED if self.joined else Form.SPLIT,
             num_programs=KV_HEADS * max(1, self.programs),
         )
         select.plan(
@@ -108,7 +115,7 @@ class Problem:
         with recording() as kept:
             select.run(ScoreInputs(self.q, SM_SCALE), arena, select.new_lists())
         scores = [one for one in kept.launches if one.kernel is score_items_hopper_kernel]
-        assert [one.grid for one in scores] == ([(self.programs, KV_HEADS)] * 2 if self.programs else [(1, KV_HEADS)])
+        assert [one.grid for one in scores] == [(max(1, self.programs), KV_HEADS)] * (1 if self.joined else 2)
         return scores, index, arena[begins[HEAD] :][: self.count]
 
     def run(self, before: str = "", after: str = "") -> torch.Tensor:
@@ -120,6 +127,8 @@ class Problem:
         launches, index, own = self.launches()
         tensors = {name: value for name, value in launches[0].arguments.items() if isinstance(value, torch.Tensor)}
         told = [tensors.pop("peak_ptr"), tensors.pop("total_ptr"), tensors.pop("all_at_least_ptr")]
+        arrived = tensors.pop("arrived_ptr")
+        arrived[:] = MEETINGS * ARRIVALS.value
         for tensor in told:
             tensor.fill_(UNTOUCHED)
         kept = [*tensors.values(), *index]
@@ -131,15 +140,16 @@ class Problem:
             if before:
                 changed = {"ptx": kernel.asm["ptx"].replace(before, after)}
                 kernel = SimpleNamespace(asm=changed, src=kernel.src, metadata=kernel.metadata)
-            for place in range(one.grid[0]):
-                done = Machine(one, kernel, (place, HEAD), index).run()
-                # Of few candidates the first program may have all.
-                assert done[product] > 0 or place > 0
-                self.products += done[product]
+            done = run_together([Machine(one, kernel, (place, HEAD), index) for place in range(one.grid[0])])
+            assert done[product] > 0
+            self.products += done[product]
         written = own.clone()
         own.fill_(UNTOUCHED)
         # As bytes: some may be no numbers.
         assert all(torch.equal(*(x.view(torch.uint8) for x in both)) for both in zip(kept, as_before, strict=True))
+        meetings = arrived[0] - MEETINGS * ARRIVALS.value
+        meetings[HEAD] -= ARRIVALS.value * (self.joined and self.programs > 1)
+        assert not meetings.any()
         uppers, lowers = told.pop()[:, 0]
         assert all(bool((tensor[1 - HEAD] == UNTOUCHED).all()) for tensor in (*told, uppers, lowers))
         assert not lowers[HEAD].any()
@@ -197,6 +207,17 @@ def test_scores_are_those_of_fp64(requests: int, count: int, sum_every: int) -> 
 def test_a_launch_for_each_phase(programs: int, count: int, sum_every: int, requests: int) -> None:
     made = Problem(requests, count, sum_every, programs=programs)
     assert made.error(made.run()) < LIMIT
+
+
+@pytest.mark.parametrize("requests", [1, 8, 33])
+@pytest.mark.parametrize(("count", "sum_every", "programs"), [(41, 1, 2), (333, 1, 3), (4203, 16, 3), (900, 1, 5)])
+def test_programs_that_wait_for_each_other(count: int, sum_every: int, programs: int, requests: int) -> None:
+    """Also where the last ones have nothing to score."""
+    made = Problem(requests, count, sum_every, programs=programs, joined=True)
+    split = Problem(requests, count, sum_every, programs=programs)
+    scores = made.run()
+    assert made.error(scores) < LIMIT
+    assert torch.equal(scores, split.run())
 
 
 @pytest.mark.parametrize("requests", [1, 8, 32])
