@@ -49,12 +49,16 @@ def _transfer(machine: Machine, one: Instruction) -> None:
     return None
 
 
-def _reduce(machine: Machine, one: Instruction) -> None:
-    """`red` of integers, which returns nothing. Who sees it when says nothing here."""
-    how = set(one.parts[1:-1]) - {"gpu", "relaxed", "release"}
+def _add_to_memory(machine: Machine, one: Instruction) -> None:
+    """`red` of integers; `atom` by one thread, which gets what was there. Who sees it when says nothing here."""
+    how = set(one.parts[1:-1]) - {"gpu", "relaxed", "release", "acquire", "acq_rel"}
     machine.expect(how == {_space(one), "add"} and one.dtype.kind == "u")
-    place, value = one.operands
-    machine.store(_space(one), machine.addresses(place), machine.read(value, one.dtype), adds=True)
+    *into, place, value = one.operands
+    addresses, added = machine.addresses(place), machine.read(value, one.dtype)
+    for register in into:
+        machine.expect(machine.active is not None and machine.active.sum() == 1)
+        machine.write(register, machine.load(_space(one), addresses, one.dtype))
+    machine.store(_space(one), addresses, added, adds=True)
 
 
 _PLAIN: dict[str, Callable[..., Array]] = {
@@ -149,5 +153,5 @@ def _shuffle(machine: Machine, one: Instruction) -> None:
 PLAIN_FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
     **dict.fromkeys(("bar", "barrier", "fence"), lambda machine, one: None), **dict.fromkeys(_PLAIN, _plain),
     "mov": _move, "ld": _transfer, "st": _transfer, "mul": _multiply, "mad": _multiply, "fma": _multiply,
-    "setp": _compare, "cvt": _convert, "shfl": _shuffle, "red": _reduce,
+    "setp": _compare, "cvt": _convert, "shfl": _shuffle, "red": _add_to_memory, "atom": _add_to_memory,
 }  # fmt: skip
