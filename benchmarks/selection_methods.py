@@ -225,7 +225,7 @@ def as_heads(arrays: Arrays, q: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def int8_queries(arrays: Arrays, q: Tensor) -> Tensor:
-    """Queries with which a token index scores as the anchor selection's kernel for Hopper does.
+    """Queries as the anchor selection's kernel for Hopper rounds them. (It rounds rows' sums, too: not here.)
 
     There a score is a sum of integers: the codes of a key times the query, which is rounded to INT8 after it is
     multiplied by the channels' steps. Fine channels so take few of its 255 levels. All query rows of a KV head have one
@@ -326,7 +326,7 @@ SAMPLED = {f"{DEFAULT}, sums 1/{every}": every for every in (8, 16, 32)}
 """Rows of the default recipe whose softmax sums a sample only: one token in so many."""
 
 INT8_QUERIES = f"{DEFAULT}, sums 1/16, queries int8"
-"""Row of the default recipe as Hopper's kernel computes it, see `int8_queries`."""
+"""Row of the default recipe with queries as Hopper's kernel takes them, see `int8_queries`."""
 
 REUSED = (DEFAULT, TWO_LEVEL, "minmax > tokens .5", "ab > csa", "ab > tokens", "csa + ab")
 """Rows that are measured once more with Kascade's reuse on top."""

@@ -18,8 +18,8 @@ def meet(arrived_ptr, place, num_programs):
     """Wait until all programs of a meeting are here, and what they wrote can be read.
 
     The counter only grows, by as much at each meeting, so no one has to set it back: the first program adds what the
-    others leave. One thread looks, by atomic reads: where each looked for itself by `ld.acquire`, a meeting of some
-    400 programs took about 3 us longer on an H200 (docs/kernels.md).
+    others leave. One thread looks, by atomic reads: where each looked for itself by `ld.acquire`, selections took
+    longer on an H200 (docs/kernels.md).
 
     Args:
         arrived_ptr: int64, at first 0; the meeting's own.

@@ -343,7 +343,7 @@ def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_k
 
 
 def test_hopper_takes_codes_from_memory_to_the_tensor_cores_without_a_detour() -> None:
-    """No copy through shared memory, no barrier and nothing between threads in the loops."""
+    """No copy through shared memory and no barrier in the loops; in those of the sums nothing between threads."""
     for case, product in (
         ("specialized selection of tokens", "mma.sync.aligned.m16n8k32"),
         ("specialized selection of tokens for 32 requests", "wgmma.mma_async"),
@@ -353,8 +353,15 @@ def test_hopper_takes_codes_from_memory_to_the_tensor_cores_without_a_detour() -
         assert "cp.async" not in ptx
         loops = [body for body in loop_bodies(ptx) if product in body and "ex2.approx" in body]
         assert len(loops) >= 2, case
+        assert not any("shfl" in body for body in loops), case
+        # The one that pools and counts branches within.
+        at = {m[1]: m.start() for m in re.finditer(r"^(\$L__BB\w+):", ptx, re.MULTILINE)}
+        ways = [(at[m[1]], m.end()) for m in re.finditer(r"bra(?:\.uni)?\s+(\$L__BB\w+);", ptx) if m[1] in at]
+        pooling = [ptx[begin:end] for begin, end in ways if begin < end and "red.shared" in ptx[begin:end]]
+        loops.append(min(pooling, key=len))
+        assert product in loops[-1]
         for body in loops:
-            assert not re.search(r"bar\.sync|[sl][td](matrix)?\S*\.shared|shfl", body), case
+            assert not re.search(r"bar\.sync|[sl][td](matrix)?\S*\.shared", body), case
 
 
 def loop_bodies(ptx: str) -> list[str]:

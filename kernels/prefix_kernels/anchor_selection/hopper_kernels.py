@@ -1,7 +1,7 @@
 """Scores of an anchor layer's selection on Hopper, from codes of 4 bits: both passes in one launch.
 
 The scores of `pooled_scores.stretch_kernels` for INT4 tokens, for sm_90. Codes are loaded some steps ahead, and no
-thread waits for another in a loop: warps drift apart, so that one loads while another multiplies.
+warp waits for another in a loop: warps drift apart, so that one loads while another multiplies.
 """
 
 from __future__ import annotations
@@ -221,17 +221,14 @@ def _put_scores(pooled, n, end, tile, put):
 
 @gluon.jit
 def _first_words(codes, sizes: gl.constexpr):
-    """Codes of a stretch's first STEPS steps, 2 or 4."""
+    """Codes of a stretch's first four steps."""
     BLOCK_N: gl.constexpr = sizes[2]
-    STEPS: gl.constexpr = sizes[8]
     packed_ptr, first_row, begin, end = codes
     row, last = first_row + begin, first_row + end - 1
     w0 = load_words(packed_ptr, row, last, sizes)
     w1 = load_words(packed_ptr, row + BLOCK_N, last, sizes)
-    w2, w3 = w0, w1
-    if STEPS > 2:
-        w2 = load_words(packed_ptr, row + 2 * BLOCK_N, last, sizes)
-        w3 = load_words(packed_ptr, row + 3 * BLOCK_N, last, sizes)
+    w2 = load_words(packed_ptr, row + 2 * BLOCK_N, last, sizes)
+    w3 = load_words(packed_ptr, row + 3 * BLOCK_N, last, sizes)
     return w0, w1, w2, w3
 
 
@@ -242,22 +239,19 @@ def _pool_stretch(words, codes, q_smem, unit, below, tile, scores, sizes: gl.con
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
     MMA: gl.constexpr = sizes[7]
-    STEPS: gl.constexpr = sizes[8]
     packed_ptr, first_row, begin, end = codes
     last = first_row + end - 1
     queries = right_sides(q_smem, sizes)
     base = below[None, :] + gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)
     w0, w1, w2, w3 = words
     for start in range(begin, end, 2 * BLOCK_N):
-        row = first_row + start + STEPS * BLOCK_N
+        row = first_row + start + 4 * BLOCK_N
         highest = highest_of_columns(product(w0, queries, base, sizes), sizes)
         w0 = w2
         w2 = load_words(packed_ptr, row, last, sizes)
         more = highest_of_columns(product(w1, queries, base, sizes), sizes)
         w1 = w3
         w3 = load_words(packed_ptr, row + BLOCK_N, last, sizes)
-        if STEPS == 2:
-            w0, w1 = w2, w3
         highest, place = highest_of_two_steps(highest, more, sizes)
         _put_scores(highest.to(gl.float32) * (unit * LN2), start + place, end, tile, scores)
 
@@ -393,7 +387,6 @@ def score_items_hopper_kernel(
     BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     LAYOUT: gl.constexpr,
-    STEPS: gl.constexpr,
     FIRST_PHASE: gl.constexpr,
     LAST_PHASE: gl.constexpr,
     OVERLAPPED: gl.constexpr,
@@ -407,7 +400,7 @@ def score_items_hopper_kernel(
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
-    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, STEPS)
+    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
     factor = sm_scale * LOG2E

@@ -314,6 +314,7 @@ def select_kernel(
                         LISTED_CHANNELS, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
                         RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                     )  # fmt: skip
+                    # A barrier ends each tile of scores: all of the program's are there.
                     if TOKENS:
                         tile = load_scores(scores, token_begin, token_end, 0, TILE, True)
                     at_least, _ = _count_digits(

@@ -170,7 +170,7 @@ class AnchorSelection:
         slot_table: Tensor | None = None,
         pad: bool = True,
     ) -> None:
-        """Select as planned, in one launch, or in four (`form`); one more where sm_90's own kernel scores.
+        """Select as planned, in one launch, two where sm_90's own kernel scores, or in four (`form`).
 
         Args:
             inputs: queries and what they are scored against; `raw` as in `PooledScores.run`, for few rows.

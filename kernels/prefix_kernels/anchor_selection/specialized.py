@@ -17,8 +17,6 @@ LISTING = AnchorConfig(num_warps=8)
 _MOST_ROWS = 2**31
 """Of codes, that it can number; it looks a few steps ahead."""
 _STEPS_AHEAD = 6
-STEPS = 4
-"""Of codes that are on their way at a time; 2 or 4."""
 FEW_ROWS = 32
 """Of so many rows at most, the sums of 64 programs are read at once, else of 32."""
 
@@ -76,7 +74,6 @@ def launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[s
         "BLOCK_N": config.block_n,
         "BLOCK_CHUNKS": 64 if config.block_m <= FEW_ROWS else 32,
         "NUM_WARPS": config.num_warps,
-        "STEPS": STEPS,
         "LAYOUT": words_layout(config.block_n, config.num_warps),
     }
     for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):

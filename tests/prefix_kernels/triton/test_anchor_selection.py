@@ -107,7 +107,7 @@ def problem(
         stride = -(-max(counts) // 4) * 4
         scores = tuple(at + head * stride for head in range(KV_HEADS))
         scored.append(ScoredGroup(rows, counts, firsts, begins, scores, arrays))
-        sink, recent = windows if budget > sum(windows) else (0, 0)
+        sink, recent = windows if budget >= sum(windows) else (0, 0)
         selected.append(
             SelectionGroup(length, budget, at, stride, block_sizes, sink, recent, slot_start=0 if listed else table_at)
         )
@@ -240,8 +240,17 @@ def test_sums_of_a_sample(dtype: torch.dtype, num_chunks: int, form: Form, devic
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_windows_that_take_the_whole_budget(form: Form, device: torch.device) -> None:
+    """No key outside of them is as high as the threshold, the highest one there is."""
+    made = problem(Source.LOW_BIT, device, [((0, 1), 1301, 25)])
+    assert made.selected[0].num_sink + made.selected[0].num_recent == 25
+    one = runner(made, form)
+    check(made, *select(one, made), one)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("block_sizes", [(16, 16), (16, 64), (4, 1)], ids=str)
-@pytest.mark.parametrize("windows", [(0, 0), (5, 20), (150, 60), (16, 0)], ids=str)
+@pytest.mark.parametrize("windows", [(0, 0), (5, 20), (150, 60), (150, 61), (16, 0)], ids=str)
 @pytest.mark.parametrize("same", [False, True], ids=["", "all tie"])
 def test_blocks(
     same: bool, windows: tuple[int, int], block_sizes: tuple[int, int], form: Form, device: torch.device
