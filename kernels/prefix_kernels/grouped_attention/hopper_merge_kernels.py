@@ -27,6 +27,20 @@ def _wait_for_all_parts(arrived_ptr, head, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def _spans_of_rows(spans_ptr, begin, num_entries, GQA: gl.constexpr, layout: gl.constexpr, NUM_SPANS: gl.constexpr):
+    """Of two rows from `begin` on, and each span: where its parts begin, their stride, that of KV heads, how many."""
+    r = begin + gl.arange(0, 2, layout)
+    there = r < num_entries
+    fields = spans_ptr + r // GQA * (NUM_SPANS * 4)
+    found = ()
+    for span in gl.static_range(NUM_SPANS):
+        of_span = fields + span * 4
+        for field in gl.static_range(4):
+            found = found + (gl.load(of_span + field, mask=there, other=0),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
 def merge_parts(
     HALF: gl.constexpr,
     queue,
@@ -43,9 +57,6 @@ def merge_parts(
     _, _, batch, _, _, _, _ = query
     partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, out_stride_row, out_stride_head, v_scale = result
     spans_ptr, arrived_ptr, some_parts = merging
-    if some_parts > 0:
-        _wait_for_all_parts(arrived_ptr, head, HALVES)
-
     MERGED_ROWS: gl.constexpr = 2
     AT_ONCE: gl.constexpr = 32
     # Parts within a thread and its neighbours, channels across the warps: sums need no shared memory.
@@ -56,16 +67,20 @@ def merge_parts(
     e = gl.arange(0, V_DIM, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
     part = gl.arange(0, AT_ONCE, gl.SliceLayout(0, plane))
     share = gl.program_id(1) * HALVES + HALF
-    for begin in range(share * MERGED_ROWS, batch * GQA, gl.num_programs(1) * HALVES * MERGED_ROWS):
+    step = gl.num_programs(1) * HALVES * MERGED_ROWS
+    # The host has written them: they are on their way while the others' parts are waited for.
+    spans = _spans_of_rows(spans_ptr, share * MERGED_ROWS, batch * GQA, GQA, of_rows, NUM_SPANS)
+    if some_parts > 0:
+        _wait_for_all_parts(arrived_ptr, head, HALVES)
+    for begin in range(share * MERGED_ROWS, batch * GQA, step):
         r = begin + gl.arange(0, MERGED_ROWS, of_rows)
         there = r < batch * GQA
         row = r // GQA
-        spans = spans_ptr + row * (NUM_SPANS * 4)
         # A row that was written by its only part has -1 parts. The others' parts, of all spans, are one list.
         fewest = gl.full([MERGED_ROWS], 0, gl.int32, of_rows)
         count = gl.full([MERGED_ROWS], 0, gl.int32, of_rows)
         for span in gl.static_range(NUM_SPANS):
-            parts = gl.load(spans + span * 4 + 3, mask=there, other=0)
+            parts = spans[span * 4 + 3]
             fewest = gl.minimum(fewest, parts)
             count += parts
         there = there & (fewest >= 0)
@@ -77,10 +92,10 @@ def merge_parts(
             place = gl.full([MERGED_ROWS, AT_ONCE], 0, gl.int64, plane)
             left = gl.full([MERGED_ROWS], 0, gl.int32, of_rows)
             for span in gl.static_range(NUM_SPANS):
-                first = gl.load(spans + span * 4, mask=there, other=0).to(gl.int64) + r % GQA
-                part_stride = gl.load(spans + span * 4 + 1, mask=there, other=0).to(gl.int64)
-                head_stride = gl.load(spans + span * 4 + 2, mask=there, other=0)
-                parts = gl.load(spans + span * 4 + 3, mask=there, other=0)
+                first = spans[span * 4].to(gl.int64) + r % GQA
+                part_stride = spans[span * 4 + 1].to(gl.int64)
+                head_stride = spans[span * 4 + 2]
+                parts = spans[span * 4 + 3]
                 own = (at + part)[None, :] - left[:, None]
                 where = (first + head * head_stride)[:, None] + own * part_stride[:, None]
                 place = gl.where((own >= 0) & (own < parts[:, None]), where, place)
@@ -108,3 +123,4 @@ def merge_parts(
         column = gl.arange(0, V_DIM, gl.SliceLayout(0, written))
         ptrs = out_ptr + at[:, None] + column[None, :]
         gl.store(ptrs, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=own_there[:, None])
+        spans = _spans_of_rows(spans_ptr, begin + step, batch * GQA, GQA, of_rows, NUM_SPANS)
