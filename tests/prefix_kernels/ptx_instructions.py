@@ -62,16 +62,26 @@ def _add_to_memory(machine: Machine, one: Instruction) -> None:
 
 
 _PLAIN: dict[str, Callable[..., Array]] = {
-    "add": np.add, "sub": np.subtract, "neg": np.negative, "abs": np.abs, "min": np.fmin, "max": np.fmax,
-    "ex2": np.exp2, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+    "add": np.add,
+    "sub": np.subtract,
+    "neg": np.negative,
+    "abs": np.abs,
+    "min": np.fmin,
+    "max": np.fmax,
+    "ex2": np.exp2,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
     # Towards 0; fp64 has enough digits for integers of 32 bits.
     "div": lambda x, y: x / y if x.dtype.kind == "f" else np.trunc(x / y).astype(x.dtype),
     # By any number: like PTX, numpy shifts in zeros, or the sign, without end.
-    "shl": lambda x, by: x << by.astype(x.dtype), "shr": lambda x, by: x >> by.astype(x.dtype),
+    "shl": lambda x, by: x << by.astype(x.dtype),
+    "shr": lambda x, by: x >> by.astype(x.dtype),
     # Some of 32 bits, of which the highest one is the sign.
     "bfe": lambda x, first, count: x << 32 - first - count >> 32 - count,
     "selp": lambda x, y, first: np.where(first, x, y),
-}  # fmt: skip
+}
 _LAST = {"shl": U32, "shr": U32, "selp": PRED}
 _ROUNDED = {"rn", "ftz", "approx", "full"}
 
@@ -151,7 +161,17 @@ def _shuffle(machine: Machine, one: Instruction) -> None:
 
 
 PLAIN_FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
-    **dict.fromkeys(("bar", "barrier", "fence"), lambda machine, one: None), **dict.fromkeys(_PLAIN, _plain),
-    "mov": _move, "ld": _transfer, "st": _transfer, "mul": _multiply, "mad": _multiply, "fma": _multiply,
-    "setp": _compare, "cvt": _convert, "shfl": _shuffle, "red": _add_to_memory, "atom": _add_to_memory,
-}  # fmt: skip
+    **dict.fromkeys(("bar", "barrier", "fence"), lambda machine, one: None),
+    **dict.fromkeys(_PLAIN, _plain),
+    "mov": _move,
+    "ld": _transfer,
+    "st": _transfer,
+    "mul": _multiply,
+    "mad": _multiply,
+    "fma": _multiply,
+    "setp": _compare,
+    "cvt": _convert,
+    "shfl": _shuffle,
+    "red": _add_to_memory,
+    "atom": _add_to_memory,
+}

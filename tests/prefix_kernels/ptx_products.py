@@ -93,5 +93,8 @@ def _described(machine: Machine, descriptors: Array, rows: int) -> Array:
 
 
 MATRIX_FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
-    "ldmatrix": _matrices, "stmatrix": _matrices, "mma": _warp_product, "wgmma": _group_product,
-}  # fmt: skip
+    "ldmatrix": _matrices,
+    "stmatrix": _matrices,
+    "mma": _warp_product,
+    "wgmma": _group_product,
+}

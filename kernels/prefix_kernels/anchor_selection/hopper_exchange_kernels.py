@@ -53,9 +53,8 @@ def highest_of_two_steps(scores, more, sizes: gl.constexpr):
     BLOCK_N: gl.constexpr = sizes[2]
     NUM_WARPS: gl.constexpr = sizes[4]
     whole: gl.constexpr = scores.type.layout
-    thread = gl.arange(
-        0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, whole))))
-    )[None, None, None, :, None]  # fmt: skip
+    of_thread: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, whole))))
+    thread = gl.arange(0, 4, of_thread)[None, None, None, :, None]
     kept, given = _kept_and_given(scores, more, gl.full(scores.shape, 0, gl.int32, whole) + thread // 2, _EXCHANGE_2)
     first, second = gl.split(gl.maximum(kept, given))
     out: gl.constexpr = first.type.layout
@@ -89,10 +88,8 @@ def _pairs_last(x):
 @gluon.jit
 def _threads_of_rows(like):
     """The numbers of axis 1, for a tensor of 4 axes."""
-    layout: gl.constexpr = like.type.layout
-    return gl.arange(
-        0, like.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
-    )[None, :, None, None]  # fmt: skip
+    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, like.type.layout)))
+    return gl.arange(0, like.shape[1], layout)[None, :, None, None]
 
 
 @gluon.jit

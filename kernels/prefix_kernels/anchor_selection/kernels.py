@@ -52,9 +52,7 @@ def _place_of_digit(keys, upper, LOWER: tl.constexpr):
 
 
 @triton.jit
-def _count_tokens(
-    tile, scores, begin, end, num_sink, recent_begin, upper, LOWER: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def _count_tokens(tile, scores, begin, end, num_sink, recent_begin, upper, LOWER: tl.constexpr, TILE: tl.constexpr):
     """int32 [NUM_DIGITS]: tokens of a stretch by the place of their digit; scores of its first tile are there. And,
     with LOWER, how many tokens have a higher upper byte than `upper`."""
     counts, at = begin_counts()
@@ -162,9 +160,7 @@ def _count_digits(
     """int32 [NUM_DIGITS]: how many tokens of a stretch have a digit of 255 - i or above, at place i: of their upper
     byte, or with LOWER of the lower one, of those whose upper byte is `upper`. Then also how many have a higher one."""
     if TOKENS:
-        counts, higher = _count_tokens(
-            tile, scores, token_begin, token_end, num_sink, recent_begin, upper, LOWER, TILE
-        )  # fmt: skip
+        counts, higher = _count_tokens(tile, scores, token_begin, token_end, num_sink, recent_begin, upper, LOWER, TILE)
     else:
         counts, higher = _count_blocks(
             scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER, TILE // 4
