@@ -23,8 +23,6 @@ _MOST = 65504
 """Of a product that Hopper's own kernel takes. What is more, or no number, counts as 0 there."""
 _LEAST_UNIT = 2**-24
 """Of that kernel's exponents to base 2."""
-_CHANCE = 1e-3
-"""Of a limit that right scores do not keep."""
 
 
 def rounded_oracle(inputs: Inputs, head: int) -> Tensor:
@@ -62,8 +60,7 @@ def rounding_of(rows: Tensor, parts: Sequence[LowBitTensor], sm_scale: float, un
 
     What a product x = query * step was rounded by is known: e. A candidate's score is off by the sum over channels of
     e times its codes, less what all candidates have in common: of variance sum over channels of e^2 * variance of the
-    codes. Of n normal draws the largest is above sqrt(2 ln(2 n / p)) standard deviations with a probability of p at
-    most; p is `_CHANCE`.
+    codes. Of n normal draws the largest is about sqrt(2 ln(2 n)) standard deviations.
     """
     if rows.dtype is torch.float32:
         return 0.0
@@ -74,7 +71,7 @@ def rounding_of(rows: Tensor, parts: Sequence[LowBitTensor], sm_scale: float, un
         spread = unpack_codes(part.packed, part.bits).double().var(dim=0)
         variance += (error.square() * spread).sum(dim=1)
     draws = 2 * rows.shape[0] * len(parts[0].packed)
-    return float(variance.max().sqrt()) * sm_scale * math.sqrt(2 * math.log(draws / _CHANCE))
+    return float(variance.max().sqrt()) * sm_scale * math.sqrt(2 * math.log(draws))
 
 
 def _int8_units(rows: Tensor, part: LowBitTensor, sm_scale: float, unit_rows: int) -> tuple[Tensor, Tensor]:
