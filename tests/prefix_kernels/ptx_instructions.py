@@ -160,6 +160,19 @@ def _shuffle(machine: Machine, one: Instruction) -> None:
     machine.write(one.operands[0], value[machine.first + source])
 
 
+_OVER_LANES = {"add": np.add, "min": np.minimum, "max": np.maximum}
+
+
+def _over_lanes(machine: Machine, one: Instruction) -> None:
+    """`redux.sync` of whole warps."""
+    value, lanes = (machine.read(x, one.dtype) for x in one.operands[1:])
+    machine.expect(
+        one.parts[2] in _OVER_LANES and machine.active is None and bool((lanes.view(U32) == 2**LANES - 1).all())
+    )
+    result = _OVER_LANES[one.parts[2]].reduce(value.reshape(-1, LANES), axis=1, dtype=one.dtype)
+    machine.write(one.operands[0], result.repeat(LANES))
+
+
 PLAIN_FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
     **dict.fromkeys(("bar", "barrier", "fence"), lambda machine, one: None),
     **dict.fromkeys(_PLAIN, _plain),
@@ -174,4 +187,5 @@ PLAIN_FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
     "shfl": _shuffle,
     "red": _add_to_memory,
     "atom": _add_to_memory,
+    "redux": _over_lanes,
 }

@@ -94,7 +94,7 @@ class Problem:
         firsts = tuple(head * self.count for head in range(KV_HEADS))
         index = [self.channels.short(), self.codes.packed.flatten(0, 1).contiguous(), self.codes.scale]
         rows, counts, nothing = tuple(range(1, 1 + self.requests)), (self.count,) * KV_HEADS, (0,) * KV_HEADS
-        budget = min(sum(self.windows) + 15, self.count - 1)
+        budget = self.budget = min(sum(self.windows) + 15, self.count - 1)
         select = AnchorSelection(
             self.shape,
             1 + self.requests,
@@ -128,6 +128,11 @@ class Problem:
         tensors = {name: value for name, value in launches[0].arguments.items() if isinstance(value, torch.Tensor)}
         told = [tensors.pop("peak_ptr"), tensors.pop("total_ptr"), tensors.pop("all_at_least_ptr")]
         arrived = tensors.pop("arrived_ptr")
+        listed = [tensors.pop(name) for name in ("positions_ptr", "counts_ptr")]
+        for tensor in (*listed, *(tensors.pop(name) for name in ("at_least_ptr", "higher_ptr"))):
+            tensor.fill_(-7)
+        if tensors["slots_ptr"] is listed[0]:
+            tensors.pop("slots_ptr")
         arrived[:] = MEETINGS * ARRIVALS.value
         for tensor in told:
             tensor.fill_(UNTOUCHED)
@@ -148,11 +153,17 @@ class Problem:
         # As bytes: some may be no numbers.
         assert all(torch.equal(*(x.view(torch.uint8) for x in both)) for both in zip(kept, as_before, strict=True))
         meetings = arrived[0] - MEETINGS * ARRIVALS.value
-        meetings[HEAD] -= ARRIVALS.value * (self.joined and self.programs > 1)
+        meetings[HEAD] -= 3 * ARRIVALS.value * (self.joined and self.programs > 1)
         assert not meetings.any()
         uppers, lowers = told.pop()[:, 0]
         assert all(bool((tensor[1 - HEAD] == UNTOUCHED).all()) for tensor in (*told, uppers, lowers))
-        assert not lowers[HEAD].any()
+        assert self.joined or not lowers[HEAD].any()
+        self.positions = listed[0][0, HEAD].clone()
+        if self.joined and not before:
+            assert listed[1][0].tolist() == [-7 if head != HEAD else self.budget for head in range(KV_HEADS)]
+            assert torch.equal(self.positions, self.best_of(written))
+        else:
+            assert self.joined or (listed[0] == -7).all()
         self.counted = uppers[HEAD].clone()
         assert before or torch.equal(self.counted, self.counts_of(written))
         return written
@@ -164,6 +175,15 @@ class Problem:
         sink, recent = self.windows
         places[:sink] = places[self.count - recent :] = 0
         return places.bincount(minlength=NUM_DIGITS).cumsum(0).int()
+
+    def best_of(self, scores: torch.Tensor) -> torch.Tensor:
+        """The positions that are to be listed by these scores: of the best keys; of equal ones the last."""
+        heights = (scores.clamp(LOWEST_LOG.value, 0.0) - LOWEST_LOG.value) * torch.tensor(LOG_SCALE.value)
+        keys = (heights.int() + 1).clamp_max(65534).long()
+        sink, recent = self.windows
+        keys[:sink] = keys[self.count - recent :] = 65535
+        best = (keys * self.count + torch.arange(self.count)).topk(self.budget).indices
+        return best.sort().values.int()
 
     def error(self, scores: torch.Tensor) -> float:
         """How far the worst score is from what it may be, as fp64 says."""

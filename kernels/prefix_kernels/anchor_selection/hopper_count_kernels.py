@@ -15,20 +15,25 @@ def _add(a, b):
 
 
 @gluon.jit
-def _places(NUM_WARPS: gl.constexpr):
+def places_of_digits(NUM_WARPS: gl.constexpr):
+    """All of them, one to a thread or a few."""
     return gl.arange(0, NUM_DIGITS, gl.BlockedLayout([NUM_DIGITS // (32 * NUM_WARPS)], [32], [NUM_WARPS], [0]))
 
 
 @gluon.jit
-def begin_counts(NUM_WARPS: gl.constexpr):
-    """Where digits are counted from now on; the program has one place for that."""
-    at = gl.inline_asm_elementwise(COUNTS, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def place_of_counts():
+    """Where a program counts digits. To be asked for once: each place in the source has numbers of its own."""
+    return gl.inline_asm_elementwise(COUNTS, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def begin_counts(at, NUM_WARPS: gl.constexpr):
+    """Count from 0 on."""
     # Threads that still read what was counted here before.
     barrier()
-    places = _places(NUM_WARPS) * 4 + at
+    places = places_of_digits(NUM_WARPS) * 4 + at
     gl.inline_asm_elementwise(RESET, "=r,r", [places], dtype=gl.int32, is_pure=False, pack=1)
     barrier()
-    return at
 
 
 @gluon.jit
@@ -40,9 +45,15 @@ def add_counts(at, digits, mask):
 
 
 @gluon.jit
-def add_up_counts(at, all_at_least_ptr, NUM_WARPS: gl.constexpr):
-    """Add how many have a digit of i or below to place i: atomically, and integers, so the order says nothing."""
+def at_least_of(at, NUM_WARPS: gl.constexpr):
+    """int32 [NUM_DIGITS]: how many have a digit of i or below, at place i."""
     barrier()
-    places = _places(NUM_WARPS)
-    counts = gl.inline_asm_elementwise(READ, "=r,r", [places * 4 + at], dtype=gl.int32, is_pure=False, pack=1)
-    gl.atomic_add(all_at_least_ptr + places, gl.associative_scan(counts, 0, _add), sem="relaxed")
+    places = places_of_digits(NUM_WARPS) * 4 + at
+    counts = gl.inline_asm_elementwise(READ, "=r,r", [places], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.associative_scan(counts, 0, _add)
+
+
+@gluon.jit
+def add_up_counts(at, all_at_least_ptr, NUM_WARPS: gl.constexpr):
+    """Add `at_least_of` what was counted to what all programs counted: integers, so the order says nothing."""
+    gl.atomic_add(all_at_least_ptr + places_of_digits(NUM_WARPS), at_least_of(at, NUM_WARPS), sem="relaxed")

@@ -9,8 +9,23 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_kernels.anchor_selection.hopper_count_kernels import add_counts, add_up_counts, begin_counts
-from prefix_kernels.anchor_selection.hopper_exchange_kernels import highest_of_columns, highest_of_two_steps
+from prefix_kernels.anchor_selection.hopper_count_kernels import (
+    add_counts,
+    add_up_counts,
+    begin_counts,
+    place_of_counts,
+)
+from prefix_kernels.anchor_selection.hopper_exchange_kernels import (
+    highest_of_columns,
+    highest_of_two_steps,
+)
+from prefix_kernels.anchor_selection.hopper_list_kernels import (
+    TILE,
+    count_lowers,
+    list_stretch,
+    pad_lists,
+    threshold_of,
+)
 from prefix_kernels.anchor_selection.hopper_product_kernels import (
     FEW_ROWS,
     barrier,
@@ -114,7 +129,7 @@ def _pool_stretch(words, codes, q_smem, unit, below, tile, scores, sizes: gl.con
 
 @gluon.jit
 def _pool_item(
-    words, codes, query, put, stats, num_chunks, factor, unit, scores, all_at_least_ptr, AGAIN: gl.constexpr,
+    words, codes, query, put, stats, num_chunks, factor, unit, scores, counts_at, all_at_least_ptr, AGAIN: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_CHUNKS: gl.constexpr, sizes: gl.constexpr,
 ):  # fmt: skip
     """The second phase of an item: write the pooled scores of its stretch, and add to all programs' counts of their
@@ -132,7 +147,7 @@ def _pool_item(
     _, num_rows, _ = of_group
     tiles = gl.cdiv(num_rows * GQA, BLOCK_M)
     scores_ptr, num_sink, recent_begin = scores
-    counts_at = begin_counts(NUM_WARPS)
+    begin_counts(counts_at, NUM_WARPS)
     for tile in range(tiles):
         if AGAIN or tiles > 1:
             unit = put_queries(query, tile, factor, sizes)
@@ -165,12 +180,19 @@ def score_items_hopper_kernel(
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `items.py`
     all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, 256]: of keys' upper bytes, written; of lower ones, 0
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
+    at_least_ptr,  # int32 [num_kv_heads, max_items, 256], by lower bytes, at the threshold's upper one
+    higher_ptr,  # int32 [num_kv_heads, max_items], tokens of a higher upper byte
+    slot_table_ptr,  # int32 or int64 [arena]
+    positions_ptr,  # int32 [num_groups, num_kv_heads, max_budget], written, as what follows, by the last phase
+    slots_ptr,  # int32 [num_groups, num_kv_heads, max_budget], with HAS_SLOTS
+    counts_ptr,  # int32 [num_groups, num_kv_heads]
     sm_scale,
     q_stride_row,
     q_stride_head,
     max_rows,
     max_items,
     num_totals,  # num_groups * num_kv_heads
+    max_budget,
     ITEM_FIELDS: gl.constexpr,
     GQA: gl.constexpr,
     CHANNELS: gl.constexpr,
@@ -183,9 +205,11 @@ def score_items_hopper_kernel(
     LAYOUT: gl.constexpr,
     FIRST_PHASE: gl.constexpr,
     LAST_PHASE: gl.constexpr,
+    HAS_SLOTS: gl.constexpr,
+    PAD: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
-    """Program (place, KV head): the first two phases of its items, of which only the first may be shared."""
+    """Program (place, KV head): the first two phases of its items, or all four; only the first item may be shared."""
     _wait_for_the_kernel_before(OVERLAPPED)
     head = gl.program_id(1).to(gl.int64)
     num_heads = gl.num_programs(1)
@@ -197,6 +221,7 @@ def score_items_hopper_kernel(
     sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
+    counts_at = place_of_counts()
     factor = sm_scale * LOG2E
     for item in range(gl.program_id(0), max_items, gl.num_programs(0)):
         fields = items_ptr + item * ITEM_FIELDS
@@ -220,7 +245,10 @@ def score_items_hopper_kernel(
             stretch = gl.cdiv(gl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
             begin = gl.minimum(chunk * stretch, count)
             end = gl.minimum(begin + stretch, count)
-            stats = (head * max_items + item - chunk) * max_rows
+            first_item = head * max_items + item - chunk
+            stats = first_item * max_rows
+            # A whole prefix: every key will do, and as many tokens as programs before have are listed before.
+            found = (gl.to_tensor(0), begin, gl.to_tensor(0))
             if selected < prefix_len:
                 codes = (packed_ptr, first_row, begin, end)
                 of_group = (row_begin, num_rows, head)
@@ -247,6 +275,28 @@ def score_items_hopper_kernel(
                     _meet(arrived_ptr + row, chunk, num_chunks)
                 if LAST_PHASE >= 2:
                     _pool_item(
-                        words, codes, query, put, stats, num_chunks, factor, unit, scores,
+                        words, codes, query, put, stats, num_chunks, factor, unit, scores, counts_at,
                         all_at_least_ptr + row * NUM_DIGITS, FIRST_PHASE == 2, SUM_EVERY, BLOCK_CHUNKS, sizes,
                     )  # fmt: skip
+                if LAST_PHASE == 4:
+                    of_uppers = all_at_least_ptr + row * NUM_DIGITS
+                    of_lowers = of_uppers + num_totals * NUM_DIGITS
+                    lowers = at_least_ptr + first_item * NUM_DIGITS
+                    higher = higher_ptr + first_item
+                    own_ptrs = (lowers + chunk * NUM_DIGITS, higher + chunk)
+                    _meet(arrived_ptr + row, chunk, num_chunks)
+                    counted = count_lowers(
+                        scores, begin, end, selected, own_ptrs, (of_uppers, of_lowers), counts_at, NUM_WARPS
+                    )
+                    _meet(arrived_ptr + row, chunk, num_chunks)
+                    found = threshold_of(counted, chunk, (lowers, higher), of_lowers, NUM_WARPS)
+            if LAST_PHASE == 4:
+                lists = (positions_ptr + row * max_budget, slots_ptr + row * max_budget)
+                slot_table = slot_table_ptr + gl.load(fields + 7)
+                list_stretch(
+                    scores, begin, end, selected >= prefix_len, found, lists, slot_table, HAS_SLOTS, NUM_WARPS
+                )  # fmt: skip
+                if chunk == 0:
+                    gl.store(counts_ptr + row, selected)
+                if PAD:
+                    pad_lists(lists, selected + chunk * TILE, num_chunks * TILE, max_budget, HAS_SLOTS, NUM_WARPS)

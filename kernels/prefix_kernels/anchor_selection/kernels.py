@@ -124,7 +124,7 @@ def _count_blocks(
 
 
 @triton.jit
-def _both_sides(chosen, above, upto, chosen2, above2, upto2):
+def both_sides(chosen, above, upto, chosen2, above2, upto2):
     return chosen + chosen2, tl.maximum(above, above2), tl.minimum(upto, upto2)
 
 
@@ -136,7 +136,7 @@ def _choose_digit(all_at_least_ptr, need):
     at_least = tl.load(all_at_least_ptr + tl.arange(0, NUM_DIGITS), cache_modifier=".cg")
     few = at_least < need
     chosen, above, upto = tl.reduce(
-        (few.to(tl.int32), tl.where(few, at_least, 0), tl.where(few, 2147483647, at_least)), 0, _both_sides
+        (few.to(tl.int32), tl.where(few, at_least, 0), tl.where(few, 2147483647, at_least)), 0, both_sides
     )
     return chosen, above, upto - above
 

@@ -102,8 +102,9 @@ class AnchorSelection:
         self._items = integers(max_items, ITEM_FIELDS, dtype=torch.int64)
         self._score_items = integers(max_score_items if config.specialized else 1, ITEM_FIELDS, dtype=torch.int64)
         self._block_shifts = integers(max_groups, heads)
-        self._at_least = integers(heads, max_items, _NUM_DIGITS)
-        self._higher = integers(heads, max_items)
+        most_items = max(max_items, max_score_items)
+        self._at_least = integers(heads, most_items, _NUM_DIGITS)
+        self._higher = integers(heads, most_items)
         self._all_at_least = integers(2, max_groups, heads, _NUM_DIGITS)
         self._arrived = integers(max_groups, heads, dtype=torch.int64)
         self._peak = torch.empty(heads, max_score_items, self._tables.max_rows, dtype=torch.float32, device=device)
@@ -205,6 +206,8 @@ class AnchorSelection:
             specialized.check_inputs(inputs)
             items = {"items_ptr": self._score_items, "max_items": self._score_items.shape[0]}
             specialized.launch_scores(self.config, (self._score_programs, heads), arguments | items, joined=joined)
+            if joined:
+                return
         first = 3 if self.config.specialized else 1
         for begin, last in ((first, _PHASES),) if joined else ((phase, phase) for phase in range(first, _PHASES + 1)):
             of_phases = {"FIRST_PHASE": begin, "LAST_PHASE": last}

@@ -76,7 +76,7 @@ def launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[s
         "NUM_WARPS": config.num_warps,
         "LAYOUT": words_layout(config.block_n, config.num_warps),
     }
-    for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
+    for first, last in ((1, 4),) if joined else ((1, 1), (2, 2)):
         arguments |= {"FIRST_PHASE": first, "LAST_PHASE": last}
         names = {parameter.name for parameter in score_items_hopper_kernel.params}
         launch(
