@@ -61,7 +61,16 @@ _SETTINGS = (
     "tie",
     "seed",
 )
-_SETTINGS += ("sparse_seconds", "sparse_documents", "sparse_lengths", "dense", "traced", "index_bytes", "stall")
+_SETTINGS += (
+    "sparse_seconds",
+    "sparse_documents",
+    "sparse_lengths",
+    "dense",
+    "traced",
+    "traced_dense",
+    "index_bytes",
+    "stall",
+)
 
 
 @dataclass(frozen=True)
@@ -207,7 +216,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sparse-documents", type=int, default=10)
     parser.add_argument("--sparse-lengths", nargs="+", type=int, default=[12288, 16384], metavar="TOKENS")
     parser.add_argument("--dense", type=float, default=0.1, help="share of the sparse half's requests that opt out")
-    parser.add_argument("--traced", type=float, default=0.02, help="share of these; a traced step waits for the device")
+    parser.add_argument(
+        "--traced", type=float, default=0.02, help="share of the others; a traced step waits for the device"
+    )
+    parser.add_argument(
+        "--traced-dense", type=float, default=0.2, help="share of those that opt out: what rounding does in the replay"
+    )
     parser.add_argument("--index-bytes", type=int, default=20 << 20, help="index_gpu_bytes: few indexes fit")
     parser.add_argument("--stall", type=float, default=30.0, help="seconds that no request may wait for its next token")
     parser.add_argument("--trace", metavar="FOLDER", help="new; keeps store, trace and requests for replay.py")

@@ -139,7 +139,8 @@ class SparseTraffic:
 
     async def _one(self, which: tuple[int, int], tokens: int) -> None:
         rng, prompt = self._rng, self._documents[which[0]][which[1]]
-        dense, traced = rng.random() < self._args.dense, rng.random() < self._args.traced
+        dense = rng.random() < self._args.dense
+        traced = rng.random() < (self._args.traced_dense if dense else self._args.traced)
         end_at = rng.randint(1, tokens) if rng.random() < self._args.aborted else 0
         rid = f"{TRACED if traced else 'soak-'}{next(self._number)}"
         own: dict[str, Any] = {"custom_params": {"sparse_attn": False}} if dense else {}

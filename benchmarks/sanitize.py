@@ -1,0 +1,235 @@
+#!/usr/bin/env python3
+"""NVIDIA's compute-sanitizer over small cases of every Triton kernel, on a GPU.
+
+    python benchmarks/sanitize.py --out sanitize.jsonl                      # memcheck and racecheck; minutes
+    python benchmarks/sanitize.py --tools synccheck --only score_items_hopper_kernel --out more.jsonl
+
+Each kernel is looked at in some of the GPU's tests of one file, in a process of their own; other launches of these are
+left alone. Memory comes from CUDA itself (`PYTORCH_NO_CUDA_MEMORY_CACHING`), so that a read behind a tensor is
+one behind an allocation. First each tool has to find an error that was planted in a kernel of this file: else its
+silence would say nothing, and the run ends. Exit status 1 where a case has an error, fails its tests or runs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from kernel_rows import commit, driver, installed
+from tqdm import tqdm
+
+from prefix_kernels.digit_counts import COUNTS
+
+ROOT = Path(__file__).resolve().parents[1]
+FOUND = 86
+"""Exit status of the sanitizer where it found an error."""
+_ERRORS = re.compile(r"(?:ERROR SUMMARY: |RACECHECK SUMMARY: )(\d+)")
+_PASSED = re.compile(r"(\d+) passed")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attributes:
+    kernels: that are looked at, one after the other.
+    file: of tests, below `tests/prefix_kernels`.
+    tests: pytest's -k.
+    """
+
+    kernels: tuple[str, ...]
+    file: str
+    tests: str
+
+
+CASES = (
+    Case(
+        ("score_items_hopper_kernel", "select_kernel"),
+        "test_specialized_selection.py",
+        "(test_every_tile_and_length and (129- or 4999-)) or (test_sums_of_a_sample and 16-) or other_lengths",
+    ),
+    Case(
+        ("attend_items_hopper_kernel",),
+        "test_specialized_attention.py",
+        "share_a_launch or bits_that_the_merge_would or reuse_heads",
+    ),
+    Case(
+        ("attend_items_kernel", "merge_items_kernel"),
+        "triton/test_grouped_attention.py",
+        "groups_and_suffixes or split_list or fp8 or merged_states or empty_selection",
+    ),
+    Case(("select_kernel",), "triton/test_anchor_selection.py", "test_tokens or groups_share or windows_that"),
+    Case(("select_kernel",), "triton/test_joined_two_level.py", "positions_of_the_stages or groups_shared"),
+    Case(
+        ("pooled_scores_kernel",),
+        "triton/test_pooled_scores.py",
+        "(test_token_codes and 4-) or (test_block_bounds and 4-) or (test_exact_keys and 128) or ragged_heads",
+    ),
+    Case(
+        ("pick_lists_kernel", "score_tiles_kernel"),
+        "triton/test_csa_scores.py",
+        "both_forms_and_layers or clustered_lists or half_queries",
+    ),
+    Case(
+        ("count_digits_kernel", "list_selected_kernel"),
+        "triton/test_top_k_selection.py",
+        "groups_of_different_sizes or chunks_do_not_matter",
+    ),
+    Case(("copy_slot_lists_kernel", "common_slots_kernel"), "triton/test_slot_lists.py", "follow or compared"),
+)
+
+
+@triton.jit
+def planted_read_kernel(values_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
+    """Reads one block behind its tensor."""
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(values_ptr + BLOCK + at))
+
+
+@triton.jit
+def planted_race_kernel(out_ptr, BLOCK: tl.constexpr):  # noqa: N803
+    """Threads write to shared memory, and each reads what another one wrote, without a barrier."""
+    at = tl.inline_asm_elementwise(COUNTS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    place = tl.arange(0, BLOCK)
+    tl.inline_asm_elementwise(
+        "st.shared.b32 [$1], 7; mov.b32 $0, 0;", "=r,r", [place * 4 + at], dtype=tl.int32, is_pure=False, pack=1
+    )
+    other = (BLOCK - 1 - place) * 4 + at
+    read = tl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [other], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(out_ptr + place, read)
+
+
+def plant(tool: str) -> None:
+    """Launch the kernel whose error a tool has to find."""
+    out = torch.zeros(256, dtype=torch.int32, device="cuda")
+    if tool == "racecheck":
+        planted_race_kernel[(1,)](out, BLOCK=256, num_warps=8)
+    else:
+        planted_read_kernel[(1,)](torch.zeros(256, dtype=torch.int32, device="cuda"), out, BLOCK=256)
+    torch.cuda.synchronize()
+
+
+PLANTED = {"memcheck": "planted_read_kernel", "racecheck": "planted_race_kernel"}
+"""By tool, the kernel in which it has to find an error. The other tools have none."""
+
+
+def sanitize(tool: str, kernel: str, command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Run a command of Python's under a tool of the sanitizer's.
+
+    Returns:
+        errors (None where the tool said nothing), tests that passed, the exit status, seconds, and the last lines where
+        anything but silence came of it.
+    """
+    flags = ["--tool", tool, "--error-exitcode", str(FOUND), "--kernel-name", f"kns={kernel}"]
+    folders = (ROOT, ROOT / "kernels", ROOT / "index_store")
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path}
+    begun = time.monotonic()
+    try:
+        ran = subprocess.run(
+            ["compute-sanitizer", *flags, sys.executable, *command],
+            cwd=ROOT, env=environment, timeout=seconds, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        status, told = ran.returncode, ran.stdout
+    except subprocess.TimeoutExpired as expired:
+        status, told = None, (expired.stdout or b"").decode(errors="replace")
+    errors = [int(count) for count in _ERRORS.findall(told)]
+    passed = _PASSED.findall(told)
+    row = {
+        "errors": max(errors, default=None),
+        "passed": int(passed[-1]) if passed else 0,
+        "status": status,
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+    clean = row["errors"] == 0 and status == 0
+    return row if clean else row | {"told": told.splitlines()[-40:]}
+
+
+def run_case(args: argparse.Namespace, what: tuple[str, str, Case]) -> dict[str, Any]:
+    """One kernel of a case under one tool."""
+    tool, kernel, case = what
+    file = ROOT / "tests" / "prefix_kernels" / case.file
+    pytest = ["-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "-k", case.tests, str(file)]
+    row = sanitize(tool, kernel, pytest, args.case_seconds)
+    good = row["errors"] == 0 and row["status"] == 0 and row["passed"] > 0
+    return {"good": good, "tool": tool, "kernel": kernel, "file": case.file, "tests": case.tests, **row}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    kernels = sorted({name for case in CASES for name in case.kernels})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="sanitize.jsonl", help="rows are appended")
+    parser.add_argument(
+        "--tools",
+        nargs="+",
+        default=["memcheck", "racecheck"],
+        choices=["memcheck", "racecheck", "initcheck", "synccheck"],
+    )
+    parser.add_argument("--only", nargs="+", metavar="KERNEL", choices=kernels, help=f"of {', '.join(kernels)}")
+    parser.add_argument("--jobs", type=int, default=4, help="cases at a time, each with the sanitizer's memory")
+    parser.add_argument("--case-seconds", type=float, default=300.0, help="a case that takes longer has failed")
+    parser.add_argument("--commit", default="", help="of the code, where there is no git checkout")
+    parser.add_argument("--plant", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """Run; 1 where a case is not clean, 2 where a tool does not find what was planted."""
+    import json
+
+    args = parse()
+    if args.plant:
+        plant(args.plant)
+        return 0
+    if shutil.which("compute-sanitizer") is None or not torch.cuda.is_available():
+        raise SystemExit(
+            "expected compute-sanitizer (of the CUDA toolkit) on the path and a CUDA device, got "
+            f"{shutil.which('compute-sanitizer')} and {torch.cuda.device_count()} devices"
+        )
+    version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True).stdout.split()[-1]
+    origin = {
+        "sanitizer": version,
+        "device": torch.cuda.get_device_name(),
+        "driver": driver(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "commit": args.commit or commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    for tool in [one for one in args.tools if one in PLANTED]:
+        found = sanitize(tool, PLANTED[tool], [__file__, "--plant", tool], args.case_seconds)
+        if not found["errors"]:
+            print("\n".join(found.get("told", [])))
+            print(f"expected {tool} to find the error planted in {PLANTED[tool]}, got none: it does not work here")
+            return 2
+        print(f"{tool}: finds the error planted in {PLANTED[tool]}")
+    chosen = [(kernel, case) for case in CASES for kernel in case.kernels if not args.only or kernel in args.only]
+    work = [(tool, *one) for tool in args.tools for one in chosen]
+    failed = 0
+    with ThreadPoolExecutor(args.jobs) as pool, Path(args.out).open("a") as file:
+        for row in tqdm(pool.map(partial(run_case, args), work), total=len(work), unit="case"):
+            file.write(json.dumps({**row, **origin}) + "\n")
+            file.flush()
+            failed += not row["good"]
+            what = f"{row['tool']:10s} {row['kernel']} ({row['file']})"
+            tqdm.write(f"{what}: {row['errors']} errors, {row['passed']} tests passed, {row['seconds']:.0f} s")
+            if not row["good"]:
+                tqdm.write("\n".join(row.get("told", [])))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
