@@ -81,6 +81,11 @@ def _check_ranges(config: SparseAttnConfig) -> None:
         ("min_shared_tokens", config.min_shared_tokens >= 1, "1 or more tokens"),
         ("search_period", config.search_period >= 1, "1 or more decode steps"),
         (
+            "private_dense_tokens",
+            config.private_dense_tokens is None or config.private_dense_tokens >= 2 * PAGE_TOKENS,
+            f"{2 * PAGE_TOKENS} or more tokens, or null",
+        ),
+        (
             "sum_every",
             config.sum_every is None or 1 <= config.sum_every <= MOST_APART,
             f"1 to {MOST_APART} tokens, or null",
@@ -139,6 +144,18 @@ def _check_methods(config: SparseAttnConfig) -> None:
     if config.sum_every not in (None, 1) and config.method != "token_index":
         todo = f"Remove it; the method is {config.method!r}."
         raise _fail("sum_every 1 with a method other than token_index", config.sum_every, todo)
+
+
+def _check_private_part(config: SparseAttnConfig) -> None:
+    """What selects from a request's own tokens is made of their keys alone."""
+    if config.private_dense_tokens is None:
+        return
+    if config.method != "token_index":
+        todo = f"Remove it; the method is {config.method!r}."
+        raise _fail("private_dense_tokens null with a method other than token_index", config.private_dense_tokens, todo)
+    if config.trace_folder is not None:
+        todo = "Remove one of them: a trace has selections from prefixes only."
+        raise _fail("private_dense_tokens null with a trace_folder", config.private_dense_tokens, todo)
 
 
 def _check_layer_plan(config: SparseAttnConfig) -> None:
@@ -203,6 +220,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     config = _converted(raw)
     _check_ranges(config)
     _check_methods(config)
+    _check_private_part(config)
     _check_layer_plan(config)
     _check_remote(config)
     return config

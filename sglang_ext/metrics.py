@@ -44,6 +44,8 @@ class Counters:
         self._planned = [0] * num_layers
         self._prefix = [0] * num_layers
         self._layer_steps = [0] * num_layers
+        self._private = torch.zeros((), dtype=torch.float64, device=device)
+        self._private_tokens = 0
         self.sparse_steps = 0
         self.sparse_rows = 0
         self.dense_rows = 0
@@ -61,6 +63,11 @@ class Counters:
         self._attended[layer] += selection.counts.to(torch.float64).mean() * num_rows
         self._prefix[layer] += prefix_len * num_rows
         self._layer_steps[layer] += 1
+
+    def count_private(self, selection: Selection, tokens: int) -> None:
+        """One layer's selection from a request's own tokens behind its prefix."""
+        self._private += selection.counts.to(torch.float64).mean()
+        self._private_tokens += tokens
 
     def count_attended(self, attended: Sequence[int], prefix: int) -> None:
         """One step of known budgets: tokens of prefixes that each layer attended, and of how many; once per request."""
@@ -107,6 +114,7 @@ class Counters:
 
         `keep_ratio` is the mean over all layers (dense ones, sink and recent window included) of prefix tokens
         attended over prefix tokens; `attended_per_step` the same in tokens per request, per layer.
+        `private_keep_ratio`: of requests' own tokens that were selected from, over all layers; None where none were.
         """
         attended = [a + p for a, p in zip(self._attended.tolist(), self._planned, strict=True)]
         ratios = [a / p for a, p in zip(attended, self._prefix, strict=True) if p]
@@ -128,6 +136,7 @@ class Counters:
             "prefix_tokens_per_layer": list(self._prefix),
             "selections_per_layer": list(self._layer_steps),
             "attended_per_step": [a / rows for a in attended] if rows else [],
+            "private_keep_ratio": self._private.item() / self._private_tokens if self._private_tokens else None,
         }
 
 

@@ -63,6 +63,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         decode_path: what decode steps inside CUDA graphs run on: `auto`, or one path (`stock`, `exact`, `sparse`).
         search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members
             change searches anew.
+        private_dense_tokens: of a request's own tokens behind an indexed prefix, at most so many are attended in full;
+            of more, those that lie further back than half of it are selected from, by the same rules. null: all.
         max_keep_ratio: cap of a group's grown budget, as a fraction of the prefix.
         group_growth: growth of the budget with the group size (`none` or `sqrt`).
         pooling: pooling over a group's query rows (`max` or `mean`).
@@ -110,6 +112,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     min_shared_tokens: int = 8192
     decode_path: DecodePath = DecodePath.AUTO
     search_period: int = 1
+    private_dense_tokens: int | None = None
     max_keep_ratio: float = 1.0
     group_growth: BudgetGrowth = BudgetGrowth.NONE
     pooling: Pooling = Pooling.MAX

@@ -214,7 +214,7 @@ class SparseRuntime:
         attachment = self.requests.of(request)
         if attachment is None:
             return
-        self._leave_group(attachment)
+        attachment.start_over()
         self.ready.forget(attachment.rid)
         self.shared.ended(attachment.serial)
         if self.builds is not None and finished:
@@ -236,15 +236,8 @@ class SparseRuntime:
         if self.builds is not None:
             self.builds.discard(rid)
 
-    @staticmethod
-    def _leave_group(attachment: Attachment) -> None:
-        if attachment.shared is not None:
-            attachment.shared.leave()
-            attachment.shared = None
-        attachment.steps = 0
-
     def _release(self, attachment: Attachment) -> None:
-        self._leave_group(attachment)
+        attachment.start_over()
         if attachment.index is not None:
             self.residency.release(attachment.index)
             attachment.index = None
@@ -296,8 +289,9 @@ class SparseRuntime:
                 if index is not None and lens[row] <= index.prefix_len:
                     ready[row] = None  # shorter than its own prompt: nothing we know of does this
                     self.ready.count(attachments[row], "index_mismatch")
-            table, rows = self.view.req_to_token, forward_batch.req_pool_indices
-            plan = make_plan(attachments, ready, table, rows, lens, self._shared, self.config.search_period)
+            table, rows, config = self.view.req_to_token, forward_batch.req_pool_indices, self.config
+            period, limit = config.search_period, config.private_dense_tokens
+            plan = make_plan(attachments, ready, table, rows, lens, self._shared, period, limit)
         sparse_rows = sum(index is not None for index in ready)
         largest = max((group.num_rows for group in plan.groups), default=0) if plan else 0
         self.counters.count_step(sparse_rows, len(rids) - sparse_rows, largest)

@@ -1,8 +1,10 @@
-"""Decode attention of one layer: selected prefix positions per group, dense suffix, merged by LSE."""
+"""Decode attention of one layer: selected prefix positions per group, the suffix in full or, where it is long, selected
+from as well, merged by LSE."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,18 +69,29 @@ class GroupedDecode:
         Returns:
             [batch_size, num_qo_heads, v_head_dim] in q's dtype, new memory.
         """
-        suffix = suffix_attention(q, kv, plan.kv_indptr, plan.kv_indices, sm_scale)
-        out = suffix.out
+        state = suffix_attention(q, kv, plan.kv_indptr, plan.kv_indices, sm_scale)
         for group in plan.groups:
-            rows = q[group.rows]
-            selection = self.select(rows, group, kv.num_kv_heads, layer, sm_scale)
-            prefix = prefix_attention(rows, kv, group.slots, selection, sm_scale)
-            own = AttnState(suffix.out[group.rows], suffix.lse[group.rows])
-            out = out.index_copy(0, group.rows, merge_state(prefix, own).out)
+            state, selection = self._attended(q, kv, group, layer, sm_scale, state)
             self._counters.count_selection(layer, selection, group.prefix_len, group.num_rows)
-        return out.to(q.dtype)
+        for own in plan.private:
+            if self._layer_plan.layers[layer].mode is LayerMode.ANCHOR:
+                own.index.build(layer, kv, own.slots, q)
+            state, selection = self._attended(q, kv, own, layer, sm_scale, state)
+            self._counters.count_private(selection, own.prefix_len)
+        return state.out.to(q.dtype)
 
-    def select(self, q: Tensor, group: Group, num_kv_heads: int, layer: int, sm_scale: float) -> Selection:
+    def _attended(
+        self, q: Tensor, kv: PagedKV, group: Group[Any], layer: int, sm_scale: float, before: AttnState
+    ) -> tuple[AttnState, Selection]:
+        """A state of the whole batch with what a group's rows attend of the group's tokens."""
+        rows = q[group.rows]
+        selection = self.select(rows, group, kv.num_kv_heads, layer, sm_scale)
+        found = prefix_attention(rows, kv, group.slots, selection, sm_scale)
+        both = merge_state(found, AttnState(before.out[group.rows], before.lse[group.rows]))
+        out, lse = (old.index_copy(0, group.rows, new) for old, new in ((before.out, both.out), (before.lse, both.lse)))
+        return AttnState(out, lse), selection
+
+    def select(self, q: Tensor, group: Group[Any], num_kv_heads: int, layer: int, sm_scale: float) -> Selection:
         """The positions of one group at one layer, by the layer's role; dense heads of the layer have all of them.
 
         A reuse layer takes what its anchor layer selected, also from heads that are dense there. Where SGLang ran
@@ -102,7 +115,7 @@ class GroupedDecode:
             return Selection.all(prefix_len, num_kv_heads, q.device)
         return with_dense_heads(selection, dense, prefix_len)
 
-    def _anchored(self, q: Tensor, group: Group, layer: int, sm_scale: float) -> Selection:
+    def _anchored(self, q: Tensor, group: Group[Any], layer: int, sm_scale: float) -> Selection:
         """An anchor layer's own selection: a new one, or the group's last one within its search period."""
         selection = group.kept.get(layer)
         if selection is None:
@@ -120,7 +133,7 @@ class GroupedDecode:
         group.selections[layer] = selection
         return selection
 
-    def budget(self, group: Group) -> int:
+    def budget(self, group: Group[Any]) -> int:
         """Prefix tokens of a group per KV head, never more than the prefix has."""
         one = self._config.budget(group.prefix_len)
         cap = max(one, int(self._config.max_keep_ratio * group.prefix_len))

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.types import Selection
+from sglang_ext.attention.private_index import PrivateIndex
 from sglang_ext.prefix.requests import Attachment, Search, SharedSlots
 from sglang_ext.prefix.residency import ResidentIndex
 
+Index = TypeVar("Index", ResidentIndex, PrivateIndex)
+
 
 @dataclass(eq=False)
-class Group:
-    """The requests of one batch that sit on the same slots of the same prefix.
+class Group(Generic[Index]):
+    """The requests of one batch that sit on the same slots of the same prefix; or one request's own tokens behind it.
 
     Attributes:
-        index: what selects.
+        index: what selects. Of own tokens it makes its arrays in the step itself.
         slots: [prefix_len] int64, position -> KV slot, valid for this step.
         rows: [num_rows] int64 on the device: batch rows.
         num_rows: the same, on the host.
@@ -26,7 +30,7 @@ class Group:
         kept: per anchor layer, what an earlier step's search found; empty in a step that searches.
     """
 
-    index: ResidentIndex
+    index: Index
     slots: Tensor
     rows: Tensor
     num_rows: int
@@ -46,12 +50,15 @@ class DecodePlan:
     Attributes:
         groups: at least one.
         kv_indptr: [batch_size + 1] int64: bounds of each request's suffix in `kv_indices`.
-        kv_indices: slots of [start, seq_len) of every request; start is 0 without a group.
+        kv_indices: slots of [start, seq_len) of every request; start is 0 without a group, else it is where its prefix
+            ends, and behind what `private` has of it.
+        private: of requests with many tokens of their own: those that are selected from, one request a group.
     """
 
-    groups: list[Group]
+    groups: list[Group[ResidentIndex]]
     kv_indptr: Tensor
     kv_indices: Tensor
+    private: list[Group[PrivateIndex]] = field(default_factory=list)
 
 
 def make_plan(
@@ -62,6 +69,7 @@ def make_plan(
     seq_lens: Sequence[int],
     shared_by_digest: dict[str, list[SharedSlots]],
     search_period: int = 1,
+    private_dense_tokens: int | None = None,
 ) -> DecodePlan | None:
     """Group a batch; None when no request has a usable index.
 
@@ -78,6 +86,7 @@ def make_plan(
         seq_lens: [batch_size] tokens of each request, the one being decoded included.
         shared_by_digest: tables known so far per index digest; extended in place.
         search_period: decode steps that use one search; only a group whose members stay the same keeps it.
+        private_dense_tokens: of a request's tokens behind its prefix, at most so many are attended in full; None: all.
     """
     if not any(ready):
         return None
@@ -102,11 +111,27 @@ def make_plan(
         if search_period > 1:
             _keep_search(group, [attachments[row] for row in rows], search_period)
         groups.append(group)
+    private = []
+    for row, (attachment, index) in enumerate(zip(attachments, ready, strict=True)):
+        if attachment is None or index is None or private_dense_tokens is None:
+            continue
+        own = _private_index(attachment, index, seq_lens[row] - starts[row], private_dense_tokens)
+        if own.prefix_len:
+            begin, starts[row] = starts[row], starts[row] + own.prefix_len
+            slots = req_to_token[req_pool_indices[row], begin : starts[row]].to(torch.int64)
+            private.append(Group(own, slots, torch.tensor([row], dtype=torch.int64, device=device), 1))
     kv_indptr, kv_indices = _suffixes(req_to_token, req_pool_indices, starts, seq_lens)
-    return DecodePlan(groups, kv_indptr, kv_indices)
+    return DecodePlan(groups, kv_indptr, kv_indices, private)
 
 
-def _keep_search(group: Group, members: Sequence[Attachment | None], period: int) -> None:
+def _private_index(attachment: Attachment, index: ResidentIndex, num_private: int, limit: int) -> PrivateIndex:
+    if attachment.private is None or attachment.private.prefix is not index:
+        attachment.private = PrivateIndex(index)
+    attachment.private.grow(num_private, limit)
+    return attachment.private
+
+
+def _keep_search(group: Group[Any], members: Sequence[Attachment | None], period: int) -> None:
     """Give a group what its last search found, or let this step's layers fill a new one."""
     table = members[0].shared if members[0] is not None else None
     if table is None:

@@ -86,6 +86,8 @@ def graph_refusal(
         return f"method {spec.method} has no kernels in the decode graph yet; token_index has"
     if config.search_period > 1:
         return f"search_period {config.search_period} is not in the decode graph yet; 1 is"
+    if config.private_dense_tokens is not None:
+        return f"private_dense_tokens {config.private_dense_tokens} is not in the decode graph yet; null is"
     if any(dense_heads):
         return "dense heads of the profile are not in the decode graph yet"
     latest: int | None = None

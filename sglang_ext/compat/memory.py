@@ -28,7 +28,8 @@ def promised_bytes(config: SparseAttnConfig, *, graphs: bool) -> int:
     if config.build is Build.CAPTURE or (stock and config.build is Build.PREFILL):
         return 0  # jobs: calibration, and prebuild, in which nothing decodes by an index
     grouped = config.share_prefixes is not False and not stock
-    held = grouped and config.method == "token_index" and config.search_period == 1  # by graphs
+    usual = config.search_period == 1 and config.private_dense_tokens is None
+    held = grouped and config.method == "token_index" and usual  # by graphs
     indexes = held and config.decode_path is not DecodePath.EXACT if graphs else True
     total = BUFFER_BYTES if grouped else 0
     if indexes:

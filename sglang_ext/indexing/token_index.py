@@ -122,12 +122,7 @@ class TokenIndexBuilder:
                 f"expected head_dim to be a multiple of {unit} for {self.spec.bits} bits, got {head_dim}; raise "
                 "token_index.bits or lower token_index.channel_ratio"
             )
-        channels = self._channels(keys, queries).to(keys.device)
-        rows = keys.transpose(0, 1)
-        kept = rows.gather(2, channels[:, None].expand(-1, rows.shape[1], -1))
-        quantized = quantize(kept, self.spec.bits, self.spec.symmetric)
-        arrays = {f"keys_{name}": array for name, array in quantized._asdict().items()}
-        return {"channels": channels.short(), **arrays}
+        return _arrays(keys, self._channels(keys, queries).to(keys.device), self.spec.bits, self.spec.symmetric)
 
     def _channels(self, keys: Tensor, queries: Tensor | None) -> Tensor:
         _, num_kv_heads, head_dim = keys.shape
@@ -144,6 +139,32 @@ class TokenIndexBuilder:
             order = contribution.argsort(dim=1, descending=True, stable=True)
             return order[:, :wanted].sort(dim=1).values
         return torch.arange(head_dim).expand(num_kv_heads, -1).contiguous()
+
+
+def index_behind(arrays: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
+    """Token index of keys that follow a prefix, on the channels and with the bits of the prefix's: no query is needed.
+
+    Args:
+        arrays: a layer of the prefix's index. Read only.
+        keys: [num_tokens >= 1, num_kv_heads, head_dim] post-RoPE keys on the arrays' device. Read only.
+
+    Returns:
+        New arrays as `TokenIndexBuilder.build_layer` makes them, quantized between each channel's own bounds.
+
+    Raises:
+        ValueError: arrays of another method.
+    """
+    names = tuple(f"keys_{name}" for name in LowBitTensor._fields)
+    channels, *parts = require_arrays(arrays, ("channels", *names), TokenIndexSpec.method)
+    return _arrays(keys, channels.long(), LowBitTensor(*parts).bits, symmetric=False)
+
+
+def _arrays(keys: Tensor, channels: Tensor, bits: int, symmetric: bool) -> dict[str, Tensor]:
+    """Keys [num_tokens, num_kv_heads, head_dim], quantized on channels int64 [num_kv_heads, num_channels]."""
+    rows = keys.transpose(0, 1)
+    kept = rows.gather(2, channels[:, None].expand(-1, rows.shape[1], -1))
+    arrays = {f"keys_{name}": array for name, array in quantize(kept, bits, symmetric)._asdict().items()}
+    return {"channels": channels.short(), **arrays}
 
 
 @dataclass(frozen=True)

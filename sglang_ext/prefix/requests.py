@@ -7,11 +7,15 @@ import weakref
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from prefix_kernels.types import Selection
 from sglang_ext.prefix.residency import ResidentIndex
+
+if TYPE_CHECKING:
+    from sglang_ext.attention.private_index import PrivateIndex
 
 _serials = itertools.count()
 
@@ -68,6 +72,7 @@ class Attachment:
         steps: decode steps seen since the request got its slot; 0 right after allocation.
         shared: set once its slots were compared and found equal to a group's (or start a new one).
         deadline: monotonic time until which decode steps wait for the index; set at the first wait.
+        private: index of its own tokens behind the prefix; None until it has too many of them.
         serial: unlike any other attachment's, also of a later request with the same id.
         reported: reasons that were already counted for this request.
     """
@@ -80,10 +85,17 @@ class Attachment:
     steps: int = 0
     shared: SharedSlots | None = None
     deadline: float | None = None
+    private: PrivateIndex | None = None
     serial: int = field(default_factory=_serials.__next__)
 
     def __post_init__(self) -> None:
         self.reported: set[str] = set()
+
+    def start_over(self) -> None:
+        """Its slots are given back: it leaves its group, and nothing is known of its own tokens."""
+        if self.shared is not None:
+            self.shared.leave()
+        self.shared, self.private, self.steps = None, None, 0
 
 
 class RequestTable:

@@ -37,6 +37,7 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
         ('{"share_prefixes": false}', 0),
         ('{"method": "csattention"}', BUFFER_BYTES),
         ('{"search_period": 4}', BUFFER_BYTES),
+        ('{"private_dense_tokens": 4096}', BUFFER_BYTES),
         (None, 0),
     ],
 )

@@ -314,6 +314,7 @@ def test_what_does_not_fit_is_left_to_others(device: torch.device) -> None:
     [
         ({}, ABSparseSpec(), ROLES, (), "method ab_sparse"),
         ({"search_period": 2}, SPEC, ROLES, (), "search_period 2"),
+        ({"private_dense_tokens": 64}, SPEC, ROLES, (), "private_dense_tokens 64"),
         ({}, SPEC, ROLES, ((), (0,), (), ()), "dense heads"),
         ({}, SPEC, ["anchor", "anchor", {"reuse": 0}, "anchor"], (), "layer 2 reuses layer 0"),
         ({}, SPEC, ROLES, (), None),

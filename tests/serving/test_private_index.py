@@ -1,0 +1,257 @@
+"""A request's own tokens behind its prefix, selected from where there are many of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from prefix_kernels.pooling import Pooling
+from prefix_kernels.testing import dense_attention
+from prefix_kernels.types import PagedKV, Selection
+from sglang_ext.attention.decode import GroupedDecode
+from sglang_ext.attention.plan import DecodePlan, make_plan
+from sglang_ext.attention.private_index import PrivateIndex
+from sglang_ext.config import PAGE_TOKENS, ConfigError, config_from_dict
+from sglang_ext.indexing import METHODS, LayerPlan, make_selector
+from sglang_ext.indexing.token_index import TokenIndexSpec, index_behind
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix.requests import Attachment, SharedSlots
+from sglang_ext.prefix.residency import ResidentIndex
+
+PREFIX, LAYERS, KV_HEADS, GQA, DIM, LIMIT = 64, 3, 2, 2, 16, 64
+SCALE = DIM**-0.5
+SPEC = TokenIndexSpec(channel_ratio=1.0, bits=8)
+
+
+class Serving:
+    """Decode steps of requests behind one prefix, each with slots of its own, in random order."""
+
+    def __init__(self, layers: list[Any], fields: dict[str, Any]) -> None:
+        gen = torch.Generator().manual_seed(4)
+        self.kv = PagedKV(*(torch.randn(4096, KV_HEADS, DIM, generator=gen) for _ in range(2)))
+        order = torch.randperm(4096, generator=gen).to(torch.int32)
+        self.table = order[: 4 * 1024].view(4, 1024).clone()
+        self.table[:, :PREFIX] = self.table[0, :PREFIX]
+        keys = self.kv.keys(self.table[0, :PREFIX].long(), torch.float32)
+        self.index = ResidentIndex(_Entry())  # type: ignore[arg-type]
+        self.index.layers = [METHODS["token_index"].builder(SPEC).build_layer(keys, None) for _ in range(LAYERS)]
+        spec = {"channel_ratio": 1.0, "bits": 8}
+        usual = {"methods": {"token_index": spec}, "num_sink_tokens": 0, "num_recent_pages": 0, "sum_every": 1}
+        self.config = config_from_dict({**usual, "private_dense_tokens": LIMIT, **fields})
+        plan = LayerPlan.from_dict({"layers": layers}, num_layers=LAYERS, num_kv_heads=KV_HEADS)
+        self.counters = Counters(LAYERS, torch.device("cpu"))
+        self.decode = GroupedDecode(self.config, make_selector(SPEC), plan, self.counters)
+        self.requests: dict[str, Attachment] = {}
+        self.shared: dict[str, list[SharedSlots]] = {}
+
+    def plan(self, **own: int) -> DecodePlan:
+        """A step of requests with so many tokens of their own."""
+        batch = [self.requests.setdefault(name, Attachment(name, PREFIX, self.index, None)) for name in own]
+        lens = [PREFIX + count for count in own.values()]
+        limit = self.config.private_dense_tokens
+        rows, indexes = torch.arange(len(lens)), [self.index] * len(lens)
+        plan = make_plan(batch, indexes, self.table, rows, lens, self.shared, 1, limit)
+        assert plan is not None
+        return plan
+
+    def dense(self, q: torch.Tensor, row: int, positions: torch.Tensor) -> torch.Tensor:
+        """Attention of a row over positions of its sequence."""
+        slots = self.table[row, positions].long()
+        return dense_attention(q[row : row + 1], self.kv.k_cache[slots], self.kv.v_cache[slots], SCALE).out
+
+
+class _Entry:
+    """Of a stored index of PREFIX tokens, what decode asks for."""
+
+    digest = "one"
+
+    class identity:  # noqa: N801
+        num_tokens = PREFIX
+
+
+@pytest.fixture
+def serving() -> Callable[..., Serving]:
+    def start(layers: list[Any] | None = None, **fields: Any) -> Serving:
+        return Serving(layers or ["anchor"] * LAYERS, fields)
+
+    return start
+
+
+def queries(rows: int, seed: int = 9) -> torch.Tensor:
+    return torch.randn(rows, KV_HEADS * GQA, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+# -- what is covered ---------------------------------------------------------------------------------------------
+
+
+def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_full() -> None:
+    own = PrivateIndex(ResidentIndex(_Entry()))  # type: ignore[arg-type]
+    grown = []
+    for count in range(1, 1000):
+        before = own.prefix_len
+        own.layers[0] = {}
+        own.grow(count, LIMIT)
+        left = count - own.prefix_len
+        assert 1 <= left <= LIMIT
+        assert own.prefix_len % PAGE_TOKENS == 0
+        assert bool(own.layers) == (own.prefix_len == before), "arrays of what it covered before are gone"
+        if own.prefix_len != before:
+            grown.append(count)
+            assert LIMIT // 2 <= left < LIMIT // 2 + PAGE_TOKENS
+    assert grown[0] == LIMIT + 1
+    # About every half limit, not in each step.
+    assert {b - a for a, b in itertools.pairwise(grown)} <= set(range(LIMIT // 2 - PAGE_TOKENS, LIMIT // 2 + 2))
+
+
+def test_only_requests_with_many_tokens_of_their_own_are_selected_from(serving: Any) -> None:
+    run = serving()
+    plan = run.plan(short=LIMIT, long=LIMIT + 1, longer=200)
+    assert [group.rows.tolist() for group in plan.private] == [[1], [2]]
+    assert [group.prefix_len for group in plan.private] == [32, 160]
+    assert plan.kv_indptr.diff().tolist() == [LIMIT, LIMIT + 1 - 32, 40]
+    for group in plan.private:
+        row = int(group.rows)
+        end = PREFIX + group.prefix_len
+        assert torch.equal(group.slots, run.table[row, PREFIX:end].long())
+        own = plan.kv_indices[plan.kv_indptr[row] : plan.kv_indptr[row + 1]]
+        assert int(own[0]) == int(run.table[row, end]), "what is attended in full goes on where it ends"
+
+
+def test_without_the_setting_all_own_tokens_are_attended_in_full(serving: Any) -> None:
+    run = serving(private_dense_tokens=None)
+    plan = run.plan(one=900)
+    assert (plan.private, plan.kv_indptr.tolist()) == ([], [0, 900])
+    run.decode.run(queries(1), run.kv, plan, 0, SCALE)
+    assert run.counters.snapshot()["private_keep_ratio"] is None
+
+
+def test_a_request_that_starts_over_or_has_another_prefix_has_another_index(serving: Any) -> None:
+    run = serving()
+    run.plan(one=300)
+    request = run.requests["one"]
+    first = request.private
+    run.plan(one=301)
+    assert request.private is first
+    request.start_over()
+    assert (request.private, request.shared, request.steps) == (None, None, 0)
+    run.plan(one=100)
+    assert request.private is not first
+    assert request.private.prefix_len == (100 - LIMIT // 2) // PAGE_TOKENS * PAGE_TOKENS
+    second, run.index = request.private, Serving(["anchor"] * LAYERS, {}).index
+    run.plan(one=100)
+    assert request.private is not second
+
+
+# -- what is attended --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [1, LIMIT, LIMIT + 1, 500])
+def test_with_all_positions_kept_it_is_dense_attention(serving: Any, own: int) -> None:
+    run = serving(keep_ratio=1.0)
+    plan = run.plan(one=own, other=37)
+    q = queries(2)
+    out = run.decode.run(q, run.kv, plan, 1, SCALE)
+    for row, count in enumerate((own, 37)):
+        wanted = run.dense(q, row, torch.arange(PREFIX + count))
+        torch.testing.assert_close(out[row : row + 1].double(), wanted, atol=2e-5, rtol=0)
+
+
+def test_the_best_of_its_own_tokens_are_attended_and_the_others_are_not(serving: Any) -> None:
+    run = serving(top_k=24)
+    plan = run.plan(one=500)
+    q = queries(1)
+    out = run.decode.run(q, run.kv, plan, 1, SCALE)
+    covered = plan.private[0].prefix_len
+    picked = {"prefix": plan.groups[0].selections[1], "own": plan.private[0].selections[1]}
+    keys = run.kv.keys(run.table[0, PREFIX : PREFIX + covered].long(), torch.float32)
+    wanted = make_selector(SPEC).select(
+        index_behind(run.index.layers[1], keys), q, prefix_len=covered, budget=24, num_sink=0, num_recent=0,
+        sm_scale=SCALE, pooling=Pooling.MAX,
+    )  # fmt: skip
+    assert torch.equal(picked["own"].positions, wanted.positions)
+    for head in range(KV_HEADS):
+        positions = [
+            picked["prefix"].positions[head].long(),
+            picked["own"].positions[head].long() + PREFIX,
+            torch.arange(PREFIX + covered, PREFIX + 500),
+        ]
+        slots = run.table[0, torch.cat(positions)].long()
+        heads = slice(head * GQA, (head + 1) * GQA)
+        k, v = (cache[slots][:, head : head + 1] for cache in (run.kv.k_cache, run.kv.v_cache))
+        expected = dense_attention(q[:, heads], k, v, SCALE).out
+        torch.testing.assert_close(out[:, heads].double(), expected, atol=2e-5, rtol=0)
+
+
+def test_a_token_that_a_query_looks_for_is_found_wherever_it_lies(serving: Any) -> None:
+    run = serving(top_k=8)
+    own, q = 700, queries(1)
+    for place in (0, 17, 311, 600):
+        slot = int(run.table[0, PREFIX + place])
+        kept = run.kv.k_cache[slot].clone()
+        run.kv.k_cache[slot] = 8 * q[0].view(KV_HEADS, GQA, DIM).mean(1)
+        run.requests.clear()
+        plan = run.plan(one=own)
+        run.decode.run(q, run.kv, plan, 0, SCALE)
+        selected: Selection = plan.private[0].selections[0]
+        assert all(place in row.tolist() for row in selected.positions)
+        run.kv.k_cache[slot] = kept
+
+
+def test_the_layer_plan_holds_for_own_tokens_too(serving: Any) -> None:
+    run = serving(["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}], top_k=16)
+    plan = run.plan(one=400)
+    q, own = queries(1), plan.private[0]
+    for layer in range(LAYERS):
+        run.decode.run(q, run.kv, plan, layer, SCALE)
+    assert list(own.selections) == [1]
+    assert list(own.index.layers) == [1], "layers that do not select have no arrays"
+    reused = run.decode.select(q, own, KV_HEADS, 2, SCALE)
+    assert torch.equal(reused.positions, own.selections[1].positions[[1, 0]])
+    kept = [own.prefix_len, 16, 16]
+    assert run.counters.snapshot()["private_keep_ratio"] == pytest.approx(sum(kept) / (3 * own.prefix_len))
+    assert run.counters.snapshot()["prefix_tokens_per_layer"] == [PREFIX] * LAYERS, "counted apart"
+
+
+def test_arrays_are_made_once_until_it_grows(serving: Any) -> None:
+    run = serving(top_k=16)
+    made = []
+    for count in range(300, 380):
+        plan = run.plan(one=count)
+        run.decode.run(queries(1), run.kv, plan, 2, SCALE)
+        made.append(id(plan.private[0].index.layers[2]["keys_packed"]))
+    assert 2 <= len(set(made)) <= 4
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_arrays_have_the_channels_and_bits_of_the_prefix(bits: int) -> None:
+    spec = TokenIndexSpec(num_channels=8, bits=bits)
+    gen = torch.Generator().manual_seed(1)
+    keys, more = torch.randn(40, KV_HEADS, DIM, generator=gen), torch.randn(48, KV_HEADS, DIM, generator=gen)
+    arrays = METHODS["token_index"].builder(spec).build_layer(keys, torch.randn(KV_HEADS, 9, DIM, generator=gen))
+    behind = index_behind(arrays, more)
+    assert torch.equal(behind["channels"], arrays["channels"])
+    assert {name: one.dtype for name, one in behind.items()} == {name: one.dtype for name, one in arrays.items()}
+    assert behind["keys_packed"].shape == (KV_HEADS, 48, 8 * bits // 8)
+    with pytest.raises(ValueError, match="expected arrays"):
+        index_behind({"tables": keys}, more)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"private_dense_tokens": 31}, ["private_dense_tokens", "32 or more tokens, or null"]),
+        ({"private_dense_tokens": 64, "method": "csattention"}, ["other than token_index", "csattention"]),
+        ({"private_dense_tokens": 64, "trace_folder": "somewhere"}, ["trace_folder", "from prefixes only"]),
+    ],
+)
+def test_settings_that_it_cannot_have_are_refused(fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(fields)
+    assert all(word in str(caught.value) for word in words), caught.value
