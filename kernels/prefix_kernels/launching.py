@@ -60,7 +60,9 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 _overlapped: ContextVar[bool] = ContextVar("overlapped", default=False)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int | None) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], *, follows: bool = False, **options: int | None
+) -> None:
     """Start a kernel on the current stream; neither allocates nor waits.
 
     Args:
@@ -72,7 +74,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
     """
     if 0 in grid:
         return
-    overlapped = _overlapped.get() and _can_overlap() and not options.get("launch_cooperative_grid")
+    overlapped = _can_overlap() and (follows or (_overlapped.get() and not options.get("launch_cooperative_grid")))
     arguments = {**arguments, "OVERLAPPED": overlapped}
     if overlapped:
         options["launch_pdl"] = True

@@ -21,7 +21,7 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
 )
 from prefix_kernels.anchor_selection.hopper_sum_kernels import sum_item, sum_sample_item
 from prefix_kernels.anchor_selection.kernels import KEY_BITS
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.dependent_launch import let_the_next_kernel_come, wait_for_the_kernel_before
 from prefix_kernels.digit_counts import NUM_DIGITS
 from prefix_kernels.meetings import meet
 from prefix_kernels.pooled_scores.stretch_kernels import (
@@ -38,6 +38,8 @@ NEVER = gl.constexpr(2.0**30)
 """Units of scores: a row whose logarithm it is has no share in anything."""
 _wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
 # What is summed is the same as in the kernel for all GPUs.
+_let_the_next_kernel_come = gluon.jit(let_the_next_kernel_come.fn)
+EARLY = gl.constexpr(False)
 _sum_step = gluon.jit(sum_step.fn)
 _num_summed = gluon.jit(num_summed.fn)
 _stretch_of = gluon.jit(stretch_of.fn)
@@ -198,6 +200,8 @@ def score_items_hopper_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
     factor = sm_scale * LOG2E
+    if LAST_PHASE > FIRST_PHASE and EARLY:
+        _let_the_next_kernel_come()
     for item in range(gl.program_id(0), max_items, gl.num_programs(0)):
         fields = items_ptr + item * ITEM_FIELDS
         group = gl.load(fields)
@@ -245,6 +249,8 @@ def score_items_hopper_kernel(
                 words = _first_words(codes, sizes)
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
                     _meet(arrived_ptr + row, chunk, num_chunks)
+                if LAST_PHASE > FIRST_PHASE and not EARLY:
+                    _let_the_next_kernel_come()
                 if LAST_PHASE >= 2:
                     _pool_item(
                         words, codes, query, put, stats, num_chunks, factor, unit, scores,

@@ -235,7 +235,10 @@ def select_kernel(
     OVERLAPPED: tl.constexpr,
 ):
     """Program (place, KV head): its items, of which only the first may be shared with other programs."""
-    wait_for_the_kernel_before(OVERLAPPED)
+    # Behind the scores' launch, which writes none of the tables.
+    LATE: tl.constexpr = FIRST_PHASE == 3 and LAST_PHASE == 4
+    if not LATE:
+        wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     for item in range(tl.program_id(0), max_items, tl.num_programs(0)):
@@ -265,6 +268,8 @@ def select_kernel(
             token_begin = tl.minimum(begin << block_shift, prefix_len)
             token_end = tl.minimum(end << block_shift, prefix_len)
             first_item = head * max_items + item - chunk
+            if LATE:
+                wait_for_the_kernel_before(OVERLAPPED)
 
             # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
             threshold = tl.full([], 0, tl.uint32)
