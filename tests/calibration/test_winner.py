@@ -97,8 +97,12 @@ def test_selection_times_are_the_committed_rows() -> None:
         assert all(case in rows for case in time.cases), spec
         if time.measured:
             assert time.least_us == pytest.approx(us(*time.cases)), spec
-    for joined, apart in (("tokens_index", "tokens_index"), ("blocks", "blocks"), ("two_level", "two_level_blocks")):
-        assert us(f"anchor/{joined}_joined") <= us(f"anchor/{apart}"), "the fastest form is taken"
+    for form in ("tokens_index", "blocks"):
+        assert us(f"anchor/{form}_joined") <= us(f"anchor/{form}"), "the fastest form is taken"
+    by_blocks = selection_time(TwoLevelSpec(first=ABSparseSpec(representation="minmax")))
+    assert by_blocks is not None
+    assert by_blocks.least_us == us("anchor/blocks_joined")
+    assert by_blocks.most_us == min(us("anchor/two_level_joined"), us("anchor/two_level_blocks"))
     blocks = selection_time(ABSparseSpec(representation="minmax"))
     assert blocks is not None
     assert blocks.measured
