@@ -80,6 +80,7 @@ def _check_ranges(config: SparseAttnConfig) -> None:
         ("min_top_k", config.min_top_k >= 0, "0 or more tokens"),
         ("min_shared_tokens", config.min_shared_tokens >= 1, "1 or more tokens"),
         ("search_period", config.search_period >= 1, "1 or more decode steps"),
+        ("private_index_bytes", config.private_index_bytes > 0, "a positive number of bytes"),
         (
             "private_dense_tokens",
             config.private_dense_tokens is None or config.private_dense_tokens >= 2 * PAGE_TOKENS,

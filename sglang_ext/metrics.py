@@ -45,7 +45,7 @@ class Counters:
         self._prefix = [0] * num_layers
         self._layer_steps = [0] * num_layers
         self._private = torch.zeros((), dtype=torch.float64, device=device)
-        self._private_tokens = 0
+        self._private_planned = self._private_tokens = 0
         self.sparse_steps = 0
         self.sparse_rows = 0
         self.dense_rows = 0
@@ -67,6 +67,11 @@ class Counters:
     def count_private(self, selection: Selection, tokens: int) -> None:
         """One layer's selection from a request's own tokens behind its prefix."""
         self._private += selection.counts.to(torch.float64).mean()
+        self._private_tokens += tokens
+
+    def count_attended_private(self, attended: int, tokens: int) -> None:
+        """One step of known budgets, all layers together: attended and covered tokens of requests' own indexes."""
+        self._private_planned += attended
         self._private_tokens += tokens
 
     def count_attended(self, attended: Sequence[int], prefix: int) -> None:
@@ -119,6 +124,7 @@ class Counters:
         attended = [a + p for a, p in zip(self._attended.tolist(), self._planned, strict=True)]
         ratios = [a / p for a, p in zip(attended, self._prefix, strict=True) if p]
         rows = self.sparse_rows
+        private = self._private.item() + self._private_planned
         return {
             "hits": self.hits,
             "sparse_steps": self.sparse_steps,
@@ -136,7 +142,7 @@ class Counters:
             "prefix_tokens_per_layer": list(self._prefix),
             "selections_per_layer": list(self._layer_steps),
             "attended_per_step": [a / rows for a in attended] if rows else [],
-            "private_keep_ratio": self._private.item() / self._private_tokens if self._private_tokens else None,
+            "private_keep_ratio": private / self._private_tokens if self._private_tokens else None,
         }
 
 

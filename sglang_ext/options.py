@@ -65,6 +65,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             change searches anew.
         private_dense_tokens: of a request's own tokens behind an indexed prefix, at most so many are attended in full;
             of more, those that lie further back than half of it are selected from, by the same rules. null: all.
+        private_index_bytes: device bytes for indexes of such tokens inside decode graphs, promised with that key only;
+            the longest ones have them, the others' tokens are attended in full.
         max_keep_ratio: cap of a group's grown budget, as a fraction of the prefix.
         group_growth: growth of the budget with the group size (`none` or `sqrt`).
         pooling: pooling over a group's query rows (`max` or `mean`).
@@ -113,6 +115,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     decode_path: DecodePath = DecodePath.AUTO
     search_period: int = 1
     private_dense_tokens: int | None = None
+    private_index_bytes: int = 1 << 30
     max_keep_ratio: float = 1.0
     group_growth: BudgetGrowth = BudgetGrowth.NONE
     pooling: Pooling = Pooling.MAX

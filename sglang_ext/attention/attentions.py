@@ -75,6 +75,7 @@ class Attentions:
         max_batch: requests of a batch, at most.
         device: of the KV pool. On a CPU the reference attends.
         captured: whether decode steps replay graphs: then only batches that a graph was captured for are attended.
+        num_passes: segments that a row may stand in: of its group, of what else is its own, and its own list.
         beside: others whose launch parameters and kernels' scratch serve here, too: their runs and these follow each
             other on one stream.
     """
@@ -86,11 +87,13 @@ class Attentions:
         device: torch.device,
         *,
         captured: bool = False,
+        num_passes: int = 2,
         beside: Attentions | None = None,
     ) -> None:
         self._beside = beside
         self._shape = shape
         self._captured = captured
+        self._num_passes = num_passes
         self._max_batch = max_batch
         self._device = device
         self._configs: TunedConfigs | None = _known(device) if beside is None else beside._configs
@@ -129,7 +132,7 @@ class Attentions:
         return next((one for one in self._sizes if one >= size), size)
 
     def of(self, size: int) -> Attends:
-        """For batches of that size, padded: two passes, of groups and of single requests."""
+        """For batches of that size, padded: one pass of groups, the others of single requests."""
         if self._configs is None:
             return self._found.setdefault(0, ReferenceAttention(self._max_batch))
         from prefix_kernels.grouped_attention import AttentionShape, GroupedAttention
@@ -140,7 +143,8 @@ class Attentions:
             sizes = self._sizes or range(size, self._max_batch + 1)
             most = max(n for n in (*sizes, size) if block_m_for(n, self._shape.gqa) == block_m)
             shape = AttentionShape(*astuple(self._shape))
-            passes = self._configs.passes(shape, size)
+            groups, alone = self._configs.passes(shape, size)
+            passes = [groups, *[alone] * (self._num_passes - 1)]
             logger.debug("sparse attention: groups of up to %d requests: %s", most, passes)
             beside = self._beside._found.get(block_m) if self._beside is not None else None
             scratch = beside if isinstance(beside, GroupedAttention) else None

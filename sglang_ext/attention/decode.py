@@ -75,7 +75,7 @@ class GroupedDecode:
             self._counters.count_selection(layer, selection, group.prefix_len, group.num_rows)
         for own in plan.private:
             if self._layer_plan.layers[layer].mode is LayerMode.ANCHOR:
-                own.index.build(layer, kv, own.slots, q)
+                own.index.build(layer, kv, own.slots, q.dtype)
             state, selection = self._attended(q, kv, own, layer, sm_scale, state)
             self._counters.count_private(selection, own.prefix_len)
         return state.out.to(q.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.types import Selection
-from sglang_ext.attention.private_index import PrivateIndex
+from sglang_ext.attention.private_index import PrivateIndex, covering
 from sglang_ext.prefix.requests import Attachment, Search, SharedSlots
 from sglang_ext.prefix.residency import ResidentIndex
 
@@ -115,20 +115,14 @@ def make_plan(
     for row, (attachment, index) in enumerate(zip(attachments, ready, strict=True)):
         if attachment is None or index is None or private_dense_tokens is None:
             continue
-        own = _private_index(attachment, index, seq_lens[row] - starts[row], private_dense_tokens)
-        if own.prefix_len:
+        own = covering(attachment.private, index, seq_lens[row] - starts[row], private_dense_tokens)
+        attachment.private = own
+        if own is not None:
             begin, starts[row] = starts[row], starts[row] + own.prefix_len
             slots = req_to_token[req_pool_indices[row], begin : starts[row]].to(torch.int64)
             private.append(Group(own, slots, torch.tensor([row], dtype=torch.int64, device=device), 1))
     kv_indptr, kv_indices = _suffixes(req_to_token, req_pool_indices, starts, seq_lens)
     return DecodePlan(groups, kv_indptr, kv_indices, private)
-
-
-def _private_index(attachment: Attachment, index: ResidentIndex, num_private: int, limit: int) -> PrivateIndex:
-    if attachment.private is None or attachment.private.prefix is not index:
-        attachment.private = PrivateIndex(index)
-    attachment.private.grow(num_private, limit)
-    return attachment.private
 
 
 def _keep_search(group: Group[Any], members: Sequence[Attachment | None], period: int) -> None:

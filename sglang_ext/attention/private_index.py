@@ -10,6 +10,9 @@ of decode, once in hundreds of steps, and the units are those of all tokens then
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 
 from prefix_kernels.types import PagedKV
@@ -23,34 +26,51 @@ class PrivateIndex:
 
     Attributes:
         prefix: the prefix's index. Not owned.
-        prefix_len: private tokens that are covered, from the first one on: 0 until there are enough.
-        layers: by layer, the arrays of `TokenIndexBuilder`; only of layers that were asked for since it grew.
+        prefix_len: private tokens that are covered, from the first one on.
+        layers: by layer, the arrays of `TokenIndexBuilder`; empty where they were not made.
     """
 
-    def __init__(self, prefix: ResidentIndex) -> None:
+    def __init__(self, prefix: ResidentIndex, prefix_len: int) -> None:
         self.prefix = prefix
-        self.prefix_len = 0
-        self.layers: dict[int, LayerArrays] = {}
+        self.prefix_len = prefix_len
+        self.layers: list[LayerArrays] = [{} for _ in prefix.layers]
 
-    def grow(self, num_private: int, limit: int) -> None:
-        """Cover more where the tokens that are not covered have become more than the limit.
-
-        Args:
-            num_private: tokens behind the prefix, the one being decoded included.
-            limit: of tokens that are attended in full; half of it, or some more, are left so.
-        """
-        if num_private - self.prefix_len > limit:
-            self.prefix_len = (num_private - limit // 2) // PAGE_TOKENS * PAGE_TOKENS
-            self.layers.clear()
-
-    def build(self, layer: int, kv: PagedKV, slots: Tensor, q: Tensor) -> None:
-        """Have the arrays of a layer; nothing happens where they are there.
+    def build(self, layer: int, kv: PagedKV, slots: Tensor, dtype: torch.dtype) -> None:
+        """Have the arrays of a layer; nothing happens where they are there. Never waits for the device.
 
         Args:
             layer: its number.
             kv: its pool buffers.
             slots: [prefix_len] int64, of the covered tokens.
-            q: queries, in the model's dtype.
+            dtype: of the model.
         """
-        if layer not in self.layers:
-            self.layers[layer] = index_behind(self.prefix.layers[layer], kv.keys(slots, q.dtype))
+        if not self.layers[layer]:
+            self.layers[layer] = index_behind(self.prefix.layers[layer], kv.keys(slots, dtype))
+
+    def complete(self, layers: Sequence[int], kv: Callable[[int], PagedKV], slots: Tensor, dtype: torch.dtype) -> None:
+        """Have the arrays of all layers that select; the others name those of one of them, and never read them."""
+        for layer in layers:
+            self.build(layer, kv(layer), slots, dtype)
+        for number, arrays in enumerate(self.layers):
+            if not arrays:
+                self.layers[number] = self.layers[layers[0]]
+
+
+def covering(before: PrivateIndex | None, prefix: ResidentIndex, num_private: int, limit: int) -> PrivateIndex | None:
+    """The index that a request's own tokens have now; None where all of them are attended in full.
+
+    Args:
+        before: that of the step before.
+        prefix: the index of what stands before these tokens.
+        num_private: tokens behind the prefix, the one being decoded included.
+        limit: of tokens that are attended in full. Where they would be more, half of them, or some more, are left so.
+    """
+    covered = before.prefix_len if before is not None and before.prefix is prefix else 0
+    if num_private - covered > limit:
+        return PrivateIndex(prefix, (num_private - limit // 2) // PAGE_TOKENS * PAGE_TOKENS)
+    return before if covered else None
+
+
+def bytes_of(prefix: ResidentIndex, num_tokens: int) -> int:
+    """Device bytes of an index of so many own tokens in all layers, about: by those of the prefix's."""
+    return -(-prefix.nbytes * num_tokens // prefix.prefix_len)

@@ -14,11 +14,12 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import check_dtypes
 from prefix_kernels.types import PagedKV
 from sglang_ext.attention.attentions import LayerShape
+from sglang_ext.attention.private_index import PrivateIndex, bytes_of, covering
 from sglang_ext.attention.shared_decode import SharedDecode
 from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
 from sglang_ext.config import DecodePath, SparseAttnConfig
 from sglang_ext.indexing.base import IndexSpec
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import ALONE, Attachment, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex
@@ -92,6 +93,8 @@ class SharedSteps:
     ) -> None:
         ranks = ranks or OneRank()
         self._path = config.decode_path
+        self._private_limit, self._private_bytes = config.private_dense_tokens, config.private_index_bytes
+        self._anchors = [i for i, role in enumerate(layer_plan.layers) if role.mode is LayerMode.ANCHOR]
         self._view = view
         self._requests = requests
         self._counters = counters
@@ -122,7 +125,8 @@ class SharedSteps:
         graphs = view.decode_graphs
         self._decode = SharedDecode(shape, self._tracker, arena_size, view.device, min_saved, captured=graphs)
         if graphs and config.decode_path is not DecodePath.EXACT:
-            from sglang_ext.attention.sparse_decode import SparseDecode, graph_refusal
+            from sglang_ext.attention.graph_refusal import graph_refusal
+            from sglang_ext.attention.sparse_decode import SparseDecode
 
             message = graph_refusal(config, spec, layer_plan, dense_heads)
             if message:
@@ -185,7 +189,8 @@ class SharedSteps:
         ready = [usable(one) for one in attachments] if self._view.decode_graphs else []
         if self.sparse is not None:
             ready = [one if one and n > one.prefix_len else None for one, n in zip(ready, seq_lens, strict=True)]
-            if self.sparse.prepare(batch, ready, forced=self._path is DecodePath.SPARSE):
+            private = self._private(attachments, ready, batch)
+            if self.sparse.prepare(batch, ready, private, forced=self._path is DecodePath.SPARSE):
                 self._count_sparse(len(rids))
                 return Path.SPARSE
             why = "cost_model" if self.sparse.too_dear else "unsupported_mode"
@@ -205,6 +210,34 @@ class SharedSteps:
         self._counters.count_step(sparse, rows - sparse, max(one.rows for one in self.sparse.kept))
         prefix = sum(one.rows * one.prefix_len for one in self.sparse.kept)
         self._counters.count_attended(self.sparse.attended(), prefix)
+        self._counters.count_attended_private(*self.sparse.attended_private())
+
+    def _private(
+        self, attachments: Sequence[Attachment | None], ready: Sequence[ResidentIndex | None], batch: DecodeBatch
+    ) -> list[PrivateIndex | None]:
+        """Indexes of the requests' own tokens, the longest first, as far as groups and bytes go; others are let go.
+
+        By the batch alone, so that all ranks have the same.
+        """
+        found: list[PrivateIndex | None] = [None] * len(ready)
+        if self._private_limit is None or self.sparse is None or not self._anchors:
+            return found
+        wanted = []
+        for row, (one, index, length) in enumerate(zip(attachments, ready, batch.seq_lens, strict=True)):
+            if one is not None and index is not None:
+                own = covering(one.private, index, length - index.prefix_len, self._private_limit)
+                wanted += [(-own.prefix_len, row, one, own)] if own is not None else []
+                one.private = None
+        free, room = self.sparse.free_groups(batch.serials, ready), self._private_bytes
+        for _, row, one, own in sorted(wanted, key=lambda of: of[:2])[:free]:
+            room -= bytes_of(own.prefix, own.prefix_len)
+            if room < 0:
+                break
+            begin = own.prefix.prefix_len
+            slots = batch.req_to_token[batch.req_pool_indices[row : row + 1]][0, begin : begin + own.prefix_len]
+            own.complete(self._anchors, self._view.kv, slots.to(torch.int64), self._view.dtype)
+            one.private = found[row] = own
+        return found
 
     def attend(self, path: Path, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
         """One layer of the prepared step, as `SharedDecode.attend` and `SparseDecode.attend`."""

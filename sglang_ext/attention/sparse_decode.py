@@ -24,6 +24,8 @@ from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import PagedKV
 from sglang_ext.attention.attentions import Attends, Attentions, LayerShape
+from sglang_ext.attention.graph_refusal import graph_refusal
+from sglang_ext.attention.private_index import PrivateIndex
 from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
 from sglang_ext.attention.step_buffers import PrefixRows, StepBuffers, StepLayout
 from sglang_ext.attention.step_costs import Line, StepCosts, measure_us
@@ -78,27 +80,6 @@ class _Plan:
         return mine == theirs
 
 
-def graph_refusal(
-    config: SparseAttnConfig, spec: IndexSpec, plan: LayerPlan, dense_heads: Sequence[Sequence[int]]
-) -> str | None:
-    """Why indexes cannot be used inside decode graphs with these settings; None if they can."""
-    if not isinstance(spec, TokenIndexSpec):
-        return f"method {spec.method} has no kernels in the decode graph yet; token_index has"
-    if config.search_period > 1:
-        return f"search_period {config.search_period} is not in the decode graph yet; 1 is"
-    if config.private_dense_tokens is not None:
-        return f"private_dense_tokens {config.private_dense_tokens} is not in the decode graph yet; null is"
-    if any(dense_heads):
-        return "dense heads of the profile are not in the decode graph yet"
-    latest: int | None = None
-    for number, role in enumerate(plan.layers):
-        if role.mode is LayerMode.ANCHOR:
-            latest = number
-        if role.anchor_layer is not None and role.anchor_layer != latest:
-            return f"layer {number} reuses layer {role.anchor_layer}, not the last one that selects ({latest})"
-    return None
-
-
 class SparseDecode:
     """Decode steps whose prefixes have indexes.
 
@@ -143,7 +124,8 @@ class SparseDecode:
         self._config, self._layer_plan, self._tracker, self._device = config, layer_plan, tracker, device
         self._dtype = shape.dtype
         on_gpu, heads, batch = device.type == "cuda", shape.num_kv_heads, tracker.max_batch
-        max_groups = min(MAX_GROUPS, batch)
+        self._num_passes = 2 if config.private_dense_tokens is None else 3
+        self._max_groups = max_groups = min(MAX_GROUPS, batch * (self._num_passes - 1))
         wanted = (max_groups, heads, self.budget(max_prefix_len, batch))
         listed = max_groups * heads * wanted[2]
         self._buffers = StepBuffers(
@@ -174,14 +156,18 @@ class SparseDecode:
             for role in layer_plan.layers
         ]
         self._lse = torch.zeros(batch, shape.num_qo_heads, dtype=torch.float32, device=device)
-        self._whole = Attentions(shape, batch, device, captured=captured, beside=beside)
-        self._selected = Attentions(shape, batch, device, captured=captured, beside=beside or self._whole)
+        passes = self._num_passes
+        self._whole = Attentions(shape, batch, device, captured=captured, num_passes=passes, beside=beside)
+        self._selected = Attentions(
+            shape, batch, device, captured=captured, num_passes=passes, beside=beside or self._whole
+        )
         traced = config.trace_folder is not None
         self.copies = SelectionCopies(layer_plan, self._selections.lists) if traced else None
         self._costs: dict[int, StepCosts] = {}
         self._active: _Kernels | None = None
         self._planned: _Plan | None = None
         self.kept: list[Kept] = []
+        self.private: list[Kept] = []
         self.too_dear = False
         self.plans = 0
 
@@ -201,12 +187,21 @@ class SparseDecode:
 
     # -- a step --------------------------------------------------------------------------------------------
 
-    def prepare(self, batch: DecodeBatch, indexes: Sequence[ResidentIndex | None], *, forced: bool = False) -> bool:
+    def prepare(
+        self,
+        batch: DecodeBatch,
+        indexes: Sequence[ResidentIndex | None],
+        private: Sequence[PrivateIndex | None] = (),
+        *,
+        forced: bool = False,
+    ) -> bool:
         """Group a batch by index and slots, and write the tables of its step. Never waits for the device.
 
         Args:
             batch: the step.
             indexes: per row, the ready index to use, shorter than its sequence; None: the row attends all of it.
+            private: per row, the index of its own tokens behind that, with the arrays of all layers; None: these are
+                attended in full. At most as many as `free_groups` says.
             forced: also where attending all of the prefixes is faster, or where nothing was measured.
 
         Returns:
@@ -214,25 +209,27 @@ class SparseDecode:
         """
         size, self.too_dear = len(batch.serials), False
         groups = self._groups(batch.serials, indexes)
-        lengths = [index.prefix_len for _, index in groups]
+        stretches = self._stretches(indexes, private)
+        lengths = [rows.length for rows, _ in (*groups, *stretches)]
         if not groups or not self._whole.fits(size) or not self._selections.fits(lengths):
             return False
-        budgets = tuple(self.budget(rows.length, len(rows.rows)) for rows, _ in groups)
+        all_groups: list[tuple[PrefixRows, ResidentIndex | PrivateIndex]] = [*groups, *stretches]
+        budgets = tuple(self.budget(rows.length, len(rows.rows)) for rows, _ in all_groups)
         kernels = self._kernels(size)
         if not forced:
             costs = self.measured(size)
-            private = sum(batch.seq_lens) - sum(rows.length * len(rows.rows) for rows, _ in groups)
+            own = sum(batch.seq_lens) - sum(rows.length * len(rows.rows) for rows, _ in all_groups)
             exact = sum(batch.seq_lens) - sum(group.saved for group in self._tracker.prefixes.groups(batch.serials))
-            self.too_dear = costs is None or not costs.pays(exact, lengths, budgets, private)
+            self.too_dear = costs is None or not costs.pays(exact, lengths, budgets, own)
             if self.too_dear:
                 return False
         before = self._planned.layout if self._planned else None
-        layout = self._buffers.lay_out(batch.seq_lens, [rows for rows, _ in groups], before)
+        layout = self._buffers.lay_out(batch.seq_lens, [rows for rows, _ in all_groups], before)
         if layout is None:
             return False
         plan = _Plan(kernels, layout, budgets)
         if self._planned != plan:
-            self._write(plan, [index for _, index in groups])
+            self._write(plan, [index for _, index in all_groups], len(groups))
             self._buffers.copy_prefixes(layout, batch)
         elif not all(self._tracker.prefixes.number_of(one) is not None for one in batch.serials if one is not None):
             self._buffers.copy_prefixes(layout, batch)  # slots of a request that nothing is known of may yet change
@@ -240,8 +237,24 @@ class SparseDecode:
         self._active = kernels
         if self.copies is not None:
             self.copies.groups = [(rows.rows, rows.length, index.entry.digest) for rows, index in groups]
-        self.kept = [Kept(len(rows.rows), rows.length, n) for (rows, _), n in zip(groups, budgets, strict=True)]
+        kept = [Kept(len(rows.rows), rows.length, n) for (rows, _), n in zip(all_groups, budgets, strict=True)]
+        self.kept, self.private = kept[: len(groups)], kept[len(groups) :]
         return True
+
+    def free_groups(self, serials: Sequence[int | None], indexes: Sequence[ResidentIndex | None]) -> int:
+        """Stretches of own tokens that a step of these rows has room for beside its prefixes."""
+        return max(0, self._max_groups - len(self._groups(serials, indexes)))
+
+    def _stretches(
+        self, indexes: Sequence[ResidentIndex | None], private: Sequence[PrivateIndex | None]
+    ) -> list[tuple[PrefixRows, PrivateIndex]]:
+        found = []
+        for row, own in enumerate(private):
+            index = indexes[row]
+            number = None if own is None or index is None else self._selections.number_of(own)
+            if own is not None and index is not None and number is not None:
+                found.append((PrefixRows((number,), (row,), own.prefix_len, index.prefix_len), own))
+        return found
 
     def _groups(
         self, serials: Sequence[int | None], indexes: Sequence[ResidentIndex | None]
@@ -266,7 +279,7 @@ class SparseDecode:
     def _number_of(self, serial: int | None) -> int | None:
         return None if serial is None else self._tracker.prefixes.number_of(serial)
 
-    def _write(self, plan: _Plan, indexes: Sequence[ResidentIndex]) -> None:
+    def _write(self, plan: _Plan, indexes: Sequence[ResidentIndex | PrivateIndex], num_prefixes: int) -> None:
         layout, kernels = plan.layout, plan.kernels
         before, self._planned = self._planned, None  # until all of it is written
         groups = list(zip(layout.prefixes, layout.begins, plan.budgets, strict=True))
@@ -286,8 +299,10 @@ class SparseDecode:
             )
             for number, (prefix, _, budget) in enumerate(groups)
         ]
-        kernels.whole.plan(whole, layout.private)
-        kernels.selected.plan(selected, layout.private)
+        for attention, listed in ((kernels.whole, whole), (kernels.selected, selected)):
+            # A row's prefix and its own stretch are segments of two passes.
+            own = [listed[num_prefixes:]] if self._num_passes == 3 else []
+            attention.plan(listed[:num_prefixes], *own, layout.private)
         self._buffers.place(layout)
         self._planned = plan
         self.plans += 1
@@ -329,6 +344,13 @@ class SparseDecode:
         whole = sum(one.rows * one.prefix_len for one in self.kept)
         selected = sum(one.rows * one.budget for one in self.kept)
         return [whole if role.mode is LayerMode.DENSE else selected for role in self._layer_plan.layers]
+
+    def attended_private(self) -> tuple[int, int]:
+        """Of requests' own stretches: tokens that all layers of the prepared step attend, and that they have."""
+        have = sum(one.prefix_len for one in self.private)
+        budgets = sum(one.budget for one in self.private)
+        roles = [role.mode for role in self._layer_plan.layers]
+        return sum(have if mode is LayerMode.DENSE else budgets for mode in roles), have * len(roles)
 
     # -- graphs and costs ----------------------------------------------------------------------------------
 

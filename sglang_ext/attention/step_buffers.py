@@ -21,26 +21,28 @@ _LEAST_FREE = 64
 
 
 class PrefixRows(NamedTuple):
-    """A prefix and the requests of a batch that sit on its slots.
+    """A prefix and the requests of a batch that sit on its slots; or a stretch of one request's own tokens behind it.
 
     Attributes:
         key: what makes two of them the same in two steps.
         rows: batch rows, ascending.
-        length: tokens of the prefix.
+        length: tokens.
+        begin: position of the first one.
     """
 
     key: Hashable
     rows: tuple[int, ...]
     length: int
+    begin: int = 0
 
 
 class StepLayout(NamedTuple):
     """Where a batch's lists lie.
 
     Attributes:
-        prefixes: the groups.
+        prefixes: the groups, then the stretches of own tokens that are selected from.
         begins: per group, where its table of slots begins in the arena.
-        starts: per row, the first position of its own list; 0 without a prefix.
+        starts: per row, the first position of its own list; 0 without a prefix, else behind all that `prefixes` has.
         rooms: per row, entries that its list may have.
         private: per row, the segment of its own list.
     """
@@ -99,8 +101,9 @@ class StepBuffers:
         self.arena = integers(reserved + arena_size)
         self.counts = integers(max_batch + reserved_counts, num_kv_heads)
         self._lists = integers(max_batch, _LIST_FIELDS)
-        self._prefix_lists = integers(max_batch, _LIST_FIELDS)
-        self._prefix_counts = integers(max_batch, num_kv_heads)
+        most = max(max_batch, reserved_counts)
+        self._prefix_lists = integers(most, _LIST_FIELDS)
+        self._prefix_counts = integers(most, num_kv_heads)
 
     def lay_out(
         self, seq_lens: Sequence[int], prefixes: Sequence[PrefixRows], before: StepLayout | None = None
@@ -109,13 +112,13 @@ class StepBuffers:
 
         Args:
             seq_lens: tokens of each request.
-            prefixes: a row stands in one of them at most.
+            prefixes: a row stands in one of them at most, and in one that begins behind it.
             before: the layout in force: returned where the batch still fits in it.
         """
         starts = [0] * len(seq_lens)
         for prefix in prefixes:
             for row in prefix.rows:
-                starts[row] = prefix.length
+                starts[row] = max(starts[row], prefix.begin + prefix.length)
         private_lens = [length - start for length, start in zip(seq_lens, starts, strict=True)]
         if before is not None and (before.prefixes, before.starts) == (tuple(prefixes), tuple(starts)):
             free = [room - length for room, length in zip(before.rooms, private_lens, strict=True)]
@@ -141,7 +144,7 @@ class StepBuffers:
         send(torch.tensor(listed, dtype=torch.int32), self._lists)
         if layout.prefixes:
             pairs = zip(layout.prefixes, layout.begins, strict=True)
-            copied = [(one.rows[0], 0, one.length, begin, one.length) for one, begin in pairs]
+            copied = [(p.rows[0], p.begin, p.begin + p.length, begin, p.length) for p, begin in pairs]
             send(torch.tensor(copied, dtype=torch.int32), self._prefix_lists)
 
     def copy_prefixes(self, layout: StepLayout, batch: DecodeBatch) -> None:

@@ -18,6 +18,7 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from sglang_ext.attention.attentions import LayerShape
+from sglang_ext.attention.private_index import PrivateIndex
 from sglang_ext.indexing.token_index import TokenIndexSpec
 from sglang_ext.prefix.residency import LayerArrays, ResidentIndex
 
@@ -83,9 +84,9 @@ class TokenSelections:
         self._addresses = torch.zeros(num_layers, max_groups, 5, dtype=torch.int64, device=device)
         self._raw: dict[int, Tensor] = {}
         self._found: dict[int, AnchorSelection] = {}
-        self._known: WeakKeyDictionary[ResidentIndex, tuple[int, Tensor | None]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[ResidentIndex | PrivateIndex, tuple[int, Tensor | None]] = WeakKeyDictionary()
 
-    def number_of(self, index: ResidentIndex) -> int | None:
+    def number_of(self, index: ResidentIndex | PrivateIndex) -> int | None:
         """A number that no other index has; None for one whose arrays the kernels cannot read, which is logged once."""
         if index not in self._known:
             addresses = None
@@ -129,7 +130,7 @@ class TokenSelections:
         selection: AnchorSelection,
         rows: Sequence[tuple[int, ...]],
         groups: Sequence[SelectionGroup],
-        indexes: Sequence[ResidentIndex],
+        indexes: Sequence[ResidentIndex | PrivateIndex],
     ) -> None:
         """Write the tables of the next runs, without a wait.
 

@@ -28,12 +28,12 @@ def promised_bytes(config: SparseAttnConfig, *, graphs: bool) -> int:
     if config.build is Build.CAPTURE or (stock and config.build is Build.PREFILL):
         return 0  # jobs: calibration, and prebuild, in which nothing decodes by an index
     grouped = config.share_prefixes is not False and not stock
-    usual = config.search_period == 1 and config.private_dense_tokens is None
-    held = grouped and config.method == "token_index" and usual  # by graphs
+    held = grouped and config.method == "token_index" and config.search_period == 1  # by graphs
     indexes = held and config.decode_path is not DecodePath.EXACT if graphs else True
     total = BUFFER_BYTES if grouped else 0
     if indexes:
         total += config.index_gpu_bytes + (BUILD_BYTES if config.build is Build.SHARED else 0)
+        total += config.private_index_bytes if config.private_dense_tokens is not None else 0
     return total
 
 

@@ -37,7 +37,7 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
         ('{"share_prefixes": false}', 0),
         ('{"method": "csattention"}', BUFFER_BYTES),
         ('{"search_period": 4}', BUFFER_BYTES),
-        ('{"private_dense_tokens": 4096}', BUFFER_BYTES),
+        ('{"private_dense_tokens": 4096, "private_index_bytes": 3000}', 4 * GIB + 3000 + BUFFER_BYTES),
         (None, 0),
     ],
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
-from sglang_ext.attention.private_index import PrivateIndex
+from sglang_ext.attention.private_index import covering
 from sglang_ext.config import PAGE_TOKENS, ConfigError, config_from_dict
 from sglang_ext.indexing import METHODS, LayerPlan, make_selector
 from sglang_ext.indexing.token_index import TokenIndexSpec, index_behind
@@ -89,22 +89,20 @@ def queries(rows: int, seed: int = 9) -> torch.Tensor:
 
 
 def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_full() -> None:
-    own = PrivateIndex(ResidentIndex(_Entry()))  # type: ignore[arg-type]
-    grown = []
+    prefix = ResidentIndex(_Entry())  # type: ignore[arg-type]
+    own, grown = None, []
     for count in range(1, 1000):
-        before = own.prefix_len
-        own.layers[0] = {}
-        own.grow(count, LIMIT)
-        left = count - own.prefix_len
-        assert 1 <= left <= LIMIT
-        assert own.prefix_len % PAGE_TOKENS == 0
-        assert bool(own.layers) == (own.prefix_len == before), "arrays of what it covered before are gone"
-        if own.prefix_len != before:
+        before, own = own, covering(own, prefix, count, LIMIT)
+        covered = own.prefix_len if own is not None else 0
+        assert 1 <= count - covered <= LIMIT
+        assert covered % PAGE_TOKENS == 0
+        if own is not before:
             grown.append(count)
-            assert LIMIT // 2 <= left < LIMIT // 2 + PAGE_TOKENS
+            assert LIMIT // 2 <= count - covered < LIMIT // 2 + PAGE_TOKENS
     assert grown[0] == LIMIT + 1
     # About every half limit, not in each step.
-    assert {b - a for a, b in itertools.pairwise(grown)} <= set(range(LIMIT // 2 - PAGE_TOKENS, LIMIT // 2 + 2))
+    assert {b - a for a, b in pairwise(grown)} <= set(range(LIMIT // 2 - PAGE_TOKENS, LIMIT // 2 + 2))
+    assert covering(own, ResidentIndex(_Entry()), LIMIT, LIMIT) is None, "it is of another prefix"  # type: ignore[arg-type]
 
 
 def test_only_requests_with_many_tokens_of_their_own_are_selected_from(serving: Any) -> None:
@@ -208,7 +206,7 @@ def test_the_layer_plan_holds_for_own_tokens_too(serving: Any) -> None:
     for layer in range(LAYERS):
         run.decode.run(q, run.kv, plan, layer, SCALE)
     assert list(own.selections) == [1]
-    assert list(own.index.layers) == [1], "layers that do not select have no arrays"
+    assert [bool(arrays) for arrays in own.index.layers] == [False, True, False], "made where a layer selects"
     reused = run.decode.select(q, own, KV_HEADS, 2, SCALE)
     assert torch.equal(reused.positions, own.selections[1].positions[[1, 0]])
     kept = [own.prefix_len, 16, 16]
@@ -222,8 +220,8 @@ def test_arrays_are_made_once_until_it_grows(serving: Any) -> None:
     for count in range(300, 380):
         plan = run.plan(one=count)
         run.decode.run(queries(1), run.kv, plan, 2, SCALE)
-        made.append(id(plan.private[0].index.layers[2]["keys_packed"]))
-    assert 2 <= len(set(made)) <= 4
+        made.append(plan.private[0].index.layers[2]["keys_packed"])
+    assert 2 <= len({id(one) for one in made}) <= 4
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

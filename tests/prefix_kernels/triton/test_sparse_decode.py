@@ -13,10 +13,12 @@ from prefix_kernels.anchor_selection import Form
 from prefix_kernels.types import PagedKV
 from sglang_ext.attention.attentions import LayerShape
 from sglang_ext.attention.decode import GroupedDecode
+from sglang_ext.attention.graph_refusal import graph_refusal
 from sglang_ext.attention.plan import DecodePlan, Group, _suffixes
+from sglang_ext.attention.private_index import PrivateIndex, covering
 from sglang_ext.attention.shared_steps import Path as StepPath
 from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
-from sglang_ext.attention.sparse_decode import Kept, SparseDecode, graph_refusal
+from sglang_ext.attention.sparse_decode import Kept, SparseDecode
 from sglang_ext.attention.step import Step
 from sglang_ext.attention.trace import StepTrace, read_trace
 from sglang_ext.config import config_from_dict
@@ -98,6 +100,7 @@ class Server:
         self.rows: dict[int, int] = {}
         self.lens: dict[int, int] = {}
         self.index: dict[int, ResidentIndex | None] = {}
+        self.private: dict[int, PrivateIndex | None] = {}
 
     def slots(self, count: int) -> torch.Tensor:
         taken, self.free = self.free[:count], self.free[count:]
@@ -122,8 +125,23 @@ class Server:
 
     def leave(self, serial: int) -> None:
         self.tracker.ended(serial)
+        self.private.pop(serial, None)
         for of in (self.rows, self.lens, self.index):
             del of[serial]
+
+    def own_indexes(self, serials: list[int], rows: torch.Tensor) -> list[PrivateIndex | None]:
+        """As a step of the server makes them; all that are wanted."""
+        for serial, row in zip(serials, rows.tolist(), strict=True):
+            index, limit = self.index[serial], self.config.private_dense_tokens
+            own = None
+            if index is not None and limit is not None:
+                begin = index.prefix_len
+                own = covering(self.private.get(serial), index, self.lens[serial] - begin, limit)
+                if own is not None:
+                    slots = self.table[row, begin : begin + own.prefix_len].long()
+                    own.complete([1, 3], self.caches.__getitem__, slots, self.dtype)
+            self.private[serial] = own
+        return [self.private[serial] for serial in serials]
 
     def step(self, serials: list[int], padded: int = 0) -> list[Kept]:
         """A decode step of all layers; outputs are compared with the reference's, group by group as it was made."""
@@ -135,14 +153,20 @@ class Server:
         batch = DecodeBatch(serials, lens, self.table, rows, torch.tensor(lens, device=self.device))
         self.tracker.learn(batch)
         indexes = [self.index[serial] for serial in serials]
-        assert self.sparse.prepare(batch, indexes, forced=True)
-        groups = []
+        private = self.own_indexes(serials, rows)
+        assert self.sparse.prepare(batch, indexes, private, forced=True)
+        groups, own_groups = [], []
         for prefix, index in self.sparse._groups(serials, indexes):
             own = self.table[rows[prefix.rows[0]], : prefix.length].long()
             members = torch.tensor(prefix.rows, device=self.device)
             groups.append(Group(index, own, members, len(prefix.rows)))
         starts = [index.prefix_len if index else 0 for index in indexes]
-        self.step_plan = plan = DecodePlan(groups, *_suffixes(self.table, rows, starts, lens))
+        for row, own_index in enumerate(private):
+            if own_index is not None:
+                begin, starts[row] = starts[row], starts[row] + own_index.prefix_len
+                own = self.table[rows[row], begin : starts[row]].long()
+                own_groups.append(Group(own_index, own, torch.tensor([row], device=self.device), 1))
+        self.step_plan = plan = DecodePlan(groups, *_suffixes(self.table, rows, starts, lens), own_groups)
         for layer, kv in enumerate(self.caches):
             q = torch.randn(len(serials) + padded, KV_HEADS * GQA, self.dim, generator=self.gen)
             q, sm_scale = (2 * q).to(self.device, self.dtype), self.dim**-0.5
@@ -201,6 +225,37 @@ def test_sums_of_a_sample(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, d
     server.join(3, *second, 4)
     for _ in range(3):
         server.step([1, 2, 3])
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), KINDS, ids=str)
+def test_long_own_tokens_are_selected_from(
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
+) -> None:
+    """Beside requests with few of their own, with none of an index, and while indexes grow, come and go."""
+    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, private_dense_tokens=64)
+    first, second = server.prefix(210), server.prefix(130)
+    server.join(1, *first, 300)
+    server.join(2, *first, 20)
+    server.join(3, *second, 63)
+    server.join(4, server.slots(90), None, 200)
+    server.step([1, 2, 3, 4], padded=1)
+    assert server.sparse.private == [Kept(1, 256, 51)]
+    assert server.sparse.attended_private() == (256 + 3 * 51, 4 * 256)  # the first layer is dense
+    server.step([1, 2, 3, 4])  # request 3 has 65 now
+    assert [one.prefix_len for one in server.sparse.private] == [256, 32]
+    plans = server.sparse.plans
+    for _ in range(3):
+        kept = server.step([1, 2, 3, 4])
+    assert (kept[0], server.sparse.plans) == (Kept(2, 210, 60), plans + 1), "two of them are a group now"
+    for _ in range(24):
+        server.lens[1] += 1
+        server.table[server.rows[1], server.lens[1] - 1] = server.slots(1)[0]
+    server.step([3, 1, 2, 4])
+    assert [one.prefix_len for one in server.sparse.private] == [32, 288]
+    server.leave(1)
+    server.join(5, *first, 160)
+    server.step([5, 4, 2])
+    assert [one.prefix_len for one in server.sparse.private] == [128]
 
 
 def test_a_traced_step_keeps_what_every_anchor_layer_selected(device: torch.device, tmp_path: Path) -> None:
@@ -314,7 +369,6 @@ def test_what_does_not_fit_is_left_to_others(device: torch.device) -> None:
     [
         ({}, ABSparseSpec(), ROLES, (), "method ab_sparse"),
         ({"search_period": 2}, SPEC, ROLES, (), "search_period 2"),
-        ({"private_dense_tokens": 64}, SPEC, ROLES, (), "private_dense_tokens 64"),
         ({}, SPEC, ROLES, ((), (0,), (), ()), "dense heads"),
         ({}, SPEC, ["anchor", "anchor", {"reuse": 0}, "anchor"], (), "layer 2 reuses layer 0"),
         ({}, SPEC, ROLES, (), None),
