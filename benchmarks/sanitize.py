@@ -6,8 +6,9 @@
 
 Each kernel is looked at in some of the GPU's tests of one file, in a process of their own; other launches of these are
 left alone. Memory comes from CUDA itself (`PYTORCH_NO_CUDA_MEMORY_CACHING`), so that a read behind a tensor is
-one behind an allocation. First each tool has to find an error that was planted in a kernel of this file: else its
-silence would say nothing, and the run ends. Exit status 1 where a case has an error, fails its tests or runs none.
+one behind an allocation. First memcheck and racecheck have to find the error that was planted for each in a kernel of
+this file: else its silence would say nothing, and the run ends. (The other tools have none.) Exit status 1 where a case
+has an error, fails its tests, runs none, or launches the kernel never.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sanitize_launches
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOUND = 86
 """Exit status of the sanitizer where it found an error."""
 _ERRORS = re.compile(r"(?:ERROR SUMMARY: |RACECHECK SUMMARY: )(\d+)")
+_TOLD = 400
+"""Lines of what was told that a row keeps, where it is not clean."""
 _PASSED = re.compile(r"(\d+) passed")
 
 
@@ -121,49 +126,57 @@ def plant(tool: str) -> None:
     torch.cuda.synchronize()
 
 
-PLANTED = {"memcheck": "planted_read_kernel", "racecheck": "planted_race_kernel"}
-"""By tool, the kernel in which it has to find an error. The other tools have none."""
+PLANTED = {
+    "memcheck": ("planted_read_kernel", re.compile(r"Invalid __global__ read")),
+    "racecheck": ("planted_race_kernel", re.compile(r"(?i)hazard|race reported")),
+}
+"""By tool, the kernel in which it has to find an error, and how it calls that."""
 
 
 def sanitize(tool: str, kernel: str, command: Sequence[str], seconds: float) -> dict[str, Any]:
     """Run a command of Python's under a tool of the sanitizer's.
 
     Returns:
-        errors (None where the tool said nothing), tests that passed, the exit status, seconds, and the last lines where
-        anything but silence came of it.
+        errors (None where the tool said nothing), tests that passed, launches of the kernel, the exit status, seconds,
+        and what was told where anything but silence came of it.
     """
     flags = ["--tool", tool, "--error-exitcode", str(FOUND), "--kernel-name", f"kns={kernel}"]
-    folders = (ROOT, ROOT / "kernels", ROOT / "index_store")
+    folders = (ROOT, ROOT / "kernels", ROOT / "index_store", ROOT / "benchmarks")
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path}
     begun = time.monotonic()
+    job = subprocess.Popen(
+        ["compute-sanitizer", *flags, sys.executable, *command],
+        cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    status: int | None = None
     try:
-        ran = subprocess.run(
-            ["compute-sanitizer", *flags, sys.executable, *command],
-            cwd=ROOT, env=environment, timeout=seconds, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        status, told = ran.returncode, ran.stdout
-    except subprocess.TimeoutExpired as expired:
-        status, told = None, (expired.stdout or b"").decode(errors="replace")
+        told, _ = job.communicate(timeout=seconds)
+        status = job.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)  # the tests, too, which hold the GPU's memory
+        told, _ = job.communicate()
     errors = [int(count) for count in _ERRORS.findall(told)]
     passed = _PASSED.findall(told)
     row = {
         "errors": max(errors, default=None),
         "passed": int(passed[-1]) if passed else 0,
+        "launches": sum(int(times) for times in re.findall(rf"launched {kernel} (\d+) times", told)),
         "status": status,
         "seconds": round(time.monotonic() - begun, 1),
     }
     clean = row["errors"] == 0 and status == 0
-    return row if clean else row | {"told": told.splitlines()[-40:]}
+    return row if clean else row | {"told": told.splitlines()[-_TOLD:]}
 
 
 def run_case(args: argparse.Namespace, what: tuple[str, str, Case]) -> dict[str, Any]:
     """One kernel of a case under one tool."""
     tool, kernel, case = what
     file = ROOT / "tests" / "prefix_kernels" / case.file
-    pytest = ["-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "-k", case.tests, str(file)]
+    plugins = ["-p", "no:cacheprovider", "-p", Path(sanitize_launches.__file__).stem]
+    pytest = ["-m", "pytest", "-o", "addopts=", "-q", *plugins, "-k", case.tests, str(file)]
     row = sanitize(tool, kernel, pytest, args.case_seconds)
-    good = row["errors"] == 0 and row["status"] == 0 and row["passed"] > 0
+    good = row["errors"] == 0 and row["status"] == 0 and row["passed"] > 0 and row["launches"] > 0
     return {"good": good, "tool": tool, "kernel": kernel, "file": case.file, "tests": case.tests, **row}
 
 
@@ -210,12 +223,14 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d"),
     }
     for tool in [one for one in args.tools if one in PLANTED]:
-        found = sanitize(tool, PLANTED[tool], [__file__, "--plant", tool], args.case_seconds)
-        if not found["errors"]:
-            print("\n".join(found.get("told", [])))
-            print(f"expected {tool} to find the error planted in {PLANTED[tool]}, got none: it does not work here")
+        kernel, error = PLANTED[tool]
+        found = sanitize(tool, kernel, [__file__, "--plant", tool], args.case_seconds)
+        told = "\n".join(found.get("told", []))
+        if not found["errors"] or found["status"] != FOUND or kernel not in told or not error.search(told):
+            print(told)
+            print(f"expected {tool} to find the error planted in {kernel}, got {found['errors']} errors: see above")
             return 2
-        print(f"{tool}: finds the error planted in {PLANTED[tool]}")
+        print(f"{tool}: finds the error planted in {kernel}")
     chosen = [(kernel, case) for case in CASES for kernel in case.kernels if not args.only or kernel in args.only]
     work = [(tool, *one) for tool in args.tools for one in chosen]
     failed = 0
@@ -224,8 +239,8 @@ def main() -> int:
             file.write(json.dumps({**row, **origin}) + "\n")
             file.flush()
             failed += not row["good"]
-            what = f"{row['tool']:10s} {row['kernel']} ({row['file']})"
-            tqdm.write(f"{what}: {row['errors']} errors, {row['passed']} tests passed, {row['seconds']:.0f} s")
+            what = f"{row['tool']:10s} {row['kernel']} ({row['file']}): {row['errors']} errors"
+            tqdm.write(f"{what} in {row['launches']} launches, {row['passed']} tests, {row['seconds']:.0f} s")
             if not row["good"]:
                 tqdm.write("\n".join(row.get("told", [])))
     return 1 if failed else 0

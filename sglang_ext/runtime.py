@@ -16,6 +16,7 @@ from torch import Tensor
 from prefix_index import ModelFingerprint
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
+from sglang_ext.attention.private_index import PrivateRules
 from sglang_ext.attention.shared_steps import Path, SharedSteps, SharedView
 from sglang_ext.attention.step import Step
 from sglang_ext.attention.trace import StepTrace
@@ -110,6 +111,7 @@ class SparseRuntime:
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, dense_heads) if folder is not None else None
         self._shared: dict[str, list[SharedSlots]] = {}
+        self._private = PrivateRules.of(config)
         self._step = Step()
 
     def _facts(self) -> dict[str, Any]:
@@ -289,9 +291,8 @@ class SparseRuntime:
                 if index is not None and lens[row] <= index.prefix_len:
                     ready[row] = None  # shorter than its own prompt: nothing we know of does this
                     self.ready.count(attachments[row], "index_mismatch")
-            table, rows, config = self.view.req_to_token, forward_batch.req_pool_indices, self.config
-            period, limit = config.search_period, config.private_dense_tokens
-            plan = make_plan(attachments, ready, table, rows, lens, self._shared, period, limit)
+            table, rows, period = self.view.req_to_token, forward_batch.req_pool_indices, self.config.search_period
+            plan = make_plan(attachments, ready, table, rows, lens, self._shared, period, self._private)
         sparse_rows = sum(index is not None for index in ready)
         largest = max((group.num_rows for group in plan.groups), default=0) if plan else 0
         self.counters.count_step(sparse_rows, len(rids) - sparse_rows, largest)

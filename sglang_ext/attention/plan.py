@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.types import Selection
-from sglang_ext.attention.private_index import PrivateIndex, covering
+from sglang_ext.attention.private_index import PrivateIndex, PrivateRules
 from sglang_ext.prefix.requests import Attachment, Search, SharedSlots
 from sglang_ext.prefix.residency import ResidentIndex
 
@@ -69,7 +69,7 @@ def make_plan(
     seq_lens: Sequence[int],
     shared_by_digest: dict[str, list[SharedSlots]],
     search_period: int = 1,
-    private_dense_tokens: int | None = None,
+    private_rules: PrivateRules | None = None,
 ) -> DecodePlan | None:
     """Group a batch; None when no request has a usable index.
 
@@ -86,7 +86,7 @@ def make_plan(
         seq_lens: [batch_size] tokens of each request, the one being decoded included.
         shared_by_digest: tables known so far per index digest; extended in place.
         search_period: decode steps that use one search; only a group whose members stay the same keeps it.
-        private_dense_tokens: of a request's tokens behind its prefix, at most so many are attended in full; None: all.
+        private_rules: which requests' tokens behind their prefixes are selected from; None: all are attended in full.
     """
     if not any(ready):
         return None
@@ -112,15 +112,14 @@ def make_plan(
             _keep_search(group, [attachments[row] for row in rows], search_period)
         groups.append(group)
     private = []
-    for row, (attachment, index) in enumerate(zip(attachments, ready, strict=True)):
-        if attachment is None or index is None or private_dense_tokens is None:
+    own = private_rules.renew(attachments, ready, seq_lens, len(starts)) if private_rules is not None else []
+    for row, index_of_own in enumerate(own):
+        if index_of_own is None:
             continue
-        own = covering(attachment.private, index, seq_lens[row] - starts[row], private_dense_tokens)
-        attachment.private = own
-        if own is not None:
-            begin, starts[row] = starts[row], starts[row] + own.prefix_len
-            slots = req_to_token[req_pool_indices[row], begin : starts[row]].to(torch.int64)
-            private.append(Group(own, slots, torch.tensor([row], dtype=torch.int64, device=device), 1))
+        begin, starts[row] = starts[row], starts[row] + index_of_own.prefix_len
+        # By a tensor: a number would have to come from the device first.
+        slots = req_to_token[req_pool_indices[row : row + 1]][0, begin : starts[row]].to(torch.int64)
+        private.append(Group(index_of_own, slots, torch.tensor([row], dtype=torch.int64, device=device), 1))
     kv_indptr, kv_indices = _suffixes(req_to_token, req_pool_indices, starts, seq_lens)
     return DecodePlan(groups, kv_indptr, kv_indices, private)
 

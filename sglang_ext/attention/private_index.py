@@ -4,21 +4,26 @@ Agents and long answers leave thousands of tokens behind a prefix that no stored
 would cost what the index of the prefix saves. So from a limit on, what lies further back is selected from, too: by a
 token index of the prefix's own channels, from the keys in the KV pool, which needs no queries.
 
-What is indexed grows in steps of half the limit, each time anew from the pool: to quantize keys costs less than a step
-of decode, once in hundreds of steps, and the units are those of all tokens then.
+What is indexed grows in steps of half the limit, each time anew from the pool, so that the units are those of all
+tokens then. In sum that work grows with the square of the own tokens, over the limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.types import PagedKV
-from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.indexing.token_index import index_behind
 from sglang_ext.prefix.residency import LayerArrays, ResidentIndex
+
+if TYPE_CHECKING:
+    from sglang_ext.prefix.requests import Attachment
 
 
 class PrivateIndex:
@@ -56,19 +61,74 @@ class PrivateIndex:
                 self.layers[number] = self.layers[layers[0]]
 
 
-def covering(before: PrivateIndex | None, prefix: ResidentIndex, num_private: int, limit: int) -> PrivateIndex | None:
-    """The index that a request's own tokens have now; None where all of them are attended in full.
+@dataclass(frozen=True)
+class PrivateRules:
+    """When a request's own tokens have an index, and whose.
 
-    Args:
-        before: that of the step before.
-        prefix: the index of what stands before these tokens.
-        num_private: tokens behind the prefix, the one being decoded included.
-        limit: of tokens that are attended in full. Where they would be more, half of them, or some more, are left so.
+    Attributes:
+        limit: of own tokens that are attended in full.
+        nbytes: of all of a batch's own indexes, on the device.
+        budget: tokens that a layer which selects attends of so many. An index of which it would attend all is none.
     """
-    covered = before.prefix_len if before is not None and before.prefix is prefix else 0
-    if num_private - covered > limit:
-        return PrivateIndex(prefix, (num_private - limit // 2) // PAGE_TOKENS * PAGE_TOKENS)
-    return before if covered else None
+
+    limit: int
+    nbytes: int
+    budget: Callable[[int], int]
+
+    @classmethod
+    def of(cls, config: SparseAttnConfig) -> PrivateRules | None:
+        """By the settings; None where all own tokens are attended in full."""
+        if config.private_dense_tokens is None:
+            return None
+        return cls(config.private_dense_tokens, config.private_index_bytes, config.budget)
+
+    def covering(self, before: PrivateIndex | None, prefix: ResidentIndex, num_private: int) -> PrivateIndex | None:
+        """The index that a request's own tokens have in a step; None where all of them are attended in full.
+
+        Args:
+            before: that of the step before.
+            prefix: the index of what stands before these tokens.
+            num_private: tokens behind the prefix, the one being decoded included. Where more than the limit are not
+                covered, half of it, or some more, are left so.
+        """
+        covered = before.prefix_len if before is not None and before.prefix is prefix else 0
+        if num_private - covered > self.limit:
+            covered = (num_private - self.limit // 2) // PAGE_TOKENS * PAGE_TOKENS
+            before = PrivateIndex(prefix, covered)
+        return before if covered > self.budget(covered) else None
+
+    def renew(
+        self,
+        attachments: Sequence[Attachment | None],
+        indexes: Sequence[ResidentIndex | None],
+        seq_lens: Sequence[int],
+        most: int,
+    ) -> list[PrivateIndex | None]:
+        """Per row of a step, the index of its own tokens: the longest have one, as far as number and bytes go.
+
+        By the batch alone, so that all ranks have the same. Arrays are the caller's to make.
+
+        Args:
+            attachments: per row; each keeps what it has now, and lets go of what it had.
+            indexes: per row, of its prefix; None: it selects nothing.
+            seq_lens: tokens of each request, the one being decoded included.
+            most: indexes at a time.
+        """
+        wanted: list[tuple[int, int, Attachment, PrivateIndex]] = []
+        for row, (one, prefix, length) in enumerate(zip(attachments, indexes, seq_lens, strict=True)):
+            if one is None:
+                continue
+            own = None if prefix is None else self.covering(one.private, prefix, length - prefix.prefix_len)
+            one.private = None
+            if own is not None:
+                wanted.append((-own.prefix_len, row, one, own))
+        found: list[PrivateIndex | None] = [None] * len(seq_lens)
+        room = self.nbytes
+        for _, row, one, own in sorted(wanted, key=lambda of: of[:2])[:most]:
+            room -= bytes_of(own.prefix, own.prefix_len)
+            if room >= 0:
+                one.private = found[row] = own
+        return found
 
 
 def bytes_of(prefix: ResidentIndex, num_tokens: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import check_dtypes
 from prefix_kernels.types import PagedKV
 from sglang_ext.attention.attentions import LayerShape
-from sglang_ext.attention.private_index import PrivateIndex, bytes_of, covering
+from sglang_ext.attention.private_index import PrivateIndex, PrivateRules
 from sglang_ext.attention.shared_decode import SharedDecode
 from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
 from sglang_ext.config import DecodePath, SparseAttnConfig
@@ -93,7 +93,7 @@ class SharedSteps:
     ) -> None:
         ranks = ranks or OneRank()
         self._path = config.decode_path
-        self._private_limit, self._private_bytes = config.private_dense_tokens, config.private_index_bytes
+        self._private_rules = PrivateRules.of(config)
         self._anchors = [i for i, role in enumerate(layer_plan.layers) if role.mode is LayerMode.ANCHOR]
         self._view = view
         self._requests = requests
@@ -215,28 +215,17 @@ class SharedSteps:
     def _private(
         self, attachments: Sequence[Attachment | None], ready: Sequence[ResidentIndex | None], batch: DecodeBatch
     ) -> list[PrivateIndex | None]:
-        """Indexes of the requests' own tokens, the longest first, as far as groups and bytes go; others are let go.
-
-        By the batch alone, so that all ranks have the same.
-        """
-        found: list[PrivateIndex | None] = [None] * len(ready)
-        if self._private_limit is None or self.sparse is None or not self._anchors:
-            return found
-        wanted = []
-        for row, (one, index, length) in enumerate(zip(attachments, ready, batch.seq_lens, strict=True)):
-            if one is not None and index is not None:
-                own = covering(one.private, index, length - index.prefix_len, self._private_limit)
-                wanted += [(-own.prefix_len, row, one, own)] if own is not None else []
-                one.private = None
-        free, room = self.sparse.free_groups(batch.serials, ready), self._private_bytes
-        for _, row, one, own in sorted(wanted, key=lambda of: of[:2])[:free]:
-            room -= bytes_of(own.prefix, own.prefix_len)
-            if room < 0:
-                break
-            begin = own.prefix.prefix_len
-            slots = batch.req_to_token[batch.req_pool_indices[row : row + 1]][0, begin : begin + own.prefix_len]
-            own.complete(self._anchors, self._view.kv, slots.to(torch.int64), self._view.dtype)
-            one.private = found[row] = own
+        """Per row, the index of its own tokens, with the arrays of all layers."""
+        assert self.sparse is not None
+        if self._private_rules is None or not self._anchors:
+            return []
+        free = self.sparse.free_groups(batch.serials, ready)
+        found = self._private_rules.renew(attachments, ready, batch.seq_lens, free)
+        for row, own in enumerate(found):
+            if own is not None:
+                begin = own.prefix.prefix_len
+                slots = batch.req_to_token[batch.req_pool_indices[row : row + 1]][0, begin : begin + own.prefix_len]
+                own.complete(self._anchors, self._view.kv, slots.to(torch.int64), self._view.dtype)
         return found
 
     def attend(self, path: Path, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:

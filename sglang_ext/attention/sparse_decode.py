@@ -150,6 +150,7 @@ class SparseDecode:
             room=min(arena_size, max_groups * (max_prefix_len + PAGE_TOKENS)),
             form=form or (Form.JOINED if on_gpu else Form.SPLIT),
             device=device,
+            groups_of_a_row=self._num_passes - 1,
         )
         self._head_maps = [
             torch.tensor(role.head_map, dtype=torch.int32, device=device) if role.anchor_layer is not None else None

@@ -47,6 +47,7 @@ class TokenSelections:
         room: tokens of all prefixes of a batch, at most.
         form: how selections are launched.
         device: of the indexes.
+        groups_of_a_row: that a request may stand in, each with other tokens.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class TokenSelections:
         room: int,
         form: Form,
         device: torch.device,
+        groups_of_a_row: int = 1,
     ) -> None:
         self.shape = ScoreShape(
             shape.num_qo_heads,
@@ -76,6 +78,7 @@ class TokenSelections:
         )
         self.lists = lists
         self.max_batch, self.max_prefix_len, self.room = max_batch, max_prefix_len, room
+        self._groups_of_a_row = groups_of_a_row
         # Hopper's own kernel multiplies in halves.
         self._specialized = device.type == "cuda" and shape.dtype is not torch.float32
         self._form, self._device = form, device
@@ -113,7 +116,7 @@ class TokenSelections:
             max_groups, heads, max_budget = self.lists.positions.shape
             self._found[config.block_m] = AnchorSelection(
                 self.shape,
-                self.max_batch,
+                self.max_batch * self._groups_of_a_row,
                 max_groups,
                 self.max_prefix_len,
                 max_budget,
@@ -190,7 +193,7 @@ class TokenSelections:
         if rows > _RAW_ROWS or selection.config.specialized or self.shape.sum_every > 1:
             return None
         if size not in self._raw:
-            groups = min(size, self.lists.positions.shape[0])
+            groups = min(size * self._groups_of_a_row, self.lists.positions.shape[0])
             wanted = (groups, self.shape.num_kv_heads, self.max_prefix_len, rows)
             self._raw[size] = torch.zeros(wanted, dtype=torch.float32, device=self._device).transpose(2, 3)
         return self._raw[size]

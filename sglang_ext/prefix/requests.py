@@ -72,7 +72,7 @@ class Attachment:
         steps: decode steps seen since the request got its slot; 0 right after allocation.
         shared: set once its slots were compared and found equal to a group's (or start a new one).
         deadline: monotonic time until which decode steps wait for the index; set at the first wait.
-        private: index of its own tokens behind the prefix; None until it has too many of them.
+        private: index of its own tokens behind the prefix; None where all of them are attended in full.
         serial: unlike any other attachment's, also of a later request with the same id.
         reported: reasons that were already counted for this request.
     """

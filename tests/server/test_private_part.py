@@ -54,10 +54,11 @@ def test_what_stands_in_a_requests_own_tokens_is_found(
     assert result.difference >= -0.04, result
 
 
-def test_an_answer_that_grows_past_the_limit_with_all_positions_kept_equals_dense(
+def test_an_answer_that_grows_past_the_limit_in_dense_layers_equals_dense(
     serve: Any, store: Any, sparse_config: Any, texts: Any
 ) -> None:
-    server = serve(store, {**sparse_config, "keep_ratio": 1.0, "private_dense_tokens": 64})
+    config = {**sparse_config, "layer_plan": ["dense"] * 6, "min_top_k": 16, "private_dense_tokens": 64}
+    server = serve(store, config)
     prompt, steps = texts.ask(texts.first, 0), 200
     dense = server.generate(prompt, steps, sparse=False)
     batch = server.together([lambda: server.generate(prompt, steps) for _ in range(2)])

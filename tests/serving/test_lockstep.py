@@ -37,6 +37,7 @@ def _index(digest: str) -> ResidentIndex:
         "channels": torch.zeros(1, channels, dtype=torch.int16),
         "keys_packed": torch.zeros(1, PREFIX, channels // 2, dtype=torch.uint8),
         "keys_scale": torch.ones(1, channels),
+        "keys_zero": torch.zeros(1, channels),
     }
     index.layers = [dict(arrays) for _ in range(LAYERS)]
     return index
@@ -59,21 +60,22 @@ def _script(seed: int) -> list[tuple[list[tuple[str, int, int]], list[str]]]:
     return steps
 
 
-def _run(ranks: Ranks, seed: int) -> list[Any]:
+def _run(ranks: Ranks, seed: int, **fields: Any) -> list[Any]:
     own = random.Random(1000 * seed + ranks.rank)
     cpu, table = torch.device("cpu"), torch.arange(ROWS * LONGEST, dtype=torch.int32).reshape(ROWS, LONGEST)
     for row in range(ROWS):  # two documents
         table[row, :PREFIX] = table[row % 2, :PREFIX]
+    kv = PagedKV(*(torch.zeros(ROWS * LONGEST, 1, DIM) for _ in "kv"))
     view = SimpleNamespace(
         num_qo_heads=2, num_kv_heads=1, head_dim=DIM, v_head_dim=DIM, dtype=torch.float32, kv_dtype=torch.float32,
         num_slots=ROWS * LONGEST, max_requests=ROWS, decode_graphs=True, device=cpu, req_to_token=table,
+        kv=lambda layer: kv,
     )  # fmt: skip
-    config = config_from_dict({"share_prefixes": True, "min_shared_tokens": PREFIX, "min_top_k": 16})
+    config = config_from_dict({"share_prefixes": True, "min_shared_tokens": PREFIX, "min_top_k": 16, **fields})
     requests, counters = RequestTable(), Counters(LAYERS, cpu)
     plan = LayerPlan.default(LAYERS, 1)
     steps = SharedSteps(config, view, requests, counters, TokenIndexSpec(), plan, (), ranks)  # type: ignore[arg-type]
     assert steps.sparse is not None
-    kv = PagedKV(*(torch.zeros(ROWS * LONGEST, 1, DIM) for _ in "kv"))
     for size in (8, 4, 2, 1):
         with steps.capturing(size, Path.EXACT):
             pass
@@ -104,7 +106,7 @@ def _run(ranks: Ranks, seed: int) -> list[Any]:
         problem = ready.settle(forward.rids, refused=False)
         path = steps.prepare(forward, ready.usable) if batch else None
         ready.took(str(path), len(batch))
-        kept = list(steps.sparse.kept) if path is Path.SPARSE else None
+        kept = [*steps.sparse.kept, "own", *steps.sparse.private] if path is Path.SPARSE else None
         seen.append((path, kept, problem, ready.snapshot()))
         for rid in gone:
             ready.forget(rid)
@@ -125,6 +127,23 @@ class _Clock:
     def __call__(self, *_: object) -> float:
         number = self._calls.number = getattr(self._calls, "number", -1) + 1
         return self._random.uniform(*self.RANGES[number % len(self.RANGES)])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_two_ranks_have_indexes_of_the_same_own_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there are too few bytes for all, and requests leave while theirs grow."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(sparse_decode, "measure_us", lambda *_: 1.0)
+    monkeypatch.setattr(sparse_decode.StepCosts, "pays", lambda *_: True)
+    fields = {"private_dense_tokens": 32, "private_index_bytes": 150 * 100}
+    monkeypatch.setattr(ResidentIndex, "nbytes", PREFIX * 100, raising=False)
+    one, two = Meeting(2).run(lambda ranks: _run(ranks, seed, **fields))
+    for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
+        assert mine == theirs, f"step {step}"
+    own = [kept[kept.index("own") + 1 :] for _, kept, _, _ in one if kept is not None]
+    assert {len(of_step) for of_step in own} >= {0, 1, 2}
+    assert all(sum(one.prefix_len for one in of_step) <= 150 for of_step in own)
+    assert max(one.prefix_len for of_step in own for one in of_step) >= 48
 
 
 @pytest.mark.parametrize("seed", range(4))

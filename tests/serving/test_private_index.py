@@ -9,22 +9,27 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
-from sglang_ext.attention.private_index import covering
-from sglang_ext.config import PAGE_TOKENS, ConfigError, config_from_dict
+from sglang_ext.attention.private_index import PrivateRules
+from sglang_ext.config import PAGE_TOKENS, ConfigError, Settings, config_from_dict
 from sglang_ext.indexing import METHODS, LayerPlan, make_selector
 from sglang_ext.indexing.token_index import TokenIndexSpec, index_behind
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, SharedSlots
 from sglang_ext.prefix.residency import ResidentIndex
+from sglang_ext.runtime import SparseRuntime
+from tests.serving.test_runtime import NAMESPACE, PROMPT, Model, Request, _decode_batch
 
 PREFIX, LAYERS, KV_HEADS, GQA, DIM, LIMIT = 64, 3, 2, 2, 16, 64
 SCALE = DIM**-0.5
-SPEC = TokenIndexSpec(channel_ratio=1.0, bits=8)
+SPEC = TokenIndexSpec(channel_ratio=0.75, bits=8)
+#: Rows of SGLang's table, by batch row.
+ROWS = [2, 0, 3]
 
 
 class Serving:
@@ -38,8 +43,11 @@ class Serving:
         self.table[:, :PREFIX] = self.table[0, :PREFIX]
         keys = self.kv.keys(self.table[0, :PREFIX].long(), torch.float32)
         self.index = ResidentIndex(_Entry())  # type: ignore[arg-type]
-        self.index.layers = [METHODS["token_index"].builder(SPEC).build_layer(keys, None) for _ in range(LAYERS)]
-        spec = {"channel_ratio": 1.0, "bits": 8}
+        builder = METHODS["token_index"].builder(SPEC)
+        for _ in range(LAYERS):  # of channels of its own each
+            sample = torch.randn(KV_HEADS, 3, DIM, generator=gen)
+            self.index.layers.append(builder.build_layer(keys, sample))
+        spec = {"channel_ratio": 0.75, "bits": 8}
         usual = {"methods": {"token_index": spec}, "num_sink_tokens": 0, "num_recent_pages": 0, "sum_every": 1}
         self.config = config_from_dict({**usual, "private_dense_tokens": LIMIT, **fields})
         plan = LayerPlan.from_dict({"layers": layers}, num_layers=LAYERS, num_kv_heads=KV_HEADS)
@@ -52,15 +60,15 @@ class Serving:
         """A step of requests with so many tokens of their own."""
         batch = [self.requests.setdefault(name, Attachment(name, PREFIX, self.index, None)) for name in own]
         lens = [PREFIX + count for count in own.values()]
-        limit = self.config.private_dense_tokens
-        rows, indexes = torch.arange(len(lens)), [self.index] * len(lens)
-        plan = make_plan(batch, indexes, self.table, rows, lens, self.shared, 1, limit)
+        rows, indexes = torch.tensor(ROWS[: len(lens)]), [self.index] * len(lens)
+        rules = PrivateRules.of(self.config)
+        plan = make_plan(batch, indexes, self.table, rows, lens, self.shared, 1, rules)
         assert plan is not None
         return plan
 
     def dense(self, q: torch.Tensor, row: int, positions: torch.Tensor) -> torch.Tensor:
-        """Attention of a row over positions of its sequence."""
-        slots = self.table[row, positions].long()
+        """Attention of a batch row over positions of its sequence."""
+        slots = self.table[ROWS[row], positions].long()
         return dense_attention(q[row : row + 1], self.kv.k_cache[slots], self.kv.v_cache[slots], SCALE).out
 
 
@@ -89,10 +97,11 @@ def queries(rows: int, seed: int = 9) -> torch.Tensor:
 
 
 def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_full() -> None:
+    rules = PrivateRules(LIMIT, 1 << 30, lambda covered: covered // 10)
     prefix = ResidentIndex(_Entry())  # type: ignore[arg-type]
     own, grown = None, []
     for count in range(1, 1000):
-        before, own = own, covering(own, prefix, count, LIMIT)
+        before, own = own, rules.covering(own, prefix, count)
         covered = own.prefix_len if own is not None else 0
         assert 1 <= count - covered <= LIMIT
         assert covered % PAGE_TOKENS == 0
@@ -102,11 +111,41 @@ def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_f
     assert grown[0] == LIMIT + 1
     # About every half limit, not in each step.
     assert {b - a for a, b in pairwise(grown)} <= set(range(LIMIT // 2 - PAGE_TOKENS, LIMIT // 2 + 2))
-    assert covering(own, ResidentIndex(_Entry()), LIMIT, LIMIT) is None, "it is of another prefix"  # type: ignore[arg-type]
+    assert rules.covering(own, ResidentIndex(_Entry()), LIMIT) is None, "it is of another prefix"  # type: ignore[arg-type]
+
+
+def test_none_is_made_of_which_all_would_be_attended(serving: Any) -> None:
+    run = serving(min_top_k=128, keep_ratio=0.1)
+    lengths = {own: [group.prefix_len for group in run.plan(one=own).private] for own in (100, 160, 161, 176, 190)}
+    assert lengths == {100: [], 160: [], 161: [], 176: [144], 190: [144]}
+
+
+def test_the_longest_have_one_as_far_as_bytes_and_groups_go(serving: Any) -> None:
+    run = serving(top_k=16)
+    index = run.index
+    index.nbytes = PREFIX * 100  # a hundred bytes a token
+    requests = [Attachment(str(row), PREFIX, index, None) for row in range(5)]
+    lens = [PREFIX + own for own in (400, 900, 20, 640, 901)]
+
+    def covered(nbytes: int, most: int) -> list[int]:
+        rules = PrivateRules(LIMIT, nbytes, run.config.budget)
+        found = rules.renew(requests, [index] * 5, lens, most)
+        assert [request.private for request in requests] == found
+        return [0 if one is None else one.prefix_len for one in found]
+
+    assert covered(1 << 30, 5) == [368, 864, 0, 608, 864]
+    kept = requests[1].private
+    assert covered(1 << 30, 2) == [0, 864, 0, 0, 864]
+    assert requests[1].private is kept
+    assert covered(100 * (864 + 863), 5) == [0, 864, 0, 0, 0]
+    assert covered(100 * (864 + 864 + 607), 5) == [0, 864, 0, 0, 864]
+    rules = PrivateRules(LIMIT, 1 << 30, run.config.budget)
+    assert rules.renew(requests, [None] * 5, lens, 5) == [None] * 5
+    assert all(request.private is None for request in requests), "what is not used is let go"
 
 
 def test_only_requests_with_many_tokens_of_their_own_are_selected_from(serving: Any) -> None:
-    run = serving()
+    run = serving(top_k=16)
     plan = run.plan(short=LIMIT, long=LIMIT + 1, longer=200)
     assert [group.rows.tolist() for group in plan.private] == [[1], [2]]
     assert [group.prefix_len for group in plan.private] == [32, 160]
@@ -114,9 +153,9 @@ def test_only_requests_with_many_tokens_of_their_own_are_selected_from(serving: 
     for group in plan.private:
         row = int(group.rows)
         end = PREFIX + group.prefix_len
-        assert torch.equal(group.slots, run.table[row, PREFIX:end].long())
+        assert torch.equal(group.slots, run.table[ROWS[row], PREFIX:end].long())
         own = plan.kv_indices[plan.kv_indptr[row] : plan.kv_indptr[row + 1]]
-        assert int(own[0]) == int(run.table[row, end]), "what is attended in full goes on where it ends"
+        assert int(own[0]) == int(run.table[ROWS[row], end]), "what is attended in full goes on where it ends"
 
 
 def test_without_the_setting_all_own_tokens_are_attended_in_full(serving: Any) -> None:
@@ -128,7 +167,7 @@ def test_without_the_setting_all_own_tokens_are_attended_in_full(serving: Any) -
 
 
 def test_a_request_that_starts_over_or_has_another_prefix_has_another_index(serving: Any) -> None:
-    run = serving()
+    run = serving(top_k=16)
     run.plan(one=300)
     request = run.requests["one"]
     first = request.private
@@ -148,11 +187,12 @@ def test_a_request_that_starts_over_or_has_another_prefix_has_another_index(serv
 
 
 @pytest.mark.parametrize("own", [1, LIMIT, LIMIT + 1, 500])
-def test_with_all_positions_kept_it_is_dense_attention(serving: Any, own: int) -> None:
-    run = serving(keep_ratio=1.0)
+def test_in_a_dense_layer_all_own_tokens_are_attended_once(serving: Any, own: int) -> None:
+    run = serving(["dense", "anchor", "anchor"], top_k=16)
     plan = run.plan(one=own, other=37)
     q = queries(2)
-    out = run.decode.run(q, run.kv, plan, 1, SCALE)
+    assert len(plan.private) == (own > LIMIT)
+    out = run.decode.run(q, run.kv, plan, 0, SCALE)
     for row, count in enumerate((own, 37)):
         wanted = run.dense(q, row, torch.arange(PREFIX + count))
         torch.testing.assert_close(out[row : row + 1].double(), wanted, atol=2e-5, rtol=0)
@@ -165,7 +205,7 @@ def test_the_best_of_its_own_tokens_are_attended_and_the_others_are_not(serving:
     out = run.decode.run(q, run.kv, plan, 1, SCALE)
     covered = plan.private[0].prefix_len
     picked = {"prefix": plan.groups[0].selections[1], "own": plan.private[0].selections[1]}
-    keys = run.kv.keys(run.table[0, PREFIX : PREFIX + covered].long(), torch.float32)
+    keys = run.kv.keys(run.table[ROWS[0], PREFIX : PREFIX + covered].long(), torch.float32)
     wanted = make_selector(SPEC).select(
         index_behind(run.index.layers[1], keys), q, prefix_len=covered, budget=24, num_sink=0, num_recent=0,
         sm_scale=SCALE, pooling=Pooling.MAX,
@@ -177,7 +217,7 @@ def test_the_best_of_its_own_tokens_are_attended_and_the_others_are_not(serving:
             picked["own"].positions[head].long() + PREFIX,
             torch.arange(PREFIX + covered, PREFIX + 500),
         ]
-        slots = run.table[0, torch.cat(positions)].long()
+        slots = run.table[ROWS[0], torch.cat(positions)].long()
         heads = slice(head * GQA, (head + 1) * GQA)
         k, v = (cache[slots][:, head : head + 1] for cache in (run.kv.k_cache, run.kv.v_cache))
         expected = dense_attention(q[:, heads], k, v, SCALE).out
@@ -188,7 +228,7 @@ def test_a_token_that_a_query_looks_for_is_found_wherever_it_lies(serving: Any) 
     run = serving(top_k=8)
     own, q = 700, queries(1)
     for place in (0, 17, 311, 600):
-        slot = int(run.table[0, PREFIX + place])
+        slot = int(run.table[ROWS[0], PREFIX + place])
         kept = run.kv.k_cache[slot].clone()
         run.kv.k_cache[slot] = 8 * q[0].view(KV_HEADS, GQA, DIM).mean(1)
         run.requests.clear()
@@ -224,6 +264,21 @@ def test_arrays_are_made_once_until_it_grows(serving: Any) -> None:
     assert 2 <= len({id(one) for one in made}) <= 4
 
 
+def test_each_layer_has_the_channels_of_its_own_prefix_and_keys_as_the_model_made_them(serving: Any) -> None:
+    run = serving(top_k=16)
+    run.kv = PagedKV(run.kv.k_cache, run.kv.v_cache, 4.0, 1.0)
+    plan = run.plan(one=300)
+    own = plan.private[0]
+    for layer in range(LAYERS):
+        run.decode.run(queries(1), run.kv, plan, layer, SCALE)
+        keys = 4.0 * run.kv.k_cache[own.slots]
+        wanted = index_behind(run.index.layers[layer], keys)
+        assert torch.equal(own.index.layers[layer]["channels"], run.index.layers[layer]["channels"])
+        assert all(torch.equal(array, wanted[name]) for name, array in own.index.layers[layer].items())
+    channels = [run.index.layers[layer]["channels"] for layer in range(LAYERS)]
+    assert not torch.equal(channels[0], channels[1])
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_arrays_have_the_channels_and_bits_of_the_prefix(bits: int) -> None:
     spec = TokenIndexSpec(num_channels=8, bits=bits)
@@ -234,8 +289,32 @@ def test_arrays_have_the_channels_and_bits_of_the_prefix(bits: int) -> None:
     assert torch.equal(behind["channels"], arrays["channels"])
     assert {name: one.dtype for name, one in behind.items()} == {name: one.dtype for name, one in arrays.items()}
     assert behind["keys_packed"].shape == (KV_HEADS, 48, 8 * bits // 8)
+    kept = more.transpose(0, 1).gather(2, behind["channels"].long()[:, None].expand(-1, 48, -1))
+    quantized = LowBitTensor(*(behind[f"keys_{name}"] for name in LowBitTensor._fields))
+    assert bool(((dequantize(quantized) - kept).abs() <= quantized.scale[:, None] / 2 + 1e-5).all())
+    assert torch.equal(quantized.zero, kept.amin(1)), "levels lie between each channel's own bounds"
     with pytest.raises(ValueError, match="expected arrays"):
         index_behind({"tables": keys}, more)
+
+
+def test_a_server_goes_by_the_setting(make_bench: Callable[..., Any]) -> None:
+    fields = {"layer_plan": ["anchor"] * LAYERS, "prefetch_policy": "wait_complete", "top_k": 16}
+    bench = make_bench(method="token_index", private_dense_tokens=32, **fields)
+    bench.put(PROMPT)
+    runtime = SparseRuntime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
+    request, covered = Request(), []
+    runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
+    for own in (32, 48, 49, 55):
+        plan = runtime._plan(_decode_batch(runtime, ["a"], [len(PROMPT) + own]))
+        assert plan is not None
+        covered.append([group.prefix_len for group in plan.private])
+    assert covered == [[], [32], [32], [32]]
+    attachment = runtime.requests.of(request)
+    assert attachment is not None
+    assert attachment.private is not None
+    runtime.slot_freed(request, 0, finished=False)
+    assert attachment.private is None
+    runtime.close()
 
 
 # -- settings ----------------------------------------------------------------------------------------------------

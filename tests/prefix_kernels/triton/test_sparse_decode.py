@@ -15,7 +15,7 @@ from sglang_ext.attention.attentions import LayerShape
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.graph_refusal import graph_refusal
 from sglang_ext.attention.plan import DecodePlan, Group, _suffixes
-from sglang_ext.attention.private_index import PrivateIndex, covering
+from sglang_ext.attention.private_index import PrivateIndex, PrivateRules
 from sglang_ext.attention.shared_steps import Path as StepPath
 from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
 from sglang_ext.attention.sparse_decode import Kept, SparseDecode
@@ -132,11 +132,11 @@ class Server:
     def own_indexes(self, serials: list[int], rows: torch.Tensor) -> list[PrivateIndex | None]:
         """As a step of the server makes them; all that are wanted."""
         for serial, row in zip(serials, rows.tolist(), strict=True):
-            index, limit = self.index[serial], self.config.private_dense_tokens
+            index, rules = self.index[serial], PrivateRules.of(self.config)
             own = None
-            if index is not None and limit is not None:
+            if index is not None and rules is not None:
                 begin = index.prefix_len
-                own = covering(self.private.get(serial), index, self.lens[serial] - begin, limit)
+                own = rules.covering(self.private.get(serial), index, self.lens[serial] - begin)
                 if own is not None:
                     slots = self.table[row, begin : begin + own.prefix_len].long()
                     own.complete([1, 3], self.caches.__getitem__, slots, self.dtype)
@@ -232,17 +232,17 @@ def test_long_own_tokens_are_selected_from(
     dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
 ) -> None:
     """Beside requests with few of their own, with none of an index, and while indexes grow, come and go."""
-    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, private_dense_tokens=64)
+    server = Server(device, 4, dtype=dtype, kv_dtype=kv_dtype, dim=dim, private_dense_tokens=64)
     first, second = server.prefix(210), server.prefix(130)
     server.join(1, *first, 300)
     server.join(2, *first, 20)
-    server.join(3, *second, 63)
+    server.join(3, *second, 78)
     server.join(4, server.slots(90), None, 200)
     server.step([1, 2, 3, 4], padded=1)
     assert server.sparse.private == [Kept(1, 256, 51)]
     assert server.sparse.attended_private() == (256 + 3 * 51, 4 * 256)  # the first layer is dense
-    server.step([1, 2, 3, 4])  # request 3 has 65 now
-    assert [one.prefix_len for one in server.sparse.private] == [256, 32]
+    server.step([1, 2, 3, 4])  # of request 3 48 are covered now, more than its budget
+    assert [one.prefix_len for one in server.sparse.private] == [256, 48]
     plans = server.sparse.plans
     for _ in range(3):
         kept = server.step([1, 2, 3, 4])
@@ -251,11 +251,19 @@ def test_long_own_tokens_are_selected_from(
         server.lens[1] += 1
         server.table[server.rows[1], server.lens[1] - 1] = server.slots(1)[0]
     server.step([3, 1, 2, 4])
-    assert [one.prefix_len for one in server.sparse.private] == [32, 288]
+    assert [one.prefix_len for one in server.sparse.private] == [48, 288]
     server.leave(1)
     server.join(5, *first, 160)
     server.step([5, 4, 2])
     assert [one.prefix_len for one in server.sparse.private] == [128]
+
+
+@pytest.mark.parametrize("sum_every", [1, None], ids=["raw scores kept", "as by default"])
+def test_own_tokens_of_a_request_alone(sum_every: int | None, device: torch.device) -> None:
+    server = Server(device, 1, private_dense_tokens=32, min_top_k=8, sum_every=sum_every)
+    server.join(1, *server.prefix(130), 30)
+    found = [[one.prefix_len for one in (server.step([1]), server.sparse.private)[1]] for _ in range(20)]
+    assert [found[0], found[3], found[-1]] == [[], [16], [32]]
 
 
 def test_a_traced_step_keeps_what_every_anchor_layer_selected(device: torch.device, tmp_path: Path) -> None:

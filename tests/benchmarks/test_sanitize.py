@@ -1,0 +1,94 @@
+"""`benchmarks/sanitize.py`: what it takes for clean, with a program of our own in the sanitizer's place."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def sanitize(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("sanitize")
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Puts a `compute-sanitizer` that says this, and ends so, first on the path."""
+
+    def make(script: str, status: int = 0) -> None:
+        path = tmp_path / "compute-sanitizer"
+        path.write_text(f"#!/bin/sh\n{script}\nexit {status}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return make
+
+
+CLEAN = "echo '========= ERROR SUMMARY: 0 errors'; echo '3 passed in 1s'; echo 'launched a_kernel 7 times'"
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "good"),
+    [
+        (CLEAN, 0, True),
+        (CLEAN.replace("a_kernel", "another_kernel"), 0, False),
+        (CLEAN.replace("3 passed", "3 failed"), 1, False),
+        (CLEAN.replace("0 errors", "2 errors"), 86, False),
+        (CLEAN.replace("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors)"), 0, True),
+        (CLEAN.replace("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 1 hazard displayed (1 error)"), 0, False),
+        ("echo '3 passed'; echo 'launched a_kernel 7 times'", 0, False),
+    ],
+    ids=["clean", "never launched", "failed tests", "errors", "no hazards", "a hazard", "the tool said nothing"],
+)
+def test_what_counts_as_clean(sanitize: Any, tool: Any, script: str, status: int, good: bool) -> None:
+    tool(script, status)
+    case = sanitize.Case(("a_kernel",), "triton/test_slot_lists.py", "follow")
+    row = sanitize.run_case(argparse.Namespace(case_seconds=20.0), ("memcheck", "a_kernel", case))
+    assert row["good"] == good
+    assert ("told" in row) == (status != 0 or row["errors"] != 0)
+
+
+def test_a_case_that_takes_too_long_is_ended_with_all_that_it_started(sanitize: Any, tool: Any, tmp_path: Path) -> None:
+    tool(f"sleep 60 & echo $! > {tmp_path}/pid; wait")
+    row = sanitize.sanitize("memcheck", "a_kernel", ["-c", ""], 1.0)
+    assert (row["status"], row["errors"]) == (None, None)
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{child}/stat").read_text().rsplit(") ", 1)[1].startswith("Z"):
+            break
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{child}").exists()
+
+
+def test_every_kernel_is_looked_at_and_none_that_is_not_there(sanitize: Any) -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "kernels").rglob("*.py"))
+    there = re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE)
+    named = {kernel for case in sanitize.CASES for kernel in case.kernels}
+    assert named == set(there)
+    assert all((ROOT / "tests" / "prefix_kernels" / case.file).exists() for case in sanitize.CASES)
+
+
+def test_launches_are_counted(sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sanitize_launches
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: (args, kwargs))
+    monkeypatch.setattr(sanitize_launches, "_launched", type(sanitize_launches._launched)())
+    sanitize_launches.pytest_configure()
+    assert sanitize.planted_race_kernel[(3,)](5, BLOCK=2) is not None
+    assert sanitize_launches._launched == {"planted_race_kernel": 1}
