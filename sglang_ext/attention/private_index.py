@@ -40,6 +40,11 @@ class PrivateIndex:
         self.prefix_len = prefix_len
         self.layers: list[LayerArrays] = [{} for _ in prefix.layers]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers name arrays."""
+        return all(self.layers)
+
     def build(self, layer: int, kv: PagedKV, slots: Tensor, dtype: torch.dtype) -> None:
         """Have the arrays of a layer; nothing happens where they are there. Never waits for the device.
 
@@ -53,7 +58,7 @@ class PrivateIndex:
             self.layers[layer] = index_behind(self.prefix.layers[layer], kv.keys(slots, dtype))
 
     def complete(self, layers: Sequence[int], kv: Callable[[int], PagedKV], slots: Tensor, dtype: torch.dtype) -> None:
-        """Have the arrays of all layers that select; the others name those of one of them, and never read them."""
+        """Have the arrays of all layers that select; the others name those of one of them, which nobody reads there."""
         for layer in layers:
             self.build(layer, kv(layer), slots, dtype)
         for number, arrays in enumerate(self.layers):

@@ -222,7 +222,7 @@ class SharedSteps:
         free = self.sparse.free_groups(batch.serials, ready)
         found = self._private_rules.renew(attachments, ready, batch.seq_lens, free)
         for row, own in enumerate(found):
-            if own is not None:
+            if own is not None and not own.is_complete:
                 begin = own.prefix.prefix_len
                 slots = batch.req_to_token[batch.req_pool_indices[row : row + 1]][0, begin : begin + own.prefix_len]
                 own.complete(self._anchors, self._view.kv, slots.to(torch.int64), self._view.dtype)

@@ -210,7 +210,7 @@ class SparseDecode:
         """
         size, self.too_dear = len(batch.serials), False
         groups = self._groups(batch.serials, indexes)
-        stretches = self._stretches(indexes, private)
+        stretches = self._stretches(groups, private)
         lengths = [rows.length for rows, _ in (*groups, *stretches)]
         if not groups or not self._whole.fits(size) or not self._selections.fits(lengths):
             return False
@@ -247,14 +247,15 @@ class SparseDecode:
         return max(0, self._max_groups - len(self._groups(serials, indexes)))
 
     def _stretches(
-        self, indexes: Sequence[ResidentIndex | None], private: Sequence[PrivateIndex | None]
+        self, groups: Sequence[tuple[PrefixRows, ResidentIndex]], private: Sequence[PrivateIndex | None]
     ) -> list[tuple[PrefixRows, PrivateIndex]]:
+        """Of rows whose prefix is in a group, in the order of rows."""
         found = []
+        begins = {row: rows.length for rows, _ in groups for row in rows.rows}
         for row, own in enumerate(private):
-            index = indexes[row]
-            number = None if own is None or index is None else self._selections.number_of(own)
-            if own is not None and index is not None and number is not None:
-                found.append((PrefixRows((number,), (row,), own.prefix_len, index.prefix_len), own))
+            number = None if own is None or row not in begins else self._selections.number_of(own)
+            if own is not None and number is not None:
+                found.append((PrefixRows((number,), (row,), own.prefix_len, begins[row]), own))
         return found
 
     def _groups(

@@ -64,12 +64,11 @@ def prefix(rows: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | Non
     )
 
 
-def grouped(config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> None:
+def grouped(config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: int = DIM, passes: int = 2) -> None:
     """A group of a tile's rows and a suffix of each, in one launch where the kernel can."""
     rows = config.block_m // (HEADS // KV_HEADS)
-    attention = GroupedAttention(
-        AttentionShape.of(q(rows, dtype, dim), pool(dtype, dim)), rows, [config] * 2, torch.device("cpu")
-    )
+    shape = AttentionShape.of(q(rows, dtype, dim), pool(dtype, dim))
+    attention = GroupedAttention(shape, rows, [config] * passes, torch.device("cpu"))
     attention.plan([Segment(tuple(range(rows)), 40)], [Segment((r,), 5, list_begin=40) for r in range(rows)])
     queries, lse = q(rows, dtype, dim), torch.zeros(rows, HEADS)
     attention.run(queries, pool(dtype, dim), torch.arange(64).int(), 0.1, torch.empty_like(queries), lse)
@@ -212,6 +211,7 @@ CASES: dict[str, Callable[[], None]] = {
     "specialized attention of 64 rows": lambda: grouped(SPECIALIZED),
     "specialized attention of 64 rows, one program": lambda: grouped(AttentionConfig(64, 32, 4, 10, 1, None, True)),
     "specialized attention of 128 rows": lambda: grouped(AttentionConfig(128, 64, 4, 5, 1, None, True)),
+    "specialized attention in three passes": lambda: grouped(SPECIALIZED, passes=3),
     "specialized attention with heads of 64": lambda: grouped(SPECIALIZED, torch.float16, 64),
     "suffix_attention": suffix,
     "merge_state": merge,
