@@ -13,6 +13,7 @@ from prefix_kernels.anchor_selection.hopper_count_kernels import add_counts, add
 from prefix_kernels.anchor_selection.hopper_exchange_kernels import highest_of_columns, highest_of_two_steps
 from prefix_kernels.anchor_selection.hopper_product_kernels import (
     FEW_ROWS,
+    ask_for,
     barrier,
     load_words,
     product,
@@ -21,7 +22,7 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
 )
 from prefix_kernels.anchor_selection.hopper_sum_kernels import sum_item, sum_sample_item
 from prefix_kernels.anchor_selection.kernels import KEY_BITS
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.dependent_launch import let_the_next_kernel_come, wait_for_the_kernel_before
 from prefix_kernels.digit_counts import NUM_DIGITS
 from prefix_kernels.meetings import meet
 from prefix_kernels.pooled_scores.stretch_kernels import (
@@ -37,6 +38,7 @@ from prefix_kernels.top_k_selection.kernels import DIGIT_BITS, ordered_keys
 NEVER = gl.constexpr(2.0**30)
 """Units of scores: a row whose logarithm it is has no share in anything."""
 _wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
+_let_the_next_kernel_come = gluon.jit(let_the_next_kernel_come.fn)
 # What is summed is the same as in the kernel for all GPUs.
 _sum_step = gluon.jit(sum_step.fn)
 _num_summed = gluon.jit(num_summed.fn)
@@ -189,6 +191,11 @@ def score_items_hopper_kernel(
     _wait_for_the_kernel_before(OVERLAPPED)
     head = gl.program_id(1).to(gl.int64)
     num_heads = gl.num_programs(1)
+    # Tables of the first group come while it is found out which group it is: often it is that one.
+    ask_for(arrays_ptr)
+    ask_for(heads_ptr + head * 4)
+    ask_for(groups_ptr)
+    ask_for(rows_ptr)
     PIECES: gl.constexpr = CHANNELS // 32
     if BLOCK_M <= FEW_ROWS:
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
@@ -245,6 +252,9 @@ def score_items_hopper_kernel(
                 words = _first_words(codes, sizes)
                 if FIRST_PHASE == 1 and LAST_PHASE > 1:
                     _meet(arrived_ptr + row, chunk, num_chunks)
+                if LAST_PHASE > FIRST_PHASE:
+                    # All programs of this launch are on the GPU: none waits for one that the next launch keeps away.
+                    _let_the_next_kernel_come()
                 if LAST_PHASE >= 2:
                     _pool_item(
                         words, codes, query, put, stats, num_chunks, factor, unit, scores,

@@ -235,7 +235,10 @@ def select_kernel(
     OVERLAPPED: tl.constexpr,
 ):
     """Program (place, KV head): its items, of which only the first may be shared with other programs."""
-    wait_for_the_kernel_before(OVERLAPPED)
+    # Behind a launch of scores alone: tables are read before that has ended, which writes none of them.
+    LATE: tl.constexpr = FIRST_PHASE == 3 and LAST_PHASE == 4
+    if not LATE:
+        wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     for item in range(tl.program_id(0), max_items, tl.num_programs(0)):
@@ -265,6 +268,8 @@ def select_kernel(
             token_begin = tl.minimum(begin << block_shift, prefix_len)
             token_end = tl.minimum(end << block_shift, prefix_len)
             first_item = head * max_items + item - chunk
+            if LATE:
+                wait_for_the_kernel_before(OVERLAPPED)
 
             # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
             threshold = tl.full([], 0, tl.uint32)
@@ -350,6 +355,9 @@ def select_kernel(
                 for start in range(token_begin, token_end, TILE):
                     token = start + tl.arange(0, TILE)
                     listed = load_scores(scores, start, token_end, block_shift, TILE, TOKENS)
+                    if HAS_SLOTS and not (LISTED_ROWS and SOURCE != KEYS):
+                        # On their way while it is found out which of them are chosen.
+                        slot = tl.load(slot_table + token, mask=token < token_end, other=0)
                     keys = window_keys(listed, start, num_sink, recent_begin, KEY_BITS, TILE)
                     # Of a whole prefix no score was written, and any key will do.
                     keys = tl.where(selected < prefix_len, keys, 1)
@@ -360,7 +368,8 @@ def select_kernel(
                         position = tl.load(list_ptr + token, mask=chosen, other=0).to(tl.int32)
                     tl.store(positions + place, position, mask=chosen)
                     if HAS_SLOTS:
-                        slot = tl.load(slot_table + position, mask=chosen, other=0)
+                        if LISTED_ROWS and SOURCE != KEYS:
+                            slot = tl.load(slot_table + position, mask=chosen, other=0)
                         tl.store(slots + place, slot.to(tl.int32), mask=chosen)
                     if start + TILE < token_end:
                         tile_total = tl.sum(both, axis=0)
@@ -370,3 +379,6 @@ def select_kernel(
                     tl.store(counts_ptr + row, selected)
                 if PAD:
                     pad_list(positions, slots, selected + chunk * TILE, num_chunks * TILE, max_budget, HAS_SLOTS, TILE)
+    if LATE:
+        # Whoever has no item, too: this kernel's end says that the one before has ended.
+        wait_for_the_kernel_before(OVERLAPPED)

@@ -209,7 +209,10 @@ class AnchorSelection:
         for begin, last in ((first, _PHASES),) if joined else ((phase, phase) for phase in range(first, _PHASES + 1)):
             of_phases = {"FIRST_PHASE": begin, "LAST_PHASE": last}
             options = self._listing.launch_options(joined=joined)
-            launch(select_kernel, (self.programs_of_a_head, heads), {**arguments, **of_phases}, **options)
+            follows = joined and self.config.specialized
+            launch(
+                select_kernel, (self.programs_of_a_head, heads), {**arguments, **of_phases}, follows=follows, **options
+            )
 
     @property
     def listed(self) -> bool:

@@ -340,6 +340,8 @@ class CsaScores:
             },
             num_warps=4,
             num_stages=1,
+            # A product that is rounded only with the sum differs between threads that add the same two in turns.
+            enable_fp_fusion=False,
         )
         launch(
             score_tiles_kernel,

@@ -367,7 +367,9 @@ def score_stretch(
             )  # fmt: skip
         if POOL == 0:
             highest = tl.max(tl.max(peak, axis=0), axis=0)
-            mass = tl.sum(tl.sum(total * tl.exp2(peak - highest[None, None, :]), axis=0), axis=0)
+            # Rounded before they are added, not with the sum: else threads that add the same two in turns differ.
+            mass = tl.where(total > 0.0, total * tl.exp2(peak - highest[None, None, :]), 0.0)
+            mass = tl.sum(tl.sum(mass, axis=0), axis=0)
             tl.store(peak_ptr + stats + chunk * max_rows + m, highest, mask=live)
             tl.store(total_ptr + stats + chunk * max_rows + m, mass, mask=live)
         # The next tile reads what other threads of this program wrote.

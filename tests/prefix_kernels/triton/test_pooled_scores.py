@@ -99,7 +99,7 @@ def test_sums_of_a_sample_of_a_long_prefix(device: torch.device) -> None:
     count = 120_000
     q, keys = queries(1, 1, 16, torch.float32, device), codes(count, 1, 16, 4, device)
     shape = ScoreShape(1, 1, Source.LOW_BIT, 16, 4, sum_every=2)
-    scoring = PooledScores(shape, 1, 1, ScoreConfig(block_n=1024, num_chunks=3), device)
+    scoring = PooledScores(shape, 1, 1, ScoreConfig(block_n=1024 if INTERPRETED else 128, num_chunks=3), device)
     found = scored(scoring, q, uniform_group(1, count, 1, (None, keys.packed, keys.scale)), count)
     raw = block_scores_mean(q, dequantize(keys))
     close(found, pool_scores(raw, SM_SCALE, sum_every=2), torch.float32)
