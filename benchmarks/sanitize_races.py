@@ -2,9 +2,9 @@
 
 A kernel with `gl.warp_specialize` hands what its warp groups capture, and the number of the group's code, through
 shared memory: the first warps write, all threads meet at `barrier.sync 1`, the others read, all meet again. Racecheck
-reports the reads and writes on both sides of these barriers as races. `dispatched_kernel` does nothing else: what is
-reported of it is the tool's own finding, and the same, at the same two lines of another kernel, is counted apart.
-A line of a kernel's body is not among them.
+reports the reads and writes on both sides of these barriers as races. `dispatched_kernel` shares nothing but one copy,
+behind a barrier in memory: what is reported of its start is the tool's own finding, and the same, at the same two lines
+of another kernel, is counted apart. A line of a kernel's body is not among them.
 """
 
 from __future__ import annotations
@@ -18,34 +18,64 @@ from pathlib import Path
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
+_copy_to_shared = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
+"""Renamed after Triton 3.6."""
+ROWS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+COLUMNS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 _ENTRY = re.compile(r"(?:Error|Warning): Race reported between ")
 _END = re.compile(r"\n=========[ ]*(?:\n|$)")
 _ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+?):(\d+)")
 
 
 @gluon.jit
-def _put(out_ptr, value):
-    at = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.store(out_ptr + at, at + value)
+def _exchanged(numbers):
+    """Through shared memory and back, behind barriers of this warp group alone."""
+    for _ in range(3):
+        numbers = gl.convert_layout(gl.convert_layout(numbers, COLUMNS) + 1, ROWS)
+    return numbers
 
 
 @gluon.jit
-def dispatched_kernel(value_ptr, out_ptr):
-    """int32 [256]: two warp groups, each writes its 128 numbers; what they add is handed to them."""
-    value = gl.load(value_ptr)
-    gl.warp_specialize([(_put, (out_ptr, value)), (_put, (out_ptr + 128, value))], [4], [72])
+def _fetch(numbers_ptr, place, there, handed):
+    at = gl.arange(0, 512, ROWS)
+    _copy_to_shared(place, numbers_ptr + at)
+    hopper.async_copy.mbarrier_arrive(there, increment_count=False)
+    gl.store(numbers_ptr + 512 + at, _exchanged(at + handed))
+
+
+@gluon.jit
+def _take(numbers_ptr, place, there, handed):
+    hopper.mbarrier.wait(there, 0)
+    numbers = place.load(ROWS)
+    gl.store(numbers_ptr + 1024 + gl.arange(0, 512, ROWS), _exchanged(numbers + handed))
+
+
+@gluon.jit
+def dispatched_kernel(handed_ptr, numbers_ptr):
+    """int32 [1536]: one warp group copies the first 512 for the other one and writes the second ones, the other one the
+    last; the number that they add is handed to them, as are places in shared memory."""
+    handed = gl.load(handed_ptr)
+    numbers_ptr += gl.program_id(0) * 1536
+    place = gl.allocate_shared_memory(gl.int32, [512], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    there = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
+    hopper.mbarrier.init(there, count=128)
+    arguments = (numbers_ptr, place, there, handed)
+    gl.warp_specialize([(_take, arguments), (_fetch, arguments)], [4], [72])
 
 
 def dispatch() -> None:
-    """Launch it a few times, one program beside another."""
-    value, out = torch.ones(1, dtype=torch.int32, device="cuda"), torch.zeros(256, dtype=torch.int32, device="cuda")
+    """Launch it, several programs beside each other, three times."""
+    handed = torch.ones(1, dtype=torch.int32, device="cuda")
+    first = torch.arange(512, dtype=torch.int32, device="cuda")
+    numbers = torch.stack([first, first * 0, first * 0]).flatten().expand(8, -1).contiguous()
     for _ in range(3):
-        dispatched_kernel[(8,)](value, out, num_warps=4, maxnreg=256)
+        dispatched_kernel[(8,)](handed, numbers, num_warps=4, maxnreg=256)
     torch.cuda.synchronize()
-    wanted = torch.arange(256, dtype=torch.int32, device="cuda") % 128 + 1
-    if not torch.equal(out, wanted):
-        raise SystemExit(f"expected 1 to 128 twice of two warp groups, got {out.tolist()}")
+    wanted = torch.cat([first, first + 4, first + 4]).expand(8, -1)
+    if not torch.equal(numbers, wanted):
+        raise SystemExit(f"expected {wanted[0].tolist()} of two warp groups, got {numbers[0].tolist()}")
 
 
 @dataclass(frozen=True)

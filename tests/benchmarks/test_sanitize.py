@@ -127,11 +127,13 @@ def test_the_kernel_that_starts_its_warp_groups_apart_compiles_for_hopper(saniti
 
     from prefix_kernels.launching import Launch, compiled
 
-    values = {"value_ptr": torch.zeros(1).int(), "out_ptr": torch.zeros(256).int()}
+    values = {"handed_ptr": torch.zeros(1).int(), "numbers_ptr": torch.zeros(8 * 1536).int()}
     found = compiled(Launch(sanitize_races.dispatched_kernel, (8,), values, {"num_warps": 4, "maxnreg": 256}), 90)
     ptx = found.asm["ptx"]
-    assert ptx.count("barrier.sync") >= 6
-    assert ptx.index("st.shared") < ptx.index("barrier.sync")
+    assert ptx.count("barrier.sync \t1;") >= 6
+    assert all(
+        word in ptx for word in ("setmaxnreg", "cp.async.mbarrier.arrive.noinc", "bar.sync \t0, 128", "mbarrier")
+    )
 
 
 def test_a_case_that_takes_too_long_is_ended_with_all_that_it_started(sanitize: Any, tool: Any, tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def _shuffle(machine: Machine, one: Instruction) -> None:
 
 
 PLAIN_FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
-    **dict.fromkeys(("bar", "barrier", "fence", "griddepcontrol", "prefetch"), lambda machine, one: None),
+    **dict.fromkeys(("bar", "barrier", "fence", "griddepcontrol"), lambda machine, one: None),
     **dict.fromkeys(_PLAIN, _plain),
     "mov": _move,
     "ld": _transfer,

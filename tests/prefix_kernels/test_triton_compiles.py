@@ -325,21 +325,21 @@ def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:
 
 
 def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_kernel_before() -> None:
-    for case, count, meetings in (
-        ("specialized attention of 64 rows", 1, 1),
-        ("selection of tokens in one launch", 1, 3),
-        ("selection in two levels", 2, 3),
-        ("specialized selection of tokens", 2, 1),
+    """The listing of a selection comes while its scores are made, and writes nothing until they are."""
+    for case, follows, meetings in (
+        ("specialized attention of 64 rows", (False,), 1),
+        ("selection of tokens in one launch", (False,), 3),
+        ("selection in two levels", (False, False), 3),
+        ("specialized selection of tokens", (False, True), 1),
     ):
         with overlapped_launches():
-            found = launches(case)
-        assert len(found) == count
-        for one in found:
-            assert one.options["launch_cooperative_grid"] is True
-            assert "launch_pdl" not in one.options
-            ptx = compiled(one, 90).asm["ptx"]
-            assert "griddepcontrol.wait" not in ptx
-            assert ptx.count("atom.global.gpu.acq_rel") == meetings
+            found = [(one, compiled(one, 90).asm["ptx"]) for one in launches(case)]
+        for (one, ptx), later in zip(found, follows, strict=True):
+            before, wait, _ = ptx.partition("griddepcontrol.wait")
+            assert bool(wait) == one.options.get("launch_pdl", False) == later
+            assert not (wait and re.search(r"(st|red|atom)\.global", before))
+            assert ptx.count("atom.global.gpu.acq_rel") == meetings * one.options["launch_cooperative_grid"]
+        assert ("griddepcontrol.launch_dependents" in found[0][1]) == any(follows)
 
 
 def test_hopper_takes_codes_from_memory_to_the_tensor_cores_without_a_detour() -> None:

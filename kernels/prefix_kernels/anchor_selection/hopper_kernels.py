@@ -13,7 +13,6 @@ from prefix_kernels.anchor_selection.hopper_count_kernels import add_counts, add
 from prefix_kernels.anchor_selection.hopper_exchange_kernels import highest_of_columns, highest_of_two_steps
 from prefix_kernels.anchor_selection.hopper_product_kernels import (
     FEW_ROWS,
-    ask_for,
     barrier,
     load_words,
     product,
@@ -191,11 +190,6 @@ def score_items_hopper_kernel(
     _wait_for_the_kernel_before(OVERLAPPED)
     head = gl.program_id(1).to(gl.int64)
     num_heads = gl.num_programs(1)
-    # Tables of the first group come while it is found out which group it is: often it is that one.
-    ask_for(arrays_ptr)
-    ask_for(heads_ptr + head * 4)
-    ask_for(groups_ptr)
-    ask_for(rows_ptr)
     PIECES: gl.constexpr = CHANNELS // 32
     if BLOCK_M <= FEW_ROWS:
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])

@@ -38,14 +38,6 @@ def _powers(first: int, limit: int) -> list[int]:
 
 
 @gluon.jit
-def ask_for(ptr):
-    """Have the line of an address brought to the second level of caches; nobody waits for it."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, PIECE: gl.constexpr, sizes: gl.constexpr):
     """fp32 [BLOCK_M, 32]: a piece of the queries, times the channels' steps.
 

@@ -355,9 +355,6 @@ def select_kernel(
                 for start in range(token_begin, token_end, TILE):
                     token = start + tl.arange(0, TILE)
                     listed = load_scores(scores, start, token_end, block_shift, TILE, TOKENS)
-                    if HAS_SLOTS and not (LISTED_ROWS and SOURCE != KEYS):
-                        # On their way while it is found out which of them are chosen.
-                        slot = tl.load(slot_table + token, mask=token < token_end, other=0)
                     keys = window_keys(listed, start, num_sink, recent_begin, KEY_BITS, TILE)
                     # Of a whole prefix no score was written, and any key will do.
                     keys = tl.where(selected < prefix_len, keys, 1)
@@ -368,8 +365,7 @@ def select_kernel(
                         position = tl.load(list_ptr + token, mask=chosen, other=0).to(tl.int32)
                     tl.store(positions + place, position, mask=chosen)
                     if HAS_SLOTS:
-                        if LISTED_ROWS and SOURCE != KEYS:
-                            slot = tl.load(slot_table + position, mask=chosen, other=0)
+                        slot = tl.load(slot_table + position, mask=chosen, other=0)
                         tl.store(slots + place, slot.to(tl.int32), mask=chosen)
                     if start + TILE < token_end:
                         tile_total = tl.sum(both, axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,19 @@ CONFIG: dict[str, Any] = {
 }
 
 
+class RoundedQueries(TokenIndexSelector):
+    """With queries as sm_90's own kernel has them: times the channels' steps in INT8, one unit for a group's rows."""
+
+    def token_scores(self, arrays: Mapping[str, torch.Tensor], q: torch.Tensor, **options: Any) -> torch.Tensor:
+        channels, steps = arrays["channels"].long(), arrays["keys_scale"][None, :, None]
+        rows = q.float().unflatten(1, (KV_HEADS, GQA))
+        index = channels[None, :, None].expand(len(q), -1, GQA, -1)
+        products = rows.gather(3, index) * steps
+        unit = products.abs().amax(dim=(0, 2, 3), keepdim=True) / 127
+        rows = rows.scatter(3, index, (products / unit).round() * unit / steps)
+        return super().token_scores(arrays, rows.flatten(1, 2), **options)
+
+
 class Server:
     """A table of slots, KV of all layers, requests on indexed prefixes. Each layer of an fp8 pool has its scales."""
 
@@ -95,7 +109,8 @@ class Server:
             form=Form.SPLIT if INTERPRETED else Form.JOINED,
         )
         self.counters = Counters(LAYERS, device)
-        selector = TokenIndexSelector(SPEC, self.config.summed_every)
+        specialized = device.type == "cuda" and dtype is not torch.float32 and SPEC.kept_channels(dim) in (32, 64, 96)
+        selector = (RoundedQueries if specialized else TokenIndexSelector)(SPEC, self.config.summed_every)
         self.reference = GroupedDecode(self.config, selector, self.plan, self.counters)
         self.rows: dict[int, int] = {}
         self.lens: dict[int, int] = {}
@@ -232,7 +247,7 @@ def test_long_own_tokens_are_selected_from(
     dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
 ) -> None:
     """Beside requests with few of their own, with none of an index, and while indexes grow, come and go."""
-    server = Server(device, 4, dtype=dtype, kv_dtype=kv_dtype, dim=dim, private_dense_tokens=64)
+    server = Server(device, 5, dtype=dtype, kv_dtype=kv_dtype, dim=dim, private_dense_tokens=64)
     first, second = server.prefix(210), server.prefix(130)
     server.join(1, *first, 300)
     server.join(2, *first, 20)
