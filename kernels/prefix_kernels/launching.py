@@ -60,23 +60,34 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 _overlapped: ContextVar[bool] = ContextVar("overlapped", default=False)
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], *, follows: bool = False, **options: int | None
-) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int | None) -> None:
     """Start a kernel on the current stream; neither allocates nor waits.
 
     Args:
         kernel: a Triton function.
         grid: programs, up to three axes; nothing happens where one is 0.
         arguments: by parameter name, without `OVERLAPPED`, which every kernel has.
-        follows: behind the launch before it on the stream, which lets this one's programs come when all of its own
-            are on the GPU (`dependent_launch.let_the_next_kernel_come`): overlapped with it, wherever it is called.
         options: num_warps, num_stages, maxnreg, enable_fp_fusion; launch_cooperative_grid for programs that wait for
-            each other, which are overlapped with the kernel before only if this one `follows` it.
+            each other, which are never overlapped with the kernel before.
     """
+    _start(kernel, grid, arguments, options, _overlapped.get() and not options.get("launch_cooperative_grid"))
+
+
+def launch_behind(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int | None) -> None:
+    """As `launch`, but always overlapped with the launch before it on the stream, on sm_90.
+
+    That one lets this one's programs come when all of its own are on the GPU
+    (`dependent_launch.let_the_next_kernel_come`), so programs of either may wait for each other.
+    """
+    _start(kernel, grid, arguments, options, True)
+
+
+def _start(
+    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: dict[str, int | None], wanted: bool
+) -> None:
     if 0 in grid:
         return
-    overlapped = _can_overlap() and (follows or (_overlapped.get() and not options.get("launch_cooperative_grid")))
+    overlapped = wanted and _can_overlap()
     arguments = {**arguments, "OVERLAPPED": overlapped}
     if overlapped:
         options["launch_pdl"] = True

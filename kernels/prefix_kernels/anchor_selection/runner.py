@@ -13,7 +13,7 @@ from prefix_kernels.anchor_selection import specialized
 from prefix_kernels.anchor_selection.config import AnchorConfig, Form
 from prefix_kernels.anchor_selection.items import ITEM_FIELDS, make_items
 from prefix_kernels.anchor_selection.kernels import select_kernel
-from prefix_kernels.launching import block_of, launch, send
+from prefix_kernels.launching import block_of, launch, launch_behind, send
 from prefix_kernels.pooled_scores.tables import POOL, ScoredGroup, ScoreInputs, ScoreShape, ScoreTables, Source
 from prefix_kernels.top_k_selection.lists import SelectedLists, check_lists, new_lists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
@@ -209,10 +209,8 @@ class AnchorSelection:
         for begin, last in ((first, _PHASES),) if joined else ((phase, phase) for phase in range(first, _PHASES + 1)):
             of_phases = {"FIRST_PHASE": begin, "LAST_PHASE": last}
             options = self._listing.launch_options(joined=joined)
-            follows = joined and self.config.specialized
-            launch(
-                select_kernel, (self.programs_of_a_head, heads), {**arguments, **of_phases}, follows=follows, **options
-            )
+            start = launch_behind if joined and self.config.specialized else launch
+            start(select_kernel, (self.programs_of_a_head, heads), {**arguments, **of_phases}, **options)
 
     @property
     def listed(self) -> bool:
