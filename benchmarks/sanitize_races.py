@@ -2,9 +2,10 @@
 
 A kernel with `gl.warp_specialize` hands what its warp groups capture, and the number of the group's code, through
 shared memory: the first warps write, all threads meet at `barrier.sync 1`, the others read, all meet again. Racecheck
-reports the reads and writes on both sides of these barriers as races. `dispatched_kernel` shares nothing but one copy,
-behind a barrier in memory: what is reported of its start is the tool's own finding, and the same, at the same two lines
-of another kernel, is counted apart. A line of a kernel's body is not among them.
+may report the reads and writes on both sides of these barriers as races, where there are barriers in memory as well.
+`dispatched_kernel` shares nothing but a ring of copies behind such barriers: what is reported of its start is the tool's
+own finding, and the same, at the same two lines of another kernel, is counted apart. A line of a kernel's body is not
+among them, nor is anything that was not reported of this kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 _copy_to_shared = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
 """Renamed after Triton 3.6."""
 ROWS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+RING = gl.constexpr(3)
 COLUMNS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 _ENTRY = re.compile(r"(?:Error|Warning): Race reported between ")
 _END = re.compile(r"\n=========[ ]*(?:\n|$)")
@@ -38,30 +40,41 @@ def _exchanged(numbers):
 
 
 @gluon.jit
-def _fetch(numbers_ptr, place, there, handed):
+def _fetch(numbers_ptr, ring, full, free, handed, blocks):
     at = gl.arange(0, 512, ROWS)
-    _copy_to_shared(place, numbers_ptr + at)
-    hopper.async_copy.mbarrier_arrive(there, increment_count=False)
-    gl.store(numbers_ptr + 512 + at, _exchanged(at + handed))
+    for block in range(blocks):
+        place = block % RING
+        hopper.mbarrier.wait(free.index(place), (block // RING + 1) % 2)
+        _copy_to_shared(ring.index(place), numbers_ptr + block * 512 + at)
+        hopper.async_copy.mbarrier_arrive(full.index(place), increment_count=False)
+    gl.store(numbers_ptr + blocks * 512 + at, _exchanged(at + handed))
 
 
 @gluon.jit
-def _take(numbers_ptr, place, there, handed):
-    hopper.mbarrier.wait(there, 0)
-    numbers = place.load(ROWS)
-    gl.store(numbers_ptr + 1024 + gl.arange(0, 512, ROWS), _exchanged(numbers + handed))
+def _take(numbers_ptr, ring, full, free, handed, blocks):
+    total = gl.zeros([512], gl.int32, ROWS)
+    for block in range(blocks):
+        place = block % RING
+        hopper.mbarrier.wait(full.index(place), block // RING % 2)
+        total += ring.index(place).load(ROWS)
+        hopper.mbarrier.arrive(free.index(place), count=1)
+    gl.store(numbers_ptr + (blocks + 1) * 512 + gl.arange(0, 512, ROWS), _exchanged(total + handed))
 
 
 @gluon.jit
-def dispatched_kernel(handed_ptr, numbers_ptr):
-    """int32 [1536]: one warp group copies the first 512 for the other one and writes the second ones, the other one the
-    last; the number that they add is handed to them, as are places in shared memory."""
+def dispatched_kernel(handed_ptr, numbers_ptr, blocks):
+    """int32 [programs, blocks + 2, 512]: one warp group copies the first `blocks` into a ring and writes the last row
+    but one; the other one adds them up and writes the last one. What both add to them is handed to them."""
     handed = gl.load(handed_ptr)
-    numbers_ptr += gl.program_id(0) * 1536
-    place = gl.allocate_shared_memory(gl.int32, [512], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    there = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
-    hopper.mbarrier.init(there, count=128)
-    arguments = (numbers_ptr, place, there, handed)
+    numbers_ptr += gl.program_id(0) * (blocks + 2) * 512
+    barrier: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    ring = gl.allocate_shared_memory(gl.int32, [RING, 512], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [RING, 1], barrier)
+    free = gl.allocate_shared_memory(gl.int64, [RING, 1], barrier)
+    for place in gl.static_range(RING):
+        hopper.mbarrier.init(full.index(place), count=128)
+        hopper.mbarrier.init(free.index(place), count=1)
+    arguments = (numbers_ptr, ring, full, free, handed, blocks)
     gl.warp_specialize([(_take, arguments), (_fetch, arguments)], [4], [72])
 
 
@@ -69,13 +82,15 @@ def dispatch() -> None:
     """Launch it, several programs beside each other, three times."""
     handed = torch.ones(1, dtype=torch.int32, device="cuda")
     first = torch.arange(512, dtype=torch.int32, device="cuda")
-    numbers = torch.stack([first, first * 0, first * 0]).flatten().expand(8, -1).contiguous()
+    numbers = first.expand(8, 9, -1).contiguous()
     for _ in range(3):
-        dispatched_kernel[(8,)](handed, numbers, num_warps=4, maxnreg=256)
+        dispatched_kernel[(8,)](handed, numbers, 7, num_warps=4, maxnreg=256)
     torch.cuda.synchronize()
-    wanted = torch.cat([first, first + 4, first + 4]).expand(8, -1)
-    if not torch.equal(numbers, wanted):
-        raise SystemExit(f"expected {wanted[0].tolist()} of two warp groups, got {numbers[0].tolist()}")
+    for row, wanted in ((7, first + 4), (8, 7 * first + 4)):
+        if not torch.equal(numbers[:, row], wanted.expand(8, -1)):
+            raise SystemExit(
+                f"expected {wanted[:3].tolist()}... of a warp group, got {numbers[:, row, :3].tolist()}..."
+            )
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def test_the_kernel_that_starts_its_warp_groups_apart_compiles_for_hopper(saniti
 
     from prefix_kernels.launching import Launch, compiled
 
-    values = {"handed_ptr": torch.zeros(1).int(), "numbers_ptr": torch.zeros(8 * 1536).int()}
+    values = {"handed_ptr": torch.zeros(1).int(), "numbers_ptr": torch.zeros(8, 9, 512).int(), "blocks": 7}
     found = compiled(Launch(sanitize_races.dispatched_kernel, (8,), values, {"num_warps": 4, "maxnreg": 256}), 90)
     ptx = found.asm["ptx"]
     assert ptx.count("barrier.sync \t1;") >= 6

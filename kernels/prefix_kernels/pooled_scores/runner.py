@@ -43,7 +43,8 @@ class ScoreConfig:
             "BLOCK_K": 16 if halves else block_of(shape.row_units, 16),
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
-            "BLOCK_CHUNKS": min(block_of(self.num_chunks, 16), 32),
+            # Not of the number of chunks, on which the order of sums would depend.
+            "BLOCK_CHUNKS": 32,
             # Sixteen candidates to a warp, see the kernel's sums.
             "LANES": min(self.num_warps, self.block_n // 16),
             "STAGES": self.num_stages,
