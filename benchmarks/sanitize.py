@@ -244,7 +244,8 @@ def main() -> int:
             f"{shutil.which('compute-sanitizer')} and {torch.cuda.device_count()} devices; run it on a GPU's machine "
             "with the toolkit's bin folder on the path"
         )
-    version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True).stdout.split()[-1]
+    told = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True).stdout
+    version = (re.findall(r"(?i)version (\S+)", told) or [told.strip()])[0]
     origin = {
         "sanitizer": version,
         "runtime": args.runtime,

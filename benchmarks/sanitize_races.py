@@ -2,10 +2,10 @@
 
 A kernel with `gl.warp_specialize` hands what its warp groups capture, and the number of the group's code, through
 shared memory: the first warps write, all threads meet at `barrier.sync 1`, the others read, all meet again. Racecheck
-may report the reads and writes on both sides of these barriers as races, where there are barriers in memory as well.
-`dispatched_kernel` shares nothing but a ring of copies behind such barriers: what is reported of its start is the tool's
-own finding, and the same, at the same two lines of another kernel, is counted apart. A line of a kernel's body is not
-among them, nor is anything that was not reported of this kernel.
+may report the reads and writes on both sides of these barriers as races where there are barriers in memory as well.
+`dispatched_kernel` shares nothing but a ring of copies behind such barriers: what is reported of its start is the
+tool's own finding, and the same, at the same two lines of another kernel, is counted apart. A line of a kernel's body
+is not among them, nor is anything that was not reported of this kernel.
 """
 
 from __future__ import annotations

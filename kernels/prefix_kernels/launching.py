@@ -89,6 +89,8 @@ def _start(
         return
     overlapped = wanted and _can_overlap()
     arguments = {**arguments, "OVERLAPPED": overlapped}
+    # Triton 3.10 will have another default: products rounded before they are added, everywhere.
+    options = {"enable_fp_fusion": True} | options
     if overlapped:
         options["launch_pdl"] = True
     kept = _recording.get()

@@ -52,7 +52,7 @@ class SelectionTime(NamedTuple):
         return self.least_us == self.most_us
 
 
-_TOKENS, _BLOCKS, _BLOCKS_OF_16 = 59.2, 35.152, 40.448
+_TOKENS, _BLOCKS, _BLOCKS_OF_16 = 58.56, 35.552, 40.576
 _LISTS, _TOP_K = 473.36, 34.992
 _TWO_LEVEL_CSA, _TWO_LEVEL_BLOCKS = 575.824, 114.72
 _CANDIDATES = "timed with 56.6% of the prefix as candidates, 4 times the budget; a smaller budget has fewer"

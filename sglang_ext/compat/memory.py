@@ -50,10 +50,13 @@ def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, *
     off = any(getattr(args, name, False) for name in ("disable_cuda_graph", "disable_decode_cuda_graph"))
     promised = promised_bytes(settings.config, graphs=not off)
     if promised >= result:
+        config, named, lower = settings.config, "", ""
+        if config.private_dense_tokens is not None:
+            named, lower = f", private_index_bytes {config.private_index_bytes}", " or private_index_bytes"
         raise ValueError(
             f"--sparse-attn: expected more than {promised} bytes of device memory beside the weights, for indexes "
-            f"(index_gpu_bytes {settings.config.index_gpu_bytes}) and buffers; got {result}. Lower index_gpu_bytes in "
-            "--sparse-attn-config, set decode_path to exact (no indexes), or raise --mem-fraction-static."
+            f"(index_gpu_bytes {config.index_gpu_bytes}{named}) and buffers; got {result}. Lower index_gpu_bytes"
+            f"{lower} in --sparse-attn-config, set decode_path to exact (no indexes), or raise --mem-fraction-static."
         )
     if promised:
         logger.info(

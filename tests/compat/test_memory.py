@@ -69,3 +69,8 @@ def test_neither_a_cpu_nor_a_draft_worker_gives_any(tmp_path: Path, fields: dict
 def test_a_start_that_leaves_no_pool_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"index_gpu_bytes 4294967296.*got 1073741824.*Lower index_gpu_bytes"):
         after_profile_available_bytes(GIB, configurator(tmp_path, "{}"))
+    own = configurator(tmp_path, '{"private_dense_tokens": 512, "private_index_bytes": 7000}')
+    with pytest.raises(
+        ValueError, match=r"private_index_bytes 7000\).*Lower index_gpu_bytes or private_index_bytes in"
+    ):
+        after_profile_available_bytes(GIB, own)
