@@ -8,8 +8,9 @@ Each kernel is looked at in some of the GPU's tests of one file, in a process of
 left alone. Memory comes from CUDA itself (`PYTORCH_NO_CUDA_MEMORY_CACHING`), so that a read behind a tensor is
 one behind an allocation. First memcheck and racecheck have to find the error that was planted for each in a kernel of
 this file: else its silence would say nothing, and the run ends. (The other tools have none.) What racecheck reports of
-a kernel that only starts its warp groups apart is counted as `of the dispatch`, and as no error: `sanitize_races.py`
-says why. Exit status 1 where a case has an error, fails its tests, runs none, or launches the kernel never.
+the code by which Triton starts warp groups apart is counted as `of the dispatch`, and as no error, if in all that was
+launched reads and writes are at different times there: `sanitize_races.py` says how that is found out. Exit status 1
+where a case has an error, fails its tests, runs none, or launches the kernel never.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_rows import commit, driver, installed
-from sanitize_races import Access, dispatch, races
+from sanitize_races import races
 from tqdm import tqdm
 
 from prefix_kernels.digit_counts import COUNTS
@@ -122,10 +123,7 @@ def planted_race_kernel(out_ptr, BLOCK: tl.constexpr):  # noqa: N803
 
 
 def plant(tool: str) -> None:
-    """Launch the kernel whose error a tool has to find, or the one that starts its warp groups apart."""
-    if tool == "dispatch":
-        dispatch()
-        return
+    """Launch the kernel whose error a tool has to find."""
     out = torch.zeros(256, dtype=torch.int32, device="cuda")
     if tool == "racecheck":
         planted_race_kernel[(1,)](out, BLOCK=256, num_warps=8)
@@ -141,17 +139,8 @@ PLANTED = {
 """By tool, the kernel in which it has to find an error, and how it calls that."""
 
 
-def sanitize(
-    tool: str, kernel: str, command: Sequence[str], seconds: float, known: frozenset[Access] = frozenset()
-) -> dict[str, Any]:
+def sanitize(tool: str, kernel: str, command: Sequence[str], seconds: float) -> dict[str, Any]:
     """Run a command of Python's under a tool of the sanitizer's.
-
-    Args:
-        tool: of the sanitizer's.
-        kernel: that it looks at.
-        command: Python's arguments.
-        seconds: after which it has failed.
-        known: what racecheck reports of a dispatch of warp groups; a race of such accesses only is no error.
 
     Returns:
         errors (None where the tool said nothing), races of the dispatch, tests that passed, whether any failed,
@@ -174,7 +163,8 @@ def sanitize(
         os.killpg(job.pid, signal.SIGKILL)  # the tests, too, which hold the GPU's memory
         told, _ = job.communicate()
     errors = [int(count) for count in _ERRORS.findall(told)]
-    dispatched = sum(bool(race) and race <= known for race in races(told, kernel, ROOT / "kernels"))
+    apart = re.search(rf"dispatch of {kernel}, [1-9]\d* variants: apart$", told, re.MULTILINE)
+    dispatched = sum(race.dispatch for race in races(told, kernel, ROOT / "kernels")) if apart else 0
     summaries = [line for line in told.splitlines() if _PASSED.search(line)]
     row = {
         "errors": max(errors) - dispatched if errors else None,
@@ -189,24 +179,13 @@ def sanitize(
     return row if silent else row | {"told": told.splitlines()[-_TOLD:]}
 
 
-def known_races(seconds: float) -> frozenset[Access]:
-    """What racecheck reports of a kernel that only starts its warp groups apart."""
-    found = sanitize("racecheck", "dispatched_kernel", [__file__, "--plant", "dispatch"], seconds)
-    told = "\n".join(found.get("told", []))
-    if found["errors"] is None or found["status"] not in (0, FOUND):
-        raise SystemExit(f"{told}\nexpected racecheck to look at dispatched_kernel, got exit status {found['status']}")
-    print(f"racecheck: {found['errors']} reports of a kernel that only starts its warp groups apart")
-    found_in = races(told, "dispatched_kernel", ROOT / "benchmarks")
-    return frozenset(access for race in found_in for access in race if access.part != "body")
-
-
-def run_case(args: argparse.Namespace, known: frozenset[Access], what: tuple[str, str, Case]) -> dict[str, Any]:
+def run_case(args: argparse.Namespace, what: tuple[str, str, Case]) -> dict[str, Any]:
     """One kernel of a case under one tool."""
     tool, kernel, case = what
     file = ROOT / "tests" / "prefix_kernels" / case.file
     plugins = ["-p", "no:cacheprovider", "-p", Path(sanitize_launches.__file__).stem]
     pytest = ["-m", "pytest", "-o", "addopts=", "-q", *plugins, "-k", case.tests, str(file)]
-    row = sanitize(tool, kernel, pytest, args.case_seconds, known if tool == "racecheck" else frozenset())
+    row = sanitize(tool, kernel, pytest, args.case_seconds)
     ended = row["status"] == 0 or (row["status"] == FOUND and row["of the dispatch"] > 0)
     good = row["errors"] == 0 and ended and not row["failed"] and row["passed"] > 0 and row["launches"] > 0
     return {"good": good, "tool": tool, "kernel": kernel, "file": case.file, "tests": case.tests, **row}
@@ -267,11 +246,9 @@ def main() -> int:
         print(f"{tool}: finds the error planted in {kernel}")
     chosen = [(kernel, case) for case in CASES for kernel in case.kernels if not args.only or kernel in args.only]
     work = [(tool, *one) for tool in args.tools for one in chosen]
-    hopper = torch.cuda.get_device_capability() >= (9, 0)
-    known = known_races(args.case_seconds) if hopper and "racecheck" in args.tools else frozenset()
     failed = 0
     with ThreadPoolExecutor(args.jobs) as pool, Path(args.out).open("a") as file:
-        for row in tqdm(pool.map(partial(run_case, args, known), work), total=len(work), unit="case"):
+        for row in tqdm(pool.map(partial(run_case, args), work), total=len(work), unit="case"):
             file.write(json.dumps({**row, **origin}) + "\n")
             file.flush()
             failed += not row["good"]

@@ -1,118 +1,94 @@
-"""What racecheck reports of the code with which Triton starts warp groups apart, and why that is no race of ours.
+"""Races that racecheck reports of the code with which Triton starts warp groups apart.
 
 A kernel with `gl.warp_specialize` hands what its warp groups capture, and the number of the group's code, through
-shared memory: the first warps write, all threads meet at `barrier.sync 1`, the others read, all meet again. Racecheck
-may report the reads and writes on both sides of these barriers as races where there are barriers in memory as well.
-`dispatched_kernel` shares nothing but a ring of copies behind such barriers: what is reported of its start is the
-tool's own finding, and the same, at the same two lines of another kernel, is counted apart. A line of a kernel's body
-is not among them, nor is anything that was not reported of this kernel.
+shared memory: the first warps write, all threads meet at `barrier.sync 1`, the others read, all meet again. In kernels
+that have barriers in memory, too, racecheck reports these reads and writes as races of each other. Whether they are is
+told by the code itself: `phases` counts the barriers before each of them, along all ways through what was compiled. If
+reads and writes are never in the same phase, a race of two of them is none, and `sanitize.py` counts it apart. Nothing
+at a line of a kernel's body is among them.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
-
-_copy_to_shared = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
-"""Renamed after Triton 3.6."""
-ROWS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-RING = gl.constexpr(3)
-COLUMNS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 _ENTRY = re.compile(r"(?:Error|Warning): Race reported between ")
 _END = re.compile(r"\n=========[ ]*(?:\n|$)")
-_ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+?):(\d+)")
+_REPORTED = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+?):(\d+)")
+_LABEL = re.compile(r"^([\w$]+):")
+_JUMP = re.compile(r"^(@!?%\w+ )?bra(?:\.uni)?\s+([\w$]+);")
+_ACCESS = re.compile(r"^(?:@!?%\w+ )?(ld|st)\.shared\S*\s")
+START_TO_END = 3
+"""Barriers from one start of the warp groups to the next: they begin, have read what they were handed, have ended."""
+APART = {"ld": {1}, "st": {0}}
+"""Phases of reads and of writes, as Triton has them."""
 
 
-@gluon.jit
-def _exchanged(numbers):
-    """Through shared memory and back, behind barriers of this warp group alone."""
-    for _ in range(3):
-        numbers = gl.convert_layout(gl.convert_layout(numbers, COLUMNS) + 1, ROWS)
-    return numbers
+def phases(ptx: str, path: Path, lines: Collection[int]) -> dict[str, set[int]]:
+    """When shared memory is read and written where warp groups are started.
 
+    Args:
+        ptx: of a kernel.
+        path: of its source file.
+        lines: of that file, as `parts` names them.
 
-@gluon.jit
-def _fetch(numbers_ptr, ring, full, free, handed, blocks):
-    at = gl.arange(0, 512, ROWS)
-    for block in range(blocks):
-        place = block % RING
-        hopper.mbarrier.wait(free.index(place), (block // RING + 1) % 2)
-        _copy_to_shared(ring.index(place), numbers_ptr + block * 512 + at)
-        hopper.async_copy.mbarrier_arrive(full.index(place), increment_count=False)
-    gl.store(numbers_ptr + blocks * 512 + at, _exchanged(at + handed))
+    Returns:
+        Of reads ("ld") and writes ("st") at these lines, how many `barrier.sync 1` there are before them, modulo
+        `START_TO_END`, on any way from the beginning. All threads take part in each of them, so what is in another
+        phase is at another time.
 
-
-@gluon.jit
-def _take(numbers_ptr, ring, full, free, handed, blocks):
-    total = gl.zeros([512], gl.int32, ROWS)
-    for block in range(blocks):
-        place = block % RING
-        hopper.mbarrier.wait(full.index(place), block // RING % 2)
-        total += ring.index(place).load(ROWS)
-        hopper.mbarrier.arrive(free.index(place), count=1)
-    gl.store(numbers_ptr + (blocks + 1) * 512 + gl.arange(0, 512, ROWS), _exchanged(total + handed))
-
-
-@gluon.jit
-def dispatched_kernel(handed_ptr, numbers_ptr, blocks):
-    """int32 [programs, blocks + 2, 512]: one warp group copies the first `blocks` into a ring and writes the last row
-    but one; the other one adds them up and writes the last one. What both add to them is handed to them."""
-    handed = gl.load(handed_ptr)
-    numbers_ptr += gl.program_id(0) * (blocks + 2) * 512
-    barrier: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    ring = gl.allocate_shared_memory(gl.int32, [RING, 512], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [RING, 1], barrier)
-    free = gl.allocate_shared_memory(gl.int64, [RING, 1], barrier)
-    for place in gl.static_range(RING):
-        hopper.mbarrier.init(full.index(place), count=128)
-        hopper.mbarrier.init(free.index(place), count=1)
-    arguments = (numbers_ptr, ring, full, free, handed, blocks)
-    gl.warp_specialize([(_take, arguments), (_fetch, arguments)], [4], [72])
-
-
-def dispatch() -> None:
-    """Launch it, several programs beside each other, three times."""
-    handed = torch.ones(1, dtype=torch.int32, device="cuda")
-    first = torch.arange(512, dtype=torch.int32, device="cuda")
-    numbers = first.expand(8, 9, -1).contiguous()
-    for _ in range(3):
-        dispatched_kernel[(8,)](handed, numbers, 7, num_warps=4, maxnreg=256)
-    torch.cuda.synchronize()
-    for row, wanted in ((7, first + 4), (8, 7 * first + 4)):
-        if not torch.equal(numbers[:, row], wanted.expand(8, -1)):
-            raise SystemExit(
-                f"expected {wanted[:3].tolist()}... of a warp group, got {numbers[:, row, :3].tolist()}..."
-            )
-
-
-@dataclass(frozen=True)
-class Access:
-    """Attributes:
-    kind: "Read" or "Write".
-    part: "start" (the line of the kernel's `def`), "dispatch" (that of a `gl.warp_specialize`), or "body".
+    Raises:
+        ValueError: that barrier is used by some of the threads, or the file is not in the text once.
     """
+    numbers = re.findall(rf'^\s*\.file\s+(\d+) "[^"]*{path.parent.name}/{path.name}"', ptx, re.MULTILINE)
+    if len(numbers) != 1:
+        raise ValueError(f"expected {path.name} in the PTX's table of files, once, got it {len(numbers)} times")
+    code = [re.sub(r"\s*//.*", "", line).strip() for line in ptx[ptx.index("\n{") :].splitlines()]
+    labels: dict[str, list[int]] = defaultdict(list)
+    here: list[bool] = []
+    for at, line in enumerate(code):
+        if found := _LABEL.match(line):
+            labels[found[1]].append(at)
+        if re.match(r"barrier\.sync\s+1,|bar\.sync\s+1\b|barrier\.cta", line):
+            raise ValueError(f"expected barrier 1 as one of all threads, got {line}")
+        place = re.match(r"\.loc\s+(\d+) (\d+)", line)
+        here.append((place[1] == numbers[0] and int(place[2]) in lines) if place else bool(here) and here[-1])
+    known: list[set[int]] = [set() for _ in code]
+    todo = [(0, 0)]
+    while todo:
+        at, phase = todo.pop()
+        if at >= len(code) or phase in known[at]:
+            continue
+        known[at].add(phase)
+        if re.match(r"barrier\.sync\s+1;", code[at]):
+            phase = (phase + 1) % START_TO_END
+        jump = _JUMP.match(code[at])
+        if jump:
+            # A label of an inline block is there once for each block.
+            todo.append((min(labels[jump[2]], key=lambda to, at=at: abs(to - at)), phase))
+        if not (jump and not jump[1]) and not re.match(r"(ret|trap|exit);", code[at]):
+            todo.append((at + 1, phase))
+    found_in: dict[str, set[int]] = {"ld": set(), "st": set()}
+    for line, ours, of in zip(code, here, known, strict=True):
+        if ours and (access := _ACCESS.match(line)):
+            found_in[access[1]] |= of
+    return found_in
 
-    kind: str
-    part: str
 
-
-def parts(source: str, kernel: str) -> dict[int, str]:
-    """By line of a source file, which part of a kernel's dispatch stands there. Other lines are its body."""
+def parts(source: str, kernel: str) -> set[int]:
+    """Lines of a source file at which a kernel starts its warp groups; none for a kernel without."""
     for one in ast.walk(ast.parse(source)):
         if isinstance(one, ast.FunctionDef) and one.name == kernel:
-            # The call, and an `if` that chooses between two: the compiler names either.
+            # The call, and an `if` that chooses between two: the compiler names either, or the beginning.
             calls = {part.lineno for part in ast.walk(one) if _dispatches(part)}
             calls |= {part.lineno for part in ast.walk(one) if isinstance(part, ast.If) and _dispatches(part.body[0])}
-            return {one.lineno: "start"} | dict.fromkeys(calls, "dispatch") if calls else {}
-    return {}
+            return calls and calls | {one.lineno}
+    return set()
 
 
 def _dispatches(node: ast.AST) -> bool:
@@ -124,21 +100,30 @@ def _dispatches(node: ast.AST) -> bool:
     )
 
 
-def races(told: str, kernel: str, folder: Path) -> Iterator[frozenset[Access]]:
-    """What is told of each race of a kernel.
+@dataclass(frozen=True)
+class Race:
+    """Attributes:
+    accesses: how many are named.
+    dispatch: whether all of them stand where the kernel starts its warp groups.
+    """
+
+    accesses: int
+    dispatch: bool
+
+
+def races(told: str, kernel: str, folder: Path) -> Iterator[Race]:
+    """What racecheck's report says of a kernel.
 
     Args:
-        told: racecheck's report.
+        told: the report.
         kernel: that it looked at.
         folder: of source files, searched with all below it for the kernel's.
     """
     found = {path.name: parts(path.read_text(), kernel) for path in sorted(folder.rglob("*.py")) if _has(path, kernel)}
     for entry in _ENTRY.split(told)[1:]:
-        accesses = _ACCESS.findall(_END.split(entry)[0])
-        yield frozenset(
-            Access(kind, found.get(Path(file).name, {}).get(int(line), "body") if name == kernel else "body")
-            for kind, name, file, line in accesses
-        )
+        named = _REPORTED.findall(_END.split(entry)[0])
+        at_start = [name == kernel and int(line) in found.get(Path(file).name, ()) for _, name, file, line in named]
+        yield Race(len(named), len(named) > 1 and all(at_start))
 
 
 def _has(path: Path, kernel: str) -> bool:

@@ -56,84 +56,49 @@ CLEAN = "echo '========= ERROR SUMMARY: 0 errors'; echo '3 passed in 1s'; echo '
 def test_what_counts_as_clean(sanitize: Any, tool: Any, script: str, status: int, good: bool) -> None:
     tool(script, status)
     case = sanitize.Case(("a_kernel",), "triton/test_slot_lists.py", "follow")
-    row = sanitize.run_case(argparse.Namespace(case_seconds=20.0), frozenset(), ("memcheck", "a_kernel", case))
+    row = sanitize.run_case(argparse.Namespace(case_seconds=20.0), ("memcheck", "a_kernel", case))
     assert row["good"] == good
     assert ("told" in row) == (status != 0 or row["errors"] != 0)
 
 
-def report(sanitize: Any, others: str = "", body: bool = False, count: int = 2) -> str:
-    """Of racecheck's, on Hopper's attention: reads and writes where its warp groups are started."""
+def report(body: bool, apart: bool, others: str, count: int) -> str:
+    """Of racecheck's, on Hopper's attention: a read and a write where its warp groups are started."""
     import sanitize_races
 
-    file = "hopper_kernels.py"
+    kernel, file = "attend_items_hopper_kernel", "hopper_kernels.py"
     source = (ROOT / "kernels" / "prefix_kernels" / "grouped_attention" / file).read_text()
-    lines = sanitize_races.parts(source, "attend_items_hopper_kernel")
-    start, dispatch = (min(line for line, part in lines.items() if part == one) for one in ("start", "dispatch"))
-    assert dispatch - start > 50
-    kernel = "attend_items_hopper_kernel"
+    start = min(sanitize_races.parts(source, kernel))
     second = start + 20 if body else start
     return f"""
 .========= Error: Race reported between Read access at {kernel}+0x190 in {file}:{start}
 =========     and Write access at {kernel}+0x2130 in {file}:{second} [4 hazards]
-=========     and Write access at {kernel}+0xc800 in {file}:{dispatch} [3 hazards]
-=========
-========= Error: Race reported between Write access at {kernel}+0x21e0 in {file}:{start}
-=========     and Read access at {kernel}+0x240 in {file}:{start} [16 hazards]
 =========
 launched {kernel} 7 times
+dispatch of {kernel}, 2 variants: {"apart" if apart else "not apart: [...]"}
 3 passed{others} in 1s
 ========= RACECHECK SUMMARY: {count} hazards displayed ({count} errors, 0 warnings)"""
 
 
 @pytest.mark.parametrize(
-    ("what", "errors", "good"),
-    [({}, 0, True), ({"others": ", 1 failed"}, 0, False), ({"body": True}, 1, False), ({"count": 3}, 1, False)],
-    ids=["of the dispatch only", "a failed test", "a line of the body", "more than are told"],
+    ("body", "apart", "others", "count", "errors", "good"),
+    [
+        (False, True, "", 1, 0, True),
+        (False, True, ", 1 failed", 1, 0, False),
+        (True, True, "", 1, 1, False),
+        (False, False, "", 1, 1, False),
+        (False, True, "", 2, 1, False),
+    ],
+    ids=["of the dispatch only", "a failed test", "a line of the body", "at the same time", "more than are told"],
 )
 def test_races_of_the_dispatch_of_warp_groups_are_counted_apart(
-    sanitize: Any, tool: Any, what: dict[str, Any], errors: int, good: bool
+    sanitize: Any, tool: Any, body: bool, apart: bool, others: str, count: int, errors: int, good: bool
 ) -> None:
-    import sanitize_races
-
-    tool("cat <<'END'\n" + report(sanitize, **what) + "\nEND", 86)
-    pairs = (("Read", "start"), ("Write", "start"), ("Write", "dispatch"))
-    known = frozenset(sanitize_races.Access(*pair) for pair in pairs)
+    tool("cat <<'END'\n" + report(body, apart, others, count) + "\nEND", 86)
     case = sanitize.Case(("attend_items_hopper_kernel",), "test_specialized_attention.py", "share_a_launch")
     work = ("racecheck", "attend_items_hopper_kernel", case)
-    row = sanitize.run_case(argparse.Namespace(case_seconds=20.0), known, work)
-    assert (row["errors"], row["good"]) == (errors, good)
-    assert not sanitize.run_case(argparse.Namespace(case_seconds=20.0), frozenset(), work)["good"]
-
-
-def test_a_kernel_that_starts_its_warp_groups_apart_tells_what_is_reported_of_that(sanitize: Any, tool: Any) -> None:
-    import sanitize_races
-
-    lines = sanitize_races.parts((ROOT / "benchmarks" / "sanitize_races.py").read_text(), "dispatched_kernel")
-    start, dispatch = sorted(lines)
-    one = f"Race reported between Read access at dispatched_kernel+0x10 in sanitize_races.py:{start}"
-    other = f"and Write access at dispatched_kernel+0x20 in sanitize_races.py:{dispatch} [1 hazards]"
-    summary = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
-    tool(f"echo '========= Error: {one}'; echo '=========     {other}'; echo '{summary}'", 86)
-    known = sanitize.known_races(20.0)
-    assert known == {sanitize_races.Access("Read", "start"), sanitize_races.Access("Write", "dispatch")}
-    tool("echo broken", 1)
-    with pytest.raises(SystemExit, match="exit status 1"):
-        sanitize.known_races(20.0)
-
-
-def test_the_kernel_that_starts_its_warp_groups_apart_compiles_for_hopper(sanitize: Any) -> None:
-    import sanitize_races
-    import torch
-
-    from prefix_kernels.launching import Launch, compiled
-
-    values = {"handed_ptr": torch.zeros(1).int(), "numbers_ptr": torch.zeros(8, 9, 512).int(), "blocks": 7}
-    found = compiled(Launch(sanitize_races.dispatched_kernel, (8,), values, {"num_warps": 4, "maxnreg": 256}), 90)
-    ptx = found.asm["ptx"]
-    assert ptx.count("barrier.sync \t1;") >= 6
-    assert all(
-        word in ptx for word in ("setmaxnreg", "cp.async.mbarrier.arrive.noinc", "bar.sync \t0, 128", "mbarrier")
-    )
+    row = sanitize.run_case(argparse.Namespace(case_seconds=20.0), work)
+    assert (row["errors"], row["of the dispatch"], row["good"]) == (errors, int(apart and not body), good)
+    assert "told" in row
 
 
 def test_a_case_that_takes_too_long_is_ended_with_all_that_it_started(sanitize: Any, tool: Any, tmp_path: Path) -> None:
@@ -162,8 +127,25 @@ def test_launches_are_counted(sanitize: Any, monkeypatch: pytest.MonkeyPatch) ->
     import sanitize_launches
     from triton.runtime.jit import JITFunction
 
-    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: (args, kwargs))
+    from prefix_kernels.launching import compiled
+    from tests.prefix_kernels.test_triton_compiles import launches
+
+    (attend,) = launches("specialized attention of 64 rows")
+    kernel = compiled(attend, 90)
+    monkeypatch.setattr(JITFunction, "run", lambda *_args, **_kwargs: kernel)
     monkeypatch.setattr(sanitize_launches, "_launched", type(sanitize_launches._launched)())
+    monkeypatch.setattr(sanitize_launches, "_variants", type(sanitize_launches._variants)(dict))
     sanitize_launches.pytest_configure()
-    assert sanitize.planted_race_kernel[(3,)](5, BLOCK=2) is not None
-    assert sanitize_launches._launched == {"planted_race_kernel": 1}
+    assert sanitize.planted_race_kernel[(3,)](5, BLOCK=2) is kernel
+    attend.kernel[(3,)](5)
+    attend.kernel[(3,)](6)
+    assert sanitize_launches._launched == {"planted_race_kernel": 1, "attend_items_hopper_kernel": 2}
+    lines: list[str] = []
+    reporter = argparse.Namespace(write_line=lines.append)
+    sanitize_launches.pytest_terminal_summary(reporter)
+    assert lines[-1] == "dispatch of attend_items_hopper_kernel, 1 variants: apart"
+    assert lines[:2] == ["launched attend_items_hopper_kernel 2 times", "launched planted_race_kernel 1 times"]
+    kernel.asm["ptx"] = kernel.asm["ptx"].replace("barrier.sync", "bar.warp.sync")
+    sanitize_launches._variants[attend.kernel.fn][0] = kernel.asm["ptx"]
+    sanitize_launches.pytest_terminal_summary(reporter)
+    assert lines[-1].startswith("dispatch of attend_items_hopper_kernel, 2 variants: not apart: [{")

@@ -63,7 +63,7 @@ def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CH
         totals = tl.load(total_ptr + where, mask=there, other=0.0, cache_modifier=".cg")
         higher = tl.maximum(highest, tl.max(peaks, axis=0))
         # Rounded before they are added, not with the sum: else threads that add the same two in turns differ.
-        scaled = tl.where(totals > 0.0, tl.exp2(peaks - higher[None, :]) * totals, 0.0)
+        scaled = tl.where(totals == 0.0, 0.0, tl.exp2(peaks - higher[None, :]) * totals)
         total = total * tl.exp2(highest - higher) + tl.sum(scaled, axis=0)
         highest = higher
     # Such a row says nothing: everything is less than +inf.
@@ -370,7 +370,7 @@ def score_stretch(
         if POOL == 0:
             highest = tl.max(tl.max(peak, axis=0), axis=0)
             # Rounded before they are added, as in `_row_lse`.
-            mass = tl.where(total > 0.0, total * tl.exp2(peak - highest[None, None, :]), 0.0)
+            mass = tl.where(total == 0.0, 0.0, total * tl.exp2(peak - highest[None, None, :]))
             mass = tl.sum(tl.sum(mass, axis=0), axis=0)
             tl.store(peak_ptr + stats + chunk * max_rows + m, highest, mask=live)
             tl.store(total_ptr + stats + chunk * max_rows + m, mass, mask=live)
