@@ -167,7 +167,7 @@ def sanitize(tool: str, kernel: str, command: Sequence[str], seconds: float) -> 
     dispatched = sum(race.dispatch for race in races(told, kernel, ROOT / "kernels")) if apart else 0
     summaries = [line for line in told.splitlines() if _PASSED.search(line)]
     row = {
-        "errors": max(errors) - dispatched if errors else None,
+        "errors": sum(errors) - dispatched if errors else None,
         "of the dispatch": dispatched,
         "passed": int(_PASSED.findall(summaries[-1])[0]) if summaries else 0,
         "failed": any(word in line for line in summaries for word in ("failed", "error")),

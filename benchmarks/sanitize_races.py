@@ -121,9 +121,11 @@ def races(told: str, kernel: str, folder: Path) -> Iterator[Race]:
     """
     found = {path.name: parts(path.read_text(), kernel) for path in sorted(folder.rglob("*.py")) if _has(path, kernel)}
     for entry in _ENTRY.split(told)[1:]:
-        named = _REPORTED.findall(_END.split(entry)[0])
+        text = _END.split(entry)[0]
+        named = _REPORTED.findall(text)
         at_start = [name == kernel and int(line) in found.get(Path(file).name, ()) for _, name, file, line in named]
-        yield Race(len(named), len(named) > 1 and all(at_start))
+        accesses = len(re.findall(r"\baccess at\b", text))
+        yield Race(accesses, accesses > 1 and accesses == len(named) and all(at_start))
 
 
 def _has(path: Path, kernel: str) -> bool:

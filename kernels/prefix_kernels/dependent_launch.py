@@ -2,8 +2,8 @@
 
 Hopper's programmatic dependent launch takes the start of a kernel off the clock: its programs are on the GPU when the
 kernel before them ends. Whatever that one wrote may only be read after `wait_for_the_kernel_before`, so it stands
-before the first read or write of memory in each kernel (a test looks for it in what is compiled). `launching.launch`
-sets it.
+before the first read or write of memory in each kernel (a test looks for it in what is compiled); in one that is
+started by `launching.launch_behind`, before the first one of what the launch before it writes. `launching` sets it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class Launch:
         kernel: the Triton function.
         grid: programs.
         arguments: by parameter name, compile-time ones included.
-        options: of the compiler and the launch: num_warps, num_stages, maxnreg, launch_cooperative_grid.
+        options: of the compiler and the launch: num_warps, num_stages, maxnreg, enable_fp_fusion, launch_pdl,
+            launch_cooperative_grid.
     """
 
     kernel: Any
@@ -131,7 +132,8 @@ def block_of(size: int, least: int = 1) -> int:
 def overlapped_launches(overlapped: bool = True) -> Iterator[None]:
     """Within the block, in this thread, kernels are launched while the one before them on the stream still runs.
 
-    Each waits for it before it touches memory, see `dependent_launch`. A graph that was captured so stays so; the run
+    Each waits for it before it touches memory, see `dependent_launch`; what `launch_behind` starts is so in and out of
+    such a block. A graph that was captured so stays so; the run
     that compiles before a capture must be in such a block, too. Before sm_90 nothing is overlapped.
 
     Args:

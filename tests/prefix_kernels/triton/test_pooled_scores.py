@@ -189,6 +189,23 @@ def test_exact_keys(rows: int, gqa: int, dim: int, dtype: torch.dtype, stored: b
     close(scores, reference, dtype)
 
 
+@pytest.mark.parametrize("num_chunks", [2, 3])
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_a_key_that_is_no_number_leaves_no_share_to_its_head(
+    pooling: Pooling, num_chunks: int, device: torch.device
+) -> None:
+    """Of none of its tokens, however they are cut: a sum without that key would make shares of the rest."""
+    q, keys = queries(2, 8, 64, torch.float32, device), queries(70, 2, 64, torch.float32, device)
+    keys[33, 0, 5] = torch.nan
+    kv, slots = paged_kv(keys, keys)
+    shape = ScoreShape(8, 2, Source.KEYS, 64, pooling=pooling)
+    scoring = PooledScores(shape, 2, 1, ScoreConfig(block_n=32, num_chunks=num_chunks), device)
+    scores = scored(scoring, q, uniform_group(2, 70, 2), 70, k_cache=kv.k_cache, lists=slots)
+    assert not scores[0].isfinite().any()
+    reference = pool_scores(block_scores_mean(q, keys.transpose(0, 1)), SM_SCALE, pooling)
+    close(scores[1], reference[1], torch.float32)
+
+
 @pytest.mark.parametrize("block_m", [1, 4, 16])
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_raw_scores_with_holes_and_silent_rows(pooling: Pooling, block_m: int, device: torch.device) -> None:

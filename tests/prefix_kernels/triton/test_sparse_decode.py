@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from prefix_kernels.anchor_selection import Form
+from prefix_kernels.anchor_selection.config import fits_specialized
+from prefix_kernels.pooled_scores import ScoreShape, Source
 from prefix_kernels.types import PagedKV
 from sglang_ext.attention.attentions import LayerShape
 from sglang_ext.attention.decode import GroupedDecode
@@ -109,7 +111,9 @@ class Server:
             form=Form.SPLIT if INTERPRETED else Form.JOINED,
         )
         self.counters = Counters(LAYERS, device)
-        specialized = device.type == "cuda" and dtype is not torch.float32 and SPEC.kept_channels(dim) in (32, 64, 96)
+        kept = ScoreShape(KV_HEADS * GQA, KV_HEADS, Source.LOW_BIT, SPEC.kept_channels(dim))
+        halves = device.type == "cuda" and dtype is not torch.float32
+        specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept, False)
         selector = (RoundedQueries if specialized else TokenIndexSelector)(SPEC, self.config.summed_every)
         self.reference = GroupedDecode(self.config, selector, self.plan, self.counters)
         self.rows: dict[int, int] = {}
