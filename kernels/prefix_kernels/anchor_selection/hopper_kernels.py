@@ -154,6 +154,37 @@ def _pool_item(
 
 
 @gluon.jit
+def _first_tables(group_ptr, head_ptr, array_ptr):
+    """What the tables say of a group and KV head: first request, requests, candidates, row, score, and addresses."""
+    return (
+        gl.load(group_ptr),
+        gl.load(group_ptr + 1),
+        gl.load(head_ptr),
+        gl.load(head_ptr + 1),
+        gl.load(head_ptr + 3),
+        gl.load(array_ptr),
+        gl.load(array_ptr + 1),
+        gl.load(array_ptr + 2),
+    )
+
+
+@gluon.jit
+def _tables(group_ptr, head_ptr, array_ptr, wanted, known):
+    """The same, where it is `wanted`; else what is known."""
+    begin, num_rows, count, row, score, channels, packed, scale = known
+    return (
+        gl.load(group_ptr, mask=wanted, other=begin),
+        gl.load(group_ptr + 1, mask=wanted, other=num_rows),
+        gl.load(head_ptr, mask=wanted, other=count),
+        gl.load(head_ptr + 1, mask=wanted, other=row),
+        gl.load(head_ptr + 3, mask=wanted, other=score),
+        gl.load(array_ptr, mask=wanted, other=channels),
+        gl.load(array_ptr + 1, mask=wanted, other=packed),
+        gl.load(array_ptr + 2, mask=wanted, other=scale),
+    )
+
+
+@gluon.jit
 def score_items_hopper_kernel(
     q_ptr,  # [batch, num_qo_heads, head_dim]
     rows_ptr,  # int32 [batch], batch rows by group
@@ -202,22 +233,26 @@ def score_items_hopper_kernel(
     for item in range(gl.program_id(0), max_items, gl.num_programs(0)):
         fields = items_ptr + item * ITEM_FIELDS
         group = gl.load(fields)
+        chunk = gl.load(fields + 1).to(gl.int32)
+        num_chunks = gl.load(fields + 2).to(gl.int32)
+        prefix_len = gl.load(fields + 3).to(gl.int32)
+        selected = gl.load(fields + 4).to(gl.int32)
+        num_sink = gl.load(fields + 5).to(gl.int32)
+        recent_begin = gl.load(fields + 6).to(gl.int32)
+        # Tables of the first group come while it is found out which group it is: often it is that one.
+        of_first = _first_tables(groups_ptr, heads_ptr + head * 4, arrays_ptr)
         if group >= 0:
-            chunk = gl.load(fields + 1).to(gl.int32)
-            num_chunks = gl.load(fields + 2).to(gl.int32)
-            prefix_len = gl.load(fields + 3).to(gl.int32)
-            selected = gl.load(fields + 4).to(gl.int32)
-            num_sink = gl.load(fields + 5).to(gl.int32)
-            recent_begin = gl.load(fields + 6).to(gl.int32)
             row = group * num_heads + head
-            row_begin = gl.load(groups_ptr + group * 4)
-            num_rows = gl.load(groups_ptr + group * 4 + 1)
-            count = gl.load(heads_ptr + row * 4).to(gl.int32)
-            first_row = gl.load(heads_ptr + row * 4 + 1).to(gl.int32)
-            scores = (scores_ptr + gl.load(heads_ptr + row * 4 + 3), num_sink, recent_begin)
-            channels_ptr = gl.load(arrays_ptr + group * 5).to(gl.pointer_type(gl.int16)) + head * CHANNELS
-            packed_ptr = gl.multiple_of(gl.load(arrays_ptr + group * 5 + 1).to(gl.pointer_type(gl.int32)), 16)
-            scale_ptr = gl.load(arrays_ptr + group * 5 + 2).to(gl.pointer_type(gl.float32)) + head * CHANNELS
+            other = group != 0
+            row_begin, num_rows, count, first_row, first_score, channels_at, packed_at, scale_at = _tables(
+                groups_ptr + group * 4, heads_ptr + row * 4, arrays_ptr + group * 5, other, of_first
+            )
+            count = count.to(gl.int32)
+            first_row = first_row.to(gl.int32)
+            scores = (scores_ptr + first_score, num_sink, recent_begin)
+            channels_ptr = channels_at.to(gl.pointer_type(gl.int16)) + head * CHANNELS
+            packed_ptr = gl.multiple_of(packed_at.to(gl.pointer_type(gl.int32)), 16)
+            scale_ptr = scale_at.to(gl.pointer_type(gl.float32)) + head * CHANNELS
             stretch = gl.cdiv(gl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
             begin = gl.minimum(chunk * stretch, count)
             end = gl.minimum(begin + stretch, count)
