@@ -17,6 +17,7 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
     load_words,
     product,
     put_queries,
+    queries_layout,
     right_sides,
 )
 from prefix_kernels.anchor_selection.hopper_sum_kernels import sum_item, sum_sample_item
@@ -128,7 +129,7 @@ def _pool_item(
         parts: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [NUM_WARPS, 1], [1, 0])
     else:
         parts: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_M, BLOCK_M // 4], [NUM_WARPS, 1], [1, 0])
-    q_smem, _, _, _, _, of_group, _ = query
+    q_smem, of_group = query[0], query[5]
     peak_ptr, total_ptr, max_rows = put
     _, num_rows, _ = of_group
     tiles = gl.cdiv(num_rows * GQA, BLOCK_M)
@@ -230,6 +231,7 @@ def score_items_hopper_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
     factor = sm_scale * LOG2E
+    rows: gl.constexpr = gl.SliceLayout(1, queries_layout(NUM_WARPS))
     for item in range(gl.program_id(0), max_items, gl.num_programs(0)):
         fields = items_ptr + item * ITEM_FIELDS
         group = gl.load(fields)
@@ -240,6 +242,8 @@ def score_items_hopper_kernel(
         num_sink = gl.load(fields + 5).to(gl.int32)
         recent_begin = gl.load(fields + 6).to(gl.int32)
         # Tables of the first group come while it is found out which group it is: often it is that one.
+        m = gl.arange(0, BLOCK_M, rows)
+        first_rows = gl.load(rows_ptr + m // GQA, mask=m < max_rows, other=0)
         of_first = _first_tables(groups_ptr, heads_ptr + head * 4, arrays_ptr)
         if group >= 0:
             row = group * num_heads + head
@@ -261,7 +265,10 @@ def score_items_hopper_kernel(
                 codes = (packed_ptr, first_row, begin, end)
                 of_group = (row_begin, num_rows, head)
                 strides = (q_stride_row, q_stride_head)
-                query = (q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides)
+                of_rows = (q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides)
+                query = of_rows + ((first_rows, group == 0),)
+                # Not kept until then.
+                query_again = of_rows + ((gl.zeros([BLOCK_M], gl.int32, rows), group < 0),)
                 put = (peak_ptr, total_ptr, max_rows)
                 own = stats + chunk * max_rows
                 unit = factor
@@ -286,6 +293,6 @@ def score_items_hopper_kernel(
                     _let_the_next_kernel_come()
                 if LAST_PHASE >= 2:
                     _pool_item(
-                        words, codes, query, put, stats, num_chunks, factor, unit, scores,
+                        words, codes, query_again, put, stats, num_chunks, factor, unit, scores,
                         all_at_least_ptr + row * NUM_DIGITS, FIRST_PHASE == 2, SUM_EVERY, BLOCK_CHUNKS, sizes,
                     )  # fmt: skip

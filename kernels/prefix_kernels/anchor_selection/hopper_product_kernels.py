@@ -37,6 +37,12 @@ def _powers(first: int, limit: int) -> list[int]:
     return [first << shift for shift in range((max(limit // first, 1)).bit_length() - 1)]
 
 
+@gluon.constexpr_function
+def queries_layout(num_warps):
+    """How threads share out a piece of the queries, [BLOCK_M, 32]."""
+    return gl.BlockedLayout([1, 2], [2, 16], [num_warps, 1], [1, 0])
+
+
 @gluon.jit
 def _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, PIECE: gl.constexpr, sizes: gl.constexpr):
     """fp32 [BLOCK_M, 32]: a piece of the queries, times the channels' steps.
@@ -73,15 +79,17 @@ def put_queries(query, tile, factor, sizes: gl.constexpr):
     BLOCK_M: gl.constexpr = sizes[1]
     PIECES: gl.constexpr = sizes[3]
     NUM_WARPS: gl.constexpr = sizes[4]
-    q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides = query
+    q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides, known_rows = query
+    first_rows, is_first = known_rows
     row_begin, num_rows, head = of_group
     q_stride_row, q_stride_head = strides
-    layout: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [NUM_WARPS, 1], [1, 0])
+    layout: gl.constexpr = queries_layout(NUM_WARPS)
     m = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     k = gl.arange(0, 32, gl.SliceLayout(0, layout))
     of_piece = k % 16 // 4 * 8 + k % 4 * 2 + k // 16
     live = m < num_rows * GQA
-    row = gl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(gl.int64)
+    wanted = live & ((tile > 0) | ~is_first)
+    row = gl.load(rows_ptr + row_begin + m // GQA, mask=wanted, other=first_rows).to(gl.int64)
     base = q_ptr + row * q_stride_row + (head * GQA + m % GQA) * q_stride_head
     # All pieces are loaded before any is stored: between stores there are barriers.
     q0 = _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, 0, sizes)

@@ -185,7 +185,7 @@ def sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
     """The first phase of an item where not all candidates are summed. Returns the unit of the last tile's scores."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
-    q_smem, _, _, _, _, of_group, _ = query
+    q_smem, of_group = query[0], query[5]
     _, _, begin, _, _ = summed
     _, num_rows, _ = of_group
     unit = factor
@@ -205,7 +205,7 @@ def sum_item(codes, query, put, own, factor, sizes: gl.constexpr):
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
     packed_ptr, first_row, begin, end = codes
-    q_smem, _, _, _, _, of_group, _ = query
+    q_smem, of_group = query[0], query[5]
     _, num_rows, _ = of_group
     last = first_row + end - 1
     unit = factor
