@@ -152,8 +152,8 @@ def overlapped_launches(overlapped: bool = True) -> Iterator[None]:
     """Within the block, in this thread, kernels are launched while the one before them on the stream still runs.
 
     Each waits for it before it touches memory, see `dependent_launch`; what `launch_behind` starts is so in and out of
-    such a block. A graph that was captured so stays so; the run
-    that compiles before a capture must be in such a block, too. Before sm_90 nothing is overlapped.
+    such a block. A graph that was captured so stays so; the run that compiles before a capture must be in such a block,
+    too. Before sm_90 nothing is overlapped.
 
     Args:
         overlapped: False: not, as outside of any such block.
