@@ -74,7 +74,8 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
         options: num_warps, num_stages, maxnreg, enable_fp_fusion; launch_cooperative_grid for programs that wait for
             each other, which are never overlapped with the kernel before.
     """
-    _start(kernel, grid, arguments, options, _overlapped.get() and not options.get("launch_cooperative_grid"))
+    wanted = _overlapped.get() and not options.get("launch_cooperative_grid")
+    _start(kernel, grid, arguments, options, wanted and _can_overlap())
 
 
 def launch_behind(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int | None) -> None:
@@ -88,11 +89,10 @@ def launch_behind(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, An
 
 
 def _start(
-    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: dict[str, int | None], wanted: bool
+    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: dict[str, int | None], overlapped: bool
 ) -> None:
     if 0 in grid:
         return
-    overlapped = wanted and _can_overlap()
     arguments = {**arguments, "OVERLAPPED": overlapped}
     # Triton 3.10 will have another default: products rounded before they are added, everywhere.
     options = {"enable_fp_fusion": True} | options
