@@ -231,7 +231,8 @@ def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
 
     Times are in ms. `prompt_tokens` and `cached_tokens` are (least, most) of all requests: as the tokenizer of
     `bench_serving` counts them (SGLang 0.5.16: of the first turn), and as the server found them in its prefix cache. By
-    turn: medians over the conversations.
+    turn: medians over the conversations. `private_keep_ratio` is the server's, since its start; None where nothing was
+    selected from requests' own tokens.
 
     Raises:
         RuntimeError: a request failed, or did not find what it shares in the prefix cache.
@@ -258,6 +259,7 @@ def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
         turns = range(sizes["turns"])
         row["ttft_ms_by_turn"] = [1e3 * median(found["ttfts"][turn :: len(turns)]) for turn in turns]
         row["tpot_ms_by_turn"] = [_tpot_ms(found["itls"][turn :: len(turns)]) for turn in turns]
+    row["private_keep_ratio"] = _state(found).get("private_keep_ratio")
     return row | {name: counted(found)[name] - counted(before)[name] for name in counted(found)}
 
 
@@ -274,5 +276,10 @@ def counted(result: Row) -> dict[str, int]:
     """Steps that the plugin attended until a pass was over, exactly and sparsely, and requests that found an index; 0
     in a stock server.
     """
-    state = result["server_info"]["internal_states"][0].get("sparse_attn") or {}
+    state = _state(result)
     return {name: int(state.get(name, 0)) for name in ("shared_steps", "sparse_steps", "hits")}
+
+
+def _state(result: Row) -> Row:
+    """The plugin's part of the server's state when a pass was over; empty in a stock server."""
+    return result["server_info"]["internal_states"][0].get("sparse_attn") or {}

@@ -154,7 +154,7 @@ def result(**more: Any) -> dict[str, Any]:
     }
     found |= {"cached_tokens": [64, 80, 64, 80], "itls": [[0.01, 0.03], [0.05, 0.05], [0.02, 0.02], [0.03, 0.03]]}
     found |= {f"{of}_{name}_ms": 1.0 for name in ("ttft", "tpot", "itl") for of in ("median", "p99")}
-    state = {"shared_steps": 9, "sparse_steps": 2, "hits": 1}
+    state = {"shared_steps": 9, "sparse_steps": 2, "hits": 1, "private_keep_ratio": 0.25}
     return {**found, "server_info": {"internal_states": [{"sparse_attn": state}]}, **more}
 
 
@@ -163,6 +163,7 @@ def test_a_row_is_what_the_measured_pass_found(bench: SimpleNamespace) -> None:
     before = {"server_info": {"internal_states": [{"sparse_attn": {"shared_steps": 4, "sparse_steps": 2}}]}}
     found = bench.runs.figures([{}, before, result()], sizes, 16)
     assert (found["shared_steps"], found["sparse_steps"], found["hits"]) == (5, 0, 1)
+    assert found["private_keep_ratio"] == 0.25
     assert found["ttft_ms_by_turn"] == pytest.approx([200.0, 300.0])
     assert found["tpot_ms_by_turn"] == pytest.approx([20.0, 40.0])
     for times, by_turn in (([[], [], [0.02, 0.02], []], [20.0, None]), ([[]] * 4, [None, None])):  # all tokens at once
@@ -171,7 +172,8 @@ def test_a_row_is_what_the_measured_pass_found(bench: SimpleNamespace) -> None:
     found = bench.runs.figures([{}, before, result()], sizes, 16)
     assert (found["prompt_tokens"], found["cached_tokens"]) == ([70, 70], [64, 80])
     stock = {"server_info": {"internal_states": [{}]}}
-    assert bench.runs.figures([stock, result(**stock)], sizes, 16)["shared_steps"] == 0
+    found = bench.runs.figures([stock, result(**stock)], sizes, 16)
+    assert (found["shared_steps"], found["private_keep_ratio"]) == (0, None)
 
 
 def test_a_row_that_would_not_be_what_it_says_is_none(bench: SimpleNamespace) -> None:
