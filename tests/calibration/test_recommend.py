@@ -18,7 +18,7 @@ from sglang_ext.calibration.recommend import (
     recommend,
     served_budget,
 )
-from sglang_ext.calibration.step_time import attention_us, selection_time
+from sglang_ext.calibration.step_time import EXACT_US, attention_us, selection_time
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
 from sglang_ext.indexing.combined import TwoLevelSpec, UnionSpec
@@ -36,6 +36,9 @@ RECIPES = {
     "union": UnionSpec(),
 }
 RATIOS = (0.05, 0.1, 0.2)
+TOKENS, TWO_LEVEL = selection_time(TokenIndexSpec()), selection_time(TwoLevelSpec())
+assert TOKENS is not None
+assert TWO_LEVEL is not None
 
 
 def table(stored=0.1, **errors):
@@ -83,7 +86,7 @@ def test_the_default_recipes_are_those_that_were_timed():
 
 
 def test_the_default_stays_unless_another_takes_clearly_less_time():
-    """An eighth of the layers selects: 7.4 us for the token index, 5.1 for blocks, 59 to 72 for two levels."""
+    """An eighth of the layers selects: about 7 us for the token index, 5 for blocks, 60 to 70 for two levels."""
     rows = table(two_level=(0.4, 0.32, 0.2), token_index=(0.4, 0.32, 0.2), ab_sparse=(0.4, 0.36, 0.2))
     stays = chosen(rows, "token_index", "ab_sparse", "two_level")
     assert stays.name == "token_index"
@@ -91,7 +94,7 @@ def test_the_default_stays_unless_another_takes_clearly_less_time():
     said = (
         "no recipe surely takes clearly less; token_index reaches an output error of 0.32 in the worst prompt with "
         f"10.0% kept and takes "
-        f"{58.56 / 8 + attention:.1f} us per layer of a step then (12.5% of the layers select; 131,072 tokens"
+        f"{TOKENS.most_us / 8 + attention:.1f} us per layer of a step then (12.5% of the layers select; 131,072 tokens"
     )
     assert said in stays.reason
     assert "8 requests" in stays.reason
@@ -99,12 +102,12 @@ def test_the_default_stays_unless_another_takes_clearly_less_time():
     slow = chosen(rows, "two_level", "token_index")
     assert slow.name == "token_index"
     assert slow.spec["channel_ratio"] == 0.75
-    bounds = f"two_level {473.36 / 8 + attention:.1f} to {575.824 / 8 + attention:.1f} us"
+    bounds = f"two_level {TWO_LEVEL.least_us / 8 + attention:.1f} to {TWO_LEVEL.most_us / 8 + attention:.1f} us"
     assert bounds in slow.reason
 
 
 def test_where_every_layer_selects_blocks_win_with_a_larger_budget():
-    rows = table(token_index=(0.2, 0.1, 0.0), ab_sparse=(0.9, 0.4, 0.2))
+    rows = table(token_index=(0.2, 0.1, 0.0), ab_sparse=(0.9, 0.34, 0.2))
     assert chosen(rows, "token_index", "ab_sparse").name == "token_index"
     blocks = chosen(rows, "token_index", "ab_sparse", anchor_share=1.0)
     assert (blocks.name, blocks.keep_ratio) == ("ab_sparse", 0.2)
@@ -116,7 +119,7 @@ def test_the_time_is_that_of_the_least_keep_ratio_that_reaches_the_error():
     choice = chosen(table(token_index=(0.64, 0.16, 0.1)), "token_index")
     # Half of the way between 5% and 10% on log axes.
     keep = math.sqrt(0.05 * 0.1)
-    assert f"with {keep:.1%} kept and takes {58.56 / 8 + attention_us(keep):.1f} us" in choice.reason
+    assert f"with {keep:.1%} kept and takes {TOKENS.most_us / 8 + attention_us(keep):.1f} us" in choice.reason
     assert choice.keep_ratio == 0.1, "a budget that was measured"
 
 
@@ -169,7 +172,7 @@ def test_where_no_recipe_reaches_the_error_the_least_at_the_largest_budget_count
 
 def test_a_step_that_takes_longer_than_exact_attention_is_told():
     choice = chosen(table(two_level=(0.4, 0.32, 0.2)), "two_level", anchor_share=1.0)
-    assert "no less than exact attention's 132.3" in choice.reason
+    assert f"no less than exact attention's {EXACT_US:.1f}" in choice.reason
 
 
 @pytest.mark.parametrize(
