@@ -224,7 +224,7 @@ def main() -> int:
             "with the toolkit's bin folder on the path"
         )
     told = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True).stdout
-    version = (re.findall(r"\d+\.\d+(?:\.\d+)+", told) or [told.strip()])[0]
+    version = (re.findall(r"(?i)version (\S+)", told) or [told.strip()])[0]
     origin = {
         "sanitizer": version,
         "runtime": args.runtime,

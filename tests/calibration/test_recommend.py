@@ -107,7 +107,7 @@ def test_the_default_stays_unless_another_takes_clearly_less_time():
 
 
 def test_where_every_layer_selects_blocks_win_with_a_larger_budget():
-    rows = table(token_index=(0.2, 0.1, 0.0), ab_sparse=(0.9, 0.34, 0.2))
+    rows = table(token_index=(0.2, 0.1, 0.0), ab_sparse=(0.9, 0.325, 0.2))
     assert chosen(rows, "token_index", "ab_sparse").name == "token_index"
     blocks = chosen(rows, "token_index", "ab_sparse", anchor_share=1.0)
     assert (blocks.name, blocks.keep_ratio) == ("ab_sparse", 0.2)
