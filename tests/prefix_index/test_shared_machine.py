@@ -34,6 +34,7 @@ class SharedMachine(StoreMachine):
         self.patch.setattr(link, "FIRST_AWAY_S", 0.0)
         self.patch.setattr(outbox, "FIRST_RETRY_S", 0.0001)
         self.clock = Clock()
+        self.lost: set[str] = set()
         self.folder = Path(tempfile.mkdtemp())
         self.blobs = Shaky()
         local = FileStore(self.folder, create=True, clock=self.clock)
@@ -48,6 +49,10 @@ class SharedMachine(StoreMachine):
 
     def is_here(self, key: Key) -> bool:
         return self.shared.local.contains(identity_of(*key))
+
+    def is_known_bad(self, key: Key) -> bool:
+        """Reported, and still there: local keeps it out of sight until it is opened again, whatever remote loses."""
+        return any(identity_of(*key).digest in str(problem.path) for problem in self.shared.local.problems())
 
     @precondition(lambda self: not self.blobs.fails)
     @rule(pages=PAGES, tenant=TENANT)
@@ -67,12 +72,13 @@ class SharedMachine(StoreMachine):
         """Some of the values, by place: how many there are depends on how far removals in the background came."""
         names = sorted(name for name in self.blobs.names("prefix_index") if not name.endswith(".lease"))
         if names:
-            for place in places:
-                self.blobs.delete(names[place % len(names)])
+            for name in {names[place % len(names)] for place in places}:
+                self.blobs.delete(name)
+                self.lost.add(name.removeprefix("prefix_index/").split(".")[0])
             assert flushed(self.shared)
             self.shared.rescan()
-            for key in (*self.model, *self.expired, *self.reported):
-                if not self.is_here(key) and not self.shared.contains(identity_of(*key)) and key not in self.expired:
+            for key in (*self.model, *self.reported):
+                if not self.is_here(key) and not self.shared.contains(identity_of(*key)) and not self.is_known_bad(key):
                     self.drop(key)
 
     @rule()
@@ -94,10 +100,11 @@ class SharedMachine(StoreMachine):
     def collect(self) -> None:
         """What only remote holds may have been lost, or wait there until it is back."""
         removed = {entry.digest for entry in self.store.collect()}
-        expired = {identity_of(*key).digest: key for key in self.expired}
-        assert removed <= set(expired)
-        for digest in removed:
-            self.drop(expired[digest])
+        gone = {identity_of(*key).digest: key for key in (*self.expired, *self.reported)}
+        assert removed <= {*gone, *self.lost}, "or some of it was lost, and remote has removed the rest"
+        for digest in removed & set(gone):
+            if not self.is_known_bad(gone[digest]):
+                self.drop(gone[digest])
 
     @rule(pages=PAGES, tenant=TENANT)
     def delete(self, pages: int, tenant: str | None) -> None:
