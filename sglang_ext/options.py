@@ -64,8 +64,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members
             change searches anew.
         private_dense_tokens: of a request's own tokens behind an indexed prefix the last so many, or half of them, are
-            attended in full; the others are selected from, by the rules of a prefix and in every step. null: all in
-            full. Of `token_index` only.
+            attended in full; the others are selected from, by the rules of a prefix. null: all in full. Of
+            `token_index` only.
         private_index_bytes: device bytes for indexes of such tokens, promised with that key only; the longest ones
             have them, the others' tokens are attended in full.
         max_keep_ratio: cap of a group's grown budget, as a fraction of the prefix.

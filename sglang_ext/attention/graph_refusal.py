@@ -16,14 +16,15 @@ def graph_refusal(
     """Why indexes cannot be used inside decode graphs with these settings; None if they can."""
     if not isinstance(spec, TokenIndexSpec):
         return f"method {spec.method} has no kernels in the decode graph yet; token_index has"
-    if config.search_period > 1:
-        return f"search_period {config.search_period} is not in the decode graph yet; 1 is"
     if any(dense_heads):
         return "dense heads of the profile are not in the decode graph yet"
     latest: int | None = None
     for number, role in enumerate(plan.layers):
         if role.mode is LayerMode.ANCHOR:
             latest = number
-        if role.anchor_layer is not None and role.anchor_layer != latest:
-            return f"layer {number} reuses layer {role.anchor_layer}, not the last one that selects ({latest})"
+        if role.anchor_layer is not None and role.anchor_layer != latest and config.search_period == 1:
+            return (
+                f"layer {number} reuses layer {role.anchor_layer}, not the last one that selects ({latest}): lists of "
+                "all anchors are kept with a search_period above 1 only"
+            )
     return None

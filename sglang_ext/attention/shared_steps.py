@@ -45,6 +45,8 @@ class Path(str, Enum):
 
     EXACT = "grouped"
     SPARSE = "sparse"
+    KEPT = "kept"
+    """Sparsely, by what an earlier step selected (`search_period`)."""
 
 
 class SharedView(Protocol):
@@ -92,7 +94,8 @@ class SharedSteps:
         ranks: Ranks | None = None,
     ) -> None:
         ranks = ranks or OneRank()
-        self._path = config.decode_path
+        self._path, self._search_period = config.decode_path, config.search_period
+        self._kept_steps = 0
         self._private_rules = PrivateRules.of(config)
         self._anchors = [i for i, role in enumerate(layer_plan.layers) if role.mode is LayerMode.ANCHOR]
         self._view = view
@@ -126,25 +129,29 @@ class SharedSteps:
         self._decode = SharedDecode(shape, self._tracker, arena_size, view.device, min_saved, captured=graphs)
         if graphs and config.decode_path is not DecodePath.EXACT:
             from sglang_ext.attention.graph_refusal import graph_refusal
+            from sglang_ext.attention.list_sets import ListsTooLargeError
             from sglang_ext.attention.sparse_decode import SparseDecode
 
             message = graph_refusal(config, spec, layer_plan, dense_heads)
             if message:
                 logger.warning("sparse attention: indexes are not used inside decode graphs: %s", message)
                 return
-            self.sparse = SparseDecode(
-                shape,
-                config,
-                spec,
-                layer_plan,
-                self._tracker,
-                arena_size=arena_size,
-                max_prefix_len=view.req_to_token.shape[1],
-                device=view.device,
-                captured=True,
-                beside=self._decode.attentions,
-                ranks=ranks,
-            )
+            try:
+                self.sparse = SparseDecode(
+                    shape,
+                    config,
+                    spec,
+                    layer_plan,
+                    self._tracker,
+                    arena_size=arena_size,
+                    max_prefix_len=view.req_to_token.shape[1],
+                    device=view.device,
+                    captured=True,
+                    beside=self._decode.attentions,
+                    ranks=ranks,
+                )
+            except ListsTooLargeError as error:
+                logger.warning("sparse attention: indexes are not used inside decode graphs: %s", error)
 
     def refuse(self, why: str) -> None:
         """Serve no step from now on; the log says why, once."""
@@ -173,18 +180,14 @@ class SharedSteps:
             forward_batch: SGLang's, of a decode step.
             usable: the ready index of a request, if it has one; asked only where decode steps replay graphs.
         """
-        rids, lens = forward_batch.rids, forward_batch.seq_lens_cpu
-        if self._decode is None or self.refusal or lens is None or not rids or len(rids) != forward_batch.batch_size:
+        batch = self._batch(forward_batch)
+        if batch is None:
+            if self.sparse is not None:
+                self.sparse.forget_search()
             return None
+        assert self._decode is not None
+        rids, seq_lens = forward_batch.rids, batch.seq_lens
         attachments = [self._requests.get(rid) for rid in rids]
-        serials = [None if one is None or one.reason in ALONE else one.serial for one in attachments]
-        repeated = len({serial for serial in serials if serial is not None}) < len(serials) - serials.count(None)
-        if repeated or len(rids) > self._tracker.max_batch:
-            return None  # beam batches: rows are not one request each
-        seq_lens = lens.tolist()
-        batch = DecodeBatch(
-            serials, seq_lens, self._view.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens
-        )
         self._tracker.learn(batch)
         ready = [usable(one) for one in attachments] if self._view.decode_graphs else []
         if self.sparse is not None:
@@ -192,7 +195,7 @@ class SharedSteps:
             private = self._private(attachments, ready, batch)
             if self.sparse.prepare(batch, ready, private, forced=self._path is DecodePath.SPARSE):
                 self._count_sparse(len(rids))
-                return Path.SPARSE
+                return Path.SPARSE if self.sparse.searches else Path.KEPT
             why = "cost_model" if self.sparse.too_dear else "unsupported_mode"
             for one, index in zip(attachments, ready, strict=True):
                 if one is not None and index is not None and why not in one.reported:
@@ -204,8 +207,22 @@ class SharedSteps:
             self._counters.count_step(0, len(rids), 0)
         return Path.EXACT if used else None
 
+    def _batch(self, forward_batch: Any) -> DecodeBatch | None:
+        """A decode step as it is described here; None for one that is not attended here."""
+        rids, lens = forward_batch.rids, forward_batch.seq_lens_cpu
+        if self._decode is None or self.refusal or lens is None or not rids or len(rids) != forward_batch.batch_size:
+            return None
+        attachments = [self._requests.get(rid) for rid in rids]
+        serials = [None if one is None or one.reason in ALONE else one.serial for one in attachments]
+        repeated = len({serial for serial in serials if serial is not None}) < len(serials) - serials.count(None)
+        if repeated or len(rids) > self._tracker.max_batch:
+            return None  # beam batches: rows are not one request each
+        rows = forward_batch.req_pool_indices
+        return DecodeBatch(serials, lens.tolist(), self._view.req_to_token, rows, forward_batch.seq_lens)
+
     def _count_sparse(self, rows: int) -> None:
         assert self.sparse is not None
+        self._kept_steps += not self.sparse.searches
         sparse = sum(one.rows for one in self.sparse.kept)
         self._counters.count_step(sparse, rows - sparse, max(one.rows for one in self.sparse.kept))
         prefix = sum(one.rows * one.prefix_len for one in self.sparse.kept)
@@ -230,7 +247,7 @@ class SharedSteps:
 
     def attend(self, path: Path, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
         """One layer of the prepared step, as `SharedDecode.attend` and `SparseDecode.attend`."""
-        if path is Path.SPARSE:
+        if path is not Path.EXACT:
             assert self.sparse is not None
             return self.sparse.attend(q, kv, layer, sm_scale)
         assert self._decode is not None
@@ -240,7 +257,10 @@ class SharedSteps:
         """Paths whose graphs of batches of that size are worth capturing."""
         if self._decode is None or self.refusal is not None or size > self._tracker.max_batch:
             return ()
-        return (Path.EXACT,) if self.sparse is None else (Path.EXACT, Path.SPARSE)
+        if self.sparse is None:
+            return (Path.EXACT,)
+        keeps = self._search_period > 1 and self._anchors
+        return (Path.EXACT, Path.SPARSE, Path.KEPT) if keeps else (Path.EXACT, Path.SPARSE)
 
     def tune(self, sizes: Iterable[int]) -> None:
         """Before the first capture: measure, once, what kernels of these sizes need and is not known of this GPU."""
@@ -251,9 +271,9 @@ class SharedSteps:
     @contextmanager
     def capturing(self, size: int, path: Path) -> Iterator[None]:
         """Within the block SGLang captures a decode graph of that size; see `paths_of`. Costs are measured before."""
-        if path is Path.SPARSE:
+        if path is not Path.EXACT:
             assert self.sparse is not None
-            with self.sparse.capturing(size):
+            with self.sparse.capturing(size, searches=path is Path.SPARSE):
                 if self.sparse.measured(size) is None:
                     costs = self.sparse.measure(size, self._view.kv(0))
                     logger.info("sparse attention: costs of %d requests, us a layer: %s", size, costs)
@@ -275,5 +295,6 @@ class SharedSteps:
         if self._decode is None:
             return {"refusal": self.refusal}
         known = {"requests": len(self._tracker), "compared": len(self._tracker.prefixes)}
+        known["kept_steps"] = self._kept_steps
         plans = self._decode.plans + (self.sparse.plans if self.sparse is not None else 0)
         return {**known, "plans": plans, "sparse": self.uses_indexes, "refusal": self.refusal}

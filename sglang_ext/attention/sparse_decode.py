@@ -7,7 +7,8 @@ which index, which slots. Positions become slots by the group's own table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,15 +21,18 @@ from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from prefix_kernels.grouped_attention import Segment
 from prefix_kernels.launching import block_of
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import PagedKV
+from sglang_ext.attention.anchor_lists import AnchorLists
 from sglang_ext.attention.attentions import Attends, Attentions, LayerShape
 from sglang_ext.attention.graph_refusal import graph_refusal
+from sglang_ext.attention.list_sets import KEPT_BYTES, groups_that_fit, num_sets
 from sglang_ext.attention.private_index import PrivateIndex
+from sglang_ext.attention.search_turns import SearchTurns
 from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
 from sglang_ext.attention.step_buffers import PrefixRows, StepBuffers, StepLayout
 from sglang_ext.attention.step_costs import Line, StepCosts, measure_us
+from sglang_ext.attention.step_groups import StepGroups
 from sglang_ext.attention.token_selection import TokenSelections
 from sglang_ext.attention.trace import SelectionCopies
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
@@ -37,6 +41,8 @@ from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
 from sglang_ext.indexing.token_index import TokenIndexSpec
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.ranks import OneRank, Ranks
+
+logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 16
 """Prefixes of a batch with an index, at most: the lists of all of them have room for the largest budget."""
@@ -72,12 +78,10 @@ class _Plan:
     layout: StepLayout
     budgets: tuple[int, ...]
 
-    def selects_as(self, other: _Plan | None) -> bool:
-        """Whether the tables of selections are the same; lists of private tokens may have grown."""
-        if other is None:
-            return False
-        mine, theirs = ((one.kernels.selection, one.layout.prefixes, one.budgets) for one in (self, other))
-        return mine == theirs
+    @property
+    def selects(self) -> Hashable:
+        """What the tables of selections are made of; lists of private tokens may have grown beside it."""
+        return self.kernels.selection, self.layout.prefixes, self.budgets
 
 
 class SparseDecode:
@@ -99,6 +103,7 @@ class SparseDecode:
 
     Raises:
         ValueError: settings that `graph_refusal` names.
+        ListsTooLargeError: no room to keep what a search finds.
     """
 
     def __init__(
@@ -125,26 +130,33 @@ class SparseDecode:
         self._dtype = shape.dtype
         on_gpu, heads, batch = device.type == "cuda", shape.num_kv_heads, tracker.max_batch
         self._num_passes = 2 if config.private_dense_tokens is None else 3
-        self._max_groups = max_groups = min(MAX_GROUPS, batch * (self._num_passes - 1))
-        wanted = (max_groups, heads, self.budget(max_prefix_len, batch))
-        listed = max_groups * heads * wanted[2]
+        sets, width = num_sets(layer_plan, config.search_period), self.budget(max_prefix_len, batch)
+        wanted = min(MAX_GROUPS, batch * (self._num_passes - 1))
+        self._max_groups = max_groups = groups_that_fit(wanted, sets, heads, width)
+        if max_groups < wanted:
+            logger.warning(
+                "sparse attention: with search_period %d a step selects for %d groups of requests at most, not %d: "
+                "each has lists in %d layers, %d MiB in all",
+                *(config.search_period, max_groups, wanted, sets, KEPT_BYTES >> 20),
+            )
         self._buffers = StepBuffers(
             batch,
             heads,
             arena_size,
             device,
             "triton" if on_gpu else "reference",
-            reserved=listed,
+            reserved=sets * max_groups * heads * width,
             reserved_counts=max_groups,
+            num_sets=sets,
         )
-        positions = torch.full(wanted, -1, dtype=torch.int32, device=device)
+        self._lists = AnchorLists(layer_plan, self._buffers, (max_groups, heads, width), device)
         self._selections = TokenSelections(
             shape,
             spec,
             Pooling(config.pooling),
             config.summed_every,
             len(layer_plan),
-            SelectedLists(positions, self._buffers.counts[batch:], self._buffers.arena[:listed].view(wanted)),
+            self._lists.first,
             max_batch=batch,
             max_prefix_len=max_prefix_len,
             room=min(arena_size, max_groups * (max_prefix_len + PAGE_TOKENS)),
@@ -152,10 +164,7 @@ class SparseDecode:
             device=device,
             groups_of_a_row=self._num_passes - 1,
         )
-        self._head_maps = [
-            torch.tensor(role.head_map, dtype=torch.int32, device=device) if role.anchor_layer is not None else None
-            for role in layer_plan.layers
-        ]
+        self._groups = StepGroups(tracker.prefixes, self._selections.number_of)
         self._lse = torch.zeros(batch, shape.num_qo_heads, dtype=torch.float32, device=device)
         passes = self._num_passes
         self._whole = Attentions(shape, batch, device, captured=captured, num_passes=passes, beside=beside)
@@ -163,10 +172,11 @@ class SparseDecode:
             shape, batch, device, captured=captured, num_passes=passes, beside=beside or self._whole
         )
         traced = config.trace_folder is not None
-        self.copies = SelectionCopies(layer_plan, self._selections.lists) if traced else None
+        self.copies = SelectionCopies(layer_plan, self._lists.of) if traced else None
         self._costs: dict[int, StepCosts] = {}
         self._active: _Kernels | None = None
         self._planned: _Plan | None = None
+        self._turns = SearchTurns(config.search_period if layer_plan.anchor_layers else 1)
         self.kept: list[Kept] = []
         self.private: list[Kept] = []
         self.too_dear = False
@@ -209,98 +219,69 @@ class SparseDecode:
             Whether this step is to be attended here.
         """
         size, self.too_dear = len(batch.serials), False
-        groups = self._groups(batch.serials, indexes)
-        stretches = self._stretches(groups, private)
+        groups = self._groups.of(batch.serials, indexes)
+        stretches = self._groups.stretches(groups, private)
         lengths = [rows.length for rows, _ in (*groups, *stretches)]
         if not groups or not self._whole.fits(size) or not self._selections.fits(lengths):
+            self._turns.skip()
             return False
         all_groups: list[tuple[PrefixRows, ResidentIndex | PrivateIndex]] = [*groups, *stretches]
         budgets = tuple(self.budget(rows.length, len(rows.rows)) for rows, _ in all_groups)
         kernels = self._kernels(size)
+        settled = self._groups.settled(batch.serials, groups)
+        selects = (kernels.selection, tuple(rows for rows, _ in all_groups), budgets) if settled else None
         if not forced:
             costs = self.measured(size)
             own = sum(batch.seq_lens) - sum(rows.length * len(rows.rows) for rows, _ in all_groups)
             exact = sum(batch.seq_lens) - sum(group.saved for group in self._tracker.prefixes.groups(batch.serials))
-            self.too_dear = costs is None or not costs.pays(exact, lengths, budgets, own)
+            steps = self._turns.steps_of(selects)
+            self.too_dear = costs is None or not costs.pays(exact, lengths, budgets, own, steps)
             if self.too_dear:
+                self._turns.skip(selects)
                 return False
         before = self._planned.layout if self._planned else None
         layout = self._buffers.lay_out(batch.seq_lens, [rows for rows, _ in all_groups], before)
         if layout is None:
+            self._turns.skip()
             return False
         plan = _Plan(kernels, layout, budgets)
         if self._planned != plan:
             self._write(plan, [index for _, index in all_groups], len(groups))
             self._buffers.copy_prefixes(layout, batch)
-        elif not all(self._tracker.prefixes.number_of(one) is not None for one in batch.serials if one is not None):
+        elif not settled:
             self._buffers.copy_prefixes(layout, batch)  # slots of a request that nothing is known of may yet change
         self._buffers.refresh(batch)
         self._active = kernels
+        self._turns.take(selects)
         if self.copies is not None:
             self.copies.groups = [(rows.rows, rows.length, index.entry.digest) for rows, index in groups]
         kept = [Kept(len(rows.rows), rows.length, n) for (rows, _), n in zip(all_groups, budgets, strict=True)]
         self.kept, self.private = kept[: len(groups)], kept[len(groups) :]
         return True
 
+    @property
+    def searches(self) -> bool:
+        """Whether anchor layers select in the prepared step, or what they did in an earlier one is attended."""
+        return self._turns.searches
+
     def free_groups(self, serials: Sequence[int | None], indexes: Sequence[ResidentIndex | None]) -> int:
         """Stretches of own tokens that a step of these rows has room for beside its prefixes."""
-        return max(0, self._max_groups - len(self._groups(serials, indexes)))
+        return max(0, self._max_groups - len(self._groups.of(serials, indexes)))
 
-    def _stretches(
-        self, groups: Sequence[tuple[PrefixRows, ResidentIndex]], private: Sequence[PrivateIndex | None]
-    ) -> list[tuple[PrefixRows, PrivateIndex]]:
-        """Of rows whose prefix is in a group, in the order of rows."""
-        found = []
-        begins = {row: rows.length for rows, _ in groups for row in rows.rows}
-        for row, own in enumerate(private):
-            number = None if own is None or row not in begins else self._selections.number_of(own)
-            if own is not None and number is not None:
-                found.append((PrefixRows((number,), (row,), own.prefix_len, begins[row]), own))
-        return found
-
-    def _groups(
-        self, serials: Sequence[int | None], indexes: Sequence[ResidentIndex | None]
-    ) -> list[tuple[PrefixRows, ResidentIndex]]:
-        """Rows that have one index and, as was shown, one set of slots of its prefix; in the order of first rows."""
-        of_index: dict[int, list[int]] = {}
-        found: dict[int, ResidentIndex] = {}
-        for row, (serial, index) in enumerate(zip(serials, indexes, strict=True)):
-            number = None if index is None else self._selections.number_of(index)
-            if index is None or serial is None or number is None:
-                continue
-            of_index.setdefault(number, []).append(row)
-            found[number] = index
-        groups = []
-        for number, rows in of_index.items():
-            length = found[number].prefix_len
-            for same in self._tracker.prefixes.on_same_slots(rows, serials, length):
-                key = (number, *((serials[row], self._number_of(serials[row])) for row in same))
-                groups.append((PrefixRows(key, tuple(same), length), found[number]))
-        return sorted(groups, key=lambda group: group[0].rows)
-
-    def _number_of(self, serial: int | None) -> int | None:
-        return None if serial is None else self._tracker.prefixes.number_of(serial)
+    def forget_search(self) -> None:
+        """A decode step was not attended here: what was selected before it is too old behind it."""
+        self._turns.skip()
 
     def _write(self, plan: _Plan, indexes: Sequence[ResidentIndex | PrivateIndex], num_prefixes: int) -> None:
         layout, kernels = plan.layout, plan.kernels
         before, self._planned = self._planned, None  # until all of it is written
         groups = list(zip(layout.prefixes, layout.begins, plan.budgets, strict=True))
-        if not plan.selects_as(before):
+        if before is None or plan.selects != before.selects:
             chosen = [self._selection_group(prefix.length, budget, begin) for prefix, begin, budget in groups]
             rows = [prefix.rows for prefix in layout.prefixes]
             self._selections.plan(kernels.selection, rows, chosen, indexes)
-        _, heads, width = self._selections.lists.positions.shape
         whole = [Segment(prefix.rows, prefix.length, list_begin=begin) for prefix, begin, _ in groups]
-        selected = [
-            Segment(
-                prefix.rows,
-                budget,
-                list_begin=number * heads * width,
-                head_stride=width,
-                list_id=self._buffers.max_batch + number,
-            )
-            for number, (prefix, _, budget) in enumerate(groups)
-        ]
+        selected = [self._lists.segment(n, prefix.rows, budget) for n, (prefix, _, budget) in enumerate(groups)]
         for attention, listed in ((kernels.whole, whole), (kernels.selected, selected)):
             # A row's prefix and its own stretch are segments of two passes.
             own = [listed[num_prefixes:]] if self._num_passes == 3 else []
@@ -327,18 +308,18 @@ class SparseDecode:
             [rows of q, num_qo_heads, v_head_dim] in q's dtype, new memory.
         """
         assert self._active is not None
-        kernels, arena, counts = self._active, self._buffers.arena, self._buffers.counts
+        kernels, arena, counts = self._active, self._buffers.arena, self._lists.counts(layer)
         out = q.new_empty(q.shape[0], q.shape[1], kv.v_cache.shape[2])
         lse = self._lse[: q.shape[0]]
         mode = self._layer_plan.layers[layer].mode
         if mode is LayerMode.DENSE:
             kernels.whole.run(q, kv, arena, sm_scale, out, lse, counts=counts)
             return out
-        if mode is LayerMode.ANCHOR:
-            self._selections.run(kernels.selection, q, sm_scale, arena, layer, kernels.size)
+        if mode is LayerMode.ANCHOR and self.searches:
+            self._selections.run(kernels.selection, q, sm_scale, arena, layer, kernels.size, self._lists.of(layer))
             if self.copies is not None:
                 self.copies.copy(layer)
-        kernels.selected.run(q, kv, arena, sm_scale, out, lse, counts=counts, head_map=self._head_maps[layer])
+        kernels.selected.run(q, kv, arena, sm_scale, out, lse, counts=counts, head_map=self._lists.head_maps[layer])
         return out
 
     def attended(self) -> list[int]:
@@ -357,11 +338,12 @@ class SparseDecode:
     # -- graphs and costs ----------------------------------------------------------------------------------
 
     @contextmanager
-    def capturing(self, size: int) -> Iterator[None]:
-        """Within the block `attend` may be captured, for batches of at most `size` requests."""
+    def capturing(self, size: int, *, searches: bool = True) -> Iterator[None]:
+        """Within the block `attend` may be captured, for batches of at most `size` requests; see `searches`."""
         self._whole.will_capture(size)
         self._selected.will_capture(size)
         self._active = kernels = self._kernels(size)
+        self._turns.begin(searches=searches)
         kernels.selection.plan((), ())
         kernels.whole.plan()
         kernels.selected.plan()
@@ -412,7 +394,8 @@ class SparseDecode:
         kernels.selection.plan((), ())
         self._planned = None
         modes = [role.mode for role in self._layer_plan.layers]
-        numbers = [modes.count(mode) for mode in (LayerMode.DENSE, LayerMode.ANCHOR, LayerMode.REUSE)]
+        dense, anchors, reuse = (modes.count(mode) for mode in (LayerMode.DENSE, LayerMode.ANCHOR, LayerMode.REUSE))
         lines = [Line.through(near, far) for near, far in zip(*points, strict=True)]
-        costs = self._costs[block_of(kernels.size)] = StepCosts(lines[0], lines[1], *numbers)
+        costs = StepCosts(lines[0], lines[1], dense, anchors, reuse)
+        self._costs[block_of(kernels.size)] = costs
         return costs

@@ -68,8 +68,9 @@ class StepBuffers:
 
     Attributes:
         arena: [reserved + arena_size] int32; the first `reserved` entries are the caller's.
-        counts: [max_batch + reserved_counts, num_kv_heads] int32: row i has the entries of the list of batch row i;
-            rows from max_batch on are the caller's.
+        num_sets: copies of the counts.
+        counts: [num_sets * (max_batch + reserved_counts), num_kv_heads] int32: in each copy row i has the entries of
+            the list of batch row i; rows from max_batch on are the caller's, and may differ from copy to copy.
 
     Args:
         max_batch: requests of a batch, at most.
@@ -77,7 +78,7 @@ class StepBuffers:
         arena_size: slots of all lists of a batch, at most.
         device: of the KV pool.
         implementation: of `copy_slot_lists`.
-        reserved, reserved_counts: see above.
+        reserved, reserved_counts, num_sets: see above.
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class StepBuffers:
         *,
         reserved: int = 0,
         reserved_counts: int = 0,
+        num_sets: int = 1,
     ) -> None:
-        self.max_batch = max_batch
+        self.max_batch, self.num_sets = max_batch, num_sets
         self._implementation = implementation
         self._reserved = reserved
 
@@ -99,7 +101,8 @@ class StepBuffers:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.arena = integers(reserved + arena_size)
-        self.counts = integers(max_batch + reserved_counts, num_kv_heads)
+        self.counts = integers(num_sets * (max_batch + reserved_counts), num_kv_heads)
+        self._sets = self.counts.view(num_sets, max_batch + reserved_counts, num_kv_heads)
         self._lists = integers(max_batch, _LIST_FIELDS)
         most = max(max_batch, reserved_counts)
         self._prefix_lists = integers(most, _LIST_FIELDS)
@@ -156,7 +159,14 @@ class StepBuffers:
 
     def refresh(self, batch: DecodeBatch) -> None:
         """Copy each request's own list as it is in this step."""
-        self._copy(batch, self._lists[: len(batch.seq_lens)], self.counts)
+        size = len(batch.seq_lens)
+        self._copy(batch, self._lists[:size], self.counts_of(0))
+        if self.num_sets > 1:
+            self._sets[1:, :size] = self._sets[:1, :size]
+
+    def counts_of(self, number: int) -> Tensor:
+        """A copy of the counts: [max_batch + reserved_counts, num_kv_heads], a view."""
+        return self._sets[number]
 
     def _copy(self, batch: DecodeBatch, lists: Tensor, counts: Tensor) -> None:
         copy_slot_lists(*batch.tables, lists, self.arena, counts, implementation=self._implementation)

@@ -61,21 +61,22 @@ class StepCosts:
         """A step that attends so many tokens in each layer, each read once."""
         return (self.num_dense + self.num_anchors + self.num_reuse) * self.attend(tokens)
 
-    def sparse_us(self, prefixes: Sequence[int], budgets: Sequence[int], private: int) -> float:
-        """A step that selects: as the layers' roles say.
+    def sparse_us(self, prefixes: Sequence[int], budgets: Sequence[int], private: int, steps: int = 1) -> float:
+        """A step that selects: as the layers' roles say; of a selection each of its steps has its part.
 
         Args:
             prefixes: tokens of each.
             budgets: tokens selected of each.
             private: tokens of the requests' own lists together.
+            steps: that share a selection.
         """
         dense = self.num_dense * self.attend(sum(prefixes) + private)
-        selecting = self.num_anchors * self.select(sum(prefixes))
+        selecting = self.num_anchors * self.select(sum(prefixes)) / steps
         return dense + selecting + (self.num_anchors + self.num_reuse) * self.attend(sum(budgets) + private)
 
-    def pays(self, tokens: int, prefixes: Sequence[int], budgets: Sequence[int], private: int) -> bool:
+    def pays(self, tokens: int, prefixes: Sequence[int], budgets: Sequence[int], private: int, steps: int = 1) -> bool:
         """Whether selecting is faster than attending all of the batch's `tokens`, those of groups once."""
-        return self.sparse_us(prefixes, budgets, private) < MARGIN * self.exact_us(tokens)
+        return self.sparse_us(prefixes, budgets, private, steps) < MARGIN * self.exact_us(tokens)
 
 
 def measure_us(run: Callable[[], None], device: torch.device) -> float:

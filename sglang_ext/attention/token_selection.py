@@ -41,7 +41,7 @@ class TokenSelections:
         pooling: over the rows and query heads of a group.
         sum_every: how few tokens enter the sums of its softmax, see `pooling.pool_scores`.
         num_layers: of the model.
-        lists: where selections go: [max_groups, num_kv_heads, max_budget], with slots.
+        lists: where selections go unless a run says otherwise: [max_groups, num_kv_heads, max_budget], with slots.
         max_batch: requests of a batch, at most.
         max_prefix_len: tokens of a prefix, at most.
         room: tokens of all prefixes of a batch, at most.
@@ -171,7 +171,14 @@ class TokenSelections:
         return scored
 
     def run(
-        self, selection: AnchorSelection, q: Tensor, sm_scale: float, slot_table: Tensor, layer: int | None, size: int
+        self,
+        selection: AnchorSelection,
+        q: Tensor,
+        sm_scale: float,
+        slot_table: Tensor,
+        layer: int | None,
+        size: int,
+        lists: SelectedLists | None = None,
     ) -> None:
         """Select as planned; how many launches that are, `AnchorSelection.run` says.
 
@@ -182,10 +189,11 @@ class TokenSelections:
             slot_table: arena in which the groups' tables of slots lie.
             layer: whose arrays; None: those that were planned with.
             size: of the batch, as captured.
+            lists: where the selection goes, of the shape of `self.lists`; None: there.
         """
         arrays = None if layer is None else self._addresses[layer]
         inputs = ScoreInputs(q, sm_scale, raw=self.raw(selection, size), arrays=arrays)
-        selection.run(inputs, self._scores, self.lists, slot_table=slot_table, pad=False)
+        selection.run(inputs, self._scores, lists or self.lists, slot_table=slot_table, pad=False)
 
     def raw(self, selection: AnchorSelection, size: int) -> Tensor | None:
         """Room for raw scores of so few rows that it pays, where they are kept at all; made at the first call."""

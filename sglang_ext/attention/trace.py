@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,22 +115,23 @@ class SelectionCopies:
 
     Args:
         layer_plan: role of each layer.
-        lists: that anchor layers write. Not owned.
+        lists: that an anchor layer writes, by its number. Not owned.
     """
 
-    def __init__(self, layer_plan: LayerPlan, lists: SelectedLists) -> None:
+    def __init__(self, layer_plan: LayerPlan, lists: Callable[[int], SelectedLists]) -> None:
         self._lists = lists
         self.layers = [i for i, role in enumerate(layer_plan.layers) if role.mode is LayerMode.ANCHOR]
-        self.positions = lists.positions.new_zeros((len(self.layers), *lists.positions.shape))
-        self.counts = lists.counts.new_zeros((len(self.layers), *lists.counts.shape))
+        one = lists(self.layers[0] if self.layers else 0)
+        self.positions = one.positions.new_zeros((len(self.layers), *one.positions.shape))
+        self.counts = one.counts.new_zeros((len(self.layers), *one.counts.shape))
         self.groups: list[tuple[tuple[int, ...], int, str]] = []
 
     def copy(self, layer: int) -> None:
         """Keep what this anchor layer has just selected; may be captured."""
-        number = self.layers.index(layer)
+        number, lists = self.layers.index(layer), self._lists(layer)
         # By a kernel: kernels that begin before the one before them ends know kernels only, no copies.
-        torch.add(self._lists.positions, 0, out=self.positions[number])
-        torch.add(self._lists.counts, 0, out=self.counts[number])
+        torch.add(lists.positions, 0, out=self.positions[number])
+        torch.add(lists.counts, 0, out=self.counts[number])
 
     def take(self, wanted: Sequence[int]) -> list[dict[int, tuple[Tensor, Tensor]]]:
         """(positions, counts) on the host of groups of the step that was replayed, by anchor layer. Waits for it."""
@@ -176,7 +177,7 @@ class StepTrace:
             self._prefilled(forward_batch)
         elif step.plan is not None:
             self._decoded(forward_batch, step.plan)
-        elif step.path is StepPath.SPARSE and sparse is not None and sparse.copies is not None:
+        elif step.path in (StepPath.SPARSE, StepPath.KEPT) and sparse is not None and sparse.copies is not None:
             self._replayed(forward_batch, sparse.copies)
 
     def _prefilled(self, forward_batch: Any) -> None:

@@ -1,4 +1,4 @@
-"""More decode graphs of each batch size, `grouped` and `sparse`, beside the one that SGLang captures.
+"""More decode graphs of each batch size, `grouped`, `sparse` and `kept`, beside the one that SGLang captures.
 
 SGLang keeps several graphs of one size apart by a label, made for LoRA. Ours is appended to that one. Our captures come
 first: a backend may keep what it made for the last capture of a size, and that must be its own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang_ext.attention.list_sets import KEPT_BYTES
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.config import Build, DecodePath, SparseAttnConfig
 
@@ -28,12 +29,13 @@ def promised_bytes(config: SparseAttnConfig, *, graphs: bool) -> int:
     if config.build is Build.CAPTURE or (stock and config.build is Build.PREFILL):
         return 0  # jobs: calibration, and prebuild, in which nothing decodes by an index
     grouped = config.share_prefixes is not False and not stock
-    held = grouped and config.method == "token_index" and config.search_period == 1  # by graphs
+    held = grouped and config.method == "token_index"  # by graphs
     indexes = held and config.decode_path is not DecodePath.EXACT if graphs else True
     total = BUFFER_BYTES if grouped else 0
     if indexes:
         total += config.index_gpu_bytes + (BUILD_BYTES if config.build is Build.SHARED else 0)
         total += config.private_index_bytes if config.private_dense_tokens is not None else 0
+        total += KEPT_BYTES if graphs and config.search_period > 1 else 0
     return total
 
 

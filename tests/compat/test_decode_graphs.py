@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("sglang")
 
 from prefix_kernels.grouped_attention import TunedConfigs
+from prefix_kernels.launching import recording
 from prefix_kernels.types import PagedKV
 from sglang_ext.attention import attentions, tuning_at_start
 from sglang_ext.attention.shared_steps import Path, SharedSteps
@@ -61,9 +62,11 @@ def test_our_graphs_are_captured_first_and_under_their_own_labels() -> None:
     around_capture_one_shape(runtime, runtime.original, _graph_runner(model), 8, None, None, "nolora", "dense")
     assert runtime.events == [
         ("begin", 32, "grouped"), (32, None, "grouped"), ("end", 32),
-        ("begin", 32, "sparse"), (32, None, "sparse"), ("end", 32), (32, None, None),
+        ("begin", 32, "sparse"), (32, None, "sparse"), ("end", 32),
+        ("begin", 32, "kept"), (32, None, "kept"), ("end", 32), (32, None, None),
         ("begin", 8, "grouped"), (8, None, "nolora+grouped", "dense"), ("end", 8),
-        ("begin", 8, "sparse"), (8, None, "nolora+sparse", "dense"), ("end", 8), (8, None, "nolora", "dense"),
+        ("begin", 8, "sparse"), (8, None, "nolora+sparse", "dense"), ("end", 8),
+        ("begin", 8, "kept"), (8, None, "nolora+kept", "dense"), ("end", 8), (8, None, "nolora", "dense"),
     ]  # fmt: skip
 
 
@@ -80,13 +83,13 @@ def test_other_captures_are_left_as_they_are(case: str) -> None:
     assert runtime.tuned == []
 
 
-def _steps(max_requests: int) -> SharedSteps:
+def _steps(max_requests: int, **changes: Any) -> SharedSteps:
     view = SimpleNamespace(
         num_qo_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.float32, kv_dtype=torch.float32,
         num_slots=1024, max_requests=max_requests, decode_graphs=True, device=torch.device("cpu"),
         req_to_token=torch.zeros(max_requests, 256, dtype=torch.int32),
     )  # fmt: skip
-    config = config_from_dict({"share_prefixes": True})
+    config = config_from_dict({"share_prefixes": True, **changes})
     plan = LayerPlan.default(2, 2)
     return SharedSteps(config, view, RequestTable(), Counters(2, view.device), TokenIndexSpec(), plan)
 
@@ -106,6 +109,18 @@ def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
         assert steps.attend(Path.SPARSE, torch.zeros(2, 4, 64), kv, 0, 1.0).shape == (2, 4, 64)
     assert not steps.uses_indexes
     assert steps.paths_of(2) == ()
+
+
+def test_with_a_search_period_one_more_graph_attends_what_an_earlier_step_selected() -> None:
+    pytest.importorskip("triton")
+    steps = _steps(max_requests=4, search_period=4)
+    assert steps.sparse is not None
+    assert steps.paths_of(2) == (Path.EXACT, Path.SPARSE, Path.KEPT)
+    kv = PagedKV(*(torch.zeros(1024, 2, 64) for _ in "kv"))
+    for searches in (True, False):
+        with steps.sparse.capturing(2, searches=searches), recording() as launched:
+            steps.attend(Path.SPARSE, torch.zeros(2, 4, 64), kv, 1, 1.0)
+        assert bool(launched.launches) == searches, "the reference attends; only selections are launched"
 
 
 def test_captured_sizes_are_tuned_once_for_all_paths(monkeypatch: pytest.MonkeyPatch) -> None:

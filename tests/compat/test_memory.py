@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang_ext.attention.list_sets import KEPT_BYTES
 from sglang_ext.compat.memory import BUFFER_BYTES, BUILD_BYTES, after_profile_available_bytes
 from sglang_ext.compat.server_args import ATTRIBUTE
 from sglang_ext.config import make_settings
@@ -36,7 +37,8 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
         ('{"build": "shared"}', 4 * GIB + BUFFER_BYTES + BUILD_BYTES),
         ('{"share_prefixes": false}', 0),
         ('{"method": "csattention"}', BUFFER_BYTES),
-        ('{"search_period": 4}', BUFFER_BYTES),
+        ('{"search_period": 4}', 4 * GIB + BUFFER_BYTES + KEPT_BYTES),
+        ('{"search_period": 4, "decode_path": "exact"}', BUFFER_BYTES),
         ('{"private_dense_tokens": 4096, "private_index_bytes": 3000}', 4 * GIB + 3000 + BUFFER_BYTES),
         (None, 0),
     ],

@@ -43,13 +43,13 @@ def _index(digest: str) -> ResidentIndex:
     return index
 
 
-def _script(seed: int) -> list[tuple[list[tuple[str, int, int]], list[str]]]:
+def _script(seed: int, joins: float) -> list[tuple[list[tuple[str, int, int]], list[str]]]:
     """Per step the batch, as (request, row of the table, tokens), and the requests that end behind it."""
     rng, live, steps = random.Random(seed), {}, []
     for step in range(120):
         free = sorted(set(range(ROWS)) - {row for row, _ in live.values()})
         for row in free:
-            if rng.random() < 0.2:
+            if rng.random() < joins:
                 live[f"{step}-{row}"] = [row, rng.randint(PREFIX + 1, PREFIX + 20)]
         batch = [(rid, row, length) for rid, (row, length) in live.items()]
         gone = [rid for rid, (_, length) in live.items() if length >= LONGEST - 1 or rng.random() < 0.04]
@@ -60,7 +60,7 @@ def _script(seed: int) -> list[tuple[list[tuple[str, int, int]], list[str]]]:
     return steps
 
 
-def _run(ranks: Ranks, seed: int, **fields: Any) -> list[Any]:
+def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any]:
     own = random.Random(1000 * seed + ranks.rank)
     cpu, table = torch.device("cpu"), torch.arange(ROWS * LONGEST, dtype=torch.int32).reshape(ROWS, LONGEST)
     for row in range(ROWS):  # two documents
@@ -88,7 +88,7 @@ def _run(ranks: Ranks, seed: int, **fields: Any) -> list[Any]:
     ready = Readiness(config, requests, counters, ranks, release, steps.accepts)
     held: dict[str, _Request] = {}
     seen: list[Any] = []
-    for batch, gone in _script(seed):
+    for batch, gone in _script(seed, joins):
         for rid, row, _ in batch:
             if rid not in held:
                 held[rid] = _Request()
@@ -106,7 +106,7 @@ def _run(ranks: Ranks, seed: int, **fields: Any) -> list[Any]:
         problem = ready.settle(forward.rids, refused=False)
         path = steps.prepare(forward, ready.usable) if batch else None
         ready.took(str(path), len(batch))
-        kept = [*steps.sparse.kept, "own", *steps.sparse.private] if path is Path.SPARSE else None
+        kept = [*steps.sparse.kept, "own", *steps.sparse.private] if path in (Path.SPARSE, Path.KEPT) else None
         seen.append((path, kept, problem, ready.snapshot()))
         for rid in gone:
             ready.forget(rid)
@@ -146,14 +146,17 @@ def test_two_ranks_have_indexes_of_the_same_own_tokens(seed: int, monkeypatch: p
     assert max(one.prefix_len for of_step in own for one in of_step) >= 48
 
 
+@pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_two_ranks_take_one_path_in_every_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_take_one_path_in_every_step(seed: int, period: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's measured costs, loads and failures are its own; paths, groups and votes are the same."""
     pytest.importorskip("triton")
     monkeypatch.setattr(sparse_decode, "measure_us", _Clock(seed))
-    one, two = Meeting(2).run(lambda ranks: _run(ranks, seed))
+    joins = 0.2 if period == 1 else 0.05  # a batch that changes is searched
+    one, two = Meeting(2).run(lambda ranks: _run(ranks, seed, joins, search_period=period))
     for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
         assert mine == theirs, f"step {step}"
+    assert (Path.KEPT in {path for path, _, _, _ in one}) == (period > 1)
     assert all(problem is None for _, _, problem, _ in one)
     assert {path for path, _, _, _ in one} >= {Path.EXACT, Path.SPARSE}
     assert one[-1][3]["votes"] < len(one)

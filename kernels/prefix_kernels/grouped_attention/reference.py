@@ -67,7 +67,7 @@ class ReferenceAttention:
             if segment.list_id >= 0:
                 if counts is None:
                     raise ValueError("expected counts of the lists that segments name, got none; hand in counts")
-                length = min(length, int(counts[segment.list_id, head]))
+                length = min(length, int(counts.flatten()[segment.list_id * counts.shape[1] + head]))
             begin = segment.list_begin + head * segment.head_stride
             parts.append(slots[begin : begin + length])
         found = torch.cat(parts).long() if parts else None

@@ -242,7 +242,9 @@ class GroupedAttention:
             counts: int32 [num_lists, num_kv_heads], entries of the lists that segments name by `list_id`; needed
                 where one does.
             head_map: int32 [num_kv_heads], for a reuse layer: KV head h reads the lists and counts of head
-                `head_map[h]`. None: its own.
+                `head_map[h]`. None: its own. An entry of num_kv_heads or more reaches lists that no segment names: its
+                list begins `head_stride` times that entry behind the segment's, and its count lies as many entries
+                behind the first of its row. The caller sees to it that both are there.
 
         Raises:
             ValueError: tensors of another shape than planned for, or what the specialized kernel cannot read.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,198 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.anchor_selection import Form
-from prefix_kernels.anchor_selection.config import fits_specialized
-from prefix_kernels.pooled_scores import ScoreShape, Source
-from prefix_kernels.types import PagedKV
-from sglang_ext.attention.attentions import LayerShape
-from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.graph_refusal import graph_refusal
-from sglang_ext.attention.plan import DecodePlan, Group, _suffixes
-from sglang_ext.attention.private_index import PrivateIndex, PrivateRules
 from sglang_ext.attention.shared_steps import Path as StepPath
-from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
-from sglang_ext.attention.sparse_decode import Kept, SparseDecode
+from sglang_ext.attention.slot_tracker import DecodeBatch
+from sglang_ext.attention.sparse_decode import Kept
 from sglang_ext.attention.step import Step
 from sglang_ext.attention.trace import StepTrace, read_trace
 from sglang_ext.config import config_from_dict
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
 from sglang_ext.indexing.layer_plan import LayerPlan
-from sglang_ext.indexing.token_index import TokenIndexBuilder, TokenIndexSelector, TokenIndexSpec
-from sglang_ext.metrics import Counters
-from sglang_ext.prefix.residency import ResidentIndex, State
-from tests.prefix_kernels.triton.conftest import INTERPRETED
-
-LAYERS, KV_HEADS, GQA, DIM = 4, 2, 2, 64
-FP8 = torch.float8_e4m3fn
-#: (queries, KV pool, head_dim); the interpreter multiplies bf16 wrongly. Hopper's own kernels are for heads of 128.
-KINDS = (
-    [(torch.float32, torch.float32, 64), (torch.float16, FP8, 64)]
-    if INTERPRETED
-    else [
-        (torch.float32, torch.float32, 64),
-        (torch.bfloat16, torch.bfloat16, 64),
-        (torch.bfloat16, torch.bfloat16, 128),
-        (torch.bfloat16, FP8, 128),
-    ]
-)
-WIDTH, SLOTS = 700, 4096
-SPEC = TokenIndexSpec(channel_ratio=0.75)
-ROLES = ["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}, "anchor"]
-CONFIG: dict[str, Any] = {
-    "method": "token_index",
-    "keep_ratio": 0.2,
-    "min_top_k": 32,
-    "num_recent_pages": 1,
-    "group_growth": "sqrt",
-    "max_keep_ratio": 0.5,
-}
-
-
-class RoundedQueries(TokenIndexSelector):
-    """With queries as sm_90's own kernel has them: times the channels' steps in INT8, one unit for a group's rows."""
-
-    def token_scores(self, arrays: Mapping[str, torch.Tensor], q: torch.Tensor, **options: Any) -> torch.Tensor:
-        channels, steps = arrays["channels"].long(), arrays["keys_scale"][None, :, None]
-        rows = q.float().unflatten(1, (KV_HEADS, GQA))
-        index = channels[None, :, None].expand(len(q), -1, GQA, -1)
-        products = rows.gather(3, index) * steps
-        unit = products.abs().amax(dim=(0, 2, 3), keepdim=True) / 127
-        rows = rows.scatter(3, index, (products / unit).round() * unit / steps)
-        return super().token_scores(arrays, rows.flatten(1, 2), **options)
-
-
-class Server:
-    """A table of slots, KV of all layers, requests on indexed prefixes. Each layer of an fp8 pool has its scales."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        max_batch: int = 6,
-        dtype: torch.dtype = torch.float32,
-        kv_dtype: torch.dtype | None = None,
-        dim: int = DIM,
-        size: int = 1,
-        **changes: Any,
-    ) -> None:
-        gen = torch.Generator().manual_seed(0)
-        self.device, self.gen, self.dtype, self.dim = device, gen, dtype, dim
-        kv_dtype = kv_dtype or dtype
-        self.caches = []
-        for layer in range(LAYERS):
-            scales = (0.5 + layer, 2.0 - 0.25 * layer) if kv_dtype is FP8 else (1.0, 1.0)
-            pool = torch.randn(2, size * SLOTS, KV_HEADS, dim, generator=gen)
-            k_cache, v_cache = (one.div(by).to(device, kv_dtype) for one, by in zip(pool, scales, strict=True))
-            self.caches.append(PagedKV(k_cache, v_cache, *scales))
-        self.table = torch.zeros(10, size * WIDTH, dtype=torch.int32, device=device)
-        self.free = torch.randperm(size * SLOTS, generator=gen).int()
-        self.config = config_from_dict({**CONFIG, "layer_plan": ROLES, **changes})
-        self.plan = LayerPlan.from_dict({"layers": ROLES}, num_layers=LAYERS, num_kv_heads=KV_HEADS)
-        self.tracker = SlotTracker(max_batch, 16, device, "reference" if INTERPRETED else "triton")
-        self.shape = LayerShape(KV_HEADS * GQA, KV_HEADS, dim, dim, dtype, kv_dtype)
-        self.sparse = SparseDecode(
-            self.shape,
-            self.config,
-            SPEC,
-            self.plan,
-            self.tracker,
-            arena_size=size * 8192,
-            max_prefix_len=size * 512,
-            device=device,
-            form=Form.SPLIT if INTERPRETED else Form.JOINED,
-        )
-        self.counters = Counters(LAYERS, device)
-        kept = ScoreShape(KV_HEADS * GQA, KV_HEADS, Source.LOW_BIT, SPEC.kept_channels(dim))
-        halves = device.type == "cuda" and dtype is not torch.float32
-        specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept, False)
-        selector = (RoundedQueries if specialized else TokenIndexSelector)(SPEC, self.config.summed_every)
-        self.reference = GroupedDecode(self.config, selector, self.plan, self.counters)
-        self.rows: dict[int, int] = {}
-        self.lens: dict[int, int] = {}
-        self.index: dict[int, ResidentIndex | None] = {}
-        self.private: dict[int, PrivateIndex | None] = {}
-
-    def slots(self, count: int) -> torch.Tensor:
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken.to(self.device)
-
-    def prefix(self, length: int) -> tuple[torch.Tensor, ResidentIndex]:
-        """Slots, and the index of what lies there."""
-        slots = self.slots(length)
-        index = ResidentIndex(SimpleNamespace(digest="d", identity=SimpleNamespace(num_tokens=length)))  # type: ignore[arg-type]
-        for cache in self.caches:
-            keys = cache.keys(slots.long(), torch.float32)
-            queries = torch.randn(KV_HEADS, 64, self.dim, generator=self.gen).to(self.device)
-            index.layers.append(TokenIndexBuilder(SPEC).build_layer(keys, queries))
-        index.state = State.READY
-        return slots, index
-
-    def join(self, serial: int, slots: torch.Tensor, index: ResidentIndex | None, own: int) -> None:
-        row = min(set(range(1, 10)) - set(self.rows.values()))
-        self.rows[serial], self.lens[serial], self.index[serial] = row, len(slots) + own, index
-        self.table[row, : len(slots)] = slots
-        self.table[row, len(slots) : len(slots) + own] = self.slots(own)
-
-    def leave(self, serial: int) -> None:
-        self.tracker.ended(serial)
-        self.private.pop(serial, None)
-        for of in (self.rows, self.lens, self.index):
-            del of[serial]
-
-    def own_indexes(self, serials: list[int], rows: torch.Tensor) -> list[PrivateIndex | None]:
-        """As a step of the server makes them; all that are wanted."""
-        for serial, row in zip(serials, rows.tolist(), strict=True):
-            index, rules = self.index[serial], PrivateRules.of(self.config)
-            own = None
-            if index is not None and rules is not None:
-                begin = index.prefix_len
-                own = rules.covering(self.private.get(serial), index, self.lens[serial] - begin)
-                if own is not None:
-                    slots = self.table[row, begin : begin + own.prefix_len].long()
-                    own.complete([1, 3], self.caches.__getitem__, slots, self.dtype)
-            self.private[serial] = own
-        return [self.private[serial] for serial in serials]
-
-    def step(self, serials: list[int], padded: int = 0) -> list[Kept]:
-        """A decode step of all layers; outputs are compared with the reference's, group by group as it was made."""
-        for serial in serials:
-            self.table[self.rows[serial], self.lens[serial]] = self.slots(1)[0]
-            self.lens[serial] += 1
-        lens = [self.lens[serial] for serial in serials]
-        rows = torch.tensor([self.rows[serial] for serial in serials], device=self.device)
-        batch = DecodeBatch(serials, lens, self.table, rows, torch.tensor(lens, device=self.device))
-        self.tracker.learn(batch)
-        indexes = [self.index[serial] for serial in serials]
-        private = self.own_indexes(serials, rows)
-        assert self.sparse.prepare(batch, indexes, private, forced=True)
-        groups, own_groups = [], []
-        for prefix, index in self.sparse._groups(serials, indexes):
-            own = self.table[rows[prefix.rows[0]], : prefix.length].long()
-            members = torch.tensor(prefix.rows, device=self.device)
-            groups.append(Group(index, own, members, len(prefix.rows)))
-        starts = [index.prefix_len if index else 0 for index in indexes]
-        for row, own_index in enumerate(private):
-            if own_index is not None:
-                begin, starts[row] = starts[row], starts[row] + own_index.prefix_len
-                own = self.table[rows[row], begin : starts[row]].long()
-                own_groups.append(Group(own_index, own, torch.tensor([row], device=self.device), 1))
-        self.step_plan = plan = DecodePlan(groups, *_suffixes(self.table, rows, starts, lens), own_groups)
-        for layer, kv in enumerate(self.caches):
-            q = torch.randn(len(serials) + padded, KV_HEADS * GQA, self.dim, generator=self.gen)
-            q, sm_scale = (2 * q).to(self.device, self.dtype), self.dim**-0.5
-            out = self.sparse.attend(q, kv, layer, sm_scale)
-            wanted = self.reference.run(q[: len(serials)], kv, plan, layer, sm_scale)
-            assert not out[len(serials) :].any()
-            off = (out[: len(serials)].float() - wanted.float()).norm(dim=2) / wanted.float().norm(dim=2)
-            if q.dtype is torch.float32:
-                assert float(off.median()) < 1e-4
-                # Among thousands of tokens keys of 16 bits tie where the reference's scores do not.
-                for row, start in enumerate(starts):
-                    assert float(off[row].max()) < (1e-4 if start < 1000 else 0.5)
-            else:  # scores are rounded otherwise: a token at the threshold may change places with its neighbour
-                assert float(off.median()) < 0.01
-                assert float(off.max()) < 0.5
-        return list(self.sparse.kept)
+from sglang_ext.prefix.residency import ResidentIndex
+from tests.prefix_kernels.triton.sparse_server import CONFIG, KINDS, KV_HEADS, LAYERS, ROLES, SPEC, Server
 
 
 @pytest.mark.parametrize("sum_every", [1, None], ids=["all summed", "as by default"])
@@ -395,7 +213,6 @@ def test_what_does_not_fit_is_left_to_others(device: torch.device) -> None:
     ("changes", "spec", "roles", "dense", "words"),
     [
         ({}, ABSparseSpec(), ROLES, (), "method ab_sparse"),
-        ({"search_period": 2}, SPEC, ROLES, (), "search_period 2"),
         ({}, SPEC, ROLES, ((), (0,), (), ()), "dense heads"),
         ({}, SPEC, ["anchor", "anchor", {"reuse": 0}, "anchor"], (), "layer 2 reuses layer 0"),
         ({}, SPEC, ROLES, (), None),

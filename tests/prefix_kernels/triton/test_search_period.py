@@ -1,0 +1,193 @@
+"""Sparse decode in which a selection serves several steps, as the graphs hold it, against the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
+from prefix_kernels.testing import dense_attention
+from prefix_kernels.types import PagedKV
+from sglang_ext.attention.anchor_lists import AnchorLists
+from sglang_ext.attention.list_sets import KEPT_BYTES, ListsTooLargeError, groups_that_fit
+from sglang_ext.attention.shared_steps import Path as StepPath
+from sglang_ext.attention.step import Step
+from sglang_ext.attention.step_buffers import StepBuffers
+from sglang_ext.attention.trace import StepTrace, read_trace
+from sglang_ext.indexing.layer_plan import LayerPlan
+from tests.prefix_kernels.triton.sparse_server import KINDS, Server
+
+FLAT = AttentionConfig(16, 16, 4, 3, 2)
+#: Layer 3 follows the first anchor, not the one before it.
+CROSSED: list[Any] = ["anchor", {"reuse": 0, "head_map": [1, 0]}, "anchor", {"reuse": 0, "head_map": [1, 1]}]
+
+
+def searches(server: Server, serials: list[int], steps: int) -> list[bool]:
+    """Whether each of so many steps searched; all are compared with the reference."""
+    return [(server.step(serials, padded=1), server.sparse.searches)[1] for _ in range(steps)]
+
+
+def until_search(server: Server, serials: list[int]) -> None:
+    """Steps up to one that searches, that one included."""
+    assert any(searches(server, serials, 1)[0] for _ in range(8))
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), KINDS, ids=str)
+def test_a_selection_serves_its_steps_until_a_group_changes(
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
+) -> None:
+    """Each anchor layer's own selection, in a step with other queries; own tokens grow in all of them."""
+    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, search_period=3)
+    first, second = server.prefix(300), server.prefix(210)
+    for serial in (1, 2):
+        server.join(serial, *first, 5 + serial)
+    server.join(3, *second, 9)
+    server.join(4, server.slots(77), None, 3)
+    # As long as slots may change, and when two requests become a group, every step searches.
+    found = searches(server, [1, 2, 3, 4], 9)
+    settled = found.index(False) - 1
+    assert settled <= 3
+    assert found[settled:] == ([True, False, False] * 3)[: 9 - settled]
+    until_search(server, [1, 2, 3, 4])
+    server.leave(4)
+    assert searches(server, [1, 2, 3], 3) == [False, False, True], "who has no index is in no group"
+    server.join(6, server.slots(50), None, 3)
+    assert searches(server, [1, 2, 3, 6], 3) == [False, False, True], "nor is one that comes"
+    assert searches(server, [3, 1, 2], 2) == [True, False], "rows have moved"
+    server.join(5, *first, 4)
+    assert searches(server, [3, 1, 2, 5], 1) == [True]
+
+
+def test_a_step_that_is_attended_otherwise_ends_a_search(device: torch.device) -> None:
+    server = Server(device, search_period=4)
+    server.join(1, *server.prefix(210), 4)
+    searches(server, [1], 4)
+    until_search(server, [1])
+    assert searches(server, [1], 1) == [False]
+    server.sparse.forget_search()
+    assert searches(server, [1], 2) == [True, False]
+
+
+def test_a_reuse_layer_may_follow_an_anchor_before_the_last_one(device: torch.device) -> None:
+    server = Server(device, search_period=3, layer_plan=CROSSED)
+    for serial in (1, 2):
+        server.join(serial, *server.prefix(300), 5)
+    assert searches(server, [1, 2], 9).count(False) >= 4
+
+
+def test_own_tokens_are_searched_when_the_step_searches(device: torch.device) -> None:
+    """Also when an index of own tokens has grown: the groups are others then."""
+    server = Server(device, 5, search_period=8, private_dense_tokens=64)
+    first = server.prefix(210)
+    server.join(1, *first, 300)
+    server.join(2, *first, 20)
+    searches(server, [1, 2], 4)
+    covered = [one.prefix_len for one in server.sparse.private]
+    found, grown = [], 0
+    for _ in range(40):
+        found += searches(server, [1, 2], 1)
+        if [one.prefix_len for one in server.sparse.private] != covered:
+            assert found[-1], "an index has grown"
+            covered, grown = [one.prefix_len for one in server.sparse.private], grown + 1
+    assert grown >= 1
+    assert 40 > found.count(False) > 20
+
+
+def test_lists_of_two_anchors_are_apart(device: torch.device) -> None:
+    server = Server(device, search_period=2)
+    lists = server.sparse._lists
+    one, other = lists.of(1), lists.of(3)
+    assert lists.of(2) is one
+    assert one.slots is not None
+    assert other.slots is not None
+    assert one.slots.data_ptr() != other.slots.data_ptr()
+    assert one.counts.data_ptr() != other.counts.data_ptr()
+
+
+def test_the_kernel_reads_each_set_by_head_map_and_counts(device: torch.device) -> None:
+    """The kernel of the graphs, which interpreted steps of a server do not run: two sets, lists of other lengths."""
+    heads, width, gqa, dim = 2, 24, 2, 64
+    gen = torch.Generator().manual_seed(3)
+    q = torch.randn(3, heads * gqa, dim, generator=gen).to(device)
+    kv = PagedKV(*(torch.randn(300, heads, dim, generator=gen).to(device) for _ in "kv"))
+    plan = LayerPlan.from_dict({"layers": CROSSED}, num_layers=4, num_kv_heads=heads)
+    buffers = StepBuffers(
+        4, heads, 64, device, "reference", reserved=2 * 2 * heads * width, reserved_counts=2, num_sets=2
+    )
+    lists = AnchorLists(plan, buffers, (2, heads, width), device)
+    for layer in (0, 2):
+        to = lists.of(layer)
+        assert to.slots is not None
+        to.slots.copy_(torch.randint(200, to.slots.shape, generator=gen))
+        to.counts.copy_(torch.randint(1, width + 1, to.counts.shape, generator=gen))
+    own = torch.arange(200, 209)
+    buffers.arena[-16:-7] = own.to(device)
+    private = lists.segment(1, (2,), width)  # a row of the second group
+    for number in range(2):
+        buffers.counts_of(number)[0] = 9
+    attention = GroupedAttention(AttentionShape.of(q, kv), 4, [FLAT, FLAT], device, num_programs=8)
+    alone = Segment((0,), 16, list_begin=len(buffers.arena) - 16, list_id=0)
+    attention.plan([lists.segment(0, (0, 1), width), private], [alone])
+    for layer in range(4):
+        out, lse = torch.empty_like(q), torch.empty(3, heads * gqa, device=device)
+        counts, head_map = lists.counts(layer), lists.head_maps[layer]
+        attention.run(q, kv, buffers.arena, 0.1, out, lse, counts=counts, head_map=head_map)
+        role = plan.layers[layer]
+        read, mapped = lists.of(layer), range(heads) if role.anchor_layer is None else role.head_map
+        assert read.slots is not None
+        for row, group in enumerate((0, 0, 1)):
+            for head, source in enumerate(mapped):
+                listed = read.slots[group, source, : int(read.counts[group, source])].cpu()
+                listed = torch.cat((listed, own.int())) if row == 0 else listed
+                part, at = slice(head * gqa, (head + 1) * gqa), listed.long().to(device)
+                keys, values = kv.k_cache[at, head : head + 1], kv.v_cache[at, head : head + 1]
+                wanted = dense_attention(q[row : row + 1, part], keys, values, 0.1).out
+                torch.testing.assert_close(out[row : row + 1, part].double(), wanted, atol=2e-5, rtol=0)
+
+
+def test_a_kept_step_is_traced_as_the_search_that_it_uses(device: torch.device, tmp_path: Path) -> None:
+    server = Server(device, search_period=3, trace_folder=str(tmp_path))
+    server.join(1, *server.prefix(210), 5)
+    trace = StepTrace(str(tmp_path), server.plan, ())
+    mode, found = SimpleNamespace(is_decode=lambda: True), []
+    for _ in range(8):
+        found += searches(server, [1], 1)
+        lens = torch.tensor([server.lens[1]])
+        batch = SimpleNamespace(rids=["trace-1"], seq_lens_cpu=lens, forward_mode=mode)
+        trace.note(batch, Step(path=StepPath.SPARSE if found[-1] else StepPath.KEPT), server.sparse)
+    _, *steps = read_trace(next(tmp_path.glob("*.trace")))
+    assert len(steps) == 8
+    assert False in found
+    for number, searched in enumerate(found):
+        same = number > 0 and steps[number].groups[0].bits == steps[number - 1].groups[0].bits
+        assert same != searched
+        assert steps[number].groups[0].seq_lens == [server.lens[1] - 7 + number]
+
+
+def test_fewer_groups_have_lists_where_there_are_many_anchors(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert groups_that_fit(16, 1, 8, 1 << 17) == 16
+    assert groups_that_fit(16, 4, 8, 37_000) == 16
+    assert groups_that_fit(16, 31, 8, 74_000) == KEPT_BYTES // (30 * 8 * 74_000 * 4) == 7
+    with pytest.raises(ListsTooLargeError, match=r"\(81 anchor layers, 8 KV heads, 1048576 positions\); set search_"):
+        groups_that_fit(16, 81, 8, 1 << 20)
+    # 256 positions of a prefix of 512 tokens, two heads, one set beside the first.
+    monkeypatch.setattr("sglang_ext.attention.list_sets.KEPT_BYTES", 2 * 2 * 256 * 4)
+    server = Server(device, search_period=2)
+    assert "selects for 2 groups of requests at most, not 6" in caplog.text
+    first, second, third = (server.prefix(200) for _ in range(3))
+    for serial, of in enumerate((first, second, first), 1):
+        server.join(serial, *of, 4)
+    serials = [1, 2, 3]
+    with pytest.raises(AssertionError):
+        server.step(serials)  # three groups, as long as nothing is known of their slots: not prepared
+    server.leave(3)
+    assert False in searches(server, [1, 2], 6)
+    server.join(4, *third, 4)
+    with pytest.raises(AssertionError):
+        server.step([1, 2, 4])

@@ -1,0 +1,34 @@
+"""The choice between attending all and selecting, by measured costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_ext.attention.step_costs import Line, StepCosts
+
+#: 2 layers attend all, 4 select, 2 reuse.
+COSTS = StepCosts(attend=Line(5.0, 0.002), select=Line(10.0, 0.001), num_dense=2, num_anchors=4, num_reuse=2)
+
+
+def test_a_line_goes_through_two_points_and_never_falls() -> None:
+    assert Line.through((1000, 6.0), (3000, 10.0)) == Line(4.0, 0.002)
+    assert Line.through((1000, 6.0), (3000, 5.0)) == Line(6.0, 0.0)
+    assert Line.through((1000, 1.0), (3000, 9.0)).base == 0.0
+
+
+def test_each_layer_costs_as_its_role_says_and_a_search_is_shared_out() -> None:
+    exact, private = COSTS.exact_us(10_100), 100
+    assert exact == pytest.approx(8 * (5.0 + 20.2))
+    whole, selected, search = 2 * (5.0 + 20.2), 6 * (5.0 + 2.2), 4 * (10.0 + 10.0)
+    assert COSTS.sparse_us([10_000], [1_000], private) == pytest.approx(whole + selected + search)
+    assert COSTS.sparse_us([10_000], [1_000], private, 4) == pytest.approx(whole + selected + search / 4)
+    assert COSTS.sparse_us([6_000, 4_000], [600, 400], private) == pytest.approx(whole + selected + search), (
+        "lists add up"
+    )
+
+
+def test_a_search_may_pay_only_where_several_steps_use_it() -> None:
+    attended = 5_100
+    assert COSTS.sparse_us([5_000], [500], 100) > COSTS.exact_us(attended) > COSTS.sparse_us([5_000], [500], 100, 8)
+    assert not COSTS.pays(attended, [5_000], [500], 100)
+    assert COSTS.pays(attended, [5_000], [500], 100, 8)

@@ -1,0 +1,120 @@
+"""Which way decode steps go with a search period: by costs, by what the batch was before, and never a graph that is not
+there.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sglang_ext.attention import sparse_decode
+from sglang_ext.attention.shared_steps import Path, SharedSteps
+from sglang_ext.attention.step_costs import Line, StepCosts
+from sglang_ext.config import config_from_dict
+from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.indexing.token_index import TokenIndexSpec
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.residency import ResidentIndex, State
+
+PREFIX, LONGEST, ROWS, LAYERS, DIM = 128, 256, 4, 3, 64
+#: Of 129 tokens exact costs 3 * 129 and sparse 129 + 2 * 33, beside a search of 2 * 200 or a part of it.
+COSTS = StepCosts(Line(0.0, 1.0), Line(200.0, 0.0), num_dense=1, num_anchors=2, num_reuse=0)
+
+
+class Request:
+    """As SGLang's: compared by identity, and weakly referenceable."""
+
+
+class Batches:
+    """Requests on one indexed prefix, each in a row of the table of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, roles: list[Any], **fields: Any) -> None:
+        self.index = ResidentIndex(SimpleNamespace(digest="d", identity=SimpleNamespace(num_tokens=PREFIX)))  # type: ignore[arg-type]
+        channels = TokenIndexSpec().kept_channels(DIM)
+        arrays = {
+            "channels": torch.zeros(1, channels, dtype=torch.int16),
+            "keys_packed": torch.zeros(1, PREFIX, channels // 2, dtype=torch.uint8),
+            "keys_scale": torch.ones(1, channels),
+        }
+        self.index.layers = [dict(arrays) for _ in range(LAYERS)]
+        self.index.state = State.READY
+        cpu, table = torch.device("cpu"), torch.arange(ROWS * LONGEST, dtype=torch.int32).reshape(ROWS, LONGEST)
+        table[:, :PREFIX] = table[0, :PREFIX]
+        view: Any = SimpleNamespace(
+            num_qo_heads=2, num_kv_heads=1, head_dim=DIM, v_head_dim=DIM, dtype=torch.float32, kv_dtype=torch.float32,
+            num_slots=ROWS * LONGEST, max_requests=ROWS, decode_graphs=True, device=cpu, req_to_token=table,
+        )  # fmt: skip
+        settings = {"share_prefixes": True, "min_top_k": 32, "search_period": 4, "min_shared_tokens": 10_000}
+        config = config_from_dict({**settings, **fields, "layer_plan": roles})
+        plan = LayerPlan.from_dict({"layers": roles}, num_layers=LAYERS, num_kv_heads=1)
+        self.requests = RequestTable()
+        self.steps = SharedSteps(config, view, self.requests, Counters(LAYERS, cpu), TokenIndexSpec(), plan)
+        sparse = self.steps.sparse
+        assert sparse is not None
+        monkeypatch.setattr(sparse_decode.SparseDecode, "measured", lambda *_: COSTS)
+        with sparse.capturing(ROWS):
+            pass
+        self.held: dict[int, Request] = {}
+
+    def step(self, *rows: int, index: bool = True, beams: bool = False) -> Path | None:
+        """A decode step of the requests in these rows."""
+        for row in rows:
+            if row not in self.held:
+                self.held[row] = Request()
+                self.requests.add(self.held[row], Attachment(f"r{row}", PREFIX, self.index, None))
+        lens = torch.tensor([PREFIX + 1 for _ in rows])
+        forward = SimpleNamespace(
+            rids=[f"r{row}" for row in rows], batch_size=len(rows) + beams, seq_lens_cpu=lens, seq_lens=lens,
+            req_pool_indices=torch.tensor(rows),
+        )  # fmt: skip
+        path = self.steps.prepare(forward, lambda one: self.index if index else None)
+        assert path is None or path in self.steps.paths_of(len(rows)), "a graph that was never captured"
+        return path
+
+
+def settled(batches: Batches, *rows: int) -> None:
+    """Steps until the slots of these requests cannot change any more."""
+    for _ in range(4):
+        batches.step(*rows, index=False)
+
+
+def test_a_search_pays_once_its_groups_have_stayed_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of a search does, half of one does not; then three steps use what one has found."""
+    batches = Batches(monkeypatch, ["dense", "anchor", "anchor"])
+    settled(batches, 0)
+    found = [batches.step(0) for _ in range(8)]
+    sparse = [Path.SPARSE, Path.KEPT, Path.KEPT, Path.KEPT, Path.SPARSE, Path.KEPT]
+    assert found == [None, None, *sparse]
+    assert batches.step(0, index=False) is None
+    assert [batches.step(0) for _ in range(3)] == [None, None, Path.SPARSE], "its groups were others in between"
+    assert batches.steps.snapshot()["kept_steps"] == 4
+
+
+@pytest.mark.parametrize("other", [{"beams": True}, {"index": False}], ids=str)
+def test_what_was_found_is_too_old_behind_another_step(other: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = Batches(monkeypatch, ["dense", "anchor", "anchor"], decode_path="sparse")
+    settled(batches, 0)
+    assert [batches.step(0) for _ in range(2)] == [Path.SPARSE, Path.KEPT]
+    assert batches.step(0, **other) is None
+    assert batches.step(0) is Path.SPARSE
+
+
+def test_groups_that_keep_changing_never_pay_for_a_part_of_a_search_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = Batches(monkeypatch, ["dense", "anchor", "anchor"])
+    settled(batches, 0, 1)
+    for row in (0, 1) * 8:
+        assert batches.step(row) is None
+        assert batches.step(row) is None
+
+
+@pytest.mark.parametrize("roles", [["dense", "anchor", "anchor"], ["dense", "dense", "dense"]], ids=["anchors", "none"])
+def test_every_path_has_its_graph(roles: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = Batches(monkeypatch, roles, decode_path="sparse")
+    found = {batches.step(0) for _ in range(10)}
+    assert found == ({Path.SPARSE, Path.KEPT} if "anchor" in roles else {Path.SPARSE})
