@@ -81,3 +81,13 @@ def test_sizes_out_of_range_are_refused(options: dict[str, int], message: str) -
     cuts = {"gqa": GQA, "num_kv_heads": KV_HEADS, "block_m": BLOCK_M, "block_n": BLOCK_N, "target": 1}
     with pytest.raises(ValueError, match=message):
         cut([Segment((0,), 5)], **{**cuts, **options})
+
+
+def test_lists_of_one_length_stay_whole_and_a_long_one_among_short_ones_is_cut() -> None:
+    sizes = {"gqa": 4, "num_kv_heads": 8, "block_m": 16, "block_n": 64, "target": 33}
+    equal = cut([Segment((row,), 1024) for row in range(32)], alone=range(32), **sizes)
+    assert [item[-1] for item in equal.items] == [DIRECT] * 32
+    few = cut([Segment((row,), 1024) for row in range(20)], alone=range(20), **sizes)
+    assert len(few.items) == 20, "a second turn of half the length would be as long"
+    long = cut([Segment((row,), 131072 if row == 5 else 1024) for row in range(32)], alone=range(32), **sizes)
+    assert max(end - begin for _, _, _, _, _, begin, end, _ in long.items) < 131072 / 16

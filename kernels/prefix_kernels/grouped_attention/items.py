@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 ITEM_FIELDS = 8
 SPAN_FIELDS = 4
+_WORTH = 0.95
+"""Of the longest turn with fewer items, what it may be with more: each has a start and a part to merge."""
 DIRECT = -1
 """In place of an item's first partial row, and of a span's number of parts."""
 
@@ -93,7 +95,8 @@ def cut(
 
     The shortest chunk (a multiple of block_n) is taken that needs no more than `target` items, so that the last wave
     of thread blocks is full. Where more than half as many tiles are there to begin with, `target` more than those are
-    allowed: one long list among many short ones must not be one item.
+    allowed if that shortens the longest turn: one long list among many short ones must not be one item, while lists of
+    one length stay whole.
 
     Args:
         segments: in any order. Those without rows or entries give no item.
@@ -145,9 +148,25 @@ def cut(
 
 
 def _chunk(lengths: Sequence[int], tiles: Sequence[int], block_n: int, target: int) -> int:
+    """Entries of a stretch; see `cut`."""
+    plain = _least_chunk(lengths, tiles, block_n, target)
+    if 2 * sum(tiles) <= target:
+        return plain
+    finer = _least_chunk(lengths, tiles, block_n, target + sum(tiles))
+    times = [_longest_turn(lengths, tiles, chunk, target) for chunk in (plain, finer)]
+    return finer if times[1] < _WORTH * times[0] else plain
+
+
+def _longest_turn(lengths: Sequence[int], tiles: Sequence[int], chunk: int, programs: int) -> float:
+    """Entries that the busiest of so many programs attends, at least."""
+    whole = sum(n * (length // chunk) for length, n in zip(lengths, tiles, strict=True))
+    rest = max((length % chunk for length in lengths), default=0)
+    even = sum(n * length for length, n in zip(lengths, tiles, strict=True)) / programs
+    return max(chunk * -(-whole // programs), rest, even)
+
+
+def _least_chunk(lengths: Sequence[int], tiles: Sequence[int], block_n: int, target: int) -> int:
     """The least multiple of block_n for which all segments together need at most `target` items, if there is one."""
-    if 2 * sum(tiles) > target:
-        target += sum(tiles)
     low, high = 1, max((-(-length // block_n) for length in lengths), default=1)
     while low < high:
         middle = (low + high) // 2
