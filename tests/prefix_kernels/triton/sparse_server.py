@@ -157,24 +157,37 @@ class Server:
             self.private[serial] = own
         return [self.private[serial] for serial in serials]
 
-    def kept(self, number: int, own: torch.Tensor) -> Mapping[int, Selection]:
-        """What the last search of a group found. In 16 bits it is read from the lists: a token at the threshold that
-        the reference did not select may be what another query looks for.
-        """
-        if self.sparse.searches:
+    def kept(self, number: int) -> dict[int, Selection]:
+        """What the last search of a group found, by the reference."""
+        if self.sparse.searches or self.dtype is not torch.float32:
             return {}
-        if self.dtype is torch.float32:
-            return [*self.step_plan.groups, *self.step_plan.private][number].selections
+        return dict([*self.step_plan.groups, *self.step_plan.private][number].selections)
+
+    def listed(self, number: int, own: torch.Tensor, layer: int) -> Selection:
+        """What the lists hold of a group in this step, as positions of the slots that are its own."""
         places = torch.full((len(self.caches[0].k_cache),), -1, dtype=torch.int32, device=self.device)
         places[own] = torch.arange(len(own), dtype=torch.int32, device=self.device)
-        found = {}
-        for layer in self.anchors:
-            lists = self.sparse._lists.of(layer)
-            assert lists.slots is not None
-            counts, slots = lists.counts[number].clone(), lists.slots[number, :, : len(own)]
-            listed = torch.arange(slots.shape[1], device=self.device) < counts[:, None]
-            found[layer] = Selection(torch.where(listed, places[slots.clamp(min=0).long()], -1), counts)
-        return found
+        lists = self.sparse._lists.of(layer)
+        assert lists.slots is not None
+        counts, slots = lists.counts[number].clone(), lists.slots[number, :, : len(own)]
+        listed = torch.arange(slots.shape[1], device=self.device) < counts[:, None]
+        return Selection(torch.where(listed, places[slots.clamp(min=0).long()], -1), counts)
+
+    def take_lists(self, plan: DecodePlan, q: torch.Tensor, layer: int, sm_scale: float) -> None:
+        """In 16 bits scores are rounded otherwise than the reference's. So the reference attends what the lists hold,
+        and these may differ from what it selects by few tokens; what another query looks for may be among them.
+        """
+        for number, group in enumerate([*plan.groups, *plan.private]):
+            found = self.listed(number, group.slots, layer)
+            if self.sparse.searches:
+                wanted = self.reference.select(q[group.rows], group, KV_HEADS, layer, sm_scale)
+                assert found.counts.tolist() == wanted.counts.tolist()
+                for mine, theirs, count in zip(found.positions, wanted.positions, found.counts.tolist(), strict=True):
+                    chosen = set(mine[:count].tolist())
+                    assert -1 not in chosen
+                    assert len(chosen) == count
+                    assert len(chosen - set(theirs[:count].tolist())) <= max(2, count // 20)
+            group.kept = {**group.kept, layer: found}
 
     def step(self, serials: list[int], padded: int = 0) -> list[Kept]:
         """A decode step of all layers; outputs are compared with the reference's, group by group as it was made."""
@@ -192,20 +205,22 @@ class Server:
         for number, (prefix, index) in enumerate(self.sparse._groups.of(serials, indexes)):
             own = self.table[rows[prefix.rows[0]], : prefix.length].long()
             members = torch.tensor(prefix.rows, device=self.device)
-            kept = self.kept(number, own)
+            kept = self.kept(number)
             groups.append(Group(index, own, members, len(prefix.rows), kept=kept))
         starts = [index.prefix_len if index else 0 for index in indexes]
         for row, own_index in enumerate(private):
             if own_index is not None:
                 begin, starts[row] = starts[row], starts[row] + own_index.prefix_len
                 own = self.table[rows[row], begin : starts[row]].long()
-                kept = self.kept(len(groups) + len(own_groups), own)
+                kept = self.kept(len(groups) + len(own_groups))
                 own_groups.append(Group(own_index, own, torch.tensor([row], device=self.device), 1, kept=kept))
         self.step_plan = plan = DecodePlan(groups, *_suffixes(self.table, rows, starts, lens), own_groups)
         for layer, kv in enumerate(self.caches):
             q = torch.randn(len(serials) + padded, KV_HEADS * GQA, self.dim, generator=self.gen)
             q, sm_scale = (2 * q).to(self.device, self.dtype), self.dim**-0.5
             out = self.sparse.attend(q, kv, layer, sm_scale)
+            if self.dtype is not torch.float32 and layer in self.anchors:
+                self.take_lists(plan, q[: len(serials)], layer, sm_scale)
             wanted = self.reference.run(q[: len(serials)], kv, plan, layer, sm_scale)
             assert not out[len(serials) :].any()
             off = (out[: len(serials)].float() - wanted.float()).norm(dim=2) / wanted.float().norm(dim=2)
@@ -214,7 +229,7 @@ class Server:
                 # Among thousands of tokens keys of 16 bits tie where the reference's scores do not.
                 for row, start in enumerate(starts):
                     assert float(off[row].max()) < (1e-4 if start < 1000 else 0.5)
-            else:  # scores are rounded otherwise: a token at the threshold may change places with its neighbour
+            else:
                 assert float(off.median()) < 0.01
-                assert float(off.max()) < 0.5
+                assert float(off.max()) < 0.05
         return list(self.sparse.kept)
