@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from engines import STOCK
 
 Row = dict[str, Any]
 
@@ -26,10 +29,12 @@ _COLORS = 64
 
 
 def name_of(row: Row) -> str:
-    """Engine and path, or layer plan, of a row, as the table and the plot call it."""
-    if row["engine"] == "plugin":
-        return f"plugin, {row['path']}"
-    return str(row["engine"]) if row["path"] == "stock" else f"{row['engine']}, {row['plan']}"
+    """Engine and path, or layer plan, of a row, as the table and the plot call it, and the settings that were given."""
+    engine, config = row["engine"], row.get("config")
+    if engine in STOCK:
+        return str(engine)
+    name = f"{engine}, {row['path' if engine == 'plugin' else 'plan']}"
+    return f"{name}, {json.dumps(config)}" if config else name
 
 
 def place_of(name: str) -> tuple[bool, int, str]:

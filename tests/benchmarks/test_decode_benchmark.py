@@ -64,6 +64,7 @@ def test_starts_become_a_median_and_a_range(bench: SimpleNamespace) -> None:
     rows = [row("plugin", "shared", ms, start=n) for n, ms in enumerate((4.0, 2.0, 3.0))]
     rows += [row("flashinfer", "stock", 6.0), row("triton", "stock", 5.0), row("plugin", "stock", 1.0)]
     rows += [row("sparse", "sparse", 2.5, plan="anchors")]
+    rows += [row("sparse", "sparse", 2.0, plan="anchors", config={"search_period": 4})]
     header, _, found = cells(bench.decode.table(rows))
     assert dict(zip(header, found, strict=True)) == {
         "device, shape, page": "GPU, tiny, 16",
@@ -74,6 +75,7 @@ def test_starts_become_a_median_and_a_range(bench: SimpleNamespace) -> None:
         "plugin, stock": "1.00, 0.200",  # of an engine without the plugin
         "plugin, shared": "3.00 (2.00-4.00), 0.600",
         "sparse, anchors": "2.50, 0.500",
+        'sparse, anchors, {"search_period": 4}': "2.00, 0.400",
     }
 
 
@@ -185,6 +187,7 @@ def test_with_sglang(tmp_path: Path) -> None:
     for one in (shared, stock):
         assert 20 <= one["steps"] <= 60 - 1 - 20, "fewer where more than 20 tokens came first, at once"
         assert 0 < one["ms_p10"] <= one["ms"] <= one["ms_p90"]
+        assert one["ms_mean"] > 0.5 * one["ms_p10"]
         assert one.keys() >= {"device", "sglang", "torch", "commit", "date", "config", "flags", "seed"}
     before = out.read_text()
     status, output = run_job(command, tmp_path / "again.log")
