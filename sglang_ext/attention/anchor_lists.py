@@ -8,7 +8,7 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import Segment
 from prefix_kernels.top_k_selection.lists import SelectedLists
 from sglang_ext.attention.step_buffers import StepBuffers
-from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+from sglang_ext.indexing.layer_plan import LayerPlan
 
 
 class AnchorLists:
@@ -47,8 +47,8 @@ class AnchorLists:
             )
             for number in range(buffers.num_sets)
         ]
-        anchors = [i for i, role in enumerate(layer_plan.layers) if role.mode is LayerMode.ANCHOR]
-        number_of = {layer: number if buffers.num_sets > 1 else 0 for number, layer in enumerate(anchors)}
+        own_sets = buffers.num_sets > 1
+        number_of = {layer: number if own_sets else 0 for number, layer in enumerate(layer_plan.anchor_layers)}
         self._set_of: list[int] = []
         self.head_maps: list[Tensor | None] = []
         for layer, role in enumerate(layer_plan.layers):

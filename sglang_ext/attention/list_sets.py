@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+from sglang_ext.indexing.layer_plan import LayerPlan
 
 KEPT_BYTES = 512 << 20
 """Device memory of the lists beside the first set, at most: fewer groups have lists before there are more."""
@@ -14,8 +14,7 @@ class ListsTooLargeError(ValueError):
 
 def num_sets(layer_plan: LayerPlan, search_period: int) -> int:
     """Sets of lists: one serves all anchor layers in turns, unless later steps read them; then each has its own."""
-    anchors = sum(role.mode is LayerMode.ANCHOR for role in layer_plan.layers)
-    return max(1, anchors) if search_period > 1 else 1
+    return max(1, len(layer_plan.anchor_layers)) if search_period > 1 else 1
 
 
 def groups_that_fit(num_groups: int, num_sets: int, num_kv_heads: int, width: int) -> int:

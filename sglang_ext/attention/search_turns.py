@@ -9,14 +9,15 @@ class SearchTurns:
     """Counts the decode steps that may use one search: so many in a row, the searching one included.
 
     Attributes:
+        period: steps that use one search, at most.
         searches: whether the last step that was taken searches.
 
     Args:
-        period: steps that use one search, at most.
+        period: see above.
     """
 
     def __init__(self, period: int) -> None:
-        self._period = period
+        self.period = period
         self._uses = 0
         self._searched: Hashable | None = None
         self._groups: Hashable | None = None
@@ -30,7 +31,7 @@ class SearchTurns:
         Args:
             groups: as for `take`.
         """
-        return min(self._period, 1 + (self._steps if groups is not None and groups == self._groups else 0))
+        return min(self.period, 1 + (self._steps if groups is not None and groups == self._groups else 0))
 
     def take(self, groups: Hashable | None) -> None:
         """The next decode step is a sparse one: it searches where the last search was for others, or has served long
@@ -40,7 +41,7 @@ class SearchTurns:
             groups: what makes two selections the same but for the queries. None: its slots may still change, so that
                 lists would hold those of before.
         """
-        self.searches = groups is None or groups != self._searched or self._uses == self._period
+        self.searches = groups is None or groups != self._searched or self._uses == self.period
         self._uses = 1 if self.searches else self._uses + 1
         self._searched = groups
         self._count(groups)

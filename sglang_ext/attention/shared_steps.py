@@ -19,7 +19,7 @@ from sglang_ext.attention.shared_decode import SharedDecode
 from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
 from sglang_ext.config import DecodePath, SparseAttnConfig
 from sglang_ext.indexing.base import IndexSpec
-from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import ALONE, Attachment, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex
@@ -94,10 +94,10 @@ class SharedSteps:
         ranks: Ranks | None = None,
     ) -> None:
         ranks = ranks or OneRank()
-        self._path, self._search_period = config.decode_path, config.search_period
+        self._path = config.decode_path
         self._kept_steps = 0
         self._private_rules = PrivateRules.of(config)
-        self._anchors = [i for i, role in enumerate(layer_plan.layers) if role.mode is LayerMode.ANCHOR]
+        self._anchors = layer_plan.anchor_layers
         self._view = view
         self._requests = requests
         self._counters = counters
@@ -180,14 +180,14 @@ class SharedSteps:
             forward_batch: SGLang's, of a decode step.
             usable: the ready index of a request, if it has one; asked only where decode steps replay graphs.
         """
-        batch = self._batch(forward_batch)
-        if batch is None:
+        found = self._batch(forward_batch)
+        if found is None:
             if self.sparse is not None:
                 self.sparse.forget_search()
             return None
         assert self._decode is not None
+        batch, attachments = found
         rids, seq_lens = forward_batch.rids, batch.seq_lens
-        attachments = [self._requests.get(rid) for rid in rids]
         self._tracker.learn(batch)
         ready = [usable(one) for one in attachments] if self._view.decode_graphs else []
         if self.sparse is not None:
@@ -207,8 +207,8 @@ class SharedSteps:
             self._counters.count_step(0, len(rids), 0)
         return Path.EXACT if used else None
 
-    def _batch(self, forward_batch: Any) -> DecodeBatch | None:
-        """A decode step as it is described here; None for one that is not attended here."""
+    def _batch(self, forward_batch: Any) -> tuple[DecodeBatch, list[Attachment | None]] | None:
+        """A decode step as it is described here, and what is known of its requests; None: it is not attended here."""
         rids, lens = forward_batch.rids, forward_batch.seq_lens_cpu
         if self._decode is None or self.refusal or lens is None or not rids or len(rids) != forward_batch.batch_size:
             return None
@@ -218,7 +218,8 @@ class SharedSteps:
         if repeated or len(rids) > self._tracker.max_batch:
             return None  # beam batches: rows are not one request each
         rows = forward_batch.req_pool_indices
-        return DecodeBatch(serials, lens.tolist(), self._view.req_to_token, rows, forward_batch.seq_lens)
+        batch = DecodeBatch(serials, lens.tolist(), self._view.req_to_token, rows, forward_batch.seq_lens)
+        return batch, attachments
 
     def _count_sparse(self, rows: int) -> None:
         assert self.sparse is not None
@@ -259,8 +260,7 @@ class SharedSteps:
             return ()
         if self.sparse is None:
             return (Path.EXACT,)
-        keeps = self._search_period > 1 and self._anchors
-        return (Path.EXACT, Path.SPARSE, Path.KEPT) if keeps else (Path.EXACT, Path.SPARSE)
+        return (Path.EXACT, Path.SPARSE, Path.KEPT) if self.sparse.keeps_searches else (Path.EXACT, Path.SPARSE)
 
     def tune(self, sizes: Iterable[int]) -> None:
         """Before the first capture: measure, once, what kernels of these sizes need and is not known of this GPU."""

@@ -8,7 +8,7 @@ which index, which slots. Positions become slots by the group's own table.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,16 +72,19 @@ class _Kernels:
     size: int
 
 
+class _Selects(NamedTuple):
+    """What the tables of selections are made of; lists of private tokens may grow beside it."""
+
+    selection: AnchorSelection
+    prefixes: tuple[PrefixRows, ...]
+    budgets: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class _Plan:
     kernels: _Kernels
     layout: StepLayout
-    budgets: tuple[int, ...]
-
-    @property
-    def selects(self) -> Hashable:
-        """What the tables of selections are made of; lists of private tokens may have grown beside it."""
-        return self.kernels.selection, self.layout.prefixes, self.budgets
+    selects: _Selects
 
 
 class SparseDecode:
@@ -136,7 +139,7 @@ class SparseDecode:
         if max_groups < wanted:
             logger.warning(
                 "sparse attention: with search_period %d a step selects for %d groups of requests at most, not %d: "
-                "each has lists in %d layers, %d MiB in all",
+                "each has lists in %d layers, %d MiB in all; batches of more groups are attended exactly",
                 *(config.search_period, max_groups, wanted, sets, KEPT_BYTES >> 20),
             )
         self._buffers = StepBuffers(
@@ -228,31 +231,31 @@ class SparseDecode:
         all_groups: list[tuple[PrefixRows, ResidentIndex | PrivateIndex]] = [*groups, *stretches]
         budgets = tuple(self.budget(rows.length, len(rows.rows)) for rows, _ in all_groups)
         kernels = self._kernels(size)
-        settled = self._groups.settled(batch.serials, groups)
-        selects = (kernels.selection, tuple(rows for rows, _ in all_groups), budgets) if settled else None
+        selects = _Selects(kernels.selection, tuple(rows for rows, _ in all_groups), budgets)
+        settled = selects if self._groups.settled(batch.serials, groups) else None
         if not forced:
             costs = self.measured(size)
             own = sum(batch.seq_lens) - sum(rows.length * len(rows.rows) for rows, _ in all_groups)
             exact = sum(batch.seq_lens) - sum(group.saved for group in self._tracker.prefixes.groups(batch.serials))
-            steps = self._turns.steps_of(selects)
+            steps = self._turns.steps_of(settled)
             self.too_dear = costs is None or not costs.pays(exact, lengths, budgets, own, steps)
             if self.too_dear:
-                self._turns.skip(selects)
+                self._turns.skip(settled)
                 return False
         before = self._planned.layout if self._planned else None
-        layout = self._buffers.lay_out(batch.seq_lens, [rows for rows, _ in all_groups], before)
+        layout = self._buffers.lay_out(batch.seq_lens, selects.prefixes, before)
         if layout is None:
             self._turns.skip()
             return False
-        plan = _Plan(kernels, layout, budgets)
+        plan = _Plan(kernels, layout, selects)
         if self._planned != plan:
             self._write(plan, [index for _, index in all_groups], len(groups))
             self._buffers.copy_prefixes(layout, batch)
-        elif not settled:
+        elif settled is None:
             self._buffers.copy_prefixes(layout, batch)  # slots of a request that nothing is known of may yet change
         self._buffers.refresh(batch)
         self._active = kernels
-        self._turns.take(selects)
+        self._turns.take(settled)
         if self.copies is not None:
             self.copies.groups = [(rows.rows, rows.length, index.entry.digest) for rows, index in groups]
         kept = [Kept(len(rows.rows), rows.length, n) for (rows, _), n in zip(all_groups, budgets, strict=True)]
@@ -263,6 +266,11 @@ class SparseDecode:
     def searches(self) -> bool:
         """Whether anchor layers select in the prepared step, or what they did in an earlier one is attended."""
         return self._turns.searches
+
+    @property
+    def keeps_searches(self) -> bool:
+        """Whether steps may attend what an earlier one selected, by a graph of their own."""
+        return self._turns.period > 1
 
     def free_groups(self, serials: Sequence[int | None], indexes: Sequence[ResidentIndex | None]) -> int:
         """Stretches of own tokens that a step of these rows has room for beside its prefixes."""
@@ -275,7 +283,7 @@ class SparseDecode:
     def _write(self, plan: _Plan, indexes: Sequence[ResidentIndex | PrivateIndex], num_prefixes: int) -> None:
         layout, kernels = plan.layout, plan.kernels
         before, self._planned = self._planned, None  # until all of it is written
-        groups = list(zip(layout.prefixes, layout.begins, plan.budgets, strict=True))
+        groups = list(zip(layout.prefixes, layout.begins, plan.selects.budgets, strict=True))
         if before is None or plan.selects != before.selects:
             chosen = [self._selection_group(prefix.length, budget, begin) for prefix, begin, budget in groups]
             rows = [prefix.rows for prefix in layout.prefixes]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sglang_ext.attention.shared_steps import Path as StepPath
-from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+from sglang_ext.indexing.layer_plan import LayerPlan
 
 if TYPE_CHECKING:
     from prefix_kernels.top_k_selection.lists import SelectedLists
@@ -120,7 +120,7 @@ class SelectionCopies:
 
     def __init__(self, layer_plan: LayerPlan, lists: Callable[[int], SelectedLists]) -> None:
         self._lists = lists
-        self.layers = [i for i, role in enumerate(layer_plan.layers) if role.mode is LayerMode.ANCHOR]
+        self.layers = layer_plan.anchor_layers
         one = lists(self.layers[0] if self.layers else 0)
         self.positions = one.positions.new_zeros((len(self.layers), *one.positions.shape))
         self.counts = one.counts.new_zeros((len(self.layers), *one.counts.shape))

@@ -187,7 +187,7 @@ def test_with_sglang(tmp_path: Path) -> None:
     for one in (shared, stock):
         assert 20 <= one["steps"] <= 60 - 1 - 20, "fewer where more than 20 tokens came first, at once"
         assert 0 < one["ms_p10"] <= one["ms"] <= one["ms_p90"]
-        assert one["ms_mean"] > 0.5 * one["ms_p10"]
+        assert one["ms_mean"] >= 0.8 * one["ms_p10"], "nine in ten take as long or longer"
         assert one.keys() >= {"device", "sglang", "torch", "commit", "date", "config", "flags", "seed"}
     before = out.read_text()
     status, output = run_job(command, tmp_path / "again.log")
