@@ -120,7 +120,7 @@ class SelectionCopies:
 
     def __init__(self, layer_plan: LayerPlan, lists: Callable[[int], SelectedLists]) -> None:
         self._lists = lists
-        self.layers = layer_plan.anchor_layers
+        self.layers = list(layer_plan.anchor_layers)
         one = lists(self.layers[0] if self.layers else 0)
         self.positions = one.positions.new_zeros((len(self.layers), *one.positions.shape))
         self.counts = one.counts.new_zeros((len(self.layers), *one.counts.shape))
