@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""Result files of `soak.py` and `replay.py` as Markdown.
+
+    python benchmarks/soak_tables.py benchmarks/results/soak-h200*.json benchmarks/results/replay-h200*.json
+
+One row for each half of a soak, and one for each kind of request of a replay, in the order of the files; replays are
+added up. An answer is *equal* to the dense one (of a replay: each token is the best one), it differs at a *tie*, or it
+is *wrong*: at a token further behind the best than a tie (`--tie`, nats).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+VERDICTS = ("equal", "tie", "wrong")
+HALVES = {"control": "dense control", "shared": "shared steps", "beside": "exact, beside sparse steps"}
+"""What a soak compares with dense decode, as the table says it."""
+_SECONDS = {"control": "control", "shared": "seconds", "beside": "sparse_seconds"}
+"""What was asked of each, in rows that do not say how long it ran."""
+
+
+def soak_rows(name: str, row: Row) -> list[list[str]]:
+    """Cells of one soak: file, commit, half, seconds, answers by verdict, good."""
+    rows = []
+    for half, title in HALVES.items():
+        counts = row["found"].get(half)
+        if not counts:
+            continue
+        seconds = row.get("ran", {}).get("sparse" if half == "beside" else half, row.get(_SECONDS[half], 0.0))
+        rows.append([name, row["commit"], title, f"{seconds:.0f}", *answers(counts), "yes" if row["good"] else "no"])
+    return rows
+
+
+def replay_rows(name: str, row: Row) -> list[list[str]]:
+    """Cells of one replay: file, commit, kind, tokens of sparse steps, answers by verdict, farthest behind, good."""
+    return [
+        [
+            name,
+            row["commit"],
+            kind,
+            f"{row[kind]['tokens of sparse steps']:,}",
+            *answers(row[kind]),
+            f"{row[kind]['max_nats']:.3f}",
+            "yes" if row["good"] else "no",
+        ]
+        for kind in ("sparse", "dense")
+    ]
+
+
+def answers(counts: Row) -> list[str]:
+    """All that were compared, and of each verdict, the wrong ones with their share."""
+    all_of = sum(counts.get(one, 0) for one in VERDICTS)
+    equal, tie, wrong = (counts.get(one, 0) for one in VERDICTS)
+    return [f"{all_of:,}", f"{equal:,}", f"{tie:,}", f"{wrong:,} ({100 * wrong / max(all_of, 1):.2f}%)"]
+
+
+def total(rows: Sequence[Row]) -> list[list[str]]:
+    """All replays in one, by kind."""
+    found = []
+    for kind in ("sparse", "dense"):
+        counts: Counter[str] = Counter()
+        for row in rows:
+            counts.update({key: row[kind].get(key, 0) for key in (*VERDICTS, "tokens of sparse steps")})
+        farthest = max(row[kind]["max_nats"] for row in rows)
+        tokens = f"{counts['tokens of sparse steps']:,}"
+        found.append([f"all {len(rows)}", "", kind, tokens, *answers(counts), f"{farthest:.3f}", ""])
+    return found
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(one) + " |" for one in (head, ["---"] * len(head), *rows))
+
+
+def main() -> int:
+    """Print; 2 where a file is neither a soak's nor a replay's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    soaks: list[list[str]] = []
+    replays: list[list[str]] = []
+    replayed: list[Row] = []
+    for path in parser.parse_args().files:
+        try:
+            row = json.loads(path.read_text())
+            if "found" in row:
+                soaks += soak_rows(path.stem, row)
+            else:
+                replays += replay_rows(path.stem, row)
+                replayed.append(row)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            print(f"{path}: expected a row of soak.py or replay.py: {error!r}", file=sys.stderr)
+            return 2
+    if soaks:
+        head = ["file", "commit", "half", "seconds", "answers", "equal", "tie", "wrong", "good"]
+        print(markdown(head, soaks))
+    if replayed:
+        head = ["file", "commit", "requests", "tokens of sparse steps", "replayed", "equal", "tie", "wrong"]
+        rows = replays + (total(replayed) if len(replayed) > 1 else [])
+        print(("\n" if soaks else "") + markdown([*head, "farthest behind, nats", "good"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
