@@ -315,20 +315,21 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         soak = Soak(engine, args)
         references = soak.references()
         engine.flush_cache()
-        before = memory(engine)
+        used = {"before": memory(engine)}
         parts = shortened({"control": args.control, "shared": args.seconds, "sparse": args.sparse_seconds}, args.within)
         for name in ("control", "shared"):
             if parts[name]:
                 with timed(ran, name):
                     engine.loop.run_until_complete(soak.traffic(references, parts[name], dense=name == "control"))
         if args.sparse_seconds:
+            used["between"] = memory(engine)
             beside = partial(soak.one, references, soak.found.setdefault("beside", Counter()), dense=False)
             sparse = SparseTraffic(engine, args, folder, beside)
             with timed(ran, "sparse"):
                 ended = engine.loop.run_until_complete(sparse.run(parts["sparse"]))
             waits, found = [sparse.longest_wait], {"sparse": sparse.found, "sparse prompts": {"tokens": sparse.tokens}}
         left = held(engine)
-        after = memory(engine)
+        used["after"] = memory(engine)
         ranks = engine.tokenizer_manager.server_args.tp_size
     finally:
         engine.shutdown()
@@ -344,7 +345,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         and not left["requests"]
         and not left["compared"]
         and together(left.get("ranks", []), ranks)
-        and same(before, after)
+        and same(used["before"], used["after"])
         and ended
         and longest <= args.stall
         and (replayed is None or replay_good(replayed))
@@ -355,7 +356,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "ran": {name: round(seconds, 1) for name, seconds in ran.items()},
         "longest_wait": round(longest, 3),
         "built": built(folder),
-        "memory": {"before": before, "after": after},
+        "memory": used,
         "held": left,
         "examples": soak.examples,
         "replay": replayed,

@@ -207,6 +207,7 @@ def memory(engine: Any) -> dict[str, Any]:
         "requests": state["requests"],
         "index_users": state["index_users"],
         "resident_bytes": state["resident_bytes"],
+        "allocated_bytes": state["allocated_bytes"],
         "device_bytes": device,
     }
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 
 from prefix_index import ModelFingerprint
@@ -395,6 +396,7 @@ class SparseRuntime:
         mine = {name: getattr(self.counters, name) for name in ("sparse_steps", "sparse_rows", "shared_steps")}
         held: dict[str, Any] = {"builds": {} if self.builds is None else self.builds.snapshot()}
         held |= {"resident_bytes": self.residency.resident_bytes(), "index_users": self.residency.num_users()}
+        held["allocated_bytes"] = torch.cuda.memory_allocated() if torch.cuda.is_available() else None
         return {
             "ranks": self.ranks.gathered({**mine, **held, **self.ready.snapshot()}),
             **self.counters.snapshot(),

@@ -137,6 +137,7 @@ def test_an_admitted_request_decodes_sparsely_until_its_slot_is_freed(start: Any
     runtime.slot_freed(request, 0, finished=True)
     state = runtime.snapshot()
     assert (state["sparse_rows"], state["requests"], state["index_users"]) == (3, 0, 0)
+    assert (state["allocated_bytes"] is None) == (not torch.cuda.is_available())
     assert state["selections_per_layer"] == [3] * LAYERS
 
 

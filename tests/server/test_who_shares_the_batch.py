@@ -1,0 +1,122 @@
+"""What an answer owes to those who decode beside it, on the shipped model in float32, step by step.
+
+Requests on other prompts change nothing: the same positions are selected, layer by layer and head by head. Requests on
+the same prompt select together with it: more positions, as `group_growth` says. One server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefix_kernels.budget import BudgetGrowth, budget_for_group
+from sglang_ext.attention.trace import Selected, SparseStep, read_trace
+
+TOKENS = 24
+KEEP_RATIO, MAX_KEEP_RATIO = 0.1, 0.5
+
+
+@pytest.fixture(scope="module")
+def config(sparse_config: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("trace")
+    kept = {"keep_ratio": KEEP_RATIO, "max_keep_ratio": MAX_KEEP_RATIO, "group_growth": "sqrt", "min_top_k": 64}
+    return {**sparse_config, **kept, "trace_folder": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def server(serve: Any, prebuild: Any, sparse_config: Any, config: Any, texts: Any, tmp_path_factory: Any) -> Any:
+    serve.close()
+    prompts = [{"id": name, "text": getattr(texts, name).text} for name in ("first", "second")]
+    job = prebuild(tmp_path_factory.mktemp("neighbours"), prompts, config=sparse_config)
+    assert job.status == 0, job.output[-3000:]
+    return serve(job.store, config)
+
+
+@pytest.fixture(scope="module")
+def alone(server: Any, config: Any, texts: Any) -> tuple[Any, dict[int, Selected]]:
+    """An answer asked alone, and by sequence length what its steps selected."""
+    answer = server.generate(texts.ask(texts.first, 0), TOKENS, rid="trace-alone")
+    return answer, steps(config, "trace-alone")
+
+
+def steps(config: dict[str, Any], rid: str) -> dict[int, Selected]:
+    """By sequence length, what was selected for a request."""
+    (path,) = Path(config["trace_folder"]).glob("steps-*.trace")
+
+    def found() -> Iterator[tuple[int, Selected]]:
+        for record in read_trace(path):
+            for group in record.groups if isinstance(record, SparseStep) else ():
+                if rid in group.rids:
+                    yield group.seq_lens[group.rids.index(rid)], group
+
+    return dict(found())
+
+
+def masks(step: Selected) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """[num_layers, num_kv_heads, prefix_len]: of all layers, each of which selects."""
+    return np.stack([step.mask(layer) for layer in sorted(step.bits)])  # type: ignore[arg-type]
+
+
+def test_requests_on_other_prompts_change_no_selection(server: Any, config: Any, texts: Any, alone: Any) -> None:
+    answer, own = alone
+    assert len(own) == TOKENS - 1, "every decode step was sparse"
+    others = [texts.ask(texts.second, 0), texts.ask(texts.unindexed, 0), texts.ask(texts.second, 1)]
+    for attempt in range(10):  # until they decoded at the same time
+        rid = f"trace-strangers-{attempt}"
+        calls = [partial(server.generate, texts.ask(texts.first, 0), TOKENS, rid=rid)]
+        calls += [partial(server.generate, other, TOKENS, rid=f"trace-{attempt}-{n}") for n, other in enumerate(others)]
+        answers = server.together(calls)
+        beside = steps(config, rid)
+        assert answers[0].ids == answer.ids
+        assert beside.keys() == own.keys()
+        for seq_len, step in beside.items():
+            assert step.rids == [rid], "nobody else is on its prompt"
+            assert (masks(step) == masks(own[seq_len])).all()
+        if together(config, rid, f"trace-{attempt}-0") > TOKENS // 2:
+            return
+    pytest.fail("the requests never decoded at the same time")
+
+
+def together(config: dict[str, Any], *rids: str) -> int:
+    """Steps in which all of these were selected for."""
+    (path,) = Path(config["trace_folder"]).glob("steps-*.trace")
+    records = (record for record in read_trace(path) if isinstance(record, SparseStep))
+    return sum({*rids} <= {rid for group in record.groups for rid in group.rids} for record in records)
+
+
+def test_requests_on_the_same_prompt_widen_what_is_selected(server: Any, config: Any, texts: Any, alone: Any) -> None:
+    """Behind `<end>` the model rambles, and a wider selection may make it ramble otherwise: from the first token that
+    differs on, only how much is selected is compared.
+    """
+    answer, own = alone
+    end = texts.first.questions[0].max_new_tokens
+    prefix, first = next(iter(own.values())).prefix_len, min(own)
+    one, most = int(KEEP_RATIO * prefix), int(MAX_KEEP_RATIO * prefix)
+    shares: list[float] = []
+    for attempt in range(10):
+        rid = f"trace-group-{attempt}"
+        calls = [partial(server.generate, texts.ask(texts.first, 0), TOKENS, rid=rid)]
+        calls += [partial(server.generate, texts.ask(texts.first, n), TOKENS) for n in (1, 2, 3)]
+        ids = server.together(calls)[0].ids
+        assert ids[:end] == answer.ids[:end], "the words that were asked for, whoever else asks"
+        same = first + next((n for n in range(TOKENS) if ids[n] != answer.ids[n]), TOKENS)
+        for seq_len, step in steps(config, rid).items():
+            found, before = masks(step), masks(own[seq_len])
+            grown = budget_for_group(one, len(step.rids), BudgetGrowth("sqrt"), most)
+            assert (before.sum(2) == one).all()
+            assert (found.sum(2) == grown).all()
+            if seq_len < same:
+                shares.append((found & before).sum() / before.sum())
+                assert len(step.rids) > 1 or shares.pop() == 1.0, "alone again, it selects what it did"
+        if len(shares) > TOKENS // 2:
+            break
+    print(
+        f"SHARE {np.median(shares):.3f} ({min(shares):.3f}-{max(shares):.3f}) of what it selects alone, {len(shares)}"
+    )
+    assert len(shares) > TOKENS // 2, "the requests never decoded at the same time"
+    assert min(shares) > 0.8
