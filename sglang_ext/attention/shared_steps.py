@@ -224,9 +224,9 @@ class SharedSteps:
     def _count_sparse(self, rows: int) -> None:
         assert self.sparse is not None
         self._kept_steps += not self.sparse.searches
-        sparse = sum(one.rows for one in self.sparse.kept)
-        self._counters.count_step(sparse, rows - sparse, max(one.rows for one in self.sparse.kept))
-        prefix = sum(one.rows * one.prefix_len for one in self.sparse.kept)
+        sparse = sum(one.rows for one in self.sparse.reads)
+        self._counters.count_step(sparse, rows - sparse, max(one.rows for one in self.sparse.reads))
+        prefix = sum(one.rows * one.prefix_len for one in self.sparse.reads)
         self._counters.count_attended(self.sparse.attended(), prefix)
         self._counters.count_attended_private(*self.sparse.attended_private())
 

@@ -50,7 +50,7 @@ _FAR, _NEAR = 65536, 4
 """Tokens that costs are measured with, and by how much the shorter list is shorter."""
 
 
-class Kept(NamedTuple):
+class GroupRead(NamedTuple):
     """What a prepared step reads of one prefix.
 
     Attributes:
@@ -180,8 +180,8 @@ class SparseDecode:
         self._active: _Kernels | None = None
         self._planned: _Plan | None = None
         self._turns = SearchTurns(config.search_period if layer_plan.anchor_layers else 1)
-        self.kept: list[Kept] = []
-        self.private: list[Kept] = []
+        self.reads: list[GroupRead] = []
+        self.private_reads: list[GroupRead] = []
         self.too_dear = False
         self.plans = 0
 
@@ -258,8 +258,8 @@ class SparseDecode:
         self._turns.take(settled)
         if self.copies is not None:
             self.copies.groups = [(rows.rows, rows.length, index.entry.digest) for rows, index in groups]
-        kept = [Kept(len(rows.rows), rows.length, n) for (rows, _), n in zip(all_groups, budgets, strict=True)]
-        self.kept, self.private = kept[: len(groups)], kept[len(groups) :]
+        reads = [GroupRead(len(rows.rows), rows.length, n) for (rows, _), n in zip(all_groups, budgets, strict=True)]
+        self.reads, self.private_reads = reads[: len(groups)], reads[len(groups) :]
         return True
 
     @property
@@ -332,14 +332,14 @@ class SparseDecode:
 
     def attended(self) -> list[int]:
         """Tokens of prefixes that each layer of the prepared step attends, a token once for each request."""
-        whole = sum(one.rows * one.prefix_len for one in self.kept)
-        selected = sum(one.rows * one.budget for one in self.kept)
+        whole = sum(one.rows * one.prefix_len for one in self.reads)
+        selected = sum(one.rows * one.budget for one in self.reads)
         return [whole if role.mode is LayerMode.DENSE else selected for role in self._layer_plan.layers]
 
     def attended_private(self) -> tuple[int, int]:
         """Of requests' own stretches: tokens that all layers of the prepared step attend, and that they have."""
-        have = sum(one.prefix_len for one in self.private)
-        budgets = sum(one.budget for one in self.private)
+        have = sum(one.prefix_len for one in self.private_reads)
+        budgets = sum(one.budget for one in self.private_reads)
         roles = [role.mode for role in self._layer_plan.layers]
         return sum(have if mode is LayerMode.DENSE else budgets for mode in roles), have * len(roles)
 

@@ -68,7 +68,14 @@ def test_the_sentences_about_the_default_are_the_rows(accuracy: ModuleType) -> N
     ]
 
 
-def test_the_summary_of_answers_inside_graphs_is_the_printed_one(accuracy: ModuleType) -> None:
-    table = accuracy.summary(files("graphs"))
-    assert table in (ROOT / "docs" / "benchmarks.md").read_text()
-    assert [line.split(" | ")[4] for line in table.splitlines()[2:]] == ["1", "16", "16"]
+def test_the_tables_of_answers_inside_graphs_are_the_printed_ones(accuracy: ModuleType) -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    table = accuracy.summary(files("graphs-int8"))
+    assert table in text
+    assert [line.split(" | ")[4] for line in table.splitlines()[2:]] == ["1", "16", "1", "16"]
+    assert accuracy.table(files("graphs-period")) in text
+
+
+def test_the_sentence_about_earlier_forms_inside_graphs_is_the_rows(accuracy: ModuleType) -> None:
+    rows = [line.split(" | ") for line in accuracy.summary(files("graphs", "graphs-sums")).splitlines()[2:]]
+    assert min(float(row[7].split("%")[0]) for row in rows) == -0.4

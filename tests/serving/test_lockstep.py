@@ -106,7 +106,7 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
         problem = ready.settle(forward.rids, refused=False)
         path = steps.prepare(forward, ready.usable) if batch else None
         ready.took(str(path), len(batch))
-        kept = [*steps.sparse.kept, "own", *steps.sparse.private] if path in (Path.SPARSE, Path.KEPT) else None
+        kept = [*steps.sparse.reads, "own", *steps.sparse.private_reads] if path in (Path.SPARSE, Path.KEPT) else None
         seen.append((path, kept, problem, ready.snapshot()))
         for rid in gone:
             ready.forget(rid)

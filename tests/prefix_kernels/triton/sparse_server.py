@@ -17,7 +17,7 @@ from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, Group, _suffixes
 from sglang_ext.attention.private_index import PrivateIndex, PrivateRules
 from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
-from sglang_ext.attention.sparse_decode import Kept, SparseDecode
+from sglang_ext.attention.sparse_decode import GroupRead, SparseDecode
 from sglang_ext.config import config_from_dict
 from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
 from sglang_ext.indexing.token_index import TokenIndexBuilder, TokenIndexSelector, TokenIndexSpec
@@ -189,7 +189,7 @@ class Server:
                     assert len(chosen - set(theirs[:count].tolist())) <= max(2, count // 20)
             group.kept = {**group.kept, layer: found}
 
-    def step(self, serials: list[int], padded: int = 0) -> list[Kept]:
+    def step(self, serials: list[int], padded: int = 0) -> list[GroupRead]:
         """A decode step of all layers; outputs are compared with the reference's, group by group as it was made."""
         for serial in serials:
             self.table[self.rows[serial], self.lens[serial]] = self.slots(1)[0]
@@ -232,4 +232,4 @@ class Server:
             else:
                 assert float(off.median()) < 0.01
                 assert float(off.max()) < 0.05
-        return list(self.sparse.kept)
+        return list(self.sparse.reads)

@@ -86,13 +86,13 @@ def test_own_tokens_are_searched_when_the_step_searches(device: torch.device) ->
     server.join(1, *first, 300)
     server.join(2, *first, 20)
     searches(server, [1, 2], 4)
-    covered = [one.prefix_len for one in server.sparse.private]
+    covered = [one.prefix_len for one in server.sparse.private_reads]
     found, grown = [], 0
     for _ in range(40):
         found += searches(server, [1, 2], 1)
-        if [one.prefix_len for one in server.sparse.private] != covered:
+        if [one.prefix_len for one in server.sparse.private_reads] != covered:
             assert found[-1], "an index has grown"
-            covered, grown = [one.prefix_len for one in server.sparse.private], grown + 1
+            covered, grown = [one.prefix_len for one in server.sparse.private_reads], grown + 1
     assert grown >= 1
     assert 40 > found.count(False) > 20
 

@@ -12,7 +12,7 @@ import torch
 from sglang_ext.attention.graph_refusal import graph_refusal
 from sglang_ext.attention.shared_steps import Path as StepPath
 from sglang_ext.attention.slot_tracker import DecodeBatch
-from sglang_ext.attention.sparse_decode import Kept
+from sglang_ext.attention.sparse_decode import GroupRead
 from sglang_ext.attention.step import Step
 from sglang_ext.attention.trace import StepTrace, read_trace
 from sglang_ext.config import config_from_dict
@@ -34,19 +34,19 @@ def test_groups_and_single_requests_with_and_without_an_index(
         server.join(serial, *first, 5 + serial)
     server.join(4, *second, 9)
     server.join(5, server.slots(77), None, 3)
-    alone = [Kept(1, 300, 60)] * 3 + [Kept(1, 210, 42)]
+    alone = [GroupRead(1, 300, 60)] * 3 + [GroupRead(1, 210, 42)]
     assert server.step([1, 2, 3, 4, 5], padded=1) == alone  # nothing is known of their slots yet
     server.step([1, 2, 3, 4, 5])
-    grouped = [Kept(3, 300, 104), Kept(1, 210, 42)]
+    grouped = [GroupRead(3, 300, 104), GroupRead(1, 210, 42)]
     assert server.step([1, 2, 3, 4, 5]) == grouped
     plans = server.sparse.plans
     assert server.step([1, 2, 3, 4, 5]) == grouped
     assert server.sparse.plans == plans
     server.leave(1)  # its row is taken at once
     server.join(6, *second, 4)
-    assert server.step([4, 2, 6, 3], padded=2) == [Kept(1, 210, 42), Kept(2, 300, 85), Kept(1, 210, 42)]
+    assert server.step([4, 2, 6, 3], padded=2) == [GroupRead(1, 210, 42), GroupRead(2, 300, 85), GroupRead(1, 210, 42)]
     server.step([4, 2, 6, 3])
-    assert server.step([4, 2, 6, 3]) == [Kept(2, 210, 60), Kept(2, 300, 85)]
+    assert server.step([4, 2, 6, 3]) == [GroupRead(2, 210, 60), GroupRead(2, 300, 85)]
     kept = server.sparse._selections._raw
     if dtype is torch.float32:
         assert bool(kept) == (sum_every == 1)
@@ -76,30 +76,30 @@ def test_long_own_tokens_are_selected_from(
     server.join(3, *second, 78)
     server.join(4, server.slots(90), None, 200)
     server.step([1, 2, 3, 4], padded=1)
-    assert server.sparse.private == [Kept(1, 256, 51)]
+    assert server.sparse.private_reads == [GroupRead(1, 256, 51)]
     assert server.sparse.attended_private() == (256 + 3 * 51, 4 * 256)  # the first layer is dense
     server.step([1, 2, 3, 4])  # of request 3 48 are covered now, more than its budget
-    assert [one.prefix_len for one in server.sparse.private] == [256, 48]
+    assert [one.prefix_len for one in server.sparse.private_reads] == [256, 48]
     plans = server.sparse.plans
     for _ in range(3):
         kept = server.step([1, 2, 3, 4])
-    assert (kept[0], server.sparse.plans) == (Kept(2, 210, 60), plans + 1), "two of them are a group now"
+    assert (kept[0], server.sparse.plans) == (GroupRead(2, 210, 60), plans + 1), "two of them are a group now"
     for _ in range(24):
         server.lens[1] += 1
         server.table[server.rows[1], server.lens[1] - 1] = server.slots(1)[0]
     server.step([3, 1, 2, 4])
-    assert [one.prefix_len for one in server.sparse.private] == [48, 288]
+    assert [one.prefix_len for one in server.sparse.private_reads] == [48, 288]
     server.leave(1)
     server.join(5, *first, 160)
     server.step([5, 4, 2])
-    assert [one.prefix_len for one in server.sparse.private] == [128]
+    assert [one.prefix_len for one in server.sparse.private_reads] == [128]
 
 
 @pytest.mark.parametrize("sum_every", [1, None], ids=["raw scores kept", "as by default"])
 def test_own_tokens_of_a_request_alone(sum_every: int | None, device: torch.device) -> None:
     server = Server(device, 1, private_dense_tokens=32, min_top_k=8, sum_every=sum_every)
     server.join(1, *server.prefix(130), 30)
-    found = [[one.prefix_len for one in (server.step([1]), server.sparse.private)[1]] for _ in range(20)]
+    found = [[one.prefix_len for one in (server.step([1]), server.sparse.private_reads)[1]] for _ in range(20)]
     assert [found[0], found[3], found[-1]] == [[], [16], [32]]
 
 
@@ -149,7 +149,7 @@ def test_one_index_on_other_slots_is_another_group(device: torch.device) -> None
     server.join(1, slots, index, 3)
     server.join(2, copy, index, 5)
     for _ in range(4):
-        assert server.step([1, 2]) == [Kept(1, 128, 32)] * 2
+        assert server.step([1, 2]) == [GroupRead(1, 128, 32)] * 2
 
 
 def test_slots_that_the_prefix_cache_replaces_are_read_anew(device: torch.device) -> None:
@@ -170,7 +170,7 @@ def test_slots_that_the_prefix_cache_replaces_are_read_anew(device: torch.device
         cache.v_cache[copy.long()] += 100
     server.step([1, 2])
     server.step([1, 2])
-    assert server.step([1, 2]) == [Kept(2, 128, 46)]
+    assert server.step([1, 2]) == [GroupRead(2, 128, 46)]
 
 
 def test_a_request_that_comes_back_on_other_slots_is_read_there(device: torch.device) -> None:
