@@ -243,9 +243,9 @@ def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
     replayer = Replayer(network, plan, start.dense_heads, max_len=longest, rows=args.rows)
     selections = None
     if args.store:
-        from replay_selection import SelectionCheck
+        from replay_selection import Reselection, SelectionCheck
 
-        selections = SelectionCheck(args.store, args.config, model, plan, torch.device(device))
+        selections = SelectionCheck(Reselection(args.store, args.config, model, plan, torch.device(device)))
     row: dict[str, Any] = {"traced": len(traced), "answers": len(answers)}
     ends = time.monotonic() + args.seconds
     for kind, chosen in kinds.items():

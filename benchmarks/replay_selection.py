@@ -1,11 +1,13 @@
-"""Do a server's selections agree with the reference's? For `replay.py --store`: the stored index and the reference of
-decode select again, by the replay's own float32 queries.
+"""Do a server's selections agree with the reference's? The stored index and the reference of decode select again: for
+`replay.py --store` by the queries of the server, which its trace holds, and by the replay's own; for `positions.py` by
+the server's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,8 @@ _SAME_SCORE = 1e-4
 """Of the last selected score: positions whose scores are that near are equally good."""
 
 
-class SelectionCheck:
-    """Collects queries, then compares. Only groups all of whose rows were replayed: scores are pooled over them.
+class Reselection:
+    """Selects again what a server selected, by the reference of decode, from the index in the server's store.
 
     Args:
         store: the server's, a folder.
@@ -37,15 +39,10 @@ class SelectionCheck:
         model: the model's folder: its profile completes the configuration, as in the server.
         plan: role of each layer.
         device: to select on.
-
-    Raises:
-        ValueError: a search period above 1: a step then has another one's selection.
     """
 
     def __init__(self, store: str, config: dict[str, Any], model: Path, plan: LayerPlan, device: torch.device) -> None:
         self._config, _ = parse_profiled(json.dumps(config), str(model))
-        if self._config.search_period != 1:
-            raise ValueError(f"expected search_period 1 to compare selections, got {self._config.search_period}")
         layers, heads = len(plan), plan.num_kv_heads
         spec = method_specs(self._config)[self._config.method]
         self._selector = make_selector(spec, self._config.summed_every)
@@ -54,44 +51,32 @@ class SelectionCheck:
         self._residency = Residency(self._store, self._config.method, layers, heads, device, 1 << 30)
         self._entries = {entry.digest: entry for entry in self._store.list()}
         self._device, self._heads = device, heads
-        self._rows: dict[int, tuple[Selected, dict[str, dict[int, Tensor]]]] = {}
 
-    def take(self, rid: str, queries: dict[int, Tensor], steps: Sequence[Selected | None]) -> None:
-        """Queries of one request.
+    @property
+    def search_period(self) -> int:
+        """Steps of the server that used one selection."""
+        return self._config.search_period
+
+    def compare(self, step: Selected, queries: Mapping[int, Tensor]) -> Counter[str] | None:
+        """Verdicts on (anchor layer, KV head) of one step: "equal" position by position, "equal scores": but for
+        positions that are equally good, or "other". None: the index has left the store.
 
         Args:
-            rid: its id.
-            queries: by anchor layer, [rows, num_qo_heads, head_dim].
-            steps: per row, what its step selected; None for a dense one.
+            step: what the server selected.
+            queries: by anchor layer, [num_rows, num_qo_heads, head_dim]: to select by.
         """
-        for row, step in enumerate(steps):
-            if step is not None:
-                of_step = self._rows.setdefault(id(step), (step, {}))[1]
-                of_step[rid] = {layer: q[row].clone() for layer, q in queries.items()}
+        index = self._index(step.digest)
+        if index is None:
+            return None
+        found: Counter[str] = Counter()
+        for layer, q in queries.items():
+            found.update(self._compare(step, index, layer, q.to(self._device)))
+        return found
 
-    def result(self) -> dict[str, Any]:
-        """Counts of (step, anchor layer, KV head): equal, equal but for positions of equal scores, and others; steps
-        left out because a row was not replayed, or the index has left the store.
-        """
-        found = {"equal": 0, "equal scores": 0, "other": 0, "steps": 0, "rows missing": 0, "index gone": 0}
-        for step, rows in self._rows.values():
-            if set(rows) != set(step.rids):
-                found["rows missing"] += 1
-                continue
-            index = self._index(step.digest)
-            if index is None:
-                found["index gone"] += 1
-                continue
-            found["steps"] += 1
-            for layer in step.bits:
-                q = torch.stack([rows[rid][layer] for rid in step.rids])
-                for verdict in self._compare(step, index, layer, q):
-                    found[verdict] += 1
-        triples = found["equal"] + found["equal scores"] + found["other"]
-        share = (found["equal"] + found["equal scores"]) / triples if triples else None
+    def close(self) -> None:
+        """Let go of indexes and store."""
         self._residency.close()
         self._store.close()
-        return {**found, "share_equal": share}
 
     def _index(self, digest: str) -> ResidentIndex | None:
         if digest not in self._entries:
@@ -127,6 +112,98 @@ class SelectionCheck:
                 )
             verdicts.append(_by_scores(scores[head], own, theirs))
         return verdicts
+
+
+class SelectionCheck:
+    """Collects the queries of a replay, then compares. Only groups all of whose rows were replayed: scores are pooled
+    over them.
+
+    Args:
+        reselection: selects again. Owned; closed with the result.
+
+    Raises:
+        ValueError: a search period above 1: a step then has another one's selection.
+    """
+
+    def __init__(self, reselection: Reselection) -> None:
+        if reselection.search_period != 1:
+            raise ValueError(f"expected search_period 1 to compare selections, got {reselection.search_period}")
+        self._reselection = reselection
+        self._rows: dict[int, tuple[Selected, dict[str, dict[int, Tensor]]]] = {}
+
+    def take(self, rid: str, queries: dict[int, Tensor], steps: Sequence[Selected | None]) -> None:
+        """Queries of one request.
+
+        Args:
+            rid: its id.
+            queries: by anchor layer, [rows, num_qo_heads, head_dim].
+            steps: per row, what its step selected; None for a dense one.
+        """
+        for row, step in enumerate(steps):
+            if step is not None:
+                of_step = self._rows.setdefault(id(step), (step, {}))[1]
+                of_step[rid] = {layer: q[row].clone() for layer, q in queries.items()}
+
+    def result(self) -> dict[str, Any]:
+        """Counts of (step, anchor layer, KV head) by verdict; steps left out because a row was not replayed, or the
+        index has left the store. The same of the same steps by the server's own queries, where the trace holds them,
+        and how far those are from the replay's, by the largest of these.
+        """
+        by_own, by_servers, missing, gone, off = Tally(), Tally(), 0, 0, 0.0
+        for step, rows in self._rows.values():
+            if set(rows) != set(step.rids):
+                missing += 1
+                continue
+            own = {layer: torch.stack([rows[rid][layer] for rid in step.rids]) for layer in step.bits}
+            found = self._reselection.compare(step, own)
+            if found is None:
+                gone += 1
+                continue
+            by_own.add(found)
+            servers = servers_queries(step, next(iter(own.values())).shape[2] if own else 1)
+            again = self._reselection.compare(step, servers) if servers else None
+            if again is not None:
+                by_servers.add(again)
+            for layer, q in servers.items():
+                off = max(off, float((q.to(own[layer].device) - own[layer]).abs().max() / own[layer].abs().max()))
+        self._reselection.close()
+        row = {**by_own.row(), "rows missing": missing, "index gone": gone}
+        if by_servers.steps:
+            row |= {"by the server's queries": by_servers.row(), "max_query_off": off}
+        return row
+
+
+class Tally:
+    """Verdicts of steps, summed.
+
+    Attributes:
+        steps: that were compared.
+        found: verdicts on their (anchor layer, KV head).
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.found: Counter[str] = Counter()
+
+    def add(self, found: Counter[str]) -> None:
+        """One more step."""
+        self.steps += 1
+        self.found.update(found)
+
+    def row(self) -> dict[str, Any]:
+        """As a result file has it. Shares are None where nothing was compared."""
+        of = {name: self.found[name] for name in ("equal", "equal scores", "other")}
+        all_of_them = sum(of.values())
+        shares: dict[str, float | None] = {"share_by_position": None, "share_equal": None}
+        if all_of_them:
+            shares["share_by_position"] = of["equal"] / all_of_them
+            shares["share_equal"] = (of["equal"] + of["equal scores"]) / all_of_them
+        return {**of, "steps": self.steps, **shares}
+
+
+def servers_queries(step: Selected, head_dim: int) -> dict[int, Tensor]:
+    """By anchor layer that searched in this step, [num_rows, num_qo_heads, head_dim]: what the server searched by."""
+    return {layer: step.query(layer, head_dim) for layer in step.queries}
 
 
 def _by_scores(scores: Tensor, own: Tensor, theirs: Tensor) -> str:

@@ -119,6 +119,7 @@ class GroupedDecode:
         """An anchor layer's own selection: a new one, or the group's last one within its search period."""
         selection = group.kept.get(layer)
         if selection is None:
+            group.queries[layer] = q
             budget = self.budget(group)
             selection = self._selector.select(
                 group.index.layers[layer],

@@ -27,6 +27,7 @@ class Group(Generic[Index]):
         rows: [num_rows] int64 on the device: batch rows.
         num_rows: the same, on the host.
         selections: per anchor layer that ran in this step, for the layers that reuse it.
+        queries: per anchor layer that searched in this step, [num_rows, num_qo_heads, head_dim] what it searched by.
         kept: per anchor layer, what an earlier step's search found; empty in a step that searches.
     """
 
@@ -35,6 +36,7 @@ class Group(Generic[Index]):
     rows: Tensor
     num_rows: int
     selections: dict[int, Selection] = field(default_factory=dict)
+    queries: dict[int, Tensor] = field(default_factory=dict)
     kept: Mapping[int, Selection] = field(default_factory=dict)
 
     @property

@@ -70,6 +70,8 @@ class Selected(msgspec.Struct, frozen=True):
         counts: by anchor layer, selected positions per KV head. A layer that is not here attended the whole prefix.
         bits: by anchor layer, per KV head the selected positions as bits, the first position highest
             (`numpy.packbits`).
+        queries: by anchor layer that searched, [num_rows, num_qo_heads, head_dim] float32: what it searched by. Empty
+            where decode graphs selected.
     """
 
     rids: list[str]
@@ -78,6 +80,16 @@ class Selected(msgspec.Struct, frozen=True):
     prefix_len: int
     counts: dict[int, list[int]]
     bits: dict[int, list[bytes]]
+    queries: dict[int, bytes] = {}
+
+    def query(self, layer: int, head_dim: int) -> Tensor:
+        """[num_rows, num_qo_heads, head_dim] float32: what an anchor layer searched by.
+
+        Raises:
+            KeyError: it did not search in this step, or nobody wrote down by what.
+        """
+        flat = np.frombuffer(self.queries[layer], dtype=np.float32).copy()
+        return torch.from_numpy(flat).view(len(self.rids), -1, head_dim)
 
     def mask(self, layer: int) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
         """[num_kv_heads, prefix_len] bool: the positions that an anchor layer selected; None: all of them.
@@ -197,8 +209,9 @@ class StepTrace:
             rows = group.rows.tolist()
             if _traced(forward_batch, rows):
                 taken = {layer: (one.positions.cpu(), one.counts.cpu()) for layer, one in group.selections.items()}
+                queries = {layer: q.float().cpu().numpy().tobytes() for layer, q in group.queries.items()}
                 digest = group.index.entry.digest
-                groups.append(_selected(forward_batch, rows, group.prefix_len, digest, taken))
+                groups.append(_selected(forward_batch, rows, group.prefix_len, digest, taken, queries))
         self._write_step(groups)
 
     def _replayed(self, forward_batch: Any, copies: SelectionCopies) -> None:
@@ -239,6 +252,7 @@ def _selected(
     prefix_len: int,
     digest: str,
     taken: dict[int, tuple[Tensor, Tensor]],
+    queries: dict[int, bytes] | None = None,
 ) -> Selected:
     lens = forward_batch.seq_lens_cpu
     lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
@@ -255,6 +269,7 @@ def _selected(
         prefix_len,
         {layer: counts.tolist() for layer, (_, counts) in taken.items()},
         bits,
+        queries or {},
     )
 
 

@@ -43,13 +43,22 @@ def post(url: str, path: str, body: dict[str, Any], timeout: float = 600.0) -> A
         raise OSError(f"{path}: HTTP {error.code}: {error.read()[:500].decode(errors='replace')}") from error
 
 
-def ask(url: str, prompt: str, *, sparse: bool, max_new_tokens: int = 64) -> Reply:
-    """One greedy answer. `sparse=False` makes this request decode dense on a server with --sparse-attn."""
+def ask(url: str, prompt: str, *, sparse: bool, max_new_tokens: int = 64, rid: str | None = None) -> Reply:
+    """One greedy answer.
+
+    Args:
+        url: of the server.
+        prompt: text.
+        sparse: False makes this request decode dense on a server with --sparse-attn.
+        max_new_tokens: of the answer, at most.
+        rid: id of the request; None: the server makes one.
+    """
     sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
     if not sparse:
         sampling["custom_params"] = {"sparse_attn": False}
     begun = time.perf_counter()
-    reply = post(url, "/generate", {"text": prompt, "sampling_params": sampling})
+    body = {"text": prompt, "sampling_params": sampling, **({"rid": rid} if rid else {})}
+    reply = post(url, "/generate", body)
     meta = reply["meta_info"]
     return Reply(
         text=reply["text"],
