@@ -7,7 +7,7 @@ FOLDER is what `soak.py --trace FOLDER` wrote: `requests.jsonl`, and the trace o
 is given in again. Where the step that read it was sparse, each layer and KV head attends the positions that the server
 selected there, and everything behind the prefix; else all. Then a token that the server chose must be the best one, or
 at most `--tie` nats behind it. Requests that opted out of sparse attention are replayed, too, dense: how far those are
-behind is rounding. In 16 bits as many wrong answers as their share are allowed.
+behind is rounding. In 16 bits wrong answers are allowed as far as theirs, and chance, explain them (`verdicts.py`).
 
 A retraction: SGLang prefills the prompt and what was generated again, densely. Tokens before it are judged with what
 was attended before it. Where that prefill took generated tokens out of the prefix cache, nobody knows how another
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from kernel_rows import commit
 from replay_model import Replayer
-from verdicts import no_worse
+from verdicts import detectable, no_worse
 
 from scripts.needle_network import load
 from sglang_ext.attention.trace import Prefill, Record, Selected, Start, read_trace
@@ -207,6 +207,7 @@ class Options:
         device: of the replay; None: a GPU where there is one.
         store: the server's store, to compare selections with the reference's; None: not compared.
         config: the server's --sparse-attn-config, for that.
+        float32: the server ran in float32: no wrong answer is allowed.
     """
 
     requests: int = 200
@@ -217,6 +218,7 @@ class Options:
     device: str | None = None
     store: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    float32: bool = False
 
 
 def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
@@ -262,16 +264,26 @@ def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
         row[kind] = {"replayed": len(judged), "asked": len(chosen), **summary(judged, args.tie), "examples": examples}
     if selections is not None:
         row["selections"] = selections.result()
+    row["float32"] = args.float32
+    row["detectable"] = detectable(_control(row), _verdicts(row["sparse"]))
     return row
 
 
 def replay_good(row: dict[str, Any]) -> bool:
-    """Whether no more sparse answers are wrong than rounding makes of dense ones, and some were sparse at all."""
-    control, sparse = (Counter({k: v for k, v in row[kind].items() if k in _VERDICTS}) for kind in ("dense", "sparse"))
-    return no_worse(control, sparse) and row["sparse"]["tokens of sparse steps"] > 0
+    """Whether no more sparse answers are wrong than rounding makes of dense ones, and some were sparse at all; of a
+    server in float32: whether no answer is.
+    """
+    if row["float32"] and row["dense"].get("wrong"):
+        return False
+    return no_worse(_control(row), _verdicts(row["sparse"])) and row["sparse"]["tokens of sparse steps"] > 0
 
 
-_VERDICTS = ("equal", "tie", "wrong")
+def _control(row: dict[str, Any]) -> Counter[str] | None:
+    return None if row["float32"] else _verdicts(row["dense"])
+
+
+def _verdicts(of: dict[str, Any]) -> Counter[str]:
+    return Counter({one: of.get(one, 0) for one in ("equal", "tie", "wrong")})
 
 
 def main() -> int:
@@ -288,6 +300,7 @@ def main() -> int:
     parser.add_argument("--tie", type=float, default=own.tie, help="nats; two tokens that near are equally good")
     parser.add_argument("--rows", type=int, default=own.rows, help="tokens computed at a time; memory")
     parser.add_argument("--device", help="of the replay; default: a GPU where there is one")
+    parser.add_argument("--float32", action="store_true", help="the server ran in float32: no answer may be wrong")
     parser.add_argument("--store", help="the server's store: also compare selections with the reference's")
     parser.add_argument("--config", type=json.loads, default={}, help="the server's --sparse-attn-config, for that")
     args = parser.parse_args()

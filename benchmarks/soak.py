@@ -14,8 +14,9 @@ are sparse, and a part of the requests is traced (`trace_folder`) and replayed i
 selections (`replay.py`, here or later: `--trace FOLDER --replay 0`).
 
 `--control SECONDS` runs the same traffic dense first: a batch is rounded otherwise than a request alone, without the
-plugin, too. In 16 bits that changes answers, so as many wrong ones as the control's are allowed; with `--dtype float32`
-there are none to allow.
+plugin, too. In 16 bits that changes answers, so wrong ones are allowed as far as the control's, and chance, explain
+them (`verdicts.py`; `detectable` in the row says how many would not have been); with `--dtype float32` there are none
+to allow.
 
 `--within SECONDS` is for a machine that is lent by the minute: where the start of the engine and the questions asked
 alone took so long that the rest of the time would not do, all parts are made shorter, in proportion. How long each part
@@ -45,7 +46,7 @@ from typing import Any
 from kernel_rows import commit
 from replay import Options, replay, replay_good
 from soak_sparse import SparseTraffic, built, memory, same, sparse_config
-from verdicts import no_worse
+from verdicts import detectable, no_worse
 
 from sglang_ext.config import parse_profiled
 from sglang_ext.quality.tasks import TASKS, make_document
@@ -336,12 +337,14 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     replayed = None
     if args.sparse_seconds and args.replay:
         options = Options(args.replay, args.replay // 2, args.replay_seconds, args.tie)
+        options.float32 = "float32" in args.sglang_flags
         if args.selections:
             options.store, options.config = str(folder / "store"), config
         replayed = replay(folder, Path(args.model_path), options)
     control, longest = soak.found.get("control"), max(soak.longest_wait, *waits, 0.0)
+    treated = {name: soak.found[name] for name in ("shared", "beside") if name in soak.found}
     good = (
-        all(no_worse(control, soak.found[name]) for name in ("shared", "beside") if name in soak.found)
+        all(no_worse(control, of) for of in treated.values())
         and not left["requests"]
         and not left["compared"]
         and together(left.get("ranks", []), ranks)
@@ -353,6 +356,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         "good": good,
         "found": {name: dict(of) for name, of in {**soak.found, **found}.items()},
+        "detectable": {name: detectable(control, of) for name, of in treated.items()},
         "ran": {name: round(seconds, 1) for name, seconds in ran.items()},
         "longest_wait": round(longest, 3),
         "built": built(folder),

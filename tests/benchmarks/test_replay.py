@@ -205,3 +205,24 @@ def test_the_sample_has_retracted_requests_and_is_sorted_by_prompt(replay: Any) 
     assert "trace-17" in [one.rid for one in chosen]
     assert [one.prompt for one in chosen] == sorted(one.prompt for one in chosen)
     assert len(replay.sample(answers, traced, 100)) == 19
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse", "float32", "wanted"),
+    [
+        ((90, 10), (230, 20), False, True),
+        ((100, 0), (150, 100), False, False),
+        ((100, 0), (249, 1), False, True),
+        ((100, 0), (249, 1), True, False),
+        ((99, 1), (250, 0), True, False),
+        ((100, 0), (250, 0), True, True),
+    ],
+)
+def test_wrong_answers_are_allowed_for_rounding_alone(
+    replay: Any, dense: tuple[int, int], sparse: tuple[int, int], float32: bool, wanted: bool
+) -> None:
+    kinds = {"dense": dense, "sparse": sparse}
+    row = {kind: {"equal": of[0], "wrong": of[1], "tokens of sparse steps": 9} for kind, of in kinds.items()}
+    assert replay.replay_good({**row, "float32": float32}) is wanted
+    row["sparse"]["tokens of sparse steps"] = 0
+    assert not replay.replay_good({**row, "float32": float32}), "nothing was sparse"

@@ -55,7 +55,11 @@ def test_sparse_traffic_is_replayed_with_the_same_selections(soaked: tuple[Path,
     assert sparse["max_logprob_off"] < 1e-3
     assert row["held"]["sparse_rows"] > 0
     assert row["memory"]["after"]["used_kv_tokens"] == 0
-    assert row["replay"]["selections"]["share_equal"] >= 0.999
+    selections = row["replay"]["selections"]
+    assert selections["share_equal"] >= 0.999
+    assert selections["by the server's queries"]["share_by_position"] == 1.0
+    assert selections["by the server's queries"]["equal"] >= 10
+    assert 0 < selections["max_query_off"] < 1e-3, "computed twice, and not the same array"
 
 
 def test_a_replay_with_other_selections_differs(

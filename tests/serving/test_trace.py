@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,20 +19,33 @@ ROLES: list[Any] = ["dense", "anchor", {"reuse": 1}]
 
 
 @pytest.fixture
-def runtime(make_bench: Callable[..., Any], tmp_path: Path) -> Any:
-    bench = make_bench(
-        keep_ratio=0.25,
-        min_top_k=0,
-        num_sink_tokens=1,
-        num_recent_pages=0,
-        layer_plan=ROLES,
-        prefetch_policy="wait_complete",
-        trace_folder=str(tmp_path / "trace"),
-    )
-    bench.put(PROMPT)
-    made = SparseRuntime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
-    yield made
-    made.close()
+def start(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
+    started: list[SparseRuntime] = []
+
+    def make(**fields: Any) -> SparseRuntime:
+        bench = make_bench(
+            keep_ratio=0.25,
+            min_top_k=0,
+            num_sink_tokens=1,
+            num_recent_pages=0,
+            layer_plan=ROLES,
+            prefetch_policy="wait_complete",
+            trace_folder=str(tmp_path / "trace"),
+            **fields,
+        )
+        bench.put(PROMPT)
+        settings = Settings(config=bench.config, store=str(bench.store.folder))
+        started.append(SparseRuntime(settings, Model(bench.model)))
+        return started[-1]
+
+    yield make
+    for runtime in started:
+        runtime.close()
+
+
+@pytest.fixture
+def runtime(start: Callable[..., SparseRuntime]) -> SparseRuntime:
+    return start()
 
 
 def prefill(runtime: SparseRuntime, rids: list[str], starts: list[int], lens: list[int]) -> None:
@@ -44,14 +57,17 @@ def prefill(runtime: SparseRuntime, rids: list[str], starts: list[int], lens: li
         pass
 
 
-def decode(runtime: SparseRuntime, rids: list[str], lens: list[int]) -> Any:
-    """One decode step of all layers; what the anchor layer selected, by group."""
+def decode(runtime: SparseRuntime, rids: list[str], lens: list[int], queries: list[Any] | None = None) -> Any:
+    """One decode step of all layers; what the anchor layer selected, by group. `queries` receives those of each layer:
+    [rows, num_qo_heads, DIM]."""
     batch = _decode_batch(runtime, rids, lens)
     with runtime.step(batch):
         plan = runtime._step.plan
         for number in range(3):
             layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
             q = torch.randn(len(rids), KV_HEADS * GQA * DIM)
+            if queries is not None:
+                queries.append(q.view(len(rids), KV_HEADS * GQA, DIM))
             k, v = (torch.randn(len(rids), KV_HEADS * DIM) for _ in "kv")
             runtime.attend(q, k, v, layer, batch, True, None)
     return [] if plan is None else [group.selections[1] for group in plan.groups]
@@ -79,6 +95,31 @@ def test_a_trace_holds_what_was_selected_for_requests_that_ask_for_it(runtime: S
     assert group.mask(0) is None
     assert [head.nonzero()[0].tolist() for head in mask] == chosen[0].positions.tolist()
     assert mask.sum(1).tolist() == [16, 16]
+
+
+def test_a_trace_holds_the_queries_that_a_layer_searched_by(
+    start: Callable[..., SparseRuntime], tmp_path: Path
+) -> None:
+    """With a period of two the third step searches again; the one before it kept the selection, and has none."""
+    runtime = start(search_period=2)
+    rids = ["trace-1", "trace-2"]
+    requests = [Request() for _ in rids]
+    for request, rid in zip(requests, rids, strict=True):
+        runtime.admit(request, rid, [*PROMPT, 1], NAMESPACE)
+    runtime.view.req_to_token[1, :64] = runtime.view.req_to_token[0, :64]
+    given: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    for number, queries in enumerate(given):
+        decode(runtime, rids, [66 + number, 66 + number], queries)
+    steps = [one for one in read_trace(next((tmp_path / "trace").iterdir())) if isinstance(one, SparseStep)]
+    # In their first step two requests are two groups: their slots may not be the same yet.
+    assert [[group.rids for group in step.groups] for step in steps] == [[["trace-1"], ["trace-2"]], *[[rids]] * 3]
+    assert torch.equal(steps[0].groups[1].query(1, DIM), given[0][1][1:])
+    assert torch.equal(steps[1].groups[0].query(1, DIM), given[1][1])
+    assert torch.equal(steps[3].groups[0].query(1, DIM), given[3][1])
+    assert [list(group.queries) for step in steps for group in step.groups] == [[1], [1], [1], [], [1]]
+    assert steps[2].groups[0].bits == steps[1].groups[0].bits != steps[3].groups[0].bits
+    with pytest.raises(KeyError):
+        steps[2].groups[0].query(1, DIM)
 
 
 def test_a_record_that_was_cut_off_is_left_out(runtime: SparseRuntime, tmp_path: Path) -> None:
