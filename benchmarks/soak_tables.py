@@ -5,7 +5,9 @@
 
 One row for each half of a soak, and one for each kind of request of a replay, in the order of the files; replays are
 added up. An answer is *equal* to the dense one (of a replay: each token is the best one), it differs at a *tie*, or it
-is *wrong*: at a token further behind the best than a tie (`--tie`, nats).
+is *wrong*: at a token further behind the best than a tie (`--tie`, nats). *Would show*: how many wrong ones of these
+answers would be too many beside the dense ones (`verdicts.detectable`). *Good* is what the file says, by the rule of
+its time.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verdicts import detectable
+
 Row = dict[str, Any]
 
 VERDICTS = ("equal", "tie", "wrong")
@@ -28,19 +32,24 @@ _SECONDS = {"control": "control", "shared": "seconds", "beside": "sparse_seconds
 
 
 def soak_rows(name: str, row: Row) -> list[list[str]]:
-    """Cells of one soak: file, commit, half, seconds, answers by verdict, good."""
+    """Cells of one soak: file, commit, half, seconds, answers by verdict, how many wrong ones would show, good."""
     rows = []
     for half, title in HALVES.items():
         counts = row["found"].get(half)
         if not counts:
             continue
         seconds = row.get("ran", {}).get("sparse" if half == "beside" else half, row.get(_SECONDS[half], 0.0))
-        rows.append([name, row["commit"], title, f"{seconds:.0f}", *answers(counts), "yes" if row["good"] else "no"])
+        least = "" if half == "control" else shown(row["found"].get("control"), counts)
+        good = "yes" if row["good"] else "no"
+        rows.append([name, row["commit"], title, f"{seconds:.0f}", *answers(counts), least, good])
     return rows
 
 
 def replay_rows(name: str, row: Row) -> list[list[str]]:
-    """Cells of one replay: file, commit, kind, tokens of sparse steps, answers by verdict, farthest behind, good."""
+    """Cells of one replay: file, commit, kind, tokens of sparse steps, answers by verdict, how many wrong ones would
+    show, farthest behind, good.
+    """
+    control = None if row.get("float32") else row["dense"]
     return [
         [
             name,
@@ -48,6 +57,7 @@ def replay_rows(name: str, row: Row) -> list[list[str]]:
             kind,
             f"{row[kind]['tokens of sparse steps']:,}",
             *answers(row[kind]),
+            "" if kind == "dense" else shown(control, row[kind]),
             f"{row[kind]['max_nats']:.3f}",
             "yes" if row["good"] else "no",
         ]
@@ -62,16 +72,25 @@ def answers(counts: Row) -> list[str]:
     return [f"{all_of:,}", f"{equal:,}", f"{tie:,}", f"{wrong:,} ({100 * wrong / max(all_of, 1):.2f}%)"]
 
 
+def shown(control: Row | None, counts: Row) -> str:
+    """How many wrong answers beside that control would be too many."""
+    of = [None if one is None else Counter({key: one.get(key, 0) for key in VERDICTS}) for one in (control, counts)]
+    assert of[1] is not None
+    return f"{detectable(of[0], of[1]):,}"
+
+
 def total(rows: Sequence[Row]) -> list[list[str]]:
     """All replays in one, by kind."""
-    found = []
-    for kind in ("sparse", "dense"):
-        counts: Counter[str] = Counter()
+    sums: dict[str, Counter[str]] = {"sparse": Counter(), "dense": Counter()}
+    for kind, counts in sums.items():
         for row in rows:
             counts.update({key: row[kind].get(key, 0) for key in (*VERDICTS, "tokens of sparse steps")})
+    found = []
+    for kind, counts in sums.items():
         farthest = max(row[kind]["max_nats"] for row in rows)
         tokens = f"{counts['tokens of sparse steps']:,}"
-        found.append([f"all {len(rows)}", "", kind, tokens, *answers(counts), f"{farthest:.3f}", ""])
+        least = "" if kind == "dense" else shown(sums["dense"], counts)
+        found.append([f"all {len(rows)}", "", kind, tokens, *answers(counts), least, f"{farthest:.3f}", ""])
     return found
 
 
@@ -99,10 +118,20 @@ def main() -> int:
             print(f"{path}: expected a row of soak.py or replay.py: {error!r}", file=sys.stderr)
             return 2
     if soaks:
-        head = ["file", "commit", "half", "seconds", "answers", "equal", "tie", "wrong", "good"]
+        head = ["file", "commit", "half", "seconds", "answers", "equal", "tie", "wrong", "would show", "good"]
         print(markdown(head, soaks))
     if replayed:
-        head = ["file", "commit", "requests", "tokens of sparse steps", "replayed", "equal", "tie", "wrong"]
+        head = [
+            "file",
+            "commit",
+            "requests",
+            "tokens of sparse steps",
+            "replayed",
+            "equal",
+            "tie",
+            "wrong",
+            "would show",
+        ]
         rows = replays + (total(replayed) if len(replayed) > 1 else [])
         print(("\n" if soaks else "") + markdown([*head, "farthest behind, nats", "good"], rows))
     return 0

@@ -33,8 +33,8 @@ def test_aborted_answers_are_none_and_halves_that_did_not_run_have_no_row(tmp_pa
     path.write_text(json.dumps(soak()))
     lines = run(path).stdout.splitlines()
     assert lines[2:] == [
-        "| a | abc | dense control | 20 | 10 | 8 | 1 | 1 (10.00%) | yes |",
-        "| a | abc | shared steps | 60 | 200 | 200 | 0 | 0 (0.00%) | yes |",
+        "| a | abc | dense control | 20 | 10 | 8 | 1 | 1 (10.00%) |  | yes |",
+        "| a | abc | shared steps | 60 | 200 | 200 | 0 | 0 (0.00%) | 125 | yes |",
     ]
 
 
@@ -54,8 +54,8 @@ def test_replays_are_added_up(tmp_path: Path) -> None:
     assert len(one) == 4
     both = run(tmp_path / "a.json", tmp_path / "b.json").stdout.splitlines()
     assert both[-2:] == [
-        "| all 2 |  | sparse | 2,000 | 20 | 18 | 0 | 2 (10.00%) | 0.400 |  |",
-        "| all 2 |  | dense | 2,000 | 10 | 10 | 0 | 0 (0.00%) | 0.000 |  |",
+        "| all 2 |  | sparse | 2,000 | 20 | 18 | 0 | 2 (10.00%) | 13 | 0.400 |  |",
+        "| all 2 |  | dense | 2,000 | 10 | 10 | 0 | 0 (0.00%) |  | 0.000 |  |",
     ]
 
 
