@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -90,11 +91,10 @@ def _wait(url: str, server: subprocess.Popen[bytes], log: Path, seconds: float =
         if server.poll() is not None:
             raise RuntimeError(f"the server stopped; the end of its log:\n{log.read_text()[-3000:]}")
         try:
-            server_state(url)
-        except (OSError, ValueError):
+            with urllib.request.urlopen(url + "/health", timeout=30):  # an error until its own first request is through
+                return
+        except OSError:
             time.sleep(0.5)
-        else:
-            return
     raise RuntimeError(f"the server did not answer within {seconds:.0f} s:\n{log.read_text()[-3000:]}")
 
 
@@ -147,7 +147,7 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
         "commit": args.commit or commit(),
         "questions": args.questions,
         "seed": args.seed,
-        "concurrency": args.concurrency,
+        **({"concurrency": args.concurrency} if "concurrency" in args else {}),
         "config": json.loads(args.config),
         "sum_every": parse_profiled(args.config, args.model_path)[0].summed_every,
         "flags": args.sglang_flags,

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from kernel_rows import commit
 from replay_model import Replayer
-from verdicts import detectable, no_worse
+from verdicts import GOOD, TOO_FEW, counted, detectable, excusing, verdict
 
 from scripts.needle_network import load
 from sglang_ext.attention.trace import Prefill, Record, Selected, Start, read_trace
@@ -207,7 +207,6 @@ class Options:
         device: of the replay; None: a GPU where there is one.
         store: the server's store, to compare selections with the reference's; None: not compared.
         config: the server's --sparse-attn-config, for that.
-        float32: the server ran in float32: no wrong answer is allowed.
     """
 
     requests: int = 200
@@ -218,7 +217,6 @@ class Options:
     device: str | None = None
     store: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    float32: bool = False
 
 
 def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
@@ -264,26 +262,19 @@ def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
         row[kind] = {"replayed": len(judged), "asked": len(chosen), **summary(judged, args.tie), "examples": examples}
     if selections is not None:
         row["selections"] = selections.result()
-    row["float32"] = args.float32
-    row["detectable"] = detectable(_control(row), _verdicts(row["sparse"]))
+    row["dtype"] = start.dtype
+    control, sparse = excusing(row["dense"], start.dtype), counted(row["sparse"])
+    row |= {"detectable": detectable(control, sparse), "verdict": verdict(control, sparse)}
     return row
 
 
 def replay_good(row: dict[str, Any]) -> bool:
     """Whether no more sparse answers are wrong than rounding makes of dense ones, and some were sparse at all; of a
-    server in float32: whether no answer is.
+    server in float32: whether no answer is, dense or sparse.
     """
-    if row["float32"] and row["dense"].get("wrong"):
+    if row["dtype"] == "float32" and row["dense"].get("wrong"):
         return False
-    return no_worse(_control(row), _verdicts(row["sparse"])) and row["sparse"]["tokens of sparse steps"] > 0
-
-
-def _control(row: dict[str, Any]) -> Counter[str] | None:
-    return None if row["float32"] else _verdicts(row["dense"])
-
-
-def _verdicts(of: dict[str, Any]) -> Counter[str]:
-    return Counter({one: of.get(one, 0) for one in ("equal", "tie", "wrong")})
+    return bool(row["verdict"] == GOOD and row["sparse"]["tokens of sparse steps"] > 0)
 
 
 def main() -> int:
@@ -300,7 +291,6 @@ def main() -> int:
     parser.add_argument("--tie", type=float, default=own.tie, help="nats; two tokens that near are equally good")
     parser.add_argument("--rows", type=int, default=own.rows, help="tokens computed at a time; memory")
     parser.add_argument("--device", help="of the replay; default: a GPU where there is one")
-    parser.add_argument("--float32", action="store_true", help="the server ran in float32: no answer may be wrong")
     parser.add_argument("--store", help="the server's store: also compare selections with the reference's")
     parser.add_argument("--config", type=json.loads, default={}, help="the server's --sparse-attn-config, for that")
     args = parser.parse_args()
@@ -308,6 +298,8 @@ def main() -> int:
     row = replay(args.folder, args.model_path, options)
     row = {"good": replay_good(row), **row, "tie": args.tie, "commit": args.commit or commit()}
     print(json.dumps(row, indent=1))
+    if row["verdict"] == TOO_FEW:
+        print("too few dense requests to tell: raise --dense-requests, or trace more of them", file=sys.stderr)
     if args.out:
         Path(args.out).write_text(json.dumps(row, indent=1) + "\n")
     return 0 if row["good"] else 1

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prefix_index import IndexEntry
 from prefix_kernels.pooling import Pooling
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import Group
@@ -49,7 +50,7 @@ class Reselection:
         self._decode = GroupedDecode(self._config, self._selector, plan, Counters(layers, device))
         self._store = configured_store(store, self._config)
         self._residency = Residency(self._store, self._config.method, layers, heads, device, 1 << 30)
-        self._entries = {entry.digest: entry for entry in self._store.list()}
+        self._entries: dict[str, IndexEntry] = {}
         self._device, self._heads = device, heads
 
     @property
@@ -59,11 +60,14 @@ class Reselection:
 
     def compare(self, step: Selected, queries: Mapping[int, Tensor]) -> Counter[str] | None:
         """Verdicts on (anchor layer, KV head) of one step: "equal" position by position, "equal scores": but for
-        positions that are equally good, or "other". None: the index has left the store.
+        positions that are equally good, or "other". None: the store does not hold the index.
 
         Args:
             step: what the server selected.
             queries: by anchor layer, [num_rows, num_qo_heads, head_dim]: to select by.
+
+        Raises:
+            RuntimeError: the index cannot be loaded.
         """
         index = self._index(step.digest)
         if index is None:
@@ -80,12 +84,16 @@ class Reselection:
 
     def _index(self, digest: str) -> ResidentIndex | None:
         if digest not in self._entries:
+            self._entries = {entry.digest: entry for entry in self._store.list()}
+        if digest not in self._entries:
             return None
         index = self._residency.acquire(self._entries[digest])
         assert index.loaded is not None
         index.loaded.result()
         self._residency.release(index)
-        return index if index.state is State.READY else None
+        if index.state is not State.READY:
+            raise RuntimeError(f"expected index {digest} to load, got {index.state.name}: {index.detail}")
+        return index
 
     def _compare(self, step: Selected, index: ResidentIndex, layer: int, q: Tensor) -> list[str]:
         scale = q.shape[2] ** -0.5
@@ -127,6 +135,7 @@ class SelectionCheck:
 
     def __init__(self, reselection: Reselection) -> None:
         if reselection.search_period != 1:
+            reselection.close()
             raise ValueError(f"expected search_period 1 to compare selections, got {reselection.search_period}")
         self._reselection = reselection
         self._rows: dict[int, tuple[Selected, dict[str, dict[int, Tensor]]]] = {}
@@ -146,10 +155,11 @@ class SelectionCheck:
 
     def result(self) -> dict[str, Any]:
         """Counts of (step, anchor layer, KV head) by verdict; steps left out because a row was not replayed, or the
-        index has left the store. The same of the same steps by the server's own queries, where the trace holds them,
-        and how far those are from the replay's, by the largest of these.
+        store does not hold the index. The same of the same steps by the server's queries, where the trace holds them,
+        and `max_query_off`: the largest difference between these and the replay's, over the largest of the replay's.
         """
-        by_own, by_servers, missing, gone, off = Tally(), Tally(), 0, 0, 0.0
+        by_own, by_servers, missing, gone = Tally(), Tally(), 0, 0
+        off: list[Tensor] = []
         for step, rows in self._rows.values():
             if set(rows) != set(step.rids):
                 missing += 1
@@ -165,11 +175,11 @@ class SelectionCheck:
             if again is not None:
                 by_servers.add(again)
             for layer, q in servers.items():
-                off = max(off, float((q.to(own[layer].device) - own[layer]).abs().max() / own[layer].abs().max()))
+                off.append((q.to(own[layer].device) - own[layer]).abs().max() / own[layer].abs().max())
         self._reselection.close()
         row = {**by_own.row(), "rows missing": missing, "index gone": gone}
         if by_servers.steps:
-            row |= {"by the server's queries": by_servers.row(), "max_query_off": off}
+            row |= {"by the server's queries": by_servers.row(), "max_query_off": float(torch.stack(off).max())}
         return row
 
 

@@ -15,8 +15,8 @@ selections (`replay.py`, here or later: `--trace FOLDER --replay 0`).
 
 `--control SECONDS` runs the same traffic dense first: a batch is rounded otherwise than a request alone, without the
 plugin, too. In 16 bits that changes answers, so wrong ones are allowed as far as the control's, and chance, explain
-them (`verdicts.py`; `detectable` in the row says how many would not have been); with `--dtype float32` there are none
-to allow.
+them (`verdicts.py`; `detectable` in the row says how many would have been too many, and with too short a control no run
+is good); with `--dtype float32` there are none to allow.
 
 `--within SECONDS` is for a machine that is lent by the minute: where the start of the engine and the questions asked
 alone took so long that the rest of the time would not do, all parts are made shorter, in proportion. How long each part
@@ -46,7 +46,7 @@ from typing import Any
 from kernel_rows import commit
 from replay import Options, replay, replay_good
 from soak_sparse import SparseTraffic, built, memory, same, sparse_config
-from verdicts import detectable, no_worse
+from verdicts import GOOD, TOO_FEW, detectable, excusing, verdict
 
 from sglang_ext.config import parse_profiled
 from sglang_ext.quality.tasks import TASKS, make_document
@@ -264,8 +264,22 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             row = run(args, Path(folder))
     Path(args.out).write_text(json.dumps(row, indent=1) + "\n")
-    shown = ("good", "found", "ran", "longest_wait", "built", "memory", "held", "examples", "replay")
+    shown = (
+        "good",
+        "verdicts",
+        "detectable",
+        "found",
+        "ran",
+        "longest_wait",
+        "built",
+        "memory",
+        "held",
+        "examples",
+        "replay",
+    )
     print(json.dumps({key: row[key] for key in shown}, indent=1))
+    if TOO_FEW in row["verdicts"].values():
+        print("the control had too few answers to tell: raise --control", file=sys.stderr)
     return 0 if row["good"] else 1
 
 
@@ -332,19 +346,21 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         left = held(engine)
         used["after"] = memory(engine)
         ranks = engine.tokenizer_manager.server_args.tp_size
+        dtype = str(engine.tokenizer_manager.model_config.dtype).removeprefix("torch.")
     finally:
         engine.shutdown()
     replayed = None
     if args.sparse_seconds and args.replay:
         options = Options(args.replay, args.replay // 2, args.replay_seconds, args.tie)
-        options.float32 = "float32" in args.sglang_flags
         if args.selections:
             options.store, options.config = str(folder / "store"), config
         replayed = replay(folder, Path(args.model_path), options)
     control, longest = soak.found.get("control"), max(soak.longest_wait, *waits, 0.0)
+    excuse = excusing(control, dtype)
     treated = {name: soak.found[name] for name in ("shared", "beside") if name in soak.found}
     good = (
-        all(no_worse(control, of) for of in treated.values())
+        all(verdict(excuse, of) == GOOD for of in treated.values())
+        and not (control is not None and excuse is None and control["wrong"])
         and not left["requests"]
         and not left["compared"]
         and together(left.get("ranks", []), ranks)
@@ -356,7 +372,8 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         "good": good,
         "found": {name: dict(of) for name, of in {**soak.found, **found}.items()},
-        "detectable": {name: detectable(control, of) for name, of in treated.items()},
+        "verdicts": {name: verdict(excuse, of) for name, of in treated.items()},
+        "detectable": {name: detectable(excuse, of) for name, of in treated.items()},
         "ran": {name: round(seconds, 1) for name, seconds in ran.items()},
         "longest_wait": round(longest, 3),
         "built": built(folder),
@@ -368,6 +385,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "config": {key: value for key, value in config.items() if key not in _FOLDERS},
         "sum_every": parse_profiled(json.dumps(config), args.model_path)[0].summed_every,
         "flags": args.sglang_flags,
+        "dtype": dtype,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "sglang": version("sglang"),
         "torch": torch.__version__,

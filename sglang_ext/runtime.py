@@ -110,7 +110,7 @@ class SparseRuntime:
             check_alike(self.ranks, self._facts())
         self.builds = self._make_builds(profile)
         folder = config.trace_folder
-        self._trace = StepTrace(folder, plan, dense_heads) if folder is not None else None
+        self._trace = StepTrace(folder, plan, dense_heads, view.dtype) if folder is not None else None
         self._shared: dict[str, list[SharedSlots]] = {}
         self._private = PrivateRules.of(config)
         self._step = Step()

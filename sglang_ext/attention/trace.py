@@ -42,11 +42,13 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
         layer_plan: as `LayerPlan.to_dict` gives it.
         num_kv_heads: per layer.
         dense_heads: per layer, KV heads that attend everything; empty for none.
+        dtype: of the model, as torch names it: "bfloat16". Empty in traces of before it was written down.
     """
 
     layer_plan: dict[str, Any]
     num_kv_heads: int
     dense_heads: list[list[int]]
+    dtype: str = ""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
@@ -161,17 +163,21 @@ class StepTrace:
         folder: is made where it is missing; the file is `steps-PID.trace`.
         layer_plan: role of each layer.
         dense_heads: per layer, KV heads that attend everything.
+        dtype: of the model.
 
     Raises:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, folder: str, layer_plan: LayerPlan, dense_heads: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, folder: str, layer_plan: LayerPlan, dense_heads: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> None:
         os.makedirs(folder, exist_ok=True)
         path = Path(folder) / f"steps-{os.getpid()}.trace"
         self._file = path.open("wb", buffering=0)  # the process ends without a word
         self._full = False
-        self._write(Start(layer_plan.to_dict(), layer_plan.num_kv_heads, [list(heads) for heads in dense_heads]))
+        heads, name = [list(heads) for heads in dense_heads], str(dtype).removeprefix("torch.")
+        self._write(Start(layer_plan.to_dict(), layer_plan.num_kv_heads, heads, name))
         logger.warning("sparse attention: steps of requests '%s...' are traced to %s: slower", TRACED, path)
 
     def note(self, forward_batch: Any, step: Step, sparse: SparseDecode | None) -> None:
@@ -219,7 +225,7 @@ class StepTrace:
         if not wanted:
             return
         groups = [
-            _selected(forward_batch, *copies.groups[number], taken)
+            _selected(forward_batch, *copies.groups[number], taken, {})
             for number, taken in zip(wanted, copies.take(wanted), strict=True)
         ]
         self._write_step(groups)
@@ -252,7 +258,7 @@ def _selected(
     prefix_len: int,
     digest: str,
     taken: dict[int, tuple[Tensor, Tensor]],
-    queries: dict[int, bytes] | None = None,
+    queries: dict[int, bytes],
 ) -> Selected:
     lens = forward_batch.seq_lens_cpu
     lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
@@ -269,7 +275,7 @@ def _selected(
         prefix_len,
         {layer: counts.tolist() for layer, (_, counts) in taken.items()},
         bits,
-        queries or {},
+        queries,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,16 +61,77 @@ def test_what_the_file_holds_is_skipped_unless_it_was_measured_otherwise(positio
     assert positions.cells(args) == [("many_keys", 16384, 1), ("many_keys", 32768, 1), ("many_keys", 32768, 16)]
 
 
-def test_a_trace_without_steps_without_queries_or_of_a_lost_index_is_no_comparison(positions: Any) -> None:
+@pytest.mark.parametrize(("share", "status"), [(1.0, 0), (0.998, 1)])
+def test_a_file_that_holds_too_few_equal_ones_stays_bad(
+    positions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, status: int
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    options = ["positions.py", "--tasks", "many_keys", "--lengths", "16384", "--together", "1", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", options)
+    monkeypatch.setattr(positions.signal, "signal", lambda *_: None)
+    origin = positions.provenance(positions.parse(options[1:]))
+    write(out, [{**row("many_keys", 16384, 1, 10), **origin, "share_by_position": share}])
+    assert positions.main() == status
+
+
+DIGESTS = {"trace-many_keys-16384-1-4": "a", "trace-many_keys-16384-2-4": "b"}
+FIRST, SECOND = DIGESTS
+
+
+def selected(rids: list[str], digest: str, *, queries: bool = True) -> Selected:
+    """Of two heads of one layer: two positions of 64."""
+    found = {1: b"\0" * 4 * 16 * len(rids)} if queries else {}
+    return Selected(rids, [70] * len(rids), digest, 64, {1: [2, 2]}, {1: [b"\xc0" + b"\0" * 7] * 2}, found)
+
+
+@pytest.fixture
+def equal() -> Any:
+    """A reference that selects the same; what it was asked for."""
+    asked: list[Selected] = []
+
+    def compare(step: Selected, queries: Any) -> Counter[str]:
+        assert list(queries) == [1]
+        asked.append(step)
+        return Counter(equal=2)
+
+    return SimpleNamespace(compare=compare, asked=asked)
+
+
+def test_a_step_on_another_documents_index_is_other_as_a_whole(positions: Any, equal: Any) -> None:
+    right = selected([f"{FIRST}-0", f"{FIRST}-1"], "a")
+    wrong = [selected([f"{FIRST}-0"], "b"), selected([f"{FIRST}-0", f"{SECOND}-0"], "a")]
+    found = positions.compared(equal, [right, *wrong], DIGESTS, 16)
+    assert equal.asked == [right]
+    assert found == {
+        "equal": 2,
+        "equal scores": 0,
+        "other": 4,
+        "steps": 3,
+        "share_by_position": 1 / 3,
+        "share_equal": 1 / 3,
+        "misplaced": 2,
+        "not searched": 0,
+        "largest_group": 2,
+        "kept": {"2": 2},
+    }
+
+
+def test_steps_that_searched_nothing_are_counted_beside_the_others(positions: Any, equal: Any) -> None:
+    steps = [selected([f"{FIRST}-0"], "a", queries=queries) for queries in (True, False, False)]
+    found = positions.compared(equal, steps, DIGESTS, 16)
+    assert (found["steps"], found["not searched"], found["equal"]) == (1, 2, 2)
+
+
+def test_a_trace_without_steps_without_queries_or_of_a_lost_index_is_no_comparison(positions: Any, equal: Any) -> None:
+    with pytest.raises(RuntimeError, match="expected sparse steps with their queries in the trace, got none"):
+        positions.compared(equal, [], DIGESTS, 16)
+    with pytest.raises(RuntimeError, match="got 1 that searched nothing"):
+        positions.compared(equal, [selected([f"{FIRST}-0"], "a", queries=False)], DIGESTS, 16)
     gone = SimpleNamespace(compare=lambda step, queries: None)
-    step = Selected(["trace-1"], [70], "d", 64, {1: [1]}, {1: [b"\x80" * 8]})
-    with pytest.raises(RuntimeError, match="expected sparse steps in the trace"):
-        positions.compared(gone, iter([]), 16)
-    with pytest.raises(RuntimeError, match="expected queries in the trace"):
-        positions.compared(gone, iter([step]), 16)
-    with pytest.raises(RuntimeError, match="expected index d in the server's store"):
-        positions.compared(gone, iter([Selected(**{**vars_of(step), "queries": {1: b"\0" * 64}})]), 16)
+    with pytest.raises(RuntimeError, match="expected index a in the server's store"):
+        positions.compared(gone, [selected([f"{FIRST}-0"], "a")], DIGESTS, 16)
 
 
-def vars_of(step: Selected) -> dict[str, Any]:
-    return {name: getattr(step, name) for name in step.__struct_fields__}
+def test_a_table_of_nothing_is_refused(positions: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="expected rows of"):
+        positions.table([write(tmp_path / "none.jsonl", [])])

@@ -352,7 +352,8 @@ class Prebuilt:
 def run_job(
     command: Sequence[str], log: Path, timeout: float = JOB_SECONDS, env: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """A job in a process group of its own, which does not outlive it: (status, output).
+    """A job in a process group of its own, which does not outlive it: (status, output). One that takes too long may end
+    by itself first, and what it started in other groups with it.
 
     Args:
         env: variables beside those of this process.
@@ -368,6 +369,11 @@ def run_job(
         )
         try:
             status = job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            job.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(30)
+            raise
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)

@@ -59,7 +59,8 @@ def prefill(runtime: SparseRuntime, rids: list[str], starts: list[int], lens: li
 
 def decode(runtime: SparseRuntime, rids: list[str], lens: list[int], queries: list[Any] | None = None) -> Any:
     """One decode step of all layers; what the anchor layer selected, by group. `queries` receives those of each layer:
-    [rows, num_qo_heads, DIM]."""
+    [rows, num_qo_heads, DIM].
+    """
     batch = _decode_batch(runtime, rids, lens)
     with runtime.step(batch):
         plan = runtime._step.plan
@@ -84,6 +85,7 @@ def test_a_trace_holds_what_was_selected_for_requests_that_ask_for_it(runtime: S
     (path,) = (tmp_path / "trace").iterdir()
     start, *records = read_trace(path)
     assert isinstance(start, Start)
+    assert start.dtype == "float32"
     assert start.layer_plan == {"layers": ["dense", "anchor", {"reuse": 1, "head_map": [0, 1]}]}
     assert records[:2] == [Prefill("trace-1", 0, 65), Prefill("trace-2", 32, 70)]
     (step,) = records[2:]

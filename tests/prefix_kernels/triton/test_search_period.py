@@ -152,7 +152,7 @@ def test_the_kernel_reads_each_set_by_head_map_and_counts(device: torch.device) 
 def test_a_kept_step_is_traced_as_the_search_that_it_uses(device: torch.device, tmp_path: Path) -> None:
     server = Server(device, search_period=3, trace_folder=str(tmp_path))
     server.join(1, *server.prefix(210), 5)
-    trace = StepTrace(str(tmp_path), server.plan, ())
+    trace = StepTrace(str(tmp_path), server.plan, (), server.dtype)
     mode, found = SimpleNamespace(is_decode=lambda: True), []
     for _ in range(8):
         found += searches(server, [1], 1)

@@ -112,7 +112,7 @@ def test_a_traced_step_keeps_what_every_anchor_layer_selected(device: torch.devi
         server.join(serial, *first, 5 + serial)
     server.join(3, server.slots(77), None, 3)
     server.join(4, *second, 9)
-    trace = StepTrace(str(tmp_path), server.plan, ())
+    trace = StepTrace(str(tmp_path), server.plan, (), server.dtype)
     mode = SimpleNamespace(is_decode=lambda: True)
     for _ in range(3):
         server.step([1, 2, 3, 4], padded=1)
