@@ -135,3 +135,8 @@ def test_a_trace_without_steps_without_queries_or_of_a_lost_index_is_no_comparis
 def test_a_table_of_nothing_is_refused(positions: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="expected rows of"):
         positions.table([write(tmp_path / "none.jsonl", [])])
+
+
+def test_the_documentation_shows_what_the_file_holds(positions: Any) -> None:
+    shown = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert positions.table([str(ROOT / "benchmarks/results/positions-cpu.jsonl")]) in shown
