@@ -109,7 +109,7 @@ def compared(
         if not queries:
             not_searched += 1
             continue
-        if {digests[_name(rid)] for rid in group.rids} != {group.digest}:
+        if {digests.get(_name(rid)) for rid in group.rids} != {group.digest}:
             misplaced += 1
             tally.add(Counter(other=sum(len(heads) for heads in group.counts.values())))
             continue

@@ -7,7 +7,7 @@ FOLDER is what `soak.py --trace FOLDER` wrote: `requests.jsonl`, and the trace o
 is given in again. Where the step that read it was sparse, each layer and KV head attends the positions that the server
 selected there, and everything behind the prefix; else all. Then a token that the server chose must be the best one, or
 at most `--tie` nats behind it. Requests that opted out of sparse attention are replayed, too, dense: how far those are
-behind is rounding. In 16 bits wrong answers are allowed as far as theirs, and chance, explain them (`verdicts.py`).
+behind is rounding. In 16 bits as many wrong answers as their share are allowed, and three standard deviations.
 
 A retraction: SGLang prefills the prompt and what was generated again, densely. Tokens before it are judged with what
 was attended before it. Where that prefill took generated tokens out of the prefix cache, nobody knows how another
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from kernel_rows import commit
 from replay_model import Replayer
-from verdicts import GOOD, TOO_FEW, counted, detectable, excusing, verdict
+from verdicts import GOOD, TOO_FEW, chance, counted, detectable, excusing, verdict
 
 from scripts.needle_network import load
 from sglang_ext.attention.trace import Prefill, Record, Selected, Start, read_trace
@@ -264,7 +264,8 @@ def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
         row["selections"] = selections.result()
     row["dtype"] = start.dtype
     control, sparse = excusing(row["dense"], start.dtype), counted(row["sparse"])
-    row |= {"detectable": detectable(control, sparse), "verdict": verdict(control, sparse)}
+    row |= {"verdict": verdict(control, sparse), "chance": chance(control, sparse)}
+    row["detectable"] = detectable(control, sparse)
     return row
 
 

@@ -14,9 +14,9 @@ are sparse, and a part of the requests is traced (`trace_folder`) and replayed i
 selections (`replay.py`, here or later: `--trace FOLDER --replay 0`).
 
 `--control SECONDS` runs the same traffic dense first: a batch is rounded otherwise than a request alone, without the
-plugin, too. In 16 bits that changes answers, so wrong ones are allowed as far as the control's, and chance, explain
-them (`verdicts.py`; `detectable` in the row says how many would have been too many, and with too short a control no run
-is good); with `--dtype float32` there are none to allow.
+plugin, too. In 16 bits that changes answers, so as many wrong ones as the control's are allowed, and three standard
+deviations (`verdicts.py`; `chance` in the row says how likely so many are, `detectable` how many chance would not have
+explained: with too short a control no run is good); with `--dtype float32` there are none to allow.
 
 `--within SECONDS` is for a machine that is lent by the minute: where the start of the engine and the questions asked
 alone took so long that the rest of the time would not do, all parts are made shorter, in proportion. How long each part
@@ -46,7 +46,7 @@ from typing import Any
 from kernel_rows import commit
 from replay import Options, replay, replay_good
 from soak_sparse import SparseTraffic, built, memory, same, sparse_config
-from verdicts import GOOD, TOO_FEW, detectable, excusing, verdict
+from verdicts import GOOD, TOO_FEW, chance, detectable, excusing, verdict
 
 from sglang_ext.config import parse_profiled
 from sglang_ext.quality.tasks import TASKS, make_document
@@ -264,19 +264,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             row = run(args, Path(folder))
     Path(args.out).write_text(json.dumps(row, indent=1) + "\n")
-    shown = (
-        "good",
-        "verdicts",
-        "detectable",
-        "found",
-        "ran",
-        "longest_wait",
-        "built",
-        "memory",
-        "held",
-        "examples",
-        "replay",
-    )
+    shown = ("good", "verdicts", "chance", "detectable", "found", "ran", "longest_wait")
+    shown += ("built", "memory", "held", "examples", "replay")
     print(json.dumps({key: row[key] for key in shown}, indent=1))
     if TOO_FEW in row["verdicts"].values():
         print("the control had too few answers to tell: raise --control", file=sys.stderr)
@@ -373,6 +362,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "good": good,
         "found": {name: dict(of) for name, of in {**soak.found, **found}.items()},
         "verdicts": {name: verdict(excuse, of) for name, of in treated.items()},
+        "chance": {name: chance(excuse, of) for name, of in treated.items()},
         "detectable": {name: detectable(excuse, of) for name, of in treated.items()},
         "ran": {name: round(seconds, 1) for name, seconds in ran.items()},
         "longest_wait": round(longest, 3),

@@ -6,8 +6,7 @@
 One row for each half of a soak, and one for each kind of request of a replay, in the order of the files; replays are
 added up. An answer is *equal* to the dense one (of a replay: each token is the best one), it differs at a *tie*, or it
 is *wrong*: at a token further behind the best than a tie (`--tie`, nats). *Would show*: how many wrong ones of these
-answers would be too many beside the dense ones (`verdicts.detectable`). *Good* is what the file says, by the rule of
-its time.
+answers chance would not explain beside the dense ones (`verdicts.detectable`). *Good* is what the file says.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from math import exp, lgamma
+from math import exp, lgamma, sqrt
 
 CHANCE = 0.00135
-"""Of as many wrong answers or more, where both kinds are wrong equally often: that of three standard deviations."""
+"""Below it so many wrong answers are not explained: that of three standard deviations."""
 SHOWS = 0.25
 """Share of the answers: where even so many wrong ones would not show, there are too few to say anything."""
 
@@ -17,28 +17,42 @@ GOOD, WORSE, TOO_FEW = "good", "worse", "too few to tell"
 def verdict(control: Counter[str] | None, treated: Counter[str]) -> str:
     """Whether more answers are wrong than dense batches give by their own rounding: `GOOD`, `WORSE`, or `TOO_FEW`.
 
-    Fisher's exact test, one-sided: how likely so many of all wrong answers or more are among the treated ones, if it
-    does not depend on how they were attended who is wrong (a hypergeometric count). It takes answers to be independent;
-    wrong ones that come in clusters are fewer than they seem.
+    Allowed are the control's share and three standard deviations of a count. That takes the share to be known: beside a
+    short control a `WORSE` may be chance, and `chance` says how likely. Where the control is so short that it would not
+    show a `SHOWS` of the answers (`detectable`), none are good.
 
     Args:
         control, treated: answers that were "equal", "tie" or "wrong". Without any control none may be wrong.
     """
-    if not _allowed(control, answers(treated), treated["wrong"]):
+    share = control["wrong"] / answers(control) if control and answers(control) else 0.0
+    expected = share * answers(treated)
+    if treated["wrong"] > expected + 3 * sqrt(expected):
         return WORSE
     return GOOD if detectable(control, treated) <= max(1.0, SHOWS * answers(treated)) else TOO_FEW
 
 
-def detectable(control: Counter[str] | None, treated: Counter[str]) -> int:
-    """The least number of wrong answers among the treated that would have been too many: what a run of this length can
-    find. One more than there were answers: it could find nothing.
+def chance(control: Counter[str] | None, treated: Counter[str]) -> float:
+    """How likely so many of all wrong answers or more are among the treated ones, if it does not depend on how they
+    were attended who is wrong: Fisher's exact test, one-sided. It takes answers to be independent; wrong ones that come
+    in clusters are fewer than they seem. Without a control: 0 where any is wrong.
     """
-    allowed, number = 0, answers(treated)
+    if not treated["wrong"]:
+        return 1.0
+    if control is None or not answers(control):
+        return 0.0
+    return _chance(answers(control), answers(treated), control["wrong"], treated["wrong"])
+
+
+def detectable(control: Counter[str] | None, treated: Counter[str]) -> int:
+    """The least number of wrong answers among the treated that chance would not explain: what a run of this length can
+    show. One more than there were answers: it could show nothing.
+    """
+    explained, number = 0, answers(treated)
     too_many = number + 1
-    while too_many - allowed > 1:
-        middle = (allowed + too_many) // 2
-        if _allowed(control, number, middle):
-            allowed = middle
+    while too_many - explained > 1:
+        middle = (explained + too_many) // 2
+        if chance(control, Counter(equal=number - middle, wrong=middle)) > CHANCE:
+            explained = middle
         else:
             too_many = middle
     return too_many
@@ -62,14 +76,6 @@ def excusing(control: Mapping[str, int] | None, dtype: str) -> Counter[str] | No
 def answers(of: Counter[str]) -> int:
     """That were judged."""
     return of["equal"] + of["tie"] + of["wrong"]
-
-
-def _allowed(control: Counter[str] | None, treated: int, wrong: int) -> bool:
-    if not wrong:
-        return True
-    if control is None or not answers(control):
-        return False
-    return _chance(answers(control), treated, control["wrong"], wrong) > CHANCE
 
 
 def _chance(controls: int, treated: int, wrong_controls: int, wrong_treated: int) -> float:

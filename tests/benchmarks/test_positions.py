@@ -100,16 +100,17 @@ def equal() -> Any:
 def test_a_step_on_another_documents_index_is_other_as_a_whole(positions: Any, equal: Any) -> None:
     right = selected([f"{FIRST}-0", f"{FIRST}-1"], "a")
     wrong = [selected([f"{FIRST}-0"], "b"), selected([f"{FIRST}-0", f"{SECOND}-0"], "a")]
+    wrong.append(selected([f"{FIRST}-0", "somebody else's"], "a"))
     found = positions.compared(equal, [right, *wrong], DIGESTS, 16)
     assert equal.asked == [right]
     assert found == {
         "equal": 2,
         "equal scores": 0,
-        "other": 4,
-        "steps": 3,
-        "share_by_position": 1 / 3,
-        "share_equal": 1 / 3,
-        "misplaced": 2,
+        "other": 6,
+        "steps": 4,
+        "share_by_position": 1 / 4,
+        "share_equal": 1 / 4,
+        "misplaced": 3,
         "not searched": 0,
         "largest_group": 2,
         "kept": {"2": 2},
