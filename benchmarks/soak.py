@@ -121,6 +121,7 @@ class Soak:
         self._next = 0
         self.longest_wait = 0.0
         self.found: dict[str, Counter[str]] = {}
+        self.farthest: dict[str, float] = {}
         self.examples: list[dict[str, Any]] = []
 
     def references(self) -> list[Reference]:
@@ -144,19 +145,25 @@ class Soak:
                 found.append(Reference(prompt, out["output_ids"], gaps))
         return found
 
-    async def traffic(self, references: Sequence[Reference], seconds: float, *, dense: bool) -> None:
-        """Requests for the given time, so many at once; what comes of them goes to `found`."""
+    async def traffic(self, references: Sequence[Reference], seconds: float, half: str) -> None:
+        """Requests for the given time, so many at once; what comes of them goes to `found` and `farthest`.
+
+        Args:
+            references: what they ask, with the dense answers.
+            seconds: that they begin within.
+            half: "control", which is dense, or "shared".
+        """
         ends = time.monotonic() + seconds
-        found = self.found.setdefault("control" if dense else "shared", Counter())
 
         async def client() -> None:
             while time.monotonic() < ends:
-                await self.one(references, found, dense=dense)
+                await self.one(references, half)
 
         await asyncio.gather(*(client() for _ in range(self._args.concurrency)))
 
-    async def one(self, references: Sequence[Reference], found: Counter[str], *, dense: bool) -> None:
-        """One request; what comes of it goes to `found`."""
+    async def one(self, references: Sequence[Reference], half: str) -> None:
+        """One request; what comes of it goes to `found` and `farthest`."""
+        found, dense = self.found.setdefault(half, Counter()), half == "control"
         # Documents come in waves: most requests ask about a few of them, the rest about any.
         few = len(references) // self._args.documents * 2
         wave = int(time.monotonic() / 5) * few % len(references)
@@ -182,6 +189,7 @@ class Soak:
         verdict, equal, gap = compare(reference, ids, self._args.tie)
         found[verdict] += 1
         found["tokens equal"] += equal
+        self.farthest[half] = max(self.farthest.get(half, 0.0), gap)
         if verdict == "wrong" and len(self.examples) < 8:
             self.examples.append({"dense": dense, "token": equal, "of": len(ids), "gap": gap})
 
@@ -264,7 +272,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             row = run(args, Path(folder))
     Path(args.out).write_text(json.dumps(row, indent=1) + "\n")
-    shown = ("good", "verdicts", "chance", "detectable", "found", "ran", "longest_wait")
+    shown = ("good", "verdicts", "chance", "detectable", "found", "farthest", "ran", "longest_wait")
     shown += ("built", "memory", "held", "examples", "replay")
     print(json.dumps({key: row[key] for key in shown}, indent=1))
     if TOO_FEW in row["verdicts"].values():
@@ -324,11 +332,10 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for name in ("control", "shared"):
             if parts[name]:
                 with timed(ran, name):
-                    engine.loop.run_until_complete(soak.traffic(references, parts[name], dense=name == "control"))
+                    engine.loop.run_until_complete(soak.traffic(references, parts[name], name))
         if args.sparse_seconds:
             used["between"] = memory(engine)
-            beside = partial(soak.one, references, soak.found.setdefault("beside", Counter()), dense=False)
-            sparse = SparseTraffic(engine, args, folder, beside)
+            sparse = SparseTraffic(engine, args, folder, partial(soak.one, references, "beside"))
             with timed(ran, "sparse"):
                 ended = engine.loop.run_until_complete(sparse.run(parts["sparse"]))
             waits, found = [sparse.longest_wait], {"sparse": sparse.found, "sparse prompts": {"tokens": sparse.tokens}}
@@ -361,6 +368,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         "good": good,
         "found": {name: dict(of) for name, of in {**soak.found, **found}.items()},
+        "farthest": {name: round(gap, 4) if gap < math.inf else None for name, gap in soak.farthest.items()},
         "verdicts": {name: verdict(excuse, of) for name, of in treated.items()},
         "chance": {name: chance(excuse, of) for name, of in treated.items()},
         "detectable": {name: detectable(excuse, of) for name, of in treated.items()},

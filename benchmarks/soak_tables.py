@@ -5,7 +5,8 @@
 
 One row for each half of a soak, and one for each kind of request of a replay, in the order of the files; replays are
 added up. An answer is *equal* to the dense one (of a replay: each token is the best one), it differs at a *tie*, or it
-is *wrong*: at a token further behind the best than a tie (`--tie`, nats). *Would show*: how many wrong ones of these
+is *wrong*: at a token further behind the best than a tie (`--tie`, nats). *Farthest*: how far behind the farthest such
+token is; older files do not say. *Would show*: how many wrong ones of these
 answers chance would not explain beside the dense ones (`verdicts.detectable`). *Good* is what the file says.
 """
 
@@ -31,7 +32,9 @@ _SECONDS = {"control": "control", "shared": "seconds", "beside": "sparse_seconds
 
 
 def soak_rows(name: str, row: Row) -> list[list[str]]:
-    """Cells of one soak: file, commit, half, seconds, answers by verdict, how many wrong ones would show, good."""
+    """Cells of one soak: file, commit, half, seconds, answers by verdict, the farthest one, how many wrong ones would
+    show, good.
+    """
     rows = []
     for half, title in HALVES.items():
         counts = row["found"].get(half)
@@ -41,7 +44,8 @@ def soak_rows(name: str, row: Row) -> list[list[str]]:
         excuse = excusing(row["found"].get("control"), row.get("dtype", ""))
         least = "" if half == "control" else f"{detectable(excuse, counted(counts)):,}"
         good = "yes" if row["good"] else "no"
-        rows.append([name, row["commit"], title, f"{seconds:.0f}", *answers(counts), least, good])
+        farthest = told(row.get("farthest", {}).get(half, ""))
+        rows.append([name, row["commit"], title, f"{seconds:.0f}", *answers(counts), farthest, least, good])
     return rows
 
 
@@ -63,6 +67,11 @@ def replay_rows(name: str, row: Row) -> list[list[str]]:
         ]
         for kind in ("sparse", "dense")
     ]
+
+
+def told(nats: float | str | None) -> str:
+    """How far behind, as a cell; None: not among the tokens whose probability was asked for."""
+    return f"{nats:.3f}" if isinstance(nats, float) else "not told" if nats is None else nats
 
 
 def answers(counts: Row) -> list[str]:
@@ -113,7 +122,8 @@ def main() -> int:
             print(f"{path}: expected a row of soak.py or replay.py: {error!r}", file=sys.stderr)
             return 2
     if soaks:
-        head = ["file", "commit", "half", "seconds", "answers", "equal", "tie", "wrong", "would show", "good"]
+        head = ["file", "commit", "half", "seconds", "answers", "equal", "tie", "wrong"]
+        head += ["farthest behind, nats", "would show", "good"]
         print(markdown(head, soaks))
     if replayed:
         head = [

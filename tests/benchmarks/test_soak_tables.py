@@ -33,9 +33,16 @@ def test_aborted_answers_are_none_and_halves_that_did_not_run_have_no_row(tmp_pa
     path.write_text(json.dumps(soak()))
     lines = run(path).stdout.splitlines()
     assert lines[2:] == [
-        "| a | abc | dense control | 20 | 10 | 8 | 1 | 1 (10.00%) |  | yes |",
-        "| a | abc | shared steps | 60 | 200 | 200 | 0 | 0 (0.00%) | 125 | yes |",
+        "| a | abc | dense control | 20 | 10 | 8 | 1 | 1 (10.00%) |  |  | yes |",
+        "| a | abc | shared steps | 60 | 200 | 200 | 0 | 0 (0.00%) |  | 125 | yes |",
     ]
+
+
+def test_the_farthest_answer_is_told_where_the_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(soak(farthest={"control": None, "shared": 0.0})))
+    lines = run(path).stdout.splitlines()
+    assert [line.split(" | ")[8] for line in lines[2:]] == ["not told", "0.000"]
 
 
 def test_how_long_a_half_ran_comes_before_what_was_asked(tmp_path: Path) -> None:
