@@ -79,7 +79,21 @@ def test_the_documentation_shows_what_the_files_hold() -> None:
     shown = (ROOT / "docs/benchmarks.md").read_text()
     soaks = ("sparse-4", "sparse-3", "sparse", "exact", "tp2")
     replays = [*(f"h200-{number}" for number in range(2, 9)), "h200"]
-    for files in ([f"soak-h200-{one}.json" for one in soaks], [f"replay-{one}.json" for one in replays]):
+    for files in (
+        ["soak-h200-fp16.json", "replay-h200-fp16.json"],
+        [f"soak-h200-{one}.json" for one in soaks],
+        [f"replay-{one}.json" for one in replays],
+    ):
         table = run(*(RESULTS / one for one in files)).stdout
         assert len(table.splitlines()) > 4
         assert table in shown
+
+
+def test_no_answer_is_wrong_in_fp16_over_eight_minutes() -> None:
+    row = json.loads((RESULTS / "soak-h200-fp16.json").read_text())
+    replayed = json.loads((RESULTS / "replay-h200-fp16.json").read_text())
+    assert row["dtype"] == replayed["dtype"] == "float16"
+    assert (row["good"], replayed["good"]) == (True, True)
+    assert sum(row["ran"].values()) >= 480
+    assert not any(row["found"][half].get("wrong") for half in ("control", "shared", "beside"))
+    assert not any(replayed[kind].get("wrong") for kind in ("sparse", "dense"))
