@@ -177,9 +177,10 @@ class Soak:
             input_ids=reference.prompt, sampling_params=_sampling(tokens, dense=dense), stream=True, rid=rid
         )
         ids: list[int] = []
+        meta: dict[str, Any] = {}
         last = time.monotonic()
         async for chunk in stream:
-            ids = chunk["output_ids"]  # all so far
+            ids, meta = chunk["output_ids"], chunk["meta_info"]  # all so far
             now = time.monotonic()
             self.longest_wait, last = max(self.longest_wait, now - last), now
             if aborted and len(ids) > tokens // 2:
@@ -189,6 +190,7 @@ class Soak:
         verdict, equal, gap = compare(reference, ids, self._args.tie)
         found[verdict] += 1
         found["tokens equal"] += equal
+        found["retractions"] += int(meta.get("num_retractions") or 0)
         self.farthest[half] = max(self.farthest.get(half, 0.0), gap)
         if verdict == "wrong" and len(self.examples) < 8:
             self.examples.append({"dense": dense, "token": equal, "of": len(ids), "gap": gap})
@@ -337,7 +339,9 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             used["between"] = memory(engine)
             sparse = SparseTraffic(engine, args, folder, partial(soak.one, references, "beside"))
             with timed(ran, "sparse"):
-                ended = engine.loop.run_until_complete(sparse.run(parts["sparse"]))
+                ended = engine.loop.run_until_complete(sparse.run(parts["sparse"] / 2))
+                used["halfway"] = memory(engine)  # what grows once has grown: what grows on, leaks
+                ended = ended and engine.loop.run_until_complete(sparse.run(parts["sparse"] / 2))
             waits, found = [sparse.longest_wait], {"sparse": sparse.found, "sparse prompts": {"tokens": sparse.tokens}}
         left = held(engine)
         used["after"] = memory(engine)

@@ -74,7 +74,8 @@ class SparseTraffic:
         self._rng = random.Random(args.seed + 1)
         self._number = itertools.count()
         self._written: set[str] = set()
-        self._file = (folder / REQUESTS).open("w")
+        self._requests = folder / REQUESTS
+        self._requests.write_text("")
         self.found: Counter[str] = Counter()
         self.longest_wait = 0.0
         encode = engine.tokenizer_manager.tokenizer.encode
@@ -91,7 +92,7 @@ class SparseTraffic:
         return sum(len(of[0]) for of in self._documents)
 
     async def run(self, seconds: float) -> bool:
-        """Traffic for the given time; whether all of it came to an end."""
+        """Traffic for the given time; whether all of it came to an end. May be called again."""
         ends = time.monotonic() + seconds
 
         async def client() -> None:
@@ -105,8 +106,7 @@ class SparseTraffic:
         for one in clients:
             if one not in hung:
                 one.result()
-        self._file.close()
-        self.found["hung"] = len(hung)
+        self.found["hung"] += len(hung)
         return not hung
 
     async def _turn(self) -> None:
@@ -170,14 +170,15 @@ class SparseTraffic:
 
     def _write(self, rid: str, which: tuple[int, int], dense: bool, ids: list[int], meta: dict[str, Any]) -> None:
         name = f"{which[0]}-{which[1]}"
+        rows: list[dict[str, Any]] = []
         if name not in self._written:
             self._written.add(name)
-            self._file.write(json.dumps({"prompt": name, "ids": self._documents[which[0]][which[1]]}) + "\n")
+            rows.append({"prompt": name, "ids": self._documents[which[0]][which[1]]})
         known = [float(one[0]) for one in meta.get("output_token_logprobs") or []]
         logprobs = known if len(known) == len(ids) else []
-        row = {"rid": rid, "dense": dense, "prompt": name, "tokens": ids, "logprobs": logprobs}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        rows.append({"rid": rid, "dense": dense, "prompt": name, "tokens": ids, "logprobs": logprobs})
+        with self._requests.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
         self.found["traced"] += 1
 
 
