@@ -97,3 +97,10 @@ def test_no_answer_is_wrong_in_fp16_over_eight_minutes() -> None:
     assert sum(row["ran"].values()) >= 480
     assert not any(row["found"][half].get("wrong") for half in ("control", "shared", "beside"))
     assert not any(replayed[kind].get("wrong") for kind in ("sparse", "dense"))
+
+
+def test_retracted_requests_are_replayed_without_a_wrong_token() -> None:
+    row = json.loads((RESULTS / "soak-cpu-retracted.json").read_text())
+    sparse, chosen = row["replay"]["sparse"], row["replay"]["selections"]["by the server's queries"]
+    assert (row["good"], row["dtype"], sparse["tokens behind"], chosen["other"]) == (True, "float32", 0, 0)
+    assert sparse["retractions"] > 0
