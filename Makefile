@@ -18,19 +18,34 @@ CPU_FLAGS := --device cpu --dtype float32 --attention-backend torch_native --sam
 GPU_FLAGS := --attention-backend flashinfer --disable-decode-cuda-graph
 DEVICE_FLAGS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo '$(GPU_FLAGS)' || echo '$(CPU_FLAGS)')
 
+# Tests run in two processes of one thread each; a module's tests, or those of one server, stay together.
+PYTEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
+DAY := $(SPREAD) -m 'not full'
+ALL := $(SPREAD) --hypothesis-profile=full
+# Of the newest release by day: one job and one server.
+SERVED := tests/server/test_production.py tests/server/test_exact.py tests/server/test_faults.py \
+  tests/server/test_shared.py tests/server/test_vanished_store.py
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
+.PHONY: help demo test test-all serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: venv-$(SGLANG_VERSION) ## a real server, a shared document, dense against sparse (10 minutes with the install)
 	$(VENV)/bin/python scripts/demo.py
 
-test: venv ## the whole CPU suite, on both SGLang versions
-	$(OLD)/bin/python -m pytest
-	$(NEW)/bin/python -m pytest tests/compat
-	$(NEW)/bin/python -m pytest -m server --ignore=tests/compat
+test: venv ## what protects a change: at most 15 minutes on two cores
+	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY) --dist load tests/prefix_kernels/triton
+	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY)
+	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/compat $(SERVED)
+
+test-all: venv ## everything: all of it on the oldest release, seams and servers on the newest
+	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL) --dist load tests/prefix_kernels/triton
+	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL)
+	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(ALL) tests/compat
+	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/server
 
 serve: venv-$(SGLANG_VERSION) ## the server with the shipped model and --sparse-attn (STORE, PORT, SPARSE_ATTN_CONFIG, FLAGS)
 	@mkdir -p $(STORE)

@@ -1,10 +1,16 @@
-"""What all tests share: Ctrl-C works in what they start, hypothesis looks at no clock, and those marked `gpu` say so
-where there is no CUDA device.
+"""What all tests share: Ctrl-C works in what they start, hypothesis looks at no clock, those marked `gpu` say so where
+there is no CUDA device, tests of one module run in one process, products of parameters are thinned out by day, and
+starts of SGLang are counted.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,7 +25,77 @@ settings.register_profile("clockless", deadline=None, suppress_health_check=[Hea
 settings.load_profile("clockless")
 
 
+#: The file that names each start of SGLang in a line, of all processes of a run.
+BOOTS = "SGLANG_EXT_TEST_BOOTS"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if BOOTS not in os.environ:  # this process began the run; those of pytest-xdist have its environment
+        with tempfile.NamedTemporaryFile(prefix="sglang-ext-boots-", delete=False) as file:
+            os.environ[BOOTS] = file.name
+            config.stash[_BOOTS] = Path(file.name)
+
+
+_BOOTS = pytest.StashKey[Path]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    boots = config.stash.get(_BOOTS, None)
+    if boots is not None and (kinds := Counter(boots.read_text().split())):
+        each = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        terminalreporter.write_line(f"SGLang started {kinds.total()} times ({each})")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if config.stash.get(_BOOTS, None) is not None:
+        config.stash[_BOOTS].unlink(missing_ok=True)
+        del os.environ[BOOTS]
+
+
+def each_value_once(cases: Sequence[Collection[Hashable]]) -> set[int]:
+    """Which of a parametrized test's cases run by day: few, such that each value of each parameter occurs.
+
+    Args:
+        cases: the values of each case.
+    """
+    missing, taken = set().union(*cases), set[int]()
+    while missing:
+        best = max(range(len(cases)), key=lambda n: (len(missing.intersection(cases[n])), -n))
+        taken.add(best)
+        missing.difference_update(cases[best])
+    return taken
+
+
+def values_of(item: pytest.Item) -> set[Hashable]:
+    """What a case is made of: a value for each `parametrize`, and for each fixture that has parameters."""
+    given: dict[str, object] = dict(item.callspec.params)  # type: ignore[attr-defined]
+    values: set[Hashable] = set()
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        # The same object in all cases that have it. One parametrize of a fixture's name stands in params, too.
+        values.add(tuple((name, id(given.pop(name))) for name in names if name in given))
+    return values | {(name, id(value)) for name, value in given.items()}
+
+
+def mark_products(items: Sequence[pytest.Item]) -> None:
+    """Of products of parameters a few run by day, and all in `make test-all`."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("full") is None:
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for family in families.values():
+        taken = each_value_once([values_of(item) for item in family])
+        for number, item in enumerate(family):
+            if number not in taken:
+                item.add_marker(pytest.mark.full)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_products(items)
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(Path(str(item.path)).stem))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -83,16 +83,16 @@ def test_the_cpu_table_is_what_the_cpu_plugin_hooks(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_make_target_in_the_documents_exists(document: Path) -> None:
     makefile = text_of("Makefile")
-    mentioned = re.findall(r"`make ([a-z]+)`", document.read_text())
+    mentioned = re.findall(r"`make ([a-z-]+)`", document.read_text())
     for line in shell_lines(document.read_text()):
-        mentioned += re.findall(r"^make ([a-z]+)", line)
+        mentioned += re.findall(r"^make ([a-z-]+)", line)
     for target in mentioned:
         assert re.search(rf"^{target}:", makefile, re.M), f"{document.name} mentions make {target}"
 
 
 def test_make_help_lists_the_commands_of_the_readme() -> None:
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in re.findall(r"^make ([a-z]+)", "\n".join(shell_lines(text_of("README.md"))), re.M):
+    for target in re.findall(r"^make ([a-z-]+)", "\n".join(shell_lines(text_of("README.md"))), re.M):
         assert re.search(rf"^{target}\s", listed, re.M), target
 
 

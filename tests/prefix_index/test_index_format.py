@@ -295,7 +295,6 @@ ONE = {A: np.zeros(3, np.uint8)}
         ({"stats": {"x": {1: 2}}}, "key in stats.x: expected str, found 1"),
         ({"stats": {"x": 2**63}}, "stats.x"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_stored_is_refused_before_writing(parts: dict[str, Any], message: str) -> None:
     out = io.BytesIO()

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from sglang_ext.quality.tasks import make_document
+from tests.server.faults import Faults
 from tests.server.harness import (
     EXACT_CONFIG,
     MODEL,
+    PRODUCTION,
     SGLANG,
     SPARSE_CONFIG,
     Pool,
     Prebuilt,
+    Server,
     Texts,
     flags_of,
     run_prebuild,
@@ -50,6 +53,9 @@ def texts() -> Texts:
         second=make_document("many_keys", seed=72, num_tokens=1280, num_questions=12),
         tail=make_document("multi_query", seed=73, num_tokens=1024, num_questions=8),
         unindexed=make_document("many_keys", seed=74, num_tokens=1152, num_questions=8),
+        elsewhere=make_document("many_keys", seed=75, num_tokens=1088, num_questions=8),
+        large=make_document("many_keys", seed=501, num_tokens=8192, num_questions=48),
+        damaged=tuple(make_document("many_keys", seed, num_tokens=1024, num_questions=2) for seed in (76, 77, 78)),
     )
 
 
@@ -60,19 +66,35 @@ def prebuild() -> Callable[..., Prebuilt]:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory, texts: Texts, serve: Pool) -> Prebuilt:
-    """The main store's prebuild job: three indexes by a chunked prefill, a refused prompt, a short one."""
+    """The main store's prebuild job: indexes by a chunked prefill, a refused prompt, a short one."""
     serve.close()
     prompts = [
         {"id": "first", "text": texts.first.text},
         {"id": "second", "text": texts.second.text},
         {"id": "long", "text": texts.long},
         {"id": "second-named", "text": texts.second.text, "extra_key": "tenant-b"},
+        {"id": "unseen", "text": texts.unindexed.text, "extra_key": "unseen"},
+        {"id": "large", "text": texts.large.text},
+        *({"id": f"damaged-{n}", "text": document.text} for n, document in enumerate(texts.damaged)),
         {"id": "too-long", "input_ids": [5] * 12288},
         {"id": "short", "text": texts.first.questions[0].text},
     ]
     job = run_prebuild(tmp_path_factory.mktemp("stocked"), prompts, chunked_prefill_size="512")
     assert {line["id"] for line in job.report} == {prompt["id"] for prompt in prompts}, job.output[-4000:]
     return job
+
+
+@pytest.fixture(scope="session")
+def faults(built: Prebuilt, texts: Texts, tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    """A copy of the main store where some indexes are damaged."""
+    folder = tmp_path_factory.mktemp("faults") / "store"
+    return Faults(Path(shutil.copytree(built.store, folder)), built, texts)
+
+
+@pytest.fixture
+def production(serve: Pool, faults: Faults) -> Server:
+    """The server of most tests: as people serve, on a store of which some indexes are damaged."""
+    return serve(faults.store, PRODUCTION, disable_overlap_schedule=None)
 
 
 @pytest.fixture
@@ -113,10 +135,29 @@ def cpu_flags() -> Callable[..., list[str]]:
     return flags_of
 
 
+#: What the tests of a module that names none share: a process of its own.
+LANES = {"production": "indexed", "small-pool": "indexed", "exact": "indexed"}
+
+
+def _boot(item: pytest.Item) -> str:
+    """Whose server a test asks: tests of one name share one."""
+    mark = item.get_closest_marker("boot")
+    return mark.args[0] if mark else Path(str(item.path)).stem
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test of this folder starts servers, and may have to wait for a job and a server before its own turn."""
+    """Tests of one server stand together, and those that start servers come first: they take longest.
+
+    Every one may have to wait for a job and a server before its own turn.
+    """
     here = Path(__file__).parent
-    for item in items:
-        if here in Path(str(item.path)).parents:
-            item.add_marker(pytest.mark.server)
-            item.add_marker(pytest.mark.timeout(1800))
+    ours = [item for item in items if here in Path(str(item.path)).parents]
+    order = {name: number for number, name in enumerate(dict.fromkeys(["production", *map(_boot, ours)]))}
+    lanes = {name: number for number, name in enumerate(dict.fromkeys(LANES.get(name, name) for name in order))}
+    for item in ours:
+        item.add_marker(pytest.mark.server)
+        item.add_marker(pytest.mark.timeout(1800))
+        item.add_marker(pytest.mark.xdist_group(f"server-{LANES.get(_boot(item), _boot(item))}"))
+    ours.sort(key=lambda item: (lanes[LANES.get(_boot(item), _boot(item))], order[_boot(item)]))
+    others = [item for item in items if here not in Path(str(item.path)).parents]
+    items[:] = [*ours, *others]

@@ -32,20 +32,30 @@ SGLANG = version("sglang")
 
 #: The stores of tests are small: they need not leave a GiB of the disk free, as a server's do.
 DISK = {"store_min_free_bytes": 16 << 20}
+#: What every index of this suite holds, so that one store serves all configurations.
+METHODS: dict[str, Any] = {"ab_sparse": {}, "token_index": {}}
 #: The configuration whose accuracy at a keep ratio of 10% over all layers is shown.
 SPARSE_CONFIG: dict[str, Any] = {
     "method": "token_index",
-    "methods": {"token_index": {}},
+    "methods": METHODS,
     "keep_ratio": 0.1,
     "layer_plan": ["anchor"] * 6,
     "prefetch_policy": "wait_complete",
 }
-#: All positions selected: the sparse path computes what dense attention does. The method is the one built fastest.
+#: All positions selected: the sparse path computes what dense attention does.
 EXACT_CONFIG: dict[str, Any] = {
     **SPARSE_CONFIG,
     "method": "ab_sparse",
-    "methods": {"ab_sparse": {}},
     "keep_ratio": 1.0,
+}
+#: As people serve, with an overlap schedule: indexes, groups without one, long own tokens selected from. Up to 2,560
+#: tokens all positions are selected, so answers behind the small documents equal dense; of `large` about a third is.
+PRODUCTION: dict[str, Any] = {
+    **SPARSE_CONFIG,
+    "min_top_k": 2560,
+    "share_prefixes": True,
+    "min_shared_tokens": 512,
+    "private_dense_tokens": 512,
 }
 
 CPU_FLAGS = [
@@ -78,6 +88,17 @@ START_SECONDS = 480.0
 STOP_SECONDS = 15.0
 REQUEST_SECONDS = 480.0
 JOB_SECONDS = 900.0
+
+
+#: Where each start of SGLang is noted; `tests/conftest.py` counts them.
+BOOTS = "SGLANG_EXT_TEST_BOOTS"
+
+
+def count_boot(kind: str) -> None:
+    """Note that SGLang is started: a `server`, or in a `job`."""
+    if BOOTS in os.environ:
+        with open(os.environ[BOOTS], "a") as out:
+            out.write(f"{kind}\n")
 
 
 def rendezvous() -> list[str]:
@@ -133,9 +154,11 @@ class Server:
 
     def __init__(self, flags: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self.log = log
+        self.overlaps = "--disable-overlap-schedule" not in flags
         self.port, nccl_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--port", str(self.port)]
+        count_boot("server")
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [*command, "--nccl-port", str(nccl_port), *flags],
@@ -229,6 +252,12 @@ class Server:
         assert all(one == saying[-1] for one in saying), saying
         return answers, delta
 
+    def rows(self, steps: int, requests: int = 1) -> range:
+        """Rows that may be counted for so many decode steps of so many requests: the overlap schedule runs one step
+        ahead, where a request may decode once more than it has tokens to give.
+        """
+        return range(steps, steps + 1 + (requests if self.overlaps else 0))
+
     def state(self) -> dict[str, Any]:
         return server_state(self.url)
 
@@ -319,12 +348,17 @@ class Pool:
 
 @dataclass(frozen=True)
 class Texts:
-    """The documents of this suite, 1 token a word. `long` begins with `first`, and both are indexed."""
+    """The documents of this suite, 1 token a word. `long` begins with `first`, and both are indexed, as are `second`
+    and `large`. Indexes of `damaged` are spoilt; of the others there are none.
+    """
 
     first: Document
     second: Document
     tail: Document
     unindexed: Document
+    elsewhere: Document
+    large: Document
+    damaged: tuple[Document, ...]
 
     @property
     def long(self) -> str:
@@ -358,6 +392,7 @@ def run_job(
     Args:
         env: variables beside those of this process.
     """
+    count_boot("job")
     with log.open("w") as out:
         job = subprocess.Popen(
             command,

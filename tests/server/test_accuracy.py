@@ -10,6 +10,8 @@ import pytest
 from sglang_ext.quality.evaluate import ask_many, keep_ratio_between, paired
 from sglang_ext.quality.tasks import make_document
 
+pytestmark = pytest.mark.full
+
 NUM_TOKENS = 8192
 QUESTIONS = {"single_needle": 16, "many_keys": 48}
 

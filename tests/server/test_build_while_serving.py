@@ -6,8 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sglang_ext.quality.tasks import make_document
 from tests.server.harness import SPARSE_CONFIG, Pool, Server
+
+pytestmark = pytest.mark.full
 
 TOKENS = 4096
 

@@ -15,6 +15,8 @@ from sglang_ext.quality.tasks import make_document
 from tests.server.capture_job import DECODE_STEPS
 from tests.server.harness import MODEL, rendezvous, run_job
 
+pytestmark = pytest.mark.full
+
 SAMPLED_TOKENS = 512 // 4  # query_samples over the query heads of a KV head
 TAIL = 32
 

@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sglang_ext.quality.ports import free_port
 from tests.server.harness import run_job
+
+pytestmark = pytest.mark.full
 
 _ENGINE = """
 import json, sys

@@ -1,4 +1,4 @@
-"""All positions selected: the sparse path runs for every decode step and equals dense attention. One server."""
+"""All positions selected: the sparse path runs for every decode step and equals dense attention."""
 
 from __future__ import annotations
 
@@ -15,9 +15,18 @@ LAYERS = 6
 STEPS = 12
 
 
-@pytest.fixture
-def server(serve: Any, store: Any, exact_config: Any) -> Any:
-    return serve(store, exact_config)
+@pytest.fixture(
+    params=[
+        pytest.param("overlap", marks=pytest.mark.boot("production")),
+        pytest.param("serial", marks=[pytest.mark.boot("exact"), pytest.mark.full]),
+    ]
+)
+def server(request: pytest.FixtureRequest) -> Any:
+    """The server as people run it; at night also one without the overlap schedule, whose counts are exact."""
+    if request.param == "overlap":
+        return request.getfixturevalue("production")
+    serve, store, config = (request.getfixturevalue(name) for name in ("serve", "store", "exact_config"))
+    return serve(store, config)
 
 
 def test_greedy_output_with_all_positions_selected_equals_dense(server: Any, texts: Any) -> None:
@@ -29,13 +38,15 @@ def test_greedy_output_with_all_positions_selected_equals_dense(server: Any, tex
     assert [a.ids for a in sparse] == [a.ids for a in dense]
     steps = sum(a.decode_steps for a in sparse)
     assert steps == len(prompts) * (STEPS - 1)
-    assert (delta.sparse_rows, delta.dense_rows, delta.hits) == (steps, 0, len(prompts))
+    assert delta.sparse_rows in server.rows(steps, len(prompts))
+    assert (delta.dense_rows, delta.hits) == (0, len(prompts))
     assert delta.fallbacks == {}
-    assert delta.per_layer("selections_per_layer") == [steps] * LAYERS  # one group a step: asked one by one
+    # One group a step: asked one by one.
+    assert delta.per_layer("selections_per_layer") == [delta.sparse_rows] * LAYERS
     lengths = [1536, 1536, 1280, 2560]
-    attended = (STEPS - 1) * sum(lengths)
-    assert delta.per_layer("attended_tokens_per_layer") == [attended] * LAYERS
-    assert delta.per_layer("prefix_tokens_per_layer") == [attended] * LAYERS
+    attended = delta.per_layer("attended_tokens_per_layer")
+    assert (STEPS - 1) * sum(lengths) <= attended[0] <= server.rows(STEPS - 1)[-1] * sum(lengths)
+    assert attended == delta.per_layer("prefix_tokens_per_layer") == attended[:1] * LAYERS
 
 
 def test_logprobs_with_all_positions_selected_equal_dense(server: Any, texts: Any) -> None:
@@ -51,7 +62,8 @@ def test_a_request_that_opts_out_decodes_dense_and_is_counted_by_request(server:
     delta = server.delta()
     answer = server.generate(texts.ask(texts.first, 3), STEPS, sparse=False)
     server.done(delta)
-    assert (delta.sparse_rows, delta.dense_rows, delta.hits) == (0, answer.decode_steps, 0)
+    assert (delta.sparse_rows, delta.hits) == (0, 0)
+    assert delta.dense_rows in server.rows(answer.decode_steps)
     assert delta.fallbacks == {"by_request": 1}
 
 
@@ -71,7 +83,8 @@ def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_aski
         [lambda p=p: server.generate(p, 16) for p in prompts], lambda found: found.sparse_steps < found.sparse_rows
     )
     assert [a.ids for a in batch] == [a.ids for a in alone]
-    assert (delta.sparse_rows, delta.dense_rows) == (4 * 15, 3 * 15)
+    assert delta.sparse_rows in server.rows(4 * 15, 4)
+    assert delta.dense_rows in server.rows(3 * 15, 3)
     assert delta.fallbacks == {"no_index": 2, "short_prefix": 1}
     assert delta.sparse_steps < delta.sparse_rows, "some steps held several sparse rows"
 
@@ -98,8 +111,8 @@ def test_a_private_suffix_longer_than_a_page_is_attended(server: Any, texts: Any
     sparse = server.generate(prompt, STEPS)
     server.done(delta)
     assert sparse.ids == dense.ids
-    assert delta.sparse_rows == sparse.decode_steps
-    assert delta.per_layer("prefix_tokens_per_layer") == [1536 * sparse.decode_steps] * LAYERS
+    assert delta.sparse_rows in server.rows(sparse.decode_steps)
+    assert delta.per_layer("prefix_tokens_per_layer") == [1536 * delta.sparse_rows] * LAYERS
 
 
 @pytest.mark.parametrize(("shared", "used"), [(1000, 1536), (1023, 1536), (1024, 2560)])
@@ -115,7 +128,8 @@ def test_an_index_longer_than_what_is_shared_is_not_used_and_the_shorter_one_is(
     sparse = server.generate(prompt, STEPS)
     server.done(delta)
     assert sparse.ids == dense.ids
-    assert delta.per_layer("prefix_tokens_per_layer") == [used * sparse.decode_steps] * LAYERS
+    assert delta.sparse_rows in server.rows(sparse.decode_steps)
+    assert delta.per_layer("prefix_tokens_per_layer") == [used * delta.sparse_rows] * LAYERS
 
 
 def test_a_prompt_shorter_than_every_index_of_its_text_finds_none(server: Any, texts: Any) -> None:
@@ -133,7 +147,7 @@ def test_a_prompt_of_exactly_the_index_is_served(server: Any, texts: Any) -> Non
     sparse = server.generate(texts.first.text, STEPS)
     server.done(delta)
     assert sparse.ids == dense.ids
-    assert delta.sparse_rows == sparse.decode_steps
+    assert delta.sparse_rows in server.rows(sparse.decode_steps)
 
 
 def test_another_extra_key_does_not_see_the_index(server: Any, texts: Any) -> None:
@@ -152,7 +166,8 @@ def test_an_index_of_an_extra_key_serves_that_key(server: Any, texts: Any) -> No
     delta = server.delta()
     named = server.generate(prompt, STEPS, extra_key="tenant-b")
     server.done(delta)
-    assert (delta.hits, delta.sparse_rows, delta.fallbacks) == (1, STEPS - 1, {})
+    assert (delta.hits, delta.fallbacks) == (1, {})
+    assert delta.sparse_rows in server.rows(STEPS - 1)
     assert named.ids == dense.ids
 
 
@@ -191,11 +206,13 @@ def test_two_simultaneous_cold_prefills_of_one_prompt_are_sparse_at_once_and_gro
     else:
         pytest.fail("expected two cold prefills in one batch, in ten attempts")
     assert [tuple(reply["output_ids"]) for reply in replies] == [a.ids for a in dense]
-    assert delta.sparse_rows == 2 * 39
+    assert delta.sparse_rows in server.rows(2 * 39, 2)
     assert delta.fallbacks == {"short_prefix": 1}, "only the request that keeps the scheduler busy"
     # Grouped from the second step on, where both rows hold the shared slots: fewer groups than rows.
     assert delta.after["largest_group"] >= 2
-    assert delta.per_layer("selections_per_layer") == [2 + 38] * LAYERS
+    selections = delta.per_layer("selections_per_layer")
+    assert selections == selections[:1] * LAYERS
+    assert selections[0] in server.rows(2 + 38)
 
 
 def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: Any, sglang_version: str) -> None:
@@ -220,7 +237,7 @@ def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: A
     else:
         pytest.fail("expected to pause three requests halfway, in ten attempts")
     # One token of each came out of the second prefill instead of a decode step.
-    assert delta.sparse_rows == 3 * (60 - 2)
+    assert delta.sparse_rows in server.rows(3 * (60 - 2), 3)
     assert (delta.dense_rows, delta.hits, delta.fallbacks) == (0, 3, {})
 
 
@@ -232,7 +249,7 @@ def test_a_flushed_cache_does_not_disturb_the_index(server: Any, texts: Any) -> 
     cold = server.generate(prompt, STEPS)
     server.done(delta)
     assert (warm.ids, cold.cached_tokens) == (cold.ids, 0)
-    assert delta.sparse_rows == STEPS - 1
+    assert delta.sparse_rows in server.rows(STEPS - 1)
 
 
 def test_an_aborted_running_request_leaves_nothing_behind(server: Any, texts: Any) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
+from sglang_ext.quality.vocabulary import encode
+from tests.server.harness import MODEL
 
 
 def _answers(server: Any, texts: Any) -> list[tuple[Any, Any]]:
@@ -21,6 +27,42 @@ def _answers(server: Any, texts: Any) -> list[tuple[Any, Any]]:
     return out
 
 
+@pytest.fixture(scope="module")
+def with_plugin(serve: Any) -> Any:
+    return serve(environment={"SGLANG_PLUGINS": "sparse_attn,sparse_attn_cpu"})
+
+
+def _by_transformers(prompts: Sequence[str], num_tokens: int) -> list[tuple[int, ...]]:
+    """Greedy answers of exactly so many tokens by an implementation that is not SGLang's, in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32).eval()
+    out = []
+    for prompt in prompts:
+        ids = torch.tensor([encode(prompt)])
+        whole = model.generate(
+            ids, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, eos_token_id=None
+        )
+        out.append(tuple(whole[0, ids.shape[1] :].tolist()))
+    return out
+
+
+def test_with_the_flag_off_answers_are_those_of_transformers(with_plugin: Any, texts: Any) -> None:
+    prompts = [texts.ask(texts.first, 0), texts.ask(texts.second, 1), texts.first.questions[2].text]
+    assert [with_plugin.generate(prompt, 12).ids for prompt in prompts] == _by_transformers(prompts, 12)
+    assert "sparse attention" not in with_plugin.log.read_text()
+
+
+def test_with_the_flag_off_the_server_shows_no_sparse_state(with_plugin: Any) -> None:
+    server = with_plugin
+    with urllib.request.urlopen(server.url + "/get_server_info", timeout=120) as response:
+        info = json.load(response)
+    assert "sparse_attn" not in info["internal_states"][0]
+    assert server.generate("the", 2, sparse=False).decode_steps == 1, "the opt-out means nothing here"
+
+
+@pytest.mark.full
 def test_with_the_flag_off_output_and_logprobs_equal_a_server_without_the_plugin(serve: Any, texts: Any) -> None:
     without = _answers(serve(environment={"SGLANG_PLUGINS": "sparse_attn_cpu"}), texts)
     server = serve(environment={"SGLANG_PLUGINS": "sparse_attn,sparse_attn_cpu"})
@@ -30,17 +72,6 @@ def test_with_the_flag_off_output_and_logprobs_equal_a_server_without_the_plugin
         # Bit equality does not hold (2e-7 was seen): it is not known whether two stock servers differ as much.
         assert ours == pytest.approx(theirs, rel=0, abs=1e-5)
     assert "sparse attention" not in server.log.read_text()
-
-
-def test_with_the_flag_off_the_server_shows_no_sparse_state(serve: Any) -> None:
-    import json
-    import urllib.request
-
-    server = serve(environment={"SGLANG_PLUGINS": "sparse_attn,sparse_attn_cpu"})
-    with urllib.request.urlopen(server.url + "/get_server_info", timeout=120) as response:
-        info = json.load(response)
-    assert "sparse_attn" not in info["internal_states"][0]
-    assert server.generate("the", 2, sparse=False).decode_steps == 1, "the opt-out means nothing here"
 
 
 def test_help_shows_the_three_flags() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.server.harness import Answer
 
+pytestmark = pytest.mark.full
+
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 METHODS = {"methods": {"ab_sparse": {}, "token_index": {}}}
 TOKENS = 16

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module", params=["1", "64"], ids=["page-1", "page-64"])
 def server(request: Any, serve: Any, built: Any, exact_config: Any) -> Any:

@@ -12,12 +12,13 @@ import pytest
 from prefix_index import FileStore
 
 
+@pytest.mark.boot("production")
 def test_a_job_reports_each_prompt_and_says_why_not(built: Any) -> None:
     statuses = {line["id"]: line["status"] for line in built.report}
-    good = dict.fromkeys(("first", "second", "long", "second-named"), "built")
-    assert statuses == {**good, "too-long": "failed", "short": "skipped"}
+    names = ("first", "second", "long", "second-named", "unseen", "large", "damaged-0", "damaged-1", "damaged-2")
+    assert statuses == {**dict.fromkeys(names, "built"), "too-long": "failed", "short": "skipped"}
     assert built.status == 1, "a failed prompt makes the job fail"
-    assert "4 built, 1 failed, 1 skipped" in built.output
+    assert "9 built, 1 failed, 1 skipped" in built.output
     too_long, short = built.line("too-long"), built.line("short")
     assert too_long["reason"] == "too_long"
     assert "--context-length" in too_long["detail"]
@@ -26,6 +27,7 @@ def test_a_job_reports_each_prompt_and_says_why_not(built: Any) -> None:
     assert "min_sparse_prompt_len" in short["detail"]
 
 
+@pytest.mark.boot("production")
 def test_a_built_line_holds_sizes_time_and_recall(built: Any) -> None:
     line = built.line("first")
     assert line["num_tokens"] == line["prompt_tokens"] == 1536
@@ -36,6 +38,7 @@ def test_a_built_line_holds_sizes_time_and_recall(built: Any) -> None:
         assert 0 < value <= 1.0 + 1e-6
 
 
+@pytest.mark.boot("production")
 def test_one_text_in_two_namespaces_makes_two_indexes(built: Any) -> None:
     assert built.line("second")["digest"] != built.line("second-named")["digest"]
 
@@ -54,6 +57,7 @@ def resumed(built: Any, serve: Any, prebuild: Any, texts: Any, tmp_path_factory:
     return prebuild(folder, prompts, store=store)
 
 
+@pytest.mark.full
 def test_a_job_run_again_builds_only_what_is_missing(resumed: Any, built: Any) -> None:
     assert resumed.status == 0, resumed.output[-3000:]
     assert [line["status"] for line in resumed.report] == ["exists", "built"]
@@ -62,6 +66,7 @@ def test_a_job_run_again_builds_only_what_is_missing(resumed: Any, built: Any) -
     assert "1 built, 1 exists" in resumed.output
 
 
+@pytest.mark.full
 def test_a_chunked_prefill_leaves_the_same_arrays_as_one_chunk(resumed: Any, built: Any) -> None:
     """The main job ran in chunks of 512 tokens, this one in one of 1536. Keys differ by rounding only."""
     digest = built.line("first")["digest"]
@@ -88,12 +93,12 @@ def test_a_chunked_prefill_leaves_the_same_arrays_as_one_chunk(resumed: Any, bui
 
 @pytest.fixture(scope="module")
 def building(serve: Any, exact_config: Any, tmp_path_factory: Any) -> Any:
-    """(server that indexes what it prefills, path of its report)."""
+    """(server that indexes what it prefills, in mixed chunks and pages of 64 tokens; path of its report)."""
     folder = tmp_path_factory.mktemp("building")
     (folder / "store").mkdir()
     report = folder / "report.jsonl"
     config = {**exact_config, "build": "prefill", "build_report": str(report)}
-    server = serve(folder / "store", config, enable_mixed_chunk="", chunked_prefill_size="512")
+    server = serve(folder / "store", config, enable_mixed_chunk="", chunked_prefill_size="512", page_size="64")
     return server, report
 
 
@@ -101,6 +106,7 @@ def _lines(report: Path) -> dict[str, dict[str, Any]]:
     return {line["rid"]: line for line in map(json.loads, report.read_text().splitlines())}
 
 
+@pytest.mark.boot("building")
 def test_a_server_that_builds_indexes_what_it_prefills_and_uses_it(building: Any, texts: Any) -> None:
     server, report = building
     prompt = texts.ask(texts.first, 0)
@@ -113,6 +119,7 @@ def test_a_server_that_builds_indexes_what_it_prefills_and_uses_it(building: Any
     assert (delta.sparse_rows, second.ids) == (11, first.ids)
 
 
+@pytest.mark.boot("building")
 def test_a_capture_that_the_radix_cache_served_in_part_is_rejected_and_the_server_goes_on(
     building: Any, texts: Any
 ) -> None:
@@ -132,6 +139,7 @@ def test_a_capture_that_the_radix_cache_served_in_part_is_rejected_and_the_serve
     assert _lines(report)["afterwards"]["status"] == "built"
 
 
+@pytest.mark.boot("building")
 def test_requests_in_one_mixed_batch_are_captured_apart(building: Any, texts: Any) -> None:
     server, report = building
     server.flush()
@@ -140,3 +148,19 @@ def test_requests_in_one_mixed_batch_are_captured_apart(building: Any, texts: An
     lines = _lines(report)
     assert [lines[rid]["status"] for rid in prompts] == ["built", "built"], lines
     assert server.settled()["requests"] == 0
+
+
+@pytest.mark.boot("building")
+def test_mixed_chunks_equal_dense(building: Any, texts: Any) -> None:
+    """Of requests with an index, steps that run inside a mixed batch are dense."""
+    server, _ = building
+    prompts = [texts.ask(doc, n) for n, doc in enumerate((texts.first, texts.first, texts.second, texts.unindexed))]
+    for document in (texts.first, texts.second):
+        server.generate(document.text, 1)
+    alone = [server.generate(prompt, 24, sparse=False) for prompt in prompts]
+    server.flush()
+    batch, delta = server.together_until(
+        [lambda p=p: server.generate(p, 24) for p in prompts], lambda found: found.sparse_rows > 0
+    )
+    assert [a.ids for a in batch] == [a.ids for a in alone]
+    assert 0 < delta.sparse_rows <= 4 * 23

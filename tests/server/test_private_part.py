@@ -10,6 +10,8 @@ import pytest
 from sglang_ext.quality.evaluate import ask_many, paired
 from sglang_ext.quality.tasks import Document, make_document
 
+pytestmark = pytest.mark.full
+
 LIMIT = 512
 OWN_TOKENS, QUESTIONS = 4096, 32
 

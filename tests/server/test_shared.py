@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-CONFIG: dict[str, Any] = {"share_prefixes": True, "min_shared_tokens": 512}
+pytestmark = pytest.mark.boot("production")
 TOKENS = 24
 
 
 @pytest.fixture
-def server(serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.getbasetemp() / "no-indexes"
-    folder.mkdir(exist_ok=True)
-    return serve(folder, CONFIG, disable_overlap_schedule=None)
+def server(production: Any) -> Any:
+    return production
 
 
 def test_requests_on_one_prompt_decode_as_a_group_and_equal_dense(server: Any, texts: Any) -> None:
-    prompts = [texts.ask(texts.first, n) for n in range(4)] + [texts.ask(texts.second, 0)]
+    prompts = [texts.ask(texts.unindexed, n) for n in range(4)] + [texts.ask(texts.elsewhere, 0)]
+    delta = server.delta()
     alone = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
-    before = server.delta().before["shared_steps"]
+    before = server.done(delta).shared_steps
     batch, delta = server.together_until(
         [lambda p=p: server.generate(p, TOKENS) for p in prompts],
         lambda found: found.shared_steps > TOKENS // 2 and found.shared_rows >= 4 * found.shared_steps,
@@ -35,7 +33,7 @@ def test_requests_on_one_prompt_decode_as_a_group_and_equal_dense(server: Any, t
 
 def test_members_come_and_go(server: Any, texts: Any) -> None:
     """Different lengths: the founder of a group leaves first, and its row is taken by the next prefill."""
-    jobs = [(texts.ask(doc, n), 4 + 7 * n) for n in range(4) for doc in (texts.first, texts.unindexed)]
+    jobs = [(texts.ask(doc, n), 4 + 7 * n) for n in range(4) for doc in (texts.elsewhere, texts.unindexed)]
     alone = [server.generate(prompt, count, sparse=False) for prompt, count in jobs]
     batch, delta = server.together_until(
         [lambda p=p, c=c: server.generate(p, c) for p, c in jobs * 2], lambda found: found.shared_steps > 8
@@ -47,7 +45,7 @@ def test_members_come_and_go(server: Any, texts: Any) -> None:
 
 
 def test_requests_that_opt_out_ride_along(server: Any, texts: Any) -> None:
-    prompts = [texts.ask(texts.first, n) for n in range(6)]
+    prompts = [texts.ask(texts.unindexed, n) for n in range(6)]
     alone = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
     jobs = [lambda p=p, s=i < 4: server.generate(p, TOKENS, sparse=s) for i, p in enumerate(prompts)]
     batch, delta = server.together_until(jobs, lambda found: found.shared_steps > TOKENS // 2)

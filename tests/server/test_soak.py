@@ -13,7 +13,7 @@ import pytest
 from sglang_ext.attention.trace import Selected
 from tests.server.harness import CPU_FLAGS, DISK, ROOT, SGLANG, rendezvous, run_job
 
-pytestmark = pytest.mark.skipif(SGLANG != "0.5.16", reason="soaks are run on 0.5.16")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(SGLANG != "0.5.16", reason="soaks are run on 0.5.16")]
 FLAGS = [*CPU_FLAGS, "--page-size", "16", "--max-total-tokens", "2816", "--chunked-prefill-size", "512"]
 TRAFFIC = (
     "--seconds 2 --stall 300 --documents 1 --lengths 1024 --questions 2 --tokens 24 --concurrency 4 "

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prefix_index import FileStore
-from tests.server.harness import Answer
+from tests.server.harness import EXACT_CONFIG, Answer
 
 TOKENS = 24
 EXACT: dict[str, Any] = {"share_prefixes": True, "min_shared_tokens": 512}
@@ -31,6 +31,40 @@ def serve_two(serve: Any) -> Any:
         return serve(store, config, environment=env, disable_overlap_schedule=None, tp_size="2")
 
     return start
+
+
+@pytest.mark.boot("two-ranks")
+def test_two_ranks_share_slots_build_an_index_and_read_it(serve_two: Any, texts: Any, tmp_path: Path) -> None:
+    """One server's life: what requests share is read once, then indexed, each rank its own KV head, then selected from.
+
+    Answers are always those of SGLang's own decode on the same ranks. All positions are selected.
+    """
+    report = tmp_path / "report.jsonl"
+    build = {"build": "shared", "build_share": 1.0, "build_after_hits": 6, "build_report": str(report)}
+    (tmp_path / "store").mkdir()
+    server = serve_two(tmp_path / "store", {**EXACT_CONFIG, **EXACT, **build})
+    prompts = _prompts(texts)[:4]
+    expected = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in prompts]
+    answers, delta = server.together_until(_calls(server, prompts), lambda found: found.shared_steps > TOKENS // 2)
+    assert [answer.ids for answer in answers] == expected
+    assert delta.shared_steps > TOKENS // 2
+    for rank in _same_path(delta.after):
+        assert rank["shared_steps"] == delta.after["shared_steps"]
+    deadline = time.monotonic() + 300
+    while server.state()["builds"]["built"] == 0 and time.monotonic() < deadline:
+        assert server.generate(prompts[0], 4 * TOKENS).ids[:TOKENS] == expected[0]
+    builds = server.state()["builds"]
+    assert builds["built"] == 1, builds
+    (line,) = report.read_text().splitlines()
+    assert '"status": "built"' in line
+    delta = server.delta()
+    assert _ask_together(server, prompts) == expected
+    server.done(delta)
+    assert delta.hits == len(prompts)
+    assert delta.sparse_rows >= len(prompts) * (TOKENS - 1)
+    for rank in _same_path(delta.after):
+        assert rank["sparse_steps"] == delta.after["sparse_steps"]
+        assert rank["resident_bytes"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +96,7 @@ def _same_path(state: dict[str, Any]) -> list[dict[str, Any]]:
     return ranks
 
 
+@pytest.mark.full
 def test_shared_slots_are_read_once_on_both_ranks(
     expected: Any, serve_two: Any, texts: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -78,6 +113,7 @@ def test_shared_slots_are_read_once_on_both_ranks(
         assert rank["shared_steps"] == delta.after["shared_steps"]
 
 
+@pytest.mark.full
 def test_each_rank_reads_its_own_kv_heads_of_an_index(
     expected: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
 ) -> None:
@@ -93,6 +129,7 @@ def test_each_rank_reads_its_own_kv_heads_of_an_index(
         assert rank["resident_bytes"] > 0
 
 
+@pytest.mark.full
 def test_a_selection_is_that_of_one_rank(
     serve: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
 ) -> None:
@@ -119,6 +156,7 @@ def _arrays(job: Any) -> dict[Any, Any]:
             return dict(file.read_many(file.keys))
 
 
+@pytest.mark.full
 def test_two_ranks_build_what_one_builds(
     expected: Any, serve: Any, texts: Any, prebuild: Any, exact_config: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -147,6 +185,7 @@ def test_two_ranks_build_what_one_builds(
     assert delta.sparse_rows >= TOKENS - 1
 
 
+@pytest.mark.full
 def test_an_index_that_is_late_on_one_rank_is_used_on_none(
     expected: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
 ) -> None:
@@ -169,6 +208,7 @@ def test_an_index_that_is_late_on_one_rank_is_used_on_none(
     _same_path(delta.after)
 
 
+@pytest.mark.full
 def test_what_requests_share_is_indexed_by_both_ranks(
     expected: Any, serve: Any, serve_two: Any, texts: Any, exact_config: Any, tmp_path: Path
 ) -> None:

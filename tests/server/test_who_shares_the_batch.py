@@ -17,6 +17,8 @@ import pytest
 from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from sglang_ext.attention.trace import Selected, SparseStep, read_trace
 
+pytestmark = pytest.mark.full
+
 TOKENS = 24
 KEEP_RATIO, MAX_KEEP_RATIO = 0.1, 0.5
 

@@ -1,0 +1,77 @@
+"""A store with damaged indexes, odd requests: the server says what is wrong, attends densely, and lives on."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from sglang_ext.quality.evaluate import post
+from tests.server.faults import Faults
+
+pytestmark = pytest.mark.boot("production")
+STEPS = 8
+
+
+def test_bad_files_are_listed_and_the_rest_is_used(production: Any, faults: Faults, texts: Any) -> None:
+    problems = production.state()["store_problems"]
+    assert len(problems) == 3
+    for path in (faults.cut, faults.foreign, faults.notes):
+        assert any(str(path) in problem for problem in problems), problems
+        assert str(path) in production.log.read_text()
+    delta = production.delta()
+    answer = production.generate(texts.ask(texts.second, 0), STEPS)
+    assert production.done(delta).sparse_rows in production.rows(answer.decode_steps)
+
+
+def test_a_corrupted_array_makes_its_requests_dense_and_the_answer_stays_right(
+    production: Any, faults: Faults, texts: Any
+) -> None:
+    prompt = texts.ask(texts.damaged[1], 0)
+    dense = production.generate(prompt, STEPS, sparse=False)
+    delta = production.delta()
+    answer = production.generate(prompt, STEPS)
+    production.done(delta)
+    assert answer.ids == dense.ids
+    assert (delta.sparse_rows, delta.fallbacks) == (0, {"index_corrupt": 1})
+    assert str(faults.wrong) in production.log.read_text()
+    assert any(str(faults.wrong) in problem for problem in production.state()["store_problems"])
+    # It is offered no more.
+    delta = production.delta()
+    assert production.generate(prompt, STEPS).ids == dense.ids
+    assert production.done(delta).fallbacks == {"no_index": 1}
+
+
+def test_an_index_of_another_dtype_is_a_mismatch_that_the_log_explains(production: Any, texts: Any) -> None:
+    delta = production.delta()
+    production.generate(texts.ask(texts.tail, 0), STEPS)
+    production.done(delta)
+    assert (delta.sparse_rows, delta.fallbacks) == (0, {"index_mismatch": 1})
+    log = production.log.read_text()
+    assert "model.kv_dtype: expected float32, found bfloat16" in log
+
+
+def test_a_prompt_longer_than_the_context_gets_sglangs_error_and_the_server_lives(production: Any, texts: Any) -> None:
+    with pytest.raises(OSError, match=r"(?i)HTTP 400.*(longer|exceed)"):
+        production.generate(" ".join([texts.long] * 5), STEPS)
+    assert production.generate(texts.ask(texts.second, 1), STEPS).decode_steps == STEPS - 1
+    assert production.settled()["requests"] == 0
+
+
+@pytest.mark.parametrize("value", [True, "no", 3, [], {"sparse_attn": "off"}])
+def test_an_odd_value_of_the_opt_out_does_no_harm(production: Any, texts: Any, value: Any) -> None:
+    custom = value if isinstance(value, dict) else {"sparse_attn": value}
+    body = {
+        "text": texts.ask(texts.second, 2),
+        "sampling_params": {"temperature": 0, "max_new_tokens": 3, "custom_params": custom},
+    }
+    assert post(production.url, "/generate", body)["meta_info"]["completion_tokens"] >= 1
+
+
+@pytest.mark.parametrize("custom", [[1], "x", 7])
+def test_custom_params_that_are_no_object_do_not_end_the_server(production: Any, texts: Any, custom: Any) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": 3, "custom_params": custom}
+    with contextlib.suppress(OSError):  # a release may refuse the request; none may die of it
+        post(production.url, "/generate", {"text": texts.ask(texts.second, 2), "sampling_params": sampling}, 60)
+    assert production.generate(texts.ask(texts.second, 1), STEPS).decode_steps == STEPS - 1
