@@ -13,16 +13,16 @@ from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
+
+from tests import examples  # noqa: F401 (registers the profiles)
 
 # A shell starts its background jobs with Ctrl-C ignored, and every program that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# An example that took long was interrupted by another process as a rule. Test modules take this profile over when
-# they are imported; a folder's conftest may load one of its own.
-settings.register_profile("clockless", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("clockless")
+# Test modules take over the profile that is loaded when they are imported. `--hypothesis-profile` comes after this.
+settings.load_profile("day")
 
 
 #: The file that names each start of SGLang in a line, of all processes of a run.

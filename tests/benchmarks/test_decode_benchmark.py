@@ -179,6 +179,7 @@ def test_tokens_that_come_at_once_share_the_time_since_those_before(
     assert bench.decode.counted_steps(arrivals) == [1.0, 1.0, 0.25, 0.25]
 
 
+@pytest.mark.full
 @pytest.mark.server
 @pytest.mark.timeout(1800)
 def test_with_sglang(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def smoke(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(out=out, rows=rows_of(out), printed=ran.stdout)
 
 
+@pytest.mark.full
 def test_every_case_gives_a_green_row_with_its_provenance(smoke):
     attention = [row for row in smoke.rows if row["bench"] == "attention"]
     found = {(row["case"], row["batch"], row["groups"]) for row in attention}
@@ -87,6 +88,7 @@ def test_every_case_gives_a_green_row_with_its_provenance(smoke):
         } <= row.keys()
 
 
+@pytest.mark.full
 def test_bytes_count_each_key_and_value_once(smoke):
     row = next(r for r in smoke.rows if (r["case"], r["batch"], r["groups"]) == ("exact", 3, 1))
     assert row["bytes"] == (192 + 3 * 21) * 2 * (32 + 32) * 4
@@ -95,6 +97,7 @@ def test_bytes_count_each_key_and_value_once(smoke):
     assert plain["bytes"] == 2 * 80 * 2 * (32 + 32) * 4
 
 
+@pytest.mark.full
 def test_layers_of_one_graph_are_rows_of_their_own(bench, tmp_path):
     out = tmp_path / "rows.jsonl"
     few = [*NARROW, "--batches", "2", "--only", "exact", "--out", out]
@@ -111,6 +114,7 @@ def test_layers_of_one_graph_are_rows_of_their_own(bench, tmp_path):
     assert times.over(4) == bench.timing.Times(10.0, 7.5, 12.5, 5.0, 9)
 
 
+@pytest.mark.full
 def test_rows_that_are_there_are_not_measured_again(smoke):
     ran = command("selection", "--smoke", "--out", smoke.out)
     assert ran.returncode == 0
@@ -171,6 +175,7 @@ sys.exit(kernel_bench.main([*arguments, "--smoke", "--out", out]))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["last_key_lost", "unwritten", "heads_swapped", "lse_to_base_2", "raising"])
 def test_a_broken_kernel_is_red_and_has_no_time(how, tmp_path):
     out = tmp_path / "rows.jsonl"
@@ -184,6 +189,7 @@ def test_a_broken_kernel_is_red_and_has_no_time(how, tmp_path):
         assert ("error" in row) == (how == "raising")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["unsorted", "other_block"])
 def test_a_broken_selection_is_red(how, tmp_path):
     out = tmp_path / "rows.jsonl"
@@ -194,6 +200,7 @@ def test_a_broken_selection_is_red(how, tmp_path):
     assert "us" not in row
 
 
+@pytest.mark.full
 def test_a_red_row_is_measured_again(tmp_path):
     out = tmp_path / "rows.jsonl"
     narrow = ["attention", *NARROW, "--batches", "1", "--only", "exact"]
@@ -204,6 +211,7 @@ def test_a_red_row_is_measured_again(tmp_path):
     assert "FAILED" not in command("--table", out).stdout
 
 
+@pytest.mark.full
 def test_the_time_limit_ends_a_run_between_problems(tmp_path):
     out = tmp_path / "rows.jsonl"
     ran = command("attention", "--smoke", "--seconds", "0", "--out", out)
@@ -212,6 +220,7 @@ def test_the_time_limit_ends_a_run_between_problems(tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.full
 def test_tuning_writes_the_best_and_goes_on_where_it_stopped(bench, tmp_path):
     out, tuned = tmp_path / "rows.jsonl", tmp_path / "tuned.json"
     arguments = ["attention", "--smoke", "--tune", tuned, "--out", out]
@@ -293,6 +302,7 @@ def test_the_table_sets_targets_beside_what_was_measured(bench, tmp_path):
     assert "| estimation | estimation/triton | 131072 | 1 | 5.0 x | - | 5.6 x |" in text
 
 
+@pytest.mark.full
 def test_smoke_rows_are_called_meaningless(smoke):
     ran = command("--table", smoke.out)
     assert ran.returncode == 0, ran.stderr
@@ -301,6 +311,7 @@ def test_smoke_rows_are_called_meaningless(smoke):
     assert "anchor/blocks_loops" in ran.stdout
 
 
+@pytest.mark.full
 def test_plots(smoke, tmp_path):
     ran = command("--plot", tmp_path / "plots", smoke.out)
     assert ran.returncode == 0, ran.stderr
@@ -330,6 +341,7 @@ def test_wrong_arguments_say_what_is_right(bench, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_unknown_cases_are_named(tmp_path):
     ran = command("attention", "--smoke", "--only", "exactly", "--out", tmp_path / "rows.jsonl")
     assert ran.returncode == 1
@@ -337,6 +349,7 @@ def test_unknown_cases_are_named(tmp_path):
     assert "got exactly" in ran.stderr
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="FlashInfer is here")
 def test_a_missing_rival_says_how_to_go_on(tmp_path):
     ran = command("attention", "--smoke", *NARROW, "--rivals", "flashinfer", "--out", tmp_path / "rows.jsonl")
@@ -344,6 +357,7 @@ def test_a_missing_rival_says_how_to_go_on(tmp_path):
     assert "measure without it: --rivals none" in ran.stderr
 
 
+@pytest.mark.full
 def test_overlapped_is_refused_where_nothing_could_be_overlapped(tmp_path):
     code = "import sys, torch, kernel_bench; torch.cuda.is_available = lambda: True; "
     code += "torch.cuda.get_device_capability = lambda: (8, 0); torch.cuda.get_device_name = lambda: 'NVIDIA A100'; "
@@ -354,6 +368,7 @@ def test_overlapped_is_refused_where_nothing_could_be_overlapped(tmp_path):
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_says_so(tmp_path):
     ran = command("attention", "--out", tmp_path / "rows.jsonl")
@@ -370,6 +385,7 @@ def test_every_argument_has_help(bench):
     assert all(action.help for action in parser._actions)
 
 
+@pytest.mark.full
 def test_the_command_does_not_hide_the_package_of_its_name(tmp_path):
     code = "import sys; sys.path.insert(0, sys.argv[1]); import kernels; print(kernels.__file__, kernels.marker)"
     package = tmp_path / "kernels"

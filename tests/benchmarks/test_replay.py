@@ -110,6 +110,7 @@ def judged(replay: Any, replayer: Any, prompt: list[int], served: Any, steps: li
     return replay.judge(replayer, answer, [epoch])
 
 
+@pytest.mark.full
 def test_the_same_selections_give_the_same_tokens(replay: Any, replayer: Any, prompt: Any, served: Any) -> None:
     one = judged(replay, replayer, prompt, served, served[2])
     assert one.verdict(TIE) == "equal"
@@ -118,6 +119,7 @@ def test_the_same_selections_give_the_same_tokens(replay: Any, replayer: Any, pr
     assert max(one.off) < 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", ["others", "one head", "dense", "a step late"])
 def test_other_selections_show(replay: Any, replayer: Any, prompt: Any, served: Any, wrong: str) -> None:
     steps = list(served[2])
@@ -135,6 +137,7 @@ def test_other_selections_show(replay: Any, replayer: Any, prompt: Any, served: 
         assert one.verdict(TIE) == "wrong"
 
 
+@pytest.mark.full
 def test_another_token_is_wrong(replay: Any, replayer: Any, prompt: Any, served: Any) -> None:
     tokens = list(served[0])
     tokens[-1] = (tokens[-1] + 1) % 900
@@ -144,6 +147,7 @@ def test_another_token_is_wrong(replay: Any, replayer: Any, prompt: Any, served:
     assert one.off == []
 
 
+@pytest.mark.full
 def test_prompts_that_begin_alike_share_what_was_computed(
     replay: Any, replayer: Any, model: Needle, prompt: Any, served: Any
 ) -> None:
@@ -159,6 +163,7 @@ def test_prompts_that_begin_alike_share_what_was_computed(
         assert max(one.off) < 1e-3
 
 
+@pytest.mark.full
 def test_a_retraction_divides_a_request_and_what_nobody_knows_is_not_judged(
     replay: Any, replayer: Any, model: Needle, prompt: Any, served: Any
 ) -> None:

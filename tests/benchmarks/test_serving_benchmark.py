@@ -257,6 +257,7 @@ def test_the_plot(bench: SimpleNamespace, tmp_path: Path) -> None:
             bench.table.plot(wrong, out)
 
 
+@pytest.mark.full
 @pytest.mark.server
 @pytest.mark.timeout(1800)
 def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.calibration import anchor_total, assigned_anchors, choose_anchors, evenly_spaced_anchors
+from tests.examples import examples
 
 
 def objective(matrix, weights, anchors, first):
@@ -61,7 +62,7 @@ def test_a_later_first_layer():
     assert choice.total == pytest.approx(1 + 1 + 0.9 + 0.9 + 0.1)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(data=st.data(), size=st.integers(1, 8))
 def test_against_exhaustive_search(data, size):
     value = st.floats(-1, 1, width=32)

@@ -13,6 +13,7 @@ from prefix_kernels.top_k_selection import top_k_selection
 from sglang_ext.calibration import BlockRecallAccumulator, LayerCapture, capture, recall_by_block_size
 from sglang_ext.calibration.block_recall import RecallSetting, mean_scorer, minmax_scorer
 from sglang_ext.indexing.ab_sparse import block_representation
+from tests.examples import examples
 
 SIZES = (2, 4, 8)
 SM_SCALE = 0.5
@@ -63,7 +64,7 @@ def loops(layer, setting, size):
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     num_tokens=st.integers(1, 4),
     prefix_len=st.integers(1, 50),

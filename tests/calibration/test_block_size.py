@@ -15,6 +15,7 @@ from sglang_ext.calibration import (
     near_uniform_heads,
     tau_for_average,
 )
+from tests.examples import examples
 
 SIZES = (16, 32, 64)
 unit = st.integers(0, 100).map(lambda n: n / 100)
@@ -44,7 +45,7 @@ def test_equation_2_by_hand():
     assert block_sizes_by_tau(recall, 0.0).tolist() == [[64, 64], [64, 64]]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(recall=recalls, target=targets, average=st.sampled_from(Average))
 def test_budget_against_exhaustive_search(recall, target, average):
     chosen = block_sizes_by_budget(recall, target, average).tolist()
@@ -63,7 +64,7 @@ def test_budget_against_exhaustive_search(recall, target, average):
     assert average_block_size(torch.tensor(chosen), average) == pytest.approx(averages(chosen, average))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(recall=recalls, target=targets, average=st.sampled_from(Average))
 def test_tau_is_the_largest_that_meets_the_average(recall, target, average):
     tau = tau_for_average(recall, target, average)

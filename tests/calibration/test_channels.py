@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.calibration import ChannelAccumulator, ChannelStatistic, LayerCapture, top_channels
+from tests.examples import examples
 
 
 def make_prompt(num_layers, *, num_tokens=4, prefix_len=9, kv_heads=2, gqa=3, dim=6, seed=0):
@@ -38,7 +39,7 @@ def over_pairs(prompt, statistic):
     return np.array(out)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     tokens=st.integers(1, 5),
     prefix=st.integers(1, 7),

@@ -17,6 +17,7 @@ from sglang_ext.calibration.selection_quality import (
     selection_quality,
 )
 from sglang_ext.indexing import make_builder, make_selector, parse_spec
+from tests.examples import examples
 
 TOKENS, KV_HEADS, GQA, DIM, SCALE = 3, 2, 2, 8, 0.7
 
@@ -63,7 +64,7 @@ def by_loops(q, keys, values, selections, budget, pooling):
     return np.array(rows).T
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     prefix_len=st.integers(4, 40),
     budget=st.integers(3, 39),

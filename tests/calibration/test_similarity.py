@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.calibration import LayerCapture, SimilarityAccumulator, capture, layer_similarity, prompt_similarity
+from tests.examples import examples
 
 
 def make_prompt(
@@ -64,7 +65,7 @@ def brute_force(layers, sm_scale, top_k):
     return out
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     num_layers=st.integers(1, 4),
     num_tokens=st.integers(1, 6),

@@ -12,6 +12,7 @@ from prefix_kernels.ops import Pooling, num_blocks_for_budget
 from sglang_ext.indexing import make_builder, make_selector, parse_spec
 from sglang_ext.indexing.base import LayerProfile
 from sglang_ext.indexing.heads import join_heads, split_heads
+from tests.examples import examples
 
 FORMS = ("mean", "minmax", "ball")
 
@@ -39,7 +40,7 @@ def select(spec, arrays, q, prefix_len, budget, num_sink=2, num_recent=3, poolin
     return chosen
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.sampled_from([16, 32, 64]), min_size=1, max_size=4),
     st.integers(1, 700),

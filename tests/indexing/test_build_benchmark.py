@@ -269,6 +269,7 @@ def test_a_method_is_a_name_or_its_parameters(build: Any) -> None:
         build.parse(["--methods", "no_such_method"])
 
 
+@pytest.mark.full
 @pytest.mark.server
 @pytest.mark.timeout(1800)
 def test_all_parts_with_sglang(tmp_path: Path) -> None:

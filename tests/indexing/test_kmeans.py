@@ -51,6 +51,7 @@ def test_kmeans_on_degenerate_points(points):
         torch.testing.assert_close(served, (unit.norm(dim=-1) > 0).float())
 
 
+@pytest.mark.full
 def test_kmeans_splits_what_seeding_missed():
     """An empty cluster moves to a point that is served badly."""
     points = torch.eye(8)[None].repeat(1, 5, 1)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.indexing.top_lists import top_lists
+from tests.examples import examples
 
 
 def by_sort(scores, list_len):
@@ -13,7 +14,7 @@ def by_sort(scores, list_len):
     return order.int(), scores.gather(-1, order)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.integers(1, 3000),
     st.floats(0, 1),

@@ -7,22 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 
 from prefix_index import ArrayKey, BuildInfo, IndexPayload, IndexStore
 from prefix_index.testing import sample_identity
+from tests.prefix_index.machine import Clock
+from tests.prefix_index.tiers import TIERS
 
-settings.register_profile(
-    "prefix_index", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
-settings.load_profile("prefix_index")
-
-# Not before: machine.py makes its own settings out of the profile that is loaded.
-from tests.prefix_index.machine import Clock  # noqa: E402
-from tests.prefix_index.tiers import TIERS  # noqa: E402
+#: By day of each kind the one that costs least.
+BY_DAY = ("memory", "file", "service", "tiered-memory-file", "remote-memory", "shared-file-file")
 
 
-@pytest.fixture(params=TIERS)
+@pytest.fixture(params=[pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.full) for name in TIERS])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[IndexStore]:
     """Of the conformance suite: each tier in turn, open, and looked over when the test is done."""
     with TIERS[request.param](tmp_path) as store:

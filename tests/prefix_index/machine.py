@@ -21,6 +21,7 @@ from prefix_index import (
     page_hashes,
 )
 from prefix_index.testing import sample_identity, sample_model, sample_payload
+from tests.examples import examples
 
 PROMPT = tuple(range(64))
 TENANTS = (None, "", "t")
@@ -254,4 +255,4 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.check_integrity()
 
 
-STEPS = settings(max_examples=25, stateful_step_count=25, deadline=None)
+STEPS = settings(max_examples=examples(25, day=6), stateful_step_count=25, deadline=None)

@@ -29,6 +29,7 @@ from prefix_index import (
 )
 from prefix_index.remote import BlobMissing, BlobsFailed, BlobTooShort, MooncakeBlobs, RemoteStore
 from prefix_index.testing import sample_identity, sample_payload
+from tests.examples import examples
 from tests.prefix_index.machine import STEPS, StoreMachine
 from tests.prefix_index.mooncake_cluster import HOST, Cluster, shared, shared_blobs
 
@@ -352,4 +353,4 @@ class MooncakeMachine(StoreMachine):
 
 
 TestMooncakeMachine = MooncakeMachine.TestCase
-TestMooncakeMachine.settings = settings(STEPS, max_examples=5)
+TestMooncakeMachine.settings = settings(STEPS, max_examples=examples(5, day=4))

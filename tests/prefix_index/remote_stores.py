@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from prefix_index.remote import ObjectBlobs, RemoteStore
 from prefix_index.testing import sample_identity
 from tests.prefix_index import s3_server
@@ -24,6 +26,8 @@ OBJECT_STORES: dict[str, Callable[[Path], ObjectBlobs]] = {
     "file": file_blobs,
     "s3": lambda folder: s3_server.new_bucket(),
 }
+#: Of fixtures; the server of S3 takes its time.
+OBJECT_STORE_NAMES = ["memory", "file", pytest.param("s3", marks=pytest.mark.full)]
 
 
 def machine(blobs: ObjectBlobs, **options: Any) -> RemoteStore:

@@ -17,6 +17,7 @@ LIMIT_S = 600.0
 RESULTS = ROOT / "benchmarks" / "results" / "store_faults.jsonl"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(FOUND))
 def test_campaign(name: str) -> None:
     outcome = run_one(name, FOUND[name].quick, 7, LIMIT_S)
@@ -50,6 +51,7 @@ def test_a_campaign_that_fails_says_why() -> None:
     assert "KeyError: 'no_such_campaign'" in outcome.detail
 
 
+@pytest.mark.full
 def test_the_command_prints_a_table_and_writes_rows(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "tests.prefix_index.faults", "--quick", "--only", "flip_arrays", "--out", str(out)]

@@ -27,6 +27,7 @@ from prefix_index import (
     write_index,
 )
 from prefix_index.format import ALIGN, PRELUDE, ArrayRecord, aligned, encode_footer, table_problem
+from tests.examples import examples
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +334,7 @@ def test_data_hidden_in_padding_is_found(raw: bytes) -> None:
         index.verify()
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(data=st.data())
 def test_random_bytes_never_crash(raw: bytes, data: st.DataObject) -> None:
     changed = bytearray(raw)

@@ -13,6 +13,7 @@ from hypothesis.stateful import precondition, rule
 
 from prefix_index import FileStore, IndexNotFound, IndexStore, MemoryStore
 from prefix_index.testing import sample_payload
+from tests.examples import examples
 from tests.prefix_index.machine import DEFAULT, FILL, PAGES, RETENTION, STEPS, TENANT, Clock, StoreMachine, identity_of
 
 
@@ -130,7 +131,7 @@ class SmallFileMachine(FileMachine):
         """A reported file keeps its place, and only its replacement frees it: too much for this model."""
 
 
-MORE_STEPS = settings(STEPS, max_examples=40, stateful_step_count=60)  # a full store needs many puts
+MORE_STEPS = settings(STEPS, max_examples=examples(40, day=8), stateful_step_count=60)  # a full store needs many puts
 TestMemoryMachine = MemoryMachine.TestCase
 TestMemoryMachine.settings = STEPS
 TestSmallMemoryMachine = SmallMemoryMachine.TestCase

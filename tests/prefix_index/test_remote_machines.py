@@ -32,6 +32,7 @@ from prefix_index.testing import sample_identity, sample_model, sample_payload
 from tests.prefix_index.machine import Clock
 from tests.prefix_index.remote_stores import (
     DIGEST,
+    OBJECT_STORE_NAMES,
     OBJECT_STORES,
     chunks_of,
     damage,
@@ -41,7 +42,7 @@ from tests.prefix_index.remote_stores import (
 )
 
 
-@pytest.fixture(params=OBJECT_STORES)
+@pytest.fixture(params=OBJECT_STORE_NAMES)
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectBlobs]:
     made = OBJECT_STORES[request.param](tmp_path)
     made.open(60)

@@ -15,6 +15,7 @@ from tests.prefix_index import mooncake_cluster
 HERE = Path(__file__).parent
 
 
+@pytest.mark.full
 @pytest.mark.skipif(mooncake_cluster.why_not() is not None, reason=str(mooncake_cluster.why_not()))
 def test_everything_over_mooncake_in_a_network_namespace(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"

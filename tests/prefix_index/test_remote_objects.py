@@ -27,11 +27,13 @@ from prefix_index import (
 from prefix_index.remote import BlobMissing, BlobsFailed, BlobTooShort, ObjectBlobs, RemoteStore
 from prefix_index.remote.values import CHUNK, HEADER, ChunkedBuffer, check_header, value_header
 from prefix_index.testing import sample_identity, sample_payload
+from tests.examples import examples
 from tests.prefix_index import s3_server
 from tests.prefix_index.machine import DEFAULT, FILL, PAGES, RETENTION, STEPS, TENANT, Clock, StoreMachine, identity_of
 from tests.prefix_index.remote_stores import (
     DIGEST,
     MANIFEST,
+    OBJECT_STORE_NAMES,
     OBJECT_STORES,
     chunks_of,
     damage,
@@ -41,7 +43,7 @@ from tests.prefix_index.remote_stores import (
 )
 
 
-@pytest.fixture(params=OBJECT_STORES)
+@pytest.fixture(params=OBJECT_STORE_NAMES)
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectBlobs]:
     made = OBJECT_STORES[request.param](tmp_path)
     made.open(60)
@@ -375,6 +377,6 @@ class RemoteS3Machine(RemoteMachine):
 TestRemoteMachine = RemoteMachine.TestCase
 TestRemoteMachine.settings = STEPS
 TestRemoteFileMachine = RemoteFileMachine.TestCase
-TestRemoteFileMachine.settings = settings(STEPS, max_examples=10)
-TestRemoteS3Machine = RemoteS3Machine.TestCase
-TestRemoteS3Machine.settings = settings(STEPS, max_examples=3, stateful_step_count=12)
+TestRemoteFileMachine.settings = settings(STEPS, max_examples=examples(10, day=4))
+TestRemoteS3Machine = pytest.mark.full(RemoteS3Machine.TestCase)
+TestRemoteS3Machine.settings = settings(STEPS, max_examples=examples(3, day=4), stateful_step_count=12)

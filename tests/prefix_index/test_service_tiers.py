@@ -15,6 +15,7 @@ from prefix_index import ArrayKey, FileStore, IndexCorrupt, IndexPayload, LazyAr
 from prefix_index.folder import PARTIAL
 from prefix_index.service import Depot, ServedFolder, StoreClient
 from prefix_index.testing import sample_identity, sample_payload
+from tests.examples import examples
 from tests.prefix_index.machine import STEPS, StoreMachine
 from tests.prefix_index.served_stores import PROMPT, copied, eventually, patient, remove, served, two_tiers
 from tests.prefix_index.tiered_stores import flip
@@ -220,4 +221,4 @@ class ServiceMachine(StoreMachine):
 
 
 TestServiceMachine = ServiceMachine.TestCase
-TestServiceMachine.settings = settings(STEPS, max_examples=10)
+TestServiceMachine.settings = settings(STEPS, max_examples=examples(10, day=4))

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "store.py"
 ORIGIN = {"config", "date", "commit", "cpu", "kernel", "filesystem", "disk", "direct", "python", "numpy", "xxhash"}
 HALF = 0.000_501
@@ -29,6 +31,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_every_row_has_its_figures_and_its_origin(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     done = run("--quick", "--out", out, "--dir", tmp_path)
@@ -58,6 +61,7 @@ def test_every_row_has_its_figures_and_its_origin(tmp_path: Path) -> None:
     assert [row["arrays"] for row in rows if row["bench"] == "open_header"] == [1536, 50_016]
 
 
+@pytest.mark.full
 def test_without_fio_the_reference_is_named(tmp_path: Path) -> None:
     out, tools = tmp_path / "rows.jsonl", tmp_path / "bin"
     tools.mkdir()

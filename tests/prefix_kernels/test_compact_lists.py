@@ -14,6 +14,7 @@ from prefix_kernels.csa_scores import (
     list_bytes,
 )
 from prefix_kernels.ops import csa_scores, csa_scores_compact
+from tests.examples import examples
 
 
 def randn(*shape, seed=0):
@@ -41,7 +42,7 @@ def by_hand(lists, list_len, prefix_len, bits):
     return positions, [c * float(lists.scale) + float(lists.zero) for c in code]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(st.integers(1, 1500), st.floats(0, 1), st.sampled_from([4, 8]), st.floats(-3, 3), st.integers(0, 2**31))
 def test_round_trip(prefix_len, ratio, bits, log_size, seed):
     list_len = max(1, int(ratio * prefix_len))

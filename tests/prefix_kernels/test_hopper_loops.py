@@ -11,6 +11,8 @@ from triton import knobs
 
 from .test_triton_compiles import CASES, compiled, launches
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("specialized selection")])
 def test_nothing_is_spilled_where_codes_are_multiplied(case: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_kernels.ops import LowBitTensor, dequantize, pack_codes, quantize, unpack_codes
+from tests.examples import examples
 
 
 def randn(*shape, seed=0):
@@ -35,7 +36,7 @@ def test_values_are_the_nearest_levels(bits, symmetric):
             torch.testing.assert_close(restored[batch, :, channel], torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from([2, 4, 8]),
     st.booleans(),

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_kernels.ops import BudgetGrowth, budget_for_group, num_blocks_for_budget, top_k_selection
+from tests.examples import examples
 
 
 @st.composite
@@ -24,7 +25,7 @@ def cases(draw):
     return scores, budget, num_sink, num_recent, block_size, prefix_len
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(cases())
 def test_properties(case):
     scores, budget, num_sink, num_recent, block_size, prefix_len = case

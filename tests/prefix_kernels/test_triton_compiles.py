@@ -39,6 +39,8 @@ from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from prefix_kernels.top_k_selection import TopKSelection
 from prefix_kernels.two_level_selection import JoinedTwoLevelSelection
 
+pytestmark = pytest.mark.full
+
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 HEADS, KV_HEADS, DIM = 32, 8, 128
 _GLOBAL = r"(ld|st|red|atom|cp\.async\.c[ag]\.shared)\.global"

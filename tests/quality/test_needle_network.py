@@ -66,6 +66,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
         assert values.max() < 1.4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("task", ["single_needle", "multi_value", "variable_tracking"])
 def test_shipped_model_retrieves(task: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)

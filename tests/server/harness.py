@@ -70,6 +70,7 @@ CPU_FLAGS = [
     "--grammar-backend",
     "none",
     "--disable-cuda-graph",
+    "--sleep-on-idle",
     "--max-running-requests",
     "8",
     "--context-length",

@@ -40,11 +40,13 @@ def test_two_ranks_share_slots_build_an_index_and_read_it(serve_two: Any, texts:
     Answers are always those of SGLang's own decode on the same ranks. All positions are selected.
     """
     report = tmp_path / "report.jsonl"
-    build = {"build": "shared", "build_share": 1.0, "build_after_hits": 6, "build_report": str(report)}
+    build = {"build": "shared", "build_share": 1.0, "build_after_hits": 9, "build_report": str(report)}
     (tmp_path / "store").mkdir()
     server = serve_two(tmp_path / "store", {**EXACT_CONFIG, **EXACT, **build})
     prompts = _prompts(texts)[:4]
+    first = server.generate(prompts[0], TOKENS).ids  # its prefill leaves the queries that the index is built from
     expected = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in prompts]
+    assert first == expected[0]
     answers, delta = server.together_until(_calls(server, prompts), lambda found: found.shared_steps > TOKENS // 2)
     assert [answer.ids for answer in answers] == expected
     assert delta.shared_steps > TOKENS // 2

@@ -76,7 +76,15 @@ def _chi_square(counts: Counter[int], num_tokens: int, draws: int, capacity: int
     return sum((counts[t] - expected) ** 2 for t in range(num_tokens)) / expected / (1 - capacity / num_tokens)
 
 
-@pytest.mark.parametrize("chunks", [[40], [7, 20, 13], [1] * 40, [39, 1]], ids=["one", "three", "forty", "late"])
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param([40], id="one", marks=pytest.mark.full),
+        pytest.param([7, 20, 13], id="three"),
+        pytest.param([1] * 40, id="forty"),
+        pytest.param([39, 1], id="late", marks=pytest.mark.full),
+    ],
+)
 def test_the_reservoir_is_uniform_however_the_prefill_is_chunked(chunks: list[int]) -> None:
     draws, capacity, num_tokens = 300 if len(chunks) > 10 else 1500, 6, 40
     counts: Counter[int] = Counter()

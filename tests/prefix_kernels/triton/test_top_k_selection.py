@@ -22,6 +22,7 @@ from prefix_kernels.top_k_selection import (
     top_k_selection_reference,
 )
 from prefix_kernels.top_k_selection.runner import default_config
+from tests.examples import examples
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -145,7 +146,7 @@ def cases(draw: Any) -> tuple[str, int, SelectionGroup]:
     return draw(st.sampled_from(KINDS)), draw(st.integers(1, 8)), group
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(cases())
 def test_the_positions_of_a_full_sort(case: tuple[str, int, SelectionGroup]) -> None:
     kind, num_programs, group = case
