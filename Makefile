@@ -37,12 +37,12 @@ demo: venv-$(SGLANG_VERSION) ## a real server, a shared document, dense against 
 	$(VENV)/bin/python scripts/demo.py
 
 test: venv ## what protects a change: at most 15 minutes on two cores
-	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY) --dist load tests/prefix_kernels/triton
+	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY) --dist worksteal tests/prefix_kernels/triton
 	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY)
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/compat $(SERVED)
 
 test-all: venv ## everything: all of it on the oldest release, seams and servers on the newest
-	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL) --dist load tests/prefix_kernels/triton
+	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL) --dist worksteal tests/prefix_kernels/triton
 	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL)
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(ALL) tests/compat
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/server

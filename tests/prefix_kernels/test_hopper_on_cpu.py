@@ -27,8 +27,6 @@ from prefix_kernels.top_k_selection import SelectionGroup
 from prefix_kernels.top_k_selection.kernels import LOG_SCALE, LOWEST_LOG
 from tests.prefix_kernels.ptx_machine import Machine, UnknownInstructionError, run_together
 
-pytestmark = pytest.mark.full
-
 KV_HEADS, GQA, DIM, CHANNELS = 2, 4, 128, 96
 HEAD = 1
 """The KV head whose programs run: neither its rows of codes nor its channels or scores are the first ones."""

@@ -39,8 +39,6 @@ from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from prefix_kernels.top_k_selection import TopKSelection
 from prefix_kernels.two_level_selection import JoinedTwoLevelSelection
 
-pytestmark = pytest.mark.full
-
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 HEADS, KV_HEADS, DIM = 32, 8, 128
 _GLOBAL = r"(ld|st|red|atom|cp\.async\.c[ag]\.shared)\.global"
@@ -302,6 +300,7 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "capability"), [(case, sm) for case in CASES for sm in (80, 90) if (case, sm) not in NOT_FOR]
 )
@@ -383,6 +382,7 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
     assert "cp.async.cg.shared.global" in ptx
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "count"),
     [

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from prefix_kernels.anchor_selection import Form
@@ -38,6 +39,9 @@ KINDS = (
         (torch.bfloat16, FP8, 128),
     ]
 )
+#: The interpreter takes its time: by day the first one, or the last one.
+FIRST = [KINDS[0], *(pytest.param(*kind, marks=pytest.mark.full) for kind in KINDS[1:])]
+LAST = [*(pytest.param(*kind, marks=pytest.mark.full) for kind in KINDS[:-1]), KINDS[-1]]
 WIDTH, SLOTS = 700, 4096
 SPEC = TokenIndexSpec(channel_ratio=0.75)
 ROLES = ["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}, "anchor"]

@@ -91,7 +91,7 @@ def poison(selection: JoinedTwoLevelSelection) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("pooling", [pytest.param(Pooling.MAX, marks=pytest.mark.full), Pooling.MEAN])
 def test_the_positions_of_the_stages_apart(pooling: Pooling, form: Form) -> None:
     """Group by group, as many programs as groups; layer after layer, and plan after plan (the pooling is in none)."""
     one, other, planned = joined(form, 1, pooling), apart(pooling), groups_of("blocks")
@@ -111,7 +111,9 @@ def test_the_positions_of_the_stages_apart(pooling: Pooling, form: Form) -> None
 
 
 @FORMS
-@pytest.mark.parametrize("kept", [False, True], ids=["again", "raw kept"])
+@pytest.mark.parametrize(
+    "kept", [pytest.param(False, id="again", marks=pytest.mark.full), pytest.param(True, id="raw kept")]
+)
 def test_groups_shared_out_among_programs(kept: bool, form: Form) -> None:
     selection, planned = joined(form, 7), groups_of("blocks")
     selection.plan([group for group, _ in planned])

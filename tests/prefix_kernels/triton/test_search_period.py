@@ -19,7 +19,7 @@ from sglang_ext.attention.step import Step
 from sglang_ext.attention.step_buffers import StepBuffers
 from sglang_ext.attention.trace import StepTrace, read_trace
 from sglang_ext.indexing.layer_plan import LayerPlan
-from tests.prefix_kernels.triton.sparse_server import KINDS, Server
+from tests.prefix_kernels.triton.sparse_server import FIRST, Server
 
 FLAT = AttentionConfig(16, 16, 4, 3, 2)
 #: Layer 3 follows the first anchor, not the one before it.
@@ -36,7 +36,7 @@ def until_search(server: Server, serials: list[int]) -> None:
     assert any(searches(server, serials, 1)[0] for _ in range(8))
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
 def test_a_selection_serves_its_steps_until_a_group_changes(
     dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
 ) -> None:
@@ -72,6 +72,7 @@ def test_a_step_that_is_attended_otherwise_ends_a_search(device: torch.device) -
     assert searches(server, [1], 2) == [True, False]
 
 
+@pytest.mark.full
 def test_a_reuse_layer_may_follow_an_anchor_before_the_last_one(device: torch.device) -> None:
     server = Server(device, search_period=3, layer_plan=CROSSED)
     for serial in (1, 2):
@@ -79,6 +80,7 @@ def test_a_reuse_layer_may_follow_an_anchor_before_the_last_one(device: torch.de
     assert searches(server, [1, 2], 9).count(False) >= 4
 
 
+@pytest.mark.full
 def test_own_tokens_are_searched_when_the_step_searches(device: torch.device) -> None:
     """Also when an index of own tokens has grown: the groups are others then."""
     server = Server(device, 5, search_period=8, private_dense_tokens=64)
@@ -149,6 +151,7 @@ def test_the_kernel_reads_each_set_by_head_map_and_counts(device: torch.device) 
                 torch.testing.assert_close(out[row : row + 1, part].double(), wanted, atol=2e-5, rtol=0)
 
 
+@pytest.mark.full
 def test_a_kept_step_is_traced_as_the_search_that_it_uses(device: torch.device, tmp_path: Path) -> None:
     server = Server(device, search_period=3, trace_folder=str(tmp_path))
     server.join(1, *server.prefix(210), 5)

@@ -19,11 +19,13 @@ from sglang_ext.config import config_from_dict
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
 from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.prefix.residency import ResidentIndex
-from tests.prefix_kernels.triton.sparse_server import CONFIG, KINDS, KV_HEADS, LAYERS, ROLES, SPEC, Server
+from tests.prefix_kernels.triton.sparse_server import CONFIG, FIRST, KV_HEADS, LAST, LAYERS, ROLES, SPEC, Server
 
 
-@pytest.mark.parametrize("sum_every", [1, None], ids=["all summed", "as by default"])
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), KINDS, ids=str)
+@pytest.mark.parametrize(
+    "sum_every", [pytest.param(1, id="all summed", marks=pytest.mark.full), pytest.param(None, id="as by default")]
+)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), LAST, ids=str)
 def test_groups_and_single_requests_with_and_without_an_index(
     dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, sum_every: int | None, device: torch.device
 ) -> None:
@@ -52,7 +54,7 @@ def test_groups_and_single_requests_with_and_without_an_index(
         assert bool(kept) == (sum_every == 1)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
 def test_sums_of_a_sample(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device) -> None:
     """Of the long prefix every second token is summed, of the short one all."""
     server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, size=9, sum_every=16)
@@ -64,7 +66,7 @@ def test_sums_of_a_sample(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, d
         server.step([1, 2, 3])
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
 def test_long_own_tokens_are_selected_from(
     dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
 ) -> None:
@@ -95,6 +97,7 @@ def test_long_own_tokens_are_selected_from(
     assert [one.prefix_len for one in server.sparse.private_reads] == [128]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sum_every", [1, None], ids=["raw scores kept", "as by default"])
 def test_own_tokens_of_a_request_alone(sum_every: int | None, device: torch.device) -> None:
     server = Server(device, 1, private_dense_tokens=32, min_top_k=8, sum_every=sum_every)
@@ -173,6 +176,7 @@ def test_slots_that_the_prefix_cache_replaces_are_read_anew(device: torch.device
     assert server.step([1, 2]) == [GroupRead(2, 128, 46)]
 
 
+@pytest.mark.full
 def test_a_request_that_comes_back_on_other_slots_is_read_there(device: torch.device) -> None:
     """A retraction: the same request and index, the same row, and nothing is known of its slots either time."""
     server = Server(device)
