@@ -229,6 +229,31 @@ def test_an_idle_server_gives_leases_back(begun: tuple[Traffic, Build], tmp_path
     assert lines(tmp_path)[0]["reason"] == "abandoned"
 
 
+def test_a_build_with_a_piece_on_its_way_is_not_idle(begun: tuple[Traffic, Build]) -> None:
+    traffic, build = begun
+    build.given += 1  # handed over, not yet built
+    build.latest -= background_build.IDLE_S + 1
+    traffic.runtime.builds._builder._give_up_idle()
+    assert not build.closed
+    build.given -= 1
+    traffic.runtime.builds._builder._give_up_idle()
+    assert build.closed
+
+
+def test_who_sees_a_closed_build_finds_its_lease_given_back(begun: tuple[Traffic, Build]) -> None:
+    traffic, build = begun
+    claim, seen = build.claim, []
+    assert claim is not None
+
+    def release() -> None:
+        seen.append(build.closed)
+        claim.release()
+
+    build.claim = SimpleNamespace(release=release)
+    traffic.runtime.builds._builder._close(build)
+    assert (seen, build.closed, leased(traffic.runtime, build)) == ([False], True, False)
+
+
 def test_leases_go_back_when_weights_change(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
     samples = traffic.runtime.builds._samples

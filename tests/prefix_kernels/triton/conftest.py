@@ -1,7 +1,7 @@
 """Tests of the Triton kernels: in Triton's interpreter on the CPU (in fp32 and fp16), or on a GPU (also bf16).
 
-The interpreter is chosen before Triton is imported and changes every kernel of the process, so
-`make test` runs this folder in processes of their own; without `TRITON_INTERPRET=1` or a GPU nothing of it is collected.
+The interpreter is chosen before Triton is imported and changes every kernel of the process, so `make test` runs this
+folder in processes of their own. Without `TRITON_INTERPRET=1` or a GPU nothing of it is collected.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def test_tokens(dtype: torch.dtype, length: int, form: Form, device: torch.devic
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-@pytest.mark.parametrize("num_chunks", [3, 20])
+@pytest.mark.parametrize("num_chunks", [3, pytest.param(20, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_sums_of_a_sample(dtype: torch.dtype, num_chunks: int, form: Form, device: torch.device) -> None:
     """Of the first group every second token is summed, of the others, which are short, all. Some chunks have none."""
@@ -275,7 +275,7 @@ def test_blocks(
         pytest.param(Source.KEYS, {}, id="keys"),
     ],
 )
-@pytest.mark.parametrize("num_chunks", [2, 9])
+@pytest.mark.parametrize("num_chunks", [2, pytest.param(9, marks=pytest.mark.full)])
 def test_groups_share_the_programs(
     num_chunks: int, source: Source, options: dict[str, Any], form: Form, device: torch.device
 ) -> None:

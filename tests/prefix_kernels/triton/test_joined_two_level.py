@@ -110,10 +110,9 @@ def test_the_positions_of_the_stages_apart(pooling: Pooling, form: Form) -> None
                 assert torch.equal(getattr(mine, name), getattr(theirs, name)), (name, layer)
 
 
+@pytest.mark.full
 @FORMS
-@pytest.mark.parametrize(
-    "kept", [pytest.param(False, id="again", marks=pytest.mark.full), pytest.param(True, id="raw kept")]
-)
+@pytest.mark.parametrize("kept", [False, True], ids=["again", "raw kept"])
 def test_groups_shared_out_among_programs(kept: bool, form: Form) -> None:
     selection, planned = joined(form, 7), groups_of("blocks")
     selection.plan([group for group, _ in planned])

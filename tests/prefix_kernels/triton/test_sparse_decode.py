@@ -54,6 +54,7 @@ def test_groups_and_single_requests_with_and_without_an_index(
         assert bool(kept) == (sum_every == 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
 def test_sums_of_a_sample(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device) -> None:
     """Of the long prefix every second token is summed, of the short one all."""

@@ -217,7 +217,7 @@ def check(
 
 
 @pytest.mark.parametrize(("pooling", "key_bits"), [(Pooling.MAX, 16), (Pooling.MEAN, 32)])
-@pytest.mark.parametrize("first", ["csa", "blocks"])
+@pytest.mark.parametrize("first", [pytest.param("csa", marks=pytest.mark.full), "blocks"])
 def test_both_choices_are_the_references_by_score(first: str, pooling: Pooling, key_bits: int) -> None:
     selection, planned = selection_of(first, key_bits, pooling), groups_of(first)
     q = randn(BATCH, HEADS * GQA, DIM, seed=1)
