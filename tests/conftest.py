@@ -91,6 +91,7 @@ def mark_products(items: Sequence[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.full)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_products(items)
     for item in items:

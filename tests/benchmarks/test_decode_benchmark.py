@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.harness import run_job
+from tests.server.jobs import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"

@@ -300,9 +300,17 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return found
 
 
-@pytest.mark.full
+#: On sm_90; a compilation takes seconds.
+BY_DAY = ("selection of tokens in one launch", "specialized selection of tokens for 32 requests")
+
+
+def _marks(case: str, capability: int) -> Any:
+    return [] if case in BY_DAY and capability == 90 else pytest.mark.full
+
+
 @pytest.mark.parametrize(
-    ("case", "capability"), [(case, sm) for case in CASES for sm in (80, 90) if (case, sm) not in NOT_FOR]
+    ("case", "capability"),
+    [pytest.param(c, sm, marks=_marks(c, sm)) for c in CASES for sm in (80, 90) if (c, sm) not in NOT_FOR],
 )
 def test_kernels_compile_without_spilling(case: str, capability: int, tmp_path: Path) -> None:
     for one in launches(case):
@@ -382,21 +390,22 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
     assert "cp.async.cg.shared.global" in ptx
 
 
+#: Case -> how many launches of it are overlapped.
+OVERLAPPED = {
+    "prefix_attention of 1 request": 2,
+    "token_scores of 1 request": 2,
+    "csa_scores_compact on offsets": 2,
+    "top_k_selection of tokens": 5,
+    "top_k_selection among 32,768 candidates": 3,
+    "raw scores of 1 request": 2,
+    "selection of blocks in four launches": 4,
+    "copy_slot_lists": 1,
+    "common_slots": 1,
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("case", "count"),
-    [
-        ("prefix_attention of 1 request", 2),
-        ("token_scores of 1 request", 2),
-        ("csa_scores_compact on offsets", 2),
-        ("top_k_selection of tokens", 5),
-        ("top_k_selection among 32,768 candidates", 3),
-        ("raw scores of 1 request", 2),
-        ("selection of blocks in four launches", 4),
-        ("copy_slot_lists", 1),
-        ("common_slots", 1),
-    ],
-)
+@pytest.mark.parametrize(("case", "count"), OVERLAPPED.items())
 def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:
     with overlapped_launches():
         found = launches(case)

@@ -11,19 +11,8 @@ import pytest
 
 from sglang_ext.quality.tasks import make_document
 from tests.server.faults import Faults
-from tests.server.harness import (
-    EXACT_CONFIG,
-    MODEL,
-    PRODUCTION,
-    SGLANG,
-    SPARSE_CONFIG,
-    Pool,
-    Prebuilt,
-    Server,
-    Texts,
-    flags_of,
-    run_prebuild,
-)
+from tests.server.harness import EXACT_CONFIG, MODEL, PRODUCTION, SGLANG, SPARSE_CONFIG, Pool, Server, Texts, flags_of
+from tests.server.jobs import Prebuilt, run_prebuild
 
 
 @pytest.fixture(scope="session")
@@ -145,6 +134,7 @@ def _boot(item: pytest.Item) -> str:
     return mark.args[0] if mark else Path(str(item.path)).stem
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one server stand together, and those that start servers come first: they take longest.
 

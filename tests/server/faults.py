@@ -17,7 +17,8 @@ from prefix_index import (
     page_hashes,
 )
 from sglang_ext.quality.vocabulary import encode
-from tests.server.harness import Prebuilt, Texts
+from tests.server.harness import Texts
+from tests.server.jobs import Prebuilt
 
 
 class Faults:

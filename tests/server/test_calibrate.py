@@ -11,7 +11,8 @@ import pytest
 
 from sglang_ext.indexing.profile import load_profile
 from sglang_ext.quality.tasks import make_document
-from tests.server.harness import JOB_SECONDS, MODEL, flags_of, rendezvous, run_job
+from tests.server.harness import JOB_SECONDS, MODEL, flags_of, rendezvous
+from tests.server.jobs import run_job
 
 
 def run_calibrate(folder: Path, *words: str, timeout: float = JOB_SECONDS) -> tuple[int, str]:

@@ -13,7 +13,8 @@ from sglang_ext.calibration.importance import attention_importance
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture
 from sglang_ext.quality.tasks import make_document
 from tests.server.capture_job import DECODE_STEPS
-from tests.server.harness import MODEL, rendezvous, run_job
+from tests.server.harness import MODEL, rendezvous
+from tests.server.jobs import run_job
 
 pytestmark = pytest.mark.full
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.quality.ports import free_port
-from tests.server.harness import run_job
+from tests.server.jobs import run_job
 
 pytestmark = pytest.mark.full
 

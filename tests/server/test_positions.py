@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.harness import CPU_FLAGS, DISK, ROOT, SGLANG, rendezvous, run_job
+from tests.server.harness import CPU_FLAGS, DISK, ROOT, SGLANG, rendezvous
+from tests.server.jobs import run_job
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(SGLANG != "0.5.16", reason="benchmarks are run on 0.5.16")]
 CONFIG = {**DISK, "keep_ratio": 0.1, "group_growth": "sqrt", "max_keep_ratio": 0.5, "prefetch_policy": "wait_complete"}

@@ -38,7 +38,7 @@ def _grown(before: Any, after: Any, name: str) -> list[int]:
 def test_a_third_of_a_long_document_answers_as_all_of_it(production: Any, texts: Any) -> None:
     result, before, after, sparse = _compare(production, texts.large.text, texts.large)
     assert result.dense > 0.5, f"the model does not answer the dense questions: {result}"
-    assert result.difference >= 0.0, result
+    assert result.difference >= -1 / QUESTIONS, result
     steps = sum(reply.completion_tokens - 1 for reply in sparse)
     rows = after["sparse_rows"] - before["sparse_rows"]
     assert rows in production.rows(steps, QUESTIONS)
@@ -53,7 +53,7 @@ def test_long_own_tokens_are_selected_from_and_answers_found(production: Any, te
     before_any = production.settled()["private_keep_ratio"]
     result, before, after, _ = _compare(production, text, own)
     assert result.dense > 0.8, f"the model does not answer the dense questions: {result}"
-    assert result.difference >= 0.0, result
+    assert result.difference >= -1 / QUESTIONS, result
     assert before["private_keep_ratio"] == before_any, "dense requests select nothing"
     assert after["sparse_rows"] > before["sparse_rows"]
     assert after["private_keep_ratio"] < 0.9

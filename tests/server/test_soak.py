@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from sglang_ext.attention.trace import Selected
-from tests.server.harness import CPU_FLAGS, DISK, ROOT, SGLANG, rendezvous, run_job
+from tests.server.harness import CPU_FLAGS, DISK, ROOT, SGLANG, rendezvous
+from tests.server.jobs import run_job
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(SGLANG != "0.5.16", reason="soaks are run on 0.5.16")]
 FLAGS = [*CPU_FLAGS, "--page-size", "16", "--max-total-tokens", "2816", "--chunked-prefill-size", "512"]

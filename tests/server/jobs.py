@@ -1,0 +1,87 @@
+"""Jobs that start SGLang by themselves: any command, and `sglang-ext prebuild`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.server.harness import DISK, EXACT_CONFIG, JOB_SECONDS, MODEL, ROOT, THREADS, count_boot, flags_of, rendezvous
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """A finished prebuild job."""
+
+    store: Path
+    status: int
+    report: list[dict[str, Any]]
+    output: str
+    seconds: float
+
+    def line(self, name: str) -> dict[str, Any]:
+        return next(line for line in self.report if line["id"] == name)
+
+
+def run_job(
+    command: Sequence[str], log: Path, timeout: float = JOB_SECONDS, env: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """A job in a process group of its own, which does not outlive it: (status, output). One that takes too long may end
+    by itself first, and what it started in other groups with it.
+
+    Args:
+        env: variables beside those of this process.
+    """
+    count_boot("job")
+    with log.open("w") as out:
+        job = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, **THREADS, **(env or {})},
+        )
+        try:
+            status = job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            job.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(30)
+            raise
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+    return status, log.read_text(errors="replace")
+
+
+def run_prebuild(
+    folder: Path,
+    prompts: Sequence[dict[str, Any]] | str,
+    *,
+    store: Path | None = None,
+    config: dict[str, Any] | None = None,
+    timeout: float = JOB_SECONDS,
+    **changes: str | None,
+) -> Prebuilt:
+    """`sglang-ext prebuild` in a process of its own; `prompts` may be the text of the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store = store or folder / "store"
+    file, report = folder / "prompts.jsonl", folder / f"report-{time.monotonic_ns()}.jsonl"
+    file.write_text(prompts if isinstance(prompts, str) else "".join(json.dumps(line) + "\n" for line in prompts))
+    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(MODEL)]
+    command += ["--prompts", str(file), "--store", str(store), "--report", str(report)]
+    command += ["--sparse-attn-config", json.dumps(DISK | (EXACT_CONFIG if config is None else config)), "--"]
+    command += [*rendezvous(), *flags_of(None, None, {"--" + k.replace("_", "-"): v for k, v in changes.items()})]
+    begun = time.monotonic()
+    status, output = run_job(command, folder / "prebuild.log", timeout)
+    lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    return Prebuilt(store, status, lines, output, time.monotonic() - begun)
