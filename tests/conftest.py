@@ -91,6 +91,15 @@ def mark_products(items: Sequence[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.full)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Groups are kept together by their names in test ids, or each process would start every server."""
+    if session.config.getoption("loadgroup", False) and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError(
+            f"expected pytest-xdist to write groups into test ids, pytest {pytest.__version__} does not take them; "
+            "run `make venv`, or without --dist loadgroup"
+        )
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_products(items)

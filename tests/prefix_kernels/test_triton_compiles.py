@@ -301,7 +301,11 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 
 #: On sm_90; a compilation takes seconds.
-BY_DAY = ("selection of tokens in one launch", "specialized selection of tokens for 32 requests")
+BY_DAY = (
+    "selection of tokens in one launch",
+    "specialized attention of 64 rows",
+    "specialized selection of tokens for 32 requests",
+)
 
 
 def _marks(case: str, capability: int) -> Any:

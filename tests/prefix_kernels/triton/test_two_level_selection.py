@@ -216,7 +216,9 @@ def check(
     assert bool((lists.slots[len(planned) :] == -1).all())
 
 
-@pytest.mark.parametrize(("pooling", "key_bits"), [(Pooling.MAX, 16), (Pooling.MEAN, 32)])
+@pytest.mark.parametrize(
+    ("pooling", "key_bits"), [(Pooling.MAX, 16), pytest.param(Pooling.MEAN, 32, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("first", [pytest.param("csa", marks=pytest.mark.full), "blocks"])
 def test_both_choices_are_the_references_by_score(first: str, pooling: Pooling, key_bits: int) -> None:
     selection, planned = selection_of(first, key_bits, pooling), groups_of(first)
@@ -235,6 +237,7 @@ def test_one_plan_after_another(first: str) -> None:
         check(selection, run(selection, q, 1), some, q, 1)
 
 
+@pytest.mark.full
 def test_the_positions_of_the_whole_reference() -> None:
     """Without near ties in the scores; candidates that no list holds are taken from the end, in both."""
     selection, planned = selection_of("csa"), groups_of("csa")
