@@ -168,12 +168,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if plain_id(item) not in ids]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-    # Modules in the list's order; within one, pytest's own order spares fixtures.
+    # Modules in the list's order; within one, pytest's own order spares fixtures. Tests of servers come last, as they
+    # stand: the last one of a server may spoil what it serves.
     place = {
         module: number for number, module in enumerate(dict.fromkeys(name.split("::")[0] for name in wanted["ids"]))
     }
     chosen = [item for item in items if plain_id(item) in ids]
-    items[:] = sorted(chosen, key=lambda item: place[plain_id(item).split("::")[0]])
+    served = [item for item in chosen if "tests/server/" in item.nodeid]
+    others = [item for item in chosen if "tests/server/" not in item.nodeid]
+    items[:] = [*sorted(others, key=lambda item: place[plain_id(item).split("::")[0]]), *served]
     for item in items:
         limit = wanted["limits"].get(plain_id(item))
         if limit is not None:

@@ -39,6 +39,7 @@ FOLDER = ROOT / ".mutants"
 MAP, ROWS, CLEAN = FOLDER / "map.json.gz", FOLDER / "rows.jsonl", FOLDER / "clean.json"
 REVERTS = Path(__file__).with_name("reverts")
 HOUSE = ("tests/test_house.py", "tests/test_docs.py")
+NEVER = "tests/test_mutants.py"
 MAP_SECONDS = 4 * 3600.0
 #: Tests of at most so long run one after another before the rest is shared out: a fault is found in seconds mostly.
 FIRST_SECONDS = 25.0
@@ -238,7 +239,7 @@ class Judge:
         for test in self._lines.tests.values():
             if test.group in groups:
                 found.setdefault(test.id, 1e-4)
-        return {name: share for name, share in found.items() if self._lines.tests[name].file not in HOUSE}
+        return {name: share for name, share in found.items() if self._lines.tests[name].file not in (*HOUSE, NEVER)}
 
     def _steps(self, tests: dict[str, float]) -> list[Step]:
         """Tests without a server first; of those the cheap and near ones first; modules stay together."""

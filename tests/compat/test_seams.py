@@ -18,6 +18,7 @@ def _run(code: str) -> dict[str, Any]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "PYTEST_"))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=clean)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert done.returncode == 0, done.stderr[-3000:]
     assert lines, done.stdout[-2000:] + done.stderr[-3000:]
     found: dict[str, Any] = json.loads(lines[-1][7:])
     return found

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from prefix_index import ArrayKey, BuildInfo, IndexPayload, IndexStore
 from prefix_index.testing import sample_identity
-from tests.prefix_index.machine import Clock
 from tests.prefix_index.tiers import TIERS
 
 #: By day of each kind the one that costs least.
@@ -34,7 +34,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock() -> Any:
+    from tests.prefix_index.machine import Clock  # which looks at hypothesis' profile: loaded once tests are collected
+
     return Clock()
 
 

@@ -17,8 +17,13 @@ LIMIT_S = 600.0
 RESULTS = ROOT / "benchmarks" / "results" / "store_faults.jsonl"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", sorted(FOUND))
+#: The others are in `make test-all`.
+BY_DAY = ("kill_between_names", "kill_during_write", "truncate")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.full) for name in sorted(FOUND)]
+)
 def test_campaign(name: str) -> None:
     outcome = run_one(name, FOUND[name].quick, 7, LIMIT_S)
     assert outcome.ok, outcome

@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(mooncake_cluster.why_not() is not None, reason=str(mooncake_cluster.why_not()))
 def test_everything_over_mooncake_in_a_network_namespace(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "mooncake", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--hypothesis-profile=full"]
+    command += ["-k", "mooncake", f"--junitxml={report}"]
     modules = ("mooncake_cases.py", "test_index_stores.py", "test_index_store_lifetimes.py")
     command += [*(str(HERE / name) for name in modules), "--durations=8"]
     done = mooncake_cluster.run_inside(command, timeout_s=800)

@@ -48,7 +48,7 @@ EXACT_CONFIG: dict[str, Any] = {
     "keep_ratio": 1.0,
 }
 #: As people serve, with an overlap schedule: indexes, groups without one, long own tokens selected from. Up to 2,560
-#: tokens all positions are selected, so answers behind the small documents equal dense; of `large` about a third is.
+#: tokens all positions are selected, so answers behind the small documents equal dense; of `large` half of them are.
 PRODUCTION: dict[str, Any] = {
     **SPARSE_CONFIG,
     "min_top_k": 2560,
@@ -69,7 +69,6 @@ CPU_FLAGS = [
     "--grammar-backend",
     "none",
     "--disable-cuda-graph",
-    "--sleep-on-idle",
     "--max-running-requests",
     "8",
     "--context-length",
@@ -80,6 +79,7 @@ DEFAULTS = {
     "--chunked-prefill-size": "4096",
     "--max-total-tokens": "24576",
     "--disable-overlap-schedule": "",
+    "--sleep-on-idle": "",  # or a server that nobody asks takes a core from the others
 }
 #: Threads that wait must not spin: the cores are few, and shared.
 THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}

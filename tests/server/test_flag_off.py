@@ -29,7 +29,7 @@ def _answers(server: Any, texts: Any) -> list[tuple[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def with_plugin(serve: Any) -> Any:
-    return serve(environment={"SGLANG_PLUGINS": "sparse_attn,sparse_attn_cpu"})
+    return serve(environment={"SGLANG_PLUGINS": "sparse_attn,sparse_attn_cpu"}, sleep_on_idle=None)
 
 
 def _by_transformers(prompts: Sequence[str], num_tokens: int) -> list[tuple[int, ...]]:

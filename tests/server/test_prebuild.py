@@ -164,3 +164,4 @@ def test_mixed_chunks_equal_dense(building: Any, texts: Any) -> None:
     )
     assert [a.ids for a in batch] == [a.ids for a in alone]
     assert 0 < delta.sparse_rows <= 4 * 23
+    assert delta.hits >= 3, "of the documents that were prefilled whole"

@@ -1,4 +1,4 @@
-"""A third of a long document selected, and long own tokens selected from: counted, and answers beside dense ones."""
+"""Half of a long document selected, and long own tokens selected from: counted, and answers beside dense ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _grown(before: Any, after: Any, name: str) -> list[int]:
     return [new - old for old, new in zip(before[name], after[name], strict=True)]
 
 
-def test_a_third_of_a_long_document_answers_as_all_of_it(production: Any, texts: Any) -> None:
+def test_half_of_a_long_document_answers_as_all_of_it(production: Any, texts: Any) -> None:
     result, before, after, sparse = _compare(production, texts.large.text, texts.large)
     assert result.dense > 0.5, f"the model does not answer the dense questions: {result}"
     assert result.difference >= -1 / QUESTIONS, result
@@ -43,7 +43,7 @@ def test_a_third_of_a_long_document_answers_as_all_of_it(production: Any, texts:
     rows = after["sparse_rows"] - before["sparse_rows"]
     assert rows in production.rows(steps, QUESTIONS)
     assert (after["dense_rows"], after["fallbacks"]) == (before["dense_rows"], before["fallbacks"])
-    assert _grown(before, after, "prefix_tokens_per_layer") == [rows * 8192] * 6
+    assert _grown(before, after, "prefix_tokens_per_layer") == [rows * 5120] * 6
     assert _grown(before, after, "attended_tokens_per_layer") == [rows * PRODUCTION["min_top_k"]] * 6
 
 
