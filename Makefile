@@ -23,8 +23,6 @@ PYTEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
 DAY := $(SPREAD) -m 'not full'
 ALL := $(SPREAD) --hypothesis-profile=full
-# Processes that ask servers wait much of their time.
-BESIDE := -n 3
 # Of the newest release by day: one job and one server.
 SERVED := tests/server/test_production.py tests/server/test_exact.py tests/server/test_faults.py \
   tests/server/test_shared.py tests/server/test_vanished_store.py tests/server/test_bad_input.py
@@ -40,12 +38,12 @@ demo: venv-$(SGLANG_VERSION) ## a real server, a shared document, dense against 
 
 test: venv ## what protects a change: at most 15 minutes on two cores
 	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY) --dist worksteal tests/prefix_kernels/triton
-	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY) $(BESIDE)
+	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY)
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/compat $(SERVED)
 
 test-all: venv ## everything: all of it on the oldest release, seams and the day's servers on the newest
 	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL) --dist worksteal tests/prefix_kernels/triton
-	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL) $(BESIDE)
+	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL)
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(ALL) tests/compat
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/server
 

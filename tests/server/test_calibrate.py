@@ -14,6 +14,8 @@ from sglang_ext.quality.tasks import make_document
 from tests.server.harness import JOB_SECONDS, MODEL, flags_of, rendezvous
 from tests.server.jobs import run_job
 
+pytestmark = pytest.mark.full
+
 
 def run_calibrate(folder: Path, *words: str, timeout: float = JOB_SECONDS) -> tuple[int, str]:
     """The command in a process of its own: (status, output)."""
