@@ -171,8 +171,9 @@ def test_a_call_that_overran_keeps_the_client_open_until_it_is_back(monkeypatch:
     assert order == []
     with pytest.raises(StoreUnavailable, match="found one that is being closed"):
         calls.check_idle()
-    with pytest.raises(StoreUnavailable, match="found one that is being closed"):
-        calls.run(lambda: 2)
+    for _ in range(20):  # more than can be under way: none of these takes the place of one that could
+        with pytest.raises(StoreUnavailable, match="found one that is being closed"):
+            calls.run(lambda: 2)
     release.set()
     eventually(lambda: is_idle(calls))
     assert order == ["call", "closed"]
