@@ -25,8 +25,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.load_profile("day")
 
 
-#: The file that names each start of SGLang in a line, of all processes of a run.
+#: The file that names each start of SGLang in a line, of all processes of a run (`tests/server/harness.py` writes).
 BOOTS = "SGLANG_EXT_TEST_BOOTS"
+_BOOTS = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,14 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
             config.stash[_BOOTS] = Path(file.name)
 
 
-_BOOTS = pytest.StashKey[Path]()
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     boots = config.stash.get(_BOOTS, None)
     if boots is not None and (kinds := Counter(boots.read_text().split())):
         each = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        terminalreporter.write_line(f"SGLang started {kinds.total()} times ({each})")
+        terminalreporter.write_line(f"SGLang servers and jobs that were begun: {kinds.total()} ({each})")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -95,8 +93,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Groups are kept together by their names in test ids, or each process would start every server."""
     if session.config.getoption("loadgroup", False) and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError(
-            f"expected pytest-xdist to write groups into test ids, pytest {pytest.__version__} does not take them; "
-            "run `make venv`, or without --dist loadgroup"
+            f"expected test ids that end with @group, got others with pytest {pytest.__version__}: servers would be "
+            "started once per process. Run `make venv` for a pytest below 9.2, or leave out --dist loadgroup"
         )
 
 

@@ -22,7 +22,8 @@ REGISTRIES = [
     "download." + "pytorch",
 ]
 
-MAX_LINES = 620
+MAX_LINES = {"kernels": 620}
+DEFAULT_MAX_LINES = 420
 MAX_FILE_BYTES = 16 << 20
 
 
@@ -89,8 +90,9 @@ def test_modules_are_short() -> None:
     for path in project_files():
         if path.suffix == ".py":
             lines = len(path.read_text().splitlines())
-            if lines > MAX_LINES:
-                too_long.append(f"{path.relative_to(ROOT)}: {lines} lines, expected at most {MAX_LINES}")
+            limit = MAX_LINES.get(path.relative_to(ROOT).parts[0], DEFAULT_MAX_LINES)
+            if lines > limit:
+                too_long.append(f"{path.relative_to(ROOT)}: {lines} lines, expected at most {limit}")
     assert not too_long, "\n".join(too_long)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
 from sglang_ext.attention.private_index import PrivateRules
+from sglang_ext.attention.step_buffers import PrefixRows
+from sglang_ext.attention.step_groups import StepGroups
 from sglang_ext.config import PAGE_TOKENS, ConfigError, Settings, config_from_dict
 from sglang_ext.indexing import METHODS, LayerPlan, make_selector
 from sglang_ext.indexing.token_index import TokenIndexSpec, index_behind
@@ -332,3 +335,15 @@ def test_settings_that_it_cannot_have_are_refused(fields: dict[str, Any], words:
     with pytest.raises(ConfigError) as caught:
         config_from_dict(fields)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_own_tokens_of_a_row_in_no_group_are_attended_in_full() -> None:
+    """Selected from, too, such a row would attend its prefix twice: once by itself and once in front of them."""
+    numbers: dict[int, int] = {}
+    step: Any = StepGroups(SimpleNamespace(), lambda index: numbers.setdefault(id(index), len(numbers)))  # type: ignore[arg-type]
+    own = [SimpleNamespace(prefix_len=length) for length in (96, 64, 32)]
+    groups = [(PrefixRows((7,), (0, 2), 300), SimpleNamespace(prefix_len=300))]
+    found = step.stretches(groups, [own[0], own[1], own[2], None])
+    assert [(rows.rows, rows.length, rows.begin) for rows, _ in found] == [((0,), 96, 300), ((2,), 32, 300)]
+    assert [index for _, index in found] == [own[0], own[2]]
+    assert step.stretches([], own) == []
