@@ -394,6 +394,20 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
     assert "cp.async.cg.shared.global" in ptx
 
 
+def test_a_product_is_rounded_before_threads_add_it_to_another() -> None:
+    """Else two threads that add the same two in turns round different products, and their sums differ."""
+    for sums in launches("raw scores of 1 request"):
+        ptx = compiled(sums, 90).asm["ptx"]
+        powers = set(re.findall(r"ex2\.approx\S*\s+(%\w+)", ptx))
+        fused = re.findall(r"fma\.rn\.f32\s+(%\w+), (%\w+), (%\w+), %\w+;", ptx)
+        of_powers = [(out, *factors) for out, *factors in fused if powers.intersection(factors)]
+        # A running total is scaled by each thread alone, and takes its own place; no other product may be fused.
+        assert of_powers
+        assert all(out in factors for out, *factors in of_powers)
+    picking, _ = launches("csa_scores_compact on offsets")
+    assert "fma.rn.f32" not in compiled(picking, 90).asm["ptx"]
+
+
 def test_nothing_runs_while_launches_are_recorded() -> None:
     with recording() as kept:
         launch(None, (4, 0), {})
