@@ -24,8 +24,7 @@ SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
 DAY := $(SPREAD) -m 'not full'
 ALL := $(SPREAD) --hypothesis-profile=full
 # Of the newest release by day: one job and one server.
-SERVED := tests/server/test_exact.py tests/server/test_faults.py tests/server/test_vanished_store.py \
-  tests/server/test_bad_input.py
+SERVED := tests/server/test_exact.py tests/server/test_faults.py tests/server/test_vanished_store.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean

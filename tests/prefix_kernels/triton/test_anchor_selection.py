@@ -220,7 +220,7 @@ SHORT = [((0, 3), 330, 61), ((2,), 601, 151), ((1,), 90, 90)]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-@pytest.mark.parametrize("length", [65, 700, 1301])
+@pytest.mark.parametrize("length", [65, pytest.param(700, marks=pytest.mark.full), 1301])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_tokens(dtype: torch.dtype, length: int, form: Form, device: torch.device) -> None:
     made = problem(Source.LOW_BIT, device, [((0, 1, 2), length, length // 3)], dtype=dtype)
@@ -250,7 +250,17 @@ def test_windows_that_take_the_whole_budget(form: Form, device: torch.device) ->
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("block_sizes", [(16, 16), (16, 64), (4, 1)], ids=str)
-@pytest.mark.parametrize("windows", [(0, 0), (5, 20), (150, 60), (150, 61), (16, 0)], ids=str)
+@pytest.mark.parametrize(
+    "windows",
+    [
+        pytest.param((0, 0), marks=pytest.mark.full),
+        (5, 20),
+        (150, 60),
+        (150, 61),
+        pytest.param((16, 0), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("same", [False, True], ids=["", "all tie"])
 def test_blocks(
     same: bool, windows: tuple[int, int], block_sizes: tuple[int, int], form: Form, device: torch.device
@@ -265,14 +275,14 @@ def test_blocks(
 @pytest.mark.parametrize(
     ("source", "options"),
     [
-        pytest.param(Source.LOW_BIT, {"listed": True}, id="listed"),
-        pytest.param(Source.LOW_BIT, {"block_sizes": (16, 32)}, id="means of blocks"),
+        pytest.param(Source.LOW_BIT, {"listed": True}, id="listed", marks=pytest.mark.full),
+        pytest.param(Source.LOW_BIT, {"block_sizes": (16, 32)}, id="means of blocks", marks=pytest.mark.full),
         pytest.param(Source.LOW_BIT, {"bits": 2, "pooling": Pooling.MEAN}, id="2 bits, mean"),
-        pytest.param(Source.LOW_BIT, {"same": True}, id="all tie"),
+        pytest.param(Source.LOW_BIT, {"same": True}, id="all tie", marks=pytest.mark.full),
         pytest.param(
             Source.MINMAX, {"block_sizes": (64, 16), "bits": 8, "same": True, "windows": (70, 66)}, id="blocks tie"
         ),
-        pytest.param(Source.KEYS, {}, id="keys"),
+        pytest.param(Source.KEYS, {}, id="keys", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("num_chunks", [2, pytest.param(9, marks=pytest.mark.full)])

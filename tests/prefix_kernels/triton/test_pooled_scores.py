@@ -72,7 +72,12 @@ def test_token_codes_on_some_channels(bits: int, pooling: Pooling, dtype: torch.
 @pytest.mark.parametrize("pooling", list(Pooling))
 @pytest.mark.parametrize(
     ("count", "sum_every", "block_n", "num_chunks"),
-    [(4095, 16, 128, 3), (4096, 16, 128, 3), (6147, 2, 128, 2), (8195, 16, 256, 40)],
+    [
+        (4095, 16, 128, 3),
+        (4096, 16, 128, 3),
+        (6147, 2, 128, 2),
+        pytest.param(8195, 16, 256, 40, marks=pytest.mark.full),
+    ],
 )
 def test_sums_of_a_sample(
     count: int,

@@ -48,10 +48,10 @@ def test_a_selection_serves_its_steps_until_a_group_changes(
     server.join(3, *second, 9)
     server.join(4, server.slots(77), None, 3)
     # As long as slots may change, and when two requests become a group, every step searches.
-    found = searches(server, [1, 2, 3, 4], 9)
+    found = searches(server, [1, 2, 3, 4], 7)
     settled = found.index(False) - 1
     assert settled <= 3
-    assert found[settled:] == ([True, False, False] * 3)[: 9 - settled]
+    assert found[settled:] == ([True, False, False] * 3)[: 7 - settled]
     until_search(server, [1, 2, 3, 4])
     server.leave(4)
     assert searches(server, [1, 2, 3], 3) == [False, False, True], "who has no index is in no group"
@@ -190,7 +190,7 @@ def test_fewer_groups_have_lists_where_there_are_many_anchors(
     with pytest.raises(AssertionError):
         server.step(serials)  # three groups, as long as nothing is known of their slots: not prepared
     server.leave(3)
-    assert False in searches(server, [1, 2], 6)
+    assert any(not searches(server, [1, 2], 1)[0] for _ in range(6))
     server.join(4, *third, 4)
     with pytest.raises(AssertionError):
         server.step([1, 2, 4])

@@ -222,7 +222,7 @@ def test_padding_may_be_left_out() -> None:
     check(lists, BATCH, scores, runner)
 
 
-@pytest.mark.parametrize(("num_programs", "key_bits"), [(1, 16), (7, 24), (50, 32)])
+@pytest.mark.parametrize(("num_programs", "key_bits"), [(1, 16), (7, 24), pytest.param(50, 32, marks=pytest.mark.full)])
 def test_chunks_do_not_matter(num_programs: int, key_bits: int) -> None:
     """Up to 41 chunks: more than are added up at once."""
     scores = -kinds("ties", (ROW,), 5).abs()

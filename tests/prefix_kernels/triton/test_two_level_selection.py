@@ -228,7 +228,8 @@ def test_both_choices_are_the_references_by_score(first: str, pooling: Pooling, 
         check(selection, run(selection, q, layer), planned, q, layer, pooling, key_bits)
 
 
-@pytest.mark.parametrize("first", [pytest.param("csa", marks=pytest.mark.full), "blocks"])
+@pytest.mark.full
+@pytest.mark.parametrize("first", ["csa", "blocks"])
 def test_one_plan_after_another(first: str) -> None:
     selection, planned = selection_of(first), groups_of(first)
     q = randn(BATCH, HEADS * GQA, DIM, seed=2)
