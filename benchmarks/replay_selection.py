@@ -49,7 +49,7 @@ class Reselection:
         self._selector = make_selector(spec, self._config.summed_every)
         self._decode = GroupedDecode(self._config, self._selector, plan, Counters(layers, device))
         self._store = configured_store(store, self._config)
-        self._residency = Residency(self._store, self._config.method, layers, heads, device, 1 << 30)
+        self._residency = Residency(self._store, spec, layers, heads, device, 1 << 30)
         self._entries: dict[str, IndexEntry] = {}
         self._device, self._heads = device, heads
 

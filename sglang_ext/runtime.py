@@ -96,16 +96,12 @@ class SparseRuntime:
         )
         plan, dense_heads = roles_of_rank(config.layer_plan, profile, self.model, view.tp_rank, view.tp_size)
         first, limit = heads_of_rank(self.model.num_kv_heads, view.tp_rank, view.tp_size).start, config.index_gpu_bytes
-        self.residency = Residency(
-            self.store, config.method, view.num_layers, view.num_kv_heads, view.device, limit, first
-        )
         spec = method_specs(config)[config.method]
+        self.residency = Residency(self.store, spec, view.num_layers, view.num_kv_heads, view.device, limit, first)
         self.decode = GroupedDecode(config, make_selector(spec, config.summed_every), plan, self.counters, dense_heads)
         whole = roles_of_rank(config.layer_plan, profile, self.model)[1]
         self.shared = SharedSteps(config, view, self.requests, self.counters, spec, plan, whole, self.ranks)
-        self.ready = Readiness(
-            config, self.requests, self.counters, self.ranks, self._release, lambda index: self.shared.accepts(index)
-        )
+        self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
         self.builds = self._make_builds(profile)
@@ -253,8 +249,7 @@ class SparseRuntime:
         mode = forward_batch.forward_mode
         if mode.is_decode():
             self._settle(forward_batch.rids)
-            plan = None if self.view.decode_graphs else self._plan(forward_batch)
-            path = self._shared_path(forward_batch) if plan is None else None
+            plan, path = self._prepared(forward_batch)
             self.ready.took(path.value if path else "stock" if plan is None else "plan", forward_batch.batch_size)
             self._step = Step(plan, path, decode_chunks(self.builds, forward_batch, self.view.device))
         elif self.builds is not None and mode.is_extend():
@@ -299,15 +294,19 @@ class SparseRuntime:
         self.counters.count_step(sparse_rows, len(rids) - sparse_rows, largest)
         return plan
 
-    def _shared_path(self, forward_batch: Any) -> Path | None:
+    def _prepared(self, forward_batch: Any) -> tuple[DecodePlan | None, Path | None]:
         try:
-            return self.shared.prepare(forward_batch, self.ready.usable)
-        except Exception as error:  # the step runs on SGLang's own backend, and so do all others
-            logger.exception("sparse attention: a decode step could not be prepared")
-            if self.ranks.size > 1:  # other ranks may have prepared it, and would replay another graph: wrong answers
-                raise
-            self.shared.refuse(f"{type(error).__name__}: {error}")
-            return None
+            plan = None if self.view.decode_graphs else self._plan(forward_batch)
+            return plan, self.shared.prepare(forward_batch, self.ready.usable) if plan is None else None
+        except Exception as error:
+            return self._step_failed(forward_batch.rids, error)
+
+    def _step_failed(self, rids: Sequence[str] | None, error: Exception) -> tuple[None, None]:
+        """SGLang's own backend attends a decode step, and from now on its requests, but no others."""
+        if self.ranks.size > 1:
+            raise error  # other ranks may have prepared it, and would replay another graph: wrong answers
+        self.shared.step_elsewhere(self.ready.step_failed(rids or (), error))
+        return None, None
 
     @contextmanager
     def capturing(self, size: int, path: Path) -> Iterator[None]:
@@ -360,26 +359,28 @@ class SparseRuntime:
         step = self._step
         if step.chunks and self.builds is not None:
             self.builds.recorder.record(step.chunks, layer.layer_id, q, float(layer.scaling))
-        plan = step.plan
         if not self.planned or not forward_batch.forward_mode.is_decode():
             return None
-        if refusal is not None and plan is None:
+        if refusal is not None and step.plan is None:
             self.shared.refuse(f"layer {layer.layer_id} has {refusal}")
         if refusal is not None:
             self.counters.count_fallback("unsupported_layer")
             return None
         if k is not None and v is not None and save_kv_cache:
-            kv_heads = self.view.num_kv_heads
-            k, v = k.view(k.shape[0], kv_heads, -1), v.view(v.shape[0], kv_heads, -1)
+            k, v = (x.view(x.shape[0], self.view.num_kv_heads, -1) for x in (k, v))
             self.view.write_kv(layer, forward_batch, k, v)
         heads = q.reshape(q.shape[0], self.view.num_qo_heads, -1)
         kv, scale = self.view.kv(layer.layer_id), float(layer.scaling)
-        if plan is None:
+        try:
+            if step.plan is not None:
+                return self.decode.run(heads, kv, step.plan, layer.layer_id, scale).flatten(1)
             assert step.path is not None
-            out = self.shared.attend(step.path, heads, kv, layer.layer_id, scale)
-        else:
-            out = self.decode.run(heads, kv, plan, layer.layer_id, scale)
-        return out.reshape(q.shape[0], -1)
+            return self.shared.attend(step.path, heads, kv, layer.layer_id, scale).flatten(1)
+        except Exception as error:
+            if self.view.decode_graphs:
+                raise  # a graph is being captured: the start fails
+            self._step = Step(*self._step_failed(forward_batch.rids, error), step.chunks)
+            return None
 
     @property
     def planned(self) -> bool:

@@ -4,6 +4,7 @@
     ├── InvalidPayload         the caller's arrays, spec or keys cannot be stored (nothing was written)
     ├── IndexNotFound          no index under that identity (any more)
     ├── IndexUnreadable        bytes that the operating system does not give us (permission, I/O error)
+    │   └── OutOfMemory        this process has no memory, or no descriptor, for an index that is there
     ├── IndexFormatError       a file or buffer that cannot be read as an index
     │   ├── IndexForeign       not one of our files
     │   ├── IndexTooNew        ours, whole, written by a newer version
@@ -68,6 +69,19 @@ class IndexUnreadable(IndexStoreError):
     """The file is there; reading it failed in the operating system."""
 
     reason = "index_corrupt"
+
+
+class OutOfMemory(IndexUnreadable):
+    """This process or machine lacks what reading takes; the store that has the index may be well."""
+
+    reason = "index_memory"
+
+
+def out_of_memory(error: BaseException, expected: str) -> OutOfMemory:
+    """For what the operating system says of this process."""
+    found = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    remedy = "free memory or descriptors on this machine"
+    return OutOfMemory("this process", expected=expected, found=found, remedy=remedy)
 
 
 class IndexFormatError(IndexStoreError):

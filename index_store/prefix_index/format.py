@@ -385,6 +385,9 @@ def _form_problem(key: tuple[str, int, int], dtype: str, shape: tuple[int, ...])
         return f"dtype of {key}", f"one of {', '.join(DTYPES)}", dtype
     if len(shape) > MAX_DIMS or any(not 0 <= d <= MAX_NBYTES for d in shape):
         return f"shape of {key}", f"at most {MAX_DIMS} sizes of 0 or more", shape
+    # A size of 0 hides the others in the product of all, but not from whoever makes the array.
+    if math.prod(d or 1 for d in shape) * DTYPES[dtype].itemsize > MAX_NBYTES:
+        return f"shape of {key}", f"sizes, those of 0 aside, of at most {MAX_NBYTES} bytes together", shape
     return None
 
 

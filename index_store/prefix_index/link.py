@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from .errors import IndexStoreError, StoreUnavailable
+from .errors import IndexStoreError, StoreUnavailable, out_of_memory
 from .prefetch import Cancelled
 from .store import IndexStore
 
 FIRST_AWAY_S: Final = 1.0
 _LONGEST_AWAY_S: Final = 30.0
+_LOCAL: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _T = TypeVar("_T")
 
 
@@ -53,7 +55,9 @@ class Link:
             self.problem = err
 
     def ask(self, call: Callable[[], _T], *, opening: bool = False) -> _T:
-        """The call's result or its IndexStoreError; StoreUnavailable for everything else, and at once while away."""
+        """The call's result or its IndexStoreError; OutOfMemory where this process cannot ask; StoreUnavailable for
+        everything else, and at once while away.
+        """
         if not (self.is_open or opening) or self.is_away():
             raise self._error or self._unavailable(self.problem or "one that could not be opened")
         try:
@@ -64,6 +68,8 @@ class Link:
         except (IndexStoreError, Cancelled):
             raise
         except Exception as err:
+            if isinstance(err, MemoryError) or getattr(err, "errno", None) in _LOCAL:
+                raise out_of_memory(err, "an answer") from err  # the store may be well
             away = self._unavailable(f"{type(err).__name__}: {err}"[:200])
             self._went_away(away)
             raise away from err

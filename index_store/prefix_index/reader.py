@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .direct import THREADS, ReadPlan, flat_buffer, fresh_buffer, run
-from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, StoreClosed
+from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, StoreClosed, out_of_memory
 from .format import (
     ALIGN,
     DTYPES,
@@ -203,7 +203,7 @@ class IndexFile:
         Every array's checksum and padding are compared while the next bytes arrive (not with ``verify=False``).
         Raises IndexNotFound for an address that is not there, IndexCorrupt for other bytes than were written and
         for a file that somebody cut, IndexUnreadable for an I/O error and for a refused ``direct=True``,
-        InvalidPayload for an ``out`` that cannot take the bytes, StoreClosed, MemoryError. After an error
+        InvalidPayload for an ``out`` that cannot take the bytes, StoreClosed, OutOfMemory. After an error
         ``out`` holds garbage.
         """
         wanted = self._records if keys is None else {key: self.record(key) for key in keys}
@@ -214,6 +214,8 @@ class IndexFile:
                 run(plan, fetch, flat.data, threads=threads, verify=verify)
         except IndexStoreError as err:
             raise self._named(err) from err.__cause__
+        except MemoryError as err:
+            raise self._named(out_of_memory(err, f"{plan.nbytes} bytes")) from None
         starts = {record.offset: at for record, at in plan.places if record.nbytes}
         return {key: _shaped(flat, starts.get(record.offset, 0), record) for key, record in wanted.items()}
 

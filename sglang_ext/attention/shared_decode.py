@@ -76,6 +76,7 @@ class SharedDecode:
             return False
         attention = self._attentions.of(size)
         if self._planned != (attention, layout):
+            self._planned = None  # until all of it is written
             pairs = zip(layout.prefixes, layout.begins, strict=True)
             shared = [Segment(one.rows, one.length, list_begin=begin) for one, begin in pairs]
             attention.plan(shared, layout.private)

@@ -164,14 +164,17 @@ class SharedSteps:
         """Whether an index could serve a step here. After a refusal none does, though the step that runs may end."""
         return self.sparse is not None and self.refusal is None
 
-    def accepts(self, index: ResidentIndex) -> bool:
-        """Whether a ready index can be read by what attends here."""
-        return self.sparse is None or self.sparse.accepts(index)
-
     def ended(self, serial: int) -> None:
         """A request gave its slots back."""
         if self._decode is not None:
             self._tracker.ended(serial)
+
+    def step_elsewhere(self, gone: Sequence[int] = ()) -> None:
+        """A decode step is not attended here; serials of requests that share nothing from now on."""
+        for serial in gone:
+            self.ended(serial)
+        if self.sparse is not None:
+            self.sparse.forget_search()
 
     def prepare(self, forward_batch: Any, usable: Callable[[Attachment | None], ResidentIndex | None]) -> Path | None:
         """How this decode step is attended here; everything that its layers need is then in place. None: not here.
@@ -182,8 +185,7 @@ class SharedSteps:
         """
         found = self._batch(forward_batch)
         if found is None:
-            if self.sparse is not None:
-                self.sparse.forget_search()
+            self.step_elsewhere()
             return None
         assert self._decode is not None
         batch, attachments = found

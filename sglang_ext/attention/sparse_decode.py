@@ -191,10 +191,6 @@ class SparseDecode:
         cap = max(one, int(self._config.max_keep_ratio * prefix_len))
         return min(budget_for_group(one, num_rows, BudgetGrowth(self._config.group_growth), cap), prefix_len)
 
-    def accepts(self, index: ResidentIndex) -> bool:
-        """Whether the kernels can read an index; where not, the log says why, once."""
-        return self._selections.number_of(index) is not None
-
     def _kernels(self, size: int) -> _Kernels:
         size = self._whole.padded(size)
         return _Kernels(self._selections.of(size), self._whole.of(size), self._selected.of(size), size)

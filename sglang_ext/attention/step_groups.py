@@ -15,12 +15,10 @@ class StepGroups:
 
     Args:
         prefixes: what live requests share; the caller makes it learn.
-        number_of: of an index, a number that no other one has; None: nothing here can read it.
+        number_of: of an index, a number that no other one has.
     """
 
-    def __init__(
-        self, prefixes: SharedPrefixes, number_of: Callable[[ResidentIndex | PrivateIndex], int | None]
-    ) -> None:
+    def __init__(self, prefixes: SharedPrefixes, number_of: Callable[[ResidentIndex | PrivateIndex], int]) -> None:
         self._prefixes, self._number_of = prefixes, number_of
 
     def of(
@@ -35,9 +33,9 @@ class StepGroups:
         of_index: dict[int, list[int]] = {}
         found: dict[int, ResidentIndex] = {}
         for row, (serial, index) in enumerate(zip(serials, indexes, strict=True)):
-            number = None if index is None else self._number_of(index)
-            if index is None or serial is None or number is None:
+            if index is None or serial is None:
                 continue
+            number = self._number_of(index)
             of_index.setdefault(number, []).append(row)
             found[number] = index
         groups = []
@@ -60,9 +58,8 @@ class StepGroups:
         found = []
         begins = {row: rows.length for rows, _ in groups for row in rows.rows}
         for row, own in enumerate(private):
-            number = None if own is None or row not in begins else self._number_of(own)
-            if own is not None and number is not None:
-                found.append((PrefixRows((number,), (row,), own.prefix_len, begins[row]), own))
+            if own is not None and row in begins:
+                found.append((PrefixRows((self._number_of(own),), (row,), own.prefix_len, begins[row]), own))
         return found
 
     def settled(self, serials: Sequence[int | None], groups: Sequence[tuple[PrefixRows, ResidentIndex]]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -21,8 +20,6 @@ from sglang_ext.attention.attentions import LayerShape
 from sglang_ext.attention.private_index import PrivateIndex
 from sglang_ext.indexing.token_index import TokenIndexSpec
 from sglang_ext.prefix.residency import LayerArrays, ResidentIndex
-
-logger = logging.getLogger(__name__)
 
 _ALIGNED = 4
 """Scores of a KV head begin at a multiple of this."""
@@ -87,20 +84,18 @@ class TokenSelections:
         self._addresses = torch.zeros(num_layers, max_groups, 5, dtype=torch.int64, device=device)
         self._raw: dict[int, Tensor] = {}
         self._found: dict[int, AnchorSelection] = {}
-        self._known: WeakKeyDictionary[ResidentIndex | PrivateIndex, tuple[int, Tensor | None]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[ResidentIndex | PrivateIndex, tuple[int, Tensor]] = WeakKeyDictionary()
 
-    def number_of(self, index: ResidentIndex | PrivateIndex) -> int | None:
-        """A number that no other index has; None for one whose arrays the kernels cannot read, which is logged once."""
+    def number_of(self, index: ResidentIndex | PrivateIndex) -> int:
+        """A number that no other index has.
+
+        Raises:
+            ValueError: arrays that the kernels cannot read; what residency has loaded they can.
+        """
         if index not in self._known:
-            addresses = None
-            try:
-                found = [array_addresses(self.shape, arrays_of(layer)) for layer in index.layers]
-                addresses = torch.tensor(found, dtype=torch.int64)
-            except (KeyError, ValueError) as error:
-                logger.error("sparse attention: an index cannot be used inside decode graphs: %s", error)
-            self._known[index] = (next(_numbers), addresses)
-        number, addresses = self._known[index]
-        return None if addresses is None else number
+            found = [array_addresses(self.shape, arrays_of(layer)) for layer in index.layers]
+            self._known[index] = (next(_numbers), torch.tensor(found, dtype=torch.int64))
+        return self._known[index][0]
 
     def fits(self, lengths: Sequence[int]) -> bool:
         """Whether prefixes of these lengths can be selected from in one step."""
@@ -141,15 +136,13 @@ class TokenSelections:
             selection: from `of`.
             rows: batch rows of each group.
             groups: lengths, windows, budgets and tables of slots.
-            indexes: that have a number.
+            indexes: that `number_of` was asked for.
         """
         arrays = [arrays_of(index.layers[0]) for index in indexes]
         selection.plan(self._scored(rows, [group.prefix_len for group in groups], arrays), groups)
         addresses = torch.zeros(self._addresses.shape, dtype=torch.int64)
         for number, index in enumerate(indexes):
-            found = self._known[index][1]
-            assert found is not None
-            addresses[:, number] = found
+            addresses[:, number] = self._known[index][1]
         send(addresses, self._addresses)
 
     def plan_one(

@@ -29,6 +29,7 @@ from sglang_ext.indexing.base import (
     require_arrays,
     to_half,
 )
+from sglang_ext.indexing.contents import LARGEST, ContentError, Form, IndexSize, low_bit_forms
 from sglang_ext.indexing.heads import RAGGED, ROW_INDPTR, is_ragged, join_heads
 
 BLOCK_SIZES = (16, 32, 64)
@@ -75,6 +76,32 @@ class ABSparseSpec(IndexSpec):
     def parts(self) -> tuple[str, ...]:
         """Names of the vectors that one block has."""
         return _PARTS[self.representation]
+
+    def forms(self, size: IndexSize) -> dict[str, Form]:
+        """See `IndexSpec.forms`."""
+        blocks, forms = -(-size.prefix_len // self.block_size), dict[str, Form]()
+        for part in self.parts:
+            if self.quantization == "none":
+                forms[part] = Form("float16", (blocks, size.head_dim), -LARGEST, LARGEST)
+            else:
+                forms |= low_bit_forms(part, blocks, size.head_dim, _BITS[self.quantization])
+        if self.representation == "ball":
+            forms["radius"] = Form("float16", (blocks,), 0.0, LARGEST)
+        if self.sizes == "uniform":
+            return forms
+        # How many blocks a head has, its own size says.
+        ragged = {name: form for name, form in forms.items() if _ragged_name(name) != name}
+        forms = {name: form for name, form in forms.items() if name not in ragged}
+        forms |= {_ragged_name(name): form._replace(shape=(None, *form.shape[1:])) for name, form in ragged.items()}
+        return {**forms, "block_sizes": Form("int32", (), min(BLOCK_SIZES), max(BLOCK_SIZES))}
+
+    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
+        """See `IndexSpec.check`."""
+        if self.sizes == "uniform":
+            return
+        sizes, rows = arrays["block_sizes"].tolist(), arrays[ROW_INDPTR].diff().tolist()
+        if not set(sizes) <= set(BLOCK_SIZES) or rows != [-(-size.prefix_len // own) for own in sizes]:
+            raise ContentError("block_sizes", f"blocks of {BLOCK_SIZES} that cover the prefix", f"{rows} of {sizes}")
 
 
 @dataclass(frozen=True)

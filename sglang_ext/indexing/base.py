@@ -20,6 +20,7 @@ from torch import Tensor
 
 from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.types import Selection
+from sglang_ext.indexing.contents import Form, IndexSize
 
 S = TypeVar("S", bound="IndexSpec")
 
@@ -74,6 +75,18 @@ class IndexSpec:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain = {name: v.to_dict() if isinstance(v, IndexSpec) else v for name, v in values.items()}
         return {"method": self.method, **plain}
+
+    def forms(self, size: IndexSize) -> dict[str, Form]:
+        """What the arrays of one KV head must be, by name: all that a builder of this spec makes."""
+        raise NotImplementedError
+
+    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
+        """Look at what the ranges of the forms cannot say; see `contents.check_layer`.
+
+        Raises:
+            ContentError: values that no builder makes.
+        """
+        return
 
 
 def _checked(name: str, value: object, wanted: type) -> object:

@@ -21,6 +21,7 @@ from prefix_kernels.types import Selection
 from sglang_ext.indexing import preparation
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
 from sglang_ext.indexing.base import METHODS, NO_PROFILE, IndexSpec, LayerProfile
+from sglang_ext.indexing.contents import Form, IndexSize
 from sglang_ext.indexing.csattention import CSAttentionSpec
 from sglang_ext.indexing.preparation import Prepared
 from sglang_ext.indexing.token_index import TokenIndexSpec
@@ -33,7 +34,21 @@ UNSCORED_CANDIDATE = -1e38
 
 
 @dataclass(frozen=True)
-class TwoLevelSpec(IndexSpec):
+class CombinedSpec(IndexSpec):
+    """Of a method made of two others: their arrays are its own."""
+
+    def forms(self, size: IndexSize) -> dict[str, Form]:
+        """See `IndexSpec.forms`."""
+        return {f"{name}.{key}": form for name, part in _parts(self) for key, form in part.forms(size).items()}
+
+    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
+        """See `IndexSpec.check`."""
+        for name, part in _parts(self):
+            part.check(part_arrays(arrays, name), size)
+
+
+@dataclass(frozen=True)
+class TwoLevelSpec(CombinedSpec):
     """Parameters of the two-level selection.
 
     Attributes:
@@ -74,7 +89,7 @@ class TwoLevelSpec(IndexSpec):
 
 
 @dataclass(frozen=True)
-class UnionSpec(IndexSpec):
+class UnionSpec(CombinedSpec):
     """Parameters of the union.
 
     Attributes:
@@ -90,7 +105,7 @@ class UnionSpec(IndexSpec):
 class CombinedBuilder:
     """Builds both parts. Arrays: those of the parts, named `first.<name>` and `second.<name>`."""
 
-    spec: TwoLevelSpec | UnionSpec
+    spec: CombinedSpec
     layer: LayerProfile = NO_PROFILE
 
     @property
@@ -304,5 +319,5 @@ def part_arrays(arrays: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _parts(spec: TwoLevelSpec | UnionSpec) -> tuple[tuple[str, IndexSpec], ...]:
+def _parts(spec: CombinedSpec) -> tuple[tuple[str, IndexSpec], ...]:
     return tuple((name, getattr(spec, name)) for name in PARTS)

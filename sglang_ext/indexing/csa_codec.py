@@ -15,12 +15,15 @@ from torch import Tensor
 from prefix_kernels.csa_scores import (
     BLOCK_POSITIONS,
     CompactLists,
+    bitmap_is_smaller,
+    check_entries,
     check_lists,
     decode_lists,
     encode_lists,
     list_bytes,
 )
 from sglang_ext.indexing.base import require_arrays
+from sglang_ext.indexing.contents import LARGEST, ContentError, Form
 from sglang_ext.indexing.csa_lists import CentroidLists
 
 CODECS = ("compact", "paper")
@@ -47,6 +50,38 @@ def encode_tables(lists: CentroidLists, prefix_len: int, codec: str, score_bits:
     compact = encode_lists(lists.positions, lists.scores, prefix_len, score_bits)
     parts = {name: part for name, part in compact._asdict().items() if part is not None}
     return {**parts, "baseline": lists.baseline}
+
+
+def table_forms(lead: tuple[int, int], list_len: int, prefix_len: int, codec: str, score_bits: int) -> dict[str, Form]:
+    """What the arrays of `encode_tables` must be, of one KV head; `lead` is (num_subspaces, num_centroids)."""
+    baseline = {"baseline": Form("float32", lead, -LARGEST, LARGEST)}
+    if codec == "paper":
+        listed = (*lead, list_len)
+        positions, scores = Form("int32", listed, 0, prefix_len - 1), Form("float16", listed, -LARGEST, LARGEST)
+        return {"positions": positions, "scores": scores, **baseline}
+    forms = {
+        "places": Form("uint8", (*lead, list_len)),
+        "counts": Form("int16", (*lead, -(-prefix_len // BLOCK_POSITIONS)), 0, BLOCK_POSITIONS),
+        "codes": Form("uint8", (*lead, -(-list_len * score_bits // 8))),
+        "scale": Form("float16", lead, 0.0, LARGEST),
+        "zero": Form("float16", lead, -LARGEST, LARGEST),
+        **baseline,
+    }
+    if bitmap_is_smaller(list_len, prefix_len):
+        del forms["counts"]
+        forms["places"] = Form("uint8", (*lead, -(-prefix_len // 8)))
+    return forms
+
+
+def check_tables(arrays: Mapping[str, Tensor], list_len: int, prefix_len: int, codec: str) -> None:
+    """Raise ContentError unless each list names `list_len` positions of the prefix, ascending; forms are right."""
+    if codec == "compact":
+        try:
+            check_entries(compact_lists(arrays, "csattention"), list_len, prefix_len)
+        except ValueError as error:
+            raise ContentError("lists", f"{list_len} ascending positions in each", error) from None
+    elif not bool((arrays["positions"].diff(dim=-1) > 0).all()):
+        raise ContentError("positions", "ascending positions", "others")
 
 
 def decode_tables(

@@ -45,18 +45,24 @@ from sglang_ext.indexing.base import (
     pool_candidates,
     require_arrays,
 )
+from sglang_ext.indexing.contents import Form, IndexSize
 from sglang_ext.indexing.csa_codec import (
     CODECS,
     SCORE_BITS,
+    check_tables,
     compact_lists,
     encode_tables,
     entries_bytes_per_token,
     table_bytes,
+    table_forms,
 )
 from sglang_ext.indexing.csa_inputs import check_layer, check_layers
 from sglang_ext.indexing.csa_lists import centroid_lists
 from sglang_ext.indexing.kmeans import cosine_kmeans
 from sglang_ext.indexing.preparation import Prepared
+
+_UNIT = 1.01
+"""Bound of what has unit length, or is a share of it, rounded to fp16."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,22 @@ class CSAttentionSpec(IndexSpec):
         """Bytes of one KV head's lists and centroids."""
         m, c, length = self.num_subspaces, self.num_centroids, self.list_len(prefix_len)
         return table_bytes(m, c, length, prefix_len, head_dim, self.codec, self.score_bits)
+
+    def forms(self, size: IndexSize) -> dict[str, Form]:
+        """See `IndexSpec.forms`."""
+        lead, n = (self.num_subspaces, self.num_centroids), size.prefix_len
+        forms = {
+            "centroids": Form("float16", (*lead, size.head_dim // self.num_subspaces), -_UNIT, _UNIT),
+            **table_forms(lead, self.list_len(n), n, self.codec, self.score_bits),
+        }
+        if self.weighting == "contribution":
+            forms["weights"] = Form("float32", (self.num_subspaces,), 0.0, _UNIT)
+        return forms
+
+    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
+        """See `IndexSpec.check`."""
+        n = size.prefix_len
+        check_tables(arrays, self.list_len(n), n, self.codec)
 
 
 def bytes_per_token(spec: CSAttentionSpec, head_dim: int, prefix_len: int | None = None) -> float:

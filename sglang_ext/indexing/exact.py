@@ -13,6 +13,7 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
 from sglang_ext.indexing.base import NO_PROFILE, IndexSpec, LayerProfile, check_keys, pool_candidates, require_arrays
+from sglang_ext.indexing.contents import LARGEST, Form, IndexSize
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class ExactSpec(IndexSpec):
     """No parameters: Oracle Top-k (Kascade, 3.1)."""
 
     method: ClassVar[str] = "exact"
+
+    def forms(self, size: IndexSize) -> dict[str, Form]:
+        """See `IndexSpec.forms`."""
+        return {"keys": Form("float32", (size.prefix_len, size.head_dim), -LARGEST, LARGEST)}
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from sglang_ext.indexing.base import (
     pool_candidates,
     require_arrays,
 )
+from sglang_ext.indexing.contents import ContentError, Form, IndexSize, low_bit_forms
 
 CHANNEL_RATIO = 0.75
 """Kept channels by default, as a fraction of head_dim."""
@@ -88,6 +89,20 @@ class TokenIndexSpec(IndexSpec):
     def selects_channels(self) -> bool:
         """Whether some channels are left out."""
         return self.num_channels > 0 or self.channel_ratio < 1.0
+
+    def forms(self, size: IndexSize) -> dict[str, Form]:
+        """See `IndexSpec.forms`."""
+        kept = self.kept_channels(size.head_dim)
+        return {
+            "channels": Form("int16", (kept,), 0, size.head_dim - 1),
+            **low_bit_forms("keys", size.prefix_len, kept, self.bits),
+        }
+
+    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
+        """See `IndexSpec.check`."""
+        channels = arrays["channels"]
+        if not bool((channels[:, 1:] > channels[:, :-1]).all()):
+            raise ContentError("channels", "ascending channels", channels.tolist())
 
 
 @dataclass(frozen=True)

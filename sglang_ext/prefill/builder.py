@@ -23,7 +23,8 @@ from prefix_kernels.pooling import Pooling
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.indexing import METHODS, make_builder, make_selector
 from sglang_ext.indexing.base import IndexBuilder, IndexSpec
-from sglang_ext.indexing.heads import split_heads
+from sglang_ext.indexing.contents import IndexSize, check_forms, check_layer
+from sglang_ext.indexing.heads import join_heads, split_heads
 from sglang_ext.indexing.preparation import Prepared, at_layers, build_layer, layer_batches, prepare
 from sglang_ext.indexing.profile import Profile
 from sglang_ext.indexing.profile_use import layer_profile, stacked_profile, used_by_builders
@@ -144,8 +145,10 @@ class IndexFactory:
             As `build`.
 
         Raises:
+            ContentError: it would not be loaded again; nothing was stored.
             IndexStoreError: storing or verifying failed.
         """
+        assembly.check()
         identity, seconds = assembly.identity, assembly.seconds
         stats = {
             "kv_bytes": assembly.kv_bytes,
@@ -260,6 +263,23 @@ class IndexAssembly:
         width = model.num_kv_heads * (model.head_dim + model.v_head_dim)
         self.kv_bytes = model.num_layers * self.identity.num_tokens * width * _itemsize(model.kv_dtype)
         return built
+
+    def check(self) -> None:
+        """Raise ContentError unless each KV head of each layer has what a server wants of it, whoever made it."""
+        model = self.identity.model
+        size, whole = IndexSize(self.identity.num_tokens, model.head_dim), dict[tuple[str, int, int], Any]()
+        for key, array in self.arrays.items():
+            method, _, name = key.name.partition(".")
+            whole.setdefault((method, key.layer, key.kv_head), {})[name] = array
+        for method, spec in self._factory.specs.items():
+            forms = spec.forms(size)
+            for layer in range(model.num_layers):
+                heads = [whole.get((method, layer, head), {}) for head in range(model.num_kv_heads)]
+                for head, arrays in enumerate(heads):
+                    found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+                    check_forms(forms, found, f"layer {layer}, KV head {head}")
+                tensors = [{name: torch.from_numpy(array) for name, array in arrays.items()} for arrays in heads]
+                check_layer(spec, join_heads(tensors), size, f"layer {layer}")
 
     def method_bytes(self) -> dict[str, int]:
         """Bytes of the arrays that are there, by method."""

@@ -276,10 +276,10 @@ class QueryRecorder:
                 )
                 continue
             capture.sm_scale = sm_scale
-            if capture.samples is None:
-                shape = (self._num_layers, len(capture.positions), *q.shape[1:])
-                capture.samples = torch.zeros(shape, dtype=q.dtype, device=q.device)
             try:
+                if capture.samples is None:
+                    shape = (self._num_layers, len(capture.positions), *q.shape[1:])
+                    capture.samples = torch.zeros(shape, dtype=q.dtype, device=q.device)
                 capture.samples[layer].index_copy_(0, chunk.rows, q[chunk.offsets])
             except torch.OutOfMemoryError as error:  # the forward goes on
                 capture.broken, capture.samples = f"no device memory for queries: {error}", None

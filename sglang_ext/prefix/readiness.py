@@ -17,6 +17,8 @@ from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
+_ANOTHER = "so another tensor-parallel rank says"
+
 
 def _dense(reason: str) -> int:
     return dense(REASONS.index(reason))
@@ -34,7 +36,6 @@ class Readiness:
         counters: receives reasons, once for each request.
         ranks: of this process.
         release: takes back what a request holds.
-        accepts: whether a loaded index can be read by what attends here.
     """
 
     def __init__(
@@ -44,13 +45,11 @@ class Readiness:
         counters: Counters,
         ranks: Ranks,
         release: Callable[[Attachment], None],
-        accepts: Callable[[ResidentIndex], bool],
     ) -> None:
         self._config = config
         self._requests = requests
         self._counters = counters
         self._release = release
-        self._accepts = accepts
         self._agreement = Agreement(ranks, _dense("index_mismatch")) if ranks.size > 1 else None
         self.stale: str | None = None
 
@@ -74,13 +73,14 @@ class Readiness:
             if attachment is None:
                 continue
             if not word.shares and attachment.reason not in ALONE:
-                self._give_up(attachment, "unsupported_mode")
+                self.give_up(attachment, "unsupported_mode", _ANOTHER)
             elif word.state not in (LOADING, READY) and attachment.index is not None:
-                self._give_up(attachment, REASONS[-word.state])
+                self.give_up(attachment, REASONS[-word.state], _ANOTHER)
         return problem
 
-    def _give_up(self, attachment: Attachment, reason: str) -> None:
-        attachment.reason, attachment.detail = reason, "so another tensor-parallel rank says"
+    def give_up(self, attachment: Attachment, reason: str, detail: str) -> None:
+        """A request decodes dense from now on: take its index back."""
+        attachment.reason, attachment.detail = reason, detail
         self._release(attachment)
 
     def _word(self, rid: str) -> Word:
@@ -93,9 +93,7 @@ class Readiness:
             shares = attachment.reason not in ALONE
             if attachment.index is None or (index is None and reason != "index_loading"):
                 return Word(_dense(reason or "no_index"), shares)
-            state = LOADING
-            if index is not None:
-                state = READY if self._accepts(index) else _dense("index_mismatch")
+            state = LOADING if index is None else READY
             return Word(state, shares, attachment.index.entry.digest)
         except Exception:
             logger.exception("sparse attention: request %s cannot be looked at and stays dense", rid)
@@ -115,6 +113,15 @@ class Readiness:
         """Votes and the checksum of all paths; 0 with one rank."""
         one = self._agreement
         return {"votes": one.votes if one else 0, "history": one.history if one else 0}
+
+    def step_failed(self, rids: Sequence[str], error: Exception) -> list[int]:
+        """A decode step of these requests could not be attended here: give all of them up; their serials."""
+        logger.error("sparse attention: a decode step of %d requests failed", len(rids), exc_info=error)
+        given_up = [attachment for rid in rids if (attachment := self._requests.get(rid)) is not None]
+        for attachment in given_up:
+            self.give_up(attachment, "unsupported_mode", f"{type(error).__name__}: {error}")
+            self.count(attachment, attachment.reason)
+        return [attachment.serial for attachment in given_up]
 
     # -- one request ---------------------------------------------------------------------------------------
 
@@ -144,8 +151,7 @@ class Readiness:
         if index.state is State.READY:
             return index, None
         if index.state is State.FAILED:
-            attachment.reason, attachment.detail = index.reason, index.detail
-            self._release(attachment)
+            self.give_up(attachment, index.reason, index.detail)
         return None, attachment.reason or "index_loading"
 
     def _wait(self, attachment: Attachment, index: ResidentIndex) -> None:

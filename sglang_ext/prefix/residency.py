@@ -1,4 +1,8 @@
-"""Indexes on the device: loaded off the scheduler's thread, shared by requests, evicted by recency."""
+"""Indexes on the device: loaded and checked off the scheduler's thread, shared by requests, evicted by recency.
+
+This is the one door by which an index comes in, whoever hands it: the own folder, a service, another machine, another
+rank. What is READY may be read by any decode path without a look at its arrays.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from torch import Tensor
 
 from prefix_index import (
     ArrayKey,
+    IndexCorrupt,
     IndexEntry,
     IndexFile,
     IndexFormatError,
@@ -21,6 +26,8 @@ from prefix_index import (
     IndexStore,
     IndexStoreError,
 )
+from sglang_ext.indexing.base import IndexSpec
+from sglang_ext.indexing.contents import ContentError, IndexSize, check_forms, check_layer
 from sglang_ext.indexing.heads import join_heads
 
 logger = logging.getLogger(__name__)
@@ -59,7 +66,8 @@ class ResidentIndex:
         layers: per layer; valid when READY.
         reason, detail: named fallback reason and text; set when FAILED.
         nbytes: device bytes of all tensors.
-        hopeless: failed for a reason that no later try can change (larger than the whole budget).
+        hopeless: failed for a reason that no later try can change: larger than the whole budget, or wrong in content.
+            Another index of the same prefix is another try.
         users: requests that hold it; only an index without users is evicted.
     """
 
@@ -79,13 +87,20 @@ class ResidentIndex:
         """Tokens that the index speaks of."""
         return self.entry.identity.num_tokens
 
+    def can_be_tried_again(self, entry: IndexEntry) -> bool:
+        """Whether a request that asks for an entry of the same identity has it loaded anew."""
+        ended = self.loaded is not None and self.loaded.done()  # before its state is read
+        if self.state is State.FAILED:
+            return not self.hopeless or _build_of(entry) != _build_of(self.entry)
+        return ended and self.state is State.LOADING  # its load ended without a word
+
 
 class Residency:
     """Loads indexes of one method and keeps them within a byte budget.
 
     Args:
         store: open store; not owned.
-        method: only this method's arrays are loaded.
+        spec: only its method's arrays are loaded, as it wants them.
         num_layers: layers of the model.
         num_kv_heads: KV heads of this rank; heads are stacked into one tensor per array.
         device: where the tensors go.
@@ -96,7 +111,7 @@ class Residency:
     def __init__(
         self,
         store: IndexStore,
-        method: str,
+        spec: IndexSpec,
         num_layers: int,
         num_kv_heads: int,
         device: torch.device,
@@ -104,7 +119,7 @@ class Residency:
         first_kv_head: int = 0,
     ) -> None:
         self._store = store
-        self._method = method
+        self._spec, self._method = spec, spec.method
         self._num_layers = num_layers
         self._kv_heads = range(first_kv_head, first_kv_head + num_kv_heads)
         self._device = device
@@ -116,12 +131,11 @@ class Residency:
     def acquire(self, entry: IndexEntry) -> ResidentIndex:
         """The index of `entry`, loading it in the background if need be; never blocks on I/O.
 
-        Pair with `release`. A failed index is tried again by the next request that acquires it.
+        Pair with `release`. A failed index is tried again by the next request that acquires it, unless it is hopeless.
         """
         with self._lock:
             index = self._by_digest.get(entry.digest)
-            ended = index is not None and index.loaded is not None and index.loaded.done()  # before its state is read
-            if index is None or _can_be_tried_again(index, ended=ended):
+            if index is None or index.can_be_tried_again(entry):
                 index = ResidentIndex(entry)
                 self._by_digest[entry.digest] = index
                 index.loaded = self._worker.submit(self._load, index)
@@ -161,10 +175,7 @@ class Residency:
     def _load(self, index: ResidentIndex) -> None:
         try:
             with self._store.get(index.entry.identity) as file:
-                prefix = f"{self._method}."
-                own = [key for key in file.keys if key.name.startswith(prefix) and key.kv_head in self._kv_heads]
-                self._make_room(index, sum(file.record(key).nbytes for key in own))
-                layers = self._load_layers(file)
+                layers = self._load_layers(index, file)
             self._wait_for_device()
             nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
             with self._lock:  # at once, for whoever looks at the books
@@ -178,8 +189,8 @@ class Residency:
             self._fail(index, error.reason, str(error))
         except UnusableIndexError as error:
             self._fail(index, error.reason, str(error))
-        except torch.OutOfMemoryError as error:
-            self._fail(index, "index_memory", f"the device has no memory left for this index: {error}")
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            self._fail(index, "index_memory", f"no memory is left for this index: {error}")
         except Exception as error:  # the server must live on, dense
             self._fail(index, "index_corrupt", f"{type(error).__name__}: {error}")
 
@@ -192,39 +203,62 @@ class Residency:
         index.reason, index.detail = reason, detail
         index.state = State.FAILED
 
-    def _load_layers(self, file: IndexFile) -> list[LayerArrays]:
-        """All layers, checked while they are read; a batch of layers at a time lies in host memory."""
-        names = self._names_of_layers(file)
-        heads = self._kv_heads
-        keys = [[ArrayKey(name, layer, head) for name in some for head in heads] for layer, some in enumerate(names)]
-        layers: list[LayerArrays] = []
-        for batch in _batches([file.read_nbytes(wanted) for wanted in keys]):
-            arrays = file.read_many(key for layer in batch for key in keys[layer])
-            for layer in batch:
-                pieces = [
-                    {
-                        name.removeprefix(f"{self._method}."): torch.from_numpy(arrays[ArrayKey(name, layer, head)])
-                        for name in names[layer]
-                    }
-                    for head in heads
-                ]
-                layers.append({name: array.to(self._device) for name, array in join_heads(pieces).items()})
+    def _load_layers(self, index: ResidentIndex, file: IndexFile) -> list[LayerArrays]:
+        """All layers, checked while they are read; a batch of layers at a time lies in host memory.
+
+        Raises IndexCorrupt for arrays that no builder of this spec makes of this prefix.
+        """
+        identity, layers = index.entry.identity, list[LayerArrays]()
+        size = IndexSize(identity.num_tokens, identity.model.head_dim)
+        try:
+            keys = self._own_keys(file, size)
+            self._make_room(index, sum(file.record(key).nbytes for layer in keys for head in layer for key in head))
+            flat = [[key for head in layer for key in head] for layer in keys]
+            for batch in _batches([file.read_nbytes(wanted) for wanted in flat]):
+                read = file.read_many(key for layer in batch for key in flat[layer])
+                for layer in batch:
+                    arrays = join_heads(
+                        [{self._array(key): torch.from_numpy(read[key]) for key in head} for head in keys[layer]]
+                    )
+                    check_layer(self._spec, arrays, size, f"layer {layer}")
+                    layers.append({name: array.to(self._device) for name, array in arrays.items()})
+        except ContentError as error:
+            index.hopeless = True
+            # Of no file: whatever copies the store has of it are alike.
+            what, remedy = f"{error.what} in index {identity.digest[:12]}", "remove the index and build it again"
+            raise IndexCorrupt(what, expected=error.expected, found=error.found, remedy=remedy) from error
         return layers
 
-    def _names_of_layers(self, file: IndexFile) -> list[list[str]]:
-        """Names of this method's arrays, per layer. Raises UnusableIndexError for a layer that has none."""
-        names: list[set[str]] = [set() for _ in range(self._num_layers)]
+    def _array(self, key: ArrayKey) -> str:
+        """What the method calls an array."""
+        return key.name.removeprefix(f"{self._method}.")
+
+    def _own_keys(self, file: IndexFile, size: IndexSize) -> list[list[list[ArrayKey]]]:
+        """[num_layers][num_kv_heads] addresses of this method's arrays on this rank, whose forms are right.
+
+        Raises:
+            UnusableIndexError: the index has none of this method.
+            ContentError: another form, an array too many, or one that a head or a layer lacks.
+        """
+        own = [[list[ArrayKey]() for _ in self._kv_heads] for _ in range(self._num_layers)]
+        found = set()
         for key in file.keys:
-            if key.name.startswith(f"{self._method}.") and 0 <= key.layer < self._num_layers:
-                names[key.layer].add(key.name)
-        if not all(names):
-            found = sorted({key.name.split(".")[0] for key in file.keys})
+            found.add(key.name.split(".")[0])
+            if key.name.startswith(f"{self._method}.") and key.kv_head in self._kv_heads and 0 <= key.layer < len(own):
+                own[key.layer][key.kv_head - self._kv_heads.start].append(key)
+        if self._method not in found:
             raise UnusableIndexError(
                 "index_mismatch",
-                f"index {file.identity.digest[:12]} layer {names.index(set())}: expected arrays of method "
-                f"{self._method!r}, found methods {found}; prebuild it with this method under 'methods'",
+                f"index {file.identity.digest[:12]}: expected arrays of method {self._method!r}, found methods "
+                f"{sorted(found)}; prebuild it with this method under 'methods'",
             )
-        return [sorted(some) for some in names]
+        forms = self._spec.forms(size)
+        for layer, heads in enumerate(own):
+            for head, keys in zip(self._kv_heads, heads, strict=True):
+                records = {self._array(key): file.record(key) for key in keys}
+                rows = {name: (record.dtype, record.shape) for name, record in records.items()}
+                check_forms(forms, rows, f"layer {layer}, KV head {head}")
+        return own
 
     def _make_room(self, incoming: ResidentIndex, nbytes: int) -> None:
         if nbytes > self._budget_bytes:
@@ -255,10 +289,9 @@ class Residency:
             self._wait_for_device()
 
 
-def _can_be_tried_again(index: ResidentIndex, *, ended: bool) -> bool:
-    if index.state is State.FAILED:
-        return not index.hopeless
-    return ended and index.state is State.LOADING  # its load ended without a word
+def _build_of(entry: IndexEntry) -> tuple[object, ...]:
+    """What tells two indexes of one identity apart."""
+    return entry.nbytes, entry.created, entry.build_seconds
 
 
 def _batches(layer_nbytes: Sequence[int]) -> Iterator[range]:

@@ -207,6 +207,7 @@ HOSTILE_ROWS: dict[str, Callable[[list[list[Any]]], object]] = {
     "huge dimension": lambda rows: rows[1].__setitem__(SHAPE, [2**62, 2**62]),
     "product that wraps in 64 bits": lambda rows: rows[1].__setitem__(SHAPE, [2**32, 2**32, 6]),
     "negative dimensions": lambda rows: rows[1].__setitem__(SHAPE, [-2, -3]),
+    "zero behind sizes that no array can have": lambda rows: rows[0].__setitem__(SHAPE, [2**46, 2**46, 0]),
     "zero times huge": lambda rows: rows[0].__setitem__(SHAPE, [0, 2**60]),
     "too many dimensions": lambda rows: rows[1].__setitem__(SHAPE, [6] + [1] * 1000),
     "bytes other than shape": lambda rows: rows[1].__setitem__(NBYTES, 20),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,7 +141,17 @@ def _index(state: State, reason: str = "") -> Any:
     )
 
 
-def _readiness(ranks: Ranks, attachments: Sequence[Attachment], accepts: Callable[[Any], bool]) -> Any:
+class _Unreadable:
+    """An index of which nothing can be learned."""
+
+    entry = SimpleNamespace(digest=A)
+
+    @property
+    def state(self) -> State:
+        raise OSError("gone")
+
+
+def _readiness(ranks: Ranks, attachments: Sequence[Attachment]) -> Any:
     table, cpu = RequestTable(), torch.device("cpu")
     held = [_Request() for _ in attachments]
     for request, attachment in zip(held, attachments, strict=True):
@@ -151,28 +161,23 @@ def _readiness(ranks: Ranks, attachments: Sequence[Attachment], accepts: Callabl
         attachment.index = None
 
     counters = Counters(1, cpu)
-    ready = Readiness(SparseAttnConfig(), table, counters, ranks, release, accepts)
+    ready = Readiness(SparseAttnConfig(), table, counters, ranks, release)
     ready.held = held
     return ready, counters
 
 
-@pytest.mark.parametrize("case", ["ready", "loading", "failed", "unread", "absent", "unlike", "raises"])
+@pytest.mark.parametrize("case", ["ready", "loading", "failed", "absent", "unlike", "raises"])
 def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
     def work(ranks: Ranks) -> Any:
         state, index = State.READY, None
         if ranks.rank == 1:
             state = {"loading": State.LOADING, "failed": State.FAILED}.get(case, State.READY)
         if ranks.rank == 0 or case != "absent":
-            index = _index(state, "index_memory")
+            index = _Unreadable() if ranks.rank and case == "raises" else _index(state, "index_memory")
         reason = "unsupported_mode" if ranks.rank == 1 and case == "unlike" else None
         attachment = Attachment("r", 80, None if reason else index, "no_index" if index is None else reason)
 
-        def accepts(_: Any) -> bool:
-            if ranks.rank == 1 and case == "raises":
-                raise OSError("gone")
-            return ranks.rank == 0 or case != "unread"
-
-        ready, counters = _readiness(ranks, [attachment], accepts)
+        ready, counters = _readiness(ranks, [attachment])
         problem = ready.settle(["r"], refused=False)
         used = ready.usable(attachment) is not None
         return problem, used, dict(counters.fallbacks), attachment.reason, attachment.index is None
@@ -182,7 +187,6 @@ def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
     reason = {
         "loading": "index_loading",
         "failed": "index_memory",
-        "unread": "index_mismatch",
         "absent": "no_index",
         "unlike": "unsupported_mode",
         "raises": "unsupported_mode",
@@ -193,7 +197,7 @@ def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
 
 def test_one_rank_votes_with_nobody() -> None:
     attachment = Attachment("r", 80, _index(State.READY), None)
-    ready, _ = _readiness(OneRank(), [attachment], lambda _: True)
+    ready, _ = _readiness(OneRank(), [attachment])
     assert ready.settle(["r"], refused=True) is None
     assert ready.usable(attachment) is attachment.index
     assert ready.snapshot() == {"votes": 0, "history": 0}

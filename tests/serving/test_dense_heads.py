@@ -16,6 +16,7 @@ from sglang_ext.attention.decode import GroupedDecode, with_dense_heads
 from sglang_ext.attention.plan import DecodePlan, Group
 from sglang_ext.config import config_from_dict
 from sglang_ext.indexing import METHODS, LayerPlan
+from sglang_ext.indexing.exact import ExactSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.residency import Residency, ResidentIndex
 
@@ -24,7 +25,7 @@ PREFIX, LAYERS, KV_HEADS, GQA, DIM, BUDGET = 64, 3, 2, 2, 16, 12
 
 @pytest.fixture
 def index(bench: Any) -> Iterator[ResidentIndex]:
-    residency = Residency(bench.store, "exact", LAYERS, KV_HEADS, torch.device("cpu"), 1 << 30)
+    residency = Residency(bench.store, ExactSpec(), LAYERS, KV_HEADS, torch.device("cpu"), 1 << 30)
     resident = residency.acquire(bench.put(list(range(PREFIX))))
     assert resident.loaded is not None
     resident.loaded.result(30)

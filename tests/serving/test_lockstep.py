@@ -85,7 +85,7 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
     def release(attachment: Attachment) -> None:
         attachment.index = None
 
-    ready = Readiness(config, requests, counters, ranks, release, steps.accepts)
+    ready = Readiness(config, requests, counters, ranks, release)
     held: dict[str, _Request] = {}
     seen: list[Any] = []
     for batch, gone in _script(seed, joins):

@@ -250,6 +250,24 @@ def test_parts_of_other_heads_are_refused(start: Callable[..., list[Rank]]) -> N
     assert list(first.store.list()) == []  # type: ignore[attr-defined]
 
 
+def test_a_part_of_wrong_content_is_not_stored(start: Callable[..., list[Rank]], tmp_path: Path) -> None:
+    """Its arrays are of the right heads; a server would refuse to load what they are part of."""
+    first, second = start(2)
+    assert second.decode_until("c", lambda state: state["left"] == 1)
+    parts_of_second = second.builds._parts
+    assert parts_of_second is not None
+    (path,) = parts_of_second._folder.glob("*.1.npz")
+    with np.load(path) as part:
+        arrays = dict(part)
+    for name in arrays:
+        if name.endswith("channels"):
+            arrays[name] = np.full_like(arrays[name], 32767)
+    np.savez(path, **arrays)
+    assert first.decode_until("c", lambda state: state["failed"] == 1)
+    assert list(first.store.list()) == []  # type: ignore[attr-defined]
+    assert "channels of layer 0: expected values of 0 to" in (tmp_path / "report-2.jsonl").read_text()
+
+
 def test_a_part_that_never_comes_ends_the_build(start: Callable[..., list[Rank]], monkeypatch: Any) -> None:
     first, _ = start(2)
     assert first.decode_until("c", lambda state: state["open"] and state["open"][0]["pieces"] == LAYERS)

@@ -14,6 +14,7 @@ from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
 from sglang_ext.config import config_from_dict
 from sglang_ext.indexing import METHODS, LayerPlan
+from sglang_ext.indexing.exact import ExactSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, SharedSlots
 from sglang_ext.prefix.residency import Residency, ResidentIndex
@@ -46,7 +47,7 @@ def pool() -> Pool:
 @pytest.fixture
 def resident(bench: Any) -> Any:
     """prompt number -> a loaded index of PREFIX tokens."""
-    residency = Residency(bench.store, "exact", LAYERS, KV_HEADS, torch.device("cpu"), 1 << 30)
+    residency = Residency(bench.store, ExactSpec(), LAYERS, KV_HEADS, torch.device("cpu"), 1 << 30)
 
     def load(number: int) -> ResidentIndex:
         index = residency.acquire(bench.put(list(range(number * 1000, number * 1000 + PREFIX))))

@@ -15,6 +15,7 @@ from prefix_index import ArrayKey, ModelFingerprint
 from prefix_index.testing import sample_model
 from sglang_ext.config import ConfigError, Settings, make_settings, settings_from_env
 from sglang_ext.indexing import make_builder
+from sglang_ext.indexing.exact import ExactSpec
 from sglang_ext.indexing.profile import Profile, ProfileError
 from sglang_ext.indexing.profile_use import layer_profile
 from sglang_ext.prefill.builder import IndexFactory, method_specs, profile_digest
@@ -254,7 +255,7 @@ def test_a_rank_has_its_heads_of_plan_and_dense_heads() -> None:
 def test_a_rank_loads_its_own_heads(bench: Any) -> None:
     prompt = list(range(64))
     entry = bench.put(prompt)
-    residency = Residency(bench.store, "exact", 3, 1, torch.device("cpu"), entry.nbytes * 2 // 3, 1)
+    residency = Residency(bench.store, ExactSpec(), 3, 1, torch.device("cpu"), entry.nbytes * 2 // 3, 1)
     index = residency.acquire(entry)
     assert index.loaded is not None
     index.loaded.result(30)

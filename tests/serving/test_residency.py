@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from prefix_index import IndexCorrupt, IndexUnreadable
+from sglang_ext.indexing import METHODS
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 
 
 def _residency(bench: Any, budget: int = 1 << 30, method: str = "exact") -> Residency:
-    return Residency(bench.store, method, 3, 2, torch.device("cpu"), budget)
+    return Residency(bench.store, METHODS[method].spec(), 3, 2, torch.device("cpu"), budget)
 
 
 def _load(residency: Residency, entry: Any) -> ResidentIndex:

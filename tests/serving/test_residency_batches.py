@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sglang_ext.prefix.residency as module
+from sglang_ext.indexing.exact import ExactSpec
 from sglang_ext.prefix.residency import Residency, State, _batches
 
 
@@ -15,7 +16,7 @@ from sglang_ext.prefix.residency import Residency, State, _batches
 def test_batches_do_not_show(bench: Any, staging: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STAGING_BYTES", staging)
     prompt = list(range(64))
-    residency = Residency(bench.store, "exact", 3, 2, torch.device("cpu"), 1 << 30)
+    residency = Residency(bench.store, ExactSpec(), 3, 2, torch.device("cpu"), 1 << 30)
     index = residency.acquire(bench.put(prompt))
     assert index.loaded is not None
     index.loaded.result(30)

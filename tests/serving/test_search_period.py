@@ -13,6 +13,7 @@ from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, make_plan
 from sglang_ext.config import config_from_dict
 from sglang_ext.indexing import METHODS, LayerPlan
+from sglang_ext.indexing.exact import ExactSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, SharedSlots
 from sglang_ext.prefix.residency import Residency, ResidentIndex
@@ -81,7 +82,7 @@ class Serving:
 @pytest.fixture
 def serving(bench: Any) -> Any:
     """(period, layers) -> a serving of one loaded index."""
-    residency = Residency(bench.store, "exact", LAYERS, KV_HEADS, torch.device("cpu"), 1 << 30)
+    residency = Residency(bench.store, ExactSpec(), LAYERS, KV_HEADS, torch.device("cpu"), 1 << 30)
 
     def make(period: int, layers: list[Any] | None = None) -> Serving:
         index = residency.acquire(bench.put(list(range(PREFIX))))

@@ -28,6 +28,10 @@ class BlobsFull(BlobsError):
     """The store has no room for the value."""
 
 
+class BlobsLocal(BlobsError):
+    """Nobody was asked: this machine has no memory or no descriptor for it."""
+
+
 class BlobsFailed(BlobsError):
     """The store did not do it; asking again later may help."""
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
-from ..errors import StoreUnavailable
+from ..errors import OutOfMemory, StoreUnavailable, out_of_memory
 
 _T = TypeVar("_T")
 _MAX_RUNNING: Final = 16
@@ -66,7 +66,7 @@ class Calls:
             while error is None and len(waiting) < self.parallel and (call := next(pending, None)) is not None:
                 try:
                     waiting.append(self._start(call))
-                except StoreUnavailable as err:
+                except (StoreUnavailable, OutOfMemory) as err:
                     error = err
             if not waiting:
                 break
@@ -121,7 +121,14 @@ class Calls:
         except StoreUnavailable:
             self._slots.release()
             raise
-        return self._spawn(_Job(call), counted=True)
+        try:
+            return self._spawn(_Job(call), counted=True)
+        except RuntimeError as err:  # the system's limit of threads
+            with self._lock:
+                self._running -= 1
+                self._lock.notify_all()
+            self._slots.release()
+            raise out_of_memory(err, "a thread for the request") from err
 
     def _spawn(self, job: _Job[_T], *, counted: bool = False) -> _Job[_T]:
         threading.Thread(target=self._work, args=(job, counted), name=f"{self.what} call", daemon=True).start()

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from .blobs import BlobMissing, BlobsError, BlobsFailed, BlobsFull, BlobTooShort
+from .blobs import BlobMissing, BlobsError, BlobsFailed, BlobsFull, BlobsLocal, BlobTooShort
 from .values import copy_bytes
 
 _SECRET: Final = re.compile(r"\?\S*|(?<=://)[^/\s@]*@")
 _FULL: Final = ("(os error 27)", "(os error 28)", "(os error 122)", "QuotaExceeded")  # EFBIG, ENOSPC, EDQUOT
+_LOCAL: Final = ("(os error 12)", "(os error 23)", "(os error 24)")  # ENOMEM, ENFILE, EMFILE
 _RANGE: Final = ("InvalidRange", "Requested range was invalid", "Wanted range starting at")
 
 
@@ -132,5 +133,6 @@ def _failed(err: Exception) -> BlobsError:
         return BlobMissing("no such object")
     text = str(err)
     line = _SECRET.sub("", text.partition("\n")[0])[:200]
-    kind = BlobsFull if any(word in text for word in _FULL) else BlobsFailed
+    local = isinstance(err, MemoryError) or any(word in text for word in _LOCAL)
+    kind = BlobsLocal if local else BlobsFull if any(word in text for word in _FULL) else BlobsFailed
     return kind(f"{type(err).__name__}: {line}")

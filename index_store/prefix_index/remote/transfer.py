@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from ..errors import IndexFormatError, IndexNotFound, StoreFull, StoreUnavailable
+from ..errors import IndexFormatError, IndexNotFound, StoreFull, StoreUnavailable, out_of_memory
 from ..format import corrupt
-from .blobs import BlobMissing, Blobs, BlobsError, BlobsFull, BlobTooShort
+from .blobs import BlobMissing, Blobs, BlobsError, BlobsFull, BlobsLocal, BlobTooShort
 from .calls import Calls
 from .values import (
     HEADER,
@@ -141,8 +141,15 @@ class Values:
             )
 
     def download(self, manifest: Manifest) -> mmap.mmap:
-        """The whole container, each chunk compared with its checksums. Raises IndexNotFound, IndexFormatError."""
-        buffer = mmap.mmap(-1, manifest.nbytes)
+        """The whole container, each chunk compared with its checksums. Raises IndexNotFound, IndexFormatError,
+        OutOfMemory.
+        """
+        try:
+            buffer = mmap.mmap(-1, manifest.nbytes)
+        except (OSError, ValueError, OverflowError) as err:
+            if not self.is_whole(manifest):
+                raise corrupt("manifest", "the lengths of its chunks", f"{manifest.nbytes} bytes") from None
+            raise out_of_memory(err, f"{manifest.nbytes} bytes") from err
         view = memoryview(buffer)
         digest = manifest.entry.identity.digest
 
@@ -215,6 +222,8 @@ class Values:
             yield
         except BlobMissing:
             raise
+        except BlobsLocal as err:
+            raise out_of_memory(err, "a request sent") from err
         except BlobsFull as err:
             remedy = "free room there, add machines, or raise its limit"
             raise StoreFull(what, expected="room for the index", found=str(err), remedy=remedy) from err

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ..errors import IndexForeign, IndexStoreError, IndexTooNew
-from ..format import ALIGN, Entry, aligned, corrupt
+from ..format import ALIGN, MAX_NBYTES, Entry, aligned, corrupt
 from ..store import IndexEntry, Retention
 
 MAGIC: Final = b"\x89PFXVAL\n"
@@ -49,8 +49,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     retention: Retention
 
     def __post_init__(self) -> None:
-        if not (self.chunk_nbytes > 0 and self.chunk_nbytes % ALIGN == 0 and self.nbytes > 0):
-            raise ValueError(f"chunk_nbytes: expected a multiple of {ALIGN}, found {self.chunk_nbytes}")
+        for name in ("nbytes", "chunk_nbytes"):
+            value = getattr(self, name)
+            if not 0 < value <= MAX_NBYTES or value % ALIGN:
+                raise ValueError(f"{name}: expected a multiple of {ALIGN}, at most {MAX_NBYTES}, found {value}")
         if len(self.chunks) != -(-self.nbytes // self.chunk_nbytes):
             raise ValueError(f"chunks: expected {-(-self.nbytes // self.chunk_nbytes)}, found {len(self.chunks)}")
 

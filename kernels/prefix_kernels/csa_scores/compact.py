@@ -132,6 +132,45 @@ def check_lists(lists: CompactLists, lead: tuple[int, ...], list_len: int, prefi
             )
 
 
+def check_entries(lists: CompactLists, list_len: int, prefix_len: int) -> None:
+    """Raise unless each list holds `list_len` ascending positions of the prefix: what decoding and kernels rely on.
+
+    Args:
+        lists: of the shapes that `check_lists` wants, counts in 0..256. Waits for the device.
+        list_len, prefix_len: as there.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if lists.counts is None:
+        behind = lists.places[..., -1] >> (prefix_len % 8) if prefix_len % 8 else torch.zeros(())
+        good = bool((_num_bits(lists.places) == list_len).all()) and not bool(behind.any())
+    else:
+        good = _offsets_ascend(lists.places, lists.counts, list_len, prefix_len)
+    if not good:
+        raise ValueError(f"expected {list_len} ascending positions below {prefix_len} in each list, got others")
+
+
+def _offsets_ascend(places: Tensor, counts: Tensor, list_len: int, prefix_len: int) -> bool:
+    ends = counts.cumsum(dim=-1)
+    if bool((ends[..., -1] != list_len).any()):
+        return False
+    # An entry's place may be lower than the one before only where its block begins.
+    lower = places[..., 1:] <= places[..., :-1]
+    begins = ends[..., :-1]
+    later = (begins > 0) & (counts[..., 1:] > 0)
+    allowed = int((lower.gather(-1, (begins - 1).clamp(0, max(list_len - 2, 0))) & later).sum()) if list_len > 1 else 0
+    behind = (counts[..., -1] > 0) & (places[..., -1] > (prefix_len - 1) % BLOCK_POSITIONS)
+    return int(torch.count_nonzero(lower)) == allowed and not bool(behind.any())
+
+
+def _num_bits(places: Tensor) -> Tensor:
+    """uint8 [..., n] -> int64 [...]: bits that are set."""
+    pairs = places - ((places >> 1) & 0x55)
+    fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+    return ((fours + (fours >> 4)) & 0x0F).sum(dim=-1)
+
+
 def unpack_bits(places: Tensor) -> Tensor:
     """uint8 [..., n] -> uint8 [..., 8 * n] of 0 and 1, the low bit first."""
     return torch.stack([(places >> bit) & 1 for bit in range(8)], dim=-1).flatten(-2)

@@ -27,6 +27,7 @@ from prefix_index import (
     IndexStoreError,
     IndexTooNew,
     IndexUnreadable,
+    OutOfMemory,
     StoreUnavailable,
 )
 from sglang_ext.cli.index.targets import digest_in, find, open_unused, opened
@@ -39,6 +40,7 @@ _STATUSES: dict[type[IndexStoreError], str] = {
     IndexForeign: "foreign",
     IndexMismatch: "mismatch",
     IndexUnreadable: "unreadable",
+    OutOfMemory: "unreadable",
     IndexNotFound: "gone",
 }
 _FINE = ("good", "gone")

@@ -1,0 +1,344 @@
+#!/usr/bin/env python3
+"""Indexes with right checksums and wrong content, through the loader of a server and its decode steps.
+
+    python benchmarks/hostile_indexes.py                                   # on a CPU, kernels in Triton's interpreter
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 86 \
+        python benchmarks/hostile_indexes.py --device cuda                 # on a GPU: reads out of bounds
+
+Each damage of `hostile_damages.py` is planted in an index of each method, stored, and loaded. What the loader refuses
+must be `index_corrupt` and reported to the store. What it accepts is decoded beside an index that is whole, by every
+path that its method has: the reference of decode and, for the token index, the kernels of the decode graphs. No step
+may raise, no selection may leave its own prefix, and what the other index selects must be what it selects alone. One
+line per method and path; exit status 1 where any of that was not so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+if "cuda" not in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+from hostile_damages import Arrays, Damage, damages
+from kernel_rows import commit
+from tqdm import tqdm
+
+from prefix_index import ArrayKey, BuildInfo, FileStore, IndexEntry, IndexIdentity, IndexPayload, IndexStoreError
+from prefix_index.testing import sample_identity, sample_model
+from prefix_kernels.anchor_selection import Form
+from prefix_kernels.types import PagedKV, Selection
+from sglang_ext.attention.attentions import LayerShape
+from sglang_ext.attention.decode import GroupedDecode
+from sglang_ext.attention.plan import DecodePlan, Group
+from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
+from sglang_ext.attention.sparse_decode import SparseDecode
+from sglang_ext.config import config_from_dict
+from sglang_ext.indexing import make_builder, make_selector, parse_spec
+from sglang_ext.indexing.base import LayerProfile
+from sglang_ext.indexing.heads import split_heads
+from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.indexing.token_index import TokenIndexSpec
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix import residency
+from sglang_ext.prefix.residency import Residency, ResidentIndex, State
+
+LAYERS, KV_HEADS, GQA = 3, 2, 2
+ROLES = ["dense", "anchor", "anchor"]
+DAMAGED, WHOLE, OWN = 272, 208, 3
+"""Tokens of the two prefixes, and of a request behind them."""
+LENGTHS = (DAMAGED, DAMAGED, WHOLE)
+"""Of the requests' prefixes."""
+SLOTS, WIDTH = 2048, 400
+METHODS: dict[str, dict[str, Any]] = {
+    "token_index": {"method": "token_index"},
+    "token_index, 2 bits": {"method": "token_index", "bits": 2, "symmetric": True},
+    "ab_sparse": {"method": "ab_sparse"},
+    "ab_sparse, bounds in fp16": {"method": "ab_sparse", "representation": "minmax", "quantization": "none"},
+    "ab_sparse, sizes per head": {"method": "ab_sparse", "sizes": "profile", "representation": "ball"},
+    "csattention": {"method": "csattention"},
+    "csattention, bitmaps": {"method": "csattention", "list_ratio": 0.4, "score_bits": 8},
+    "csattention, paper": {"method": "csattention", "codec": "paper", "weighting": "contribution"},
+    "two_level": {"method": "two_level"},
+    "union": {"method": "union"},
+    "exact": {"method": "exact"},
+}
+
+
+Selections = dict[int, Selection]
+"""By anchor layer."""
+
+
+class Found(NamedTuple):
+    """Of a step: selections of each group, and the output of each layer."""
+
+    selections: list[Selections]
+    outs: list[torch.Tensor]
+
+
+class CountingStore(FileStore):
+    """Counts what is reported."""
+
+    reports = 0
+
+    def report(self, key: Any, error: IndexStoreError) -> None:
+        self.reports += 1
+        super().report(key, error)
+
+
+@dataclass
+class Tally:
+    """What became of the damages of one method on one decode path."""
+
+    path: str
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def fail(self, what: str, detail: str) -> None:
+        self.counts[what] += 1
+        self.wrong.append(f"{what}: {detail}")
+
+
+class Bench:
+    """A method, a store with one whole index and one that is damaged, and the pool that decode steps read.
+
+    Args:
+        raw: of the method.
+        device: where indexes and the pool lie.
+        folder: of the store.
+    """
+
+    def __init__(self, raw: dict[str, Any], device: torch.device, folder: Path) -> None:
+        self.spec, self.device = parse_spec(raw), device
+        self.dim = 128 if device.type == "cuda" else 64
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        named = {"method": self.spec.method, "methods": {self.spec.method: {k: raw[k] for k in raw if k != "method"}}}
+        budgets = {"keep_ratio": 0.2, "min_top_k": 32, "num_recent_pages": 1}
+        # With a trace, what kernels select is kept.
+        self.config = config_from_dict({**named, **budgets, "layer_plan": ROLES, "trace_folder": str(folder)})
+        self.plan = LayerPlan.from_dict({"layers": ROLES}, num_layers=LAYERS, num_kv_heads=KV_HEADS)
+        self.model = sample_model(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=self.dim, v_head_dim=self.dim)
+        self.store = CountingStore(folder, create=True)
+        self.store.open()
+        self.builds = 0
+        gen = self.gen = torch.Generator().manual_seed(0)
+        pool = torch.randn(LAYERS, 2, SLOTS, KV_HEADS, self.dim, generator=gen).to(device, self.dtype)
+        self.caches = [PagedKV(*of_layer) for of_layer in pool]
+        self.q = 2 * torch.randn(LAYERS, 3, KV_HEADS * GQA, self.dim, generator=gen).to(device, self.dtype)
+        # Two requests on the damaged index's prefix, one on the other's.
+        slots = torch.randperm(SLOTS, generator=gen).int().to(device)
+        self.table = torch.zeros(4, WIDTH, dtype=torch.int32, device=device)
+        taken = 0
+        for row, prefix in enumerate(LENGTHS):
+            self.table[row, : prefix + OWN] = slots[taken : taken + prefix + OWN]
+            taken += prefix + OWN
+        self.table[1, :DAMAGED] = self.table[0, :DAMAGED]
+        self.arrays = self._built(DAMAGED)
+        self.whole = self._loaded(self.put(self._built(WHOLE), WHOLE))
+
+    def _built(self, prefix_len: int) -> Arrays:
+        profile = LayerProfile(block_sizes=(16, 64))
+        arrays: Arrays = {}
+        for layer in range(LAYERS):
+            keys = torch.randn(prefix_len, KV_HEADS, self.dim, generator=self.gen)
+            queries = torch.randn(KV_HEADS, 64, self.dim, generator=self.gen)
+            built = make_builder(self.spec, profile).build_layer(keys, queries)
+            for head, pieces in enumerate(split_heads(built)):
+                arrays |= {ArrayKey(f"{self.spec.method}.{n}", layer, head): a.numpy() for n, a in pieces.items()}
+        return arrays
+
+    def identity(self, prefix_len: int) -> IndexIdentity:
+        """Of a made-up prompt of that length."""
+        return sample_identity(list(range(prefix_len)), model=self.model)
+
+    def put(self, arrays: Arrays, prefix_len: int) -> IndexEntry:
+        """Store an index as a builder would."""
+        self.builds += 1
+        info = BuildInfo(created=float(self.builds))
+        return self.store.put(IndexPayload(self.identity(prefix_len), arrays, spec={}, stats={}, info=info))
+
+    def _loaded(self, entry: IndexEntry) -> ResidentIndex:
+        loader = Residency(self.store, self.spec, LAYERS, KV_HEADS, self.device, 1 << 32)
+        index = loader.acquire(entry)
+        loader.close()  # the load ends first
+        return index
+
+    def planted(self, damage: Damage) -> ResidentIndex:
+        """The index of the longer prefix with a damage, as the loader leaves it."""
+        arrays = {key: array.copy() for key, array in self.arrays.items()}
+        damage.apply(arrays)
+        return self._loaded(self.put({key: array.copy(order="C") for key, array in arrays.items()}, DAMAGED))
+
+    # -- decode paths --------------------------------------------------------------------------------------
+
+    def plan_of(self, indexes: Sequence[ResidentIndex], kept: Sequence[Selections] = ()) -> DecodePlan:
+        """A step in which each index has its requests in one group; rows without an index are in none."""
+        groups, starts = [], [0, 0, 0]
+        for number, index in enumerate(indexes):
+            rows = [0, 1] if index.prefix_len == DAMAGED else [2]
+            slots = self.table[rows[0], : index.prefix_len].long()
+            members = torch.tensor(rows, device=self.device)
+            groups.append(Group(index, slots, members, len(rows), kept=kept[number] if kept else {}))
+            for row in rows:
+                starts[row] = index.prefix_len
+        own = [self.table[row, start : n + OWN] for row, (start, n) in enumerate(zip(starts, LENGTHS, strict=True))]
+        indptr = torch.tensor([0, *torch.tensor([len(one) for one in own]).cumsum(0).tolist()], device=self.device)
+        return DecodePlan(groups, indptr, torch.cat(own).long())
+
+    def by_reference(self, indexes: Sequence[ResidentIndex], kept: Sequence[Selections] = ()) -> Found:
+        """A step by `GroupedDecode`; anchor layers attend what is kept."""
+        selector = make_selector(self.spec, self.config.summed_every)
+        decode = GroupedDecode(self.config, selector, self.plan, Counters(LAYERS, self.device))
+        plan = self.plan_of(indexes, kept)
+        outs = [decode.run(self.q[n], kv, plan, n, self.dim**-0.5) for n, kv in enumerate(self.caches)]
+        return Found([dict(group.selections) for group in plan.groups], outs)
+
+    def by_kernels(self, indexes: Sequence[ResidentIndex]) -> Found:
+        """A step by what decode graphs hold."""
+        on_gpu = self.device.type == "cuda"
+        tracker = SlotTracker(3, 16, self.device, "triton" if on_gpu else "reference")
+        shape = LayerShape(KV_HEADS * GQA, KV_HEADS, self.dim, self.dim, self.dtype, self.dtype)
+        sparse = SparseDecode(
+            shape,
+            self.config,
+            self.spec,
+            self.plan,
+            tracker,
+            arena_size=8192,
+            max_prefix_len=512,
+            device=self.device,
+            form=Form.JOINED if on_gpu else Form.SPLIT,
+        )
+        lens = [n + OWN for n in LENGTHS]
+        rows = torch.arange(3, device=self.device)
+        batch = DecodeBatch([0, 1, 2], lens, self.table, rows, torch.tensor(lens, device=self.device))
+        by_row = [next((i for i in indexes if i.prefix_len == n), None) for n in LENGTHS]
+        for _ in range(3):  # until the slots in common are known
+            tracker.learn(batch)
+        if not sparse.prepare(batch, by_row, forced=True):
+            raise RuntimeError("the step is not attended by the kernels")
+        outs = [sparse.attend(self.q[n], kv, n, self.dim**-0.5) for n, kv in enumerate(self.caches)]
+        assert sparse.copies is not None
+        assert len(sparse.copies.groups) == len(indexes)
+        found = []
+        for taken in sparse.copies.take(range(len(indexes))):
+            of_group = {}
+            for layer, (positions, counts) in taken.items():
+                positions = torch.where(torch.arange(positions.shape[1]) < counts[:, None], positions, -1)
+                of_group[layer] = Selection(positions.to(self.device), counts.to(self.device))
+            found.append(of_group)
+        return Found(found, outs)
+
+    def paths(self) -> dict[str, Callable[[Sequence[ResidentIndex]], Found]]:
+        """The decode paths of the method."""
+        graphs = {"decode graphs": self.by_kernels} if isinstance(self.spec, TokenIndexSpec) else {}
+        return {"reference": self.by_reference, **graphs}
+
+
+def judge(
+    bench: Bench, tally: Tally, what: str, indexes: Sequence[ResidentIndex], found: Found, alone: Selections
+) -> None:
+    """Look at a step of an accepted index and the whole one.
+
+    Args:
+        alone: what the whole one selects without the other.
+    """
+    for index, of_group in zip(indexes, found.selections, strict=True):
+        for layer, selection in of_group.items():
+            try:
+                selection.check_integrity(index.prefix_len)
+            except ValueError as error:
+                tally.fail(OUTSIDE, f"{what}, layer {layer}: {error}")
+    for layer, selection in found.selections[-1].items():
+        if not torch.equal(selection.positions, alone[layer].positions):
+            tally.fail(OTHER, f"{what}, layer {layer}: the whole index selects otherwise")
+    # What was attended is what was selected: slots of the own prefix.
+    wanted = bench.by_reference(indexes, found.selections).outs
+    for layer, (mine, theirs) in enumerate(zip(found.outs, wanted, strict=True)):
+        off = (mine.float() - theirs.float()).norm(dim=2) / theirs.float().norm(dim=2)
+        if not bool((off < (0.05 if bench.device.type == "cuda" else 1e-4)).all()):  # NaN, too
+            tally.fail(OTHER, f"{what}, layer {layer}: attention of other slots")
+
+
+EXCEPTION, OUTSIDE, OTHER = "exceptions", "positions outside", "selections of another index"
+LOADER = "refused without a report or a reason", "accepted although it does not fit", "refused although it fits"
+
+
+def run(name: str, device: torch.device, sample: int | None, unchecked: bool) -> list[Tally]:
+    """All damages of one method. Returns a tally per decode path; the loader's is part of the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(METHODS[name], device, Path(folder))
+        paths = {path: (step, step([bench.whole]).selections[0]) for path, step in bench.paths().items()}
+        tallies = {path: Tally(path) for path in paths}
+        cases = [Damage("none", lambda arrays: None, fits=True), *damages(bench.arrays, bench.spec.method)]
+        if sample and sample < len(cases):
+            cases = [cases[i * len(cases) // sample] for i in range(sample)]
+        for damage in tqdm(cases, desc=name, disable=None):
+            reports = bench.store.reports
+            index = bench.planted(damage)
+            refused = index.state is State.FAILED
+            for tally in tallies.values():
+                tally.counts["refused" if refused else "accepted"] += 1
+            first = tallies["reference"]
+            if refused and (index.reason != "index_corrupt" or bench.store.reports != reports + 1):
+                first.fail(LOADER[0], f"{damage.name}: {index.reason}: {index.detail}")
+            if refused == damage.fits:
+                first.fail(LOADER[2 if refused else 1], f"{damage.name}: {index.detail}")
+            for path, (step, alone) in paths.items():
+                if refused or (unchecked and path != "reference"):
+                    continue
+                indexes = [index, bench.whole]
+                try:
+                    found = step(indexes)
+                    judge(bench, tallies[path], damage.name, indexes, found, alone)
+                except Exception as error:
+                    tallies[path].fail(EXCEPTION, f"{damage.name}: {type(error).__name__}: {error}")
+        bench.store.close()
+    return list(tallies.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--sample", type=int, help="so many damages of each method, evenly; all by default")
+    parser.add_argument(
+        "--unchecked", action="store_true", help="let the loader accept everything: what damages would do"
+    )
+    parser.add_argument("--out", type=Path, help="rows as JSON lines")
+    args = parser.parse_args(argv)
+    if args.unchecked:
+        residency.check_forms = residency.check_layer = lambda *_: None  # type: ignore[assignment]
+    logging.disable(logging.ERROR)  # each refusal is one
+    failed = 0
+    for name in args.methods:
+        for tally in run(name, torch.device(args.device), args.sample, args.unchecked):
+            counts, wrong = tally.counts, {what: tally.counts[what] for what in (EXCEPTION, OUTSIDE, OTHER)}
+            wrong |= {what: counts[what] for what in LOADER if counts[what]}
+            num = {"damages": counts["refused"] + counts["accepted"], "refused": counts["refused"]}
+            row = {"method": name, "path": tally.path, **num, "accepted": counts["accepted"], **wrong}
+            print(", ".join(f"{value} {key}" if key not in ("method", "path") else value for key, value in row.items()))
+            for line in tally.wrong[:20]:
+                print(f"    {line}"[:300])
+            if args.out is not None:
+                origin = {"device": args.device, "torch": torch.__version__, "commit": commit()}
+                with args.out.open("a") as file:
+                    file.write(json.dumps({**row, **origin}) + "\n")
+            failed += bool(tally.wrong)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

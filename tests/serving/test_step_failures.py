@@ -1,0 +1,140 @@
+"""A decode step that fails costs the groups of its own requests: never those of others, and never an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from prefix_kernels.types import PagedKV
+from sglang_ext.attention.attentions import LayerShape
+from sglang_ext.attention.shared_decode import SharedDecode
+from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
+from sglang_ext.runtime import SparseRuntime
+from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Request, _decode_batch, _step
+
+OTHER = list(range(500, 564))
+Start = Callable[..., SparseRuntime]
+
+
+class BrokenError(Exception):
+    """Of ours."""
+
+
+def _raises(*_: Any, **__: Any) -> Any:
+    raise BrokenError("an index that nobody can read")
+
+
+def _admitted(runtime: SparseRuntime, *prompts: list[int]) -> list[Request]:
+    requests = []
+    for number, prompt in enumerate(prompts):
+        requests.append(Request())
+        runtime.admit(requests[-1], f"r{number}", [*prompt, number], NAMESPACE)
+    return requests
+
+
+@pytest.mark.parametrize("where", ["plan", "layer"])
+def test_its_requests_decode_dense_and_the_others_as_before(
+    start: Start,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runtime = start([PROMPT, OTHER])
+    requests = _admitted(runtime, PROMPT, OTHER)
+    with monkeypatch.context() as patched:
+        if where == "plan":
+            patched.setattr("sglang_ext.runtime.make_plan", _raises)
+        else:
+            patched.setattr(runtime.decode, "_attended", _raises)
+        assert _step(runtime, _decode_batch(runtime, ["r0"], [66])) == [None] * LAYERS
+    assert "a decode step of 1 requests failed" in caplog.text
+    assert _step(runtime, _decode_batch(runtime, ["r0"], [67])) == [None] * LAYERS, "from now on"
+    both = _step(runtime, _decode_batch(runtime, ["r0", "r1"], [68, 66]))
+    assert all(out is not None for out in both), "the other one has its index; each output was compared with dense"
+    late = Request()
+    runtime.admit(late, "late", [*PROMPT, 7], NAMESPACE)
+    assert all(out is not None for out in _step(runtime, _decode_batch(runtime, ["late"], [70], [2])))
+    state = runtime.snapshot()
+    assert (state["fallbacks"], state["shared"]["refusal"]) == ({"unsupported_mode": 1}, "share_prefixes is off")
+    for request, row in zip(requests, range(2), strict=True):
+        runtime.slot_freed(request, row, finished=True)
+    assert runtime.snapshot()["index_users"] == 1
+
+
+def test_a_layer_that_fails_in_the_middle_leaves_the_rest_to_sglang(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What came before stays; the failing layer's own keys and values are written twice, the same ones."""
+    runtime = start([PROMPT])
+    _admitted(runtime, PROMPT)
+    attended = runtime.decode._attended
+
+    def fails_late(q: Any, kv: Any, group: Any, layer: int, *rest: Any) -> Any:
+        return _raises() if layer == 1 else attended(q, kv, group, layer, *rest)
+
+    monkeypatch.setattr(runtime.decode, "_attended", fails_late)
+    outs = _step(runtime, _decode_batch(runtime, ["r0"], [66]))
+    assert [out is None for out in outs] == [False, True, True]
+
+
+def test_groups_by_slots_go_on_with_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = start(share_prefixes=True, min_shared_tokens=32)
+    _admitted(runtime, *[PROMPT] * 4)
+    for row in range(1, 4):
+        runtime.view.req_to_token[row, :64] = runtime.view.req_to_token[0, :64].clone()
+
+    def steps(first: int, number: int, begin: int) -> list[Any]:
+        rids, rows = [f"r{first}", f"r{first + 1}"], [first, first + 1]
+        lens = [[begin + n, begin + 4 + n] for n in range(number)]
+        return [_step(runtime, _decode_batch(runtime, rids, one, rows))[0] for one in lens]
+
+    assert steps(0, 3, 66)[-1] is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.shared._decode, "prepare", _raises)
+        assert steps(0, 1, 70) == [None]
+    assert runtime.shared.refusal is None
+    assert steps(0, 3, 72)[-1] is None, "they share nothing any more"
+    assert steps(2, 3, 66)[-1] is not None
+    assert runtime.snapshot()["shared"]["compared"] == 2, "what was known of those that failed is forgotten"
+
+
+def test_with_several_ranks_it_ends_the_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may have prepared the step: another graph would be replayed there."""
+    runtime = start(share_prefixes=True, min_shared_tokens=32)
+    _admitted(runtime, PROMPT)
+    monkeypatch.setattr(runtime.shared._decode, "prepare", _raises)
+    runtime.ranks = SimpleNamespace(size=2)  # type: ignore[assignment]
+    with pytest.raises(BrokenError), runtime.step(_decode_batch(runtime, ["r0"], [66])):
+        pass
+
+
+def test_tables_that_were_half_written_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch before comes back unchanged: nothing of the one that failed may be left in its tables."""
+    cpu, gen = torch.device("cpu"), torch.Generator().manual_seed(0)
+    kv = PagedKV(*(torch.randn(512, 1, 16, generator=gen) for _ in "kv"))
+    table = torch.randperm(512, generator=gen)[: 4 * 100].reshape(4, 100).int()
+    table[1, :64], table[3, :64] = table[0, :64], table[2, :64]
+    tracker = SlotTracker(4, 16, cpu, "reference")
+    decode = SharedDecode(LayerShape(2, 1, 16, 16, torch.float32, torch.float32), tracker, 2048, cpu, min_saved=16)
+
+    def batch(first: int) -> DecodeBatch:
+        rows, lens = torch.tensor([first, first + 1]), [70, 72]
+        return DecodeBatch([first, first + 1], lens, table, rows, torch.tensor(lens))
+
+    for first in (0, 2):
+        for _ in range(3):
+            tracker.learn(batch(first))
+    q = torch.randn(2, 2, 16, generator=gen)
+    assert decode.prepare(batch(0))
+    before = decode.attend(q, kv, 0.25)
+    with monkeypatch.context() as patched:
+        patched.setattr(decode._buffers, "copy_prefixes", _raises)
+        with pytest.raises(BrokenError):
+            decode.prepare(batch(2))
+    assert decode.prepare(batch(0))
+    assert torch.equal(decode.attend(q, kv, 0.25), before)
