@@ -15,7 +15,7 @@ FLAGS ?=
 CPU_FLAGS := --device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch \
   --grammar-backend none --disable-overlap-schedule --disable-cuda-graph --max-total-tokens 65536 \
   --max-running-requests 16 --chunked-prefill-size 4096
-GPU_FLAGS := --attention-backend flashinfer --disable-decode-cuda-graph
+GPU_FLAGS := --attention-backend flashinfer
 DEVICE_FLAGS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo '$(GPU_FLAGS)' || echo '$(CPU_FLAGS)')
 
 # Tests run in two processes of one thread each; a module's tests, or those of one server, stay together.

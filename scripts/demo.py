@@ -43,7 +43,7 @@ CPU_FLAGS = [
 ]
 # The server and the prebuild job live side by side on one GPU, so neither takes most of it.
 GPU_FLAGS = [
-    *("--attention-backend", "flashinfer", "--disable-decode-cuda-graph", "--mem-fraction-static", "0.4"),
+    *("--attention-backend", "flashinfer", "--mem-fraction-static", "0.4"),
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -33,7 +34,7 @@ from sglang_ext.prefill.handover import PrefillHelp
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.recording import Admission, Recording, decode_chunks, prefill_chunks
 from sglang_ext.prefill.shared_builds import SharedBuilds
-from sglang_ext.prefix.directory import PrefixDirectory
+from sglang_ext.prefix.directory import PrefixDirectory, misfit
 from sglang_ext.prefix.readiness import Readiness
 from sglang_ext.prefix.requests import Attachment, RequestTable, SharedSlots
 from sglang_ext.prefix.residency import Residency
@@ -84,13 +85,14 @@ class SparseRuntime:
         self.ranks = ranks or OneRank()
         self.counters = Counters(view.num_layers, view.device, prometheus)
         self.requests = RequestTable()
-        self.watch = StoreWatch(settings, self.counters.set_store if prometheus else None)
-        self.store = self.watch.store
         self.model = view.fingerprint()
         if profile is not None:
             check_profile(profile, self.model)
             logger.info("sparse attention: profile %s of this model", config.profile)
         self.profile = profile_digest(config, profile)
+        usable = partial(misfit, model=self.model, profile_digest=self.profile)
+        self.watch = StoreWatch(settings, usable, self.counters.set_store if prometheus else None)
+        self.store = self.watch.store
         self.directory = PrefixDirectory(
             self.store, self.model, self.profile, config.min_sparse_prompt_len, rescan=self.watch.rescan
         )
@@ -150,6 +152,8 @@ class SparseRuntime:
         prompt: Sequence[int],
         namespace: Mapping[str, str | None],
         refusal: tuple[str, str] | None = None,
+        *,
+        counted: bool = True,
     ) -> None:
         """Look a request up, once. Called at each prefix match of a waiting request; only the first counts.
 
@@ -159,6 +163,7 @@ class SparseRuntime:
             prompt: its own prompt's token ids.
             namespace: everything in its RadixKey that is not tokens.
             refusal: (reason, detail) of a request that stays dense in any case.
+            counted: whether an index that is found counts as a hit.
         """
         if self.requests.known(request):
             return
@@ -173,7 +178,8 @@ class SparseRuntime:
             found = self.directory.lookup(namespace, prompt)
             hashes = found.hashes
             if found.entry is not None:
-                self.counters.count_hit()
+                if counted:
+                    self.counters.count_hit()
                 attachment = Attachment(rid, len(prompt), self.residency.acquire(found.entry), None)
             else:
                 attachment = Attachment(rid, len(prompt), None, found.reason, found.detail)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from sglang_ext.compat import decode_graphs, tensor_parallel
@@ -11,6 +13,10 @@ from sglang_ext.compat.server_args import settings_of, unsupported
 from sglang_ext.config import Build
 
 logger = logging.getLogger(__name__)
+
+OPT_OUT = "sparse_attn"
+MAX_WARNED = 16
+_warned: set[str] = set()
 
 #: The runtime of this scheduler process, once SGLang has built its attention backend.
 _runtime: Any = None
@@ -54,11 +60,11 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
 
         observe_residual_stream(runner.model, _runtime.observe)
     logger.info(
-        "sparse attention: adopted %s; method %s, store %s with %d indexes",
+        "sparse attention: adopted %s; method %s, store %s: %s",
         type(wrapped).__name__,
         settings.config.method,
         settings.store,
-        len(_runtime.store.list()),
+        _runtime.watch.summary(),
     )
     return adopt(wrapped, _runtime, view.layer_refusal)
 
@@ -134,7 +140,10 @@ def _admit(req: Any, key: Any) -> None:
     if _runtime.requests.known(req):
         return
     try:
-        _runtime.admit(req, req.rid, req.origin_input_ids, namespace_of(key), _refusal(req, key))
+        # Of several answers to one prompt, SGLang has the prompt prefilled first by a request that generates nothing.
+        generates = req.sampling_params.max_new_tokens != 0
+        prompt, namespace = req.origin_input_ids, namespace_of(key)
+        _runtime.admit(req, req.rid, prompt, namespace, _refusal(req, key), counted=generates)
     except Exception as error:  # one request must not end the server
         logger.exception("sparse attention: request %s could not be looked up and stays dense", req.rid)
         _runtime.refuse(req, req.rid, "unsupported_mode", f"{type(error).__name__}: {error}")
@@ -154,9 +163,24 @@ def _refusal(req: Any, key: Any) -> tuple[str, str] | None:
         if present:
             return "unsupported_mode", what
     custom = req.sampling_params.custom_params
-    if isinstance(custom, dict) and custom.get("sparse_attn") is False:
+    if not isinstance(custom, dict):
+        return None
+    if custom.get(OPT_OUT) is False:
         return "by_request", "custom_params.sparse_attn is false"
+    for problem in _misunderstood(custom):
+        if problem not in _warned and len(_warned) < MAX_WARNED:
+            _warned.add(problem)
+            logger.warning("sparse attention: custom_params: %s; the request is served as without it", problem)
     return None
+
+
+def _misunderstood(custom: dict[Any, Any]) -> Iterator[str]:
+    """What in a request's own parameters seems to be meant for us and says nothing that we know."""
+    if custom.get(OPT_OUT, True) is not True:
+        yield f"expected {OPT_OUT} to be true or false, got {reprlib.repr(custom[OPT_OUT])}"
+    for key in custom:  # others' keys stand here, too
+        if key != OPT_OUT and isinstance(key, str) and get_close_matches(key[:40].lower(), [OPT_OUT], cutoff=0.8):
+            yield f"expected {OPT_OUT}, got {reprlib.repr(key)}"
 
 
 def around_model_runner_forward(

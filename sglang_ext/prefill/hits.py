@@ -30,7 +30,9 @@ class Prefix:
         hits: requests that began with it; the first one, which only prefilled it, is not counted.
         due: whether its index is being built, or was.
         built_at: monotonic seconds when its index was stored here; None before.
-        tries: builds that came to nothing; each makes the next one wait for `BACKOFF` times as many hits.
+        tries: builds that came to nothing, or to an index that left the store before it had served as many requests as
+            it had waited for; each makes the next one wait for `BACKOFF` times as many hits.
+        served: requests that its index served.
     """
 
     namespace: str
@@ -39,6 +41,7 @@ class Prefix:
     due: bool = False
     built_at: float | None = None
     tries: int = 0
+    served: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -58,10 +61,14 @@ class HitCounter:
         after: hits from which on a prefix is worth an index.
         least: tokens of a prefix, at least.
         align: an index covers a multiple of so many tokens, whole pages.
+
+    Attributes:
+        evicted: indexes of known prefixes that were built here and have left the store since.
     """
 
     def __init__(self, after: int, least: int, align: int) -> None:
         self._after, self._least, self._align = after, least, align
+        self.evicted = 0
         self._known: OrderedDict[tuple[str, bytes], Prefix] = OrderedDict()
         self._pages: Counter[int] = Counter()
 
@@ -92,17 +99,26 @@ class HitCounter:
             prefix.hits += 1
             self._known.move_to_end((namespace, prefix.hashes[-1]))
         for prefix in met:
-            gone = prefix.built_at is not None and prefix.built_at < admitted and indexed < prefix.num_tokens
-            if gone:  # its index has left the store
-                prefix.due, prefix.built_at, prefix.hits = False, None, 1
+            if prefix.built_at is None or prefix.built_at >= admitted:
+                continue
+            if indexed >= prefix.num_tokens:
+                prefix.served += 1
+            else:  # its index has left the store
+                self.evicted += 1
+                prefix.tries = 0 if prefix.served >= self._wanted(prefix) else prefix.tries + 1
+                prefix.due, prefix.built_at, prefix.hits, prefix.served = False, None, 1, 0
         # One that is built, or on its way, is as good as there.
         indexed = max([indexed, *(prefix.num_tokens for prefix in met if prefix.due)])
-        worth = [prefix for prefix in met if prefix.hits >= self._after * BACKOFF ** min(prefix.tries, MAX_TRIES)]
+        worth = [prefix for prefix in met if prefix.hits >= self._wanted(prefix)]
         longest = max(worth, key=lambda prefix: len(prefix.hashes), default=None)
         if longest is None or not self._pays(longest, indexed):
             return None
         longest.due = True
         return longest
+
+    def _wanted(self, prefix: Prefix) -> int:
+        """Hits from which on it is built."""
+        return int(self._after * BACKOFF ** min(prefix.tries, MAX_TRIES))
 
     def _learn(self, prefix: Prefix) -> Prefix:
         self._known[prefix.namespace, prefix.hashes[-1]] = prefix

@@ -163,7 +163,13 @@ class SharedBuilds(Recording):
         self.close()
 
     def _count(self, request: _Request, cached: int) -> None:
+        evicted = self._hits.evicted
         prefix = self._hits.hit(request.namespace, request.hashes, cached, request.indexed, request.admitted)
+        if not evicted and self._hits.evicted:
+            logger.warning(
+                "sparse attention: an index of shared tokens has left the store again. The store may be too small for "
+                "what requests share: raise store_max_bytes. What leaves before it has paid is built ever more seldom"
+            )
         if prefix is not None:
             identity = IndexIdentity.for_prefix(
                 namespace=prefix.namespace,
@@ -299,7 +305,7 @@ class SharedBuilds(Recording):
         while not self._ended.empty():
             build, status = self._ended.get()
             if status in ("built", "exists"):
-                build.prefix.built_at, build.prefix.tries = time.monotonic(), 0
+                build.prefix.built_at = time.monotonic()
             elif status == "left":  # rank 0 stores it as soon as all ranks have left theirs
                 build.prefix.built_at = time.monotonic() + IDLE_S
             elif status == "skipped":  # somebody else builds it
@@ -312,6 +318,7 @@ class SharedBuilds(Recording):
         return {
             "off": self._off,
             "prefixes": len(self._hits),
+            "evicted": self._hits.evicted,
             "sample_bytes": self._samples.nbytes,
             "open": [
                 {"tokens": one.identity.num_tokens, "pieces": one.built, "of": len(one.pieces)}

@@ -7,10 +7,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prefix_index import IndexEntry, IndexStore, IndexStoreError, ModelFingerprint, namespace_digest, page_hashes
+from prefix_index import (
+    IndexEntry,
+    IndexIdentity,
+    IndexStore,
+    IndexStoreError,
+    ModelFingerprint,
+    namespace_digest,
+    page_hashes,
+)
 from sglang_ext.config import PAGE_TOKENS
 
 logger = logging.getLogger(__name__)
+
+
+def misfit(identity: IndexIdentity, model: ModelFingerprint, profile_digest: str) -> str | None:
+    """Why an index can serve no request of a server, in few words; None where it can."""
+    if identity.model != model:
+        return "of another model"
+    return "built with other settings" if identity.profile_digest != profile_digest else None
 
 
 @dataclass(frozen=True)
@@ -19,7 +34,8 @@ class Lookup:
 
     Attributes:
         entry: the longest usable index of the prompt; None with a reason.
-        reason: a word of DESIGN.md's list of fallbacks; None with an entry.
+        reason: a word of the list of fallbacks; None with an entry, and for a prompt without a whole page, of which
+            nobody would expect an index (SGLang's warm-up and health probes).
         detail: for people: which field of an otherwise fitting index differs.
         hashes: of the prompt's pages, chained; empty for a prompt that is too short to be looked up.
     """
@@ -68,7 +84,7 @@ class PrefixDirectory:
             prompt: [num_tokens] token ids of the request's own prompt, without generated tokens.
         """
         if len(prompt) < self._min_prefix_len:
-            return Lookup(None, "short_prefix")
+            return Lookup(None, "short_prefix" if len(prompt) >= PAGE_TOKENS else None)
         namespace = namespace_digest(namespace_fields)
         hashes = page_hashes(prompt, PAGE_TOKENS)
         self._rescan()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any
 
-from prefix_index import FileStore, IndexEntry, IndexStore, IndexStoreError
+from prefix_index import FileStore, IndexEntry, IndexIdentity, IndexStore, IndexStoreError
 from sglang_ext.config import Settings
 from sglang_ext.storage import configured_store
 
@@ -25,13 +27,19 @@ class StoreWatch:
 
     Args:
         settings: checked settings.
-        publish: receives (indexes, bytes) now and then, for exported metrics.
+        misfit: why an index can serve nobody here, in few words; None where it can.
+        publish: receives (usable indexes, bytes of all) now and then, for exported metrics.
 
     Raises:
         IndexStoreError: the store cannot be used, or its service or remote tier does not answer.
     """
 
-    def __init__(self, settings: Settings, publish: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        misfit: Callable[[IndexIdentity], str | None],
+        publish: Callable[[int, int], None] | None = None,
+    ) -> None:
         self.store: IndexStore = configured_store(settings.store, settings.config)
         # A folder's rescan is some stat calls. Over a socket or a network it may take until a time limit: elsewhere.
         # Two threads, since a rescan must not wait until a question for problems has ended.
@@ -40,10 +48,12 @@ class StoreWatch:
             self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="sparse-attn-watch")
         self._rescanning: Future[None] | None = None
         self._looking: Future[None] | None = None
+        self._misfit = misfit
         self._publish = publish
         self._next_publish = 0.0
         self._entries: Sequence[IndexEntry] = ()
         self._problems: list[str] = []
+        self._scan_problem: str | None = None
         self._look()
         for problem in self._problems:
             logger.warning("sparse attention: ignored in the store: %s", problem)
@@ -63,12 +73,21 @@ class StoreWatch:
                 last.result()
 
     def _rescan(self) -> None:
-        self.store.rescan()
+        try:
+            self.store.rescan()
+        except IndexStoreError as error:
+            self._scan_problem = str(error)
+            raise
+        self._scan_problem = None
         now = time.monotonic()
         if self._publish is not None and now >= self._next_publish:
             self._next_publish = now + _PUBLISH_SECONDS
             self._entries = entries = self.store.list()
-            self._publish(len(entries), sum(entry.nbytes for entry in entries))
+            self._publish(self._fitting(entries)[None], sum(entry.nbytes for entry in entries))
+
+    def _fitting(self, entries: Sequence[IndexEntry]) -> Counter[str | None]:
+        """How many can serve requests here (None), and how many cannot, by the reason."""
+        return Counter(self._misfit(entry.identity) for entry in entries)
 
     def _look(self) -> None:
         try:
@@ -77,21 +96,34 @@ class StoreWatch:
         except IndexStoreError as error:
             self._problems = [str(error)]
 
+    def summary(self) -> str:
+        """One line for people: how many indexes are usable here, of how many, and what the others are."""
+        fitting = self._fitting(self._entries)
+        others = ", ".join(f"{count} {why}" for why, count in fitting.most_common() if why is not None)
+        return f"usable {fitting[None]} of {len(self._entries)} indexes" + (f" ({others})" if others else "")
+
     def snapshot(self) -> dict[str, Any]:
         """What the store holds and did, as plain values. Where it does not answer at once, that is a problem in the
         list, and the rest is as last known.
         """
         late = False
         if self._workers is None:
+            with suppress(IndexStoreError):  # named among the problems
+                self._rescan()
             self._look()
         else:
             if self._looking is None or self._looking.done():
                 self._looking = self._workers.submit(self._look)
             late = bool(wait([self._looking], _PATIENCE_S).not_done)
         entries, problems = self._entries, self._problems
+        if self._scan_problem is not None and self._scan_problem not in problems:
+            problems = [self._scan_problem, *problems]
+        fitting = self._fitting(entries)
         counters = getattr(self.store, "counters", None)
         return {
             "indexes_in_store": len(entries),
+            "indexes_usable": fitting.pop(None, 0),
+            "indexes_unusable": dict(fitting),
             "store_bytes": sum(entry.nbytes for entry in entries),
             "store_problems": [*problems, *([_LATE] if late else [])],
             "store_counters": counters._asdict() if counters is not None else {},

@@ -69,8 +69,16 @@ def test_a_request_that_opts_out_decodes_dense_and_is_counted_by_request(server:
 
 def test_a_short_prompt_is_counted_short_prefix(server: Any, texts: Any) -> None:
     delta = server.delta()
-    server.generate(texts.first.questions[0].text, 4)
+    server.generate(texts.first.questions[0].text, 4)  # less than a page: nobody would expect an index
+    server.generate(" ".join(question.text for question in texts.first.questions), 4)
     assert server.done(delta).fallbacks == {"short_prefix": 1}
+
+
+def test_several_answers_to_one_prompt_are_so_many_hits(server: Any, texts: Any) -> None:
+    delta = server.delta()
+    sampling = {"temperature": 0, "max_new_tokens": 4, "n": 4}
+    replies = _post(server, "/generate", {"text": texts.ask(texts.first, 3), "sampling_params": sampling})
+    assert len(replies) == server.done(delta).hits == 4
 
 
 def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_asking_alone(
@@ -85,7 +93,7 @@ def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_aski
     assert [a.ids for a in batch] == [a.ids for a in alone]
     assert delta.sparse_rows in server.rows(4 * 15, 4)
     assert delta.dense_rows in server.rows(3 * 15, 3)
-    assert delta.fallbacks == {"no_index": 2, "short_prefix": 1}
+    assert delta.fallbacks == {"no_index": 2}
     assert delta.sparse_steps < delta.sparse_rows, "some steps held several sparse rows"
 
 
@@ -207,7 +215,7 @@ def test_two_simultaneous_cold_prefills_of_one_prompt_are_sparse_at_once_and_gro
         pytest.fail("expected two cold prefills in one batch, in ten attempts")
     assert [tuple(reply["output_ids"]) for reply in replies] == [a.ids for a in dense]
     assert delta.sparse_rows in server.rows(2 * 39, 2)
-    assert delta.fallbacks == {"short_prefix": 1}, "only the request that keeps the scheduler busy"
+    assert delta.fallbacks == {}
     # Grouped from the second step on, where both rows hold the shared slots: fewer groups than rows.
     assert delta.after["largest_group"] >= 2
     selections = delta.per_layer("selections_per_layer")

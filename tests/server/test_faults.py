@@ -20,6 +20,10 @@ def test_bad_files_are_listed_and_the_rest_is_used(production: Any, faults: Faul
     for path in (faults.cut, faults.foreign, faults.notes):
         assert any(str(path) in problem for problem in problems), problems
         assert str(path) in production.log.read_text()
+    state = production.state()
+    assert state["indexes_usable"] + sum(state["indexes_unusable"].values()) == state["indexes_in_store"]
+    assert state["indexes_unusable"] == {"of another model": 1}
+    assert f"usable {state['indexes_usable']} of {state['indexes_in_store']} indexes" in production.log.read_text()
     delta = production.delta()
     answer = production.generate(texts.ask(texts.second, 0), STEPS)
     assert production.done(delta).sparse_rows in production.rows(answer.decode_steps)
@@ -59,14 +63,16 @@ def test_a_prompt_longer_than_the_context_gets_sglangs_error_and_the_server_live
     assert production.settled()["requests"] == 0
 
 
-@pytest.mark.parametrize("value", [True, "no", 3, [], {"sparse_attn": "off"}])
-def test_an_odd_value_of_the_opt_out_does_no_harm(production: Any, texts: Any, value: Any) -> None:
+@pytest.mark.parametrize("value", [True, "no", 3, [], {"sparse-attn": False}])
+def test_an_odd_value_of_the_opt_out_does_no_harm_and_is_named(production: Any, texts: Any, value: Any) -> None:
     custom = value if isinstance(value, dict) else {"sparse_attn": value}
     body = {
         "text": texts.ask(texts.second, 2),
         "sampling_params": {"temperature": 0, "max_new_tokens": 3, "custom_params": custom},
     }
     assert post(production.url, "/generate", body)["meta_info"]["completion_tokens"] >= 1
+    said = "sparse_attn, got 'sparse-attn'" if custom is value else f"sparse_attn to be true or false, got {value!r}"
+    assert (f"custom_params: expected {said};" in production.log.read_text()) == (value is not True)
 
 
 @pytest.mark.parametrize("custom", [[1], "x", 7])

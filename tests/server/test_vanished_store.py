@@ -28,5 +28,6 @@ def test_a_store_that_disappears_leaves_the_server_alive(production: Any, faults
     delta = production.delta()
     production.generate(texts.ask(texts.unindexed, 0), STEPS, extra_key="unseen")
     assert production.done(delta).fallbacks == {"no_index": 1}
+    assert any(str(faults.store) in problem for problem in production.state()["store_problems"])
     assert production.alive
     assert isinstance(msgspec.convert(production.state()["model"], ModelFingerprint), ModelFingerprint)

@@ -77,6 +77,34 @@ def test_a_build_that_failed_waits_for_more_hits_and_an_index_that_left_is_built
     assert counter.hit("", prompt, 64, 0, admitted=6.0) is due  # no index serves it any more
 
 
+def test_indexes_that_leave_a_small_store_before_they_have_paid_are_not_built_for_ever() -> None:
+    """Twelve prefixes in turn, 240 requests, a store that holds four indexes: the one used last leaves last."""
+    counter = HitCounter(after=2, least=16, align=16)
+    prompts = [hashes([*range(1000 * n, 1000 * n + 64)]) for n in range(12)]
+    store: list[Prefix] = []
+    builds = 0
+    for now in range(240):
+        prompt = prompts[now % 12]
+        there = next((one for one in store if one.begins("", prompt)), None)
+        due = counter.hit("", prompt, 64, 64 if there else 0, admitted=float(now))
+        if due is not None:
+            due.built_at, builds = now + 0.5, builds + 1
+            store = [*store, due][-4:]
+    assert builds <= 12 * 2
+    assert counter.evicted > 0
+
+
+def test_an_index_that_paid_before_it_left_is_built_again_as_soon_as_a_new_one() -> None:
+    counter = HitCounter(after=2, least=16, align=16)
+    prompt = hashes(SHARED)
+    due = [counter.hit("", prompt, 64, 0) for _ in range(2)][1]
+    assert due is not None
+    due.built_at = 1.0
+    assert [counter.hit("", prompt, 64, 64, admitted=2.0) for _ in range(2)] == [None, None]
+    assert counter.hit("", prompt, 64, 0, admitted=2.0) is None
+    assert counter.hit("", prompt, 64, 0, admitted=2.0) is due
+
+
 def test_prefixes_that_nobody_hits_are_forgotten() -> None:
     counter = HitCounter(after=9, least=16, align=16)
     for n in range(MAX_PREFIXES + 5):
