@@ -12,11 +12,12 @@ import msgspec
 
 import prefix_index
 from prefix_index.connect import locate
+from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
 from sglang_ext.indexing.profile import Profile, ProfileError
 from sglang_ext.options import Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
-from sglang_ext.storage import ENV_STORE, default_store, remote_addresses
+from sglang_ext.storage import ENV_STORE, default_store, make_folder, remote_addresses
 
 __all__ = [
     "ENV_CONFIG",
@@ -172,6 +173,13 @@ def _check_layer_plan(config: SparseAttnConfig) -> None:
             )
 
 
+def _check_access(config: SparseAttnConfig) -> None:
+    try:
+        Access.of(config.store_mode, config.store_group)
+    except prefix_index.InvalidPayload as error:
+        raise ConfigError(f"--sparse-attn-config: store_mode and store_group: {error}") from error
+
+
 def _check_remote(config: SparseAttnConfig) -> None:
     for address in remote_addresses(config):
         try:
@@ -223,6 +231,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     _check_methods(config)
     _check_private_part(config)
     _check_layer_plan(config)
+    _check_access(config)
     _check_remote(config)
     return config
 
@@ -249,16 +258,16 @@ def make_settings(config_text: str | None, store: str | None, model_folder: str 
         ConfigError: see `parse_config`; the profile cannot be used; or the store is no folder that exists and no
             ipc:// URL.
     """
+    config, profile = parse_profiled(config_text, model_folder)
     if store is None:
         store = default_store()
         try:
-            os.makedirs(store, exist_ok=True)
-        except OSError as error:
+            make_folder(store, config)
+        except (OSError, prefix_index.IndexStoreError) as error:
             raise ConfigError(
                 f"--sparse-attn-store: expected to be able to make the default folder {store!r}; got: {error}. "
                 "Name a folder that exists."
             ) from error
-    config, profile = parse_profiled(config_text, model_folder)
     return Settings(config=config, store=_checked_store(store, config), profile=profile)
 
 
@@ -294,7 +303,14 @@ def _checked_store(store: str, config: SparseAttnConfig) -> str:
         kind, value = None, store
     if kind == "service":
         own = SparseAttnConfig()
-        keys = ("store_max_bytes", "store_min_free_bytes", "store_eviction", "store_remote")
+        keys = (
+            "store_max_bytes",
+            "store_min_free_bytes",
+            "store_eviction",
+            "store_mode",
+            "store_group",
+            "store_remote",
+        )
         for key in keys:
             if getattr(config, key) != getattr(own, key):
                 raise _fail(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from prefix_index import ModelFingerprint, canonical_digest
+
+logger = logging.getLogger(__name__)
+
+ENV_WEIGHTS = "SGLANG_EXT_WEIGHTS"
 
 #: Keys of a Hugging Face config that do not change what the model computes.
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
@@ -68,13 +73,18 @@ def _plain(value: Any) -> Any:
 def weights_digest(folder: str) -> str:
     """SHA-256 over names, sizes and bytes of the weight files in a folder.
 
-    Checkpoints up to 1 GiB are read whole. Larger ones are sampled: per file the first 64 KiB, which in
-    safetensors hold names, shapes and offsets, and 64 evenly spaced pieces of 64 KiB. Two checkpoints that
-    agree in all of these are taken for one; a fine-tune that changed any layer as a whole differs.
+    Checkpoints up to 1 GiB, and with `SGLANG_EXT_WEIGHTS=whole` all, are read whole. Larger ones are sampled, which
+    is a warning in the log: per file the first 64 KiB, which in safetensors hold names, shapes and offsets, and 64
+    evenly spaced pieces of 64 KiB. Two checkpoints that agree in all of these are taken for one; a fine-tune that
+    changed any layer as a whole differs, one that changed a few MiB as a rule does not.
 
     Raises:
         FileNotFoundError: no weight file in the folder.
+        ValueError: SGLANG_EXT_WEIGHTS is another word.
     """
+    choice = os.environ.get(ENV_WEIGHTS, "sample")
+    if choice not in ("sample", "whole"):
+        raise ValueError(f"{ENV_WEIGHTS}: expected sample or whole, got {choice!r}; correct it, or unset it")
     files = sorted(p for p in Path(folder).iterdir() if p.suffix in _SUFFIXES)
     if not files:
         raise FileNotFoundError(
@@ -82,12 +92,25 @@ def weights_digest(folder: str) -> str:
             "them to tell models apart"
         )
     total = sum(path.stat().st_size for path in files)
+    whole = choice == "whole" or total <= _WHOLE_BYTES
+    if not whole:
+        logger.warning(
+            "sparse attention: the weights in %s are told from others by a sample: %d pieces of %d KiB in each of %d "
+            "files, of %.1f GiB in all. Indexes of weights that differ in between are taken for theirs; %s=whole reads "
+            "everything, at each start, and has indexes of its own.",
+            folder,
+            _SAMPLES,
+            _SAMPLE_BYTES >> 10,
+            len(files),
+            total / (1 << 30),
+            ENV_WEIGHTS,
+        )
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
-            for offset, nbytes in _pieces(size, whole=total <= _WHOLE_BYTES):
+            for offset, nbytes in _pieces(size, whole=whole):
                 file.seek(offset)
                 digest.update(file.read(nbytes))
     return digest.hexdigest()

@@ -101,6 +101,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         store_max_bytes: most bytes of all indexes in the store's folder; null: no bound of its own.
         store_min_free_bytes: bytes of the store's disk that indexes leave free.
         store_eviction: which index leaves first when one of these two is reached (`lru` or `cost_aware`).
+        store_mode: octal mode of folders that are made in the store; its files have it without execution.
+        store_group: group that they belong to; null: the process's own.
         store_remote: URL of a remote store, or several, fastest first. The folder is the truth of this machine;
             what it lacks is fetched from there, what is built here is published there.
         store_wait: what loading an index that the folder lacks waits for (SGLang's words).
@@ -145,6 +147,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     store_max_bytes: int | None = None
     store_min_free_bytes: int = 1 << 30
     store_eviction: Eviction = Eviction.LRU
+    store_mode: str = "0700"
+    store_group: str | None = None
     store_remote: str | list[str] | None = None
     store_wait: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     store_timeout_s: float = 5.0

@@ -6,10 +6,12 @@ Imports nothing heavy: the commands start with it.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Protocol
 
 from prefix_index import IndexStore
 from prefix_index.connect import locate, open_store, share
+from prefix_index.folder import Access, check_folder
 from sglang_ext.cache_folder import cache_folder
 
 ENV_STORE = "SGLANG_SPARSE_ATTN_STORE"
@@ -24,6 +26,10 @@ class StoreConfig(Protocol):
     def store_min_free_bytes(self) -> int: ...
     @property
     def store_eviction(self) -> str: ...
+    @property
+    def store_mode(self) -> str: ...
+    @property
+    def store_group(self) -> str | None: ...
     @property
     def store_remote(self) -> str | list[str] | None: ...
     @property
@@ -43,9 +49,16 @@ def remote_addresses(config: StoreConfig) -> list[str]:
     return [] if not remote else [remote] if isinstance(remote, str) else list(remote)
 
 
-def configured_store(address: str, config: StoreConfig) -> IndexStore:
+def make_folder(folder: str, config: StoreConfig) -> None:
+    """Makes a store's folder where it is missing. Raises IndexStoreError."""
+    access = Access.of(config.store_mode, config.store_group)
+    check_folder(Path(folder), create=True, write=False, access=access)
+
+
+def configured_store(address: str, config: StoreConfig, *, write: bool = True) -> IndexStore:
     """The store of a server or a job, open. The caller closes it.
 
+    Who does not `write` may use a folder that cannot be written to: another user's, or on a disk mounted read-only.
     Raises IndexStoreError; StoreUnavailable when a service does not answer. A remote store that does not is a problem
     of the store's (``problems()``): what the folder has is served meanwhile.
     """
@@ -58,6 +71,9 @@ def configured_store(address: str, config: StoreConfig) -> IndexStore:
             max_bytes=config.store_max_bytes,
             min_free_bytes=config.store_min_free_bytes,
             eviction=_word(config.store_eviction),
+            write=write,
+            mode=config.store_mode,
+            group=config.store_group,
         )
         remotes = [open_store(remote, timeout_s=timeout_s) for remote in remote_addresses(config)]
         store = share(local, remotes, wait=_word(config.store_wait), timeout_s=timeout_s)

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -17,37 +16,29 @@ import msgspec
 from .catalog import Catalog, inconsistent
 from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
 from .eviction import Candidate
-from .folder import GONE, PARTIAL, SUFFIX, Signature, is_shard, open_index, shard_fd, shard_of
+from .folder import GONE, SUFFIX, Signature, is_shard, open_index, shard_fd, shard_of
 from .format import Entry
-from .keys import IndexIdentity, ModelFingerprint, is_digest
+from .keys import IndexIdentity, ModelFingerprint
+from .listing import MAX_FOREIGN, Listing, Look, list_shard
 from .reader import read_entry
 from .retention import DEFAULT, KEEP_SUFFIX, read_retention
 from .served import Served
+from .source import status_of
 from .store import IndexEntry, Retention
 
-_MTIME_SETTLES_NS: Final = 2_000_000_000
 _SAME_USE_S: Final = 1.0
-
-
-@dataclass
-class _Listing:
-    """One reading of a shard folder. ``used_ns`` are access times; ``foreign`` are names that mean nothing here."""
-
-    indexes: dict[str, Signature] = field(default_factory=dict)
-    keeps: dict[str, Signature] = field(default_factory=dict)
-    used_ns: dict[str, int] = field(default_factory=dict)
-    partials: dict[str, int] = field(default_factory=dict)
-    foreign: set[str] = field(default_factory=set)
+UNKNOWN: Final = Retention(pinned=True)
+"""What counts for a retention that the system does not give us: its index leaves last, and does not expire."""
 
 
 @dataclass
 class _Shard:
-    """What the last scan saw. ``mtime_ns`` is None while a change in the same clock tick could go unseen. ``unread``
-    are names of files whose bytes the system did not give us: the next scan asks again.
+    """What the last scan saw. ``unread`` are names of files whose bytes the system did not give us: the next scan asks
+    again.
     """
 
-    mtime_ns: int | None = None
-    seen: _Listing = field(default_factory=_Listing)
+    look: Look = field(default_factory=Look)
+    seen: Listing = field(default_factory=Listing)
     retention: dict[str, Retention] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)
 
@@ -65,6 +56,7 @@ class FolderBooks:
         self._root = str(folder)
         self._folder = folder
         self._shards: dict[str, _Shard] = {}
+        self._root_look = Look()
         self._models: dict[ModelFingerprint, ModelFingerprint] = {}
         self._clock = clock
         self.latest_use = 0.0
@@ -88,6 +80,7 @@ class FolderBooks:
         self.served.clear()
         self._reported.clear()
         self._shards.clear()
+        self._root_look = Look()
         self._models.clear()
         self.latest_use = 0.0
 
@@ -152,7 +145,7 @@ class FolderBooks:
         self._clear_problem(digest)
         self.catalog.add(digest, listed)
         shard.seen.indexes[digest] = signature
-        shard.mtime_ns = None
+        shard.look.doubt()
         return listed
 
     def _clear_problem(self, digest: str) -> None:
@@ -189,32 +182,60 @@ class FolderBooks:
         if shard is not None:
             shard.seen.indexes.pop(digest, None)
             shard.seen.used_ns.pop(digest, None)
-            shard.mtime_ns = None
+            shard.look.doubt()
 
     def rescan(self, *, full: bool = False) -> None:
         """Reads the headers of files that are new since the last scan; a folder whose mtime stands is skipped.
 
         Raises OSError when the store's folder has gone.
         """
+        status = os.stat(self._root)
+        if full or not self._root_look.is_current(status):
+            self._root_look.begin(status)
+            try:
+                self._list_root()
+            except OSError:
+                self._root_look.doubt()
+                raise
+        for name in sorted(self._shards):
+            self.scan_shard(name, full=full)
+
+    def _list_root(self) -> None:
+        names: set[str] = set()
+        other = Listing()
         with os.scandir(self._root) as items:
-            found = {item.name: item.is_dir(follow_symlinks=False) for item in items}
-        names = {name for name, is_folder in found.items() if is_shard(name) and is_folder}
+            for item in items:
+                if is_shard(item.name) and item.is_dir(follow_symlinks=False):
+                    names.add(item.name)
+                elif not item.name.startswith("."):
+                    other.take_foreign(item.name)
         for path in [p for p in self.problems if os.path.dirname(p) == self._root]:
             del self.problems[path]
-        for name in found:
-            if name not in names and not name.startswith("."):
-                path = f"{self._root}/{name}"
-                self.problems[path] = _foreign("a folder named by two hex digits", name).at(path)
+        self._tell_foreign(self._root, "a folder named by two hex digits", other, other.foreign)
         for gone in self._shards.keys() - names:
-            self._take_in(gone, -1, _Listing(), full=True)
+            self._take_in(gone, -1, Listing(), full=True)
             del self._shards[gone]
-        for name in sorted(names):
-            self.scan_shard(name, full=full)
+        for name in names - self._shards.keys():
+            self._shards[name] = _Shard()
+
+    def _tell_foreign(self, folder: str, expected: str, found: Listing, names: Iterable[str]) -> None:
+        """Problems of some ``names``, and one of all those that are not told one by one."""
+        for name in names:
+            self.problems[f"{folder}/{name}"] = _foreign(expected, name).at(f"{folder}/{name}")
+        self.problems.pop(f"{folder}/*", None)
+        if found.more:
+            others = f"{found.more:,} beside the {MAX_FOREIGN} listed"
+            self.problems[f"{folder}/*"] = _foreign(expected, others).at(folder)
 
     def look_again(self, digest: str) -> None:
         """Lists the digest's shard folder now, whatever its mtime says."""
-        self._shards.setdefault(shard_of(digest), _Shard()).mtime_ns = None
+        self._shards.setdefault(shard_of(digest), _Shard()).look.doubt()
         self.scan_shard(shard_of(digest))
+
+    def unread(self, digest: str) -> IndexUnreadable | None:
+        """Why the index's header is not known, where the system did not give it when it was asked last."""
+        problem = self.problems.get(self.path_of(digest))
+        return problem if isinstance(problem, IndexUnreadable) else None
 
     def scan_shard(self, name: str, *, full: bool = False) -> None:
         """Brings one shard folder's part of the books up to date. One that cannot be listed is a problem, and what was
@@ -224,32 +245,32 @@ class FolderBooks:
         path = f"{self._root}/{name}"
         try:
             with shard_fd(self._folder, name) as fd:
-                mtime_ns = os.fstat(fd).st_mtime_ns
-                if mtime_ns == shard.mtime_ns and not full:
+                status = os.fstat(fd)
+                if shard.look.is_current(status) and not full:
                     return
-                age_ns = time.time_ns() - mtime_ns
-                found = _list_shard(fd, name, shard.seen)
+                shard.look.begin(status)
+                found = list_shard(fd, name, shard.seen)
                 self.problems.pop(path, None)
                 self._take_in(name, fd, found, full=full)
         except OSError as err:
-            mtime_ns, age_ns = 0, 0
+            shard.look.doubt()
             if err.errno in GONE:
                 self.problems.pop(path, None)
-                self._take_in(name, -1, _Listing(), full=full)
+                self._take_in(name, -1, Listing(), full=full)
             else:
                 self.problems[path] = _unlisted(err, path)
-        settled = age_ns > _MTIME_SETTLES_NS and not shard.unread
-        shard.mtime_ns = mtime_ns if settled else None
+        if shard.unread:
+            shard.look.doubt()
 
-    def _take_in(self, name: str, dir_fd: int, found: _Listing, *, full: bool) -> None:
+    def _take_in(self, name: str, dir_fd: int, found: Listing, *, full: bool) -> None:
         shard = self._shards[name]
         known, shard.seen = shard.seen, found
         self.latest_use = max(self.latest_use, max(found.used_ns.values(), default=0) / 1e9)
+        folder = f"{self._root}/{name}"
         for foreign in known.foreign - found.foreign:
-            self.problems.pop(f"{self._root}/{name}/{foreign}", None)
-        for foreign in found.foreign - (set() if full else known.foreign):
-            path = f"{self._root}/{name}/{foreign}"
-            self.problems[path] = _foreign(f"{name}<62 hex digits>{SUFFIX} or {KEEP_SUFFIX}", foreign).at(path)
+            self.problems.pop(f"{folder}/{foreign}", None)
+        new = found.foreign - (set() if full else known.foreign)
+        self._tell_foreign(folder, f"{name}<62 hex digits>{SUFFIX} or {KEEP_SUFFIX}", found, new)
         for digest in known.indexes.keys() - found.indexes.keys():
             self._clear_problem(digest)
             self.catalog.remove(digest)
@@ -273,7 +294,7 @@ class FolderBooks:
             kept = DEFAULT
             if isinstance(err, IndexUnreadable):
                 shard.unread.add(digest + KEEP_SUFFIX)
-                kept = shard.retention.get(digest, DEFAULT)
+                kept = shard.retention.get(digest, UNKNOWN)
             self._set_retention(digest, kept)
             path = self.path_of(digest, KEEP_SUFFIX)
             self.problems[path] = err.at(path)
@@ -283,7 +304,7 @@ class FolderBooks:
             fd = open_index(digest + SUFFIX, dir_fd)
             try:
                 entry, _ = read_entry(fd)
-                signature = Signature.of(os.fstat(fd))
+                signature = Signature.of(status_of(fd))
             finally:
                 os.close(fd)
             if entry.identity.digest != digest:
@@ -335,32 +356,6 @@ class FolderBooks:
                 for item in items:
                     if item.name.endswith(SUFFIX) and not item.name.startswith("."):
                         yield item.path, item.stat(follow_symlinks=False).st_size
-
-
-def _list_shard(dir_fd: int, shard: str, known: _Listing) -> _Listing:
-    seen = _Listing()
-    with os.scandir(dir_fd) as items:
-        for item in items:
-            name = item.name
-            try:
-                if name.startswith("."):
-                    if name.startswith(PARTIAL):
-                        seen.partials[name] = item.stat(follow_symlinks=False).st_size
-                    continue
-                digest, suffix = (name[:64], name[64:]) if len(name) > 64 else (name, "")
-                ours = digest in known.indexes or (is_digest(digest) and shard_of(digest) == shard)
-                if not ours or suffix not in (SUFFIX, KEEP_SUFFIX):
-                    seen.foreign.add(name)
-                    continue
-                status = item.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            if suffix == KEEP_SUFFIX:
-                seen.keeps[digest] = Signature.of(status)
-            else:
-                seen.indexes[digest] = Signature.of(status)
-                seen.used_ns[digest] = status.st_atime_ns
-    return seen
 
 
 def _unlisted(err: OSError, path: str) -> StoreFolderError:

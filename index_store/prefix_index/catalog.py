@@ -1,4 +1,8 @@
-"""The look-up structure behind every store: entries by digest and by prefix. Its owner locks."""
+"""The look-up structure behind every store: entries by digest and by prefix.
+
+Its owner locks, but ``longest`` and ``near_miss`` may be asked while another thread changes it: a rescan, which waits
+for a disk, then holds up no look-up.
+"""
 
 from __future__ import annotations
 
@@ -112,13 +116,11 @@ class Catalog:
         pages = len(page_hashes)
         now = self._clock()
         for i, page_hash in enumerate(reversed(page_hashes)):
-            if page_hash not in prefixes:
-                continue
-            for digest in prefixes[page_hash]:
-                entry = self._entries[digest]
-                identity = entry.identity
-                if has_expired(entry.retention, now):
+            for digest in prefixes.get(page_hash, ()):
+                entry = self._entries.get(digest)
+                if entry is None or has_expired(entry.retention, now):
                     continue
+                identity = entry.identity
                 if identity.page_tokens == page_tokens and identity.num_tokens == (pages - i) * page_tokens:
                     yield entry
 

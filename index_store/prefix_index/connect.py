@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from .errors import InvalidPayload
+from .folder import check_apart
 from .store import IndexStore
 
 StoreAddress: TypeAlias = str | os.PathLike[str]
@@ -83,6 +84,9 @@ def open_store(
     eviction: str = "lru",
     wait: str = "best_effort",
     timeout_s: float = 5.0,
+    write: bool = True,
+    mode: int | str = 0o700,
+    group: str | int | None = None,
 ) -> IndexStore:
     """The store at an address, ready to be opened (``open()`` or ``with``).
 
@@ -90,7 +94,8 @@ def open_store(
     (``TieredStore``), and remote stores behind it are what other machines share with it (``SharedStore``, one around
     the other). Where nothing but remote stores is named, the last one is the truth.
 
-    ``create``, ``max_bytes``, ``min_free_bytes`` and ``eviction`` (``lru`` or ``cost_aware``) hold for folders;
+    ``create``, ``max_bytes``, ``min_free_bytes``, ``eviction`` (``lru`` or ``cost_aware``), ``write``, ``mode`` and
+    ``group`` hold for folders (``FileStore``);
     a service and a remote store have limits of their own. ``timeout_s`` bounds each answer of a service or a
     remote store, and with ``wait`` (``best_effort``, ``wait_complete``, ``timeout``) what a tiered ``get`` waits
     for the slower tier. Raises InvalidPayload for an address or an option that is none.
@@ -104,9 +109,13 @@ def open_store(
                 min_free_bytes=min_free_bytes,
                 eviction=eviction,
                 timeout_s=timeout_s,
+                write=write,
+                mode=mode,
+                group=group,
             )
             for one in address
         ]
+        _check_apart(stores)
         local = [number for number, one in enumerate(address) if locate(one).kind in ("file", "service")]
         if not local:
             return _tiers(stores, wait, timeout_s)
@@ -117,7 +126,16 @@ def open_store(
     if kind == "file":
         from .file import FileStore
 
-        return FileStore(value, create=create, max_bytes=max_bytes, min_free_bytes=min_free_bytes, eviction=eviction)
+        return FileStore(
+            value,
+            create=create,
+            max_bytes=max_bytes,
+            min_free_bytes=min_free_bytes,
+            eviction=eviction,
+            write=write,
+            mode=mode,
+            group=group,
+        )
     if kind == "service":
         from .service import StoreClient
 
@@ -129,9 +147,12 @@ def open_store(
 
 
 def share(local: IndexStore, remotes: Sequence[IndexStore], *, wait: str, timeout_s: float) -> IndexStore:
-    """``local`` sharing with each of ``remotes``, the fastest first; itself where there is none."""
+    """``local`` sharing with each of ``remotes``, the fastest first; itself where there is none. Raises
+    StoreFolderError for one folder twice.
+    """
     from .shared import SharedStore
 
+    _check_apart([local, *remotes])
     for remote in remotes:
         local = SharedStore(local, remote, wait=wait, timeout_s=timeout_s)
     return local
@@ -146,6 +167,12 @@ def _tiers(stores: Sequence[IndexStore], wait: str, timeout_s: float) -> IndexSt
     for store in reversed(faster):
         below = TieredStore(store, below, wait=wait, timeout_s=timeout_s)
     return below
+
+
+def _check_apart(stores: Sequence[IndexStore]) -> None:
+    from .file import FileStore
+
+    check_apart(store.folder for store in stores if isinstance(store, FileStore))
 
 
 def _no_address(found: object) -> InvalidPayload:

@@ -17,6 +17,7 @@ from .errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreErr
 from .eviction import policy_of
 from .folder import (
     GONE,
+    Access,
     PartialFile,
     Signature,
     check_folder,
@@ -36,7 +37,7 @@ from .prefetch import Check, Promoter
 from .reader import IndexFile, read_entry
 from .retention import publish, write_retention
 from .room import FolderLimits
-from .source import unreadable
+from .source import status_of, unreadable
 from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter
 
@@ -48,8 +49,11 @@ class FileStore:
 
     ``open()`` checks the folder, which must exist unless ``create``, removes partial files of dead writers
     and reads the header of every index. Look-ups then do no I/O; ``rescan()`` learns of other processes'
-    changes. Files are made with ``file_mode``: an index may hold keys and values of a prompt, so by default
-    they are the owner's alone. Two writers of one identity: the last rename wins, both files are valid.
+    changes. Folders are made with ``mode`` (a number or its octal digits), files too but not to be executed, and belong
+    to ``group`` (a name or number; None: the process's): an index may hold keys of a prompt, so by default they are the
+    owner's alone. With ``write=False`` a folder that cannot be written to (another user's, a disk mounted read-only) is
+    opened all the same: whatever writes then raises StoreFolderError. Two writers of one identity: the last rename
+    wins, both files are valid.
 
     ``max_bytes`` bounds all index files together, those being written included (an index that is replaced counts as
     gone, but stays until the new one is whole); ``min_free_bytes`` is left free on the disk. ``put`` and
@@ -63,7 +67,9 @@ class FileStore:
         folder: str | os.PathLike[str],
         *,
         create: bool = False,
-        file_mode: int = 0o600,
+        write: bool = True,
+        mode: int | str = 0o700,
+        group: str | int | None = None,
         partial_grace_s: float = 60.0,
         max_bytes: int | None = None,
         min_free_bytes: int = 0,
@@ -72,13 +78,14 @@ class FileStore:
     ) -> None:
         self.folder = Path(folder)
         self._create = create
-        self._file_mode = file_mode
+        self._write = write or create
+        self._access = Access.of(mode, group)
         self._partial_grace_s = partial_grace_s
         self._clock = clock
         self._limits = FolderLimits(max_bytes, min_free_bytes, policy_of(eviction), clock)
         self._lock = threading.RLock()
         self._books = FolderBooks(self.folder, clock)
-        self._leases = FolderLeases(self.folder, file_mode=file_mode)
+        self._leases = FolderLeases(self.folder, self._access)
         self._keeper = Housekeeper(self.folder, self._books, self._limits, self._lock, grace_s=partial_grace_s)
         self._prefetches = Promoter(self._read_ahead)
         self._is_open = False
@@ -93,7 +100,7 @@ class FileStore:
         with self._lock:
             if self._is_open:
                 return
-            check_folder(self.folder, create=self._create)
+            check_folder(self.folder, create=self._create, write=self._write, access=self._access)
             try:
                 with os_errors(self.folder):
                     self._books.rescan(full=True)
@@ -123,8 +130,8 @@ class FileStore:
         digest = payload.identity.digest
         with (
             os_errors(self.folder),
-            shard_fd(self.folder, shard_of(digest), create=True) as fd,
-            PartialFile(fd, writer, mode=self._file_mode) as partial,
+            shard_fd(self.folder, shard_of(digest), create=self._access) as fd,
+            PartialFile(fd, writer, mode=self._access.file_mode) as partial,
         ):
             with exclusive(self.folder):
                 self._keeper.make_room(writer.nbytes, digest)
@@ -135,7 +142,7 @@ class FileStore:
             try:
                 with exclusive(self.folder):
                     signature, kept = publish(
-                        fd, digest, partial, retention, mode=self._file_mode, now=self._clock(), used=used
+                        fd, digest, partial, retention, mode=self._access.file_mode, now=self._clock(), used=used
                     )
                 os.fsync(fd)
             except OSError:
@@ -150,10 +157,10 @@ class FileStore:
         digest = digest_of(key)
         self._check_open()
         path = self.path_of(digest)
-        fd = self._open_offered(digest)
-        signature = Signature.of(os.fstat(fd))
+        fd, status = self._open_offered(digest)
+        signature = Signature.of(status)
         try:
-            self._touch(fd)
+            self._touch(fd, status)
             index = IndexFile.from_fd(fd, path=path, expected=key if isinstance(key, IndexIdentity) else None)
             if index.identity.digest != digest:
                 index.close()
@@ -177,10 +184,10 @@ class FileStore:
         digest = digest_of(key)
         self._check_open()
         try:
-            fd = self._open_file(digest)
+            fd, status = self._open_file(digest)
             try:
                 with self._lock:
-                    if self._books.verdict(digest, Signature.of(os.fstat(fd))) is not None:
+                    if self._books.verdict(digest, Signature.of(status)) is not None:
                         return False
                 return read_entry(fd)[0].identity.digest == digest and not self._has_expired(digest)
             finally:
@@ -203,13 +210,14 @@ class FileStore:
                 there = digest in self._books.catalog
             if there:
                 with shard_fd(self.folder, shard_of(digest)) as fd:
-                    write_retention(fd, digest, retention, mode=self._file_mode)
+                    write_retention(fd, digest, retention, mode=self._access.file_mode)
                     os.fsync(fd)
         with self._lock:
             entry = self._books.retained(digest, retention) if there else None
+            unread = self._books.unread(digest)
         if entry is None:
             path = self.path_of(digest)
-            raise IndexNotFound("index", expected="a usable file", found="none", remedy="build it", path=path)
+            raise unread or IndexNotFound("index", expected="a usable file", found="none", remedy="build it", path=path)
         return entry
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
@@ -224,7 +232,7 @@ class FileStore:
         self._prefetches.request(digest)
 
     def _read_ahead(self, digest: str, check: Check) -> None:
-        fd = self._open_file(digest)
+        fd, _ = self._open_file(digest)
         try:
             for _ in read_ahead(fd):
                 check()
@@ -269,8 +277,8 @@ class FileStore:
         """Reads all of the version that is there; hides it if it is damaged, whatever was said of an older one."""
         path = self.path_of(digest)
         with contextlib.suppress(IndexNotFound, IndexUnreadable):
-            fd = self._open_file(digest)
-            signature = Signature.of(os.fstat(fd))
+            fd, status = self._open_file(digest)
+            signature = Signature.of(status)
             try:
                 with IndexFile.from_fd(fd, path=path) as index:
                     index.verify()
@@ -288,9 +296,8 @@ class FileStore:
         *,
         page_tokens: int = PAGE_TOKENS,
     ) -> IndexEntry | None:
-        with self._lock:
-            self._check_open()
-            return self._books.catalog.longest(namespace, page_hashes, model, profile_digest, page_tokens)
+        self._check_open()
+        return self._books.catalog.longest(namespace, page_hashes, model, profile_digest, page_tokens)
 
     def near_miss(
         self,
@@ -301,9 +308,8 @@ class FileStore:
         *,
         page_tokens: int = PAGE_TOKENS,
     ) -> str | None:
-        with self._lock:
-            self._check_open()
-            return self._books.catalog.near_miss(namespace, page_hashes, model, profile_digest, page_tokens)
+        self._check_open()
+        return self._books.catalog.near_miss(namespace, page_hashes, model, profile_digest, page_tokens)
 
     def rescan(self, *, full: bool = False) -> None:
         """Reads the headers of files that are new since the last scan; a folder whose mtime stands is
@@ -335,11 +341,17 @@ class FileStore:
         if not self._is_open:
             raise StoreClosed("file store", expected="open", found="closed", remedy="call open() first")
 
-    def _open_file(self, digest: str) -> int:
+    def _open_file(self, digest: str) -> tuple[int, os.stat_result]:
+        """(descriptor, its status). Raises IndexStoreError."""
         path = self.path_of(digest)
         try:
-            with shard_fd(self.folder, shard_of(digest)) as fd:
-                return open_index(path.name, fd)
+            with shard_fd(self.folder, shard_of(digest)) as dir_fd:
+                fd = open_index(path.name, dir_fd)
+            try:
+                return fd, status_of(fd)
+            except BaseException:
+                os.close(fd)
+                raise
         except IndexStoreError as err:
             raise err.at(path) from None
         except OSError as err:
@@ -354,10 +366,10 @@ class FileStore:
             found = err.strerror or str(err)
             raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
 
-    def _open_offered(self, digest: str) -> int:
+    def _open_offered(self, digest: str) -> tuple[int, os.stat_result]:
         """As ``_open_file``; raises what was reported about this version. What was not found is known from then on."""
         try:
-            fd = self._open_file(digest)
+            fd, status = self._open_file(digest)
         except IndexUnreadable:
             raise
         except IndexStoreError as err:
@@ -368,14 +380,13 @@ class FileStore:
                     self._books.look_again(digest)
             raise
         with self._lock:
-            reported = self._books.verdict(digest, Signature.of(os.fstat(fd)))
+            reported = self._books.verdict(digest, Signature.of(status))
         if reported is not None:
             os.close(fd)
             raise reported.at(self.path_of(digest))
-        return fd
+        return fd, status
 
-    def _touch(self, fd: int) -> None:
-        status = os.fstat(fd)
+    def _touch(self, fd: int, status: os.stat_result) -> None:
         with self._lock:
             before = status.st_atime_ns / 1e9
             used = self._books.time_of_use(before)

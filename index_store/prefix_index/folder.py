@@ -10,18 +10,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import grp
 import io
 import os
 import secrets
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from numpy.typing import NDArray
 
-from .errors import IndexStoreError, StoreFolderError, StoreFull
+from .errors import IndexStoreError, InvalidPayload, StoreFolderError, StoreFull
 from .reader import open_fd
+from .source import owned_file
 from .writer import IndexPayload, IndexWriter, LazyArray
 
 SUFFIX: Final = ".pfxindex"
@@ -48,6 +51,49 @@ class Signature(NamedTuple):
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+class Access(NamedTuple):
+    """Who may use a store's folders: their ``mode``, which its files have without the right to execute, and the number
+    of their ``group``, which what is made in them inherits. By default they are the owner's alone.
+    """
+
+    mode: int = 0o700
+    group: int | None = None
+
+    @classmethod
+    def of(cls, mode: int | str, group: str | int | None) -> Access:
+        """Of a number, or of one in octal digits. Raises InvalidPayload for a mode that keeps the owner out, or is
+        none, and for a group that is not there.
+        """
+        try:
+            bits = int(mode, 8) if isinstance(mode, str) else mode
+        except ValueError:
+            bits = 0
+        if bits & 0o700 != 0o700 or bits & ~0o777:
+            expected, found = "0700 to 0777, such as 0750", repr(mode) if isinstance(mode, str) else f"{mode:04o}"
+            raise InvalidPayload("mode of the store's folder", expected=expected, found=found, remedy="correct it")
+        try:
+            number = grp.getgrnam(group).gr_gid if isinstance(group, str) else group
+        except KeyError:
+            remedy = "name one of `getent group`"
+            raise InvalidPayload("group of the store", expected="a group", found=repr(group), remedy=remedy) from None
+        return cls(bits, number)
+
+    @property
+    def file_mode(self) -> int:
+        return self.mode & 0o666
+
+    def make(self, folder: Path) -> None:
+        """Makes one folder. Raises OSError, FileExistsError among them."""
+        folder.mkdir(mode=0o700)
+        if self.group is not None:
+            os.chown(folder, -1, self.group)
+        if self != PRIVATE:
+            folder.chmod(self.mode | (0 if self.group is None else stat.S_ISGID))
+
+
+PRIVATE: Final = Access()
+
+
 def shard_of(digest: str) -> str:
     return digest[:2]
 
@@ -56,20 +102,36 @@ def is_shard(name: str) -> bool:
     return len(name) == 2 and name[0] in _HEX and name[1] in _HEX
 
 
-def check_folder(folder: Path, *, create: bool) -> None:
-    """Raises StoreFolderError unless the folder is there (made, with ``create``) and can be written to."""
+def check_folder(folder: Path, *, create: bool, write: bool = True, access: Access = PRIVATE) -> None:
+    """Raises StoreFolderError unless the folder is there (made, with ``create``) and can be read, and written to with
+    ``write``.
+    """
     if create:
         with os_errors(folder), contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True, exist_ok=True)
-    if not folder.is_dir():
-        found = "something that is not a folder" if folder.exists() else "nothing"
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            access.make(folder)
+    with os_errors(folder):
+        is_folder, there = folder.is_dir(), folder.exists()
+    if not is_folder:
+        found = "something that is not a folder" if there else "nothing"
         remedy = "create it, or correct the path" if found == "nothing" else "give another path"
         raise StoreFolderError("index store", expected="an existing folder", found=found, remedy=remedy, path=folder)
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+    if not os.access(folder, os.R_OK | os.X_OK | (os.W_OK if write else 0)):
         remedy = "change its owner or mode, or give another folder"
-        raise StoreFolderError(
-            "index store", expected="a writable folder", found="no permission", remedy=remedy, path=folder
-        )
+        expected = "a writable folder" if write else "a readable folder"
+        raise StoreFolderError("index store", expected=expected, found="no permission", remedy=remedy, path=folder)
+
+
+def check_apart(folders: Iterable[Path]) -> None:
+    """Raises StoreFolderError where two tiers would be one folder: a copy that is dropped would be the index itself."""
+    seen: set[str] = set()
+    for folder in folders:
+        place = os.path.realpath(folder)
+        if place in seen:
+            remedy = "give each tier a folder of its own"
+            found = f"{place} twice"
+            raise StoreFolderError("tiers of a store", expected="different folders", found=found, remedy=remedy)
+        seen.add(place)
 
 
 class _LoadFailed(Exception):  # noqa: N818 (carries an error, is none)
@@ -99,12 +161,14 @@ def os_errors(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shard_fd(folder: Path, shard: str, *, create: bool = False) -> Iterator[int]:
-    """A descriptor of one shard folder, never through a symbolic link. Raises OSError."""
+def shard_fd(folder: Path, shard: str, *, create: Access | None = None) -> Iterator[int]:
+    """A descriptor of one shard folder (made, for ``create``, where it is missing), never through a symbolic link.
+    Raises OSError.
+    """
     path = folder / shard
-    if create:
+    if create is not None:
         with contextlib.suppress(FileExistsError):
-            path.mkdir()
+            create.make(path)
             _fsync_folder(folder)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -149,7 +213,11 @@ class PartialFile:
     def reserve(self) -> None:
         """Raises OSError where the disk has no room: before gigabytes are written."""
         self._name, fd = create_partial(self._dir_fd, mode=self._mode)
-        self._out = io.FileIO(fd, "wb")
+        try:
+            self._out = owned_file(fd, "wb")
+        except OSError:
+            os.unlink(self._name, dir_fd=self._dir_fd)
+            raise
         _reserve(self._out.fileno(), self._writer.nbytes)
 
     def write(self, payload: IndexPayload) -> None:
@@ -198,6 +266,7 @@ def create_partial(dir_fd: int, *, mode: int, access: int = os.O_WRONLY, lock: i
     while True:
         name = f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
         fd = os.open(name, flags, mode, dir_fd=dir_fd)
+        give_mode(fd, mode)
         try:
             fcntl.flock(fd, lock | fcntl.LOCK_NB)
             if os.fstat(fd).st_nlink:
@@ -207,6 +276,23 @@ def create_partial(dir_fd: int, *, mode: int, access: int = os.O_WRONLY, lock: i
         except OSError:
             return name, fd  # no locks here, so nobody clears away either
         os.close(fd)
+
+
+def give_mode(fd: int, mode: int) -> None:
+    """To a new file: for others than its owner the process's umask may have taken some of it away."""
+    if mode & 0o077:
+        with contextlib.suppress(OSError):
+            os.fchmod(fd, mode)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Writes all of it from where the file stands. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        done = os.write(fd, left)
+        if not done:
+            raise OSError(errno.EIO, "wrote nothing")
+        left = left[done:]
 
 
 def touch(fd: int, used: float) -> None:
@@ -258,8 +344,9 @@ def exclusive(folder: Path) -> Iterator[bool]:
     try:
         yield locked
     finally:
-        if locked:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
+        with contextlib.suppress(OSError):
+            if locked:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
         os.close(fd)
 
 

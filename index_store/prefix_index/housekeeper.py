@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import RLock
 
 from .books import FolderBooks
-from .errors import StoreFolderError
+from .errors import IndexStoreError, IndexUnreadable, StoreFolderError
 from .eviction import has_expired
 from .folder import SUFFIX, Signature, remove_partials, shard_fd, shard_of
 from .lease import remove_leases
-from .retention import remove_orphans, remove_retention
+from .retention import DEFAULT, read_retention, remove_orphans, remove_retention
 from .room import FolderLimits
 from .store import IndexEntry
 
@@ -127,14 +128,16 @@ class Housekeeper:
             victims = others
 
     def _remove_unchanged(self, entry: IndexEntry) -> bool:
-        """Removes what the books know, but not what has replaced it meanwhile. Whether it is gone."""
+        """Removes what the books know, but not what has replaced it meanwhile, nor what is to stay otherwise than they
+        know: a folder that could not be listed is known as it was. Whether it is gone.
+        """
         digest, path = entry.digest, self._books.path_of(entry.digest)
         with self._lock:
             known = self._books.signature(digest)
         if known is None:
             return True
         try:
-            if Signature.of(os.lstat(path)) != known:
+            if Signature.of(os.lstat(path)) != known or not self._is_kept_as(entry):
                 return False
             self.remove(digest, sync=False)
             return True
@@ -146,6 +149,20 @@ class Housekeeper:
             with self._lock:
                 self._books.unremovable[path] = _unremovable(err, path)
             return False
+
+    def _is_kept_as(self, entry: IndexEntry) -> bool:
+        """Whether the retention on disk is the entry's, now. Raises OSError where nobody can tell."""
+        with shard_fd(self._folder, shard_of(entry.digest)) as fd:
+            try:
+                kept = read_retention(fd, entry.digest)
+            except IndexUnreadable as err:
+                raise OSError(errno.EIO, f"its retention cannot be read: {err.found}") from err
+            except IndexStoreError:
+                kept = DEFAULT
+        if kept != entry.retention:
+            with self._lock:
+                self._books.look_again(entry.digest)
+        return kept == entry.retention
 
     def _clean_leftovers(self, *, alone: bool) -> None:
         self.clean_partials()

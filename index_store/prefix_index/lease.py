@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from .errors import StoreFolderError
-from .folder import os_errors, shard_fd, shard_of, try_lock
+from .folder import Access, give_mode, os_errors, shard_fd, shard_of, try_lock
 from .store import BuildLease
 
 LEASE: Final = ".lease-"
@@ -79,9 +79,9 @@ class FolderLeases:
     Where the file system has no locks, they hold among the threads that use this object only.
     """
 
-    def __init__(self, folder: Path, *, file_mode: int) -> None:
+    def __init__(self, folder: Path, access: Access) -> None:
         self._folder = folder
-        self._file_mode = file_mode
+        self._access = access
         self._local = LocalLeases()
 
     def acquire(self, digest: str) -> BuildLease | None:
@@ -89,11 +89,12 @@ class FolderLeases:
         link, pipe or folder by the lease's name.
         """
         name = LEASE + digest
-        with os_errors(self._folder), shard_fd(self._folder, shard_of(digest), create=True) as dir_fd:
+        with os_errors(self._folder), shard_fd(self._folder, shard_of(digest), create=self._access) as dir_fd:
             for _ in range(_RACES):
                 fd = self._open(dir_fd, name)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    ours = _is_named(fd, dir_fd, name)
                 except OSError as err:
                     os.close(fd)
                     if isinstance(err, BlockingIOError):
@@ -101,7 +102,7 @@ class FolderLeases:
                     if err.errno in _NO_LOCKS:
                         return self._local.acquire(digest)
                     raise
-                if _is_named(fd, dir_fd, name):
+                if ours:
                     return _FileLease(digest, self._folder, fd)
                 # The last holder unlinked it between our open and our lock.
                 os.close(fd)
@@ -111,14 +112,18 @@ class FolderLeases:
         # O_RDWR never waits for a pipe's other end, and locks over NFS need it.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            fd = os.open(name, flags, self._file_mode, dir_fd=dir_fd)
+            fd = os.open(name, flags, self._access.file_mode, dir_fd=dir_fd)
         except OSError as err:
             if err.errno in _PLANTED:
                 raise self._planted(name) from None
             raise
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise self._planted(name)
+            give_mode(fd, self._access.file_mode)
+        except BaseException:
             os.close(fd)
-            raise self._planted(name)
+            raise
         return fd
 
     def _planted(self, name: str) -> StoreFolderError:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import io
 import mmap
 import os
-import stat
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, Final
@@ -37,7 +36,7 @@ from .format import (
     xxh3_hex,
 )
 from .keys import IndexIdentity
-from .source import BufferSource, FileSource, Source, not_regular, pread, regular_size, unreadable
+from .source import BufferSource, FileSource, Source, owned_file, pread, regular_size, unreadable
 from .writer import IndexPayload, LazyArray
 
 _VERIFY_NBYTES: Final = 64 << 20
@@ -85,21 +84,21 @@ class IndexFile:
     @classmethod
     def from_fd(cls, fd: int, *, path: str | os.PathLike[str], expected: IndexIdentity | None = None) -> IndexFile:
         """As ``open``, on a descriptor, which this object owns from now on (and closes when it raises)."""
-        file = io.FileIO(fd, "rb", closefd=True) if stat.S_ISREG(os.fstat(fd).st_mode) else None
-        try:
-            if file is None:
-                os.close(fd)
-                raise not_regular()
-            index = cls(FileSource(file), path=os.fspath(path))
-            if expected is not None:
-                check_identity(expected, index.identity)
-            return index
-        except BaseException as err:
-            if file is not None:
-                file.close()
-            if isinstance(err, IndexStoreError):
+        with contextlib.ExitStack() as owned:
+            owned.callback(os.close, fd)
+            try:
+                regular_size(fd)
+                owned.pop_all()
+                file = owned.enter_context(owned_file(fd, "rb"))
+                index = cls(FileSource(file), path=os.fspath(path))
+                if expected is not None:
+                    check_identity(expected, index.identity)
+            except IndexStoreError as err:
                 raise err.at(path) from None
-            raise
+            except OSError as err:
+                raise unreadable(err).at(path) from err
+            owned.pop_all()
+            return index
 
     @classmethod
     def from_buffer(cls, buffer: bytes | memoryview | mmap.mmap) -> IndexFile:
@@ -226,10 +225,13 @@ class IndexFile:
 
     def payload(self) -> IndexPayload:
         """This index as something to put into another store, checked while it is read. Written again, it gives the
-        same bytes. Use it while this file is open.
+        same bytes. Use it while this file is open. A file is read, never mapped: a disk that fails is an error then.
         """
-        arrays = {key: LazyArray(r.dtype, r.shape, partial(self.array, *key)) for key, r in self._records.items()}
+        arrays = {key: LazyArray(r.dtype, r.shape, partial(self._read, key)) for key, r in self._records.items()}
         return IndexPayload(self.identity, arrays, spec=self.spec, stats=self.stats, info=self.info)
+
+    def _read(self, key: ArrayKey) -> NDArray[Any]:
+        return self.array(*key) if self.path is None else self.read_many((key,))[key]
 
     def verify(self, *, threads: int = 1) -> None:
         """Checks every array and the padding behind it, by bulk reads: nothing is mapped, the page cache stays as it

@@ -2,8 +2,9 @@
 
 Two lines: the retention as JSON, and the xxh3 (16 hex digits) of the digest, a newline and that JSON.
 
-Replaced whole (partial, fsync, rename), never changed in place. One that cannot be read, or is none of ours, counts
-as the default and as a problem: retention is advice, and never a reason to lose an index or to refuse one.
+Replaced whole (partial, fsync, rename), never changed in place. One that is damaged, or is none of ours, counts as the
+default and as a problem: retention is advice, and never a reason to lose an index or to refuse one. One whose bytes the
+system does not give us now says what we do not know: it is left alone, and what it belongs to stays.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Final
 
 import msgspec
 
-from .errors import IndexCorrupt, IndexForeign, IndexStoreError, IndexUnreadable
+from .errors import IndexCorrupt, IndexForeign, IndexStoreError, IndexUnreadable, StoreFolderError
 from .eviction import has_expired
-from .folder import SUFFIX, PartialFile, Signature, create_partial
+from .folder import SUFFIX, PartialFile, Signature, create_partial, write_all
 from .format import xxh3_hex
 from .keys import is_digest
+from .source import pread
 from .store import Retention
 
 KEEP_SUFFIX: Final = ".pfxkeep"
@@ -47,7 +49,7 @@ def read_retention(dir_fd: int, digest: str) -> Retention:
         found = err.strerror or str(err)
         raise IndexUnreadable(what, expected="readable bytes", found=found, remedy="check its permissions") from None
     try:
-        raw = os.read(fd, _MAX_NBYTES + 1)
+        raw = pread(fd, _MAX_NBYTES + 1, 0)
         if len(raw) > _MAX_NBYTES:
             raise IndexCorrupt(what, expected=f"at most {_MAX_NBYTES} bytes", found="more", remedy=remedy)
         kept, _, checksum = raw.rstrip(b"\n").partition(b"\n")
@@ -57,9 +59,6 @@ def read_retention(dir_fd: int, digest: str) -> Retention:
         return _RETENTION.decode(kept)
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
         raise IndexCorrupt(what, expected="JSON of Retention", found=str(err)[:200], remedy=remedy) from None
-    except OSError as err:
-        found = err.strerror or str(err)
-        raise IndexUnreadable(what, expected="readable bytes", found=found, remedy="check the disk") from None
     finally:
         os.close(fd)
 
@@ -79,7 +78,9 @@ def write_retention(dir_fd: int, digest: str, retention: Retention, *, mode: int
 
 
 class _Sidecar:
-    """A retention about to be written: entering takes all that it takes, ``commit()`` only changes a name."""
+    """A retention about to be written: entering takes all that it takes, ``commit()`` only changes a name. The partial
+    file's lock is held until then, so that nobody clears it away.
+    """
 
     def __init__(self, dir_fd: int, digest: str, retention: Retention, *, mode: int) -> None:
         self._dir_fd = dir_fd
@@ -87,25 +88,27 @@ class _Sidecar:
         self._retention = retention
         self._mode = mode
         self._partial = ""
+        self._fd = -1
 
     def __enter__(self) -> _Sidecar:
         if self._retention != DEFAULT:
-            self._partial, fd = create_partial(self._dir_fd, mode=self._mode)
+            self._partial, self._fd = create_partial(self._dir_fd, mode=self._mode)
             try:
                 kept = msgspec.json.encode(self._retention)
-                os.write(fd, kept + b"\n" + _checksum(self._digest, kept).encode() + b"\n")
-                os.fsync(fd)
+                write_all(self._fd, kept + b"\n" + _checksum(self._digest, kept).encode() + b"\n")
+                os.fsync(self._fd)
             except BaseException:
                 self.__exit__()
                 raise
-            finally:
-                os.close(fd)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._partial:
             with contextlib.suppress(OSError):
                 os.unlink(self._partial, dir_fd=self._dir_fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def commit(self) -> None:
         """Raises OSError, for a folder by the sidecar's name for instance; then nothing changed."""
@@ -134,10 +137,15 @@ def publish(
 
     ``retention`` None keeps that of the index that is replaced, if there is one that has not expired. Call it while
     nobody else changes the folder (``folder.exclusive``). The index counts as used at ``used``; ``now`` is what
-    expiry is compared with (both seconds). The caller syncs the folder.
+    expiry is compared with (both seconds). The caller syncs the folder. Raises StoreFolderError, having changed
+    nothing, where the retention of the index that is replaced cannot be read: nobody knows what would be lost.
     """
     try:
         before, damaged = read_retention(dir_fd, digest), False
+    except IndexUnreadable as err:
+        remedy = "put it again; if that lasts, set the retention anew (index pin, unpin or expire) or remove the index"
+        what = f"retention of index {digest[:12]}, which is to be replaced"
+        raise StoreFolderError(what, expected=err.expected, found=err.found, remedy=remedy) from err
     except IndexStoreError:
         before, damaged = DEFAULT, True
     there = _exists(dir_fd, digest + SUFFIX)
@@ -150,7 +158,9 @@ def publish(
         try:
             write_retention(dir_fd, digest, first, mode=mode)
         except OSError:
-            if kept != DEFAULT:  # else it is a folder by the sidecar's name: that counts as the default already
+            if (
+                kept != DEFAULT or not damaged
+            ):  # else a folder by the sidecar's name, say: counts as the default already
                 raise
     try:
         with _Sidecar(dir_fd, digest, kept, mode=mode) if kept != first else contextlib.nullcontext() as last:

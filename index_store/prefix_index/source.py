@@ -100,7 +100,10 @@ class FileSource(Source):
     def bulk(self, direct: bool | None) -> Iterator[Fetch]:
         # Descriptors of its own: a close() by another thread must not let them be reused for another file.
         with contextlib.ExitStack() as opened:
-            fd = os.dup(self._file.fileno())
+            try:
+                fd = os.dup(self._file.fileno())
+            except OSError as err:
+                raise unreadable(err) from err
             opened.callback(os.close, fd)
             direct_fd = None
             if direct is not False:
@@ -187,19 +190,34 @@ def _read_full(fd: int, out: memoryview, offset: int) -> int:
 
 
 def pread(fd: int, nbytes: int, offset: int) -> bytes:
-    """Up to ``nbytes`` bytes at ``offset``. Raises IndexUnreadable."""
+    """``nbytes`` bytes at ``offset``, fewer only where the file ends. Raises IndexUnreadable."""
+    out = bytearray(nbytes)
+    return bytes(out[: _read_full(fd, memoryview(out), max(offset, 0))])
+
+
+def status_of(fd: int) -> os.stat_result:
+    """Of an open file. Raises IndexUnreadable."""
     try:
-        return os.pread(fd, nbytes, max(offset, 0))
+        return os.fstat(fd)
     except OSError as err:
         raise unreadable(err) from err
 
 
 def regular_size(fd: int) -> int:
-    """Length of a regular file. Raises IndexForeign for anything else."""
-    status = os.fstat(fd)
+    """Length of a regular file. Raises IndexForeign for anything else, IndexUnreadable."""
+    status = status_of(fd)
     if not stat.S_ISREG(status.st_mode):
         raise not_regular()
     return status.st_size
+
+
+def owned_file(fd: int, mode: str) -> io.FileIO:
+    """A file object that owns the descriptor, which is closed where none can be made. Raises OSError."""
+    try:
+        return io.FileIO(fd, mode, closefd=True)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def not_regular() -> IndexForeign:

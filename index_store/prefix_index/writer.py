@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
 import time
@@ -196,7 +198,9 @@ class IndexWriter:
         self._out.seek(offset)
         while data:
             # Not more at a time than the disk should be told of: it works on this part during the next.
-            done = self._out.write(data[:_WRITE_BACK_NBYTES]) or 0
+            done = self._out.write(data[:_WRITE_BACK_NBYTES])
+            if not done:
+                raise OSError(errno.EIO, "wrote nothing")
             data = data[done:]
             if self._write_back is not None:
                 self._write_back.wrote(offset, done)
@@ -219,7 +223,8 @@ class _WriteBack:
             self._start = offset
         self._end = offset + nbytes
         if self._end - self._start >= _WRITE_BACK_NBYTES:
-            os.posix_fadvise(self._fd, self._start, self._end - self._start, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):  # it is advice
+                os.posix_fadvise(self._fd, self._start, self._end - self._start, os.POSIX_FADV_DONTNEED)
             self._start = self._end
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from prefix_index import IndexStoreError, InvalidPayload
+from prefix_index import IndexStoreError
 from prefix_index.connect import locate
 from sglang_ext.cli.arguments import INTERRUPTED, checkpoint_options, names_cpu, parse_seconds
-from sglang_ext.storage import configured_store
+from sglang_ext.storage import StoreConfig, configured_store, make_folder
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
     from sglang_ext.config import Settings
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         prompts = read_prompts(args.prompts)
         model_folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
-        parse_profiled(args.sparse_attn_config, model_folder)  # before a folder is made for a store
-        _make_folder(args.store)
+        config, _ = parse_profiled(args.sparse_attn_config, model_folder)  # before a folder is made for a store
+        _make_folder(args.store, config)
         settings = make_settings(args.sparse_attn_config, args.store, model_folder)
         store = configured_store(settings.store, settings.config)
     except (PromptError, ConfigError) as error:
@@ -103,12 +103,12 @@ def run(args: argparse.Namespace) -> int:
             engine.close()
 
 
-def _make_folder(address: str) -> None:
+def _make_folder(address: str, config: StoreConfig) -> None:
     """A store's folder is made when it is missing. What is no folder is left to the check of the settings."""
-    with suppress(InvalidPayload, OSError):
+    with suppress(IndexStoreError, OSError):
         kind, folder, _ = locate(address)
         if kind == "file":
-            os.makedirs(folder, exist_ok=True)
+            make_folder(folder, config)
 
 
 def _flags(args: argparse.Namespace, settings: Settings, events: str) -> list[str]:

@@ -59,6 +59,8 @@ def add_parser(commands: Any) -> None:
         "--memory-bytes", type=parse_bytes, default=0, metavar="N", help="size of the DRAM tier (default: none)"
     )
     serve.add_argument("--memory-dir", metavar="DIR", help="the DRAM tier's folder, on a tmpfs")
+    serve.add_argument("--mode", default="0700", help="of folders made in it, octal; files: the same without execution")
+    serve.add_argument("--group", metavar="NAME", help="that they belong to, for readers of a mode such as 0750")
     serve.add_argument("--verbose", action="store_true", help="log more")
     serve.set_defaults(run=run_serve)
 
@@ -71,6 +73,7 @@ def add_parser(commands: Any) -> None:
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit status."""
     from prefix_index.service import Depot, ServedFolder, StoreServer
+    from prefix_index.service.admission import raise_descriptor_limit
 
     logging.basicConfig(
         level=logging.DEBUG if args.verbose else logging.INFO,
@@ -78,6 +81,7 @@ def run_serve(args: argparse.Namespace) -> int:
         stream=sys.stderr,
     )
     log = logging.getLogger("prefix_index.service")
+    raise_descriptor_limit()
     try:
         slow = ServedFolder(
             args.dir,
@@ -85,6 +89,8 @@ def run_serve(args: argparse.Namespace) -> int:
             max_bytes=args.max_bytes,
             min_free_bytes=args.min_free_bytes,
             eviction=args.eviction,
+            mode=args.mode,
+            group=args.group,
         )
         fast = None
         if args.memory_bytes:

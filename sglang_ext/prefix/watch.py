@@ -11,15 +11,19 @@ from contextlib import suppress
 from typing import Any
 
 from prefix_index import FileStore, IndexEntry, IndexIdentity, IndexStore, IndexStoreError
-from sglang_ext.config import Settings
+from sglang_ext.config import Build, Settings
 from sglang_ext.storage import configured_store
 
 logger = logging.getLogger(__name__)
 
 _PUBLISH_SECONDS = 5.0
-#: What a snapshot waits for a store that is quick as a rule; else it shows what was known before.
+#: What is waited for a store that is quick as a rule; else what was known before counts.
 _PATIENCE_S = 0.05
 _LATE = f"index store: expected an answer within {_PATIENCE_S:g} s, found none yet; what is shown is as last known"
+
+
+def _builds(settings: Settings) -> bool:
+    return settings.config.build in (Build.SHARED, Build.PREFILL)
 
 
 class StoreWatch:
@@ -40,12 +44,12 @@ class StoreWatch:
         misfit: Callable[[IndexIdentity], str | None],
         publish: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.store: IndexStore = configured_store(settings.store, settings.config)
-        # A folder's rescan is some stat calls. Over a socket or a network it may take until a time limit: elsewhere.
+        self.store: IndexStore = configured_store(settings.store, settings.config, write=_builds(settings))
         # Two threads, since a rescan must not wait until a question for problems has ended.
-        self._workers: ThreadPoolExecutor | None = None
-        if not isinstance(self.store, FileStore):
-            self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="sparse-attn-watch")
+        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="sparse-attn-watch")
+        # A folder's rescan is some stat calls as a rule, and then worth waiting for. Not where the last one took long:
+        # a slow disk, a folder of very many files. Over a socket or a network it may take until a time limit.
+        self._is_quick = isinstance(self.store, FileStore)
         self._rescanning: Future[None] | None = None
         self._looking: Future[None] | None = None
         self._misfit = misfit
@@ -59,27 +63,31 @@ class StoreWatch:
             logger.warning("sparse attention: ignored in the store: %s", problem)
 
     def rescan(self) -> None:
-        """Learn what other processes changed: now, for a folder; else soon, on a thread of its own.
+        """Learn what other processes changed, on a thread of its own: now, for a folder that is quick, else soon.
 
-        Raises IndexStoreError; with a thread, that of the last finished rescan, once.
+        Raises IndexStoreError: that of the last finished rescan, once.
         """
-        if self._workers is None:
-            self._rescan()
-            return
         last = self._rescanning
-        if last is None or last.done():
-            self._rescanning = self._workers.submit(self._rescan)
-            if last is not None:
-                last.result()
+        if last is not None and not last.done():
+            return
+        self._rescanning = self._workers.submit(self._rescan)
+        if last is not None:
+            last.result()
+        if self._is_quick and not wait([self._rescanning], _PATIENCE_S).not_done:
+            done, self._rescanning = self._rescanning, None
+            done.result()
 
     def _rescan(self) -> None:
+        begun = time.monotonic()
         try:
             self.store.rescan()
+            self._scan_problem = None
         except IndexStoreError as error:
             self._scan_problem = str(error)
             raise
-        self._scan_problem = None
-        now = time.monotonic()
+        finally:
+            now = time.monotonic()
+            self._is_quick = isinstance(self.store, FileStore) and now - begun < _PATIENCE_S
         if self._publish is not None and now >= self._next_publish:
             self._next_publish = now + _PUBLISH_SECONDS
             self._entries = entries = self.store.list()
@@ -107,9 +115,10 @@ class StoreWatch:
         list, and the rest is as last known.
         """
         late = False
-        if self._workers is None:
-            with suppress(IndexStoreError):  # named among the problems
-                self._rescan()
+        if self._is_quick:
+            with suppress(IndexStoreError):  # it is among the problems
+                self.rescan()
+        if self._is_quick and (self._rescanning is None or self._rescanning.done()):
             self._look()
         else:
             if self._looking is None or self._looking.done():
@@ -131,8 +140,6 @@ class StoreWatch:
 
     def close(self) -> None:
         """Close the store. What its threads are asking ends with it."""
-        if self._workers is not None:
-            self._workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown(wait=False, cancel_futures=True)
         self.store.close()
-        if self._workers is not None:
-            self._workers.shutdown(wait=True)
+        self._workers.shutdown(wait=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from prefix_index import FileStore, Retention
 from prefix_index.testing import sample_payload
 from sglang_ext.cli import main
 from tests.cli.conftest import fill
+from tests.prefix_index.test_index_passing import refuse
 
 # -- rm ----------------------------------------------------------------------------------------------------------------
 
@@ -274,6 +276,20 @@ def test_a_damaged_file_does_not_replace_a_good_index(shelf: Any, index: Callabl
     before = shelf.path(0).read_bytes()
     assert index("import", "--replace", file, "--store", shelf.folder).status == 1
     assert shelf.path(0).read_bytes() == before
+
+
+def test_import_does_not_lose_a_pin_that_cannot_be_read(
+    shelf: Any, index: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index("pin", shelf.entries[0].digest, "--store", shelf.folder)
+    with monkeypatch.context() as patch:
+        refuse(patch, shelf.path(0).with_suffix(".pfxkeep"), errno.EMFILE)
+        (line,) = index("import", "--json", shelf.path(0), "--store", tmp_path / "other").lines
+    assert line["status"] == "unreadable"
+    assert ".pfxkeep: retention: expected readable bytes, found Too many open files" in line["detail"]
+    assert index("import", shelf.path(0), "--store", tmp_path / "other").status == 0
+    with FileStore(tmp_path / "other") as store:
+        assert [entry.retention.pinned for entry in store.list()] == [True]
 
 
 def test_import_into_a_store_that_cannot_be_made_ends_with_1(index: Callable[..., Any], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "store_faults.jsonl"
 
 
 #: The others are in `make test-all`.
-BY_DAY = ("kill_between_names", "kill_during_write", "truncate")
+BY_DAY = ("kill_between_names", "kill_during_write", "system_calls", "truncate")
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_quiet_folders_are_not_listed_again(folder: Path, monkeypatch: pytest.Mo
     os.utime(path.parent, ns=(long_ago, long_ago))
     with opened(folder) as store:
         with monkeypatch.context() as patch:
-            patch.setattr("prefix_index.books._list_shard", lambda *_: pytest.fail("listed again"))
+            patch.setattr("prefix_index.books.list_shard", lambda *_: pytest.fail("listed again"))
             store.rescan()
             store.rescan()
         path.unlink()

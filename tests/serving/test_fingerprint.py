@@ -115,6 +115,33 @@ def test_large_checkpoints_are_sampled_over_the_whole_file(tmp_path: Path, monke
         assert weights_digest(str(folder)) != before, offset
 
 
+def test_a_sample_says_that_it_is_one_and_everything_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = _checkpoint(tmp_path / "a", 1 << 20)
+    small = weights_digest(str(folder))
+    assert caplog.messages == []
+    monkeypatch.setattr(fingerprint, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(fingerprint, "_SAMPLE_BYTES", 64)
+    sampled = weights_digest(str(folder))
+    (message,) = caplog.messages
+    assert f"weights in {folder} are told from others by a sample: 64 pieces" in message
+    assert "SGLANG_EXT_WEIGHTS=whole reads everything" in message
+    caplog.clear()
+    monkeypatch.setenv("SGLANG_EXT_WEIGHTS", "whole")
+    assert weights_digest(str(folder)) == small
+    raw = bytearray((folder / "model-2.safetensors").read_bytes())
+    raw[1000:9000] = bytes(8000)  # between two pieces
+    (folder / "model-2.safetensors").write_bytes(raw)
+    assert weights_digest(str(folder)) != small
+    assert caplog.messages == []
+    monkeypatch.setenv("SGLANG_EXT_WEIGHTS", "sample")
+    assert weights_digest(str(folder)) == sampled
+    monkeypatch.setenv("SGLANG_EXT_WEIGHTS", "all")
+    with pytest.raises(ValueError, match="SGLANG_EXT_WEIGHTS: expected sample or whole, got 'all'"):
+        weights_digest(str(folder))
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="expected weight files"):
         weights_digest(str(tmp_path))

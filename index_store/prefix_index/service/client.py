@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from ..errors import IndexNotFound, IndexStoreError, IndexUnreadable, StoreClosed, StoreUnavailable
-from ..folder import os_errors
+from ..folder import PRIVATE, os_errors
 from ..keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint
 from ..lease import FolderLeases
+from ..opening import open_in, path_in
 from ..reader import IndexFile
 from ..store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
 from ..writer import IndexPayload, IndexWriter
 from .connection import ConnectionPool, closed_error
-from .endpoint import check_owner, socket_path
+from .endpoint import socket_path
 from .messages import (
     PROTOCOL,
     Answer,
@@ -52,7 +53,6 @@ from .messages import (
     unavailable,
 )
 from .mirror import Mirror
-from .opening import open_in, path_in
 from .patience import Patience
 from .writing import SweptError, written_partial
 
@@ -86,22 +86,21 @@ class StoreClient:
         self, endpoint: str, *, timeout_s: float = 2.0, slow_timeout_s: float | None = None, name: str = ""
     ) -> None:
         self.endpoint = endpoint
-        self._socket_path = socket_path(endpoint)
+        socket_path(endpoint)
         self._timeouts = timeout_s, slow_timeout_s
         self._patience = Patience(timeout_s, slow_timeout_s)
         self._name = name[:64]
         self._mirror = self._new_mirror()
         self._pool: ConnectionPool | None = None
         self._pid = -1
-        self._tiers = _Tiers((), FolderLeases(Path(), file_mode=0o600))
+        self._tiers = _Tiers((), FolderLeases(Path(), PRIVATE))
 
     def open(self) -> None:
-        """Says hello and fetches the listing. Raises StoreUnavailable, and StoreFolderError where the socket is
-        another user's.
+        """Says hello and fetches the listing. Raises StoreUnavailable, and, as every call that asks the service,
+        StoreFolderError where another user could answer in its place (``check_place``).
         """
         if self._pool is not None and self._pid == os.getpid():
             return
-        check_owner(self._socket_path)
         self._pid = os.getpid()
         self._pool = ConnectionPool(self.endpoint, Hello(version=PROTOCOL, pid=self._pid, name=self._name))
         self._patience = Patience(*self._timeouts)
@@ -359,7 +358,7 @@ class StoreClient:
     def _meet(self, welcome: Welcome) -> None:
         folders = tuple(Path(folder) for folder in welcome.folders)
         if folders != self._tiers.folders:
-            self._tiers = _Tiers(folders, FolderLeases(folders[-1], file_mode=0o600))
+            self._tiers = _Tiers(folders, FolderLeases(folders[-1], PRIVATE))
 
     def _put_once(self, digest: str, writer: IndexWriter, payload: IndexPayload, retention: Retention | None) -> Stored:
         reserved = self._ask(Reserve(digest=digest, nbytes=writer.nbytes), Reserved, slow=True)

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import zmq
 
 from ..errors import StoreClosed
+from .endpoint import check_place, socket_path
 from .messages import (
     ID_NBYTES,
     MAX_ANSWER_NBYTES,
@@ -51,12 +52,15 @@ class Connection:
 
     def __init__(self, endpoint: str, hello: Hello) -> None:
         self._hello = hello
+        self._path = socket_path(endpoint)
         self._next_id = 0
-        self._greeted = False
+        self.greeted = False
+        """Whether a service has taken this connection; one that has not is not kept."""
         self.welcome: Welcome | None = None
         """Of the service that this connection last said hello to."""
         self.late = 0
         """Answers that came after their call had given up."""
+        check_place(self._path)
         try:
             self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         except zmq.ZMQError as err:  # this process has no descriptors left
@@ -77,25 +81,27 @@ class Connection:
     def call(self, request: Request, timeout_s: float, connect_s: float, closed: threading.Event) -> Answer:
         """The answer. Asks again where the service was restarted meanwhile: a request says twice what it says once.
 
-        Raises StoreUnavailable after ``timeout_s`` seconds, after ``connect_s`` where no service listens; StoreClosed
+        Raises StoreFolderError where somebody else could have swapped the socket, which libzmq may have connected to
+        anew; StoreUnavailable after ``timeout_s`` seconds, after ``connect_s`` where no service listens; StoreClosed
         when ``closed`` is set. An error that the service's store raised is an answer: Failed.
         """
         wait = _Wait(timeout_s, time.monotonic() + timeout_s, connect_s, closed)
         while True:
+            check_place(self._path)
             try:
-                if not self._greeted:
+                if not self.greeted:
                     self._greet(wait)
                 return self._exchange(request, wait)
             except _LostError:
-                self._greeted = False
+                self.greeted = False
 
     def tell(self, request: Request) -> None:
         """Sends a request whose answer nobody waits for, if that is possible at once."""
-        if self._greeted:
+        if self.greeted:
             try:
                 self._send(request)
             except _LostError:
-                self._greeted = False
+                self.greeted = False
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -107,7 +113,7 @@ class Connection:
         if not isinstance(answer, Welcome) or answer.version != PROTOCOL:
             raise unavailable(type(answer).__name__, expected=f"a service of protocol version {PROTOCOL}")
         self.welcome = answer
-        self._greeted = True
+        self.greeted = True
 
     def _send(self, request: Request) -> bytes:
         self._next_id += 1
@@ -220,7 +226,7 @@ class ConnectionPool:
 
     def _put_back(self, connection: Connection) -> None:
         with self._lock:
-            if not self._closed.is_set():
+            if connection.greeted and not self._closed.is_set():
                 self._idle.append(connection)
                 return
         connection.close()

@@ -13,7 +13,7 @@ from typing import Final
 from ..catalog import inconsistent
 from ..errors import IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError, StoreInconsistent
 from ..eviction import has_expired
-from ..folder import SUFFIX, Signature, is_shard
+from ..folder import SUFFIX, Signature, check_apart, is_shard
 from ..lease import LEASE
 from ..store import IndexEntry, IndexStore
 from ..tiered import TieredStore
@@ -93,6 +93,7 @@ class Depot:
             if not folder.isprintable():
                 remedy = "give a folder whose name is plain text"
                 raise StoreFolderError("index store", expected="a printable path", found=repr(folder), remedy=remedy)
+        check_apart(tier.folder for tier in self._tiers)
         self.store.open()
         self.sync()
 

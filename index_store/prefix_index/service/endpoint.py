@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import InvalidPayload, StoreFolderError
+from ..folder import write_all
+from ..source import pread
 
 SCHEME: Final = "ipc://"
 _LONGEST_PATH: Final = 107
@@ -36,21 +38,33 @@ def socket_path(endpoint: str) -> Path:
     return Path(path)
 
 
-def check_owner(path: Path) -> None:
-    """Raises StoreFolderError where a socket belongs to somebody else, who could then answer in our name, and where
-    there cannot be one. A socket that is not there yet is fine.
+def check_place(path: Path) -> None:
+    """Raises StoreFolderError where somebody else could answer in our name: whose the socket is, or who may write to
+    its folder and so swap it for another between any look at it and the connection; and where there cannot be a
+    socket. One that is not there yet is fine.
     """
+    folder = path.parent
     try:
-        owner = path.lstat().st_uid
+        _check_owner("socket's folder", folder, folder.lstat().st_uid)  # a link's, if it is one
+        status = folder.stat()
+        _check_owner("socket's folder", folder, status.st_uid)
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & 0o022:
+            expected, found = f"one that only user {os.geteuid()} can write to", f"mode {mode:04o}"
+            remedy = f"chmod 700 {folder}, or give the socket of a service elsewhere"
+            raise StoreFolderError("socket's folder", expected=expected, found=found, remedy=remedy, path=folder)
+        _check_owner("service socket", path, path.lstat().st_uid)
     except FileNotFoundError:
         return
     except OSError as err:
-        raise _unusable(path.parent, err) from err
+        raise _unusable(folder, err) from err
+
+
+def _check_owner(what: str, path: Path, owner: int) -> None:
     if owner not in (os.geteuid(), 0):
         remedy = "give the socket of your own service"
-        raise StoreFolderError(
-            "service socket", expected=f"owner {os.geteuid()}", found=f"owner {owner}", remedy=remedy, path=path
-        )
+        expected, found = f"owner {os.geteuid()}", f"owner {owner}"
+        raise StoreFolderError(what, expected=expected, found=found, remedy=remedy, path=path)
 
 
 class SocketPlace:
@@ -85,17 +99,22 @@ class SocketPlace:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            pid = os.pread(fd, 20, 0).decode(errors="replace").strip()
-            os.close(fd)
+            try:
+                pid = pread(fd, 20, 0).decode(errors="replace").strip()
+            finally:
+                os.close(fd)
             remedy = "use that one, end it, or give another endpoint"
             raise StoreFolderError(
                 "service socket", expected="no running service", found=f"process {pid}", remedy=remedy, path=self.path
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._lock_fd = fd
         try:
+            os.ftruncate(fd, 0)
+            write_all(fd, f"{os.getpid()}\n".encode())
             self._remove_socket()
+        except OSError as err:
+            self.give_back()
+            raise _unusable(folder, err) from err
         except BaseException:
             self.give_back()
             raise

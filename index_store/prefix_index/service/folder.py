@@ -12,7 +12,7 @@ import time
 from typing import Final, NamedTuple
 
 from ..books import renamed
-from ..errors import IndexMismatch, IndexNotFound, StoreFolderError
+from ..errors import IndexMismatch, IndexNotFound, IndexUnreadable, StoreFolderError
 from ..file import FileStore
 from ..folder import (
     SUFFIX,
@@ -28,6 +28,7 @@ from ..folder import (
 from ..format import Entry, corrupt
 from ..reader import IndexFile
 from ..retention import publish
+from ..source import owned_file, status_of
 from ..store import IndexEntry, Retention
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -55,7 +56,7 @@ class ServedFolder(FileStore):
 
     @property
     def file_mode(self) -> int:
-        return self._file_mode
+        return self._access.file_mode
 
     @property
     def max_bytes(self) -> int | None:
@@ -77,13 +78,15 @@ class ServedFolder(FileStore):
         except OSError:
             return None
         try:
-            status = os.fstat(fd)
+            status = status_of(fd)
             if not stat.S_ISREG(status.st_mode):
                 return None
             before = status.st_atime_ns / 1e9
             if use and (used := self._books.time_of_use(before)) != before:
                 touch(fd, used)
             return Signature.of(status)
+        except IndexUnreadable:
+            return None
         finally:
             os.close(fd)
 
@@ -92,24 +95,25 @@ class ServedFolder(FileStore):
 
         Never where its own parent has become another user's, who could then swap its files.
         """
-        if self.folder.is_dir():
-            return False
-        parent = self.folder.absolute().parent
         with os_errors(self.folder):
+            if self.folder.is_dir():
+                return False
+            parent = self.folder.absolute().parent
             os.makedirs(parent, mode=0o700, exist_ok=True)
             owner = parent.stat().st_uid
             if owner not in (os.geteuid(), 0):
                 remedy = "give another folder, and start the service again"
                 expected, found = f"one of user {os.geteuid()}", f"user {owner}'s"
                 raise StoreFolderError("tier's parent", expected=expected, found=found, remedy=remedy, path=parent)
-            self.folder.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self._access.make(self.folder)
         return True
 
     def check_whole(self, digest: str) -> None:
         """Reads an index to its last byte, which is no use of it. Raises as ``get``, and as ``IndexFile.verify``."""
         self._check_open()
         path = self.path_of(digest)
-        with IndexFile.from_fd(self._open_file(digest), path=path) as index:
+        with IndexFile.from_fd(self._open_file(digest)[0], path=path) as index:
             if index.identity.digest != digest:
                 raise renamed(digest, index.identity).at(path)
             index.verify()
@@ -119,12 +123,12 @@ class ServedFolder(FileStore):
         self._check_open()
         with (
             os_errors(self.folder),
-            shard_fd(self.folder, shard_of(digest), create=True) as dir_fd,
+            shard_fd(self.folder, shard_of(digest), create=self._access) as dir_fd,
             exclusive(self.folder),
         ):
             self._keeper.make_room(nbytes, digest)
             # Shared by the server and the writer: as long as one of them lives, the file stays.
-            name, fd = create_partial(dir_fd, mode=self._file_mode, access=os.O_RDWR, lock=fcntl.LOCK_SH)
+            name, fd = create_partial(dir_fd, mode=self._access.file_mode, access=os.O_RDWR, lock=fcntl.LOCK_SH)
             try:
                 try:
                     os.posix_fallocate(fd, 0, max(nbytes, 1))
@@ -149,7 +153,7 @@ class ServedFolder(FileStore):
                 fd = os.open(name, _READ, dir_fd=dir_fd)
             except FileNotFoundError:
                 return self._adopted(digest, dir_fd, inode)
-            with io.FileIO(fd, "rb") as part:
+            with owned_file(fd, "rb") as part:
                 entry = self._checked(part.fileno(), digest, name, nbytes, inode)
                 os.fsync(part.fileno())
                 received = _ReceivedFile(dir_fd, name, part)
@@ -157,7 +161,7 @@ class ServedFolder(FileStore):
                     used = self._books.time_of_use()
                 with exclusive(self.folder):
                     signature, kept = publish(
-                        dir_fd, digest, received, retention, mode=self._file_mode, now=self._clock(), used=used
+                        dir_fd, digest, received, retention, mode=self._access.file_mode, now=self._clock(), used=used
                     )
             os.fsync(dir_fd)
         with self._lock:

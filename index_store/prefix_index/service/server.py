@@ -16,6 +16,7 @@ from typing import NamedTuple
 import zmq
 
 from ..errors import IndexStoreError, StoreFolderError
+from .admission import Admission
 from .depot import Depot
 from .endpoint import SocketPlace, socket_path
 from .messages import (
@@ -53,6 +54,8 @@ class Limits(NamedTuple):
     jobs: int = 256
     """Requests that wait for a worker; further ones are told that the service is busy."""
     jobs_per_client: int = 32
+    connections: int = 4096
+    """Connections at a time, fewer where this process may not have as many descriptors; further ones are refused."""
     clients: int = 4096
     """Connections remembered, those last heard from; one that was forgotten says hello again."""
     forget_s: float = 900.0
@@ -96,6 +99,7 @@ class StoreServer:
         self._began = 0.0
         self._wake_out = self._wake_in = -1
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._admission: Admission | None = None
         self._executor = ThreadPoolExecutor(self._limits.workers, thread_name_prefix="store")
 
     def open(self) -> None:
@@ -114,6 +118,7 @@ class StoreServer:
                 (zmq.RCVHWM, self._limits.requests),
             ):
                 self._socket.setsockopt(option, value)
+            self._admission = Admission(self._socket, self._limits.connections)
             old = os.umask(0o177)
             try:
                 self._socket.bind(self.endpoint)
@@ -138,15 +143,18 @@ class StoreServer:
 
     def serve(self) -> None:
         """Answers until ``stop()``; then what was begun is finished and answered."""
+        assert self._admission is not None, "open() first"
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._admission.monitor, zmq.POLLIN)
         poller.register(self._wake_out, zmq.POLLIN)
         while not self._stopping.is_set():
             for source, _ in poller.poll(200):
                 if source == self._wake_out:
                     self._drain()
-                else:
+                elif source is self._socket:
                     self._receive()
+            self._count_connections()  # at each turn: those that are too many do not wait for those that ask much
             self._send_done()
             self._keep_house()
         poller.unregister(self._socket)
@@ -166,6 +174,8 @@ class StoreServer:
         context, self._context = self._context, None
         if context is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
+            if self._admission is not None:
+                self._admission.close()
             self._socket.close()
             context.term()
         if self._wake_in >= 0:
@@ -250,13 +260,22 @@ class StoreServer:
             self._send(client, number, Done())
         self._start(client, known, number, request)
 
+    def _count_connections(self) -> None:
+        if self._admission is not None and (ended := self._admission.update()):
+            self.counts["cut"] += ended
+
     def _welcome(self, client: bytes, hello: Hello) -> Answer:
         if hello.version != PROTOCOL:
             self.counts["bad_messages"] += 1
             error = unavailable(f"version {hello.version}", expected=f"protocol version {PROTOCOL}")
             return Failed(error=error_text(error))
-        name = f"pid {hello.pid}" + (f" ({hello.name})" if hello.name else "")
         old = self._clients.get(client)
+        self._count_connections()  # this one too: libzmq told of it before its first message
+        if old is None and self._admission is not None and self._admission.is_full:
+            self.counts["refused"] += 1
+            most = f"at most {self._admission.most} connections (its own limit, or `ulimit -n` of its process)"
+            return Failed(error=error_text(unavailable(f"{self._admission.count} of them", expected=most)))
+        name = f"pid {hello.pid}" + (f" ({hello.name})" if hello.name else "")
         self._clients[client] = _Client(name, time.monotonic(), 0 if old is None else old.jobs)
         self._clients.move_to_end(client)
         while len(self._clients) > self._limits.clients:

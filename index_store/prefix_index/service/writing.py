@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from ..folder import shard_fd, shard_of
+from ..source import owned_file
 from ..writer import IndexPayload, IndexWriter
 from .folder import lock_shared
 
@@ -37,7 +38,7 @@ def written_partial(folder: Path, digest: str, name: str, writer: IndexWriter, p
             fd = os.open(name, _FLAGS, dir_fd=dir_fd)
         except FileNotFoundError:
             raise SweptError from None
-    with io.FileIO(fd, "wb") as out:
+    with owned_file(fd, "wb") as out:
         _being_written.add(out)
         lock_shared(fd)
         try:

@@ -73,7 +73,7 @@ def run_gc(args: argparse.Namespace) -> int:
 
 
 def _gc_folder(folder: Path, args: argparse.Namespace) -> int:
-    check_folder(folder, create=False)
+    check_folder(folder, create=False, write=not args.dry_run)
     plan = _plan(folder, args)
     if args.dry_run:
         # Opening the store would already clear away what dead writers left.

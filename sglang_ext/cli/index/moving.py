@@ -20,6 +20,7 @@ from prefix_index import (
     IndexPayload,
     IndexStore,
     IndexStoreError,
+    IndexUnreadable,
     LazyArray,
     Problem,
     Retention,
@@ -161,12 +162,16 @@ def _import_one(
 
 
 def _retention_beside(path: Path, digest: str) -> Retention | None:
-    """What a store's folder says beside its file; None, which changes nothing, where it says nothing."""
+    """What a store's folder says beside its file; None, which changes nothing, where it says nothing. Raises
+    IndexUnreadable where the system does not give it: importing without it would lose it.
+    """
     if path.name != digest + SUFFIX:
         return None
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         kept = read_retention(fd, digest)
+    except IndexUnreadable as error:
+        raise error.at(path.with_suffix(KEEP_SUFFIX)) from None
     except IndexStoreError:  # counts as the default in its own store, too
         return None
     finally:

@@ -9,18 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from prefix_index import (
-    IndexEntry,
-    IndexFile,
-    IndexIdentity,
-    IndexNotFound,
-    IndexStore,
-    IndexStoreError,
-    canonical_digest,
-)
+from prefix_index import IndexEntry, IndexFile, IndexIdentity, IndexStore, IndexStoreError, canonical_digest
 from prefix_index.connect import open_store
-from prefix_index.folder import open_index, shard_fd
 from prefix_index.keys import is_digest
+from prefix_index.opening import open_in
 from sglang_ext.cli.index.text import SHORT, TAG, retention, size, span
 from sglang_ext.storage import ENV_STORE, default_store
 
@@ -47,8 +39,10 @@ def store_address(args: argparse.Namespace) -> str:
 
 @contextmanager
 def opened(args: argparse.Namespace, *, create: bool = False) -> Iterator[IndexStore]:
-    """The store of a command, open for its length. Raises what the store raises."""
-    store = open_store(store_address(args), create=create)
+    """The store of a command, open for its length; for what only reads, another user's folder will do. Raises what the
+    store raises.
+    """
+    store = open_store(store_address(args), create=create, write=create)
     store.open()
     try:
         yield store
@@ -67,16 +61,7 @@ def open_unused(store: IndexStore, entry: IndexEntry) -> IndexFile:
         return durable(entry.identity)
     if entry.path is None:
         return store.get(entry.identity)
-    path = Path(entry.path)
-    try:
-        with shard_fd(path.parent.parent, path.parent.name) as dir_fd:
-            fd = open_index(path.name, dir_fd)
-    except IndexStoreError as error:
-        raise error.at(path) from None
-    except OSError as error:
-        found = error.strerror or str(error)
-        raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
-    return IndexFile.from_fd(fd, path=path, expected=entry.identity)
+    return open_in(Path(entry.path).parent.parent, entry.digest, entry.identity)
 
 
 def digest_in(path: str) -> str | None:

@@ -59,6 +59,7 @@ READS: Final[dict[str, Callable[[IndexFile], dict[Any, Any]]]] = {
     "read_into": by_read_into,
     "verify": verified,
     "read_many": lambda index: index.read_many(),
+    "payload": lambda index: {key: array.load() for key, array in index.payload().arrays.items()},  # type: ignore[union-attr]
     "read_many without O_DIRECT": lambda index: index.read_many(direct=False),
 }
 MAPPED: Final[dict[str, Callable[[IndexFile], dict[Any, Any]]]] = {

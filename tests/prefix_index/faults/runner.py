@@ -119,15 +119,15 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows at 80 columns, the detail of a bad one below it."""
+    """The rows at 80 columns, their details below them; a bad one is marked."""
     lines = [f"{'campaign':<38}{'tried':>9}{'lost':>6}{'wrong':>7}{'stuck':>7}{'seconds':>9}"]
     for row in rows:
         lines.append(
             f"{row['name'][:37]:<38}{row['tried']:>9,}{row['lost']:>6}{row['wrong']:>7}{row['stuck']:>7}"
             f"{row['seconds']:>9.1f}"
         )
-        if not row["ok"]:
-            lines += textwrap.wrap(row["detail"], WIDTH, initial_indent="  ! ", subsequent_indent="    ")
+        sign = "  " if row["ok"] else "! "
+        lines += textwrap.wrap(row["detail"], WIDTH, initial_indent=f"  {sign}", subsequent_indent="    ")
     bad = sum(not row["ok"] for row in rows)
     lines.append(f"{len(rows)} campaigns, {sum(row['tried'] for row in rows):,} faults, {bad} not ok")
     return "\n".join(lines)

@@ -1,14 +1,14 @@
-"""The client's side of a get: it opens the file that the service named by itself, and never through a link."""
+"""One index of a folder, opened by its name: the client's side of a get, and whatever is no use of the index."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import IndexMismatch, IndexNotFound, IndexStoreError
-from ..folder import SUFFIX, open_index, shard_fd, shard_of
-from ..keys import IndexIdentity
-from ..reader import IndexFile
-from ..source import unreadable
+from .errors import IndexMismatch, IndexNotFound, IndexStoreError
+from .folder import SUFFIX, open_index, shard_fd, shard_of
+from .keys import IndexIdentity
+from .reader import IndexFile
+from .source import unreadable
 
 
 def path_in(folder: Path, digest: str) -> Path:

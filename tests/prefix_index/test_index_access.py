@@ -1,0 +1,144 @@
+"""Who may look into a store's folder, and stores that are read but not written to."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prefix_index import FileStore, InvalidPayload, StoreFolderError
+from prefix_index.connect import open_store
+from prefix_index.folder import Access
+from prefix_index.service import Depot, ServedFolder
+from prefix_index.testing import sample_payload
+from tests.prefix_index.faults.tools import fork, reap
+from tests.prefix_index.small_stores import IDS, PINNED, index_file, keep_file, opened
+
+NOBODY = 65534
+
+
+def modes(folder: Path) -> set[int]:
+    """Of the store's folder and its shards."""
+    return {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
+
+
+def file_modes(folder: Path) -> set[int]:
+    return {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*/*")}
+
+
+@pytest.fixture(autouse=True)
+def usual_umask() -> object:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize("parents", [False, True])
+def test_a_new_store_is_its_owners_alone(folder: Path, parents: bool) -> None:
+    folder = folder / "below" / "store" if parents else folder
+    with opened(folder) as store, store.lease(IDS[1]) or pytest.fail("held"):
+        store.put(sample_payload(IDS[0]), retention=PINNED)
+        assert modes(folder) == {0o700}
+        assert file_modes(folder) == {0o600}
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, "0750"), (0o077, 0o750), (0o022, 0o770)])
+def test_mode_and_group_are_settings(folder: Path, umask: int, mode: int | str) -> None:
+    os.umask(umask)
+    bits = int(mode, 8) if isinstance(mode, str) else mode
+    with opened(folder, mode=mode, group=os.getgid()) as store, store.lease(IDS[1]) or pytest.fail("held"):
+        store.put(sample_payload(IDS[0]), retention=PINNED)
+        assert modes(folder) == {bits | stat.S_ISGID}
+        assert file_modes(folder) == {bits & 0o666}
+        assert {path.stat().st_gid for path in folder.rglob("*")} == {os.getgid()}
+
+
+def test_a_served_folder_has_them_too(folder: Path) -> None:
+    with ServedFolder(folder, create=True, mode=0o750) as store:
+        reservation = store.reserve(IDS[0].digest, 4096)
+        assert (modes(folder), file_modes(folder)) == ({0o750}, {0o640})
+        store.abandon(reservation)
+
+
+@pytest.mark.parametrize("mode", ["0600", "rwx", "", 0o4700, 0o070, -1])
+def test_modes_that_keep_the_owner_out_or_are_none_are_refused(folder: Path, mode: int | str) -> None:
+    with pytest.raises(InvalidPayload, match="mode of the store's folder: expected 0700 to 0777"):
+        FileStore(folder, mode=mode)
+
+
+def test_a_group_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidPayload, match="group of the store: expected a group, found 'no-such-group'"):
+        Access.of(0o750, "no-such-group")
+
+
+def as_somebody_else(work: Callable[[], None]) -> int | None:
+    """In a child that may not write to this user's folders; its exit status."""
+
+    def child() -> None:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        work()
+
+    return reap(fork(child), 120)
+
+
+def test_another_users_store_is_read(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("shared")
+    for place in (folder, *folder.parents):
+        if os.geteuid() == 0 and place.stat().st_uid == 0 and place.stat().st_mode & 0o5 != 0o5 and place != Path("/"):
+            place.chmod(place.stat().st_mode | 0o005)
+    folder = folder / "store"
+    with opened(folder, mode=0o755) as store:
+        store.put(sample_payload(IDS[0], fill=4), retention=PINNED)
+    if os.geteuid() != 0:
+        for place in (*folder.iterdir(), folder):
+            place.chmod(0o555)
+
+    def read() -> None:
+        with pytest.raises(StoreFolderError, match="expected a writable folder, found no permission"):
+            FileStore(folder).open()
+        with open_store(folder, write=False) as store:  # type: ignore[attr-defined]
+            assert [(e.identity, e.retention) for e in store.list()] == [(IDS[0], PINNED)]
+            with store.get(IDS[0]) as index:
+                index.verify()
+            store.rescan()
+            store.check_integrity()
+            for write in (
+                lambda: store.put(sample_payload(IDS[0])),
+                lambda: store.put(sample_payload(IDS[1])),
+                lambda: store.retain(IDS[0], PINNED),
+                lambda: store.delete(IDS[0]),
+                lambda: store.lease(IDS[1]),
+            ):
+                with pytest.raises(StoreFolderError):
+                    write()
+            assert list(store.collect()) == []
+
+    assert as_somebody_else(read) == 0
+    assert index_file(folder, IDS[0]).exists()
+    assert keep_file(folder, IDS[0]).exists()
+    for place in (folder, *folder.iterdir()):
+        place.chmod(0o700)
+
+
+def test_what_cannot_be_read_either_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.R_OK)
+    with pytest.raises(StoreFolderError, match="expected a readable folder, found no permission; change"):
+        FileStore(folder, write=False).open()
+
+
+def test_two_tiers_are_never_one_folder(folder: Path, tmp_path: Path) -> None:
+    """Dropping a copy would remove the index."""
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(StoreFolderError, match=r"tiers of a store: expected different folders, found .* twice; give"):
+        Depot(ServedFolder(folder), ServedFolder(tmp_path / "link", max_bytes=1 << 20)).open()
+    for addresses in ([folder, tmp_path / "link"], [folder, "file://" + str(folder), "memory:///"]):
+        with pytest.raises(StoreFolderError, match="expected different folders"):
+            open_store(addresses)
