@@ -223,8 +223,8 @@ def make_captures(
         for task, length, i, path in progress(wanted):
             document = make_document(task, seed + i, num_tokens=length, num_questions=1)
             question = document.questions[0]
-            prefix = list(session.tokenize(document.text))
-            ids = list(session.tokenize(f"{document.text} {question.text}"))
+            prefix = session.tokens.of_text(document.text)
+            ids = session.tokens.of_text(f"{document.text} {question.text}")
             if ids[: len(prefix)] != prefix:
                 raise ValueError(f"expected the document's tokens at the head of the prompt of {path.name}, got others")
             capture = session.capture(

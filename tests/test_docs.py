@@ -174,6 +174,17 @@ def test_the_settings_of_the_store_have_their_defaults_in_the_operating_guide() 
     assert documented == {name: value for name, value in defaults.items() if name.startswith("store_")}
 
 
+def test_the_fields_of_a_prompt_are_documented() -> None:
+    from sglang_ext.calibration.prompts import CalibrationPrompt
+    from sglang_ext.prefill.prompts import Prompt
+
+    for document, key, kind in (
+        ("docs/operating.md", "extra_key", Prompt),
+        ("docs/calibration.md", "question", CalibrationPrompt),
+    ):
+        assert sorted(first_cells(table_with(text_of(document), key))) == sorted(kind.__struct_fields__)
+
+
 def test_every_flag_of_prebuild_stands_in_the_operating_guide(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in set(re.findall(r"--[a-z-]+", help_of(capsys, "prebuild"))) - {"--", "--help"}:
         assert flag in text_of("docs/operating.md"), flag

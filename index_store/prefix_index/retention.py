@@ -1,4 +1,5 @@
-"""How long an index should stay, on disk: a small file beside it, ``<digest>.pfxkeep``, where it is not the default.
+"""How long an index should stay, and its name, on disk: a small file beside it, ``<digest>.pfxkeep``, where that is
+not the default.
 
 Two lines: the retention as JSON, and the xxh3 (16 hex digits) of the digest, a newline and that JSON.
 
@@ -176,9 +177,9 @@ def publish(
 
 
 def _longer(a: Retention, b: Retention) -> Retention:
-    """What keeps an index as long as either does."""
+    """What keeps an index as long as either does, under the second's name."""
     expires = None if a.expires is None or b.expires is None else max(a.expires, b.expires)
-    return Retention(pinned=a.pinned or b.pinned, expires=expires)
+    return Retention(pinned=a.pinned or b.pinned, expires=expires, name=b.name)
 
 
 def _exists(dir_fd: int, name: str) -> bool:

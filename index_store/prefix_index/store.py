@@ -21,19 +21,23 @@ IndexLookup: TypeAlias = str | IndexIdentity
 """An identity, or its ``digest`` (64 hex digits)."""
 
 
-class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How long an index should stay.
+class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """How long an index should stay, and what people call it.
 
     ``pinned``   a soft pin: it leaves only after everything that is not pinned
     ``expires``  seconds since the Unix epoch; from then on it is a miss, and ``collect()`` removes it. None: never
+    ``name``     1 to 256 printable characters; several indexes may have one name. None: it has none
     """
 
     pinned: bool = False
     expires: float | None = None
+    name: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.pinned) is not bool:
             raise ValueError(f"pinned: expected True or False, found {self.pinned!r}")
+        if self.name is not None and not (0 < len(self.name) <= 256 and self.name.isprintable()):
+            raise ValueError(f"name: expected 1 to 256 printable characters, found {repr(self.name)[:200]}")
         if self.expires is None:
             return
         value: object = self.expires

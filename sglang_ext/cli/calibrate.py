@@ -17,7 +17,7 @@ _DESCRIPTION = """\
 Run every prompt of a development set once through SGLang, measure its attention, and write the model's profile:
 block sizes and channels per KV head, layer plan with head maps, near-uniform heads, recommended recipe and budget.
 
-Prompts are JSON lines: {"id": "task-1", "text": "..."} or {"id": "task-1", "input_ids": [...]}, optionally with
+Prompts are JSON lines: {"id": "task-1", "text": "..."}, or "messages" (with "tools") or "input_ids", optionally with
 "question" (it follows the prompt, which is then the prefix) and "task" (default: the id up to its first "-").
 Give prompts as long as those that will be served, at least two, better some dozens of several tasks.
 

@@ -57,6 +57,7 @@ from sglang_ext.config import SparseAttnConfig
 from sglang_ext.fingerprint import weights_digest
 from sglang_ext.indexing.base import METHODS
 from sglang_ext.indexing.profile import CalibrationData, Profile, ProfiledModel, Recommendation
+from sglang_ext.prefill.prompt_tokens import TokenSource
 from sglang_ext.profiles import local_folder
 
 SETTINGS_FILE = "settings.json"
@@ -72,7 +73,8 @@ class Session(Protocol):
 
     @property
     def model(self) -> ModelFingerprint: ...
-    def tokenize(self, text: str) -> list[int]: ...
+    @property
+    def tokens(self) -> TokenSource: ...
     def capture(
         self, name: str, input_ids: Sequence[int], *, prefix_len: int | None = None, decode_steps: int = 16
     ) -> PromptCapture: ...
@@ -257,7 +259,9 @@ class CalibrateJob:
 
     def _measure_one(self, session: Session, prompt: CalibrationPrompt) -> None:
         options = self._options
-        ids, prefix_len = prompt_tokens(prompt, session.tokenize)
+        (ids, warnings), prefix_len = prompt_tokens(prompt, session.tokens)
+        for warning in warnings:
+            tqdm.write(f"{prompt.id}: warning: {warning}", file=sys.stderr)
         capture = session.capture(prompt.id, ids, prefix_len=prefix_len, decode_steps=options.decode_steps)
         least = options.measure.num_sink + options.measure.num_recent
         if capture.prefix_len <= least:
@@ -390,8 +394,7 @@ class CalibrateJob:
         if folder is None:
             return
         with suppress(FileNotFoundError):
-            digest = weights_digest(folder)
-            if digest != model.weights_digest:
+            if weights_digest(folder) != model.weights_digest:
                 raise StateError(
                     f"expected measurements of the weights in {folder}, got those of others; measure anew with "
                     "--no-resume"

@@ -17,6 +17,7 @@ from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture
 from sglang_ext.cli.arguments import names_cpu
 from sglang_ext.config import Build
+from sglang_ext.prefill.prompt_tokens import TokenSource
 
 #: Seconds that a capture may take to be written after its request ended.
 WRITE_TIMEOUT_S = 600.0
@@ -96,9 +97,10 @@ class CaptureSession:
         """Longest request in tokens, the generated ones included."""
         return self._engine.context_len
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids as the server makes them of a text prompt."""
-        return self._engine.tokenize(text)
+    @property
+    def tokens(self) -> TokenSource:
+        """Token ids as the server makes them of requests."""
+        return self._engine.tokens
 
     def capture(
         self, name: str, input_ids: Sequence[int], *, prefix_len: int | None = None, decode_steps: int = 16

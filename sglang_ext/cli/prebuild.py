@@ -23,9 +23,10 @@ if TYPE_CHECKING:  # imports torch, which the help text need not wait for
 _DESCRIPTION = """\
 Prefill each prompt once through SGLang, record its queries, build its index, verify it and store it.
 
-Prompts are JSON lines: {"id": "tools", "text": "..."} or {"id": "tools", "input_ids": [...]}, optionally
-with "extra_key" and "cache_salt" as the requests will carry them. An index covers the prompt rounded down
-to build_align tokens. Running the job again skips what is stored already, so an interrupted job resumes.
+Prompts are JSON lines: {"id": "travel", "messages": [...], "tools": [...]} for chat requests, {"id": "a",
+"text": "..."} or {"id": "a", "input_ids": [...]} for others, optionally with "extra_key" and "cache_salt" as the
+requests will carry them. The id is the index's name. An index covers the prompt rounded down to build_align tokens.
+Running the job again skips what is stored already, so an interrupted job resumes.
 Several jobs may share a store: each index is built by one of them, and the others wait for it at their end.
 Flags after -- go to SGLang (device, dtype, attention backend, context length, ...): use those of the server.
 """

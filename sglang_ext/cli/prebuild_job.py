@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from prefix_index import (
@@ -25,9 +26,11 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
+from prefix_index.copies import entry_of
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.prefill.builder import covered_tokens, profile_digest
-from sglang_ext.prefill.prompts import Prompt
+from sglang_ext.prefill.prompt_tokens import prefix_tokens
+from sglang_ext.prefill.prompts import LineNumber, Prompt
 
 
 class PrebuildJob:
@@ -54,6 +57,7 @@ class PrebuildJob:
         self._attempts = 0
         self._statuses: Counter[str] = Counter()
         self._bytes = 0
+        self._warnings: dict[str, tuple[str, ...]] = {}
 
     def run(self, prompts: Sequence[Prompt]) -> int:
         begun = time.perf_counter()
@@ -85,6 +89,9 @@ class PrebuildJob:
         """Count and report what became of a prompt."""
         if line["status"] in ("built", "exists"):
             line = self._retained(line)
+        if warnings := self._warnings.pop(line["id"], ()):
+            line = {**line, "warnings": warnings}
+            tqdm.write("\n".join(f"{line['id']}: warning: {text}" for text in warnings), file=sys.stderr)
         self._statuses[line["status"]] += 1
         self._bytes += line.get("index_bytes", 0)
         self._report.write(json.dumps(line) + "\n")
@@ -93,11 +100,16 @@ class PrebuildJob:
             tqdm.write(f"{line['id']}: {line['status']}: {line.get('detail', '')}", file=sys.stderr)
 
     def _retained(self, line: dict[str, Any]) -> dict[str, Any]:
-        if not self._args.pin and self._args.ttl is None:
-            return line
-        expires = None if self._args.ttl is None else time.time() + self._args.ttl
+        """The prompt's id is its index's name from now on; --pin and --ttl count, too, where they are given."""
+        change: dict[str, Any] = {} if isinstance(line["id"], LineNumber) else {"name": line["id"]}
+        if self._args.pin or self._args.ttl is not None:
+            change["pinned"] = self._args.pin
+            change["expires"] = None if self._args.ttl is None else time.time() + self._args.ttl
         try:
-            self._store.retain(line["digest"], Retention(pinned=self._args.pin, expires=expires))
+            entry = entry_of(self._store.list(), line["digest"])
+            old = Retention() if entry is None else entry.retention
+            if replace(old, **change) != old:
+                self._store.retain(line["digest"], replace(old, **change))
         except IndexStoreError as error:
             return {**line, "status": "failed", "reason": "not_retained", "detail": str(error)}
         return line
@@ -145,7 +157,10 @@ class PrebuildJob:
             return {"id": prompt.id, "status": "failed", "reason": reason, "detail": str(error)}
 
     def _build(self, prompt: Prompt, model: ModelFingerprint) -> dict[str, Any]:
-        ids = prompt.input_ids if prompt.input_ids is not None else self._engine.tokenize(prompt.text or "")
+        try:
+            ids, self._warnings[prompt.id] = prefix_tokens(prompt, self._engine.tokens)
+        except ValueError as error:
+            return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
         refused = self._refused(len(ids))
         if refused:
             return refused

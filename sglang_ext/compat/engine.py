@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
+
+from sglang_ext.compat.request_tokens import RequestTokens
 
 
 class OfflineEngine:
@@ -38,10 +41,11 @@ class OfflineEngine:
             self._engine.shutdown()
             self._engine = None
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids as the server makes them of a text prompt."""
-        ids: list[int] = self._engine.tokenizer_manager.tokenizer.encode(text)
-        return ids
+    @cached_property
+    def tokens(self) -> RequestTokens:
+        """Token ids as the server makes them of requests."""
+        engine = self._engine
+        return RequestTokens(engine.tokenizer_manager, engine.template_manager, engine.loop.run_until_complete)
 
     @property
     def context_len(self) -> int:

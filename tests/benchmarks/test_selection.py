@@ -21,6 +21,7 @@ from sglang_ext.indexing import make_selector
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
 from sglang_ext.indexing.base import NO_PROFILE
 from sglang_ext.indexing.profile import CalibrationData, Profile, ProfiledModel, Recommendation
+from tests.token_sources import word_lengths
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PREFIX, LAYERS = 768, 2
@@ -175,8 +176,7 @@ def test_captures_are_made_for_what_is_missing_behind_the_document(bench, tmp_pa
         def __exit__(self, *exception):
             asked.append("closed")
 
-        def tokenize(self, text):
-            return [len(word) for word in text.split()]
+        tokens = word_lengths()
 
         def capture(self, name, input_ids, *, prefix_len, decode_steps):
             asked.append((name, len(input_ids) > prefix_len, prefix_len, decode_steps > 0))

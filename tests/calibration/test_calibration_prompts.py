@@ -6,6 +6,7 @@ import pytest
 
 from sglang_ext.calibration.prompts import CalibrationPrompt, held_out_ids, prompt_tokens, read_calibration_prompts
 from sglang_ext.prefill.prompts import PromptError
+from tests.token_sources import TextTokens
 
 
 def write(path, *lines):
@@ -15,6 +16,13 @@ def write(path, *lines):
 
 def words(text):
     return [sum(map(ord, word)) for word in text.split()]
+
+
+def tokens(prompt, tokenize=words):
+    """(token ids, prefix length) of a prompt without warnings."""
+    found, prefix_len = prompt_tokens(prompt, TextTokens(tokenize))
+    assert not found.warnings
+    return found.ids, prefix_len
 
 
 def test_prompts_are_read_with_ids_and_tasks(tmp_path):
@@ -31,15 +39,6 @@ def test_prompts_are_read_with_ids_and_tasks(tmp_path):
     assert read_calibration_prompts(path)[1] != digest
 
 
-def test_only_a_line_feed_ends_a_line(tmp_path):
-    odd = "a\u2028b\u0085c\u2029d"
-    lines = [json.dumps({"text": odd, "question": "q"}, ensure_ascii=False), json.dumps({"text": "b"})]
-    path = tmp_path / "d.jsonl"
-    path.write_bytes("\r\n".join(lines).encode())
-    prompts, _ = read_calibration_prompts(path)
-    assert [(prompt.id, prompt.text) for prompt in prompts] == [("1", odd), ("2", "b")]
-
-
 GOOD = {"id": "x", "text": "a"}
 
 
@@ -49,8 +48,8 @@ GOOD = {"id": "x", "text": "a"}
         ([GOOD], "at least two prompts, got 1"),
         ([GOOD, "{"], r":2: expected an object like"),
         ([GOOD, {"text": "a", "odd": 1}], r":2: expected an object like .*unknown field"),
-        ([GOOD, {"id": "y"}], r":2: expected exactly one of text and input_ids"),
-        ([GOOD, {"text": "a", "input_ids": [1]}], r":2: expected exactly one of text and input_ids"),
+        ([GOOD, {"id": "y"}], r":2: expected exactly one of text, input_ids and messages"),
+        ([GOOD, {"text": "a", "input_ids": [1]}], r":2: expected exactly one of text, input_ids and messages"),
         ([GOOD, {"text": ""}], r":2: expected a prompt of at least one token"),
         ([GOOD, GOOD], r":2: expected ids that differ, got 'x' as in line 1"),
         (
@@ -96,24 +95,24 @@ def test_questions_about_one_text_stay_together():
 
 def test_a_question_follows_its_prompt():
     one = CalibrationPrompt(input_ids=[1, 2, 3], question=[4, 5])
-    assert prompt_tokens(one, words) == ([1, 2, 3, 4, 5], 3)
+    assert tokens(one) == ([1, 2, 3, 4, 5], 3)
     text = CalibrationPrompt(text="one two", question="three")
-    assert prompt_tokens(text, words) == (words("one two three"), 2)
+    assert tokens(text) == (words("one two three"), 2)
     spaced = CalibrationPrompt(text="one two", question="\nthree")
-    assert prompt_tokens(spaced, list) == (list("one two\nthree"), 7)
+    assert tokens(spaced, list) == (list("one two\nthree"), 7)
 
 
 def test_without_a_question_the_whole_prompt_is_the_prefix():
-    assert prompt_tokens(CalibrationPrompt(text="one two"), words) == (words("one two"), None)
-    assert prompt_tokens(CalibrationPrompt(input_ids=[7, 8]), words) == ([7, 8], None)
+    assert tokens(CalibrationPrompt(text="one two")) == (words("one two"), None)
+    assert tokens(CalibrationPrompt(input_ids=[7, 8])) == ([7, 8], None)
 
 
 def test_the_prefix_ends_where_tokens_merge():
     def pairs(text):
         return [text[i : i + 2] for i in range(0, len(text), 2)]
 
-    ids, prefix = prompt_tokens(CalibrationPrompt(text="abc ", question="d"), pairs)
+    ids, prefix = tokens(CalibrationPrompt(text="abc ", question="d"), pairs)
     assert (ids, prefix) == (["ab", "c ", "d"], 2)
-    assert prompt_tokens(CalibrationPrompt(text="abc\n\n ", question="de"), lambda t: [t[:4], t[4:]])[1] == 1
+    assert tokens(CalibrationPrompt(text="abc\n\n ", question="de"), lambda t: [t[:4], t[4:]])[1] == 1
     with pytest.raises(ValueError, match="tokens in front of the question's"):
-        prompt_tokens(CalibrationPrompt(text="a", question="b"), lambda text: [text])
+        tokens(CalibrationPrompt(text="a", question="b"), lambda text: [text])

@@ -22,6 +22,7 @@ from sglang_ext.cli.arguments import INTERRUPTED
 from sglang_ext.indexing.profile import load_profile
 from sglang_ext.indexing.registry import METHODS
 from tests.calibration.captures import make_capture
+from tests.token_sources import word_lengths
 
 MODEL = sample_model(num_layers=3, num_kv_heads=2, head_dim=16, v_head_dim=16)
 NAMES = ("copy-1", "copy-2", "needle-1", "needle-2")
@@ -47,8 +48,7 @@ class Engine:
 
     def __exit__(self, *error: object) -> None: ...
 
-    def tokenize(self, text: str) -> list[int]:
-        return [len(word) for word in text.split()]
+    tokens = word_lengths()
 
     def capture(
         self, name: str, input_ids: list[int], *, prefix_len: int | None = None, decode_steps: int = 16

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from prefix_index import FileStore
+from prefix_index import FileStore, Retention
 from sglang_ext.cli import main
 from sglang_ext.cli.index.checking import sample_size
 from sglang_ext.cli.index.text import size
 
 ENTRY_KEYS = {
     "digest",
+    "name",
     "num_tokens",
     "nbytes",
     "created",
@@ -166,6 +167,53 @@ def test_a_word_that_names_no_index_ends_with_1(word: str, shelf: Any, index: Ca
     said = index("show", "--store", shelf.folder, "--", word)
     assert (said.status, said.out) == (1, "")
     assert "expected" in said.err
+
+
+@pytest.fixture
+def named(shelf: Any) -> Any:
+    """Two indexes are called `tools`, one has a long name, one the first digits of another one."""
+    names = ("tools", "tools", "a long name of a shared prompt", shelf.entries[4].digest[:5])
+    with FileStore(shelf.folder) as store:
+        for entry, name in zip(shelf.entries, names, strict=False):
+            store.retain(entry.digest, Retention(name=name))
+    return shelf
+
+
+def test_ls_shows_names_and_takes_them(named: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = [entry.digest[:12] for entry in named.entries]
+    said = index("ls", "--store", named.folder)
+    header, *rows, _ = said.out.splitlines()
+    assert narrow(said.out)
+    assert header.split()[-1] == "NAME"
+    names = {row.split()[0]: row.split()[-1] for row in rows}
+    assert (names[digests[0]], names[digests[4]]) == ("tools", "-")
+    monkeypatch.setenv("COLUMNS", "120")
+    assert "  a long name of a shared prompt\n" in index("ls", "--store", named.folder).out
+    said = index("ls", "--store", named.folder, "tools")
+    assert sorted(row.split()[0] for row in said.out.splitlines()[1:-1]) == sorted(digests[:2])
+    assert said.out.splitlines()[-1].startswith("2 indexes")
+    (line,) = index("ls", "--json", "--store", named.folder, "a long name of a shared prompt").lines
+    assert (line["digest"], line["name"]) == (named.entries[2].digest, "a long name of a shared prompt")
+    assert index("ls", "--store", named.folder, "tool").status == 1
+
+
+def test_show_and_rm_take_a_name_that_one_index_has(named: Any, index: Callable[..., Any]) -> None:
+    name = "a long name of a shared prompt"
+    said = index("show", "--store", named.folder, name)
+    assert f"index     {named.entries[2].digest}\nname      {name}\n" in said.out
+    assert index("pin", "--store", named.folder, name).status == 0
+    assert [line["pinned"] for line in index("show", "--json", "--store", named.folder, name).lines] == [True]
+    assert index("rm", "--yes", "--store", named.folder, name).status == 0
+    assert named.entries[2].digest not in named.digests()
+
+
+def test_a_name_that_several_have_removes_none(named: Any, index: Callable[..., Any]) -> None:
+    for word in ("tools", named.entries[4].digest[:5]):
+        said = index("rm", "--yes", "--store", named.folder, word)
+        assert said.status == 1
+        assert "found 2 of them" in " ".join(said.err.split())
+        assert len(named.digests()) == 5
+    assert named.entries[0].digest[:12] in index("show", "--store", named.folder, "tools").err
 
 
 def test_a_beginning_of_several_indexes_is_refused_with_their_names(tmp_path: Path, index: Callable[..., Any]) -> None:

@@ -84,6 +84,16 @@ def test_pin_and_expiry_do_not_undo_each_other(shelf: Any, index: Callable[..., 
     assert retention_of(shelf, 0) == Retention()
 
 
+def test_a_name_stays_whatever_else_changes(shelf: Any, index: Callable[..., Any]) -> None:
+    digest = shelf.entries[0].digest
+    with FileStore(shelf.folder) as store:
+        store.retain(digest, Retention(name="tools"))
+    for words in (["pin"], ["expire", "--after", "2h"], ["unpin"], ["expire", "--never"]):
+        assert index(*words, "--store", shelf.folder, "tools").status == 0
+        assert retention_of(shelf, 0).name == "tools"
+    assert retention_of(shelf, 0) == Retention(name="tools")
+
+
 def test_a_damaged_index_cannot_be_pinned(shelf: Any, index: Callable[..., Any]) -> None:
     shelf.flip(0, at=70)
     said = index("pin", "--store", shelf.folder, shelf.entries[0].digest, shelf.entries[1].digest)

@@ -21,7 +21,8 @@ from prefix_index.testing import sample_model, sample_payload
 from sglang_ext.cli.prebuild_job import PrebuildJob
 from sglang_ext.config import PAGE_TOKENS, Settings, config_from_dict
 from sglang_ext.prefill.builder import profile_digest
-from sglang_ext.prefill.prompts import Prompt
+from sglang_ext.prefill.prompts import LineNumber, Prompt
+from tests.token_sources import TextTokens, word_lengths
 
 CONFIG = config_from_dict({"method": "exact", "methods": {"exact": {}}, "min_sparse_prompt_len": 16, "build_align": 16})
 
@@ -39,6 +40,7 @@ class Engine:
     """Answers as `OfflineEngine` and the runtime behind it do."""
 
     context_len = 4096
+    tokens = word_lengths()
 
     def __init__(self, store: FileStore, events: Path) -> None:
         self.store, self.events = store, events
@@ -58,6 +60,12 @@ class Engine:
                 event = {"status": "built", "digest": identity.digest, "index_bytes": entry.nbytes}
         with self.events.open("a") as file:
             file.write(json.dumps({"rid": rid, **event}) + "\n")
+
+
+class WithBos(Engine):
+    """Its tokenizer adds a BOS, which is the token of a word of one letter."""
+
+    tokens = TextTokens(lambda text: [len(word) for word in text.split()], bos_token_id=1)
 
 
 class Refused(Engine):
@@ -94,8 +102,8 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     store = FileStore(tmp_path / "store", create=True)
     store.open()
 
-    def run(*names: int, pin: bool = False, ttl: float | None = None, wait: float = 60.0) -> Any:
-        prompts = [Prompt(id=str(n), text=None, input_ids=prompt(n), extra_key=None, cache_salt=None) for n in names]
+    def run(*names: int | Prompt, pin: bool = False, ttl: float | None = None, wait: float = 60.0) -> Any:
+        prompts = [n if isinstance(n, Prompt) else Prompt(id=LineNumber(n), input_ids=prompt(n)) for n in names]
         args = argparse.Namespace(pin=pin, ttl=ttl, wait=wait, store=str(store.folder))
         report, events = io.StringIO(), tmp_path / f"events-{time.monotonic_ns()}.jsonl"
         engine = run.engine(store, events)  # type: ignore[attr-defined]
@@ -168,6 +176,36 @@ def test_a_store_that_goes_away_while_the_job_waits_is_a_failed_line(job: Any) -
     Refused.remove = job.store.folder
     status, lines, _ = job(1, wait=60.0)
     assert (status, lines[0]["status"], lines[0]["reason"]) == (1, "failed", "StoreFolderError")
+
+
+def test_an_index_gets_its_prompts_id_as_its_name_also_where_it_exists(job: Any) -> None:
+    _, _, store = job(1, pin=True)
+    assert store.list()[0].retention == Retention(pinned=True), "a line's number is no name"
+    named = Prompt(id="tools", input_ids=prompt(1))
+    status, lines, store = job(named)
+    assert (status, [(line["id"], line["status"]) for line in lines]) == (0, [("tools", "exists")])
+    assert store.list()[0].retention == Retention(pinned=True, name="tools"), "what was set before stays"
+    job(1)
+    assert store.list()[0].retention.name == "tools"
+
+
+def test_warnings_of_a_prompt_are_reported_and_it_is_built(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    job.engine = WithBos
+    text = Prompt(id="twice", text="a " + "word " * 64)
+    status, (line,), _ = job(text)
+    assert (status, line["status"]) == (0, "built")
+    (warning,) = line["warnings"]
+    assert '"add_special_tokens": false' in warning
+    assert f"twice: warning: {warning}" in capsys.readouterr().err
+    _, (line,), _ = job(msgspec.structs.replace(text, id="once", add_special_tokens=False))
+    assert "warnings" not in line
+
+
+def test_a_prompt_that_sglang_refuses_fails_and_the_job_goes_on(job: Any) -> None:
+    status, lines, _ = job(Prompt(id="chat", messages=[]), 2)
+    assert status == 1
+    assert [(line["id"], line["status"]) for line in lines] == [("chat", "failed"), ("2", "built")]
+    assert (lines[0]["reason"], lines[0]["detail"]) == ("refused_by_sglang", "expected text, got messages")
 
 
 def test_pin_and_ttl_hold_for_what_is_built_and_for_what_exists(job: Any) -> None:

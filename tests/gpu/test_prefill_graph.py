@@ -27,7 +27,7 @@ if __name__ == "__main__":
     engine = OfflineEngine(json.loads(sys.argv[1]))
     engine.open()
     try:
-        ids = engine.tokenize(make_document("many_keys", seed=3, num_tokens=8192, num_questions=16).text)
+        ids = engine.tokens.of_text(make_document("many_keys", seed=3, num_tokens=8192, num_questions=16).text)
         engine.prefill("doc", ids, None, None)
         print("STATE " + json.dumps(engine.state()))
     finally:

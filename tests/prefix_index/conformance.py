@@ -10,7 +10,7 @@ from prefix_index import IndexEntry, IndexPayload, IndexStore, Retention, namesp
 from prefix_index.testing import sample_model
 
 PROMPT = tuple(range(500, 628))  # 8 pages
-PINNED = Retention(pinned=True)
+PINNED = Retention(pinned=True, name="tools")
 
 
 def same_arrays(store: IndexStore, payload: IndexPayload) -> bool:

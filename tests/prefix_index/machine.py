@@ -87,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def retention_of(self, name: str) -> Retention:
         expires = {"an hour": self.now() + 3600, "expired": self.now() - 3600}.get(name.removeprefix("pinned "))
-        return Retention(pinned=name.startswith("pinned"), expires=expires)
+        return Retention(pinned=name.startswith("pinned"), expires=expires, name=name if expires is None else None)
 
     def pass_time(self, seconds: float) -> None:
         if self.clock is not None:

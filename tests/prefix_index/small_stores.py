@@ -16,7 +16,7 @@ from prefix_index import BuildInfo, FileStore, IndexIdentity, IndexPayload, Memo
 from prefix_index.testing import sample_identity, sample_payload
 
 IDS = [sample_identity(range(i, i + 32)) for i in range(8)]
-PINNED = Retention(pinned=True)
+PINNED = Retention(pinned=True, name="tools")
 with MemoryStore(1 << 20) as _store:
     ONE = _store.put(sample_payload()).nbytes
 

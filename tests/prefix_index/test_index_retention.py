@@ -59,6 +59,14 @@ def test_retention_survives_and_is_seen_by_others(folder: Path) -> None:
         assert [p for p in folder.rglob("*") if p.is_file()] == []
 
 
+def test_a_sidecar_from_before_names_is_read(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]))
+        seal(keep_file(folder, IDS[0]), b'{"pinned":true,"expires":null}')
+        store.rescan()
+        assert [e.retention for e in store.list()] == [Retention(pinned=True)]
+
+
 def test_expiry_set_elsewhere_does_not_hide_what_was_put_since(folder: Path, clock: Clock) -> None:
     with opened(folder, clock=clock) as store, opened(folder, clock=clock) as other:
         store.put(sample_payload(IDS[0]), retention=Retention(expires=clock.now + 10))
@@ -79,6 +87,8 @@ PLANTS: dict[str, tuple[Callable[[Path, Path], object], type[IndexStoreError], s
     "unsealed": (lambda p, _: p.write_bytes(b'{"pinned":true}'), IndexCorrupt, "expected checksum"),
     "another's": (lambda p, _: seal(p, b'{"pinned":true}', "0" * 64), IndexCorrupt, "expected checksum"),
     "garbage": (lambda p, _: seal(p, b"\xff\x00{"), IndexCorrupt, "JSON of Retention"),
+    "name-of-a-terminal": (lambda p, _: seal(p, rb'{"name":"a\u001b[1m"}'), IndexCorrupt, "printable characters"),
+    "name-too-long": (lambda p, _: seal(p, b'{"name":"%s"}' % (b"a" * 257)), IndexCorrupt, "printable characters"),
     "other-field": (lambda p, _: seal(p, b'{"pinned":true,"x":1}'), IndexCorrupt, "JSON of Retention"),
     "nan": (lambda p, _: seal(p, b'{"expires":-1}'), IndexCorrupt, "0 or more, found -1"),
     "nested": (lambda p, _: seal(p, b"[" * 4000), IndexCorrupt, "JSON of Retention"),

@@ -70,6 +70,7 @@ def run_prebuild(
     store: Path | None = None,
     config: dict[str, Any] | None = None,
     timeout: float = JOB_SECONDS,
+    model: Path = MODEL,
     **changes: str | None,
 ) -> Prebuilt:
     """`sglang-ext prebuild` in a process of its own; `prompts` may be the text of the file."""
@@ -77,7 +78,7 @@ def run_prebuild(
     store = store or folder / "store"
     file, report = folder / "prompts.jsonl", folder / f"report-{time.monotonic_ns()}.jsonl"
     file.write_text(prompts if isinstance(prompts, str) else "".join(json.dumps(line) + "\n" for line in prompts))
-    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(MODEL)]
+    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(model)]
     command += ["--prompts", str(file), "--store", str(store), "--report", str(report)]
     command += ["--sparse-attn-config", json.dumps(DISK | (EXACT_CONFIG if config is None else config)), "--"]
     command += [*rendezvous(), *flags_of(None, None, {"--" + k.replace("_", "-"): v for k, v in changes.items()})]

@@ -13,7 +13,8 @@ from sglang_ext.cli.index.targets import UnknownIndex
 from sglang_ext.cli.index.text import complain
 
 _DESCRIPTION = """\
-Indexes are named by their digest, or by enough of its first digits (4 or more).
+Indexes are named by the id that their prompt had in prebuild, by their digest,
+or by enough of its first digits (4 or more).
 
 --store takes a folder, file:///FOLDER, ipc://SOCKET (a running service),
 s3://BUCKET/PREFIX, gs://, az:// or mooncake://HOST:PORT. Without it the store
@@ -66,13 +67,14 @@ def _add_looking(add: _Add) -> None:
         "ls",
         listing.run_ls,
         "list the usable indexes",
-        "sglang-ext index ls --store ./store\nsglang-ext index ls --json | jq .digest",
+        "sglang-ext index ls --store ./store\nsglang-ext index ls tools\nsglang-ext index ls --json | jq .digest",
+        _indexes("*"),
     )
     add(
         "show",
         listing.run_show,
         "show all that is known of an index",
-        "sglang-ext index show 5ad40721",
+        "sglang-ext index show 5ad40721\nsglang-ext index show tools",
         _indexes("+"),
     )
     add(
@@ -151,7 +153,7 @@ def _add_moving(add: _Add) -> None:
 
 def _indexes(nargs: str) -> _Adder:
     return lambda parser: parser.add_argument(
-        "index", nargs=nargs, metavar="INDEX", help="digest, or its first digits (4 or more)"
+        "index", nargs=nargs, metavar="INDEX", help="name, digest, or its first digits (4 or more)"
     )
 
 

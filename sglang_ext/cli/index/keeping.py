@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from prefix_index import IndexEntry, IndexStore, IndexStoreError, Retention
 from sglang_ext.cli.index.listing import count
-from sglang_ext.cli.index.targets import HEADER, RIGHT, Target, fields, find, opened, row
-from sglang_ext.cli.index.text import SHORT, complain, emit, size, table, wrapped
+from sglang_ext.cli.index.targets import Target, fields, find, listing, opened, row
+from sglang_ext.cli.index.text import SHORT, complain, emit, size, wrapped
 
 
 def run_rm(args: argparse.Namespace) -> int:
@@ -46,34 +48,34 @@ def _remove(store: IndexStore, target: Target, args: argparse.Namespace) -> bool
 def _agreed(targets: Sequence[Target], args: argparse.Namespace) -> bool:
     """Shows what would go and asks. Questions go to standard error: standard output is the report."""
     now = time.time()
-    rows = [row(target.entry, now) for target in targets if target.entry is not None]
-    if rows:
-        print("\n".join(table(HEADER, rows, RIGHT)), file=sys.stderr)
+    entries = [target.entry for target in targets if target.entry is not None]
+    if entries:
+        print("\n".join(listing(entries, now)), file=sys.stderr)
     for target in targets:
         if target.error is not None:
             print(wrapped(f"{target.digest[:SHORT]}  damaged: {target.error}", hanging="  "), file=sys.stderr)
     if not sys.stdin.isatty():
         complain("rm", "expected --yes, or a terminal to ask at; nothing was removed")
         return False
-    nbytes = sum(target.entry.nbytes for target in targets if target.entry is not None)
+    nbytes = sum(entry.nbytes for entry in entries)
     print(f"remove {count(len(targets))}, {size(nbytes)}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def run_pin(args: argparse.Namespace) -> int:
     """Soft pin."""
-    return _retain(args, lambda old: Retention(pinned=True, expires=old.expires))
+    return _retain(args, lambda old: replace(old, pinned=True))
 
 
 def run_unpin(args: argparse.Namespace) -> int:
     """Takes the pin off."""
-    return _retain(args, lambda old: Retention(pinned=False, expires=old.expires))
+    return _retain(args, lambda old: replace(old, pinned=False))
 
 
 def run_expire(args: argparse.Namespace) -> int:
     """Sets when an index becomes a miss; `--never` takes that back."""
     expires = None if args.never else time.time() + args.after
-    return _retain(args, lambda old: Retention(pinned=old.pinned, expires=expires))
+    return _retain(args, lambda old: replace(old, expires=expires))
 
 
 def _retain(args: argparse.Namespace, change: Callable[[Retention], Retention]) -> int:

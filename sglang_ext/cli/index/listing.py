@@ -14,21 +14,22 @@ import msgspec
 
 from prefix_index import IndexEntry, IndexFile, IndexStore, canonical_digest
 from prefix_index.keys import is_digest
-from sglang_ext.cli.index.targets import HEADER, RIGHT, digest_in, fields, find, open_unused, opened, row, store_address
+from sglang_ext.cli.index.targets import digest_in, fields, find, listing, open_unused, opened, store_address
 from sglang_ext.cli.index.text import TAG, emit, retention, size, span, table, wrapped
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """One line per usable index, ordered by digest."""
+    """One line per usable index (of those that are named), ordered by digest."""
     with opened(args) as store:
         entries, damaged = store.list(), len(store.problems())
+        if args.index:
+            named = {target.digest for target in find(store, args.index, several=True)}
+            entries = [entry for entry in entries if entry.digest in named]
     if args.json:
         for entry in entries:
             emit(fields(entry))
     elif entries:
-        now = time.time()
-        for line in table(HEADER, [row(entry, now) for entry in entries], RIGHT):
-            print(line)
+        print("\n".join(listing(entries, time.time())))
         print(f"{count(len(entries))}, {size(sum(entry.nbytes for entry in entries))}")
     else:
         print(wrapped(f"no indexes in {store_address(args)}"))
@@ -104,6 +105,8 @@ def _described(details: Mapping[str, Any]) -> Iterator[str]:
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(details["created"]))
     kept = retention(details["pinned"], details["expires"], now)
     yield line("index", details["digest"])
+    if details["name"] is not None:
+        yield line("name", details["name"])
     yield line("prefix", f"{details['num_tokens']} tokens, hash {details['prefix_hash'][:32]}...")
     yield line("namespace", details["namespace"])
     yield line("profile", details["profile"])

@@ -13,7 +13,7 @@ from prefix_index import IndexEntry, IndexFile, IndexIdentity, IndexStore, Index
 from prefix_index.connect import open_store
 from prefix_index.keys import is_digest
 from prefix_index.opening import open_in
-from sglang_ext.cli.index.text import SHORT, TAG, retention, size, span
+from sglang_ext.cli.index.text import SHORT, TAG, retention, size, span, table, width
 from sglang_ext.storage import ENV_STORE, default_store
 
 _LEAST_DIGITS = 4
@@ -70,8 +70,12 @@ def digest_in(path: str) -> str | None:
     return name if is_digest(name) else None
 
 
-def find(store: IndexStore, words: Sequence[str]) -> list[Target]:
-    """The indexes that digests, or unique beginnings of them, name; each once. Raises UnknownIndex."""
+def find(store: IndexStore, words: Sequence[str], *, several: bool = False) -> list[Target]:
+    """The indexes that names, digests, or beginnings of digests name; each once.
+
+    Raises:
+        UnknownIndex: a word names none, or, unless it may name `several`, more than one.
+    """
     known = {entry.digest: Target(entry.digest, entry, None) for entry in store.list()}
     for path, error in store.problems():
         digest = digest_in(path)
@@ -80,20 +84,25 @@ def find(store: IndexStore, words: Sequence[str]) -> list[Target]:
     found: dict[str, Target] = {}
     for word in words:
         start = word.lower()
-        if len(start) < _LEAST_DIGITS or not set(start) <= set("0123456789abcdef"):
+        is_start = len(start) >= _LEAST_DIGITS and set(start) <= set("0123456789abcdef")
+        fits = sorted(
+            digest
+            for digest, target in known.items()
+            if (target.entry is not None and target.entry.retention.name == word)
+            or (is_start and digest.startswith(start))
+        )
+        if not fits:
             raise UnknownIndex(
-                f"expected a digest or at least {_LEAST_DIGITS} digits of its beginning, found {word[:80]!r}; "
-                "`sglang-ext index ls` lists them"
+                f"expected the name of an index, its digest, or {_LEAST_DIGITS} or more digits of its beginning, found "
+                f"{word[:80]!r}, which fits none; `sglang-ext index ls` lists them"
             )
-        fits = sorted(digest for digest in known if digest.startswith(start))
-        if len(fits) != 1:
-            some = ", ".join(digest[: max(SHORT, len(start) + 4)] for digest in fits[:4])
-            what = f"{len(fits)} of them ({some}{', ...' if len(fits) > 4 else ''})" if fits else "none"
+        if len(fits) > 1 and not several:
+            some = ", ".join(digest[: max(SHORT, len(start) + 4 if is_start else 0)] for digest in fits[:4])
             raise UnknownIndex(
-                f"expected one index that begins with {word[:80]!r}, found {what}; "
-                + ("give more digits" if fits else "`sglang-ext index ls` lists them")
+                f"expected one index that {word[:80]!r} fits, found {len(fits)} of them "
+                f"({some}{', ...' if len(fits) > 4 else ''}); give more digits"
             )
-        found[fits[0]] = known[fits[0]]
+        found.update({digest: known[digest] for digest in fits})
     return list(found.values())
 
 
@@ -115,11 +124,23 @@ def row(entry: IndexEntry, now: float) -> tuple[str, ...]:
     )
 
 
+def listing(entries: Sequence[IndexEntry], now: float) -> Iterator[str]:
+    """Lines of a table of indexes. Where one has a name, names are the last column, cut to the terminal."""
+    rows = [row(entry, now) for entry in entries]
+    names = [entry.retention.name or "-" for entry in entries]
+    if all(entry.retention.name is None for entry in entries):
+        return table(HEADER, rows, RIGHT)
+    room = max(4, width() - 2 - max(map(len, table(HEADER, rows, RIGHT))))
+    cut = [name if len(name) <= room else f"{name[: room - 2]}.." for name in names]
+    return table((*HEADER, "NAME"), [(*cells, name) for cells, name in zip(rows, cut, strict=True)], RIGHT)
+
+
 def fields(entry: IndexEntry) -> dict[str, object]:
     """One index in JSON. The keys are documented (docs/operating.md) and stay."""
     identity = entry.identity
     return {
         "digest": entry.digest,
+        "name": entry.retention.name,
         "num_tokens": identity.num_tokens,
         "nbytes": entry.nbytes,
         "created": entry.created,

@@ -1,0 +1,177 @@
+"""The tokens of a shared prompt are those that SGLang makes of requests: its own tokenizer and chat code, no server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.llama_model import SYSTEM, TRAINS, WEATHER, llama_model
+
+pytest.importorskip("sglang")
+
+_TOLD = """
+import asyncio, json, sys
+from sglang.srt.entrypoints.engine import init_tokenizer_manager
+from sglang.srt.entrypoints.openai.protocol import TokenizeRequest
+from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
+from sglang.srt.server_args import PortArgs, prepare_server_args
+import msgspec
+from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
+from sglang_ext.compat.request_tokens import RequestTokens
+from sglang_ext.prefill.prompt_tokens import prefix_tokens
+from sglang_ext.prefill.prompts import Prompt
+
+given = json.loads(sys.argv[1])
+flags = ["--model-path", given["model"], "--device", "cpu", "--attention-backend", "torch_native"]
+args = prepare_server_args(flags)
+loop = asyncio.new_event_loop()
+asyncio.set_event_loop(loop)
+manager, templates = init_tokenizer_manager(args, PortArgs.init_new(args))
+source = RequestTokens(manager, templates, loop.run_until_complete)
+served = OpenAIServingTokenize(manager, templates)
+out = {}
+for name, line in given["prompts"].items():
+    try:
+        ids, warnings = prefix_tokens(msgspec.convert(line, Prompt), source)
+        out[name] = {"ids": ids, "text": manager.tokenizer.decode(ids), "warnings": warnings}
+    except ValueError as error:
+        out[name] = {"error": str(error)}
+for name, body in given["requests"].items():
+    if "text" in body:
+        ids, _ = loop.run_until_complete(manager._tokenize_texts(body["text"]))
+    else:
+        ids = served._tokenize_chat_request(TokenizeRequest(**body))
+    out[name] = {"ids": list(ids)}
+asked = msgspec.convert({**given["prompts"]["tools"], "question": given["question"]}, CalibrationPrompt)
+tokens, prefix_len = prompt_tokens(asked, source)
+out["calibration"] = {"ids": tokens.ids, "prefix_len": prefix_len}
+templates._jinja_template_content_format = "openai"  # as a template's that takes images
+try:
+    source.of_chat(given["image"])
+except ValueError as error:
+    out["image"] = {"error": str(error)}
+manager.tokenizer = None
+try:
+    source.of_text("a")
+except ValueError as error:
+    out["no tokenizer"] = {"error": str(error)}
+print("RESULT", json.dumps(out))
+"""
+
+TOOLS = [WEATHER, TRAINS]
+DATE = {"date_string": "1 May 2031"}
+ASKED = {"role": "user", "content": "Where to?"}
+NOTE = {"role": "user", "content": "A note on the"}
+RENDERED = "<|begin_of_text|>a text that was rendered"
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "tools": {"messages": [SYSTEM], "tools": TOOLS, "chat_template_kwargs": DATE},
+    "tools in system": {
+        "messages": [SYSTEM],
+        "tools": TOOLS,
+        "chat_template_kwargs": {**DATE, "tools_in_user_message": False},
+    },
+    "tools alone": {"messages": [], "tools": TOOLS, "chat_template_kwargs": DATE},
+    "today": {"messages": [SYSTEM]},
+    "user's own": {"messages": [SYSTEM, NOTE], "chat_template_kwargs": DATE},
+    "no role": {"messages": [{"content": "a"}]},
+    "text": {"text": "a text"},
+    "rendered": {"text": RENDERED},
+    "rendered, none added": {"text": RENDERED, "add_special_tokens": False},
+}
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+REQUESTS: dict[str, dict[str, Any]] = {
+    "of tools": {"messages": [SYSTEM, ASKED], "tools": TOOLS, "chat_template_kwargs": DATE},
+    "of tools in system": {
+        "messages": [SYSTEM, ASKED],
+        "tools": TOOLS,
+        "chat_template_kwargs": {**DATE, "tools_in_user_message": False},
+    },
+    "of another tool": {"messages": [SYSTEM, ASKED], "tools": [WEATHER], "chat_template_kwargs": DATE},
+    "of tools alone": {"messages": [ASKED], "tools": TOOLS, "chat_template_kwargs": DATE},
+    "of user's own": {
+        "messages": [SYSTEM, {"role": "user", "content": "A note on the theme"}],
+        "chat_template_kwargs": DATE,
+    },
+    "of text": {"text": "a text"},
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model = llama_model(tmp_path_factory.mktemp("llama") / "model")
+    given = {
+        "model": str(model),
+        "prompts": PROMPTS,
+        "requests": REQUESTS,
+        "question": ASKED["content"],
+        "image": IMAGE,
+    }
+    command = [sys.executable, "-c", _TOLD, json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    return dict(json.loads(lines[0][7:]))
+
+
+@pytest.mark.parametrize("name", ["tools", "tools in system", "tools alone", "user's own"])
+def test_messages_are_what_chat_requests_begin_with(told: Any, name: str) -> None:
+    ids, request = told[name]["ids"], told[f"of {name}"]["ids"]
+    assert len(ids) > 700
+    assert request[: len(ids)] == ids
+    assert told[name]["warnings"] == []
+    bos = ids[0]
+    assert (told[name]["text"][:17], ids.count(bos)) == ("<|begin_of_text|>", 1)
+
+
+def test_the_prefix_ends_where_requests_begin_to_differ(told: Any) -> None:
+    assert told["tools"]["text"].rstrip().endswith("}"), "the last tool, in the message of the user"
+    assert told["tools in system"]["text"].rstrip().endswith("user<|end_header_id|>")
+    # "the" is one token, and "them" begins with it; what follows may also be its last letter's.
+    assert told["user's own"]["text"].endswith("A note on the")
+
+
+def test_a_request_with_other_tools_does_not_begin_so(told: Any) -> None:
+    ids = told["tools"]["ids"]
+    assert told["of another tool"]["ids"][: len(ids)] != ids
+
+
+def test_a_template_that_renders_the_date_is_a_warning(told: Any) -> None:
+    (warning,) = told["today"]["warnings"]
+    assert "date or time that the chat template renders" in warning
+    assert '"date_string"' in warning
+    assert f"of {len(told['today']['ids'])}" in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("image", "image"),
+        ("no role", "expected a chat request, got: messages"),
+        ("no tokenizer", "--skip-tokenizer-init"),
+    ],
+)
+def test_what_sglang_refuses_is_a_value_error(told: Any, name: str, words: str) -> None:
+    assert words in told[name]["error"]
+
+
+def test_a_text_is_tokenized_as_requests_with_text_are(told: Any) -> None:
+    assert told["text"]["ids"] == told["of text"]["ids"]
+    assert told["text"]["warnings"] == []
+
+
+def test_calibration_measures_the_request_behind_the_same_tokens(told: Any) -> None:
+    assert told["calibration"] == {"ids": told["of tools"]["ids"], "prefix_len": len(told["tools"]["ids"])}
+
+
+def test_two_bos_are_a_warning_that_says_what_to_do(told: Any) -> None:
+    twice, once = told["rendered"], told["rendered, none added"]
+    assert twice["ids"] == [once["ids"][0], *once["ids"]]
+    assert once["warnings"] == []
+    (warning,) = twice["warnings"]
+    for words in ('"messages"', '"add_special_tokens": false', "got two"):
+        assert words in warning

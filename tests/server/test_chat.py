@@ -1,0 +1,91 @@
+"""From nothing: a system prompt and two tools are prebuilt as `messages`; the OpenAI client's chat requests find them.
+
+The tokenizer adds a BOS and the chat template renders it, as those of Llama 3 do.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.llama_model import HOTELS, SYSTEM, TRAINS, WEATHER, llama_model
+from tests.server.harness import ROOT
+
+openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.full
+
+TOOLS = [WEATHER, TRAINS]
+DATE = {"date_string": "1 May 2031"}
+RENDERED = "<|begin_of_text|>" + str(SYSTEM["content"]) * 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama_model(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="module")
+def chatted(model: Path, prebuild: Any, serve: Any, exact_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(the job, a server on its store, a client)."""
+    serve.close()
+    prompts = [
+        {"id": "travel", "messages": [SYSTEM], "tools": TOOLS, "chat_template_kwargs": DATE},
+        {"id": "today", "messages": [SYSTEM], "tools": TOOLS},
+        {"id": "rendered", "text": RENDERED},
+    ]
+    job = prebuild(tmp_path_factory.mktemp("chat"), prompts, model=model)
+    server = serve(job.store, exact_config, model_path=str(model))
+    return job, server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300, max_retries=0)
+
+
+def ask(client: Any, tools: Any, words: str = "By train to the sea, please.") -> Any:
+    return client.chat.completions.create(
+        model="default",
+        messages=[SYSTEM, {"role": "user", "content": words}],
+        tools=tools,
+        max_tokens=6,
+        temperature=0.0,
+        extra_body={"chat_template_kwargs": DATE, "ignore_eos": True},
+    )
+
+
+def test_the_prompts_are_built_and_what_may_not_be_found_is_said(chatted: Any) -> None:
+    job, _, _ = chatted
+    assert job.status == 0, job.output[-4000:]
+    statuses = {line["id"]: line["status"] for line in job.report}
+    assert statuses == {"travel": "built", "today": "built", "rendered": "built"}
+    assert "warnings" not in job.line("travel")
+    assert "chat template renders" in job.line("today")["warnings"][0]
+    assert "expected one BOS" in job.line("rendered")["warnings"][0]
+
+
+def test_a_chat_request_of_the_openai_client_finds_the_index(chatted: Any) -> None:
+    job, server, client = chatted
+    delta = server.delta()
+    reply = ask(client, TOOLS)
+    server.done(delta)
+    assert reply.usage.prompt_tokens > job.line("travel")["num_tokens"] > 1024
+    assert delta.sparse_rows in server.rows(5)
+    assert delta.fallbacks == {}
+
+
+@pytest.mark.parametrize("tools", [[WEATHER, HOTELS], [WEATHER], None], ids=["another", "one", "none"])
+def test_a_request_with_other_tools_does_not_find_it(chatted: Any, tools: Any) -> None:
+    _, server, client = chatted
+    delta = server.delta()
+    ask(client, openai.NOT_GIVEN if tools is None else tools)
+    server.done(delta)
+    assert delta.sparse_rows == 0
+    assert set(delta.fallbacks) == {"no_index"}
+
+
+def test_the_name_is_what_index_commands_take(chatted: Any) -> None:
+    job, _, _ = chatted
+    command = [sys.executable, "-m", "sglang_ext.cli", "index", "show", "travel", "--store", str(job.store)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert job.line("travel")["digest"] in said
+    assert "name      travel" in said
