@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import typing
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import prefix_index
 from prefix_index.connect import locate
 from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
+from sglang_ext.indexing.base import did_you_mean
 from sglang_ext.indexing.profile import Profile, ProfileError
 from sglang_ext.options import Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
@@ -132,7 +135,8 @@ def _check_methods(config: SparseAttnConfig) -> None:
 
     for name, spec in config.methods.items():
         if name not in METHODS:
-            raise _fail(f"'methods' to name some of {sorted(METHODS)}", name, "Remove it or correct its spelling.")
+            todo = f"Remove it or correct its spelling{did_you_mean(name, METHODS)}"
+            raise _fail(f"'methods' to name some of {sorted(METHODS)}", name, todo)
         try:
             METHODS[name].spec.from_dict(spec)
         except (TypeError, ValueError) as error:
@@ -141,7 +145,7 @@ def _check_methods(config: SparseAttnConfig) -> None:
         raise _fail(
             f"'method' to be one of {sorted(config.methods or METHODS)}",
             config.method,
-            "Name one of them; with 'methods' given, add its spec there.",
+            f"Name one of them; with 'methods' given, add its spec there{did_you_mean(config.method, METHODS)}",
         )
     if config.sum_every not in (None, 1) and config.method != "token_index":
         todo = f"Remove it; the method is {config.method!r}."
@@ -238,13 +242,28 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
 
 def _converted(raw: Any) -> SparseAttnConfig:
     """Known keys, each of its type."""
+    if isinstance(raw, Mapping):
+        _check_words(raw)
     try:
         return msgspec.convert(raw, SparseAttnConfig)
     except msgspec.ValidationError as error:
-        known = ", ".join(sorted(SparseAttnConfig.__struct_fields__))
-        raise ConfigError(
-            f"--sparse-attn-config: {error}. Known keys: {known}. Correct or remove the key named."
-        ) from error
+        raise ConfigError(f"--sparse-attn-config: {error}. Correct or remove the key named.") from error
+
+
+def _check_words(raw: Mapping[str, Any]) -> None:
+    """Known keys, and of keys that take one of some words, one of these."""
+    hints = typing.get_type_hints(SparseAttnConfig)
+    for key, value in raw.items():
+        if key not in hints:
+            raise ConfigError(
+                f"--sparse-attn-config: unknown key {key!r}{did_you_mean(key, hints)} Correct or remove it. "
+                f"Known keys: {', '.join(sorted(hints))}."
+            )
+        if isinstance(value, str) and isinstance(hints[key], type) and issubclass(hints[key], Enum):
+            words = [str(choice.value) for choice in hints[key]]
+            if value not in words:
+                todo = f"Choose one of them{did_you_mean(value, words)}"
+                raise _fail(f"{key} to be one of {', '.join(words)}", value, todo)
 
 
 def make_settings(config_text: str | None, store: str | None, model_folder: str | None = None) -> Settings:

@@ -102,7 +102,7 @@ def roles_of_rank(
     """Layer plan and dense heads of one tensor-parallel rank, KV heads numbered within it.
 
     The plan is cut for all ranks, so that one that cannot be cut for some of them fails on each. Dense heads belong to
-    the plan that they were calibrated with: under another one there are none.
+    the plan that they were calibrated with: under another one there are none, nor in layers that are dense anyway.
 
     Args:
         layers: the configuration's `layer_plan`; empty for the default.
@@ -120,7 +120,7 @@ def roles_of_rank(
     plan = LayerPlan.from_dict(data, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads)
     dense: Sequence[Sequence[int]] = [()] * model.num_layers
     if profile is not None and plan == profile.plan():
-        dense = profile.dense_heads
+        dense = [() if layer in plan.dense_layers else row for layer, row in enumerate(profile.dense_heads)]
     heads = heads_of_rank(model.num_kv_heads, rank, size)
     plans = [plan.for_rank(number, size) for number in range(size)]
     return plans[rank], [[head - heads.start for head in row if head in heads] for row in dense]

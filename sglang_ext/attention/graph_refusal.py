@@ -17,7 +17,11 @@ def graph_refusal(
     if not isinstance(spec, TokenIndexSpec):
         return f"method {spec.method} has no kernels in the decode graph yet; token_index has"
     if any(dense_heads):
-        return "dense heads of the profile are not in the decode graph yet"
+        named = ", ".join(f"layer {layer} head {head}" for layer, row in enumerate(dense_heads) for head in row)
+        return (
+            f"dense heads of the profile ({named}) are not in the decode graph yet; calibrate again, or make their "
+            "layers dense in layer_plan"
+        )
     latest: int | None = None
     for number, role in enumerate(plan.layers):
         if role.mode is LayerMode.ANCHOR:

@@ -55,6 +55,7 @@ class RecallSetting:
         num_sink: leading positions that are always attended.
         num_recent: positions up to the token's own that are always attended.
         pooling: over the query heads of a group, as in serving.
+        min_top_k: fewest keys of a budget, as in serving.
 
     Raises:
         ValueError: a value out of range.
@@ -65,6 +66,7 @@ class RecallSetting:
     num_sink: int = 0
     num_recent: int = 0
     pooling: Pooling = Pooling.MAX
+    min_top_k: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.keep_ratio <= 1.0:
@@ -72,6 +74,8 @@ class RecallSetting:
         check_block_sizes(self.block_sizes)
         if min(self.num_sink, self.num_recent) < 0:
             raise ValueError(f"expected windows of 0 or more tokens, got {self.num_sink} and {self.num_recent}")
+        if self.min_top_k < 0:
+            raise ValueError(f"expected min_top_k of 0 or more tokens, got {self.min_top_k}")
 
 
 class BlockRecall(NamedTuple):
@@ -91,8 +95,9 @@ def recall_by_block_size(
 ) -> BlockRecall:
     """Recall of every token's own selection, for each block size at the same token budget.
 
-    A token that sees v keys may read max(int(keep_ratio * v), its windows, 1) of them: the windows, then blocks in
-    the order of their scores, the last one cut. A block that a token sees in part is scored by all of its keys.
+    A token that sees v keys may read max(int(keep_ratio * v), min_top_k, its windows, 1) of them, or all: the windows,
+    then blocks in the order of their scores, the last one cut. A block that a token sees in part is scored by all of
+    its keys.
 
     Args:
         capture: one layer's.
@@ -127,6 +132,31 @@ def recall_by_block_size(
     return BlockRecall(recall.clamp_(max=1.0), oracle.clamp_(max=1.0))
 
 
+def best_recall(capture: LayerCapture, sm_scale: float, settings: Sequence[RecallSetting]) -> Tensor:
+    """Recall of the best single tokens at several budgets, windows included: what no selection exceeds.
+
+    Args:
+        capture: one layer's.
+        sm_scale: the model's attention scale.
+        settings: budgets and windows.
+
+    Returns:
+        [num_settings, num_kv_heads, num_tokens] fp64 on the CPU, new.
+
+    Raises:
+        ValueError: an unusable capture.
+    """
+    check_capture(capture)
+    best = torch.empty(len(settings), capture.num_kv_heads, capture.num_tokens, dtype=torch.float64)
+    for tokens in token_chunks(capture.num_tokens, capture.queries.shape[1] * capture.prefix_len):
+        mass = log_attention(capture, tokens, sm_scale).exp_()
+        for i, setting in enumerate(settings):
+            windows = _Windows.of(capture.visible[tokens].to(mass.device), capture.prefix_len, setting)
+            fixed = (mass * windows.always).sum(dim=2)
+            best[i, :, tokens] = (fixed + _best_tokens(mass * windows.free, windows.wanted)).double().cpu()
+    return best.clamp_(max=1.0)
+
+
 class _Windows(NamedTuple):
     """Per token: keys it sees [t], keys always attended and keys to choose from [t, prefix_len] bool, and how many
     of the latter may be chosen [t]."""
@@ -142,7 +172,7 @@ class _Windows(NamedTuple):
         seen = key < visible[:, None]
         always = seen & ((key < setting.num_sink) | (key >= visible[:, None] - setting.num_recent))
         # In fp64, so that a budget is the same number that Python's int(keep_ratio * v) gives.
-        budget = (visible.double() * setting.keep_ratio).long().clamp_min(1)
+        budget = (visible.double() * setting.keep_ratio).long().clamp_min(max(setting.min_top_k, 1)).minimum(visible)
         wanted = (budget - always.sum(dim=1)).clamp_min(0)
         return cls(visible, always, seen & ~always, wanted)
 
@@ -240,6 +270,7 @@ class BlockRecallAccumulator:
             "keep_ratio": self.setting.keep_ratio,
             "block_sizes": list(self.setting.block_sizes),
             "windows": [self.setting.num_sink, self.setting.num_recent],
+            "min_top_k": self.setting.min_top_k,
             "pooling": self.setting.pooling.value,
             "num_prompts": self.num_prompts,
             "total": self.total.clone(),

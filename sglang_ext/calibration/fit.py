@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,14 +95,21 @@ class Fit:
         anchors: of the programme.
         plan: layer plan with head maps.
         channels: [num_layers, num_kv_heads, num_channels] int16, ascending.
-        dense_heads: [num_layers, num_kv_heads] bool, near-uniform heads.
+        flat_heads: [num_layers, num_kv_heads] bool, heads of layers that would select whose attention is too flat to
+            select from; none before `with_flat_heads`.
     """
 
     block_sizes: Tensor
     anchors: AnchorChoice
     plan: LayerPlan
     channels: Tensor
-    dense_heads: Tensor
+    flat_heads: Tensor
+
+    @property
+    def dense_heads(self) -> tuple[tuple[int, ...], ...]:
+        """[num_layers] flat heads of layers that select all the same, ascending."""
+        rows = [tuple(row.nonzero().flatten().tolist()) for row in self.flat_heads]
+        return tuple(() if layer in self.plan.dense_layers else row for layer, row in enumerate(rows))
 
 
 def fit_settings(averages: Averages, setting: FitSetting) -> Fit:
@@ -132,8 +139,25 @@ def fit_settings(averages: Averages, setting: FitSetting) -> Fit:
         anchors=anchors,
         plan=make_layer_plan(anchors.anchors, table, dense_layers=(*range(first), *setting.dense_layers)),
         channels=top_channels(contribution, min(setting.num_channels, averages.channels.head_dim)),
-        dense_heads=near_uniform_heads(averages.oracle),
+        flat_heads=torch.zeros_like(averages.oracle, dtype=torch.bool),
     )
+
+
+def with_flat_heads(fit: Fit, averages: Averages, setting: FitSetting, budget: int) -> Fit:
+    """The fit with near-uniform heads judged at the budget that is recommended. Their layers attend everything: decode
+    graphs hold no dense head beside heads that select. Where no layer would be left that selects, the plan stays.
+
+    Args:
+        fit: of `fit_settings`, by the same averages and settings.
+        averages, setting: see there.
+        budget: which of the `keep_ratios` that were measured.
+    """
+    flat = near_uniform_heads(averages.best[budget])
+    flat[list(fit.plan.dense_layers)] = False
+    layers = flat.any(dim=1).nonzero().flatten().tolist()
+    table = criterion_table(averages, setting.criterion)
+    plan = make_layer_plan(fit.anchors.anchors, table, dense_layers=(*fit.plan.dense_layers, *layers))
+    return replace(fit, plan=plan if plan.anchor_layers else fit.plan, flat_heads=flat)
 
 
 def criterion_table(averages: Averages, criterion: str) -> Tensor:

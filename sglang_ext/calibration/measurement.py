@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
@@ -18,16 +18,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sglang_ext.calibration.block_recall import BlockRecall, RecallSetting, mean_scorer, minmax_scorer
+from sglang_ext.calibration.block_recall import BlockRecall, RecallSetting, best_recall, mean_scorer, minmax_scorer
 from sglang_ext.calibration.block_recall import recall_by_block_size as block_recall
 from sglang_ext.calibration.capture import LayerCapture, log_attention, token_chunks
 from sglang_ext.calibration.channels import ChannelAccumulator
-from sglang_ext.calibration.head_map import kascade_budget
+from sglang_ext.calibration.head_map import MIN_TOP_K, kascade_budget
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.similarity import TOP_K, prompt_similarity
 from sglang_ext.indexing.ab_sparse import BLOCK_SIZES
 
-MEASUREMENT_VERSION = 3
+MEASUREMENT_VERSION = 4
+
+KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
+"""Budgets that may be recommended, as fractions of the prefix."""
 
 SCORERS = {"mean": mean_scorer, "minmax": minmax_scorer}
 """Block representations that recall is measured with, in the order of `PromptMeasurement.recall`."""
@@ -39,6 +42,8 @@ class MeasureSetting:
 
     Attributes:
         keep_ratio: budget as a fraction of the prefix, for block recall and reuse recovery.
+        keep_ratios: those that may be recommended, at which heads are judged.
+        min_top_k: fewest tokens of each of these budgets, as served.
         block_sizes: ascending, tokens per block.
         num_sink, num_recent: positions that serving always attends.
         top_k: keys that the similarity of layers compares (Kascade, 3.3).
@@ -50,6 +55,8 @@ class MeasureSetting:
     """
 
     keep_ratio: float = 0.05
+    keep_ratios: tuple[float, ...] = KEEP_RATIOS
+    min_top_k: int = MIN_TOP_K
     block_sizes: tuple[int, ...] = BLOCK_SIZES
     num_sink: int = 16
     num_recent: int = 64
@@ -67,7 +74,13 @@ class MeasureSetting:
 
     def recall_setting(self) -> RecallSetting:
         """For `recall_by_block_size`. Raises ValueError as `RecallSetting` does."""
-        return RecallSetting(self.keep_ratio, self.block_sizes, self.num_sink, self.num_recent)
+        return RecallSetting(
+            self.keep_ratio, self.block_sizes, self.num_sink, self.num_recent, min_top_k=self.min_top_k
+        )
+
+    def served_settings(self) -> list[RecallSetting]:
+        """For `best_recall`, one for each of `keep_ratios`."""
+        return [replace(self.recall_setting(), keep_ratio=ratio) for ratio in self.keep_ratios]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +90,7 @@ class PromptMeasurement:
     Attributes:
         recall: [num_representations (`SCORERS`), num_layers, num_kv_heads, num_block_sizes] of block selection.
         oracle: [num_layers, num_kv_heads] recall of the best tokens at the same budget.
+        best: [num_keep_ratios, num_layers, num_kv_heads] the same at each budget that may be recommended.
         sparsity: [num_layers, num_kv_heads] fraction of the keys that hold `mass` of the attention.
         similarity: [num_layers a, num_layers b, num_kv_heads of b, of a], see `prompt_similarity`.
         recovery: same shape, attention mass of b in the Top-k of a at the budget (not relative to b's own Top-k).
@@ -87,6 +101,7 @@ class PromptMeasurement:
 
     recall: Tensor
     oracle: Tensor
+    best: Tensor
     sparsity: Tensor
     similarity: Tensor
     recovery: Tensor
@@ -166,6 +181,7 @@ def measure_prompt(
         return [_to(capture.layer(layer, rows), device) for layer in range(num_layers)]
 
     recall_of = setting.recall_setting()
+    best = torch.empty(len(setting.keep_ratios), num_layers, num_kv_heads, dtype=torch.float64)
     oracle = torch.empty(num_layers, num_kv_heads, dtype=torch.float64)
     sparsity = torch.empty_like(oracle)
     recall = torch.empty(len(SCORERS), num_layers, num_kv_heads, len(setting.block_sizes), dtype=torch.float64)
@@ -176,15 +192,17 @@ def measure_prompt(
             recall[i, layer] = result.recall.mean(dim=2).T
         assert result is not None
         oracle[layer] = result.oracle.mean(dim=1)
+        best[:, layer] = best_recall(part, capture.sm_scale, setting.served_settings()).mean(dim=2)
         sparsity[layer] = keys_for_mass(part, capture.sm_scale, setting.mass).mean(dim=1)
     channels = ChannelAccumulator(num_layers, capture.queries.shape[2], num_kv_heads, capture.queries.shape[3])
     channels.add_prompt(capture.layer(layer) for layer in range(num_layers))
     return PromptMeasurement(
         recall=recall,
         oracle=oracle,
+        best=best,
         sparsity=sparsity,
         similarity=prompt_similarity(layers(), capture.sm_scale, setting.top_k),
-        recovery=reuse_recovery(layers(), capture.sm_scale, setting.keep_ratio),
+        recovery=reuse_recovery(layers(), capture.sm_scale, setting.keep_ratio, setting.min_top_k),
         importance=_importance(capture),
         q_sum=channels.q_sum,
         q_max=channels.q_max,
@@ -210,7 +228,9 @@ def keys_for_mass(capture: LayerCapture, sm_scale: float, mass: float) -> Tensor
     return found
 
 
-def reuse_recovery(layers: Sequence[LayerCapture], sm_scale: float, keep_ratio: float) -> Tensor:
+def reuse_recovery(
+    layers: Sequence[LayerCapture], sm_scale: float, keep_ratio: float, min_top_k: int = MIN_TOP_K
+) -> Tensor:
     """Attention mass that a layer keeps when it attends the Top-k of another, mean over tokens.
 
     As `prompt_similarity`, but at the budget of serving (`kascade_budget`), for the mean token, and as a share of
@@ -221,7 +241,7 @@ def reuse_recovery(layers: Sequence[LayerCapture], sm_scale: float, keep_ratio: 
     """
     num_layers, num_kv_heads = len(layers), layers[0].num_kv_heads
     num_tokens, prefix_len = layers[0].num_tokens, layers[0].prefix_len
-    budget = kascade_budget(prefix_len, keep_ratio)
+    budget = kascade_budget(prefix_len, keep_ratio, min_top_k)
     total = torch.zeros(num_layers, num_layers, num_kv_heads, num_kv_heads, dtype=torch.float64)
     elements = max(layers[0].queries.shape[1] * prefix_len, num_layers * num_kv_heads * budget)
     for tokens in token_chunks(num_tokens, elements):
@@ -254,6 +274,7 @@ class Averages(NamedTuple):
 
     recall: Tensor
     oracle: Tensor
+    best: Tensor
     sparsity: Tensor
     similarity: Tensor
     recovery: Tensor

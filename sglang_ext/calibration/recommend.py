@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.pooling import Pooling
-from sglang_ext.calibration.measurement import measured_tokens
+from sglang_ext.calibration.measurement import KEEP_RATIOS, measured_tokens
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.selection_quality import (
     full_attention,
@@ -37,9 +37,6 @@ from sglang_ext.indexing.combined import TwoLevelSpec
 from sglang_ext.indexing.registry import make_builder, make_selector
 from sglang_ext.indexing.token_index import TokenIndexSpec
 from sglang_ext.indexing.traffic import index_read_bytes, kv_bytes, stored_bytes
-
-KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
-"""Budgets that are tried, as fractions of the prefix."""
 
 NUM_TOKENS = 8
 """Tokens of a prompt that recipes are tried on."""

@@ -190,9 +190,12 @@ def _data(shown: Shown) -> str:
 
 
 def _dense_heads(shown: Shown) -> str:
-    found = [f"layer {layer} head {head}" for layer, heads in enumerate(shown.profile.dense_heads) for head in heads]
-    listed = ", ".join(found) if found else "none"
-    return f"Near-uniform heads, whose best tokens hold less than half of their attention: {listed}."
+    found = [f"layer {layer} head {head}" for layer, head in shown.fit.flat_heads.nonzero().tolist()]
+    listed = f"{', '.join(found)}: their layers attend everything" if found else "none"
+    return (
+        f"Near-uniform heads of layers that would select, whose best tokens at {shown.choice.keep_ratio:.0%} hold less "
+        f"than half of their attention: {listed}."
+    )
 
 
 def _quality(rows: Sequence[RecipeQuality]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 import os
@@ -11,7 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from sglang_ext import __version__
-from sglang_ext.cli.arguments import BROKEN_PIPE, INTERRUPTED
+from sglang_ext.cli.arguments import Parser
+from sglang_ext.cli.stopping import BROKEN_PIPE, INTERRUPTED, TERMINATED, Terminated, heed_sigterm
 
 #: Modules by subcommand. Only the one that is asked for is imported: a listing must not wait for torch.
 COMMANDS = {
@@ -26,10 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
     Returns the exit status: 0 good, 1 something failed, 2 wrong usage, 130 interrupted, 141 nobody reads the
-    output any more.
+    output any more, 143 terminated.
     """
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
+    except Terminated:
+        print("sglang-ext: terminated", file=sys.stderr)
+        return TERMINATED
     except KeyboardInterrupt:  # while modules are imported, too
         print("sglang-ext: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for paths that are no valid text
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="sglang-ext", description="Sparse attention for shared prefixes on SGLang: offline jobs, and the store."
     )
     parser.add_argument("--version", action="version", version=f"sglang-ext {__version__}")
@@ -62,7 +65,9 @@ def console() -> None:
     SGLang ends its process tree, multiprocessing's resource tracker included, when an engine shuts down; the
     interpreter's own exit would start another one and print its complaints. All of ours is closed by then.
     """
+    heed_sigterm()
     status = main()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,12 +1,32 @@
-"""What commands share: exit statuses, and arguments with units."""
+"""What commands share: their parser, and arguments with units."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
-#: As a shell reports a process that SIGINT or SIGPIPE ended.
-INTERRUPTED, BROKEN_PIPE = 130, 141
+#: Name of the argument that takes SGLang's flags.
+_PASSED_ON = "sglang_flags"
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows the usage of the command that an unknown argument was given to, and says where SGLang's flags go."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of subcommands, too
+        """As argparse's, but what is unknown is an error here; argparse would leave it to the top-level parser."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            message = f"unrecognized arguments: {' '.join(unknown)}"
+            if any(action.dest == _PASSED_ON for action in self._actions):
+                message += f"; flags of SGLang go behind --, as in: {self.prog} ... -- {unknown[0]} ..."
+            self.error(message)
+        return found, unknown
+
+
+def add_sglang_flags(parser: argparse.ArgumentParser) -> None:
+    """What stands behind -- and is passed on."""
+    parser.add_argument(_PASSED_ON, nargs="*", metavar="-- SGLANG FLAGS", help="flags of SGLang")
 
 
 def parse_bytes(text: str) -> int:

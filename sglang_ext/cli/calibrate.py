@@ -6,9 +6,11 @@ import argparse
 import importlib.util
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.cli.arguments import INTERRUPTED
+from sglang_ext.cli.arguments import add_sglang_flags
+from sglang_ext.cli.stopping import run_job
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
     from sglang_ext.cli.calibrate_job import CalibrateJob
@@ -49,7 +51,7 @@ def add_parser(commands: Any) -> None:
     )
     _add_measuring(parser.add_argument_group("what is measured (a state made with other values is refused)"))
     _add_fitting(parser.add_argument_group("what is chosen (may change between runs)"))
-    parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="flags of SGLang")
+    add_sglang_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -107,33 +109,47 @@ def _add_fitting(group: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Entry of the subcommand; returns the exit status."""
     if args.report is not None and importlib.util.find_spec("matplotlib") is None:
-        print(
-            "sglang-ext calibrate: expected matplotlib for --report, got none; pip install 'sglang-ext[calibrate]', "
-            "or leave --report out",
-            file=sys.stderr,
+        return _refuse(
+            "expected matplotlib for --report, got none; pip install 'sglang-ext[calibrate]', or leave --report out"
         )
-        return 2
-    from sglang_ext.cli.calibrate_job import CalibrateJob, StateError, options_of
-    from sglang_ext.prefill.prompts import PromptError
+    return run_job("calibrate", partial(_run, args))
 
+
+def _refuse(why: object, status: int = 2) -> int:
+    print(f"sglang-ext calibrate: {why}", file=sys.stderr)
+    return status
+
+
+def _run(args: argparse.Namespace) -> int:
+    """What can be wrong with the arguments is found before SGLang is started."""
+    from sglang_ext.cli.calibrate_job import CalibrateJob
+    from sglang_ext.cli.calibrate_options import options_of
+    from sglang_ext.cli.checks import engine_refusal, measuring_refusal, num_layers_of
+    from sglang_ext.compat.engine import EngineStartError
+
+    # Without a model, too, a profile can be fitted to measurements that are complete.
+    refusal = engine_refusal(args.model_path, args.sglang_flags) or measuring_refusal(args.device)
+    if refusal and args.no_resume:
+        return _refuse(refusal)
     try:
         job = CalibrateJob(options_of(args))
-    except (PromptError, StateError, ValueError) as error:
-        print(f"sglang-ext calibrate: {error}", file=sys.stderr)
-        return 2
+        num_layers = num_layers_of(args.model_path, args.sglang_flags)
+        if num_layers is not None:
+            job.check_layers(num_layers)
+    except ValueError as error:  # of prompts, measurements and options alike
+        return _refuse(error)
     except OSError as error:
-        print(f"sglang-ext calibrate: expected to be able to write {args.out}, got: {error}", file=sys.stderr)
-        return 2
+        return _refuse(f"expected to be able to write the profile, the report and measurements, got: {error}")
+    if refusal and job.missing:
+        return _refuse(refusal)
     try:
         if job.missing:
             _measure(job, args)
         return job.finish()
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on", file=sys.stderr)
-        return INTERRUPTED
-    except (StateError, ValueError) as error:
-        print(f"sglang-ext calibrate: {error}", file=sys.stderr)
-        return 1
+    except EngineStartError as error:
+        return _refuse(error)
+    except ValueError as error:
+        return _refuse(error, 1)
 
 
 def _measure(job: CalibrateJob, args: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import re
@@ -20,8 +19,9 @@ from tqdm import tqdm
 
 from prefix_index import ModelFingerprint
 from sglang_ext import __version__
+from sglang_ext.attention.graph_refusal import graph_refusal
 from sglang_ext.calibration.comparison import HeldOut, compare
-from sglang_ext.calibration.fit import Fit, FitSetting, fit_settings
+from sglang_ext.calibration.fit import Fit, FitSetting, fit_settings, with_flat_heads
 from sglang_ext.calibration.measurement import (
     MEASUREMENT_VERSION,
     Averages,
@@ -43,7 +43,6 @@ from sglang_ext.calibration.prompts import (
     read_calibration_prompts,
 )
 from sglang_ext.calibration.recommend import (
-    KEEP_RATIOS,
     Choice,
     RecipeQuality,
     default_recipes,
@@ -52,10 +51,10 @@ from sglang_ext.calibration.recommend import (
     quality_tokens,
     recommend,
 )
-from sglang_ext.cli.calibrate import default_state
+from sglang_ext.cli.calibrate_options import Options
+from sglang_ext.cli.checks import check_writable
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.fingerprint import weights_digest
-from sglang_ext.indexing.base import METHODS
 from sglang_ext.indexing.profile import CalibrationData, Profile, ProfiledModel, Recommendation
 from sglang_ext.prefill.prompt_tokens import TokenSource
 from sglang_ext.profiles import local_folder
@@ -78,69 +77,6 @@ class Session(Protocol):
     def capture(
         self, name: str, input_ids: Sequence[int], *, prefix_len: int | None = None, decode_steps: int = 16
     ) -> PromptCapture: ...
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for."""
-
-    model_path: str
-    data: str
-    out: str
-    report: str | None
-    state: str
-    resume: bool
-    description: str
-    measure: MeasureSetting
-    fit: FitSetting
-    decode_steps: int
-    query_samples: int
-    method: str
-    device: str
-
-
-def options_of(args: argparse.Namespace) -> Options:
-    """Options of parsed arguments.
-
-    Raises:
-        ValueError: a method that is no index, or a value out of range.
-    """
-    config = SparseAttnConfig()
-    method = args.method or config.method
-    if method not in METHODS or method == "exact":
-        names = ", ".join(name for name in METHODS if name != "exact")
-        raise ValueError(f"expected --method to be one of {names}, got {method!r}; choose one of them")
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Options(
-        model_path=args.model_path,
-        data=args.data,
-        out=args.out,
-        report=args.report,
-        state=args.state or default_state(args.out),
-        resume=not args.no_resume,
-        description=args.description,
-        measure=MeasureSetting(
-            keep_ratio=args.keep_ratio,
-            num_sink=config.num_sink_tokens,
-            num_recent=config.num_recent_pages * 16,
-            max_tokens=args.max_tokens,
-        ),
-        fit=FitSetting(
-            num_anchors=args.anchors,
-            tau=args.tau,
-            block_average=args.block_average,
-            representation=args.representation,
-            criterion=args.criterion,
-            dense_layers=args.dense_layers,
-            num_channels=args.num_channels,
-        ),
-        decode_steps=args.decode_steps,
-        query_samples=args.query_samples,
-        method=method,
-        device=device,
-    )
 
 
 @dataclass(frozen=True)
@@ -175,10 +111,11 @@ class CalibrateJob:
         self._recipes = default_recipes(options.method)
         self._left_out: dict[str, str] = {}
         self._folder = Path(options.state)
-        Path(options.out).absolute().parent.mkdir(parents=True, exist_ok=True)
-        if options.report is not None:
-            Path(options.report).mkdir(parents=True, exist_ok=True)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        out = Path(options.out).absolute()
+        if out.is_dir():
+            raise IsADirectoryError(f"{out} is a folder; name a file in it with --out")
+        for folder in (out.parent, self._folder, *([] if options.report is None else [options.report])):
+            check_writable(folder)
         if not options.resume:
             self._forget()
         self._model = self._open_state()
@@ -194,22 +131,24 @@ class CalibrateJob:
             StateError: the measurements that are there are of another model.
             ValueError: a setting that does not fit the model.
         """
-        model = session.model
-        self._check_model(model)
-        first = self._options.fit.first_layer(model.num_layers)
-        most = model.num_layers - first
-        anchors = self._options.fit.num_anchors
-        if anchors is not None and anchors > most:
-            raise ValueError(f"expected --anchors in 1..{most} (the layers from {first} on), got {anchors}; lower it")
+        self._check_model(session.model)
+        self.check_layers(session.model.num_layers)
         done = len(self._prompts) - len(self.missing)
         bar = tqdm(self.missing, desc="calibrate", unit="prompt", initial=done, total=len(self._prompts))
         for prompt in bar:
             bar.set_postfix_str(prompt.id[:24])
             try:
                 self._measure_one(session, prompt)
-            except ValueError as error:
-                self._left_out[prompt.id] = str(error)
+            except Exception as error:  # one prompt must not end the job
+                self._left_out[prompt.id] = str(error) or type(error).__name__
                 tqdm.write(f"{prompt.id}: left out: {error}", file=sys.stderr)
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ValueError where a setting does not fit a model of so many layers."""
+        first = self._options.fit.first_layer(num_layers)
+        anchors, most = self._options.fit.num_anchors, num_layers - first
+        if anchors is not None and anchors > most:
+            raise ValueError(f"expected --anchors in 1..{most} (the layers from {first} on), got {anchors}; lower it")
 
     def finish(self) -> int:
         """Fit, write profile and report; returns the exit status: 1 where a prompt was left out.
@@ -241,8 +180,11 @@ class CalibrateJob:
         prefixes = {prompt.id: prefix_digest(prompt) for prompt in self._prompts}
         groups = [prefixes[info.id] for _, info in measured if info.held_out]
         held_out = compare(*halves, tasks, self._options.fit, groups)
-        quality = quality_table(torch.stack(tried), list(self._recipes))
-        choice = recommend(quality, self._recipes, anchor_share=fit.plan.anchor_share, head_dim=self._model.head_dim)
+        quality = quality_table(torch.stack(tried), list(self._recipes), self._options.measure.keep_ratios)
+        choice = self._choice(quality, fit)
+        fit = with_flat_heads(
+            fit, averages, self._options.fit, self._options.measure.keep_ratios.index(choice.keep_ratio)
+        )
         infos = [info for _, info in measured]
         profile = self._profile(self._model, fit, choice, infos)
         profile.save(self._options.out)
@@ -276,7 +218,8 @@ class CalibrateJob:
                 capture,
                 self._recipes,
                 range(options.fit.first_layer(capture.num_layers), capture.num_layers),
-                min_top_k=SparseAttnConfig().min_top_k,
+                min_top_k=options.measure.min_top_k,
+                keep_ratios=options.measure.keep_ratios,
                 num_sink=options.measure.num_sink,
                 num_recent=options.measure.num_recent,
                 device=options.device,
@@ -287,7 +230,6 @@ class CalibrateJob:
         save_measurement(measurement, info, self._path(prompt.id))
 
     def _profile(self, model: ModelFingerprint, fit: Fit, choice: Choice, infos: Sequence[PromptInfo]) -> Profile:
-        dense_heads = tuple(tuple(row.nonzero().flatten().tolist()) for row in fit.dense_heads)
         return Profile(
             model=ProfiledModel(
                 num_layers=model.num_layers,
@@ -298,7 +240,7 @@ class CalibrateJob:
             block_sizes=tuple(map(tuple, fit.block_sizes.tolist())),
             layer_plan=fit.plan.to_dict(),
             channels=tuple(tuple(map(tuple, layer)) for layer in fit.channels.tolist()),
-            dense_heads=dense_heads,
+            dense_heads=fit.dense_heads,
             recommended=Recommendation(method=choice.name, spec=choice.spec, keep_ratio=choice.keep_ratio),
             calibration=CalibrationData(
                 prompts=len(infos),
@@ -309,14 +251,40 @@ class CalibrateJob:
             ),
         )
 
+    def _choice(self, quality: Sequence[RecipeQuality], fit: Fit) -> Choice:
+        """What is recommended: the method that was asked for, or another one that decode graphs hold."""
+        assert self._model is not None
+        asked = self._options.method
+        held = {
+            name: spec
+            for name, spec in self._recipes.items()
+            if name == asked or graph_refusal(SparseAttnConfig(), spec, fit.plan, ()) is None
+        }
+        choice = recommend(quality, held, anchor_share=fit.plan.anchor_share, head_dim=self._model.head_dim)
+        others = ", ".join(name for name in self._recipes if name not in held)
+        if not others:
+            return choice
+        reason = f"{choice.reason}; not recommended in any case, as decode graphs do not hold them yet: {others}"
+        return msgspec.structs.replace(choice, reason=reason)
+
     def _say(self, fit: Fit, choice: Choice, measured: int) -> None:
         where = f", report {self._options.report}" if self._options.report else ""
         print(
             f"{len(self._prompts)} prompts: {measured} measured, {len(self._left_out)} left out; anchors "
-            f"{', '.join(map(str, fit.anchors.anchors))}; recommended {choice.name} at {choice.keep_ratio:.0%}; "
+            f"{', '.join(map(str, fit.plan.anchor_layers))}; recommended {choice.name} at {choice.keep_ratio:.0%}; "
             f"profile {self._options.out}{where}",
             file=sys.stderr,
         )
+        flat = ", ".join(f"layer {layer} head {head}" for layer, head in fit.flat_heads.nonzero().tolist())
+        if flat and not any(fit.dense_heads):
+            print(
+                f"layers with a near-uniform KV head attend everything, as decode graphs hold no dense head beside "
+                f"others: {flat}",
+                file=sys.stderr,
+            )
+        refusal = graph_refusal(SparseAttnConfig(), self._recipes[choice.name], fit.plan, fit.dense_heads)
+        if refusal:
+            print(f"inside decode graphs a server uses no index with this profile: {refusal}", file=sys.stderr)
 
     # -- the state -----------------------------------------------------------------------------------------------------
 
@@ -344,8 +312,6 @@ class CalibrateJob:
             "query_samples": options.query_samples,
             "dense_layers": list(options.fit.dense_layers),
             "recipes": {name: spec.to_dict() for name, spec in self._recipes.items()},
-            "keep_ratios": list(KEEP_RATIOS),
-            "min_top_k": SparseAttnConfig().min_top_k,
         }
 
     def _open_state(self) -> ModelFingerprint | None:

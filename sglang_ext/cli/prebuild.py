@@ -6,19 +6,22 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from prefix_index import IndexStoreError
+from prefix_index import IndexStore, IndexStoreError
 from prefix_index.connect import locate
-from sglang_ext.cli.arguments import INTERRUPTED, checkpoint_options, names_cpu, parse_seconds
+from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, names_cpu, parse_seconds
+from sglang_ext.cli.stopping import run_job
 from sglang_ext.storage import StoreConfig, configured_store, make_folder
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
     from sglang_ext.config import Settings
+    from sglang_ext.prefill.prompts import Prompt
 
 _DESCRIPTION = """\
 Prefill each prompt once through SGLang, record its queries, build its index, verify it and store it.
@@ -63,43 +66,61 @@ def add_parser(commands: Any) -> None:
         metavar="TIME",
         help="how long to wait, at the end, for indexes that another job builds (default: 10m)",
     )
-    parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="flags of SGLang")
+    add_sglang_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Entry of the subcommand; returns the exit status."""
-    from sglang_ext.cli.prebuild_job import PrebuildJob
+    return run_job("prebuild", partial(_run, args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    """What can be wrong with the arguments is found before SGLang is started."""
+    from sglang_ext.cli.checks import engine_refusal
     from sglang_ext.config import ConfigError, make_settings, parse_profiled
     from sglang_ext.prefill.prompts import PromptError, read_prompts
     from sglang_ext.profiles import local_folder
 
-    try:
-        prompts = read_prompts(args.prompts)
-        model_folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
-        config, _ = parse_profiled(args.sparse_attn_config, model_folder)  # before a folder is made for a store
-        _make_folder(args.store, config)
-        settings = make_settings(args.sparse_attn_config, args.store, model_folder)
-        store = configured_store(settings.store, settings.config)
-    except (PromptError, ConfigError) as error:
-        print(f"sglang-ext prebuild: {error}", file=sys.stderr)
-        return 2
-    except IndexStoreError as error:
-        print(f"sglang-ext prebuild: {error}", file=sys.stderr)
-        return 1
-    from sglang_ext.compat.engine import OfflineEngine
+    refusal = engine_refusal(args.model_path, args.sglang_flags)
+    if refusal:
+        return _refuse(refusal)
+    with ExitStack() as opened:
+        try:
+            prompts = read_prompts(args.prompts)
+            model_folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
+            config, _ = parse_profiled(args.sparse_attn_config, model_folder)  # before a folder is made for a store
+            _make_folder(args.store, config)
+            settings = make_settings(args.sparse_attn_config, args.store, model_folder)
+            store = opened.enter_context(closing(configured_store(settings.store, settings.config)))
+            report = opened.enter_context(open(args.report, "a")) if args.report is not None else sys.stdout
+        except (PromptError, ConfigError, IndexStoreError) as error:
+            return _refuse(error)
+        except OSError as error:
+            return _refuse(f"expected a --report that can be written, got: {error}. Name another file")
+        return _build(args, settings, store, prompts, report)
 
-    with closing(store), tempfile.TemporaryDirectory() as folder:
+
+def _refuse(why: object) -> int:
+    print(f"sglang-ext prebuild: {why}", file=sys.stderr)
+    return 2
+
+
+def _build(
+    args: argparse.Namespace, settings: Settings, store: IndexStore, prompts: Sequence[Prompt], report: TextIO
+) -> int:
+    from sglang_ext.cli.prebuild_job import PrebuildJob
+    from sglang_ext.compat.engine import EngineStartError, OfflineEngine
+
+    with tempfile.TemporaryDirectory() as folder:
         events = os.path.join(folder, "events.jsonl")
         engine = OfflineEngine(_flags(args, settings, events))
         print(f"starting SGLang for {args.model_path} ...", file=sys.stderr, flush=True)
         try:
             engine.open()
-            with _report_to(args.report) as report:
-                return PrebuildJob(engine, store, settings, events, report, args).run(prompts)
-        except KeyboardInterrupt:
-            print("interrupted; run the same command again to go on", file=sys.stderr)
-            return INTERRUPTED
+            return PrebuildJob(engine, store, settings, events, report, args).run(prompts)
+        except EngineStartError as error:
+            return _refuse(error)
         finally:
             engine.close()
 
@@ -125,12 +146,3 @@ def _flags(args: argparse.Namespace, settings: Settings, events: str) -> list[st
     if not names_cpu(flags) and "--disable-decode-cuda-graph" not in flags:
         flags.append("--disable-decode-cuda-graph")
     return flags
-
-
-@contextmanager
-def _report_to(path: str | None) -> Iterator[TextIO]:
-    if path is None:
-        yield sys.stdout
-        return
-    with open(path, "a") as file:
-        yield file

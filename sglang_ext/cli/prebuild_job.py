@@ -27,6 +27,7 @@ from prefix_index import (
     page_hashes,
 )
 from prefix_index.copies import entry_of
+from sglang_ext.compat.engine import EngineDiedError, unknown_ids
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.prefill.builder import covered_tokens, profile_digest
 from sglang_ext.prefill.prompt_tokens import prefix_tokens
@@ -152,16 +153,19 @@ class PrebuildJob:
         """What becomes of one prompt, as a line of the report."""
         try:
             return {"id": prompt.id, **self._build(prompt, model)}
-        except IndexStoreError as error:
+        except EngineDiedError as error:
+            self._take({"id": prompt.id, "status": "failed", "reason": "engine_died", "detail": str(error)})
+            raise
+        except Exception as error:  # one prompt must not end the job
             reason = error.reason if isinstance(error, StoreUnavailable) else type(error).__name__
-            return {"id": prompt.id, "status": "failed", "reason": reason, "detail": str(error)}
+            return {"id": prompt.id, "status": "failed", "reason": reason, "detail": str(error) or repr(error)}
 
     def _build(self, prompt: Prompt, model: ModelFingerprint) -> dict[str, Any]:
         try:
             ids, self._warnings[prompt.id] = prefix_tokens(prompt, self._engine.tokens)
         except ValueError as error:
             return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
-        refused = self._refused(len(ids))
+        refused = self._refused(ids)
         if refused:
             return refused
         tokens = covered_tokens(len(ids), self._config.build_align)
@@ -183,8 +187,12 @@ class PrebuildJob:
         event = self._event(rid)
         return {"prompt_tokens": len(ids), "seconds": time.perf_counter() - begun, **event}
 
-    def _refused(self, num_tokens: int) -> dict[str, Any] | None:
-        room = self._engine.context_len - 1
+    def _refused(self, ids: Sequence[int]) -> dict[str, Any] | None:
+        """Why a prompt is not sent to the engine, as a line of the report; None if it is."""
+        unknown = unknown_ids(ids, self._engine.vocab_size)
+        if unknown:
+            return {"status": "failed", "reason": "unknown_tokens", "detail": unknown}
+        num_tokens, room = len(ids), self._engine.context_len - 1
         if num_tokens > room:
             detail = (
                 f"expected at most {room} tokens (context length less one), got {num_tokens}; "

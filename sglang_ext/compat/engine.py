@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang_ext.compat.request_tokens import RequestTokens
 
 
+class EngineDiedError(KeyboardInterrupt):
+    """A process of the engine ended by itself. It is raised out of whatever the main thread does or waits for.
+
+    asyncio would keep another kind of exception for whoever asks the task that was running; nobody does.
+    """
+
+
+class EngineStartError(RuntimeError):
+    """The engine cannot be started with these flags; no process was."""
+
+
 class OfflineEngine:
     """One engine process group. `open()` starts it, `close()` ends it.
+
+    While it is open, the end of one of its processes raises `EngineDiedError` in the main thread, and SIGTERM does what
+    it did before: SGLang would go on until no request is left.
 
     Args:
         flags: SGLang's command-line flags, ours among them.
@@ -19,27 +38,53 @@ class OfflineEngine:
     def __init__(self, flags: Sequence[str]) -> None:
         self._flags = list(flags)
         self._engine: Any = None
+        self._launched = False
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
 
     def open(self) -> None:
-        """Start the engine; takes as long as loading the model. Raises what SGLang raises."""
+        """Start the engine; takes as long as loading the model.
+
+        Raises:
+            EngineStartError: before any process is started: an SGLang that is not supported, or flags that it refuses.
+            SystemExit: the same, of what the plugin refuses; the message is printed.
+            EngineDiedError: it does not start, or a process ended meanwhile.
+        """
         from sglang.srt.plugins import load_plugins
 
         from sglang_ext.compat import versions
 
         message = versions.unsupported_message(versions.installed())
         if message:
-            raise RuntimeError(message)
+            raise EngineStartError(message)
         load_plugins()
         from sglang.srt.entrypoints.engine import Engine
-        from sglang.srt.server_args import prepare_server_args
 
-        self._engine = Engine(server_args=prepare_server_args(self._flags))
+        record = _checked_record(self._flags)
+        on_sigterm = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+        record.custom_sigquit_handler = _raise_died  # its own ends this process by SIGKILL
+        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_says_more_than_that)
+        self._launched = True
+        try:
+            self._engine = Engine(server_args=record)
+        except Exception as error:
+            said = " ".join(str(error).split())
+            raise EngineDiedError(f"expected SGLang to start, got {type(error).__name__}: {said}") from error
+        if self._in_main_thread:
+            take_signals_back(self._engine, on_sigterm)
 
     def close(self) -> None:
-        """Stop all processes of the engine."""
+        """Stop all processes of the engine, and those of a start that failed."""
+        if not self._launched:
+            return
+        if self._in_main_thread:
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # that they end is no news now
         if self._engine is not None:
             self._engine.shutdown()
-            self._engine = None
+        else:
+            from sglang.srt.utils import kill_process_tree
+
+            kill_process_tree(os.getpid(), include_parent=False, wait_timeout=60)
+        self._engine, self._launched = None, False
 
     @cached_property
     def tokens(self) -> RequestTokens:
@@ -51,6 +96,11 @@ class OfflineEngine:
     def context_len(self) -> int:
         """Longest request in tokens, the generated one included."""
         return int(self._engine.tokenizer_manager.model_config.context_len)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of this model are below it."""
+        return int(self._engine.tokenizer_manager.model_config.vocab_size)
 
     def state(self) -> dict[str, Any]:
         """The plugin's own state in the scheduler process."""
@@ -70,8 +120,12 @@ class OfflineEngine:
         """Prefill one prompt and generate, greedily, until `max_new_tokens` or the model's end token.
 
         Raises:
-            ValueError: SGLang refuses the request, for instance a cache_salt on 0.5.16.
+            ValueError: a token id is none of the model's; or SGLang refuses the request, for instance a cache_salt on
+                0.5.16.
         """
+        unknown = unknown_ids(input_ids, self.vocab_size)
+        if unknown:
+            raise ValueError(unknown)
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         fields: dict[str, Any] = {"extra_key": extra_key}
@@ -89,3 +143,73 @@ class OfflineEngine:
         )
         generator = self._engine.tokenizer_manager.generate_request(request, None)
         self._engine.loop.run_until_complete(generator.__anext__())
+
+
+def take_signals_back(engine: Any, on_sigterm: Any) -> None:
+    """Have SGLang take SIGTERM and SIGQUIT, which it does with its first request, and put other handlers in place.
+
+    It takes both for its event loop, which looks at them only while it runs: between requests a job would hear neither.
+
+    Args:
+        engine: SGLang's; its loop does not run.
+        on_sigterm: handler of SIGTERM from now on.
+    """
+
+    async def take() -> None:
+        engine.tokenizer_manager.auto_create_handle_loop()
+
+    engine.loop.run_until_complete(take())
+    for number, handler in ((signal.SIGTERM, on_sigterm), (signal.SIGQUIT, _raise_died)):
+        engine.loop.remove_signal_handler(number)
+        signal.signal(number, handler)
+
+
+def unknown_ids(input_ids: Sequence[int], vocab_size: int) -> str | None:
+    """Which token id the model does not have, as a message; None where it has all. SGLang looks at none of them, or at
+    those that are too large, and its scheduler dies of the others.
+    """
+    found = next((place for place, one in enumerate(input_ids) if not 0 <= one < vocab_size), None)
+    if found is None:
+        return None
+    return (
+        f"expected token ids in 0..{vocab_size - 1} (the model's vocabulary), got {input_ids[found]} at position "
+        f"{found}; tokenize with this model's tokenizer"
+    )
+
+
+class _FlagParser(argparse.ArgumentParser):
+    """Raises instead of printing SGLang's whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise EngineStartError(f"expected flags of SGLang behind --, got: {message}")
+
+
+def _checked_record(flags: Sequence[str]) -> Any:
+    """ServerArgs of the flags, as far as they can be checked before any process is started.
+
+    Raises:
+        EngineStartError: SGLang refuses them.
+    """
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    parser = _FlagParser(prog="sglang")
+    ServerArgs.add_cli_args(parser)
+    parser.parse_args(list(flags))
+    try:
+        record = prepare_server_args(list(flags))
+        getattr(record, "resolve_once", lambda: None)()  # 0.5.16 has done it; 0.5.23 would when it launches
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise EngineStartError(f"expected flags that SGLang starts with, got {type(error).__name__}: {said}") from error
+    return record
+
+
+def _raise_died(number: int, frame: object) -> NoReturn:
+    """SIGQUIT: a process of SGLang says that it fails, or its watchdog that one is gone."""
+    signal.signal(number, signal.SIG_IGN)  # the others follow
+    raise EngineDiedError("expected SGLang's processes to live, got the end of one; its log above says why")
+
+
+def _says_more_than_that(record: logging.LogRecord) -> bool:
+    """Not the error that SGLang logs about a handler of one's own."""
+    return "custom SIGQUIT handler" not in record.getMessage()

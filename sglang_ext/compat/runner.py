@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +12,8 @@ from torch import Tensor
 
 from prefix_index import ModelFingerprint, canonical_digest
 from prefix_kernels.types import PagedKV
-from sglang_ext.fingerprint import model_fingerprint, resolve_folder, weights_digest
+from sglang_ext.compat.checkpoint import checkpoint_fingerprint
+from sglang_ext.fingerprint import resolve_folder, weights_digest
 from sglang_ext.indexing.layer_plan import heads_of_rank
 
 _FP8 = torch.float8_e4m3fn
@@ -133,19 +132,8 @@ class RunnerView:
             weights = canonical_digest({"dummy": int(args.random_seed or 0)})
         else:
             weights = weights_digest(folder)
-        return model_fingerprint(
-            {
-                **_config_json(folder, args.json_model_override_args),
-                "torchao_config": getattr(args, "torchao_config", "") or "",
-            },
-            weights,
-            quantization=getattr(config, "quantization", None),
-            kv_dtype=str(self.runner.token_to_kv_pool.dtype).removeprefix("torch."),
-            num_layers=self.num_layers,
-            num_kv_heads=int(config.num_key_value_heads),
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
-        )
+        kv_dtype = str(self.runner.token_to_kv_pool.dtype).removeprefix("torch.")
+        return checkpoint_fingerprint(args, config, folder, weights=weights, kv_dtype=kv_dtype)
 
 
 def _decode_graphs(runner: Any) -> bool:
@@ -164,13 +152,6 @@ def _tensor_parallel(runner: Any) -> tuple[int, int]:
 
         place = get_parallel()
     return int(place.tp_rank), int(place.tp_size)
-
-
-def _config_json(folder: str, overrides: str) -> dict[str, Any]:
-    """The checkpoint's own config: SGLang releases differ in what they add to the parsed one."""
-    raw: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
-    raw.update(json.loads(overrides or "{}"))
-    return raw
 
 
 def kv_scales(layer: Any) -> tuple[float, float]:

@@ -153,9 +153,10 @@ def after_check_server_args(_result: None, record: Any) -> None:
         refuse(str(error))
     if settings is None:
         return
-    from sglang_ext.compat import seams, tensor_parallel
+    from sglang_ext.compat import checkpoint, seams, tensor_parallel
 
     message = unsupported(record) or tensor_parallel.refusal(record, settings.config)
+    message = message or checkpoint.model_refusal(record, settings)
     if message:
         refuse(message)
     try:

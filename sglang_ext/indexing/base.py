@@ -9,9 +9,10 @@ of the KV heads, and names the positions to attend in one step.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -64,7 +65,7 @@ class IndexSpec:
         if unknown:
             raise ValueError(
                 f"unknown parameter {unknown[0]!r} of {cls.method}; expected one of: {', '.join(known)}. "
-                "Remove or rename it"
+                f"Remove or rename it{did_you_mean(unknown[0], known)}"
             )
         for name, value in values.items():
             values[name] = _checked(f"{cls.method}.{name}", value, hints[name])
@@ -126,7 +127,10 @@ def parse_spec(data: Mapping[str, Any]) -> IndexSpec:
         raise TypeError(f'expected an object like {{"method": "csattention"}}, got {type(data).__name__}')
     name = data.get("method")
     if not isinstance(name, str) or name not in METHODS:
-        raise ValueError(f"expected method to be one of {', '.join(METHODS)}, got {name!r}; choose one of them")
+        raise ValueError(
+            f"expected method to be one of {', '.join(METHODS)}, got {name!r}; choose one of them"
+            f"{did_you_mean(name, METHODS)}"
+        )
     spec: IndexSpec = METHODS[name].spec.from_dict(data)
     return spec
 
@@ -140,7 +144,16 @@ def check_range(name: str, value: float, least: float, most: float) -> None:
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
-        raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}; choose one of them")
+        raise ValueError(
+            f"expected {name} to be one of {', '.join(choices)}, got {value!r}; choose one of them"
+            f"{did_you_mean(value, choices)}"
+        )
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: the known one that is nearly the same, if there is one."""
+    near = difflib.get_close_matches(str(word), [str(one) for one in known], n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sglang_ext.attention.graph_refusal import graph_refusal
 from sglang_ext.calibration.comparison import compare, paired, recall_of
-from sglang_ext.calibration.fit import FitSetting, best_anchors, fewest_anchors, fit_settings, plan_recovery
+from sglang_ext.calibration.fit import (
+    FitSetting,
+    best_anchors,
+    fewest_anchors,
+    fit_settings,
+    plan_recovery,
+    with_flat_heads,
+)
 from sglang_ext.calibration.measurement import MeasureSetting, average, measure_prompt
+from sglang_ext.config import SparseAttnConfig
+from sglang_ext.indexing.token_index import TokenIndexSpec
 from tests.calibration.captures import make_capture
 
 LAYERS = 5
@@ -36,7 +46,7 @@ def made(swap=True, differ=True, noise=0):
     return replace(
         BASE,
         recall=recall,
-        oracle=torch.tensor([[0.9, 0.3]] + [[0.9, 0.9]] * (LAYERS - 1), dtype=torch.float64),
+        oracle=torch.full((LAYERS, 2), 0.9, dtype=torch.float64),
         similarity=table,
         recovery=table,
         importance=torch.ones(LAYERS, dtype=torch.float64),
@@ -197,7 +207,53 @@ def test_a_profile_is_fitted_on_all_prompts():
         {"reuse": 3, "head_map": [1, 0]},
     ]
     assert fit.channels.shape == (LAYERS, 2, 4)
-    assert fit.dense_heads.nonzero().tolist() == [[0, 1]]
+    assert fit.dense_heads == ((),) * LAYERS
+
+
+def judged(flat, budget=2, **setting):
+    """The fit where even the best tokens of these (layer, head) hold little at the third budget, and much at others."""
+    best = torch.full_like(BASE.best, 0.9)
+    for layer, head in flat:
+        best[2, layer, head] = 0.3
+    setting = FitSetting(num_anchors=2, **setting)
+    averages = average([replace(one, best=best) for one in FITTED])
+    return with_flat_heads(fit_settings(averages, setting), averages, setting, budget)
+
+
+def test_heads_are_judged_at_the_recommended_budget():
+    assert judged([(3, 1)], budget=1).flat_heads.nonzero().tolist() == []
+    assert judged([(3, 1)], budget=2).flat_heads.nonzero().tolist() == [[3, 1]]
+
+
+@pytest.mark.parametrize(
+    ("flat", "layers"),
+    [
+        ([(0, 1)], ["dense", "anchor", 1, "anchor", 3]),  # a layer that is dense anyway
+        ([(2, 0)], ["dense", "anchor", "dense", "anchor", 3]),
+        ([(1, 0), (1, 1)], ["dense", "dense", "anchor", "anchor", 3]),
+        ([(1, 0), (2, 1), (4, 0)], ["dense", "dense", "dense", "anchor", "dense"]),
+    ],
+)
+def test_a_layer_with_a_near_uniform_head_is_dense_as_decode_graphs_hold_no_dense_head_beside_others(flat, layers):
+    fit = judged(flat)
+    assert [role.mode.value if role.anchor_layer is None else role.anchor_layer for role in fit.plan.layers] == layers
+    assert fit.dense_heads == ((),) * LAYERS
+    assert graph_refusal(SparseAttnConfig(), TokenIndexSpec(), fit.plan, fit.dense_heads) is None
+
+
+def test_where_no_layer_could_select_the_plan_stays_and_is_refused_in_one_sentence():
+    fit = judged([(layer, 0) for layer in range(LAYERS)])
+    assert fit.plan.anchor_layers == (1, 3)
+    assert fit.dense_heads == ((), (0,), (0,), (0,), (0,))
+    refusal = graph_refusal(SparseAttnConfig(), TokenIndexSpec(), fit.plan, fit.dense_heads)
+    assert refusal.startswith("dense heads of the profile (layer 1 head 0, layer 2 head 0, ")
+    assert "calibrate again" in refusal
+
+
+def test_without_dense_layers_all_heads_are_judged():
+    fit = judged([(0, 1)], dense_layers=())
+    assert fit.flat_heads.nonzero().tolist() == [[0, 1]]
+    assert fit.plan.dense_layers == (0,)
 
 
 def test_block_sizes_of_a_given_average():

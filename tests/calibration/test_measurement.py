@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from sglang_ext.calibration import ChannelAccumulator, prompt_similarity
 from sglang_ext.calibration.block_recall import minmax_scorer, recall_by_block_size
 from sglang_ext.calibration.measurement import (
+    KEEP_RATIOS,
     MEASUREMENT_VERSION,
     MeasureSetting,
     PromptInfo,
@@ -23,9 +24,10 @@ from sglang_ext.calibration.measurement import (
     reuse_recovery,
     save_measurement,
 )
+from sglang_ext.config import SparseAttnConfig
 from tests.calibration.captures import make_capture
 
-SETTING = MeasureSetting(keep_ratio=0.6, num_sink=4, num_recent=8, top_k=16, max_tokens=4)
+SETTING = MeasureSetting(keep_ratio=0.6, min_top_k=40, num_sink=4, num_recent=8, top_k=16, max_tokens=4)
 INFO = PromptInfo("a-1", "a", True, 262, 256, 4)
 
 
@@ -112,6 +114,27 @@ def test_a_measurement_holds_what_the_single_functions_say():
     torch.testing.assert_close(one.importance, capture.importance.double().mean(dim=1))
     assert not torch.equal(one.recall[0], one.recall[1]), "two representations"
     assert one.quality.numel() == 0
+
+
+def test_heads_are_judged_at_the_budgets_that_serving_has():
+    """256 tokens: the floor of 40 decides at 1%, 2%, 5% and 10%, windows of 12 included, and 20% are 51."""
+    capture = make_capture(3)
+    one = measure_prompt(capture, SETTING)
+    for layer, part in enumerate(layers_of(capture, measured_tokens(capture, 4))):
+        for head, tokens in enumerate(pooled(part, capture.sm_scale)):
+            for number, budget in enumerate(
+                SparseAttnConfig(keep_ratio=r, min_top_k=40).budget(256) for r in KEEP_RATIOS
+            ):
+                mass = [w[:4].sum() + w[-8:].sum() + np.sort(w[4:-8])[::-1][: budget - 12].sum() for w in tokens]
+                assert float(one.best[number, layer, head]) == pytest.approx(np.mean(mass), abs=1e-5)
+
+
+def test_blocks_and_reuse_are_measured_at_the_budget_that_serving_has():
+    capture = make_capture(3)
+    low, floor = (measure_prompt(capture, replace(SETTING, keep_ratio=ratio)) for ratio in (0.02, 40.5 / 256))
+    torch.testing.assert_close(low.recall, floor.recall)
+    torch.testing.assert_close(low.oracle, floor.oracle)
+    torch.testing.assert_close(low.recovery, floor.recovery)
 
 
 def test_the_average_weighs_prompts_alike_and_keeps_channel_maxima():

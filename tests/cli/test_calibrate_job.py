@@ -15,10 +15,12 @@ import torch
 
 from prefix_index import ModelFingerprint
 from prefix_index.testing import sample_model
+from sglang_ext.attention.graph_refusal import graph_refusal
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.recommend import recommend
 from sglang_ext.cli import main
-from sglang_ext.cli.arguments import INTERRUPTED
+from sglang_ext.cli.stopping import INTERRUPTED
+from sglang_ext.config import SparseAttnConfig
 from sglang_ext.indexing.profile import load_profile
 from sglang_ext.indexing.registry import METHODS
 from tests.calibration.captures import make_capture
@@ -57,6 +59,8 @@ class Engine:
             raise KeyboardInterrupt
         if name == "refused" or name in self.broken:
             raise ValueError(f"{name}: refused by SGLang: too long")
+        if name == "memory":
+            raise torch.OutOfMemoryError("out of memory")
         Engine.captured.append(name)
         asked = 0 if name in self.silent else decode_steps
         capture = make_capture(sum(map(ord, name)), num_layers=3, prefix_len=288, sampled=96, asked=asked)
@@ -75,15 +79,20 @@ def calibrate(
         monkeypatch.setattr(Engine, name, getattr(Engine, name))
     monkeypatch.setattr(Engine, "starts", 0)
     monkeypatch.setattr(Engine, "captured", [], raising=False)
-    monkeypatch.setattr(
-        "sglang_ext.cli.calibrate_job.default_recipes",
-        lambda method: {name: METHODS[name].spec() for name in ("token_index", "ab_sparse")},
-    )
 
-    def run(*words: str, names: tuple[str, ...] = NAMES) -> tuple[int, str]:
+    def run(
+        *words: str,
+        names: tuple[str, ...] = NAMES,
+        model: str = str(tmp_path),
+        recipes: tuple[str, ...] = ("token_index", "ab_sparse"),
+    ) -> tuple[int, str]:
+        monkeypatch.setattr(
+            "sglang_ext.cli.calibrate_job.default_recipes",
+            lambda method: {name: METHODS[name].spec() for name in recipes},
+        )
         data = tmp_path / "dev.jsonl"
         data.write_text("".join(json.dumps({"id": name, "text": f"one two {name}"}) + "\n" for name in names))
-        fixed = ["--model", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out" / "profile.json")]
+        fixed = ["--model", model, "--data", str(data), "--out", str(tmp_path / "out" / "profile.json")]
         fixed += ["--decode-steps", "6", "--query-samples", "64", "--device", "cpu", *words]
         capsys.readouterr()
         status = main(["calibrate", *fixed, "--", "--device", "cpu"])
@@ -191,12 +200,13 @@ def test_a_state_of_another_model_is_refused(calibrate: Any, monkeypatch: Any) -
 
 
 def test_prompts_that_cannot_be_measured_are_left_out_by_name(calibrate: Any, tmp_path: Path) -> None:
-    status, said = calibrate("--report", str(tmp_path / "report"), names=(*NAMES, "refused", "nan", "short"))
+    status, said = calibrate("--report", str(tmp_path / "report"), names=(*NAMES, "refused", "nan", "short", "memory"))
     assert status == 1
+    assert "memory: left out: out of memory" in said, "whatever it is, it ends no job"
     assert "refused: left out: refused: refused by SGLang: too long" in said
     assert "nan: left out: expected finite keys" in said
     assert "short: left out: expected a prefix of more than 80 tokens" in said
-    assert "4 measured, 3 left out" in said
+    assert "4 measured, 4 left out" in said
     assert "refused by SGLang" in (tmp_path / "report" / "report.html").read_text()
 
 
@@ -268,6 +278,65 @@ def test_too_many_anchors_are_refused_before_the_first_prompt(calibrate: Any) ->
     status, said = calibrate("--anchors", "3")
     assert (status, Engine.captured) == (1, [])
     assert "expected --anchors in 1..2 (the layers from 1 on), got 3" in said
+
+
+def test_what_does_not_fit_the_models_config_is_refused_before_the_model_is_loaded(
+    calibrate: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 3}')
+    status, said = calibrate("--anchors", "3")
+    assert (status, Engine.starts) == (2, 0)
+    assert "expected --anchors in 1..2 (the layers from 1 on), got 3" in said
+    assert calibrate("--dense-layers", "0,1,2")[0] == 2
+    assert Engine.starts == 0
+
+
+def test_no_measurement_is_removed_for_a_run_that_cannot_start(
+    calibrate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert calibrate()[0] == 0
+    status, said = calibrate("--no-resume", model=str(tmp_path / "nowhere"))
+    assert (status, Engine.starts) == (2, 1)
+    assert "expected --model-path to be a folder" in said
+    assert len(list((tmp_path / "out" / "profile.json.state").glob("*.safetensors"))) == 4
+    assert calibrate(model=str(tmp_path / "nowhere"))[0] == 0, "what is measured is fitted without the model"
+
+
+@pytest.mark.parametrize("place", ["out", "report", "state"])
+def test_what_cannot_be_written_is_refused_before_the_model_is_loaded(
+    calibrate: Any, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    target = tmp_path if place == "out" else tmp_path / "file" / "below"
+    status, said = calibrate(f"--{place}", str(target))
+    assert (status, Engine.starts) == (2, 0)
+    assert "expected to be able to write" in said
+    assert str(target) in said
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_a_device_that_is_not_there_is_refused_before_the_model_is_loaded(calibrate: Any, device: str) -> None:
+    status, said = calibrate("--device", device)
+    assert (status, Engine.starts) == (2, 0)
+    assert "sglang-ext calibrate: expected --device" in said
+
+
+def test_what_is_recommended_is_what_decode_graphs_hold(calibrate: Any, profile_path: Path) -> None:
+    """In these prompts attention is nearly uniform: of 288 tokens the best 14 hold little, and the served 128 most."""
+    status, said = calibrate("--keep-ratio", "0.05")
+    assert status == 0, said
+    profile = load_profile(profile_path)
+    assert profile.recommended.method == "token_index"
+    refusal = graph_refusal(SparseAttnConfig(), profile.recommended.index_spec(), profile.plan(), profile.dense_heads)
+    assert refusal is None
+    assert "uses no index with this profile" not in said
+
+
+def test_a_profile_that_decode_graphs_do_not_hold_says_so(calibrate: Any) -> None:
+    status, said = calibrate("--method", "ab_sparse", recipes=("ab_sparse",))
+    assert status == 0, said
+    expected = "inside decode graphs a server uses no index with this profile: method ab_sparse has no kernels"
+    assert [line for line in said.splitlines() if line.startswith(expected)]
 
 
 def test_an_unknown_method_is_refused(calibrate: Any) -> None:

@@ -19,6 +19,7 @@ import pytest
 from prefix_index import FileStore, IndexIdentity, Retention, namespace_digest, page_hashes
 from prefix_index.testing import sample_model, sample_payload
 from sglang_ext.cli.prebuild_job import PrebuildJob
+from sglang_ext.compat.engine import EngineDiedError
 from sglang_ext.config import PAGE_TOKENS, Settings, config_from_dict
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.prompts import LineNumber, Prompt
@@ -39,7 +40,7 @@ def identity_of(ids: list[int]) -> IndexIdentity:
 class Engine:
     """Answers as `OfflineEngine` and the runtime behind it do."""
 
-    context_len = 4096
+    context_len, vocab_size = 4096, 10_000
     tokens = word_lengths()
 
     def __init__(self, store: FileStore, events: Path) -> None:
@@ -105,7 +106,8 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     def run(*names: int | Prompt, pin: bool = False, ttl: float | None = None, wait: float = 60.0) -> Any:
         prompts = [n if isinstance(n, Prompt) else Prompt(id=LineNumber(n), input_ids=prompt(n)) for n in names]
         args = argparse.Namespace(pin=pin, ttl=ttl, wait=wait, store=str(store.folder))
-        report, events = io.StringIO(), tmp_path / f"events-{time.monotonic_ns()}.jsonl"
+        run.report = report = io.StringIO()  # type: ignore[attr-defined]
+        events = tmp_path / f"events-{time.monotonic_ns()}.jsonl"
         engine = run.engine(store, events)  # type: ignore[attr-defined]
         status = PrebuildJob(engine, store, Settings(config=CONFIG, store=""), str(events), report, args).run(prompts)
         return status, [json.loads(line) for line in report.getvalue().splitlines()], store
@@ -220,3 +222,52 @@ def test_pin_and_ttl_hold_for_what_is_built_and_for_what_exists(job: Any) -> Non
         assert 3600 <= entry.retention.expires - begun < 3700
     status, _, store = job(1, 2)
     assert all(entry.retention.pinned for entry in store.list()), "left as it is when the flags are not given"
+
+
+def _broken(text: str) -> list[int]:
+    raise {"zero": ZeroDivisionError("by zero"), "silent": AssertionError()}[text]
+
+
+class Broken(Engine):
+    """What a prompt may run into."""
+
+    tokens = TextTokens(_broken)
+
+
+@pytest.mark.parametrize(("bad", "reason"), [("zero", "ZeroDivisionError"), ("silent", "AssertionError")])
+def test_whatever_a_prompt_runs_into_is_a_failed_line_and_the_next_prompt_is_built(
+    job: Any, bad: str, reason: str
+) -> None:
+    job.engine = Broken
+    status, lines, _ = job(Prompt(id="bad", text=bad), 1)
+    assert status == 1
+    assert [(line["id"], line["status"]) for line in lines] == [("bad", "failed"), ("1", "built")]
+    assert lines[0]["reason"] == reason
+    assert lines[0]["detail"]
+
+
+@pytest.mark.parametrize("one", [-1, 10_000, 1 << 40])
+def test_token_ids_that_the_model_does_not_have_never_reach_the_engine(job: Any, one: int) -> None:
+    status, lines, _ = job(Prompt(id="bad", input_ids=[*range(70), one]), 1)
+    assert status == 1
+    assert [(line["id"], line["status"]) for line in lines] == [("bad", "failed"), ("1", "built")]
+    assert lines[0]["reason"] == "unknown_tokens"
+    assert f"expected token ids in 0..9999 (the model's vocabulary), got {one} at position 70" in lines[0]["detail"]
+
+
+class Dying(Engine):
+    """Its scheduler dies of the second prompt."""
+
+    def prefill(self, rid: str, ids: list[int], extra_key: str | None, cache_salt: str | None) -> None:
+        if len(self.prefilled) == 1:
+            raise EngineDiedError("expected SGLang's processes to live, got the end of one")
+        super().prefill(rid, ids, extra_key, cache_salt)
+
+
+def test_the_prompt_that_an_engine_died_of_is_named(job: Any, tmp_path: Path) -> None:
+    job.engine = Dying
+    with pytest.raises(EngineDiedError):
+        job(1, 2, 3)
+    lines = [json.loads(line) for line in job.report.getvalue().splitlines()]
+    assert [(line["id"], line["status"]) for line in lines] == [("1", "built"), ("2", "failed")]
+    assert lines[1]["reason"] == "engine_died"

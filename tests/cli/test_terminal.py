@@ -30,7 +30,12 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path, program: Callable[...,
     assert (ran.returncode, err) == (141, b"")
 
 
-def test_ctrl_c_ends_with_130_and_one_line(shelf: Any, program: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_ctrl_c_and_sigterm_end_with_one_line(
+    number: signal.Signals, status: int, word: str, shelf: Any, program: Callable[..., Any]
+) -> None:
     master, slave = pty.openpty()  # a terminal, so that rm asks, and waits
     ran = program("index", "rm", "--store", shelf.folder, shelf.entries[0].digest, stdin=slave, stderr=subprocess.PIPE)
     asked = b""
@@ -38,12 +43,12 @@ def test_ctrl_c_ends_with_130_and_one_line(shelf: Any, program: Callable[..., An
         said = ran.stderr.read(1)
         assert said, asked
         asked += said
-    ran.send_signal(signal.SIGINT)
+    ran.send_signal(number)
     err = ran.communicate(timeout=120)[1]
     os.close(master)
     os.close(slave)
-    assert ran.returncode == 130
-    assert err.endswith(b"sglang-ext: interrupted\n")
+    assert ran.returncode == status
+    assert err.endswith(f"sglang-ext: {word}\n".encode())
     assert b"Traceback" not in err
     assert len(shelf.digests()) == 5
 
@@ -141,3 +146,31 @@ def test_wrong_usage_ends_with_2(words: list[str], expected: str, capsys: pytest
         main(["index", *words])
     assert ended.value.code == 2
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "message"),
+    [
+        (["index", "ls", "--colour"], "sglang-ext index ls", "unrecognized arguments: --colour"),
+        (
+            ["prebuild", "--model-path", "m", "--prompts", "p", "--store", "s", "--page-size", "16"],
+            "sglang-ext prebuild",
+            "unrecognized arguments: --page-size; flags of SGLang go behind --, as in: sglang-ext prebuild ... -- "
+            "--page-size ...",
+        ),
+        (
+            ["calibrate", "--model", "m", "--data", "d", "--out", "o", "--dtype=float32"],
+            "sglang-ext calibrate",
+            "flags of SGLang go behind --, as in: sglang-ext calibrate ... -- --dtype=float32 ...",
+        ),
+    ],
+)
+def test_an_unknown_flag_shows_the_usage_of_the_command_it_was_given_to(
+    words: list[str], usage: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: {usage} ")
+    assert message in " ".join(said.split())

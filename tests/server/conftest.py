@@ -55,7 +55,7 @@ def prebuild() -> Callable[..., Prebuilt]:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory, texts: Texts, serve: Pool) -> Prebuilt:
-    """The main store's prebuild job: indexes by a chunked prefill, a refused prompt, a short one."""
+    """The main store's prebuild job: indexes by a chunked prefill, refused prompts among them, a short one."""
     serve.close()
     prompts = [
         {"id": "first", "text": texts.first.text},
@@ -65,6 +65,8 @@ def built(tmp_path_factory: pytest.TempPathFactory, texts: Texts, serve: Pool) -
         {"id": "unseen", "text": texts.unindexed.text, "extra_key": "unseen"},
         {"id": "large", "text": texts.large.text},
         *({"id": f"damaged-{n}", "text": document.text} for n, document in enumerate(texts.damaged)),
+        {"id": "negative", "input_ids": [5] * 1087 + [-1]},
+        {"id": "outside", "input_ids": [5] * 1087 + [1 << 20]},
         {"id": "too-long", "input_ids": [5] * 12288},
         {"id": "short", "text": texts.first.questions[0].text},
     ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from sglang_ext.profiles import PROFILE_FILE
 
 
 def _launch(model: str, *flags: str) -> tuple[int, str]:
@@ -46,6 +50,24 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "pp": (["--pp-size", "2"], ["pipeline parallelism (--pp-size)"]),
     "dp": (["--dp-size", "2"], ["data parallelism (--dp-size)"]),
+    "another model's profile": (
+        ["--sparse-attn-config", '{"profile": "OTHER"}'],
+        ["profile: expected config_digest=", "it is of another model", "set 'profile' to \"none\""],
+    ),
+    "another model's layer plan": (
+        ["--sparse-attn-config", '{"profile": "none", "layer_plan": ["dense", "anchor"]}'],
+        ["layer_plan: expected 6 layers in the plan (the model's), got 2"],
+    ),
+    "a layer plan that ranks cannot share": (
+        [
+            "--tp-size",
+            "2",
+            "--sparse-attn-config",
+            '{"profile": "none", "layer_plan": ["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}, "dense", "dense", '
+            '"dense"]}',
+        ],
+        ["layer_plan: layer 2: expected KV head 0 to reuse a selection of its own rank 0 of 2", "Serve with fewer"],
+    ),
     "torch.compile": (["--enable-torch-compile"], ["--enable-torch-compile"]),
 }
 
@@ -73,11 +95,15 @@ print("RESULT", json.dumps(results))
 
 
 @pytest.fixture(scope="module")
-def refused(model_path: str) -> dict[str, Any]:
-    import json
-
+def refused(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    profile = json.loads((Path(model_path) / PROFILE_FILE).read_text())
+    profile["model"]["config_digest"] = "f" * 64
+    other = tmp_path_factory.mktemp("other") / "profile.json"
+    other.write_text(json.dumps(profile))
     base = ["--model-path", model_path, "--device", "cpu", "--sparse-attn"]
-    wanted = {name: base + flags for name, (flags, _) in BAD_FLAGS.items()}
+    wanted = {
+        name: base + [flag.replace("OTHER", str(other)) for flag in flags] for name, (flags, _) in BAD_FLAGS.items()
+    }
     done = subprocess.run(
         [sys.executable, "-c", _TRY_ALL, json.dumps(wanted)], capture_output=True, text=True, timeout=900
     )

@@ -34,7 +34,8 @@ def test_a_file_gives_what_its_text_gives(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"keep_ration": 0.1}', ["keep_ration", "Known keys", "keep_ratio"]),
+        ('{"keep_ration": 0.1}', ["unknown key 'keep_ration'; did you mean 'keep_ratio'?", "Known keys: build, "]),
+        ('{"zzz": 0.1}', ["unknown key 'zzz'. Correct or remove it.", "Known keys: build, "]),
         ('{"keep_ratio": "0.1"}', ["keep_ratio", "float", "str"]),
         ('{"keep_ratio": 0}', ["keep_ratio", "above 0 and at most 1", "0.0"]),
         ('{"keep_ratio": 1.5}', ["keep_ratio", "1.5"]),
@@ -59,17 +60,23 @@ def test_a_file_gives_what_its_text_gives(tmp_path: Path) -> None:
         ('{"store_min_free_bytes": -1}', ["store_min_free_bytes", "0 or more bytes"]),
         ('{"store_timeout_s": 0}', ["store_timeout_s", "above 0 seconds"]),
         ('{"store_timeout_s": NaN}', ["store_timeout_s", "nan"]),
-        ('{"store_eviction": "random"}', ["store_eviction", "random"]),
+        ('{"build": "share"}', ["build to be one of off, shared, prefill, capture", "got 'share'", "mean 'shared'?"]),
+        ('{"store_eviction": "random"}', ["store_eviction to be one of lru, cost_aware", "got 'random'"]),
         ('{"store_wait": "never"}', ["store_wait", "never"]),
         ('{"store_remote": "ftp://host"}', ["store_remote", "s3://BUCKET/PREFIX", "ftp://host"]),
         ('{"store_remote": "/a/folder"}', ["store_remote", "folder or service is named by --sparse-attn-store"]),
         ('{"store_remote": ["s3://b", 3]}', ["store_remote", "str"]),
         ('{"store_remote": "mooncake://m"}', ["store_remote", "mooncake://HOST:PORT", "mooncake://m"]),
         ('{"store_remote": ["s3://b", "ipc:///x"]}', ["store_remote", "ipc:///x"]),
-        ('{"prefetch_policy": "eager"}', ["prefetch_policy", "eager"]),
-        ('{"pooling": "median"}', ["pooling", "median"]),
+        ('{"prefetch_policy": "eager"}', ["prefetch_policy to be one of best_effort, wait_complete, timeout", "eager"]),
+        ('{"pooling": "median"}', ["pooling to be one of max, mean", "median"]),
+        ('{"group_growth": "sqr"}', ["group_growth to be one of none, sqrt", "did you mean 'sqrt'?"]),
+        ('{"decode_path": "spars"}', ["decode_path to be one of auto, stock, exact, sparse", "did you mean 'sparse'?"]),
         ('{"build": true}', ["build", "bool"]),
         ('{"method": "nope"}', ["method", "nope", "ab_sparse"]),
+        ('{"method": "token_indx"}', ["method", "did you mean 'token_index'?"]),
+        ('{"methods": {"ab-sparse": {}}}', ["methods", "did you mean 'ab_sparse'?"]),
+        ('{"methods": {"ab_sparse": {"block_sizes": 3}}}', ["block_sizes", "did you mean 'block_size'?"]),
         ('{"methods": {"nope": {}}}', ["methods", "nope", "ab_sparse"]),
         ('{"methods": {"ab_sparse": {"blocks": 3}}}', ["ab_sparse", "blocks"]),
         ('{"methods": {"ab_sparse": 3}}', ["methods", "int"]),
@@ -86,6 +93,12 @@ def test_a_bad_configuration_is_refused_with_what_was_expected_and_what_came(tex
     assert message.startswith("--sparse-attn-config")
     for word in words:
         assert word in message
+
+
+def test_known_keys_are_listed_only_where_a_key_is_unknown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config('{"build": "share"}')
+    assert "Known keys" not in str(caught.value)
 
 
 def test_a_missing_file_is_refused_with_its_path(tmp_path: Path) -> None:

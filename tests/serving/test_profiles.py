@@ -245,7 +245,8 @@ def test_dense_heads_belong_to_the_plan_they_were_calibrated_with() -> None:
 def test_a_rank_has_its_heads_of_plan_and_dense_heads() -> None:
     own_heads = ["dense", "anchor", {"reuse": 1}]
     profile = _profile(layer_plan={"layers": own_heads}, dense_heads=[[0, 1], [1], [0]])
-    for rank, dense in enumerate(([[0], [], [0]], [[0], [0], []])):
+    # Of layer 0 nothing: it is dense as a whole, and a head of it must not keep indexes out of decode graphs.
+    for rank, dense in enumerate(([[], [], [0]], [[], [0], []])):
         plan, heads = roles_of_rank(own_heads, profile, _model(), rank, 2)
         assert (plan.num_kv_heads, plan[2].head_map, heads) == (1, (0,), dense)
     with pytest.raises(ValueError, match="ranks do not exchange selections"):

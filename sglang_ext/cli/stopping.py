@@ -1,0 +1,47 @@
+"""How commands end that are stopped from outside, and jobs whose engine ends before they do."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from sglang_ext.compat.engine import EngineDiedError
+
+#: As a shell reports a process that SIGINT, SIGPIPE or SIGTERM ended.
+INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. Whatever lets Ctrl-C pass lets this pass, too: asyncio does, for instance."""
+
+
+def heed_sigterm() -> None:
+    """From now on SIGTERM raises `Terminated` in the main thread, once: another one does not stop the closing."""
+    signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    raise Terminated
+
+
+def run_job(command: str, job: Callable[[], int]) -> int:
+    """Run what may be run again to go on, and say so where it did not come to its end.
+
+    Args:
+        command: its name, for messages.
+        job: returns the exit status; closes what it opened, whatever it raises.
+    """
+    try:
+        return job()
+    except Terminated:
+        print("terminated; run the same command again to go on", file=sys.stderr)
+        return TERMINATED
+    except EngineDiedError as error:
+        print(f"sglang-ext {command}: {error}; run the same command again to go on", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        return INTERRUPTED

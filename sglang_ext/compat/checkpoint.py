@@ -1,0 +1,74 @@
+"""Which model a checkpoint is, by SGLang's own view of its configuration: before it is loaded, and when it serves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from prefix_index import ModelFingerprint
+from sglang_ext.config import Settings
+from sglang_ext.fingerprint import model_fingerprint, resolve_folder
+from sglang_ext.indexing.profile import ProfileError
+from sglang_ext.profiles import check_profile, roles_of_rank
+
+
+def checkpoint_fingerprint(args: Any, config: Any, folder: str, *, weights: str, kv_dtype: str) -> ModelFingerprint:
+    """Identity of a model.
+
+    Args:
+        args: ServerArgs.
+        config: SGLang's ModelConfig.
+        folder: of the checkpoint.
+        weights: digest of the weights.
+        kv_dtype: dtype of the KV pool.
+    """
+    # The checkpoint's own config: SGLang releases differ in what they add to the parsed one.
+    raw: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    raw.update(json.loads(args.json_model_override_args or "{}"))
+    return model_fingerprint(
+        {**raw, "torchao_config": getattr(args, "torchao_config", "") or ""},
+        weights,
+        quantization=getattr(config, "quantization", None),
+        kv_dtype=kv_dtype,
+        num_layers=int(config.num_hidden_layers),
+        num_kv_heads=int(config.num_key_value_heads),
+        head_dim=int(config.head_dim),
+        v_head_dim=int(getattr(config, "v_head_dim", None) or config.head_dim),
+    )
+
+
+def model_refusal(record: Any, settings: Settings) -> str | None:
+    """Why the profile or the layer plan is not this model's, before processes start; None where nothing says so yet.
+
+    Args:
+        record: ServerArgs, resolved.
+        settings: of this server.
+    """
+    plan = settings.config.layer_plan
+    if settings.profile is None and not plan:
+        return None
+    try:
+        config = _model_config(record)
+        folder = resolve_folder(config.model_path, record.revision, record.download_dir)
+        model = checkpoint_fingerprint(record, config, folder, weights="", kv_dtype="")
+    except Exception:  # SGLang says it better when it loads the model
+        return None
+    try:
+        if settings.profile is not None:
+            check_profile(settings.profile, model)
+        roles_of_rank(plan, settings.profile, model, 0, int(record.tp_size))
+    except ProfileError as error:
+        return str(error)
+    except ValueError as error:
+        return f"--sparse-attn-config: layer_plan: {error}"
+    return None
+
+
+def _model_config(record: Any) -> Any:
+    """SGLang's ModelConfig, which it keeps with the record."""
+    if hasattr(record, "get_model_config"):  # 0.5.16
+        return record.get_model_config()
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    return model_config_of(record)
