@@ -6,8 +6,9 @@ Knows SGLang only through the view it is given; the hooks that call it live in `
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,18 +23,14 @@ from sglang_ext.attention.private_index import PrivateRules
 from sglang_ext.attention.shared_steps import Path, SharedSteps, SharedView
 from sglang_ext.attention.step import Step
 from sglang_ext.attention.trace import StepTrace
-from sglang_ext.config import Build, Settings
+from sglang_ext.config import Settings
 from sglang_ext.indexing import make_selector
 from sglang_ext.indexing.layer_plan import heads_of_rank
-from sglang_ext.indexing.profile import Profile
 from sglang_ext.metrics import Counters
 from sglang_ext.prefill.builder import method_specs, profile_digest
-from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
-from sglang_ext.prefill.handover import PrefillHelp
-from sglang_ext.prefill.parts import Parts
-from sglang_ext.prefill.recording import Admission, Recording, decode_chunks, prefill_chunks
-from sglang_ext.prefill.shared_builds import SharedBuilds
+from sglang_ext.prefill.recording import Admission, decode_chunks, prefill_chunks
+from sglang_ext.prefill.recordings import make_recording
 from sglang_ext.prefix.directory import PrefixDirectory, misfit
 from sglang_ext.prefix.readiness import Readiness
 from sglang_ext.prefix.requests import Attachment, RequestTable, SharedSlots
@@ -41,6 +38,7 @@ from sglang_ext.prefix.residency import Residency
 from sglang_ext.prefix.watch import StoreWatch
 from sglang_ext.profiles import check_profile, roles_of_rank
 from sglang_ext.ranks import OneRank, Ranks, check_alike
+from sglang_ext.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +57,7 @@ class ModelView(SharedView, Protocol):
     def has_kv_scales(self) -> bool: ...
     def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None: ...
     def fingerprint(self) -> ModelFingerprint: ...
+    def weights(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
 class SparseRuntime:
@@ -90,8 +89,8 @@ class SparseRuntime:
             check_profile(profile, self.model)
             logger.info("sparse attention: profile %s of this model", config.profile)
         self.profile = profile_digest(config, profile)
-        usable = partial(misfit, model=self.model, profile_digest=self.profile)
-        self.watch = StoreWatch(settings, usable, self.counters.set_store if prometheus else None)
+        why_not = partial(misfit, model=self.model, profile_digest=self.profile)
+        self.watch = StoreWatch(settings, why_not, self.counters.set_store if prometheus else None)
         self.store = self.watch.store
         self.directory = PrefixDirectory(
             self.store, self.model, self.profile, config.min_sparse_prompt_len, rescan=self.watch.rescan
@@ -106,9 +105,11 @@ class SparseRuntime:
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
-        self.builds = self._make_builds(profile)
+        usable = self.shared.uses_indexes or not view.decode_graphs
+        self.builds = make_recording(self.store, config, view, self.model, profile, self.ranks, usable=usable)
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, dense_heads, view.dtype) if folder is not None else None
+        self.weights = ServedWeights(view.weights, self.ranks)
         self._shared: dict[str, list[SharedSlots]] = {}
         self._private = PrivateRules.of(config)
         self._step = Step()
@@ -125,24 +126,6 @@ class SparseRuntime:
             "kind of device": view.device.type,
         }
 
-    def _make_builds(self, profile: Profile | None) -> Recording | None:
-        config, view = self.config, self.view
-        if config.build is not Build.OFF and self.ranks.size > self.model.num_kv_heads:
-            raise ValueError(
-                f"--sparse-attn: expected at most {self.model.num_kv_heads} tensor-parallel ranks (KV heads) to build "
-                f"indexes; got {self.ranks.size}. Build with a smaller --tp-size: any reads the indexes"
-            )
-        if config.build is Build.PREFILL and self.ranks.rank > 0:
-            return PrefillHelp(config, view, self.ranks)
-        if config.build is Build.PREFILL:
-            return PrefillBuilds(self.store, config, view, self.model, profile, ranks=self.ranks, device=view.device)
-        if config.build is Build.SHARED:
-            if view.decode_graphs and not self.shared.uses_indexes:
-                logger.warning("sparse attention: no index is built: none could be used (see above)")
-                return None
-            return SharedBuilds(self.store, config, view, self.model, profile, view.device, Parts.of_server(self.ranks))
-        return PrefillCaptures(config, view) if config.build is Build.CAPTURE else None
-
     # -- admission and the life of a request ---------------------------------------------------------------
 
     def admit(
@@ -155,7 +138,7 @@ class SparseRuntime:
         *,
         counted: bool = True,
     ) -> None:
-        """Look a request up, once. Called at each prefix match of a waiting request; only the first counts.
+        """Look a request up, once, and begin to load what is found. Called at each prefix match of a waiting request.
 
         Args:
             request: SGLang's request object; held weakly.
@@ -167,8 +150,6 @@ class SparseRuntime:
         """
         if self.requests.known(request):
             return
-        self.ready.forget(rid)  # SGLang may never have told that a request of this id gave its slot back (sessions)
-        self._sweep()
         if self.ready.stale:
             refusal = ("index_mismatch", self.ready.stale)
         hashes: Sequence[bytes] = ()
@@ -177,29 +158,47 @@ class SparseRuntime:
         else:
             found = self.directory.lookup(namespace, prompt)
             hashes = found.hashes
+            attachment = Attachment(rid, len(prompt), None, found.reason, found.detail, found.entry)
             if found.entry is not None:
                 if counted:
                     self.counters.count_hit()
-                attachment = Attachment(rid, len(prompt), self.residency.acquire(found.entry), None)
-            else:
-                attachment = Attachment(rid, len(prompt), None, found.reason, found.detail)
-                if found.reason == "index_mismatch":
-                    logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)
-        twins = self.requests.add(request, attachment)
+                self.residency.prefetch(found.entry)
+            elif found.reason == "index_mismatch":
+                logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)
+        indexed = 0 if attachment.entry is None else attachment.entry.identity.num_tokens
+        if self.builds is not None:
+            attachment.admission = Admission(rid, prompt, namespace, refusal, indexed, hashes)
+        self.requests.add(request, attachment)
+
+    def slot_taken(self, request: Hashable) -> None:
+        """A request has a slot: until it gives it back it holds its index, and its prefill may be recorded. One that
+        waits holds nothing: it may be aborted, and nobody says so. Called at each chunk of a prefill; the first counts.
+        """
+        attachment = self.requests.of(request)
+        if attachment is None or self.requests.has_slot(attachment):
+            return
+        self._sweep()
+        rid, admission = attachment.rid, attachment.admission
+        self.ready.forget(rid)  # SGLang may never have told that a request of this id gave its slot back (sessions)
+        twins = self.requests.enter(request)
         for twin in twins:
             self._release(twin)
             self._forget_capture(rid)
-        if self.builds is not None and not twins:
-            indexed = 0 if attachment.index is None else attachment.index.prefix_len
-            self.builds.admit(Admission(rid, prompt, namespace, refusal, request, indexed, hashes))
+        if attachment.entry is not None and attachment.reason is None:
+            attachment.index = self.residency.acquire(attachment.entry, retry=False)
+        if self.builds is not None and admission is not None and not twins:
+            self.builds.admit(replace(admission, again=attachment.runs_again))
 
     def refuse(self, request: Hashable, rid: str, reason: str, detail: str) -> None:
         """Keep a request dense that could not be looked up."""
-        self.ready.forget(rid)
         self.requests.add(request, Attachment(rid, 0, None, reason, detail))
 
-    def weights_changed(self) -> None:
-        """The model's weights were replaced in place: from now on nothing is looked up, used or built."""
+    def weights_updated(self, *, replaced: bool) -> None:
+        """SGLang was told to replace the weights in place (`replaced`: it says so). A collective: all ranks are
+        told. Unless they are shown to be what they were, on all ranks, nothing is looked up, used or built any more.
+        """
+        if self.ready.stale or self.weights.unchanged(replaced=replaced):
+            return
         self.ready.stale = "the weights were updated in place; restart the server to use indexes of the new ones"
         logger.warning("sparse attention: off until a restart: %s", self.ready.stale)
         if self.view.has_kv_scales:  # numbers in our graphs
@@ -209,29 +208,25 @@ class SparseRuntime:
             self.builds = None
 
     def slot_freed(self, request: Hashable, row: int, *, finished: bool) -> None:
-        """A request gives its slot back: unbind, and build its index if it was recorded.
+        """A request gives its slot back, and with it all that it held; its index is built if it was recorded.
 
         Args:
             request: SGLang's request object.
             row: its row of `req_to_token`, still filled.
-            finished: finished or aborted; False for a retraction, after which it will be prefilled again.
+            finished: finished or aborted; False for a retraction, after which it waits, and will be prefilled again.
         """
         attachment = self.requests.of(request)
         if attachment is None:
             return
-        attachment.start_over()
         self.ready.forget(attachment.rid)
         self.shared.ended(attachment.serial)
-        if self.builds is not None and finished:
+        if self.builds is not None:
             self.builds.finish(attachment.rid, row)
-        elif self.builds is not None:
-            self.builds.retracted(attachment.rid)
-        if finished:
-            self._release(attachment)
-            self.requests.drop(request)
+        self._release(attachment)
+        self.requests.leave(request, finished=finished)
 
     def _sweep(self) -> None:
-        """Take back what requests held that ended without ever having a slot."""
+        """Take back what requests held that SGLang forgot without saying that they gave their slot back."""
         for attachment in self.requests.take_forgotten():
             self._release(attachment)
             if self.requests.get(attachment.rid) is None:

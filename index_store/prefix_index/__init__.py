@@ -41,6 +41,7 @@ from .memory import MemoryStore
 from .reader import IndexFile
 from .shared import SharedStore
 from .store import BuildLease, IndexEntry, IndexLookup, IndexStore, Problem, Retention
+from .text import printable, printable_values
 from .tiered import TieredStore
 from .waits import Wait
 from .writer import IndexPayload, IndexWriter, LazyArray, write_index
@@ -91,5 +92,7 @@ __all__ = [
     "namespace_digest",
     "open_store",
     "page_hashes",
+    "printable",
+    "printable_values",
     "write_index",
 ]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prefix_index import printable
 from sglang_ext.attention.shared_steps import Path as StepPath
 from sglang_ext.indexing.layer_plan import LayerPlan
 
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 TRACED = "trace-"
 """What the id of a request begins with that is to be traced."""
+MAX_BYTES = 4 << 30
+"""Of a trace; what comes later is not written."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -160,22 +163,31 @@ class StepTrace:
     """Writes the trace of one process.
 
     Args:
-        folder: is made where it is missing; the file is `steps-PID.trace`.
+        folder: is made where it is missing, for this user alone. So is the file, `steps-PID.trace`; one of this name
+            that an earlier process left is replaced.
         layer_plan: role of each layer.
         dense_heads: per layer, KV heads that attend everything.
         dtype: of the model.
+        max_bytes: of the file.
 
     Raises:
         OSError: the file cannot be written.
     """
 
     def __init__(
-        self, folder: str, layer_plan: LayerPlan, dense_heads: Sequence[Sequence[int]], dtype: torch.dtype
+        self,
+        folder: str,
+        layer_plan: LayerPlan,
+        dense_heads: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
         path = Path(folder) / f"steps-{os.getpid()}.trace"
-        self._file = path.open("wb", buffering=0)  # the process ends without a word
-        self._full = False
+        path.unlink(missing_ok=True)
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(opened, "wb", buffering=0)  # the process ends without a word
+        self._left, self._full = max_bytes, False
         heads, name = [list(heads) for heads in dense_heads], str(dtype).removeprefix("torch.")
         self._write(Start(layer_plan.to_dict(), layer_plan.num_kv_heads, heads, name))
         logger.warning("sparse attention: steps of requests '%s...' are traced to %s: slower", TRACED, path)
@@ -189,8 +201,14 @@ class StepTrace:
             sparse: what attends sparse steps inside graphs, if anything does.
         """
         rids = forward_batch.rids or []
-        if not any(rid.startswith(TRACED) for rid in rids):
+        if self._full or not any(rid.startswith(TRACED) for rid in rids):
             return
+        try:
+            self._note(forward_batch, step, sparse)
+        except Exception:  # must not end the server
+            self._end("this could not be written down:", exc_info=True)
+
+    def _note(self, forward_batch: Any, step: Step, sparse: SparseDecode | None) -> None:
         if not forward_batch.forward_mode.is_decode():
             self._prefilled(forward_batch)
         elif step.plan is not None:
@@ -207,7 +225,7 @@ class StepTrace:
         )
         for rid, start, length in zip(forward_batch.rids, starts, lens, strict=True):
             if rid.startswith(TRACED):
-                self._write(Prefill(rid, start, start + length))
+                self._write(Prefill(printable(rid), start, start + length))
 
     def _decoded(self, forward_batch: Any, plan: DecodePlan) -> None:
         groups = []
@@ -239,13 +257,15 @@ class StepTrace:
             return
         data = msgspec.msgpack.encode(record)
         data = _LENGTH.pack(len(data)) + data
-        try:
-            self._full = self._file.write(data) < len(data)
-        except OSError as error:  # must not end the server
-            self._full = True
-            logger.error("sparse attention: the trace cannot be written: %s", error)
-        if self._full:
-            logger.error("sparse attention: the trace ends before its time; is the disk full?")
+        self._left -= len(data)
+        if self._left < 0:
+            self._end("expected less to write down; trace fewer requests, or restart the server")
+        elif self._file.write(data) < len(data):
+            self._end("is the disk full?")
+
+    def _end(self, why: str, *, exc_info: bool = False) -> None:
+        self._full = True
+        logger.error("sparse attention: the trace ends before its time; %s", why, exc_info=exc_info)
 
 
 def _traced(forward_batch: Any, rows: Sequence[int]) -> bool:
@@ -269,7 +289,7 @@ def _selected(
             mask[head, listed[:count]] = True
         bits[layer] = [row.tobytes() for row in np.packbits(mask, axis=1)]
     return Selected(
-        [forward_batch.rids[row] for row in rows],
+        [printable(forward_batch.rids[row]) for row in rows],
         [lens[row] for row in rows],
         digest,
         prefix_len,

@@ -98,7 +98,7 @@ class PromptCapture:
 
 
 def save_capture(capture: PromptCapture, path: str | Path) -> None:
-    """Write a capture as one safetensors file: all of it or nothing.
+    """Write a capture as one safetensors file, for this user alone: all of it or nothing.
 
     Raises:
         OSError: the folder is missing or full.
@@ -108,7 +108,9 @@ def save_capture(capture: PromptCapture, path: str | Path) -> None:
     tensors = {name: getattr(capture, name).contiguous().cpu() for name in _TENSORS}
     meta = {"version": CAPTURE_VERSION, "prompt_len": capture.prompt_len, "sm_scale": repr(capture.sm_scale)}
     try:
+        partial.touch(0o600)  # before it holds anything
         save_file(tensors, str(partial), {name: str(value) for name, value in meta.items()})
+        partial.chmod(0o600)  # should a library write another file than the one that was there
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

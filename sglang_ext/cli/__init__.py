@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from sglang_ext import __version__
+from sglang_ext import __version__, logs
 from sglang_ext.cli.arguments import Parser
 from sglang_ext.cli.stopping import BROKEN_PIPE, INTERRUPTED, TERMINATED, Terminated, heed_sigterm
 
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    logs.install()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for paths that are no valid text
     parser = Parser(

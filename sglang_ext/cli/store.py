@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from prefix_index import IndexStoreError, StoreFolderError
+from prefix_index import IndexStoreError, StoreFolderError, printable
 from prefix_index.eviction import POLICIES
 from sglang_ext.cli.arguments import parse_bytes
 from sglang_ext.cli.index.text import size
@@ -100,7 +100,7 @@ def run_serve(args: argparse.Namespace) -> int:
             signal.signal(number, lambda *_: server.stop())
         server.open()
     except IndexStoreError as error:
-        print(f"sglang-ext store serve: {error}", file=sys.stderr)
+        print(f"sglang-ext store serve: {printable(str(error))}", file=sys.stderr)
         return 1
     # Workers compute checksums; the loop must get its turn soon.
     sys.setswitchinterval(_SWITCH_S)
@@ -148,7 +148,7 @@ def run_status(args: argparse.Namespace) -> int:
         with StoreClient(args.endpoint, name="status") as client:
             status = client.status()
     except IndexStoreError as error:
-        print(f"sglang-ext store status: {error}", file=sys.stderr)
+        print(f"sglang-ext store status: {printable(str(error))}", file=sys.stderr)
         return 1
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
@@ -160,15 +160,15 @@ def run_status(args: argparse.Namespace) -> int:
         held = f"{tier.indexes} indexes, {size(tier.nbytes)}{limit}"
         evicted = "" if tier.evicted is None else f", {tier.evicted} evicted"
         print(f"{tier.name:<9} {held}, {tier.hits} hits{evicted}")
-        print(f"          {tier.folder}")
+        print(f"          {printable(tier.folder)}")
         if tier.error:
-            print(f"          {tier.error}")
+            print(f"          {printable(tier.error)}")
     print(f"writing   {status.reservations} indexes, {size(status.reserved_bytes)}; {status.promoted} copied to DRAM")
     print(f"building  {len(status.leases)} leases held")
     for digest in status.leases[:10]:
         print(f"          {digest[:16]}...")
     print(f"clients   {len(status.clients)} connections")
     for connection in status.clients[-10:]:
-        print(f"          {connection}")
+        print(f"          {printable(connection)}")
     print("counts    " + ", ".join(f"{count} {what}" for what, count in sorted(status.counts.items())))
     return 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from prefix_index import printable_values
 from sglang_ext.compat import decode_graphs, tensor_parallel
 from sglang_ext.compat.server_args import settings_of, unsupported
 from sglang_ext.config import Build
@@ -208,13 +209,37 @@ def before_req_to_token_free(pool: Any, req: Any) -> None:
     _runtime.slot_freed(req, int(row), finished=req.finished())
 
 
-def after_weights_update(result: Any, _updater: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Weights changed in place: indexes of the old ones must neither be used nor built any more."""
-    if _runtime is None:
-        return
-    # With several ranks an update that failed on this one may have been made on another: all are asked, all stop.
-    if _runtime.view.tp_size > 1 or not isinstance(result, tuple) or result[0] is not False:
-        _runtime.weights_changed()
+def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence[Any]) -> None:
+    """Requests get slots here, before each chunk of their prefill, those without any by now (`_rows` None) excepted."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    for req in reqs if _runtime is not None and _rows is not None else ():
+        if isinstance(req, Req):
+            _runtime.slot_taken(req)
+
+
+def after_weights_update(result: Any, updater: Any, _request: Any) -> None:
+    """Weights may have been changed in place: indexes of the old ones must neither be used nor built any more.
+
+    Args:
+        result: of the update; `success` says whether the weights are new ones. A failed one may have changed some.
+        updater: SchedulerWeightUpdaterManager.
+    """
+    if _runtime is not None:
+        _runtime.weights_updated(replaced=result.success is not False or _paused(updater))
+
+
+def after_end_weight_update(_result: Any, updater: Any, _request: Any) -> None:
+    """What was written into the weights between begin and end need not have passed here (peer-to-peer)."""
+    if _runtime is not None:
+        _runtime.weights_updated(replaced=_paused(updater))
+
+
+def _paused(updater: Any) -> bool:
+    """Whether the weights' memory is given away (`/release_memory_occupation`): it cannot be read then, nor trusted."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    return GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags
 
 
 def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -235,9 +260,10 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
             "--sparse-attn: expected SGLang's prefix cache to be observed, found it untouched; "
             "start without --sparse-attn and report the SGLang version and flags"
         )
+    _runtime.weights.note()
 
 
 def after_get_internal_state(result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """`/get_server_info` shows the counters under internal_states[i].sparse_attn."""
     if _runtime is not None:
-        result.internal_state["sparse_attn"] = _runtime.snapshot()
+        result.internal_state["sparse_attn"] = printable_values(_runtime.snapshot())

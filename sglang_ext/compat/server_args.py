@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from prefix_index import printable
 from sglang_ext.config import (
     ENV_CONFIG,
     ENV_STORE,
@@ -43,7 +44,7 @@ _LOAD_FORMATS = ("auto", "safetensors", "pt", "sharded_state", "dummy")
 
 def refuse(message: str) -> NoReturn:
     """Stop the start with one clear line; SystemExit passes SGLang's `except Exception` in its loader."""
-    print(f"sglang-ext: {message}", file=sys.stderr, flush=True)
+    print(f"sglang-ext: {printable(message)}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 

@@ -5,7 +5,6 @@ of it.
 from __future__ import annotations
 
 import logging
-import weakref
 from typing import Any
 
 import torch
@@ -67,12 +66,14 @@ class PrefillBuilds(Recording):
     def admit(self, request: Admission) -> None:
         """Record a prompt from its first token on, unless its index is there, too short, or built elsewhere.
 
-        A store that takes its time to say so is asked on the side, and the prompt recorded until it has. When the
-        request's owner is collected, its lease goes back, whether or not anything else happens.
+        A store that takes its time to say so is asked on the side, and the prompt recorded until it has. After a
+        retraction nothing is recorded any more: what there was became an index when the slot was given back.
         """
         rid, prompt, refusal = request.rid, request.prompt, request.refusal
         self.discard(rid)
         self.settle()
+        if request.again:
+            return
         least = self._config.min_sparse_prompt_len
         tokens = covered_tokens(len(prompt), self._config.build_align)
         if refusal or tokens < least:
@@ -97,9 +98,6 @@ class PrefillBuilds(Recording):
             self._report(rid, status="skipped", reason="capture_memory", detail=detail)
             return
         self._pending[rid] = claim
-        if request.owner is not None:
-            # Aborted while it waits, on a server that then is idle: nobody would sweep. May run in any thread.
-            weakref.finalize(request.owner, self._desk.give_back_soon, claim).atexit = False
 
     def _refused(self, rid: str, claim: Claim) -> bool:
         """Whether there is nothing to build; reported then."""
@@ -129,7 +127,7 @@ class PrefillBuilds(Recording):
         self._desk.close()
 
     def finish(self, rid: str, row: int) -> None:
-        """Build, store and report the index of a request that ended; nothing for one that was not recorded.
+        """Build, store and report the index of a request that gives its slot back; nothing of one not recorded.
 
         Blocks while the store takes it: as long as a disk takes, or until the time limits of a service that hangs.
 

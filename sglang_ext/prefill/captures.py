@@ -14,7 +14,7 @@ from torch import Tensor
 from sglang_ext.calibration.importance import attention_importance
 from sglang_ext.calibration.prompt_capture import PromptCapture, save_capture
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.prefill.recorder import Capture, Chunk, QueryRecorder
+from sglang_ext.prefill.recorder import MAX_CAPTURES, Capture, Chunk, QueryRecorder
 from sglang_ext.prefill.recording import Admission, BuildView, Recording
 from sglang_ext.prefill.report import report
 
@@ -48,6 +48,8 @@ class PrefillCaptures(Recording):
         """Record a prompt from its first token on, unless its request is refused or too many are being recorded."""
         rid = request.rid
         self.discard(rid)
+        if request.again:  # what there was of it was written when it gave its slot back
+            return
         if request.refusal:
             self._report(rid, status="skipped", reason=request.refusal[0], detail=request.refusal[1])
         elif not self.recorder.start(rid, len(request.prompt)):
@@ -55,7 +57,7 @@ class PrefillCaptures(Recording):
             self._report(rid, status="skipped", reason="capture_memory", detail=detail)
 
     def finish(self, rid: str, row: int) -> None:
-        """Write the capture of a request that ended; nothing for one that was not recorded.
+        """Write the capture of a request that gives its slot back; nothing for one that was not recorded.
 
         Args:
             rid: the request.
@@ -67,6 +69,11 @@ class PrefillCaptures(Recording):
         problem = capture.problem()
         if problem or capture.samples is None:
             self._report(rid, status="failed", reason="capture_rejected", detail=problem or "nothing was recorded")
+            return
+        waiting = sum(1 for _ in self._folder.glob("*.safetensors"))
+        if waiting >= MAX_CAPTURES:  # whoever reads them has gone, or never was
+            detail = f"expected fewer than {MAX_CAPTURES} captures in {self._folder}, got {waiting}; take them away"
+            self._report(rid, status="failed", reason="capture_memory", detail=detail)
             return
         # A request id is the client's: never part of a path.
         self._written += 1

@@ -125,10 +125,6 @@ class ClaimDesk:
         else:
             self._jobs.put(claim.release)
 
-    def give_back_soon(self, claim: Claim) -> None:
-        """As `give_back`, on the desk's thread; for finalizers."""
-        self._jobs.put(claim.release)
-
     def close(self) -> None:
         """Ends the thread once it has done what it was given."""
         self._jobs.put(None)

@@ -172,7 +172,7 @@ class PrefillHelp(Recording):
         """Record every prompt that rank 0 may build an index of."""
         self.discard(request.rid)
         tokens = covered_tokens(len(request.prompt), self._config.build_align)
-        if request.refusal or tokens < self._config.min_sparse_prompt_len:
+        if request.again or request.refusal or tokens < self._config.min_sparse_prompt_len:
             return
         self.recorder.discard_broken()  # of prompts that were cached: they would keep others from being recorded
         if self.recorder.start(request.rid, len(request.prompt)):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -27,30 +29,34 @@ class BuildView(Protocol):
     def kv(self, layer: int) -> PagedKV: ...
 
 
-class Admission(NamedTuple):
-    """A request as it comes.
+@dataclass(frozen=True)
+class Admission:
+    """A request, as it was when it was looked up.
 
     Attributes:
         rid: its id.
         prompt: its token ids.
         namespace: everything in its RadixKey that is not tokens.
         refusal: (reason, detail) of one that stays dense in any case.
-        owner: the request object.
         indexed: tokens of the index that serves it; 0 without one.
         hashes: of its prompt's pages, chained; empty where they are not known: hashing takes milliseconds.
+        at: monotonic seconds of the look-up.
+        again: it had a slot before, and was retracted.
     """
 
     rid: str
     prompt: Sequence[int]
     namespace: Mapping[str, str | None]
     refusal: tuple[str, str] | None
-    owner: object | None = None
     indexed: int = 0
     hashes: Sequence[bytes] = ()
+    at: float = field(default_factory=time.monotonic)
+    again: bool = False
 
 
 class Recording(ABC):
-    """Told of every request and every forward by the runtime, on the scheduler's thread.
+    """Told of every request that has a slot, from then until it gives it back, and of every forward, by the runtime, on
+    the scheduler's thread. A request that waits holds nothing here: it may be aborted, and nobody says so.
 
     By default everything but `admit` and `finish` records no more than queries.
 
@@ -64,7 +70,7 @@ class Recording(ABC):
 
     @abstractmethod
     def admit(self, request: Admission) -> None:
-        """A request came."""
+        """A request got its slot."""
 
     def settle(self) -> None:
         """Take note of what other threads found out."""
@@ -90,13 +96,9 @@ class Recording(ABC):
         """
         return
 
-    def retracted(self, rid: str) -> None:
-        """A request gave back its slots, and will be prefilled again."""
-        return
-
     @abstractmethod
     def finish(self, rid: str, row: int) -> None:
-        """A request ended, finished or aborted.
+        """A request gives its slot back: finished, aborted or retracted.
 
         Args:
             rid: its id.

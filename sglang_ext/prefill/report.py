@@ -6,6 +6,8 @@ import json
 import logging
 from typing import Any
 
+from prefix_index import printable_values
+
 logger = logging.getLogger(__name__)
 
 
@@ -18,6 +20,6 @@ def report(to: str | None, rid: str, /, **fields: Any) -> None:
         return
     try:
         with open(to, "a") as file:
-            file.write(json.dumps({"rid": rid, **fields}) + "\n")
+            file.write(json.dumps(printable_values({"rid": rid, **fields})) + "\n")
     except OSError as error:
         logger.error("sparse attention: build_report cannot be written (%s): %s %s", error, rid, fields)

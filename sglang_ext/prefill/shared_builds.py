@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -45,7 +45,7 @@ class _Request:
         prompt_len: tokens.
         indexed: tokens of the index that serves it.
         admitted: monotonic seconds when that was looked up.
-        counted: whether its prefill has begun, and with that its hit is counted.
+        counted: whether its prefill has begun, or did before a retraction, and with that its hit is counted.
         steps: decode steps since its last prefill.
     """
 
@@ -53,8 +53,8 @@ class _Request:
     hashes: tuple[bytes, ...]
     prompt_len: int
     indexed: int
-    admitted: float = field(default_factory=time.monotonic)
-    counted: bool = False
+    admitted: float
+    counted: bool
     steps: int = 0
 
 
@@ -121,7 +121,8 @@ class SharedBuilds(Recording):
         if request.refusal is None and not self._off and prompt_len >= self._config.min_sparse_prompt_len:
             pages = tuple(request.hashes or page_hashes(request.prompt, PAGE_TOKENS))
             namespace = namespace_digest(request.namespace)
-            self._requests[request.rid] = _Request(namespace, pages, prompt_len, request.indexed)
+            seen = (request.at, request.again)
+            self._requests[request.rid] = _Request(namespace, pages, prompt_len, request.indexed, *seen)
 
     def begin_prefill(
         self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
@@ -274,12 +275,6 @@ class SharedBuilds(Recording):
     def finish(self, rid: str, row: int) -> None:
         """As in `Recording`. Nothing is built here: a build takes its keys from whoever has them."""
         self.discard(rid)
-
-    def retracted(self, rid: str) -> None:
-        """A request gave back its slots, and will be prefilled again."""
-        self.recorder.discard(rid)
-        if rid in self._requests:
-            self._requests[rid].steps = 0
 
     def discard(self, rid: str) -> None:
         """Forget a request."""

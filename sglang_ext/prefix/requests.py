@@ -15,7 +15,9 @@ from prefix_kernels.types import Selection
 from sglang_ext.prefix.residency import ResidentIndex
 
 if TYPE_CHECKING:
+    from prefix_index import IndexEntry
     from sglang_ext.attention.private_index import PrivateIndex
+    from sglang_ext.prefill.recording import Admission
 
 _serials = itertools.count()
 
@@ -61,14 +63,17 @@ class SharedSlots:
 
 @dataclass(eq=False)
 class Attachment:
-    """One request's index, from admission to the end of the request.
+    """What is known of one request, from admission to its end.
 
     Attributes:
         rid: request id.
         prompt_len: tokens of the prompt.
-        index: what serves it; None with a reason.
+        index: what serves it; held while it has a slot, and no longer. None with a reason, and without a slot.
         reason: named reason for dense decode.
         detail: the same for people.
+        entry: of the index that its look-up found.
+        admission: what those that record prompts are told when it gets a slot; None for nothing.
+        runs_again: it had a slot before, and was retracted.
         steps: decode steps seen since the request got its slot; 0 right after allocation.
         shared: set once its slots were compared and found equal to a group's (or start a new one).
         deadline: monotonic time until which decode steps wait for the index; set at the first wait.
@@ -82,6 +87,9 @@ class Attachment:
     index: ResidentIndex | None
     reason: str | None
     detail: str | None = None
+    entry: IndexEntry | None = None
+    admission: Admission | None = None
+    runs_again: bool = False
     steps: int = 0
     shared: SharedSlots | None = None
     deadline: float | None = None
@@ -95,68 +103,83 @@ class Attachment:
         """Its slots are given back: it leaves its group, and nothing is known of its own tokens."""
         if self.shared is not None:
             self.shared.leave()
-        self.shared, self.private, self.steps = None, None, 0
+        self.shared, self.private, self.steps, self.runs_again = None, None, 0, True
 
 
 class RequestTable:
-    """Attachments by request id. Holds requests weakly: one that SGLang forgets disappears here too."""
+    """Attachments of requests: by object from admission on, by id only while they have a slot.
+
+    Holds requests weakly: one that SGLang forgets disappears here too. One that is aborted while it waits SGLang may
+    never forget (its `custom_params` name the request itself), and nobody is told: such a request must hold nothing.
+    """
 
     def __init__(self) -> None:
-        self._requests: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
-        self._named: dict[str, weakref.WeakSet[Hashable]] = {}
         self._attachments: weakref.WeakKeyDictionary[Hashable, Attachment] = weakref.WeakKeyDictionary()
+        self._running: dict[str, list[Attachment]] = {}
         self._forgotten: deque[Attachment] = deque()
 
     def known(self, request: Hashable) -> bool:
         """Whether this very request object was admitted before."""
         return request in self._attachments
 
-    def add(self, request: Hashable, attachment: Attachment) -> list[Attachment]:
-        """Admit a request.
+    def add(self, request: Hashable, attachment: Attachment) -> None:
+        """Admit a request, which waits for its slot."""
+        self._attachments[request] = attachment
+
+    def enter(self, request: Hashable) -> list[Attachment]:
+        """A request that was admitted gets its slot: from now on its id means it.
 
         Returns:
-            Attachments that must not keep their index: a second live request of the same id makes its own and
+            Attachments that must not keep their index: a second request of the same id that runs makes its own and
             the others' ambiguous. Their reason is set; the caller takes the index back.
         """
-        others = [one for one in self._named.get(attachment.rid, ()) if one is not request and self.known(one)]
-        twins = [*(self._attachments[one] for one in others), attachment] if others else []
+        attachment = self._attachments[request]
+        running = self._running.setdefault(attachment.rid, [])
+        running.append(attachment)
+        twins = running if len(running) > 1 else []
         for twin in twins:
             twin.reason, twin.detail = "unsupported_mode", "two requests with one id"
-        self._requests[attachment.rid] = request
-        self._attachments[request] = attachment
-        self._named.setdefault(attachment.rid, weakref.WeakSet()).add(request)
-        # A request aborted while it waits never gets a slot, so nobody says that it ended; its collection does.
-        # The finalizer only queues: it may run in any thread, in the middle of anything.
-        weakref.finalize(request, self._forgotten.append, attachment).atexit = False
-        return twins
+        if not attachment.runs_again:
+            # A net: SGLang says when a request gives its slot back, but for a streaming session's. Only queues: it may
+            # run in any thread, in the middle of anything.
+            weakref.finalize(request, self._forgotten.append, attachment).atexit = False
+        return list(twins)
 
     def take_forgotten(self) -> list[Attachment]:
-        """Attachments whose requests SGLang forgot since the last call; most of them ended properly before."""
+        """Attachments whose requests SGLang forgot since the last call without saying that they ended."""
         out = []
         while self._forgotten:
-            out.append(self._forgotten.popleft())
-            self._tidy(out[-1].rid)
+            if self._leave(attachment := self._forgotten.popleft()):
+                out.append(attachment)
         return out
 
     def get(self, rid: str) -> Attachment | None:
-        """The attachment of a live request id."""
-        request = self._requests.get(rid)
-        return self._attachments.get(request) if request is not None else None
+        """The attachment of the request of this id that has a slot."""
+        running = self._running.get(rid)
+        return running[-1] if running else None
 
     def of(self, request: Hashable) -> Attachment | None:
         """The attachment of a request object."""
         return self._attachments.get(request)
 
-    def drop(self, request: Hashable) -> None:
-        """Forget a finished request now, without waiting for its collection."""
-        attachment = self._attachments.pop(request, None)
-        if attachment is not None:
-            self._named.get(attachment.rid, weakref.WeakSet()).discard(request)
-            self._tidy(attachment.rid)
+    def leave(self, request: Hashable, *, finished: bool) -> None:
+        """A request gives its slot back; a finished one is forgotten now, without waiting for its collection."""
+        attachment = self._attachments.pop(request) if finished else self._attachments[request]
+        self._leave(attachment)
 
-    def _tidy(self, rid: str) -> None:
-        if not self._named.get(rid, True):
-            del self._named[rid]
+    def _leave(self, attachment: Attachment) -> bool:
+        running = self._running.get(attachment.rid, [])
+        if attachment not in running:
+            return False
+        running.remove(attachment)
+        if not running:
+            del self._running[attachment.rid]
+        return True
+
+    def has_slot(self, attachment: Attachment) -> bool:
+        """Whether its request has one."""
+        return attachment in self._running.get(attachment.rid, ())
 
     def __len__(self) -> int:
-        return len(self._attachments)
+        """Requests that have a slot."""
+        return sum(map(len, self._running.values()))

@@ -68,7 +68,7 @@ class ResidentIndex:
         nbytes: device bytes of all tensors.
         hopeless: failed for a reason that no later try can change: larger than the whole budget, or wrong in content.
             Another index of the same prefix is another try.
-        users: requests that hold it; only an index without users is evicted.
+        users: requests with a slot that hold it; only an index without users is evicted.
     """
 
     def __init__(self, entry: IndexEntry) -> None:
@@ -128,14 +128,20 @@ class Residency:
         self._by_digest: OrderedDict[str, ResidentIndex] = OrderedDict()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparse-attn-load")
 
-    def acquire(self, entry: IndexEntry) -> ResidentIndex:
-        """The index of `entry`, loading it in the background if need be; never blocks on I/O.
+    def prefetch(self, entry: IndexEntry) -> None:
+        """Begin to load the index of `entry` for a request that waits. Holds nothing: it may be evicted meanwhile."""
+        self.release(self.acquire(entry))
 
-        Pair with `release`. A failed index is tried again by the next request that acquires it, unless it is hopeless.
+    def acquire(self, entry: IndexEntry, *, retry: bool = True) -> ResidentIndex:
+        """The index of `entry`, loading it in the background if need be; never blocks on I/O. Pair with `release`.
+
+        Args:
+            entry: the store's.
+            retry: load an index anew that failed, unless it is hopeless. False where the same request's `prefetch` did.
         """
         with self._lock:
             index = self._by_digest.get(entry.digest)
-            if index is None or index.can_be_tried_again(entry):
+            if index is None or (retry and index.can_be_tried_again(entry)):
                 index = ResidentIndex(entry)
                 self._by_digest[entry.digest] = index
                 index.loaded = self._worker.submit(self._load, index)

@@ -71,16 +71,3 @@ def test_a_head_map_across_ranks_stops_all_of_them(rank: int) -> None:
         roles_of_rank(layers, None, model, rank, 2)
     plan, _ = roles_of_rank(["anchor", {"reuse": 0, "head_map": [1, 0, 2, 2]}], None, model, rank, 2)
     assert plan.layers[1].head_map == ((1, 0), (0, 0))[rank]
-
-
-@pytest.mark.parametrize(("size", "result", "stale"), [(1, (False, ""), 0), (1, (True, ""), 1), (2, (False, ""), 1)])
-def test_weights_that_one_rank_could_not_load_are_stale_on_all(
-    monkeypatch: pytest.MonkeyPatch, size: int, result: tuple[bool, str], stale: int
-) -> None:
-    from sglang_ext.compat import scheduler_hooks
-
-    calls: list[int] = []
-    runtime = SimpleNamespace(view=SimpleNamespace(tp_size=size), weights_changed=lambda: calls.append(1))
-    monkeypatch.setattr(scheduler_hooks, "_runtime", runtime)
-    scheduler_hooks.after_weights_update(result, None)
-    assert len(calls) == stale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,8 @@ from tests.server.jobs import Prebuilt
 
 class Faults:
     """Of the `damaged` documents the first one's index is cut, the second one's has a wrong byte in an array, the third
-    one's is no index at all; a file of somebody's lies among them, and an index of `tail` by another model.
+    one's is no index at all; files of somebody's lie among them, one with a name that is no text, and an index of
+    `tail` by another model.
     """
 
     def __init__(self, store: Path, built: Prebuilt, texts: Texts) -> None:
@@ -38,6 +40,7 @@ class Faults:
         self.foreign.write_bytes(b"not an index at all" * 100)
         self.notes = store / "notes.txt"
         self.notes.write_text("somebody's notes")
+        (store / os.fsdecode(b"N\xe9\n\x1b[2J")).write_text("a name that is no text")
         self._other_model(texts)
 
     def _other_model(self, texts: Texts) -> None:

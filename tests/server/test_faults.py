@@ -16,7 +16,8 @@ STEPS = 8
 
 def test_bad_files_are_listed_and_the_rest_is_used(production: Any, faults: Faults, texts: Any) -> None:
     problems = production.state()["store_problems"]
-    assert len(problems) == 3
+    assert len(problems) == 4
+    assert any(r"/N\xe9\n\x1b[2J:" in problem for problem in problems), problems
     for path in (faults.cut, faults.foreign, faults.notes):
         assert any(str(path) in problem for problem in problems), problems
         assert str(path) in production.log.read_text()
@@ -54,6 +55,17 @@ def test_an_index_of_another_dtype_is_a_mismatch_that_the_log_explains(productio
     assert (delta.sparse_rows, delta.fallbacks) == (0, {"index_mismatch": 1})
     log = production.log.read_text()
     assert "model.kv_dtype: expected float32, found bfloat16" in log
+
+
+def test_a_failed_weight_update_leaves_the_indexes_in_use(production: Any, texts: Any) -> None:
+    prompt = texts.ask(texts.second, 3)
+    before = production.generate(prompt, STEPS)
+    with pytest.raises(OSError, match="HTTP 400"):
+        post(production.url, "/update_weights_from_disk", {"model_path": "/nowhere/model"}, 300)
+    delta = production.delta()
+    answer = production.generate(prompt, STEPS)
+    assert production.done(delta).sparse_rows in production.rows(answer.decode_steps)
+    assert (answer.ids, delta.fallbacks) == (before.ids, {})
 
 
 def test_a_prompt_longer_than_the_context_gets_sglangs_error_and_the_server_lives(production: Any, texts: Any) -> None:

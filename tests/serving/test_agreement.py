@@ -283,13 +283,16 @@ def test_an_id_that_is_used_again_is_asked_for_again() -> None:
         ready = Readiness(SparseAttnConfig(), requests, counters, ranks, lambda one: None, lambda one: True)
         owners: list[Any] = [_Request(), _Request()]
         requests.add(owners[0], Attachment("r", 200, None, "unsupported_mode", "of a streaming session"))
+        requests.enter(owners[0])
         ready.settle(["r"], refused=False)
         owners.pop(0)
+        assert len(requests.take_forgotten()) == 1
         entry: Any = SimpleNamespace(digest=A, identity=SimpleNamespace(num_tokens=128))
         index = ResidentIndex(entry)
         index.state = State.READY if ranks.rank == 0 else State.LOADING
         attachment = Attachment("r", 200, index, None)
         requests.add(owners[0], attachment)
+        requests.enter(owners[0])
         ready.settle(["r"], refused=False)
         used = [ready.usable(attachment) is not None]  # nobody was asked: nobody may
         ready.forget("r")  # as the runtime does when a request comes in

@@ -95,6 +95,7 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
                 found = own.random() < 0.98
                 index = _index(f"{row % 2:064x}") if found else None
                 requests.add(held[rid], Attachment(rid, PREFIX, index, None if found else "no_index"))
+                requests.enter(held[rid])
             index = requests.of(held[rid]).index  # type: ignore[union-attr]
             if index is not None and index.state is State.LOADING and own.random() < 0.5:
                 index.state, index.reason = (State.READY, "") if own.random() < 0.9 else (State.FAILED, "index_memory")
@@ -111,7 +112,7 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
         for rid in gone:
             ready.forget(rid)
             steps.ended(requests.of(held[rid]).serial)  # type: ignore[union-attr]
-            requests.drop(held.pop(rid))
+            requests.leave(held.pop(rid), finished=True)
     return seen
 
 

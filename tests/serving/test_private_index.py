@@ -25,7 +25,7 @@ from sglang_ext.indexing.token_index import TokenIndexSpec, index_behind
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, SharedSlots
 from sglang_ext.prefix.residency import ResidentIndex
-from sglang_ext.runtime import SparseRuntime
+from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import NAMESPACE, PROMPT, Model, Request, _decode_batch
 
 PREFIX, LAYERS, KV_HEADS, GQA, DIM, LIMIT = 64, 3, 2, 2, 16, 64
@@ -304,7 +304,7 @@ def test_a_server_goes_by_the_setting(make_bench: Callable[..., Any]) -> None:
     fields = {"layer_plan": ["anchor"] * LAYERS, "prefetch_policy": "wait_complete", "top_k": 16}
     bench = make_bench(method="token_index", private_dense_tokens=32, **fields)
     bench.put(PROMPT)
-    runtime = SparseRuntime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
+    runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
     request, covered = Request(), []
     runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
     for own in (32, 48, 49, 55):

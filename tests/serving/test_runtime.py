@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import threading
 import time
@@ -21,6 +20,7 @@ from sglang_ext.config import Settings
 from sglang_ext.indexing import METHODS, make_selector
 from sglang_ext.indexing.token_index import TokenIndexSelector
 from sglang_ext.runtime import SparseRuntime
+from tests.serving.admitting import Runtime
 
 LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
 NAMESPACE: dict[str, str | None] = {"extra_key": None}
@@ -43,6 +43,7 @@ class Model:
     def __init__(self, fingerprint: Any) -> None:
         self._fingerprint = fingerprint
         gen = torch.Generator().manual_seed(0)
+        self.weight = torch.randn(5, 7, generator=gen)
         pools = [torch.randn(2, 1024, KV_HEADS, DIM, generator=gen) for _ in range(LAYERS)]
         self.caches = [PagedKV(*pool, k_scale=0.5, v_scale=4.0) for pool in pools]
         self.table = torch.randperm(1024, generator=gen)[: 8 * 120].reshape(8, 120).to(torch.int32)
@@ -61,6 +62,9 @@ class Model:
 
     def fingerprint(self) -> Any:
         return self._fingerprint
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", self.weight
 
 
 def _mode(name: str) -> Any:
@@ -91,7 +95,7 @@ def start(make_bench: Callable[..., Any]) -> Iterator[Callable[..., SparseRuntim
         for prompt in prompts or []:
             bench.put(prompt)
         settings = Settings(config=bench.config, store=str(bench.store.folder))
-        runtime = SparseRuntime(settings, Model(bench.model))
+        runtime = Runtime(settings, Model(bench.model))
         started.append(runtime)
         return runtime
 
@@ -183,16 +187,6 @@ def test_a_step_that_fails_leaves_no_plan_behind(start: Any) -> None:
     assert not runtime.planned
 
 
-def test_a_request_that_ends_without_a_slot_gives_its_index_back(start: Any) -> None:
-    runtime, waiting, other = start([PROMPT]), Request(), Request()
-    runtime.admit(waiting, "waiting", [*PROMPT, 7], NAMESPACE)
-    assert runtime.residency.num_users() == 1
-    del waiting
-    gc.collect()
-    runtime.admit(other, "other", list(range(900, 930)), NAMESPACE)
-    assert runtime.residency.num_users() == 0
-
-
 def test_the_twins_of_one_id_are_dense_and_give_their_index_back(start: Any) -> None:
     runtime, one, two = start([PROMPT]), Request(), Request()
     runtime.admit(one, "same", [*PROMPT, 7], NAMESPACE)
@@ -203,27 +197,6 @@ def test_the_twins_of_one_id_are_dense_and_give_their_index_back(start: Any) -> 
     runtime.slot_freed(one, 0, finished=True)
     runtime.slot_freed(two, 1, finished=True)
     assert runtime.snapshot()["requests"] == 0
-
-
-def test_a_retracted_request_keeps_its_index_and_leaves_its_group(start: Any) -> None:
-    runtime = start([PROMPT])
-    runtime.view.table[1, :64] = runtime.view.table[0, :64]
-    requests = [Request(), Request()]
-    for number, request in enumerate(requests):
-        runtime.admit(request, str(number), [*PROMPT, number], NAMESPACE)
-    for length in (66, 67):
-        _step(runtime, _decode_batch(runtime, ["0", "1"], [length, length]))
-    assert runtime.snapshot()["largest_group"] == 2
-    runtime.slot_freed(requests[1], 1, finished=False)
-    assert runtime.residency.num_users() == 2
-    # It comes back in another row, with other slots, while the first one decodes on.
-    for length in (68, 69, 70):
-        _step(runtime, _decode_batch(runtime, ["0", "1"], [length, length + 1], rows=[0, 4]))
-    for number, request in enumerate(requests):
-        runtime.slot_freed(request, (0, 4)[number], finished=True)
-    state = runtime.snapshot()
-    assert (state["index_users"], state["requests"]) == (0, 0)
-    assert all(table.members == 0 for tables in runtime._shared.values() for table in tables)
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
@@ -296,35 +269,10 @@ def test_a_prefilled_prompt_leaves_an_index_of_its_own_keys(start: Any, tmp_path
     assert _built(runtime, report)[1]["status"] == "exists"
 
 
-def test_a_retraction_does_not_build_and_an_incomplete_capture_fails(start: Any, tmp_path: Path) -> None:
-    report = tmp_path / "report.jsonl"
-    runtime, request = start(build="prefill", build_report=str(report)), Request()
-    runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
-    _prefill(runtime, "a", 30)
-    runtime.slot_freed(request, 0, finished=False)
-    assert not report.exists()
-    _prefill(runtime, "a", 5, first=60)  # the rest came out of the cache
-    runtime.slot_freed(request, 0, finished=True)
-    (line,) = _built(runtime, report)
-    assert (line["status"], line["reason"]) == ("failed", "capture_rejected")
-    assert runtime.store.list() == ()
-
-
 def test_a_report_that_cannot_be_written_does_not_end_the_server(start: Any, caplog: Any) -> None:
     runtime, request = start(build="prefill", build_report="/nowhere/report.jsonl"), Request()
     runtime.admit(request, "short", [1, 2, 3], NAMESPACE)
     assert "build_report cannot be written" in caplog.text
-
-
-def test_a_captured_request_that_vanishes_leaves_no_capture(start: Any) -> None:
-    runtime, request, other = start(build="prefill"), Request(), Request()
-    runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
-    _prefill(runtime, "a", 30)
-    del request
-    gc.collect()
-    runtime.admit(other, "b", [1, 2], NAMESPACE)
-    assert runtime.builds is not None
-    assert (runtime.builds.recorder.take("a"), len(runtime.builds)) == (None, 0)
 
 
 def test_a_layer_plan_of_another_model_is_refused(start: Any) -> None:
@@ -347,20 +295,6 @@ def test_the_snapshot_is_plain_values(start: Any) -> None:
     assert state["indexes_in_store"] == 1
     assert state["store_problems"] == []
     assert state["model"]["num_layers"] == LAYERS
-
-
-def test_after_a_weight_update_nothing_is_used_or_looked_up(start: Callable[..., SparseRuntime]) -> None:
-    runtime = start([PROMPT], share_prefixes=True)
-    first, second = Request(), Request()
-    runtime.admit(first, "a", [*PROMPT, 1], NAMESPACE)
-    assert runtime._plan(_decode_batch(runtime, ["a"], [66])) is not None
-    runtime.weights_changed()
-    assert "updated in place" in str(runtime.shared.refusal)
-    assert runtime._plan(_decode_batch(runtime, ["a"], [67])) is None
-    runtime.admit(second, "b", [*PROMPT, 2], NAMESPACE)
-    assert runtime._plan(_decode_batch(runtime, ["b"], [66])) is None
-    assert runtime.counters.fallbacks == {"index_mismatch": 2}
-    assert runtime.counters.hits == 1
 
 
 def test_a_row_shorter_than_its_index_is_dense_and_counted(start: Callable[..., SparseRuntime]) -> None:

@@ -22,6 +22,7 @@ from sglang_ext.prefill.builder import method_specs
 from sglang_ext.prefill.hits import Prefix
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.runtime import SparseRuntime
+from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, Model, Request, _mode
 from tests.serving.traffic import Traffic, eventually
 
@@ -49,7 +50,7 @@ def start(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[.
             **fields,
         }
         bench = make_bench(**given)
-        runtime = SparseRuntime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
+        runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
         started.append(runtime)
         return runtime
 
@@ -150,7 +151,7 @@ def test_keys_are_not_taken_before_slots_have_settled_nor_from_other_prompts(sta
     for length in (83, 84):
         traffic.decode("b", length)  # the first two steps: a duplicate's slots may still be replaced
     assert build.given == 0
-    traffic.end("b", finished=False)  # retracted: it starts over
+    traffic.retract("b")  # it starts over
     traffic.decode("b", 85)
     assert build.given == 0
     traffic.decode_until("b", 86, lambda: build.given > 0)
@@ -257,7 +258,7 @@ def test_who_sees_a_closed_build_finds_its_lease_given_back(begun: tuple[Traffic
 def test_leases_go_back_when_weights_change(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
     samples = traffic.runtime.builds._samples
-    traffic.runtime.weights_changed()
+    traffic.runtime.weights_updated(replaced=True)
     assert eventually(lambda: build.closed)
     assert not leased(traffic.runtime, build)
     assert samples.nbytes == 0
@@ -316,7 +317,7 @@ def test_keys_of_a_request_with_anothers_id_are_not_taken(begun: tuple[Traffic, 
     second, third = Request(), Request()
     runtime.admit(second, "x", list(range(3000, 3080)), NAMESPACE)
     runtime.slot_freed(second, 7, finished=True)
-    runtime.admit(third, "x", [*SHARED, 9, 9], NAMESPACE)  # waits, while the first one still decodes
+    runtime.wait(third, "x", [*SHARED, 9, 9], NAMESPACE)  # waits, while the first one still decodes
     given = build.given
     for _ in range(6):
         traffic.decode("x", 81)
@@ -363,7 +364,7 @@ def test_a_prefix_with_more_hits_takes_the_place_of_one_with_fewer(begun: tuple[
     for number in range(7):
         idle = Prefix("", hashes([*range(900 + number, 964 + number)]), hits=build.prefix.hits + 4)
         assert builds._builder.add(Build(idle, build.identity))
-    request = shared_builds._Request(build.prefix.namespace, hashes([*range(5000, 5080)]), 80, 0)
+    request = shared_builds._Request(build.prefix.namespace, hashes([*range(5000, 5080)]), 80, 0, 0.0, False)
     for _ in range(build.prefix.hits):
         builds._count(request, 64)
         assert build in builds._builder.open

@@ -16,6 +16,7 @@ from prefix_index import FileStore, IndexCorrupt, StoreFolderError
 from sglang_ext.config import Settings, config_from_dict
 from sglang_ext.prefill.claims import ClaimDesk
 from sglang_ext.runtime import SparseRuntime
+from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch, _prefill
 from tests.serving.test_store_in_serving import Service
 
@@ -52,7 +53,7 @@ def start(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[.
             **fields,
         }
         settings = Settings(config=config_from_dict(fields), store=str(store))
-        started.append(SparseRuntime(settings, Model(make_bench().model)))
+        started.append(Runtime(settings, Model(make_bench().model)))
         return started[-1]
 
     yield make

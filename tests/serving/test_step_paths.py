@@ -68,6 +68,7 @@ class Batches:
             if row not in self.held:
                 self.held[row] = Request()
                 self.requests.add(self.held[row], Attachment(f"r{row}", PREFIX, self.index, None))
+                self.requests.enter(self.held[row])
         lens = torch.tensor([PREFIX + 1 for _ in rows])
         forward = SimpleNamespace(
             rids=[f"r{row}" for row in rows], batch_size=len(rows) + beams, seq_lens_cpu=lens, seq_lens=lens,

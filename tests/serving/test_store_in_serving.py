@@ -18,6 +18,7 @@ from prefix_index import FileStore, StoreUnavailable
 from sglang_ext.config import Settings, config_from_dict
 from sglang_ext.runtime import SparseRuntime
 from sglang_ext.storage import configured_store
+from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch, _prefill, _step
 
 OTHER = list(range(2000, 2064))
@@ -40,7 +41,7 @@ def start(make_bench: Callable[..., Any]) -> Iterator[Callable[..., SparseRuntim
             **fields,
         }
         bench = make_bench()
-        runtime = SparseRuntime(Settings(config=config_from_dict(fields), store=str(store)), Model(bench.model))
+        runtime = Runtime(Settings(config=config_from_dict(fields), store=str(store)), Model(bench.model))
         started.append(runtime)
         return runtime
 
@@ -94,7 +95,7 @@ def test_a_build_that_comes_to_nothing_gives_its_lease_back(how: str, builders: 
         one.slot_freed(first, 0, finished=True)
         assert _report(reports[0])[0]["reason"] == "capture_rejected"
     elif how == "weights":
-        one.weights_changed()
+        one.weights_updated(replaced=True)
     else:
         del first
         one._sweep()

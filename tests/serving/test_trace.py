@@ -13,6 +13,7 @@ import torch
 from sglang_ext.attention.trace import Prefill, SparseStep, Start, read_trace
 from sglang_ext.config import Settings
 from sglang_ext.runtime import SparseRuntime
+from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import DIM, GQA, KV_HEADS, NAMESPACE, PROMPT, Model, Request, _decode_batch
 
 ROLES: list[Any] = ["dense", "anchor", {"reuse": 1}]
@@ -35,7 +36,7 @@ def start(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[.
         )
         bench.put(PROMPT)
         settings = Settings(config=bench.config, store=str(bench.store.folder))
-        started.append(SparseRuntime(settings, Model(bench.model)))
+        started.append(Runtime(settings, Model(bench.model)))
         return started[-1]
 
     yield make
@@ -136,6 +137,6 @@ def test_a_record_that_was_cut_off_is_left_out(runtime: SparseRuntime, tmp_path:
 
 def test_without_the_setting_nothing_is_traced(make_bench: Callable[..., Any]) -> None:
     bench = make_bench()
-    runtime = SparseRuntime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
+    runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
     assert runtime._trace is None
     runtime.close()

@@ -57,6 +57,11 @@ class Traffic:
         request, row = self.requests[rid]
         self.runtime.slot_freed(request, row, finished=finished)
 
+    def retract(self, rid: str) -> None:
+        """It loses its slot, and gets another one."""
+        self.end(rid, finished=False)
+        self.runtime.slot_taken(self.requests[rid][0])
+
     def decode_until(self, rid: str, length: int, done: Callable[[], bool], seconds: float = 60.0) -> bool:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

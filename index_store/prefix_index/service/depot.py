@@ -16,6 +16,7 @@ from ..eviction import has_expired
 from ..folder import SUFFIX, Signature, check_apart, is_shard
 from ..lease import LEASE
 from ..store import IndexEntry, IndexStore
+from ..text import printable
 from ..tiered import TieredStore
 from .changes import ChangeLog
 from .folder import ServedFolder
@@ -354,7 +355,7 @@ class Depot:
                     max_bytes=tier.max_bytes,
                     hits=hits,
                     evicted=self._evicted if tier is self.slow else None,
-                    error=None if error is None else error[:MAX_TEXT],
+                    error=None if error is None else printable(error)[:MAX_TEXT],
                 )
             )
         reserved = self._reservations.sizes()

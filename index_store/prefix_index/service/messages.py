@@ -17,6 +17,7 @@ from .. import errors
 from ..errors import IndexStoreError, StoreUnavailable
 from ..keys import IndexIdentity
 from ..store import IndexEntry, Problem, Retention
+from ..text import printable
 
 PROTOCOL: Final = 1
 ID_NBYTES: Final = 8
@@ -347,16 +348,16 @@ def error_text(error: BaseException) -> ErrorText:
     """Any error as what crosses the wire; what is no IndexStoreError is told as a defect of the service."""
     if isinstance(error, IndexStoreError):
         parts = (error.what, error.expected, error.found, error.remedy)
-        path = None if error.path is None else printable(error.path)
+        path = None if error.path is None else _said(error.path)
         return ErrorText(
             kind=type(error).__name__,
-            what=printable(parts[0]),
-            expected=printable(parts[1]),
-            found=printable(parts[2]),
-            remedy=printable(parts[3]),
+            what=_said(parts[0]),
+            expected=_said(parts[1]),
+            found=_said(parts[2]),
+            remedy=_said(parts[3]),
             path=path,
         )
-    found = printable(f"{type(error).__name__}: {error}")[:400]
+    found = _said(f"{type(error).__name__}: {error}")[:400]
     remedy = "this is a defect of the service: see its log"
     return ErrorText(kind="IndexStoreError", what="store service", expected="an answer", found=found, remedy=remedy)
 
@@ -372,9 +373,9 @@ def error_of(text: ErrorText) -> IndexStoreError:
     return error
 
 
-def printable(text: str) -> str:
-    """Text that msgpack can hold (no lone surrogates, as paths may have) within the limit."""
-    return text.encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]
+def _said(text: str) -> str:
+    """Text that may cross the wire, and be shown where it arrives: printable, within the limit."""
+    return printable(text)[:MAX_TEXT]
 
 
 def entry_out(entry: IndexEntry) -> TierEntry:
@@ -388,7 +389,7 @@ def entry_out(entry: IndexEntry) -> TierEntry:
 
 
 def problem_out(problem: Problem) -> tuple[str, ErrorText]:
-    return printable(problem.path), error_text(problem.error)
+    return _said(problem.path), error_text(problem.error)
 
 
 def unavailable(found: str, *, expected: str = "an answer of the service", path: str | None = None) -> StoreUnavailable:

@@ -7,11 +7,13 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+
+from prefix_index import printable, printable_values
 
 #: Hex digits of an index that people are shown; what is unique suffices as an argument.
 SHORT = 12
@@ -55,7 +57,7 @@ def retention(pinned: bool, expires: float | None, now: float | None = None) -> 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
     """Lines of a table, columns as wide as they must be; those numbered in `right` are right-aligned."""
-    cells = [header, *rows]
+    cells = [list(map(printable, row)) for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     for row in cells:
         parts = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
@@ -64,23 +66,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
 
 def wrapped(text: str, indent: str = "", hanging: str | None = None) -> str:
     """Text in lines that fit the terminal, long words broken."""
+    text = printable(" ".join(text.split("\n")))
     return textwrap.fill(text, width(), initial_indent=indent, subsequent_indent=indent if hanging is None else hanging)
 
 
 def emit(value: Any) -> None:
     """One JSON document on one line."""
-    print(msgspec.json.encode(_readable(value)).decode())
-
-
-def _readable(value: Any) -> Any:
-    """The same with every text valid Unicode: a path's bytes that are none become `\\xe9`."""
-    if isinstance(value, str):
-        return value.encode(errors="surrogateescape").decode(errors="backslashreplace")
-    if isinstance(value, Mapping):
-        return {_readable(key): _readable(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_readable(part) for part in value]
-    return value
+    print(msgspec.json.encode(printable_values(value)).decode())
 
 
 def complain(command: str, message: str) -> None:
