@@ -11,6 +11,7 @@ import pytest
 
 from sglang_ext.config import Settings
 from sglang_ext.runtime import SparseRuntime
+from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch, _step
 
 
@@ -22,7 +23,7 @@ def start(make_bench: Callable[..., Any]) -> Iterator[Callable[..., SparseRuntim
     def make(**fields: Any) -> SparseRuntime:
         bench = make_bench(layer_plan=["anchor"] * LAYERS, prefetch_policy="wait_complete", **fields)
         bench.put(PROMPT)
-        started.append(SparseRuntime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model)))
+        started.append(Runtime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model)))
         return started[-1]
 
     yield make
