@@ -24,15 +24,19 @@ from tests.server.jobs import Prebuilt
 
 class Faults:
     """Of the `damaged` documents the first one's index is cut, the second one's has a wrong byte in an array, the third
-    one's is no index at all; files of somebody's lie among them, one with a name that is no text, and an index of
-    `tail` by another model.
+    one's is no index at all; files of somebody's lie among them, one with a name that is no text, an index of `tail` by
+    another model, and in a namespace of its own an index of the first one, whole but with a channel that no key has.
     """
+
+    HOSTILE = "hostile"
+    """The namespace's `extra_key`."""
 
     def __init__(self, store: Path, built: Prebuilt, texts: Texts) -> None:
         self.store = store
         self.cut, self.wrong, self.foreign = (
             next(store.rglob(Path(built.line(f"damaged-{n}")["path"]).name)) for n in range(3)
         )
+        self._hostile(self.cut.stem)
         self.cut.write_bytes(self.cut.read_bytes()[:-5000])
         raw = bytearray(self.wrong.read_bytes())
         raw[len(raw) // 2] ^= 0xFF
@@ -42,6 +46,16 @@ class Faults:
         self.notes.write_text("somebody's notes")
         (store / os.fsdecode(b"N\xe9\n\x1b[2J")).write_text("a name that is no text")
         self._other_model(texts)
+
+    def _hostile(self, digest: str) -> None:
+        """Right checksums, and a channel number that would read far behind a query."""
+        with FileStore(self.store) as store, store.get(digest) as index:
+            arrays = dict(index.read_many())
+            for key, array in arrays.items():
+                if key.name == "token_index.channels" and key.layer > 0:
+                    array[-1] = 32767
+            identity = msgspec.structs.replace(index.identity, namespace=namespace_digest({"extra_key": self.HOSTILE}))
+            store.put(IndexPayload(identity, arrays, spec=index.spec, stats=index.stats, info=index.info))
 
     def _other_model(self, texts: Texts) -> None:
         """An index of `tail` by a model in another dtype."""

@@ -48,6 +48,24 @@ def test_a_corrupted_array_makes_its_requests_dense_and_the_answer_stays_right(
     assert production.done(delta).fallbacks == {"no_index": 1}
 
 
+def test_wrong_content_behind_right_checksums_makes_its_requests_dense_and_the_server_lives(
+    production: Any, texts: Any
+) -> None:
+    prompt = texts.ask(texts.damaged[0], 0)
+    dense = production.generate(prompt, STEPS, sparse=False)
+    delta = production.delta()
+    assert production.generate(prompt, STEPS, extra_key=Faults.HOSTILE).ids == dense.ids
+    production.done(delta)
+    assert (delta.sparse_rows, delta.fallbacks) == (0, {"index_corrupt": 1})
+    assert "channels of layer 1 in index" in production.log.read_text()
+    assert any("to 32767; remove the index" in problem for problem in production.state()["store_problems"])
+    delta = production.delta()
+    assert production.generate(prompt, STEPS, extra_key=Faults.HOSTILE).ids == dense.ids
+    assert production.done(delta).fallbacks == {"no_index": 1}, "it is offered no more"
+    answer = production.generate(texts.ask(texts.second, 0), STEPS)
+    assert answer.decode_steps == STEPS - 1
+
+
 def test_an_index_of_another_dtype_is_a_mismatch_that_the_log_explains(production: Any, texts: Any) -> None:
     delta = production.delta()
     production.generate(texts.ask(texts.tail, 0), STEPS)
