@@ -266,6 +266,8 @@ class QueryRecorder:
         q = q.reshape(q.shape[0], self._num_qo_heads, -1)
         for chunk in chunks:
             capture = chunk.capture
+            if capture.broken:
+                continue
             if q.shape[0] < chunk.first_row + chunk.num_tokens:
                 capture.broken = f"expected at least {chunk.first_row + chunk.num_tokens} query rows, got {q.shape[0]}"
                 continue

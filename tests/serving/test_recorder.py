@@ -154,6 +154,24 @@ def test_fewer_query_rows_than_the_batch_says_are_rejected() -> None:
         capture.queries(2)
 
 
+def test_no_device_memory_for_queries_ends_the_capture_and_not_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, asked = _recorder(4), []
+    recorder.start("a", 10)
+
+    def none_left(*_: object, **__: object) -> torch.Tensor:
+        asked.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    step, queries = recorder.begin_step(["a"], [0], [10], CPU), [_queries(10, layer) for layer in range(LAYERS)]
+    monkeypatch.setattr(torch, "zeros", none_left)
+    for layer, q in enumerate(queries):
+        recorder.record(step, layer, q)
+    capture = recorder.take("a")
+    assert capture is not None
+    assert capture.problem() == "no device memory for queries: CUDA out of memory"
+    assert len(asked) == 1, "it is not tried again in every layer"
+
+
 def test_a_prefill_that_starts_over_forgets_the_first_one() -> None:
     recorder = _recorder(8)
     recorder.start("a", 50)
