@@ -237,7 +237,9 @@ class Bench:
         for taken in sparse.copies.take(range(len(indexes))):
             of_group = {}
             for layer, (positions, counts) in taken.items():
-                positions = torch.where(torch.arange(positions.shape[1]) < counts[:, None], positions, -1)
+                there = torch.arange(positions.shape[1]) < counts[:, None]
+                ascending = torch.where(there, positions, 1 << 30).sort(dim=1).values
+                positions = torch.where(there, ascending, -1)
                 of_group[layer] = Selection(positions.to(self.device), counts.to(self.device))
             found.append(of_group)
         return Found(found, outs)
