@@ -1,9 +1,14 @@
 #!/usr/bin/env python3
 """Indexes with right checksums and wrong content, through the loader of a server and its decode steps.
 
-    python benchmarks/hostile_indexes.py                                   # on a CPU, kernels in Triton's interpreter
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 86 \
-        python benchmarks/hostile_indexes.py --device cuda                 # on a GPU: reads out of bounds
+    python benchmarks/hostile_indexes.py                  # on a CPU, kernels in Triton's interpreter
+    python benchmarks/hostile_indexes.py --device cuda    # on a GPU
+
+For reads out of bounds, on a GPU, with `--plant` first: that must end with 86, else the tool's silence says nothing.
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    check="compute-sanitizer --tool memcheck --error-exitcode 86 --kernel-name kns=_kernel"
+    $check python benchmarks/hostile_indexes.py --device cuda --methods token_index "token_index, 2 bits"
 
 Each damage of `hostile_damages.py` is planted in an index of each method, stored, and loaded. What the loader refuses
 must be `index_corrupt` and reported to the store. What it accepts is decoded beside an index that is whole, by every
@@ -323,8 +328,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--unchecked", action="store_true", help="let the loader accept everything: what damages would do"
     )
+    parser.add_argument("--plant", action="store_true", help="launch a kernel that reads behind its tensor, and end")
     parser.add_argument("--out", type=Path, help="rows as JSON lines")
     args = parser.parse_args(argv)
+    if args.plant:
+        from sanitize import plant
+
+        plant("memcheck")
+        return 0
     if args.unchecked:
         residency.check_forms = residency.check_layer = lambda *_: None  # type: ignore[assignment]
     logging.disable(logging.ERROR)  # each refusal is one
