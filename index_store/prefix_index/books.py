@@ -191,12 +191,9 @@ class FolderBooks:
         """
         status = os.stat(self._root)
         if full or not self._root_look.is_current(status):
-            self._root_look.begin(status)
-            try:
-                self._list_root()
-            except OSError:
-                self._root_look.doubt()
-                raise
+            settled = self._root_look.begin(status)
+            self._list_root()
+            self._root_look.end(settled=settled)
         for name in sorted(self._shards):
             self.scan_shard(name, full=full)
 
@@ -248,19 +245,18 @@ class FolderBooks:
                 status = os.fstat(fd)
                 if shard.look.is_current(status) and not full:
                     return
-                shard.look.begin(status)
+                settled = shard.look.begin(status)
                 found = list_shard(fd, name, shard.seen)
                 self.problems.pop(path, None)
                 self._take_in(name, fd, found, full=full)
         except OSError as err:
-            shard.look.doubt()
+            settled = False
             if err.errno in GONE:
                 self.problems.pop(path, None)
                 self._take_in(name, -1, Listing(), full=full)
             else:
                 self.problems[path] = _unlisted(err, path)
-        if shard.unread:
-            shard.look.doubt()
+        shard.look.end(settled=settled and not shard.unread)
 
     def _take_in(self, name: str, dir_fd: int, found: Listing, *, full: bool) -> None:
         shard = self._shards[name]

@@ -51,13 +51,17 @@ class Look:
     def is_current(self, status: os.stat_result) -> bool:
         return self._settled and self._seen == (status.st_ino, status.st_mtime_ns)
 
-    def begin(self, status: os.stat_result) -> None:
-        """The folder is about to be listed. ``doubt()`` if that fails."""
+    def begin(self, status: os.stat_result) -> bool:
+        """The folder is about to be listed. Whether ``end()`` may say that this listing holds until its time changes."""
         seen, now = (status.st_ino, status.st_mtime_ns), time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
         age_s = (time.time_ns() - status.st_mtime_ns) / 1e9
-        self._settled = max(age_s, now - self._since) > _SETTLES_S
+        self._settled = False
+        return max(age_s, now - self._since) > _SETTLES_S
+
+    def end(self, *, settled: bool) -> None:
+        self._settled = settled
 
     def doubt(self) -> None:
         """The next scan lists it, whatever its time says."""

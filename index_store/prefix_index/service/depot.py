@@ -388,9 +388,10 @@ def _digest_in(entry: IndexEntry) -> str:
 def _leases(folder: Path) -> list[str]:
     """Digests whose lease somebody holds, by the kernel's list of locks: trying a lock could take one away."""
     try:
-        locked = {line.split()[5].split(":")[2] for line in Path("/proc/locks").read_text().splitlines()}
+        fields = Path("/proc/locks").read_text().split()  # of device and inode; lines of those who wait have one more
+        locked = {field.split(":")[2] for field in fields if field.count(":") == 2}
         shards = [path for path in folder.iterdir() if is_shard(path.name)]
-    except (OSError, IndexError):
+    except OSError:
         return []
     found = []
     for shard in shards:
