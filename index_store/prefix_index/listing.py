@@ -52,7 +52,7 @@ class Look:
         return self._settled and self._seen == (status.st_ino, status.st_mtime_ns)
 
     def begin(self, status: os.stat_result) -> bool:
-        """The folder is about to be listed. Whether ``end()`` may say that this listing holds until its time changes."""
+        """The folder is about to be listed. Whether that listing holds until its time changes, for ``end()``."""
         seen, now = (status.st_ino, status.st_mtime_ns), time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import stat
@@ -17,6 +18,7 @@ import pytest
 
 from prefix_index import InvalidPayload, StoreFolderError, StoreUnavailable
 from prefix_index.service import Depot, Limits, ServedFolder, StoreClient, StoreServer, messages, server
+from prefix_index.service.depot import _leases
 from prefix_index.service.endpoint import SocketPlace, socket_path
 from prefix_index.service.reservations import Reservations
 from prefix_index.testing import sample_identity, sample_payload
@@ -98,6 +100,24 @@ def test_a_sweep_looks_at_the_partial_file_whatever_a_commit_closes_meanwhile(
         reservations.sweep()
         assert looked_at == [inode]
         assert reservations.sizes() == []
+
+
+def test_leases_are_told_while_somebody_waits_for_another_lock(tmp_path: Path) -> None:
+    with ServedFolder(tmp_path / "store", create=True) as folder, (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiter = subprocess.Popen(["flock", tmp_path / "lock", "true"])
+        try:
+            eventually(lambda: f"{os.stat(tmp_path / 'lock').st_ino} 0 EOF" in waiting())
+            with folder.lease(sample_identity()) or pytest.fail("held"):
+                assert _leases(folder.folder) == [sample_identity().digest]
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            waiter.wait()
+
+
+def waiting() -> str:
+    lines = Path("/proc/locks").read_text().splitlines()
+    return "\n".join(line.replace(":", " ") for line in lines if "->" in line)
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://*:5555", "udp://x", "ws://x"])
