@@ -105,7 +105,8 @@ def test_a_sweep_looks_at_the_partial_file_whatever_a_commit_closes_meanwhile(
 def test_leases_are_told_while_somebody_waits_for_another_lock(tmp_path: Path) -> None:
     with ServedFolder(tmp_path / "store", create=True) as folder, (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        waiter = subprocess.Popen(["flock", tmp_path / "lock", "true"])
+        wait = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX)"
+        waiter = subprocess.Popen([sys.executable, "-c", wait, tmp_path / "lock"])
         try:
             eventually(lambda: f"{os.stat(tmp_path / 'lock').st_ino} 0 EOF" in waiting())
             with folder.lease(sample_identity()) or pytest.fail("held"):
