@@ -159,10 +159,8 @@ def publish(
         try:
             write_retention(dir_fd, digest, first, mode=mode)
         except OSError:
-            if (
-                kept != DEFAULT or not damaged
-            ):  # else a folder by the sidecar's name, say: counts as the default already
-                raise
+            if kept != DEFAULT or not damaged:
+                raise  # else it counts as the default already: a folder by the sidecar's name, say
     try:
         with _Sidecar(dir_fd, digest, kept, mode=mode) if kept != first else contextlib.nullcontext() as last:
             signature = partial.publish(digest + SUFFIX, used=used)
