@@ -105,8 +105,11 @@ class ServedFolder(FileStore):
                 remedy = "give another folder, and start the service again"
                 expected, found = f"one of user {os.geteuid()}", f"user {owner}'s"
                 raise StoreFolderError("tier's parent", expected=expected, found=found, remedy=remedy, path=parent)
-            with contextlib.suppress(FileExistsError):
+            try:
                 self._access.make(self.folder)
+            except FileExistsError:
+                if not self.folder.is_dir():
+                    raise
         return True
 
     def check_whole(self, digest: str) -> None:
