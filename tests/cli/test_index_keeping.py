@@ -17,6 +17,7 @@ import pytest
 from prefix_index import FileStore, Retention
 from prefix_index.testing import sample_payload
 from sglang_ext.cli import main
+from sglang_ext.cli.index import targets
 from tests.cli.conftest import fill
 from tests.prefix_index.test_index_passing import refuse
 
@@ -286,6 +287,21 @@ def test_a_damaged_file_does_not_replace_a_good_index(shelf: Any, index: Callabl
     before = shelf.path(0).read_bytes()
     assert index("import", "--replace", file, "--store", shelf.folder).status == 1
     assert shelf.path(0).read_bytes() == before
+
+
+def test_an_index_that_the_system_does_not_give_is_not_said_to_be_gone(
+    shelf: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, real = shelf.entries[0].digest, targets.open_in
+
+    def refused(*args: Any) -> Any:
+        refuse(monkeypatch, shelf.path(0), errno.EIO)  # once the store has listed it
+        return real(*args)
+
+    monkeypatch.setattr(targets, "open_in", refused)
+    said = index("verify", "--json", digest, "--store", shelf.folder)
+    assert (said.status, [line["status"] for line in said.lines]) == (1, ["unreadable"])
+    assert "expected readable bytes, found Input/output error" in said.lines[0]["detail"]
 
 
 def test_import_does_not_lose_a_pin_that_cannot_be_read(
