@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from prefix_index import ModelFingerprint
 from sglang_ext.config import Settings
 from sglang_ext.fingerprint import model_fingerprint, resolve_folder
 from sglang_ext.indexing.profile import ProfileError
 from sglang_ext.profiles import check_profile, roles_of_rank
+
+#: In place of what is known only when the model is loaded; a profile is not compared by it.
+_UNREAD = "unread"
 
 
 def checkpoint_fingerprint(args: Any, config: Any, folder: str, *, weights: str, kv_dtype: str) -> ModelFingerprint:
@@ -48,14 +53,16 @@ def model_refusal(record: Any, settings: Settings) -> str | None:
     plan = settings.config.layer_plan
     if settings.profile is None and not plan:
         return None
+    config = _model_config(record)
     try:
-        config = _model_config(record)
         folder = resolve_folder(config.model_path, record.revision, record.download_dir)
-        model = checkpoint_fingerprint(record, config, folder, weights="", kv_dtype="")
-    except Exception:  # SGLang says it better when it loads the model
+    except FileNotFoundError:  # not on this machine yet
         return None
+    model = checkpoint_fingerprint(record, config, folder, weights=_UNREAD, kv_dtype=_UNREAD)
     try:
         if settings.profile is not None:
+            if config.quantization or record.quantization:  # which of these it is, SGLang may find out later
+                model = msgspec.structs.replace(model, config_digest=settings.profile.model.config_digest)
             check_profile(settings.profile, model)
         roles_of_rank(plan, settings.profile, model, 0, int(record.tp_size))
     except ProfileError as error:

@@ -70,7 +70,7 @@ def test_a_file_gives_what_its_text_gives(tmp_path: Path) -> None:
         ('{"store_remote": ["s3://b", "ipc:///x"]}', ["store_remote", "ipc:///x"]),
         ('{"prefetch_policy": "eager"}', ["prefetch_policy to be one of best_effort, wait_complete, timeout", "eager"]),
         ('{"pooling": "median"}', ["pooling to be one of max, mean", "median"]),
-        ('{"group_growth": "sqr"}', ["group_growth to be one of none, sqrt", "did you mean 'sqrt'?"]),
+        ('{"group_growth": "sqr"}', ["group_growth to be one of sqrt, none", "did you mean 'sqrt'?"]),
         ('{"decode_path": "spars"}', ["decode_path to be one of auto, stock, exact, sparse", "did you mean 'sparse'?"]),
         ('{"build": true}', ["build", "bool"]),
         ('{"method": "nope"}', ["method", "nope", "ab_sparse"]),
