@@ -140,8 +140,9 @@ class CalibrateJob:
             try:
                 self._measure_one(session, prompt)
             except Exception as error:  # one prompt must not end the job
-                self._left_out[prompt.id] = str(error) or type(error).__name__
-                tqdm.write(f"{prompt.id}: left out: {error}", file=sys.stderr)
+                why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                self._left_out[prompt.id] = why
+                tqdm.write(f"{prompt.id}: left out: {why}", file=sys.stderr)
 
     def check_layers(self, num_layers: int) -> None:
         """Raise ValueError where a setting does not fit a model of so many layers."""

@@ -202,7 +202,7 @@ def test_a_state_of_another_model_is_refused(calibrate: Any, monkeypatch: Any) -
 def test_prompts_that_cannot_be_measured_are_left_out_by_name(calibrate: Any, tmp_path: Path) -> None:
     status, said = calibrate("--report", str(tmp_path / "report"), names=(*NAMES, "refused", "nan", "short", "memory"))
     assert status == 1
-    assert "memory: left out: out of memory" in said, "whatever it is, it ends no job"
+    assert "memory: left out: OutOfMemoryError: out of memory" in said, "whatever it is, it ends no job"
     assert "refused: left out: refused: refused by SGLang: too long" in said
     assert "nan: left out: expected finite keys" in said
     assert "short: left out: expected a prefix of more than 80 tokens" in said
