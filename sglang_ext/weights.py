@@ -109,7 +109,7 @@ class _Pieces:
         first = -(-begin // _WORD)
         words = max(0, end // _WORD - first)
         whole = torch.empty(0, dtype=torch.int64, device=tensor.device).set_(storage, first, (words,), (1,))
-        yield from (self._sum(piece) for piece in whole.split(_WORDS) if words)
+        yield from (self._sum(whole[at : at + _WORDS]) for at in range(0, words, _WORDS))
         inner = (first * _WORD, (first + words) * _WORD) if words else (begin, begin)
         for start, stop in ((begin, inner[0]), (inner[1], end)):
             if stop > start:  # bytes beside whole words
