@@ -114,7 +114,8 @@ class CalibrateJob:
         out = Path(options.out).absolute()
         if out.is_dir():
             raise IsADirectoryError(f"{out} is a folder; name a file in it with --out")
-        for folder in (out.parent, self._folder, *([] if options.report is None else [options.report])):
+        report = None if options.report is None else Path(options.report)
+        for folder in filter(None, (out.parent, self._folder, report)):
             check_writable(folder)
         if not options.resume:
             self._forget()
