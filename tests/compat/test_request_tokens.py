@@ -28,6 +28,12 @@ from sglang_ext.prefill.prompts import Prompt
 given = json.loads(sys.argv[1])
 flags = ["--model-path", given["model"], "--device", "cpu", "--attention-backend", "torch_native"]
 args = prepare_server_args(flags)
+try:
+    from sglang.srt.runtime_context import publish
+except ImportError:  # 0.5.16 has no record to publish
+    pass
+else:
+    publish(args, role="tokenizer")
 loop = asyncio.new_event_loop()
 asyncio.set_event_loop(loop)
 manager, templates = init_tokenizer_manager(args, PortArgs.init_new(args))
