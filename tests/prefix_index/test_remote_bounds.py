@@ -51,6 +51,8 @@ def test_an_index_of_absurd_length_is_damaged_and_the_others_are_served(
         say(blobs, nbytes=nbytes, chunk_nbytes=nbytes)
     store = make("a")
     monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
+    listed = DIGEST in {entry.digest for entry in store.list()}
+    assert listed == (nbytes <= 1 << 46), "more than any container has is refused before anybody asks for it"
     with pytest.raises(IndexCorrupt):
         store.get(DIGEST)
     assert fill_of(store, sample_identity(LONG)) == 7, "the remote store is asked as before"
