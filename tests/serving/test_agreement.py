@@ -280,7 +280,7 @@ def test_an_id_that_is_used_again_is_asked_for_again() -> None:
 
     def work(ranks: Ranks) -> tuple[list[bool], int]:
         requests, counters = RequestTable(), Counters(1, torch.device("cpu"))
-        ready = Readiness(SparseAttnConfig(), requests, counters, ranks, lambda one: None, lambda one: True)
+        ready = Readiness(SparseAttnConfig(), requests, counters, ranks, lambda one: None)
         owners: list[Any] = [_Request(), _Request()]
         requests.add(owners[0], Attachment("r", 200, None, "unsupported_mode", "of a streaming session"))
         requests.enter(owners[0])

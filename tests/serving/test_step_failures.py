@@ -14,7 +14,7 @@ from sglang_ext.attention.attentions import LayerShape
 from sglang_ext.attention.shared_decode import SharedDecode
 from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
 from sglang_ext.runtime import SparseRuntime
-from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Request, _decode_batch, _step
+from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Request, _decode_batch, _step, start
 
 OTHER = list(range(500, 564))
 Start = Callable[..., SparseRuntime]
