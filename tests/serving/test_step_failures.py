@@ -1,5 +1,7 @@
 """A decode step that fails costs the groups of its own requests: never those of others, and never an answer."""
 
+# ruff: noqa: F401, F811 (a fixture of another module)
+
 from __future__ import annotations
 
 from collections.abc import Callable
