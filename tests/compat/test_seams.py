@@ -45,9 +45,9 @@ load_plugins()
 import sglang.srt.model_executor.model_runner
 from sglang_ext.compat import scheduler_hooks as hooks
 from sglang_ext.compat import seams
-out = {"missing": seams.missing(seams.SEAMS), "stale": []}
+out = {"missing": seams.missing(seams.here()), "stale": []}
 
-for seam in seams.SEAMS:
+for seam in seams.here():
     name = seam.target.rsplit(".", 1)[1]
     hooked = pkgutil.resolve_name(seam.target)
     for module in list(sys.modules.values()):
