@@ -156,6 +156,7 @@ def _readiness(ranks: Ranks, attachments: Sequence[Attachment]) -> Any:
     held = [_Request() for _ in attachments]
     for request, attachment in zip(held, attachments, strict=True):
         table.add(request, attachment)
+        table.enter(request)
 
     def release(attachment: Attachment) -> None:
         attachment.index = None
