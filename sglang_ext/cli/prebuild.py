@@ -82,14 +82,14 @@ def _run(args: argparse.Namespace) -> int:
     from sglang_ext.prefill.prompts import PromptError, read_prompts
     from sglang_ext.profiles import local_folder
 
-    refusal = engine_refusal(args.model_path, args.sglang_flags)
-    if refusal:
-        return _refuse(refusal)
     with ExitStack() as opened:
         try:
             prompts = read_prompts(args.prompts)
             model_folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
             config, _ = parse_profiled(args.sparse_attn_config, model_folder)  # before a folder is made for a store
+            refusal = engine_refusal(args.model_path, args.sglang_flags)
+            if refusal:
+                return _refuse(refusal)
             _make_folder(args.store, config)
             settings = make_settings(args.sparse_attn_config, args.store, model_folder)
             store = opened.enter_context(closing(configured_store(settings.store, settings.config)))

@@ -179,7 +179,7 @@ def test_a_damaged_or_newer_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("sglang_ext.calibration.measurement.MEASUREMENT_VERSION", 99)
     save_measurement(measure_prompt(make_capture(), SETTING), INFO, path)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"version 3 in .*, got '99'"):
+    with pytest.raises(ValueError, match=rf"version {MEASUREMENT_VERSION} in .*, got '99'"):
         load_measurement(path)
 
 

@@ -12,6 +12,7 @@ TREE = {
     "InvalidPayload": "IndexStoreError",
     "IndexNotFound": "IndexStoreError",
     "IndexUnreadable": "IndexStoreError",
+    "OutOfMemory": "IndexUnreadable",
     "IndexFormatError": "IndexStoreError",
     "IndexForeign": "IndexFormatError",
     "IndexTooNew": "IndexFormatError",
@@ -41,4 +42,4 @@ def test_message_and_parts(kind: type[IndexStoreError]) -> None:
     assert (placed.what, placed.expected, placed.found, placed.remedy, placed.path) == (
         "thing", "a", "b", "do c", "/store/x"
     )  # fmt: skip
-    assert kind.reason in {"no_index", "index_mismatch", "index_corrupt", "store_unavailable"}
+    assert kind.reason in {"no_index", "index_mismatch", "index_corrupt", "index_memory", "store_unavailable"}

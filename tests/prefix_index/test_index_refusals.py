@@ -116,7 +116,7 @@ def test_an_index_whose_retention_is_not_known_leaves_last(folder: Path, monkeyp
         store.put(sample_payload(IDS[1]))
     refuse(monkeypatch, keep_file(folder, IDS[0]), errno.EIO)
     with opened(folder, max_bytes=2 * ONE) as store:
-        assert {e.identity: e.retention for e in store.list()} == {IDS[0]: PINNED, IDS[1]: Retention()}
+        assert {e.identity: e.retention for e in store.list()} == {IDS[0]: Retention(pinned=True), IDS[1]: Retention()}
         store.put(sample_payload(IDS[2]))
         store.put(sample_payload(IDS[3]))
         store.collect()

@@ -31,7 +31,7 @@ def settings(folder: Path, build: str = "off") -> Settings:
 
 @pytest.fixture
 def watch(folder: Path) -> Iterator[StoreWatch]:
-    watch = StoreWatch(settings(folder))
+    watch = StoreWatch(settings(folder), lambda _: None)
     yield watch
     watch.close()
 
@@ -82,9 +82,9 @@ def test_a_folder_that_has_gone_is_said(folder: Path, watch: StoreWatch) -> None
 
 def test_only_who_builds_needs_a_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    watch = StoreWatch(settings(folder))
+    watch = StoreWatch(settings(folder), lambda _: None)
     assert watch.snapshot()["indexes_in_store"] == 1
     watch.close()
     for build in ("shared", "prefill"):
         with pytest.raises(StoreFolderError, match="expected a writable folder"):
-            StoreWatch(settings(folder, build))
+            StoreWatch(settings(folder, build), lambda _: None)

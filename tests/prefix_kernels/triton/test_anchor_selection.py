@@ -252,13 +252,7 @@ def test_windows_that_take_the_whole_budget(form: Form, device: torch.device) ->
 @pytest.mark.parametrize("block_sizes", [(16, 16), (16, 64), (4, 1)], ids=str)
 @pytest.mark.parametrize(
     "windows",
-    [
-        pytest.param((0, 0), marks=pytest.mark.full),
-        (5, 20),
-        (150, 60),
-        (150, 61),
-        pytest.param((16, 0), marks=pytest.mark.full),
-    ],
+    [(5, 20), (150, 60), (150, 61), *(pytest.param(two, marks=pytest.mark.full) for two in ((0, 0), (16, 0)))],
     ids=str,
 )
 @pytest.mark.parametrize("same", [False, True], ids=["", "all tie"])
