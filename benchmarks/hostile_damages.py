@@ -103,7 +103,8 @@ def damages(arrays: Arrays, method: str) -> Iterator[Damage]:
     names = sorted({key.name for key in arrays})
     for name in names:
         yield Damage(f"{name}: missing in a KV head", _drop(lambda k, n=name: k.name == n and k[1:] == VICTIM))
-        yield Damage(f"{name}: missing everywhere", _drop(lambda k, n=name: k.name == n))
+        if len(names) > 1:  # else it is an index of another method
+            yield Damage(f"{name}: missing everywhere", _drop(lambda k, n=name: k.name == n))
         for form in FORMS:
             for everywhere in (False, True):
                 where = "everywhere" if everywhere else "in a KV head"

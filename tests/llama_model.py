@@ -73,4 +73,4 @@ def tool(name: str, about: str) -> dict[str, Any]:
 
 
 WEATHER, TRAINS, HOTELS = (tool(name, f"tells of {name}") for name in ("weather", "trains", "hotels"))
-SYSTEM = {"role": "system", "content": "Plan journeys for those who ask. " * 24}
+SYSTEM = {"role": "system", "content": "Plan journeys for those who ask. " * 36}

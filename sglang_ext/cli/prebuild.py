@@ -94,8 +94,10 @@ def _run(args: argparse.Namespace) -> int:
             settings = make_settings(args.sparse_attn_config, args.store, model_folder)
             store = opened.enter_context(closing(configured_store(settings.store, settings.config)))
             report = opened.enter_context(open(args.report, "a")) if args.report is not None else sys.stdout
-        except (PromptError, ConfigError, IndexStoreError) as error:
+        except (PromptError, ConfigError) as error:
             return _refuse(error)
+        except IndexStoreError as error:
+            return _refuse(f"--store {args.store}: {error}")
         except OSError as error:
             return _refuse(f"expected a --report that can be written, got: {error}. Name another file")
         return _build(args, settings, store, prompts, report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from prefix_index.connect import open_store
 from prefix_index.folder import Access
 from prefix_index.service import Depot, ServedFolder
 from prefix_index.testing import sample_payload
+from tests.prefix_index.faults import tools
 from tests.prefix_index.faults.tools import fork, reap
 from tests.prefix_index.small_stores import IDS, PINNED, index_file, keep_file, opened
 
@@ -87,12 +88,16 @@ def as_somebody_else(work: Callable[[], None]) -> int | None:
     return reap(fork(child), 120)
 
 
-def test_another_users_store_is_read(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("shared")
-    for place in (folder, *folder.parents):
-        if os.geteuid() == 0 and place.stat().st_uid == 0 and place.stat().st_mode & 0o5 != 0o5 and place != Path("/"):
-            place.chmod(place.stat().st_mode | 0o005)
-    folder = folder / "store"
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that other users can reach, which those of pytest are not."""
+    with tools.folder() as path:
+        path.chmod(0o755)
+        yield path
+
+
+def test_another_users_store_is_read(public: Path) -> None:
+    folder = public / "store"
     with opened(folder, mode=0o755) as store:
         store.put(sample_payload(IDS[0], fill=4), retention=PINNED)
     if os.geteuid() != 0:

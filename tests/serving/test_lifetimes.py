@@ -103,6 +103,7 @@ def test_a_damaged_index_is_tried_once_for_a_request(start: Any) -> None:
     (index,) = runtime.residency._by_digest.values()
     index.loaded.result(30)
     runtime.slot_taken(request)
+    assert list(runtime.residency._by_digest.values()) == [index], "no second load of what has just failed"
     assert _step(runtime, _decode_batch(runtime, ["a"], [66])) == [None] * LAYERS
     assert runtime.snapshot()["fallbacks"] == {"index_corrupt": 1}, "not what the store says of it the second time"
 

@@ -73,7 +73,7 @@ def test_a_layer_that_fails_in_the_middle_leaves_the_rest_to_sglang(
 ) -> None:
     """What came before stays; the failing layer's own keys and values are written twice, the same ones."""
     runtime = start([PROMPT])
-    _admitted(runtime, PROMPT)
+    held = _admitted(runtime, PROMPT)
     attended = runtime.decode._attended
 
     def fails_late(q: Any, kv: Any, group: Any, layer: int, *rest: Any) -> Any:
@@ -82,11 +82,12 @@ def test_a_layer_that_fails_in_the_middle_leaves_the_rest_to_sglang(
     monkeypatch.setattr(runtime.decode, "_attended", fails_late)
     outs = _step(runtime, _decode_batch(runtime, ["r0"], [66]))
     assert [out is None for out in outs] == [False, True, True]
+    assert len(held) == 1
 
 
 def test_groups_by_slots_go_on_with_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = start(share_prefixes=True, min_shared_tokens=32)
-    _admitted(runtime, *[PROMPT] * 4)
+    held = _admitted(runtime, *[PROMPT] * 4)
     for row in range(1, 4):
         runtime.view.req_to_token[row, :64] = runtime.view.req_to_token[0, :64].clone()
 
@@ -103,16 +104,18 @@ def test_groups_by_slots_go_on_with_others(start: Start, monkeypatch: pytest.Mon
     assert steps(0, 3, 72)[-1] is None, "they share nothing any more"
     assert steps(2, 3, 66)[-1] is not None
     assert runtime.snapshot()["shared"]["compared"] == 2, "what was known of those that failed is forgotten"
+    assert len(held) == 4
 
 
 def test_with_several_ranks_it_ends_the_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may have prepared the step: another graph would be replayed there."""
     runtime = start(share_prefixes=True, min_shared_tokens=32)
-    _admitted(runtime, PROMPT)
+    held = _admitted(runtime, PROMPT)
     monkeypatch.setattr(runtime.shared._decode, "prepare", _raises)
     runtime.ranks = SimpleNamespace(size=2)  # type: ignore[assignment]
     with pytest.raises(BrokenError), runtime.step(_decode_batch(runtime, ["r0"], [66])):
         pass
+    assert len(held) == 1
 
 
 def test_tables_that_were_half_written_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +137,14 @@ def test_tables_that_were_half_written_are_written_again(monkeypatch: pytest.Mon
     q = torch.randn(2, 2, 16, generator=gen)
     assert decode.prepare(batch(0))
     before = decode.attend(q, kv, 0.25)
+    copy = decode._buffers.copy_prefixes
+
+    def fails_late(*of: Any) -> None:
+        copy(*of)
+        raise BrokenError
+
     with monkeypatch.context() as patched:
-        patched.setattr(decode._buffers, "copy_prefixes", _raises)
+        patched.setattr(decode._buffers, "copy_prefixes", fails_late)
         with pytest.raises(BrokenError):
             decode.prepare(batch(2))
     assert decode.prepare(batch(0))

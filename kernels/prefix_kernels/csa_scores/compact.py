@@ -155,13 +155,12 @@ def _offsets_ascend(places: Tensor, counts: Tensor, list_len: int, prefix_len: i
     ends = counts.cumsum(dim=-1)
     if bool((ends[..., -1] != list_len).any()):
         return False
-    # An entry's place may be lower than the one before only where its block begins.
-    lower = places[..., 1:] <= places[..., :-1]
-    begins = ends[..., :-1]
-    later = (begins > 0) & (counts[..., 1:] > 0)
-    allowed = int((lower.gather(-1, (begins - 1).clamp(0, max(list_len - 2, 0))) & later).sum()) if list_len > 1 else 0
+    # Entry i behind entry i - 1; behind those of another block it may have a lower place.
+    rises = places.new_ones((*places.shape[:-1], list_len + 1), dtype=torch.bool)
+    torch.gt(places[..., 1:], places[..., :-1], out=rises[..., 1:list_len])
+    rises.scatter_(-1, ends[..., :-1], True)
     behind = (counts[..., -1] > 0) & (places[..., -1] > (prefix_len - 1) % BLOCK_POSITIONS)
-    return int(torch.count_nonzero(lower)) == allowed and not bool(behind.any())
+    return bool(rises.all()) and not bool(behind.any())
 
 
 def _num_bits(places: Tensor) -> Tensor:
