@@ -160,7 +160,7 @@ class Connection:
                 if wait.closed.is_set():
                     raise closed_error() from None
                 if left <= 0:
-                    raise unavailable(f"no service within {deadline - began:.2g} s", path=self._path) from None
+                    raise unavailable(f"no service within {deadline - began:.2g} s", path=str(self._path)) from None
                 self._socket.poll(max(int(left * 1000), 1), zmq.POLLOUT)
 
     def _answer(self, raw: bytes) -> Answer:
