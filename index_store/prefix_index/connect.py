@@ -85,7 +85,7 @@ def open_store(
     wait: str = "best_effort",
     timeout_s: float = 5.0,
     write: bool = True,
-    mode: int | str = 0o700,
+    mode: int | str | None = None,
     group: str | int | None = None,
 ) -> IndexStore:
     """The store at an address, ready to be opened (``open()`` or ``with``).

@@ -50,10 +50,10 @@ class FileStore:
     ``open()`` checks the folder, which must exist unless ``create``, removes partial files of dead writers
     and reads the header of every index. Look-ups then do no I/O; ``rescan()`` learns of other processes'
     changes. Folders are made with ``mode`` (a number or its octal digits), files too but not to be executed, and belong
-    to ``group`` (a name or number; None: the process's): an index may hold keys of a prompt, so by default they are the
-    owner's alone. With ``write=False`` a folder that cannot be written to (another user's, a disk mounted read-only) is
-    opened all the same: whatever writes then raises StoreFolderError. Two writers of one identity: the last rename
-    wins, both files are valid.
+    to ``group`` (a name or number; None: the process's). An index may hold keys of a prompt: without a mode what is made
+    is as the folder that is there, and a folder that is made is its owner's alone. With ``write=False`` a folder that
+    cannot be written to (another user's, a disk mounted read-only) is opened all the same: whatever writes then raises
+    StoreFolderError. Two writers of one identity: the last rename wins, both files are valid.
 
     ``max_bytes`` bounds all index files together, those being written included (an index that is replaced counts as
     gone, but stays until the new one is whole); ``min_free_bytes`` is left free on the disk. ``put`` and
@@ -68,7 +68,7 @@ class FileStore:
         *,
         create: bool = False,
         write: bool = True,
-        mode: int | str = 0o700,
+        mode: int | str | None = None,
         group: str | int | None = None,
         partial_grace_s: float = 60.0,
         max_bytes: int | None = None,
@@ -79,7 +79,8 @@ class FileStore:
         self.folder = Path(folder)
         self._create = create
         self._write = write or create
-        self._access = Access.of(mode, group)
+        own = mode is None and group is None
+        self._access = Access.found(self.folder) if own else Access.of(0o700 if mode is None else mode, group)
         self._partial_grace_s = partial_grace_s
         self._clock = clock
         self._limits = FolderLimits(max_bytes, min_free_bytes, policy_of(eviction), clock)

@@ -78,6 +78,15 @@ class Access(NamedTuple):
             raise InvalidPayload("group of the store", expected="a group", found=repr(group), remedy=remedy) from None
         return cls(bits, number)
 
+    @classmethod
+    def found(cls, folder: Path) -> Access:
+        """That of a folder that is there; the default where none is."""
+        try:
+            there = os.stat(folder)
+        except OSError:
+            return cls()
+        return cls(there.st_mode & 0o777 | 0o700, there.st_gid if there.st_mode & stat.S_ISGID else None)
+
     @property
     def file_mode(self) -> int:
         return self.mode & 0o666

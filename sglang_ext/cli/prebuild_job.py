@@ -107,9 +107,12 @@ class PrebuildJob:
             change["pinned"] = self._args.pin
             change["expires"] = None if self._args.ttl is None else time.time() + self._args.ttl
         try:
+            self._store.rescan()  # somebody may have pinned it meanwhile
             entry = entry_of(self._store.list(), line["digest"])
             old = Retention() if entry is None else entry.retention
-            if replace(old, **change) != old:
+            # What cannot be read counts as a pin, and must not become one for the sake of a name.
+            unread = any(line["digest"] in problem.path for problem in self._store.problems())
+            if replace(old, **change) != old and not (unread and change.keys() <= {"name"}):
                 self._store.retain(line["digest"], replace(old, **change))
         except IndexStoreError as error:
             return {**line, "status": "failed", "reason": "not_retained", "detail": str(error)}

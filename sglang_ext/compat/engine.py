@@ -61,7 +61,6 @@ class OfflineEngine:
 
         record = _checked_record(self._flags)
         on_sigterm = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-        record.custom_sigquit_handler = _raise_died  # its own ends this process by SIGKILL
         logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_says_more_than_that)
         self._launched = True
         try:
@@ -197,6 +196,7 @@ def _checked_record(flags: Sequence[str]) -> Any:
     parser.parse_args(list(flags))
     try:
         record = prepare_server_args(list(flags))
+        record.custom_sigquit_handler = _raise_died  # SGLang's own ends this process by SIGKILL
         getattr(record, "resolve_once", lambda: None)()  # 0.5.16 has done it; 0.5.23 would when it launches
     except Exception as error:
         said = " ".join(str(error).split())

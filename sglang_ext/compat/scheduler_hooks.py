@@ -214,8 +214,17 @@ def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence
     from sglang.srt.managers.schedule_batch import Req
 
     for req in reqs if _runtime is not None and _rows is not None else ():
-        if isinstance(req, Req):
+        if not isinstance(req, Req):
+            continue
+        try:
             _runtime.slot_taken(req)
+        except Exception as error:  # one request must not end the server
+            logger.exception("sparse attention: request %s stays dense", req.rid)
+            attachment = _runtime.requests.of(req)
+            if attachment is not None:
+                _runtime.ready.give_up(attachment, "unsupported_mode", f"{type(error).__name__}: {error}")
+            if _runtime.builds is not None:
+                _runtime.builds.discard(req.rid)
 
 
 def after_weights_update(result: Any, updater: Any, _request: Any) -> None:

@@ -54,6 +54,9 @@ class OwnInputs:
     def __init__(self, view: BuildView, capture: Capture, row: int, num_tokens: int) -> None:
         self.num_layers = view.num_layers
         self._view, self._capture, self._row, self._num_tokens = view, capture, row, num_tokens
+        if capture.samples is not None and capture.samples.is_cuda:
+            # A request may be retracted before the layers of its last prefill step have run.
+            torch.cuda.synchronize(capture.samples.device)
 
     @cached_property
     def _slots(self) -> Tensor:

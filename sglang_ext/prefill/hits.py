@@ -99,11 +99,9 @@ class HitCounter:
             prefix.hits += 1
             self._known.move_to_end((namespace, prefix.hashes[-1]))
         for prefix in met:
-            if prefix.built_at is None or prefix.built_at >= admitted:
-                continue
-            if indexed >= prefix.num_tokens:
+            if prefix.due and indexed >= prefix.num_tokens:
                 prefix.served += 1
-            else:  # its index has left the store
+            elif prefix.built_at is not None and prefix.built_at < admitted:  # its index has left the store
                 self.evicted += 1
                 prefix.tries = 0 if prefix.served >= self._wanted(prefix) else prefix.tries + 1
                 prefix.due, prefix.built_at, prefix.hits, prefix.served = False, None, 1, 0

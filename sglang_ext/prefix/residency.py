@@ -137,11 +137,12 @@ class Residency:
 
         Args:
             entry: the store's.
-            retry: load an index anew that failed, unless it is hopeless. False where the same request's `prefetch` did.
+            retry: load an index anew that failed, unless it is hopeless. False where the same request's `prefetch` did:
+                then only where memory was short, which may have passed.
         """
         with self._lock:
             index = self._by_digest.get(entry.digest)
-            if index is None or (retry and index.can_be_tried_again(entry)):
+            if index is None or ((retry or index.reason == "index_memory") and index.can_be_tried_again(entry)):
                 index = ResidentIndex(entry)
                 self._by_digest[entry.digest] = index
                 index.loaded = self._worker.submit(self._load, index)
@@ -277,13 +278,20 @@ class Residency:
         evicted = []
         with self._lock:
             held = sum(index.nbytes for index in self._by_digest.values())
-            for digest, index in list(self._by_digest.items()):
+            if held + nbytes > self._budget_bytes and incoming.users == 0:
+                # Of a request that still waits: what others may need sooner stays, it is loaded when it has its slot.
+                self._by_digest.pop(incoming.entry.digest, None)
+                raise UnusableIndexError("index_memory", "no room without evicting others; nobody needs it yet")
+            for digest, index in self._by_digest.items():
                 if held + nbytes <= self._budget_bytes:
                     break
                 if index is not incoming and index.users == 0 and index.state is State.READY:
                     held -= index.nbytes
-                    evicted.append(self._by_digest.pop(digest))
-            if held + nbytes > self._budget_bytes:
+                    evicted.append(digest)
+            if held + nbytes <= self._budget_bytes:
+                for digest in evicted:
+                    del self._by_digest[digest]
+            else:
                 raise UnusableIndexError(
                     "index_memory",
                     f"index {incoming.entry.digest[:12]} needs {nbytes} bytes and {held} of index_gpu_bytes="

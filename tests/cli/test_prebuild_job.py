@@ -210,6 +210,16 @@ def test_a_prompt_that_sglang_refuses_fails_and_the_job_goes_on(job: Any) -> Non
     assert (lines[0]["reason"], lines[0]["detail"]) == ("refused_by_sglang", "expected text, got messages")
 
 
+def test_a_name_takes_no_pin_away_that_somebody_else_gave_meanwhile(job: Any) -> None:
+    _, _, store = job(1)
+    with FileStore(store.folder) as other:
+        other.retain(identity_of(prompt(1)), Retention(pinned=True))
+    status, lines, _ = job(Prompt(id="tools", input_ids=prompt(1)))
+    assert (status, lines[0]["status"]) == (0, "exists")
+    with FileStore(store.folder) as other:
+        assert other.list()[0].retention == Retention(pinned=True, name="tools")
+
+
 def test_pin_and_ttl_hold_for_what_is_built_and_for_what_exists(job: Any) -> None:
     _, _, store = job(1)
     assert store.list()[0].retention == Retention()

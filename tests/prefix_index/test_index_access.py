@@ -70,6 +70,17 @@ def test_modes_that_keep_the_owner_out_or_are_none_are_refused(folder: Path, mod
         FileStore(folder, mode=mode)
 
 
+def test_who_names_no_mode_keeps_to_that_of_the_folder(folder: Path) -> None:
+    """A pin by a command, say, in a store that a group shares."""
+    with opened(folder, mode="0770") as store:
+        store.put(sample_payload(IDS[0]))
+    with opened(folder) as store:
+        store.retain(IDS[0], PINNED)
+        store.put(sample_payload(IDS[1]))
+    assert modes(folder) == {0o770}
+    assert file_modes(folder) == {0o660}
+
+
 def test_a_group_that_is_not_there_is_refused() -> None:
     with pytest.raises(InvalidPayload, match="group of the store: expected a group, found 'no-such-group'"):
         Access.of(0o750, "no-such-group")

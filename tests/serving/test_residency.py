@@ -85,6 +85,40 @@ def test_an_index_in_use_is_never_evicted_and_the_newcomer_fails_with_a_reason(b
     residency.close()
 
 
+def test_who_waits_evicts_nothing_and_who_has_a_slot_does(bench: Any) -> None:
+    entries = [bench.put(_prompt(n)) for n in range(2)]
+    residency = _residency(bench, budget=3 * 64 * 2 * 16 * 4)
+    idle = _load(residency, entries[0])
+    residency.release(idle)
+    residency.prefetch(entries[1])
+    residency._worker.submit(int).result(30)  # behind that load
+    assert residency.acquire(entries[0], retry=False) is idle
+    # What was short when it was fetched ahead may be there now.
+    failed = _load(residency, entries[1])
+    assert (failed.state, failed.reason) == (State.FAILED, "index_memory")
+    for index in (idle, failed):
+        residency.release(index)
+    loaded = residency.acquire(entries[1], retry=False)
+    assert loaded.loaded is not None
+    loaded.loaded.result(30)
+    assert loaded.state is State.READY
+    residency.check_integrity()
+    residency.close()
+
+
+def test_what_would_be_evicted_in_vain_stays(bench: Any) -> None:
+    one = 3 * 64 * 2 * 16 * 4
+    entries = [bench.put(_prompt(0)), bench.put(_prompt(1)), bench.put(_prompt(2, 128))]
+    residency = _residency(bench, budget=2 * one)
+    used, idle = _load(residency, entries[0]), _load(residency, entries[1])
+    residency.release(idle)
+    large = _load(residency, entries[2])
+    assert (used.state, large.state, large.reason) == (State.READY, State.FAILED, "index_memory")
+    assert residency.resident_bytes() == 2 * one
+    assert residency.acquire(entries[1], retry=False) is idle
+    residency.close()
+
+
 def test_an_index_larger_than_the_budget_fails_with_both_sizes(bench: Any) -> None:
     residency = _residency(bench, budget=1000)
     index = _load(residency, bench.put(_prompt(1)))

@@ -105,6 +105,19 @@ def test_an_index_that_paid_before_it_left_is_built_again_as_soon_as_a_new_one()
     assert counter.hit("", prompt, 64, 0, admitted=2.0) is due
 
 
+def test_what_an_index_serves_counts_as_soon_as_it_does() -> None:
+    """A rank that left its part for another one learns late that the index is stored."""
+    counter = HitCounter(after=2, least=16, align=16)
+    prompt = hashes(SHARED)
+    due = [counter.hit("", prompt, 64, 0) for _ in range(2)][1]
+    assert due is not None
+    due.built_at = 600.0
+    for now in (1.0, 2.0):
+        counter.hit("", prompt, 64, 64, admitted=now)
+    counter.hit("", prompt, 64, 0, admitted=601.0)
+    assert due.tries == 0
+
+
 def test_prefixes_that_nobody_hits_are_forgotten() -> None:
     counter = HitCounter(after=9, least=16, align=16)
     for n in range(MAX_PREFIXES + 5):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from ..errors import IndexNotFound, IndexStoreError, IndexUnreadable, StoreClosed, StoreUnavailable
-from ..folder import PRIVATE, os_errors
+from ..folder import Access, os_errors
 from ..keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint
 from ..lease import FolderLeases
 from ..opening import open_in, path_in
@@ -93,7 +93,7 @@ class StoreClient:
         self._mirror = self._new_mirror()
         self._pool: ConnectionPool | None = None
         self._pid = -1
-        self._tiers = _Tiers((), FolderLeases(Path(), PRIVATE))
+        self._tiers = _Tiers((), FolderLeases(Path(), Access()))
 
     def open(self) -> None:
         """Says hello and fetches the listing. Raises StoreUnavailable, and, as every call that asks the service,
@@ -358,7 +358,7 @@ class StoreClient:
     def _meet(self, welcome: Welcome) -> None:
         folders = tuple(Path(folder) for folder in welcome.folders)
         if folders != self._tiers.folders:
-            self._tiers = _Tiers(folders, FolderLeases(folders[-1], PRIVATE))
+            self._tiers = _Tiers(folders, FolderLeases(folders[-1], Access.found(folders[-1])))
 
     def _put_once(self, digest: str, writer: IndexWriter, payload: IndexPayload, retention: Retention | None) -> Stored:
         reserved = self._ask(Reserve(digest=digest, nbytes=writer.nbytes), Reserved, slow=True)
