@@ -51,7 +51,7 @@ class FileStore:
     and reads the header of every index. Look-ups then do no I/O; ``rescan()`` learns of other processes'
     changes. Folders are made with ``mode`` (a number or its octal digits), files too but not to be executed, and belong
     to ``group`` (a name or number; None: the process's). An index may hold keys of a prompt: without a mode what is
-    made is as the folder that is there, and a folder that is made is its owner's alone. With ``write=False`` a folder that
+    made is as the folder that is there, and one that is made is its owner's alone. With ``write=False`` a folder that
     cannot be written to (another user's, a disk mounted read-only) is opened all the same: whatever writes then raises
     StoreFolderError. Two writers of one identity: the last rename wins, both files are valid.
 
