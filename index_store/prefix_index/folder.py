@@ -81,10 +81,9 @@ class Access(NamedTuple):
     @classmethod
     def found(cls, folder: Path) -> Access:
         """That of a folder that is there; the default where none is."""
-        try:
-            there = os.stat(folder)
-        except OSError:
+        if not folder.is_dir():
             return cls()
+        there = os.stat(folder)
         return cls(there.st_mode & 0o777 | 0o700, there.st_gid if there.st_mode & stat.S_ISGID else None)
 
     @property
