@@ -95,6 +95,7 @@ def test_signals_are_heard_at_once_within_a_request_and_between_two() -> None:
     }
 
 
+@pytest.mark.full
 def test_flags_that_sglang_refuses_are_one_line_before_a_process_starts() -> None:
     base = ["--model-path", "models/needle", "--device", "cpu"]
     said = _run(_FLAGS, json.dumps({"unknown": [*base, "--pagesize", "16"], "bad": [*base, "--dtype", "float33"]}))
