@@ -95,26 +95,22 @@ def open_store(
     the other). Where nothing but remote stores is named, the last one is the truth.
 
     ``create``, ``max_bytes``, ``min_free_bytes``, ``eviction`` (``lru`` or ``cost_aware``), ``write``, ``mode`` and
-    ``group`` hold for folders (``FileStore``);
-    a service and a remote store have limits of their own. ``timeout_s`` bounds each answer of a service or a
-    remote store, and with ``wait`` (``best_effort``, ``wait_complete``, ``timeout``) what a tiered ``get`` waits
-    for the slower tier. Raises InvalidPayload for an address or an option that is none.
+    ``group`` hold for folders (``FileStore``); a service and a remote store have limits of their own. ``timeout_s``
+    bounds each answer of a service or a remote store, and with ``wait`` (``best_effort``, ``wait_complete``,
+    ``timeout``) what a tiered ``get`` waits for the slower tier. Raises InvalidPayload for an address or an option that
+    is none.
     """
+    of_folders: dict[str, Any] = {
+        "create": create,
+        "max_bytes": max_bytes,
+        "min_free_bytes": min_free_bytes,
+        "eviction": eviction,
+        "write": write,
+        "mode": mode,
+        "group": group,
+    }
     if isinstance(address, Sequence) and not isinstance(address, (str, bytes)):
-        stores = [
-            open_store(
-                one,
-                create=create,
-                max_bytes=max_bytes,
-                min_free_bytes=min_free_bytes,
-                eviction=eviction,
-                timeout_s=timeout_s,
-                write=write,
-                mode=mode,
-                group=group,
-            )
-            for one in address
-        ]
+        stores = [open_store(one, timeout_s=timeout_s, **of_folders) for one in address]
         _check_apart(stores)
         local = [number for number, one in enumerate(address) if locate(one).kind in ("file", "service")]
         if not local:
@@ -126,16 +122,7 @@ def open_store(
     if kind == "file":
         from .file import FileStore
 
-        return FileStore(
-            value,
-            create=create,
-            max_bytes=max_bytes,
-            min_free_bytes=min_free_bytes,
-            eviction=eviction,
-            write=write,
-            mode=mode,
-            group=group,
-        )
+        return FileStore(value, **of_folders)
     if kind == "service":
         from .service import StoreClient
 

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import math
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -27,7 +28,7 @@ S = TypeVar("S", bound="IndexSpec")
 
 
 @dataclass(frozen=True)
-class IndexSpec:
+class IndexSpec(ABC):
     """Base of the methods' parameter sets: parsing, checking and writing them.
 
     A subclass is a frozen dataclass whose fields are int, float, bool, str or `IndexSpec` (the spec of any method,
@@ -77,9 +78,9 @@ class IndexSpec:
         plain = {name: v.to_dict() if isinstance(v, IndexSpec) else v for name, v in values.items()}
         return {"method": self.method, **plain}
 
+    @abstractmethod
     def forms(self, size: IndexSize) -> dict[str, Form]:
         """What the arrays of one KV head must be, by name: all that a builder of this spec makes."""
-        raise NotImplementedError
 
     def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
         """Look at what the ranges of the forms cannot say; see `contents.check_layer`.
