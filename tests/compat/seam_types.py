@@ -1,4 +1,4 @@
-"""What each hook takes for granted, held against SGLang's real functions. `test_seam_types` runs it as a process.
+"""What each hook takes for granted, held against SGLang's real functions. `test_seam_types` calls it.
 
 Results come of real calls where no model is needed for one; else they are of the class that the function's text says it
 returns (not of its annotation, which may be wrong), and `tests/server` sees real ones.
@@ -7,7 +7,6 @@ returns (not of its annotation, which may be wrong), and `tests/server` sees rea
 from __future__ import annotations
 
 import inspect
-import json
 import pkgutil
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -121,7 +120,8 @@ def life(hooks: Any) -> list[Any]:
     return [*heard.calls, sorted(rows), rows[1]]
 
 
-def main() -> None:
+def seam_types() -> dict[str, Any]:
+    """By target: the names of arguments, whether the hook takes them, results, and what of them is of a wrong type."""
     load_plugins()
     from sglang_ext.compat import scheduler_hooks as hooks
     from sglang_ext.compat import seams
@@ -148,8 +148,4 @@ def main() -> None:
         found[seam.target] = {"takes": names[own:], "fits": fits, "results": len(results), "wrong": wrong}
     found["life"] = life(hooks)
     assert sglang.srt.managers.scheduler
-    print("RESULT", json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -2,71 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.compat.sglang_process import GROUP, in_sglang
 from tests.llama_model import SYSTEM, TRAINS, WEATHER, llama_model
 
 pytest.importorskip("sglang")
 
-_TOLD = """
-import asyncio, json, sys
-from sglang.srt.entrypoints.engine import init_tokenizer_manager
-from sglang.srt.entrypoints.openai.protocol import TokenizeRequest
-from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
-from sglang.srt.server_args import PortArgs, prepare_server_args
-import msgspec
-from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
-from sglang_ext.compat.request_tokens import RequestTokens
-from sglang_ext.prefill.prompt_tokens import prefix_tokens
-from sglang_ext.prefill.prompts import Prompt
-
-given = json.loads(sys.argv[1])
-flags = ["--model-path", given["model"], "--device", "cpu", "--attention-backend", "torch_native"]
-args = prepare_server_args(flags)
-try:
-    from sglang.srt.runtime_context import publish
-except ImportError:  # 0.5.16 has no record to publish
-    pass
-else:
-    publish(args, role="tokenizer")
-loop = asyncio.new_event_loop()
-asyncio.set_event_loop(loop)
-manager, templates = init_tokenizer_manager(args, PortArgs.init_new(args))
-source = RequestTokens(manager, templates, loop.run_until_complete)
-served = OpenAIServingTokenize(manager, templates)
-out = {}
-for name, line in given["prompts"].items():
-    try:
-        ids, warnings = prefix_tokens(msgspec.convert(line, Prompt), source)
-        out[name] = {"ids": ids, "text": manager.tokenizer.decode(ids), "warnings": warnings}
-    except ValueError as error:
-        out[name] = {"error": str(error)}
-for name, body in given["requests"].items():
-    if "text" in body:
-        ids, _ = loop.run_until_complete(manager._tokenize_texts(body["text"]))
-    else:
-        ids = served._tokenize_chat_request(TokenizeRequest(**body))
-    out[name] = {"ids": list(ids)}
-asked = msgspec.convert({**given["prompts"]["tools"], "question": given["question"]}, CalibrationPrompt)
-tokens, prefix_len = prompt_tokens(asked, source)
-out["calibration"] = {"ids": tokens.ids, "prefix_len": prefix_len}
-templates._jinja_template_content_format = "openai"  # as a template's that takes images
-try:
-    source.of_chat(given["image"])
-except ValueError as error:
-    out["image"] = {"error": str(error)}
-manager.tokenizer = None
-try:
-    source.of_text("a")
-except ValueError as error:
-    out["no tokenizer"] = {"error": str(error)}
-print("RESULT", json.dumps(out))
-"""
+pytestmark = GROUP
 
 TOOLS = [WEATHER, TRAINS]
 DATE = {"date_string": "1 May 2031"}
@@ -107,6 +52,63 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
+def told_by_sglang(given: dict[str, Any]) -> dict[str, Any]:
+    """The tokens of prompts and of requests, by name, and what is said of them."""
+    import asyncio
+
+    import msgspec
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.entrypoints.openai.protocol import TokenizeRequest
+    from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+
+    from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
+    from sglang_ext.compat.request_tokens import RequestTokens
+    from sglang_ext.prefill.prompt_tokens import prefix_tokens
+    from sglang_ext.prefill.prompts import Prompt
+
+    flags = ["--model-path", given["model"], "--device", "cpu", "--attention-backend", "torch_native"]
+    args = prepare_server_args(flags)
+    try:
+        from sglang.srt.runtime_context import publish
+    except ImportError:  # 0.5.16 has no record to publish
+        pass
+    else:
+        publish(args, role="tokenizer")
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    manager, templates = init_tokenizer_manager(args, PortArgs.init_new(args))
+    source = RequestTokens(manager, templates, loop.run_until_complete)
+    served = OpenAIServingTokenize(manager, templates)
+    out = {}
+    for name, line in given["prompts"].items():
+        try:
+            ids, warnings = prefix_tokens(msgspec.convert(line, Prompt), source)
+            out[name] = {"ids": ids, "text": manager.tokenizer.decode(ids), "warnings": warnings}
+        except ValueError as error:
+            out[name] = {"error": str(error)}
+    for name, body in given["requests"].items():
+        if "text" in body:
+            ids, _ = loop.run_until_complete(manager._tokenize_texts(body["text"]))
+        else:
+            ids = served._tokenize_chat_request(TokenizeRequest(**body))
+        out[name] = {"ids": list(ids)}
+    asked = msgspec.convert({**given["prompts"]["tools"], "question": given["question"]}, CalibrationPrompt)
+    tokens, prefix_len = prompt_tokens(asked, source)
+    out["calibration"] = {"ids": tokens.ids, "prefix_len": prefix_len}
+    templates._jinja_template_content_format = "openai"  # as a template's that takes images
+    try:
+        source.of_chat(given["image"])
+    except ValueError as error:
+        out["image"] = {"error": str(error)}
+    manager.tokenizer = None
+    try:
+        source.of_text("a")
+    except ValueError as error:
+        out["no tokenizer"] = {"error": str(error)}
+    return out
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = llama_model(tmp_path_factory.mktemp("llama") / "model")
@@ -117,11 +119,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "question": ASKED["content"],
         "image": IMAGE,
     }
-    command = [sys.executable, "-c", _TOLD, json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    return dict(json.loads(lines[0][7:]))
+    return in_sglang("tests.compat.test_request_tokens:told_by_sglang", given)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", ["tools", "tools in system", "tools alone", "user's own"])
@@ -129,7 +127,7 @@ def test_messages_are_what_chat_requests_begin_with(told: Any, name: str) -> Non
     ids, request = told[name]["ids"], told[f"of {name}"]["ids"]
     assert len(ids) > 700
     assert request[: len(ids)] == ids
-    assert told[name]["warnings"] == []
+    assert told[name]["warnings"] == ()
     bos = ids[0]
     assert (told[name]["text"][:17], ids.count(bos)) == ("<|begin_of_text|>", 1)
 
@@ -167,7 +165,7 @@ def test_what_sglang_refuses_is_a_value_error(told: Any, name: str, words: str) 
 
 def test_a_text_is_tokenized_as_requests_with_text_are(told: Any) -> None:
     assert told["text"]["ids"] == told["of text"]["ids"]
-    assert told["text"]["warnings"] == []
+    assert told["text"]["warnings"] == ()
 
 
 def test_calibration_measures_the_request_behind_the_same_tokens(told: Any) -> None:
@@ -177,7 +175,7 @@ def test_calibration_measures_the_request_behind_the_same_tokens(told: Any) -> N
 def test_two_bos_are_a_warning_that_says_what_to_do(told: Any) -> None:
     twice, once = told["rendered"], told["rendered, none added"]
     assert twice["ids"] == [once["ids"][0], *once["ids"]]
-    assert once["warnings"] == []
+    assert once["warnings"] == ()
     (warning,) = twice["warnings"]
     for words in ('"messages"', '"add_special_tokens": false', "got two"):
         assert words in warning

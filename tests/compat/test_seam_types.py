@@ -5,11 +5,6 @@ A hook once looked for a tuple, as the function's annotation says, where an obje
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,22 +13,15 @@ pytest.importorskip("sglang")
 
 from sglang_ext.compat.seams import SEAMS, Seam, here
 from sglang_ext.compat.versions import SUPPORTED
+from tests.compat.sglang_process import GROUP, in_sglang
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = GROUP
 
 
 @pytest.fixture(scope="module")
 def real() -> dict[str, Any]:
     """What `seam_types` found, by target."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "PYTEST_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.compat.seam_types"],
-        capture_output=True, text=True, timeout=600, cwd=ROOT, env=clean,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(lines[-1][7:])
-    return found
+    return in_sglang("tests.compat.seam_types:seam_types")  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("seam", here(), ids=lambda seam: seam.target.rsplit(".", 1)[1])

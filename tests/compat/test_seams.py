@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,87 +11,92 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from tests.compat.sglang_process import GROUP, in_sglang
 
-def _run(code: str) -> dict[str, Any]:
-    """Run code in an interpreter of its own; the JSON after RESULT."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "PYTEST_"))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=clean)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(lines[-1][7:])
-    return found
+pytestmark = GROUP
 
 
 def test_seams_of_every_process_are_applied_in_a_launcher() -> None:
+    """A process that had imported less of SGLang than `in_sglang` has."""
     code = """
-import json
 import sglang.srt.server_args
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang_ext.compat import seams
-print("RESULT", json.dumps({"missing": seams.missing([s for s in seams.SEAMS if s.process == "every"])}))
+print("missing:", seams.missing([s for s in seams.SEAMS if s.process == "every"]))
 """
-    assert _run(code) == {"missing": []}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "PYTEST_"))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=clean)
+    assert "missing: []" in done.stdout.splitlines(), done.stdout[-2000:] + done.stderr[-3000:]
 
 
-_SCHEDULER = """
-import json, pkgutil, sys
-from types import SimpleNamespace
-import sglang.srt.managers.scheduler as scheduler
-from sglang.srt.plugins import load_plugins
-load_plugins()
-import sglang.srt.model_executor.model_runner
-from sglang_ext.compat import scheduler_hooks as hooks
-from sglang_ext.compat import seams
-out = {"missing": seams.missing(seams.here()), "stale": []}
+def of_the_scheduler() -> dict[str, Any]:
+    import pkgutil
+    import sys
+    from types import SimpleNamespace
 
-for seam in seams.here():
-    name = seam.target.rsplit(".", 1)[1]
-    hooked = pkgutil.resolve_name(seam.target)
-    for module in list(sys.modules.values()):
-        if not getattr(module, "__name__", "").startswith("sglang.srt"):
-            continue
-        found = module.__dict__.get(name)
-        if found is not None and found is not hooked and name in ("attn_backend_wrapper", "create_tree_cache"):
-            out["stale"].append(f"{module.__name__}.{name}")
+    import sglang.srt.managers.scheduler as scheduler
+    from sglang.srt.plugins import load_plugins
 
-class Backend: pass
-class Cache:
-    def match_prefix(self, params): return 7
-backend, cache = Backend(), Cache()
-runner = SimpleNamespace(server_args=SimpleNamespace(), is_draft_worker=False)
-wrapped = hooks.around_attn_backend_wrapper(lambda r, b: b, runner, backend)
-hooks.after_create_tree_cache(cache, None)
-hooks.before_req_to_token_free(None, None)
-hooks.after_scheduler_init(None, SimpleNamespace(server_args=SimpleNamespace()))
-state = SimpleNamespace(internal_state={})
-hooks.after_get_internal_state(state, None)
-ran = hooks.around_model_runner_forward(lambda r, f: (r, f), runner, "fb")
-out["delegated"] = [
-    wrapped is backend and type(wrapped) is Backend, "match_prefix" not in vars(cache), hooks.runtime() is None,
-    state.internal_state, ran == (runner, "fb"),
-]
+    load_plugins()
+    from sglang_ext.compat import scheduler_hooks as hooks
+    from sglang_ext.compat import seams
 
-class SessionSlot:
-    __hash__ = None
-hooks._runtime = SessionSlot()
-hooks.before_req_to_token_free(None, SessionSlot())
-out["slot freed"] = True
+    out = {"missing": seams.missing(seams.here()), "stale": []}
 
-scheduler.Scheduler.get_internal_state = lambda self, *a: None
-try:
-    seams.assert_in_place(seams.SEAMS)
-except RuntimeError as error:
-    out["replaced"] = str(error)
-print("RESULT", json.dumps(out))
-"""
+    for seam in seams.here():
+        name = seam.target.rsplit(".", 1)[1]
+        hooked = pkgutil.resolve_name(seam.target)
+        for module in list(sys.modules.values()):
+            if not getattr(module, "__name__", "").startswith("sglang.srt"):
+                continue
+            found = module.__dict__.get(name)
+            if found is not None and found is not hooked and name in ("attn_backend_wrapper", "create_tree_cache"):
+                out["stale"].append(f"{module.__name__}.{name}")
+
+    class Backend:
+        pass
+
+    class Cache:
+        def match_prefix(self, params):
+            return 7
+
+    backend, cache = Backend(), Cache()
+    runner = SimpleNamespace(server_args=SimpleNamespace(), is_draft_worker=False)
+    wrapped = hooks.around_attn_backend_wrapper(lambda r, b: b, runner, backend)
+    hooks.after_create_tree_cache(cache, None)
+    hooks.before_req_to_token_free(None, None)
+    hooks.after_scheduler_init(None, SimpleNamespace(server_args=SimpleNamespace()))
+    state = SimpleNamespace(internal_state={})
+    hooks.after_get_internal_state(state, None)
+    ran = hooks.around_model_runner_forward(lambda r, f: (r, f), runner, "fb")
+    out["delegated"] = [
+        wrapped is backend and type(wrapped) is Backend,
+        "match_prefix" not in vars(cache),
+        hooks.runtime() is None,
+        state.internal_state,
+        ran == (runner, "fb"),
+    ]
+
+    class SessionSlot:
+        __hash__ = None
+
+    hooks._runtime = SessionSlot()
+    hooks.before_req_to_token_free(None, SessionSlot())
+    out["slot freed"] = True
+
+    scheduler.Scheduler.get_internal_state = lambda self, *a: None
+    try:
+        seams.assert_in_place(seams.SEAMS)
+    except RuntimeError as error:
+        out["replaced"] = str(error)
+    return out
 
 
 @pytest.fixture(scope="module")
 def scheduler() -> dict[str, Any]:
     """What was found in a process that imported the scheduler before the plugins were loaded."""
-    return _run(_SCHEDULER)
+    return in_sglang("tests.compat.test_seams:of_the_scheduler")  # type: ignore[no-any-return]
 
 
 def test_every_seam_resolves_and_is_applied_in_a_process_that_imported_the_scheduler(scheduler: dict[str, Any]) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,60 +9,56 @@ import pytest
 
 pytest.importorskip("sglang")
 
-_RECORDS = """
-import json, os, pickle, sys
-store = sys.argv[1]
-from sglang_ext.plugin import server_args
-from sglang_ext.config import ConfigError
-from sglang_ext.compat.server_args import settings_of
-out = {}
+from tests.compat.sglang_process import GROUP, in_sglang
 
-def told(record):
-    settings = settings_of(pickle.loads(pickle.dumps(record)))
-    return None if settings is None else [settings.config.top_k, settings.store]
+pytestmark = GROUP
 
-common = dict(model_path=sys.argv[2], device="cpu", attention_backend="torch_native")
-out["by function"] = told(server_args(config={"top_k": 5}, store=store, **common))
-out["off by function"] = told(server_args(sparse_attn=False, **common))
-from sglang.srt.server_args import ServerArgs, prepare_server_args
-flags = ["--model-path", sys.argv[2], "--device", "cpu", "--attention-backend", "torch_native"]
-sparse = ["--sparse-attn", "--sparse-attn-store", store, "--sparse-attn-config", '{"top_k": 6}']
-out["by flags"] = told(prepare_server_args(flags + sparse))
-out["no flag"] = told(prepare_server_args(flags))
-out["user's choice kept"] = prepare_server_args(flags + sparse).attention_backend
-os.environ.update(
-    SGLANG_SPARSE_ATTN="1", SGLANG_SPARSE_ATTN_STORE=store, SGLANG_SPARSE_ATTN_CONFIG='{"top_k": 7}'
-)
-out["by environment, a record of the user"] = told(ServerArgs(**common))
-out["by environment, flags"] = told(prepare_server_args(flags))
-out["flags before environment"] = told(prepare_server_args(flags + sparse))
-try:
-    server_args(config={"nope": 1}, store=store, **common)
-except ConfigError as error:
-    out["bad config"] = str(error)
-try:
-    server_args(store="/nowhere", **common)
-except ConfigError as error:
-    out["bad store"] = str(error)
-print("RESULT", json.dumps(out))
-"""
+
+def made_records(store: str, model: str) -> dict[str, Any]:
+    """What each way of making a record leaves on it, after a travel between processes."""
+    import os
+    import pickle
+
+    from sglang_ext.compat.server_args import settings_of
+    from sglang_ext.config import ConfigError
+    from sglang_ext.plugin import server_args
+
+    out = {}
+
+    def told(record):
+        settings = settings_of(pickle.loads(pickle.dumps(record)))
+        return None if settings is None else [settings.config.top_k, settings.store]
+
+    common = {"model_path": model, "device": "cpu", "attention_backend": "torch_native"}
+    out["by function"] = told(server_args(config={"top_k": 5}, store=store, **common))
+    out["off by function"] = told(server_args(sparse_attn=False, **common))
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    flags = ["--model-path", model, "--device", "cpu", "--attention-backend", "torch_native"]
+    sparse = ["--sparse-attn", "--sparse-attn-store", store, "--sparse-attn-config", '{"top_k": 6}']
+    out["by flags"] = told(prepare_server_args(flags + sparse))
+    out["no flag"] = told(prepare_server_args(flags))
+    out["user's choice kept"] = prepare_server_args(flags + sparse).attention_backend
+    os.environ.update(SGLANG_SPARSE_ATTN="1", SGLANG_SPARSE_ATTN_STORE=store, SGLANG_SPARSE_ATTN_CONFIG='{"top_k": 7}')
+    out["by environment, a record of the user"] = told(ServerArgs(**common))
+    out["by environment, flags"] = told(prepare_server_args(flags))
+    out["flags before environment"] = told(prepare_server_args(flags + sparse))
+    try:
+        server_args(config={"nope": 1}, store=store, **common)
+    except ConfigError as error:
+        out["bad config"] = str(error)
+    try:
+        server_args(store="/nowhere", **common)
+    except ConfigError as error:
+        out["bad store"] = str(error)
+    return out
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    store = tmp_path_factory.mktemp("store")
+    store = str(tmp_path_factory.mktemp("store"))
     model = Path(__file__).resolve().parents[2] / "models" / "needle"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
-    done = subprocess.run(
-        [sys.executable, "-c", _RECORDS, str(store), str(model)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=clean,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    return {"store": str(store), **json.loads(lines[0][7:])}
+    return {"store": store, **in_sglang("tests.compat.test_settings_travel:made_records", store, str(model))}
 
 
 @pytest.mark.parametrize(

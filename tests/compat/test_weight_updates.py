@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.compat.sglang_process import GROUP, in_sglang
+
+pytestmark = GROUP
 
 
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What `weight_updates` found: by kind of update whether it succeeded, left the weights the same, kept indexes."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "PYTEST_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.compat.weight_updates", str(tmp_path_factory.mktemp("weights"))],
-        capture_output=True, text=True, timeout=600, cwd=ROOT, env={**clean, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
-    found: dict[str, dict[str, Any]] = json.loads(lines[-1][7:])
-    return found
+    return in_sglang("tests.compat.weight_updates:weight_updates", tmp_path_factory.mktemp("weights"))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

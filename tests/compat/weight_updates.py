@@ -1,19 +1,15 @@
-"""SGLang's own update of weights from disk, hooked, on a small model. `test_weight_updates` runs it as a process.
+"""SGLang's own update of weights from disk, hooked, on a small model. `test_weight_updates` calls it.
 
 Real are the scheduler's manager, the worker's method, the updater, the loader, the files; the model has two layers.
-Prints, for each kind of folder, what the update says and what became of the weights and of indexes.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import sglang.srt.managers.scheduler
 import torch
 from safetensors.torch import save_file
 from sglang.srt.managers import tp_worker
@@ -94,7 +90,8 @@ class Server:
         return {"success": result.success, "same": same, "kept": self.kept, "said": result.message}
 
 
-def main(folder: Path) -> None:
+def weight_updates(folder: Path) -> dict[str, dict[str, Any]]:
+    """For each kind of folder: what the update says, and what became of the weights and of indexes."""
     load_plugins()
     from sglang_ext.compat import scheduler_hooks as hooks
 
@@ -125,9 +122,4 @@ def main(folder: Path) -> None:
     server = Server(hooks, folder)
     server.manager.offload_tags.add("weights")
     found["given away"] = server.update(folder / "nowhere")
-    print("RESULT", json.dumps(found))
-
-
-if __name__ == "__main__":
-    assert sglang.srt.managers.scheduler
-    main(Path(sys.argv[1]))
+    return found

@@ -35,6 +35,13 @@ def built(data):
     return spec, make_builder(spec, LAYER).build_layer(KEYS, SAMPLES)
 
 
+class OfNoKnownReads(IndexSpec):
+    """A method of somebody else's: all that it must say of itself, and no reads that are counted here."""
+
+    def forms(self, size):
+        return {}
+
+
 def read(data, budget=64):
     spec, arrays = built(data)
     return index_read_bytes(spec, arrays, Q, N, budget)
@@ -142,7 +149,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="expected query heads as a multiple of num_kv_heads=2, got 3"):
         csa_lists_read(spec, arrays["centroids"], Q[:, :3])
     with pytest.raises(ValueError, match="expected a method whose reads are known"):
-        index_read_bytes(IndexSpec(), arrays, Q, N, 8)
+        index_read_bytes(OfNoKnownReads(), arrays, Q, N, 8)
     with pytest.raises(ValueError, match="pass all arrays"):
         num_heads({"ragged_mean": KEYS})
     assert stored_bytes({}) == 0.0
