@@ -44,12 +44,12 @@ from prefix_index import ArrayKey, BuildInfo, FileStore, IndexEntry, IndexIdenti
 from prefix_index.testing import sample_identity, sample_model
 from prefix_kernels.anchor_selection import Form
 from prefix_kernels.types import PagedKV, Selection
-from sglang_ext.attention.attentions import LayerShape
 from sglang_ext.attention.decode import GroupedDecode
 from sglang_ext.attention.plan import DecodePlan, Group
-from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
-from sglang_ext.attention.sparse_decode import SparseDecode
 from sglang_ext.config import config_from_dict
+from sglang_ext.decode.attention import LayerShape
+from sglang_ext.decode.grouping import DecodeBatch, SlotTracker
+from sglang_ext.decode.sparse import SparseDecode
 from sglang_ext.indexing import make_builder, make_selector, parse_spec
 from sglang_ext.indexing.base import LayerProfile
 from sglang_ext.indexing.heads import split_heads

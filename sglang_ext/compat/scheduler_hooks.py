@@ -36,8 +36,8 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     settings = settings_of(runner.server_args)
     if settings is None or runner.is_draft_worker:
         return wrapped
-    from sglang_ext.attention.backend import adopt, refusal
     from sglang_ext.compat import seams
+    from sglang_ext.compat.adoption import adopt, refusal
     from sglang_ext.compat.runner import RunnerView
     from sglang_ext.runtime import SparseRuntime
 
@@ -255,8 +255,8 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
     """With the flag given, serving does not begin unless every seam is ours."""
     if settings_of(scheduler.server_args) is None:
         return
-    from sglang_ext.attention.backend import is_adopted
     from sglang_ext.compat import seams
+    from sglang_ext.compat.adoption import is_adopted
 
     seams.assert_in_place(seams.SEAMS)
     if _runtime is None or not is_adopted(scheduler.tp_worker.model_runner.attn_backend):

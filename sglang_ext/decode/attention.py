@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Protocol
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import Segment, TunedConfigs, block_m_for
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from prefix_kernels.types import PagedKV
-from sglang_ext.attention import tuning_at_start
+from sglang_ext.decode import tuning
+from sglang_ext.decode.types import LayerShape
 
 logger = logging.getLogger(__name__)
 
@@ -39,32 +40,9 @@ class Attends(Protocol):
         """Attend as planned."""
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """A layer's attention.
-
-    Attributes:
-        num_qo_heads, num_kv_heads: of this rank.
-        head_dim, v_head_dim: channels of a key, and of a value.
-        dtype, kv_dtype: of queries, and of the KV pool.
-    """
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-
-    @property
-    def gqa(self) -> int:
-        """Query heads of a KV head."""
-        return self.num_qo_heads // self.num_kv_heads
-
-
 def _known(device: torch.device) -> TunedConfigs | None:
     """Launch parameters of a GPU; None for a CPU."""
-    return TunedConfigs.for_device(device, tuning_at_start.tuned_folder()) if device.type == "cuda" else None
+    return TunedConfigs.for_device(device, tuning.tuned_folder()) if device.type == "cuda" else None
 
 
 class Attentions:
@@ -118,9 +96,9 @@ class Attentions:
         from prefix_kernels.grouped_attention import AttentionShape
 
         self._tuned = True
-        shape, cache = AttentionShape(*astuple(self._shape)), tuning_at_start.tuned_folder()
+        shape, cache = AttentionShape(*astuple(self._shape)), tuning.tuned_folder()
         # A pass of single requests has the tile of one.
-        tuning_at_start.tune_at_start(self._configs, shape, [1, *sizes], self._device, cache)
+        tuning.tune_at_start(self._configs, shape, [1, *sizes], self._device, cache)
 
     def will_capture(self, size: int) -> None:
         """Graphs of that size are captured; SGLang begins with the largest."""
