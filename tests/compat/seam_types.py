@@ -143,7 +143,7 @@ def seam_types() -> dict[str, Any]:
             f"{what or 'result'}: {one!r}"
             for what, kind in seam.reads.items()
             for one in results
-            if not isinstance(getattr(one, what) if what else one, kind)
+            if not isinstance(getattr(one, what, ...) if what else one, kind)
         ]
         found[seam.target] = {"takes": names[own:], "fits": fits, "results": len(results), "wrong": wrong}
     found["life"] = life(hooks)

@@ -5,11 +5,15 @@ A hook once looked for a tuple, as the function's annotation says, where an obje
 
 from __future__ import annotations
 
+import ast
+import inspect
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
+
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_ext.compat.seams import SEAMS, Seam, here
 from sglang_ext.compat.versions import SUPPORTED
@@ -31,6 +35,17 @@ def test_a_hook_gets_the_arguments_and_reads_of_the_result_what_is_there(real: d
     assert found["fits"] == "", "the hook takes every argument that the function does"
     assert (found["results"] > 0) == bool(seam.reads)
     assert found["wrong"] == []
+
+
+@pytest.mark.parametrize("seam", here(), ids=lambda seam: seam.target.rsplit(".", 1)[1])
+def test_a_seam_tells_what_its_hook_reads_of_the_result(seam: Seam) -> None:
+    nodes = list(ast.walk(ast.parse(inspect.getsource(seam.hook))))
+    if seam.kind is HookType.AFTER:
+        result = next(iter(inspect.signature(seam.hook).parameters))
+        used = any(isinstance(node, ast.Name) and node.id == result for node in nodes)
+        assert used == bool(seam.reads)
+    words = {getattr(node, "attr", getattr(node, "value", None)) for node in nodes}
+    assert set(filter(None, seam.reads)) <= words
 
 
 def test_slots_are_heard_of_from_their_beginning_to_their_end(real: dict[str, Any]) -> None:

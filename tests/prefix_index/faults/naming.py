@@ -18,8 +18,8 @@ from .tools import SOON, Tally, folder, fork, opened, payload_of, read_fill, rea
 
 FAR = 4e9
 RETENTIONS = (
+    Retention(pinned=True, name="tools"),
     Retention(),
-    Retention(pinned=True),
     Retention(expires=FAR),
     Retention(expires=FAR + 100),
     Retention(pinned=True, expires=FAR),
@@ -70,6 +70,8 @@ def what_is_wrong(path: Path, before: Retention, asked: Retention | None, *, kil
             return str(err)
         if fill == 1 and over:
             return "the index that had expired is back"
+        if found.name not in ((before.name, wanted.name) if fill == 1 else (wanted.name,)):
+            return f"fill {fill} is called {found.name}, before {before}, asked {asked}"
         if not outlasts(found, before if fill == 1 else wanted):
             return f"fill {fill} has {found}, before {before}, asked {asked}"
         if found not in (before, wanted) and not (outlasts(found, before) and outlasts(found, wanted)):
