@@ -43,6 +43,7 @@ from tqdm import tqdm
 
 from prefix_index import ArrayKey, BuildInfo, FileStore, IndexEntry, IndexIdentity, IndexPayload, IndexStoreError
 from prefix_index.testing import sample_identity, sample_model
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.config import config_from_dict
@@ -50,7 +51,7 @@ from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.ops import graph_refusal, op_maker
 from sglang_ext.decode.select_op import ReferenceOp
 from sglang_ext.decode.sparse import SparseDecode
-from sglang_ext.decode.types import DecodeBatch, LayerShape
+from sglang_ext.decode.types import DecodeBatch
 from sglang_ext.indexing import make_builder, make_selector, parse_spec
 from sglang_ext.indexing.base import LayerProfile
 from sglang_ext.indexing.heads import split_heads
@@ -209,7 +210,7 @@ class Bench:
         """A decode step by the reference operation, or by what decode graphs hold."""
         on_gpu = self.device.type == "cuda"
         tracker = SlotTracker(3, 16, self.device, "triton" if on_gpu else "reference")
-        shape = LayerShape(KV_HEADS * GQA, KV_HEADS, self.dim, self.dim, self.dtype, self.dtype)
+        shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, self.dim, self.dim, self.dtype, self.dtype)
         make_op = op_maker(shape, self.config, self.spec, LAYERS, self.device, captured=True)
         if not kernels:
             selector = make_selector(self.spec, self.config.summed_every)

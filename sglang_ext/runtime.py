@@ -21,9 +21,10 @@ from sglang_ext.config import Settings
 from sglang_ext.decode.planner import DecodePlanner, DecodeView, PlannedStep
 from sglang_ext.decode.trace import StepTrace
 from sglang_ext.decode.types import StepPath
+from sglang_ext.indexing import method_specs
 from sglang_ext.indexing.layer_plan import heads_of_rank
 from sglang_ext.metrics import Counters
-from sglang_ext.prefill.builder import method_specs, profile_digest
+from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.recorder import Chunk
 from sglang_ext.prefill.recording import Admission, decode_chunks, prefill_chunks

@@ -15,6 +15,7 @@ import torch
 
 from prefix_kernels.anchor_selection import Form
 from prefix_kernels.anchor_selection.config import fits_specialized
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoreShape, Source
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
@@ -23,7 +24,7 @@ from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
 from sglang_ext.decode.sparse import SparseDecode
 from sglang_ext.decode.token_index_op import TokenIndexOp
-from sglang_ext.decode.types import DecodeBatch, GroupRead, LayerShape, StepPath
+from sglang_ext.decode.types import DecodeBatch, GroupRead, StepPath
 from sglang_ext.indexing import make_selector
 from sglang_ext.indexing.base import IndexSpec
 from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
@@ -108,7 +109,7 @@ class Server:
         self.plan = LayerPlan.from_dict(roles, num_layers=LAYERS, num_kv_heads=KV_HEADS)
         self.anchors = [i for i, role in enumerate(self.plan.layers) if role.mode is LayerMode.ANCHOR]
         self.tracker = SlotTracker(max_batch, 16, device, "reference" if INTERPRETED or not kernels else "triton")
-        self.shape = LayerShape(KV_HEADS * GQA, KV_HEADS, dim, dim, dtype, kv_dtype)
+        self.shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, dim, dim, dtype, kv_dtype)
         kept = ScoreShape(KV_HEADS * GQA, KV_HEADS, Source.LOW_BIT, SPEC.kept_channels(dim))
         halves = kernels and device.type == "cuda" and dtype is not torch.float32
         specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept, False)

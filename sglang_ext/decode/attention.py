@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import Segment, TunedConfigs, block_m_for
+from prefix_kernels.grouped_attention import AttentionShape, Segment, TunedConfigs, block_m_for
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from prefix_kernels.types import PagedKV
 from sglang_ext.decode import tuning
-from sglang_ext.decode.types import LayerShape
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +58,7 @@ class Attentions:
 
     def __init__(
         self,
-        shape: LayerShape,
+        shape: AttentionShape,
         max_batch: int,
         device: torch.device,
         *,
@@ -93,12 +91,10 @@ class Attentions:
         """
         if self._configs is None or self._tuned:
             return
-        from prefix_kernels.grouped_attention import AttentionShape
-
         self._tuned = True
-        shape, cache = AttentionShape(*astuple(self._shape)), tuning.tuned_folder()
+        cache = tuning.tuned_folder()
         # A pass of single requests has the tile of one.
-        tuning.tune_at_start(self._configs, shape, [1, *sizes], self._device, cache)
+        tuning.tune_at_start(self._configs, self._shape, [1, *sizes], self._device, cache)
 
     def will_capture(self, size: int) -> None:
         """Graphs of that size are captured; SGLang begins with the largest."""
@@ -113,18 +109,17 @@ class Attentions:
         """For batches of that size, padded: one pass of groups, the others of single requests."""
         if self._configs is None:
             return self._found.setdefault(0, ReferenceAttention(self._max_batch))
-        from prefix_kernels.grouped_attention import AttentionShape, GroupedAttention
+        from prefix_kernels.grouped_attention import GroupedAttention
 
         size = self.padded(size)
         block_m = block_m_for(size, self._shape.gqa)
         if block_m not in self._found:
             sizes = self._sizes or range(size, self._max_batch + 1)
             most = max(n for n in (*sizes, size) if block_m_for(n, self._shape.gqa) == block_m)
-            shape = AttentionShape(*astuple(self._shape))
-            groups, alone = self._configs.passes(shape, size)
+            groups, alone = self._configs.passes(self._shape, size)
             passes = [groups, *[alone] * (self._num_passes - 1)]
             logger.debug("sparse attention: groups of up to %d requests: %s", most, passes)
             beside = self._beside._found.get(block_m) if self._beside is not None else None
             scratch = beside if isinstance(beside, GroupedAttention) else None
-            self._found[block_m] = GroupedAttention(shape, most, passes, self._device, scratch_of=scratch)
+            self._found[block_m] = GroupedAttention(self._shape, most, passes, self._device, scratch_of=scratch)
         return self._found[block_m]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import Segment
+from prefix_kernels.grouped_attention import AttentionShape, Segment
 from prefix_kernels.launching import block_of
 from prefix_kernels.types import PagedKV
 from sglang_ext.decode.attention import Attends, Attentions
@@ -20,7 +20,7 @@ from sglang_ext.decode.base import DecodeBackend
 from sglang_ext.decode.buffers import StepBuffers, StepLayout
 from sglang_ext.decode.costs import StepCosts
 from sglang_ext.decode.grouping import SlotTracker
-from sglang_ext.decode.types import DecodeBatch, LayerShape, PrefixGroup, StepPath
+from sglang_ext.decode.types import DecodeBatch, PrefixGroup, StepPath
 
 
 class CascadePlan(NamedTuple):
@@ -55,7 +55,7 @@ class CascadeDecode(DecodeBackend[CascadePlan]):
 
     def __init__(
         self,
-        shape: LayerShape,
+        shape: AttentionShape,
         tracker: SlotTracker,
         arena_size: int,
         device: torch.device,

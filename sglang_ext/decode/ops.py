@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 
 from prefix_kernels.anchor_selection import Form
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
 from sglang_ext.decode.token_index_op import TokenIndexOp
-from sglang_ext.decode.types import LayerShape
 from sglang_ext.indexing import make_selector
 from sglang_ext.indexing.base import IndexSpec
 from sglang_ext.indexing.token_index import TokenIndexSpec
@@ -25,7 +25,7 @@ def graph_refusal(spec: IndexSpec) -> str | None:
 
 
 def op_maker(
-    shape: LayerShape,
+    shape: AttentionShape,
     config: SparseAttnConfig,
     spec: IndexSpec,
     num_layers: int,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import check_dtypes
+from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import DecodePath, SparseAttnConfig
 from sglang_ext.decode.base import DecodeBackend
@@ -21,7 +21,7 @@ from sglang_ext.decode.costs import MARGIN, StepCosts
 from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.ops import graph_refusal, op_maker
 from sglang_ext.decode.sparse import SparseDecode, SparsePlan
-from sglang_ext.decode.types import DecodeBatch, LayerShape, StepPath
+from sglang_ext.decode.types import DecodeBatch, StepPath
 from sglang_ext.indexing.base import IndexSpec
 from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
@@ -137,7 +137,7 @@ class DecodePlanner:
         if self.refusal is not None:
             logger.info("sparse attention: decode steps are left to SGLang: %s", self.refusal)
             return
-        shape = LayerShape(
+        shape = AttentionShape(
             view.num_qo_heads, view.num_kv_heads, view.head_dim, view.v_head_dim, view.dtype, view.kv_dtype
         )
         arena_size, graphs, costs = _ARENA_POOLS * view.num_slots, view.decode_graphs, dict[int, StepCosts]()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import Segment
+from prefix_kernels.grouped_attention import AttentionShape, Segment
 from prefix_kernels.launching import block_of
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
@@ -28,7 +28,7 @@ from sglang_ext.decode.grouping import SlotTracker, StepGroups
 from sglang_ext.decode.search_turns import SearchTurns
 from sglang_ext.decode.select_op import ListSizes, SelectOp
 from sglang_ext.decode.trace import SelectionCopies
-from sglang_ext.decode.types import DecodeBatch, GroupRead, Index, LayerShape, PrefixGroup, StepPath
+from sglang_ext.decode.types import DecodeBatch, GroupRead, Index, PrefixGroup, StepPath
 from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.ranks import OneRank, Ranks
@@ -109,7 +109,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
 
     def __init__(
         self,
-        shape: LayerShape,
+        shape: AttentionShape,
         config: SparseAttnConfig,
         make_op: Callable[[ListSizes], SelectOp],
         layer_plan: LayerPlan,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.launching import send
 from prefix_kernels.pooled_scores import ScoreShape, Source
 from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, array_addresses
@@ -17,7 +18,7 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from sglang_ext.decode.select_op import ListSizes, SelectOp
-from sglang_ext.decode.types import Index, LayerShape
+from sglang_ext.decode.types import Index
 from sglang_ext.indexing.token_index import TokenIndexSpec
 from sglang_ext.prefix.residency import LayerArrays
 
@@ -45,7 +46,7 @@ class TokenIndexOp(SelectOp):
 
     def __init__(
         self,
-        shape: LayerShape,
+        shape: AttentionShape,
         spec: TokenIndexSpec,
         pooling: Pooling,
         sum_every: int,

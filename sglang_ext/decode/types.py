@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from sglang_ext.prefix.private_index import PrivateIndex
@@ -90,26 +89,3 @@ class GroupRead(NamedTuple):
     rows: int
     prefix_len: int
     budget: int
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """A layer's attention.
-
-    Attributes:
-        num_qo_heads, num_kv_heads: of this rank.
-        head_dim, v_head_dim: channels of a key, and of a value.
-        dtype, kv_dtype: of queries, and of the KV pool.
-    """
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-
-    @property
-    def gqa(self) -> int:
-        """Query heads of a KV head."""
-        return self.num_qo_heads // self.num_kv_heads

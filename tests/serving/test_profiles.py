@@ -14,11 +14,11 @@ import torch
 from prefix_index import ArrayKey, ModelFingerprint
 from prefix_index.testing import sample_model
 from sglang_ext.config import ConfigError, Settings, make_settings, settings_from_env
-from sglang_ext.indexing import make_builder
+from sglang_ext.indexing import make_builder, method_specs
 from sglang_ext.indexing.exact import ExactSpec
 from sglang_ext.indexing.profile import Profile, ProfileError
 from sglang_ext.indexing.profile_use import layer_profile
-from sglang_ext.prefill.builder import IndexFactory, method_specs, profile_digest
+from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefix.residency import Residency, State
 from sglang_ext.profiles import (
     PROFILE_FILE,

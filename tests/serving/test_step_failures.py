@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.types import PagedKV
 from sglang_ext.decode.cascade import CascadeDecode
 from sglang_ext.decode.grouping import SlotTracker
-from sglang_ext.decode.types import DecodeBatch, LayerShape
+from sglang_ext.decode.types import DecodeBatch
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Request, _decode_batch, _step, start
 
@@ -125,7 +126,7 @@ def test_tables_that_were_half_written_are_written_again(monkeypatch: pytest.Mon
     table = torch.randperm(512, generator=gen)[: 4 * 100].reshape(4, 100).int()
     table[1, :64], table[3, :64] = table[0, :64], table[2, :64]
     tracker = SlotTracker(4, 16, cpu, "reference")
-    decode = CascadeDecode(LayerShape(2, 1, 16, 16, torch.float32, torch.float32), tracker, 2048, cpu)
+    decode = CascadeDecode(AttentionShape(2, 1, 16, 16, torch.float32, torch.float32), tracker, 2048, cpu)
 
     def batch(first: int) -> DecodeBatch:
         rows, lens = torch.tensor([first, first + 1]), [70, 72]

@@ -12,8 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from prefix_kernels.grouped_attention import AttentionConfig, TunedConfigs, tuned, tuning
-from prefix_kernels.grouped_attention.runner import AttentionShape
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, TunedConfigs, tuned, tuning
 from prefix_kernels.grouped_attention.tuned import TileKey, TunedEntry, own_config
 from prefix_kernels.grouped_attention.tuning import Space, candidates
 from sglang_ext.decode import tuning as tuning_at_start
