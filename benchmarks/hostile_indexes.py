@@ -246,7 +246,7 @@ class Bench:
 
     def paths(self) -> dict[str, Callable[[Sequence[ResidentIndex]], Found]]:
         """The decode paths of the method."""
-        graphs = {} if graph_refusal(self.spec) else {"decode graphs": partial(self.step, kernels=True)}
+        graphs = {} if graph_refusal(self.spec.method) else {"decode graphs": partial(self.step, kernels=True)}
         return {"reference": partial(self.step, kernels=False), **graphs}
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.anchor_selection import Form
 from prefix_kernels.anchor_selection.config import fits_specialized
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoreShape, Source
@@ -21,9 +20,9 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.grouping import SlotTracker
+from sglang_ext.decode.ops import op_maker
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
 from sglang_ext.decode.sparse import SparseDecode
-from sglang_ext.decode.token_index_op import TokenIndexOp
 from sglang_ext.decode.types import DecodeBatch, GroupRead, StepPath
 from sglang_ext.indexing import make_selector
 from sglang_ext.indexing.base import IndexSpec
@@ -120,9 +119,7 @@ class Server:
             pooling = Pooling(self.config.pooling)
             if not kernels:
                 return ReferenceOp(selector, pooling)
-            form = Form.SPLIT if INTERPRETED else Form.JOINED
-            assert isinstance(spec, TokenIndexSpec)
-            return TokenIndexOp(self.shape, spec, pooling, every, LAYERS, sizes, form=form, device=device)
+            return op_maker(self.shape, self.config, spec, LAYERS, device, captured=True)(sizes)
 
         self.sparse = SparseDecode(
             self.shape,

@@ -256,7 +256,7 @@ class CalibrateJob:
         """What is recommended: the method that was asked for, or another one that decode graphs hold."""
         assert self._model is not None
         asked = self._options.method
-        held = {name: spec for name, spec in self._recipes.items() if name == asked or graph_refusal(spec) is None}
+        held = {name: spec for name, spec in self._recipes.items() if name == asked or graph_refusal(name) is None}
         choice = recommend(quality, held, anchor_share=fit.plan.anchor_share, head_dim=self._model.head_dim)
         others = ", ".join(name for name in self._recipes if name not in held)
         if not others:
@@ -277,7 +277,7 @@ class CalibrateJob:
             print(f"layers with a near-uniform KV head attend everything: {flat}", file=sys.stderr)
         if not fit.plan.with_dense(fit.whole_layers).anchor_layers:
             print("with this profile no layer selects: calibrate on longer prompts", file=sys.stderr)
-        refusal = graph_refusal(self._recipes[choice.name])
+        refusal = graph_refusal(choice.name)
         if refusal:
             print(f"inside decode graphs a server uses no index with this profile: {refusal}", file=sys.stderr)
 

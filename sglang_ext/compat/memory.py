@@ -9,6 +9,7 @@ from typing import Any
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.config import Build, DecodePath, SparseAttnConfig
 from sglang_ext.decode.buffers import KEPT_BYTES
+from sglang_ext.indexing import METHODS
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def promised_bytes(config: SparseAttnConfig, *, graphs: bool) -> int:
     shares = config.share_prefixes is not False
     indexes = config.decode_path is not DecodePath.EXACT
     if graphs:
-        indexes = indexes and shares and config.method == "token_index"
+        indexes = indexes and shares and METHODS[config.method].decode_op is not None
     total = BUFFER_BYTES if shares or indexes else 0
     if indexes:
         total += config.index_gpu_bytes + (BUILD_BYTES if config.build is Build.SHARED else 0)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 
 import torch
 
-from prefix_kernels.anchor_selection import Form
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
-from sglang_ext.decode.token_index_op import TokenIndexOp
-from sglang_ext.indexing import make_selector
+from sglang_ext.indexing import METHODS, make_selector
 from sglang_ext.indexing.base import IndexSpec
-from sglang_ext.indexing.token_index import TokenIndexSpec
 
 
-def graph_refusal(spec: IndexSpec) -> str | None:
+def graph_refusal(method: str) -> str | None:
     """Why a method's indexes cannot be used inside decode graphs; None if they can."""
-    if isinstance(spec, TokenIndexSpec):
+    if METHODS[method].decode_op is not None:
         return None
-    return f"method {spec.method} has no kernels in the decode graph yet; token_index has"
+    others = ", ".join(name for name, one in METHODS.items() if one.decode_op is not None)
+    return f"method {method} has no kernels in the decode graph yet; {others} has"
 
 
 def op_maker(
@@ -35,6 +34,8 @@ def op_maker(
 ) -> Callable[[ListSizes], SelectOp]:
     """What makes the operation of a method, once the sizes of lists are known.
 
+    A method's own maker is called with `(shape, config, spec, num_layers, sizes, device)`.
+
     Args:
         shape: of a layer.
         config: pooling, and how many tokens enter its sums.
@@ -43,13 +44,12 @@ def op_maker(
         device: of the KV pool.
         captured: whether decode steps replay graphs.
     """
-    on_gpu = device.type == "cuda"
+    named = METHODS[spec.method].decode_op
 
     def make(sizes: ListSizes) -> SelectOp:
-        pooling = Pooling(config.pooling)
-        if not (on_gpu or captured) or not isinstance(spec, TokenIndexSpec):
-            return ReferenceOp(make_selector(spec, config.summed_every), pooling)
-        every, form = config.summed_every, Form.JOINED if on_gpu else Form.SPLIT
-        return TokenIndexOp(shape, spec, pooling, every, num_layers, sizes, form=form, device=device)
+        if named is None or not (captured or device.type == "cuda"):
+            return ReferenceOp(make_selector(spec, config.summed_every), Pooling(config.pooling))
+        op: SelectOp = pkgutil.resolve_name(named)(shape, config, spec, num_layers, sizes, device)
+        return op
 
     return make

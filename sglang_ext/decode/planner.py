@@ -145,7 +145,7 @@ class DecodePlanner:
             self.cascade = CascadeDecode(shape, self._tracker, arena_size, view.device, costs, captured=graphs)
         if config.decode_path is DecodePath.EXACT:
             return
-        message = graph_refusal(spec) if graphs else None
+        message = graph_refusal(spec.method) if graphs else None
         if message is None:
             try:
                 self.sparse = SparseDecode(

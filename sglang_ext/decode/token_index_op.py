@@ -17,6 +17,7 @@ from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, array_
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
+from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes, SelectOp
 from sglang_ext.decode.types import Index
 from sglang_ext.indexing.token_index import TokenIndexSpec
@@ -177,6 +178,20 @@ class TokenIndexOp(SelectOp):
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
         return self._scores.nbytes + self._addresses.nbytes + sum(one.nbytes for one in self._raw.values())
+
+
+def make_op(
+    shape: AttentionShape,
+    config: SparseAttnConfig,
+    spec: TokenIndexSpec,
+    num_layers: int,
+    sizes: ListSizes,
+    device: torch.device,
+) -> TokenIndexOp:
+    """As a server has it: in one launch on a GPU."""
+    form = Form.JOINED if device.type == "cuda" else Form.SPLIT
+    pooling, every = Pooling(config.pooling), config.summed_every
+    return TokenIndexOp(shape, spec, pooling, every, num_layers, sizes, form=form, device=device)
 
 
 def arrays_of(layer: LayerArrays) -> tuple[Tensor, ...]:

@@ -34,7 +34,9 @@ METHODS.update(
     {
         "csattention": Method(CSAttentionSpec, CSAttentionBuilder, CSAttentionSelector),
         "ab_sparse": Method(ABSparseSpec, ABSparseBuilder, ABSparseSelector),
-        "token_index": Method(TokenIndexSpec, TokenIndexBuilder, TokenIndexSelector),
+        "token_index": Method(
+            TokenIndexSpec, TokenIndexBuilder, TokenIndexSelector, "sglang_ext.decode.token_index_op:make_op"
+        ),
         "two_level": Method(TwoLevelSpec, CombinedBuilder, TwoLevelSelector),
         "union": Method(UnionSpec, CombinedBuilder, UnionSelector),
         "exact": Method(ExactSpec, ExactBuilder, ExactSelector),

@@ -326,7 +326,7 @@ def test_what_is_recommended_is_what_decode_graphs_hold(calibrate: Any, profile_
     assert status == 0, said
     profile = load_profile(profile_path)
     assert profile.recommended.method == "token_index"
-    assert graph_refusal(profile.recommended.index_spec()) is None
+    assert graph_refusal(profile.recommended.method) is None
     assert profile.plan().anchor_layers
     assert not any(profile.dense_heads)
     assert "uses no index with this profile" not in said
