@@ -28,6 +28,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,20 +43,19 @@ from tqdm import tqdm
 
 from prefix_index import ArrayKey, BuildInfo, FileStore, IndexEntry, IndexIdentity, IndexPayload, IndexStoreError
 from prefix_index.testing import sample_identity, sample_model
-from prefix_kernels.anchor_selection import Form
+from prefix_kernels.grouped_attention import AttentionShape
+from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
-from sglang_ext.attention.attentions import LayerShape
-from sglang_ext.attention.decode import GroupedDecode
-from sglang_ext.attention.plan import DecodePlan, Group
-from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
-from sglang_ext.attention.sparse_decode import SparseDecode
 from sglang_ext.config import config_from_dict
+from sglang_ext.decode.grouping import SlotTracker
+from sglang_ext.decode.ops import graph_refusal, op_maker
+from sglang_ext.decode.select_op import ReferenceOp
+from sglang_ext.decode.sparse import SparseDecode
+from sglang_ext.decode.types import DecodeBatch
 from sglang_ext.indexing import make_builder, make_selector, parse_spec
 from sglang_ext.indexing.base import LayerProfile
 from sglang_ext.indexing.heads import split_heads
 from sglang_ext.indexing.layer_plan import LayerPlan
-from sglang_ext.indexing.token_index import TokenIndexSpec
-from sglang_ext.metrics import Counters
 from sglang_ext.prefix import residency
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 
@@ -187,55 +187,50 @@ class Bench:
 
     # -- decode paths --------------------------------------------------------------------------------------
 
-    def plan_of(self, indexes: Sequence[ResidentIndex], kept: Sequence[Selections] = ()) -> DecodePlan:
-        """A step in which each index has its requests in one group; rows without an index are in none."""
-        groups, starts = [], [0, 0, 0]
-        for number, index in enumerate(indexes):
-            rows = [0, 1] if index.prefix_len == DAMAGED else [2]
-            slots = self.table[rows[0], : index.prefix_len].long()
-            members = torch.tensor(rows, device=self.device)
-            groups.append(Group(index, slots, members, len(rows), kept=kept[number] if kept else {}))
-            for row in rows:
-                starts[row] = index.prefix_len
-        own = [self.table[row, start : n + OWN] for row, (start, n) in enumerate(zip(starts, LENGTHS, strict=True))]
-        indptr = torch.tensor([0, *torch.tensor([len(one) for one in own]).cumsum(0).tolist()], device=self.device)
-        return DecodePlan(groups, indptr, torch.cat(own).long())
+    def attended(self, indexes: Sequence[ResidentIndex], selections: Sequence[Selections]) -> list[torch.Tensor]:
+        """Per layer, attention over what each group selected and its rows' own tokens: by definition, in torch."""
+        outs = []
+        for layer, kv in enumerate(self.caches):
+            out = torch.zeros(self.q[layer].shape, device=self.device)
+            for row, prefix in enumerate(LENGTHS):
+                number = next((n for n, index in enumerate(indexes) if index.prefix_len == prefix), None)
+                selection = None if number is None else selections[number].get(layer)
+                for head in range(KV_HEADS):
+                    slots = self.table[row, : prefix + OWN].long()
+                    if selection is not None:
+                        chosen = selection.positions[head, : int(selection.counts[head])].long()
+                        slots = torch.cat((slots[chosen], slots[prefix:]))
+                    part = slice(head * GQA, (head + 1) * GQA)
+                    scores = self.dim**-0.5 * self.q[layer, row, part].float() @ kv.k_cache[slots, head].float().T
+                    out[row, part] = scores.softmax(dim=1) @ kv.v_cache[slots, head].float()
+            outs.append(out)
+        return outs
 
-    def by_reference(self, indexes: Sequence[ResidentIndex], kept: Sequence[Selections] = ()) -> Found:
-        """A step by `GroupedDecode`; anchor layers attend what is kept."""
-        selector = make_selector(self.spec, self.config.summed_every)
-        decode = GroupedDecode(self.config, selector, self.plan, Counters(LAYERS, self.device))
-        plan = self.plan_of(indexes, kept)
-        outs = [decode.run(self.q[n], kv, plan, n, self.dim**-0.5) for n, kv in enumerate(self.caches)]
-        return Found([dict(group.selections) for group in plan.groups], outs)
-
-    def by_kernels(self, indexes: Sequence[ResidentIndex]) -> Found:
-        """A step by what decode graphs hold."""
+    def step(self, indexes: Sequence[ResidentIndex], *, kernels: bool) -> Found:
+        """A decode step by the reference operation, or by what decode graphs hold."""
         on_gpu = self.device.type == "cuda"
         tracker = SlotTracker(3, 16, self.device, "triton" if on_gpu else "reference")
-        shape = LayerShape(KV_HEADS * GQA, KV_HEADS, self.dim, self.dim, self.dtype, self.dtype)
+        shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, self.dim, self.dim, self.dtype, self.dtype)
+        make_op = op_maker(shape, self.config, self.spec, LAYERS, self.device, captured=True)
+        if not kernels:
+            selector = make_selector(self.spec, self.config.summed_every)
+            make_op = lambda sizes: ReferenceOp(selector, Pooling(self.config.pooling))  # noqa: E731
         sparse = SparseDecode(
-            shape,
-            self.config,
-            self.spec,
-            self.plan,
-            tracker,
-            arena_size=8192,
-            max_prefix_len=512,
-            device=self.device,
-            form=Form.JOINED if on_gpu else Form.SPLIT,
+            shape, self.config, make_op, self.plan, tracker, arena_size=8192, max_prefix_len=512, device=self.device
         )
         lens = [n + OWN for n in LENGTHS]
         rows = torch.arange(3, device=self.device)
-        batch = DecodeBatch([0, 1, 2], lens, self.table, rows, torch.tensor(lens, device=self.device))
         by_row = [next((i for i in indexes if i.prefix_len == n), None) for n in LENGTHS]
+        device_lens = torch.tensor(lens, device=self.device)
+        batch = DecodeBatch([0, 1, 2], lens, self.table, rows, device_lens, by_row)
         for _ in range(3):  # until the slots in common are known
             tracker.learn(batch)
             if on_gpu:
                 torch.cuda.synchronize()
-        if not sparse.prepare(batch, by_row, forced=True):
-            raise RuntimeError("the step is not attended by the kernels")
-        outs = [sparse.attend(self.q[n], kv, n, self.dim**-0.5) for n, kv in enumerate(self.caches)]
+        plan = sparse.plan(batch)
+        if plan is None or sparse.begin(plan, batch) is None:
+            raise RuntimeError("the step is not attended by the indexes")
+        outs = [sparse.run(self.q[n], kv, n, self.dim**-0.5) for n, kv in enumerate(self.caches)]
         assert sparse.copies is not None
         assert len(sparse.copies.groups) == len(indexes)
         found = []
@@ -251,8 +246,8 @@ class Bench:
 
     def paths(self) -> dict[str, Callable[[Sequence[ResidentIndex]], Found]]:
         """The decode paths of the method."""
-        graphs = {"decode graphs": self.by_kernels} if isinstance(self.spec, TokenIndexSpec) else {}
-        return {"reference": self.by_reference, **graphs}
+        graphs = {} if graph_refusal(self.spec.method) else {"decode graphs": partial(self.step, kernels=True)}
+        return {"reference": partial(self.step, kernels=False), **graphs}
 
 
 def judge(
@@ -275,7 +270,7 @@ def judge(
             if len(set(mine) ^ set(theirs)) > (len(mine) // 10 if bench.device.type == "cuda" else 0):
                 tally.fail(OTHER, f"{what}, layer {layer}: the whole index selects otherwise")
     # What was attended is what was selected: slots of the own prefix.
-    wanted = bench.by_reference(indexes, found.selections).outs
+    wanted = bench.attended(indexes, found.selections)
     for layer, (mine, theirs) in enumerate(zip(found.outs, wanted, strict=True)):
         off = (mine.float() - theirs.float()).norm(dim=2) / theirs.float().norm(dim=2)
         if not bool((off < (0.05 if bench.device.type == "cuda" else 1e-4)).all()):  # NaN, too

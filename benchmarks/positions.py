@@ -41,7 +41,7 @@ from accuracy import documents, prebuild, provenance, running_server
 from replay_selection import Reselection, Tally, servers_queries
 
 from scripts.needle_network import load
-from sglang_ext.attention.trace import TRACED, Selected, SparseStep, Start, read_trace
+from sglang_ext.decode.trace import TRACED, Selected, SparseStep, Start, read_trace
 from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.quality.evaluate import Reply, ask, server_state
 from sglang_ext.quality.tasks import TASKS, Document

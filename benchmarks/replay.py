@@ -32,7 +32,7 @@ from replay_model import Replayer
 from verdicts import GOOD, TOO_FEW, chance, counted, detectable, excusing, verdict
 
 from scripts.needle_network import load
-from sglang_ext.attention.trace import Prefill, Record, Selected, Start, read_trace
+from sglang_ext.decode.trace import Prefill, Record, Selected, Start, read_trace
 from sglang_ext.indexing.layer_plan import LayerPlan
 
 REQUESTS = "requests.jsonl"
@@ -240,7 +240,7 @@ def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
     network = load(model, torch.float32, device)
     plan = LayerPlan.from_dict(start.layer_plan, num_layers=network.shape.layers, num_kv_heads=start.num_kv_heads)
     longest = max((len(one.prompt) + len(one.tokens) for of in kinds.values() for one in of), default=1)
-    replayer = Replayer(network, plan, start.dense_heads, max_len=longest, rows=args.rows)
+    replayer = Replayer(network, plan, max_len=longest, rows=args.rows)
     selections = None
     if args.store:
         from replay_selection import Reselection, SelectionCheck

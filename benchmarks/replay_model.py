@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scripts.needle_network import Needle, rms_norm
-from sglang_ext.attention.trace import Selected
+from sglang_ext.decode.trace import Selected
 from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
 
 
@@ -32,7 +32,6 @@ class Replayer:
     Args:
         model: the network, in float32.
         plan: role of each layer.
-        dense_heads: per layer, KV heads that attend everything; empty for none.
         max_len: tokens of a request, at most.
         rows: that are computed at a time: memory grows with rows times tokens.
     """
@@ -41,13 +40,11 @@ class Replayer:
         self,
         model: Needle,
         plan: LayerPlan,
-        dense_heads: Sequence[Sequence[int]],
         *,
         max_len: int,
         rows: int = 256,
     ) -> None:
         self._model, self._plan, self._rows = model, plan, rows
-        self._dense_heads = [list(heads) for heads in dense_heads] or [[] for _ in plan.layers]
         self._weights = model.layer_weights()
         shape = (model.shape.layers, 2, model.shape.kv_heads, max_len, model.shape.head_dim)
         self._cache = torch.zeros(shape, device=model.embed.device)
@@ -121,7 +118,6 @@ class Replayer:
             if step is None or mask is None:
                 continue
             chosen = torch.from_numpy(mask)[list(role.head_map)] if role.head_map else torch.from_numpy(mask)
-            chosen[self._dense_heads[layer]] = True
             allowed[:, row, : step.prefix_len] &= chosen.to(allowed.device)
         return allowed
 

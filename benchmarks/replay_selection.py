@@ -16,14 +16,13 @@ from torch import Tensor
 
 from prefix_index import IndexEntry
 from prefix_kernels.pooling import Pooling
-from sglang_ext.attention.decode import GroupedDecode
-from sglang_ext.attention.plan import Group
-from sglang_ext.attention.trace import Selected
+from prefix_kernels.types import Selection
 from sglang_ext.config import parse_profiled
-from sglang_ext.indexing import make_selector
+from sglang_ext.decode.budget import group_budget, selection_group
+from sglang_ext.decode.select_op import ReferenceOp
+from sglang_ext.decode.trace import Selected
+from sglang_ext.indexing import make_selector, method_specs
 from sglang_ext.indexing.layer_plan import LayerPlan
-from sglang_ext.metrics import Counters
-from sglang_ext.prefill.builder import method_specs
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 from sglang_ext.storage import configured_store
 
@@ -47,7 +46,7 @@ class Reselection:
         layers, heads = len(plan), plan.num_kv_heads
         spec = method_specs(self._config)[self._config.method]
         self._selector = make_selector(spec, self._config.summed_every)
-        self._decode = GroupedDecode(self._config, self._selector, plan, Counters(layers, device))
+        self._op = ReferenceOp(self._selector, Pooling(self._config.pooling))
         self._store = configured_store(store, self._config)
         self._residency = Residency(self._store, spec, layers, heads, device, 1 << 30)
         self._entries: dict[str, IndexEntry] = {}
@@ -95,11 +94,14 @@ class Reselection:
             raise RuntimeError(f"expected index {digest} to load, got {index.state.name}: {index.detail}")
         return index
 
+    def select(self, index: ResidentIndex, layer: int, q: Tensor) -> Selection:
+        """What a layer selects of an index by the queries [num_rows, num_qo_heads, head_dim] of a group."""
+        length = index.prefix_len
+        group = selection_group(self._config, length, group_budget(self._config, length, len(q)))
+        return self._op.select(q, group, index, layer, q.shape[2] ** -0.5, self._heads)
+
     def _compare(self, step: Selected, index: ResidentIndex, layer: int, q: Tensor) -> list[str]:
-        scale = q.shape[2] ** -0.5
-        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        group = Group(index, nothing, nothing, len(q))
-        wanted = self._decode.select(q, group, self._heads, layer, scale)
+        wanted, scale = self.select(index, layer, q), q.shape[2] ** -0.5
         mask, scores = step.mask(layer), None
         assert mask is not None
         verdicts = []

@@ -17,7 +17,7 @@ from typing import Any
 
 from replay import REQUESTS
 
-from sglang_ext.attention.trace import TRACED
+from sglang_ext.decode.trace import TRACED
 from sglang_ext.quality.tasks import TASKS, make_document
 
 _LONG = 4

@@ -300,7 +300,7 @@ def parse_profiled(config_text: str | None, model_folder: str | None) -> tuple[S
     """
     raw = _decoded(config_text)
     from sglang_ext.indexing.profile_use import used_by_builders
-    from sglang_ext.prefill.builder import method_specs
+    from sglang_ext.indexing.registry import method_specs
 
     given = _converted(raw)
     calibrating = given.build is Build.CAPTURE  # what is measured must not depend on what was measured before

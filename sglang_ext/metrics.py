@@ -1,4 +1,4 @@
-"""What the sparse path did: counted without waiting for the device, read on demand.
+"""What the sparse path did, counted on the host.
 
 Prometheus names begin with `sglang:sparse_attn_`; they are exported only with SGLang's `--enable-metrics`.
 """
@@ -8,10 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-
-import torch
-
-from prefix_kernels.types import Selection
 
 #: The words under which dense decode is counted (docs/architecture.md).
 REASONS = (
@@ -35,17 +31,14 @@ class Counters:
 
     Args:
         num_layers: layers of the model.
-        device: where selections live.
         prometheus: export counters through prometheus_client as well.
     """
 
-    def __init__(self, num_layers: int, device: torch.device, prometheus: bool = False) -> None:
-        self._attended = torch.zeros(num_layers, dtype=torch.float64, device=device)
-        self._planned = [0] * num_layers
+    def __init__(self, num_layers: int, prometheus: bool = False) -> None:
+        self._attended = [0] * num_layers
         self._prefix = [0] * num_layers
         self._layer_steps = [0] * num_layers
-        self._private = torch.zeros((), dtype=torch.float64, device=device)
-        self._private_planned = self._private_tokens = 0
+        self._private_attended = self._private_tokens = 0
         self.sparse_steps = 0
         self.sparse_rows = 0
         self.dense_rows = 0
@@ -58,26 +51,15 @@ class Counters:
         self.fallbacks: Counter[str] = Counter()
         self._prometheus = _Prometheus() if prometheus else None
 
-    def count_selection(self, layer: int, selection: Selection, prefix_len: int, num_rows: int) -> None:
-        """One group's selection at one layer; positions count once per request that attends them."""
-        self._attended[layer] += selection.counts.to(torch.float64).mean() * num_rows
-        self._prefix[layer] += prefix_len * num_rows
-        self._layer_steps[layer] += 1
-
-    def count_private(self, selection: Selection, tokens: int) -> None:
-        """One layer's selection from a request's own tokens behind its prefix."""
-        self._private += selection.counts.to(torch.float64).mean()
-        self._private_tokens += tokens
-
     def count_attended_private(self, attended: int, tokens: int) -> None:
-        """One step of known budgets, all layers together: attended and covered tokens of requests' own indexes."""
-        self._private_planned += attended
+        """One step, all layers together: attended and covered tokens of requests' own indexes."""
+        self._private_attended += attended
         self._private_tokens += tokens
 
     def count_attended(self, attended: Sequence[int], prefix: int) -> None:
-        """One step of known budgets: tokens of prefixes that each layer attended, and of how many; once per request."""
+        """One step: tokens of prefixes that each layer attended, and of how many; once per request."""
         for layer, tokens in enumerate(attended):
-            self._planned[layer] += tokens
+            self._attended[layer] += tokens
             self._prefix[layer] += prefix
             self._layer_steps[layer] += 1
 
@@ -115,16 +97,16 @@ class Counters:
             self._prometheus.store_bytes.set(nbytes)
 
     def snapshot(self) -> dict[str, Any]:
-        """All counters as plain values. Waits for the device.
+        """All counters as plain values.
 
         `keep_ratio` is the mean over all layers (dense ones, sink and recent window included) of prefix tokens
         attended over prefix tokens; `attended_per_step` the same in tokens per request, per layer.
         `private_keep_ratio`: of requests' own tokens that were selected from, over all layers; None where none were.
         """
-        attended = [a + p for a, p in zip(self._attended.tolist(), self._planned, strict=True)]
+        attended = list(self._attended)
         ratios = [a / p for a, p in zip(attended, self._prefix, strict=True) if p]
         rows = self.sparse_rows
-        private = self._private.item() + self._private_planned
+        private = self._private_attended
         return {
             "hits": self.hits,
             "sparse_steps": self.sparse_steps,

@@ -68,13 +68,13 @@ def server_args(
     load_plugins()
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_ext.compat import seams
+    from sglang_ext.compat.seam import assert_in_place
     from sglang_ext.compat.server_args import attach, model_folder
     from sglang_ext.config import make_settings
 
     kwargs.setdefault("log_level", "error")
     record = ServerArgs(**kwargs)
     if sparse_attn:
-        seams.assert_in_place(seam for seam in seams.SEAMS if seam.process == "every")
+        assert_in_place(launcher=True)
         attach(record, make_settings(json.dumps(config) if config else None, store, model_folder(record)))
     return record

@@ -12,7 +12,7 @@ from typing import Any
 
 from prefix_index import ModelFingerprint
 from sglang_ext.fingerprint import resolve_folder
-from sglang_ext.indexing.layer_plan import LayerPlan, heads_of_rank
+from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.indexing.profile import Profile, ProfileError, load_profile
 
 #: A profile that is shipped with its model: this file in the model's folder.
@@ -96,13 +96,14 @@ def check_profile(profile: Profile, model: ModelFingerprint) -> None:
         raise ProfileError(f"--sparse-attn: {error}{_TURN_OFF}") from error
 
 
-def roles_of_rank(
+def layer_plan_of_rank(
     layers: Sequence[Any], profile: Profile | None, model: ModelFingerprint, rank: int = 0, size: int = 1
-) -> tuple[LayerPlan, list[list[int]]]:
-    """Layer plan and dense heads of one tensor-parallel rank, KV heads numbered within it.
+) -> LayerPlan:
+    """Layer plan of one tensor-parallel rank, KV heads numbered within it.
 
-    The plan is cut for all ranks, so that one that cannot be cut for some of them fails on each. Dense heads belong to
-    the plan that they were calibrated with: under another one there are none, nor in layers that are dense anyway.
+    The plan is cut for all ranks, so that one that cannot be cut for some of them fails on each. A profile may name
+    heads whose attention is too flat to select from. They belong to the plan that they were calibrated with: under it
+    their layers attend everything.
 
     Args:
         layers: the configuration's `layer_plan`; empty for the default.
@@ -110,17 +111,11 @@ def roles_of_rank(
         model: fingerprint of the whole model.
         rank, size: of the tensor-parallel group.
 
-    Returns:
-        The plan, and [num_layers] lists of dense heads.
-
     Raises:
         ValueError: the plan does not fit the model, or cannot be cut for some rank.
     """
     data = {"layers": list(layers)} if layers else {}
     plan = LayerPlan.from_dict(data, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads)
-    dense: Sequence[Sequence[int]] = [()] * model.num_layers
     if profile is not None and plan == profile.plan():
-        dense = [() if layer in plan.dense_layers else row for layer, row in enumerate(profile.dense_heads)]
-    heads = heads_of_rank(model.num_kv_heads, rank, size)
-    plans = [plan.for_rank(number, size) for number in range(size)]
-    return plans[rank], [[head - heads.start for head in row if head in heads] for row in dense]
+        plan = plan.with_dense([layer for layer, heads in enumerate(profile.dense_heads) if heads])
+    return [plan.for_rank(number, size) for number in range(size)][rank]

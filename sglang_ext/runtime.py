@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,33 +17,31 @@ import torch
 from torch import Tensor
 
 from prefix_index import ModelFingerprint
-from sglang_ext.attention.decode import GroupedDecode
-from sglang_ext.attention.plan import DecodePlan, make_plan
-from sglang_ext.attention.private_index import PrivateRules
-from sglang_ext.attention.shared_steps import Path, SharedSteps, SharedView
-from sglang_ext.attention.step import Step
-from sglang_ext.attention.trace import StepTrace
 from sglang_ext.config import Settings
-from sglang_ext.indexing import make_selector
+from sglang_ext.decode.planner import DecodePlanner, DecodeView, PlannedStep
+from sglang_ext.decode.trace import StepTrace
+from sglang_ext.decode.types import StepPath
+from sglang_ext.indexing import method_specs
 from sglang_ext.indexing.layer_plan import heads_of_rank
 from sglang_ext.metrics import Counters
-from sglang_ext.prefill.builder import method_specs, profile_digest
+from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.captures import PrefillCaptures
+from sglang_ext.prefill.recorder import Chunk
 from sglang_ext.prefill.recording import Admission, decode_chunks, prefill_chunks
 from sglang_ext.prefill.recordings import make_recording
 from sglang_ext.prefix.directory import PrefixDirectory, misfit
 from sglang_ext.prefix.readiness import Readiness
-from sglang_ext.prefix.requests import Attachment, RequestTable, SharedSlots
+from sglang_ext.prefix.requests import Attachment, RequestTable
 from sglang_ext.prefix.residency import Residency
 from sglang_ext.prefix.watch import StoreWatch
-from sglang_ext.profiles import check_profile, roles_of_rank
+from sglang_ext.profiles import check_profile, layer_plan_of_rank
 from sglang_ext.ranks import OneRank, Ranks, check_alike
 from sglang_ext.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 
 
-class ModelView(SharedView, Protocol):
+class ModelView(DecodeView, Protocol):
     """What the runtime needs of the model runner; `compat.runner.RunnerView` is the one implementation.
 
     Heads are those of this tensor-parallel rank; the fingerprint speaks of the whole model.
@@ -58,6 +56,19 @@ class ModelView(SharedView, Protocol):
     def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None: ...
     def fingerprint(self) -> ModelFingerprint: ...
     def weights(self) -> Iterable[tuple[str, Tensor]]: ...
+
+
+@dataclass
+class Step:
+    """The forward that runs now: what its layers have to do.
+
+    Attributes:
+        planned: of a decode step that is attended here.
+        chunks: of what is recorded.
+    """
+
+    planned: PlannedStep | None = None
+    chunks: Sequence[Chunk] = ()
 
 
 class SparseRuntime:
@@ -82,7 +93,7 @@ class SparseRuntime:
         self.config = config
         self.view = view
         self.ranks = ranks or OneRank()
-        self.counters = Counters(view.num_layers, view.device, prometheus)
+        self.counters = Counters(view.num_layers, prometheus)
         self.requests = RequestTable()
         self.model = view.fingerprint()
         if profile is not None:
@@ -95,34 +106,30 @@ class SparseRuntime:
         self.directory = PrefixDirectory(
             self.store, self.model, self.profile, config.min_sparse_prompt_len, rescan=self.watch.rescan
         )
-        plan, dense_heads = roles_of_rank(config.layer_plan, profile, self.model, view.tp_rank, view.tp_size)
+        plan = layer_plan_of_rank(config.layer_plan, profile, self.model, view.tp_rank, view.tp_size)
         first, limit = heads_of_rank(self.model.num_kv_heads, view.tp_rank, view.tp_size).start, config.index_gpu_bytes
         spec = method_specs(config)[config.method]
         self.residency = Residency(self.store, spec, view.num_layers, view.num_kv_heads, view.device, limit, first)
-        self.decode = GroupedDecode(config, make_selector(spec, config.summed_every), plan, self.counters, dense_heads)
-        whole = roles_of_rank(config.layer_plan, profile, self.model)[1]
-        self.shared = SharedSteps(config, view, self.requests, self.counters, spec, plan, whole, self.ranks)
+        self.planner = DecodePlanner(config, view, self.requests, self.counters, spec, plan, self.ranks)
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
-        usable = self.shared.uses_indexes or not view.decode_graphs
+        usable = self.planner.uses_indexes
         self.builds = make_recording(self.store, config, view, self.model, profile, self.ranks, usable=usable)
         folder = config.trace_folder
-        self._trace = StepTrace(folder, plan, dense_heads, view.dtype) if folder is not None else None
+        self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self.weights = ServedWeights(view.weights, self.ranks)
-        self._shared: dict[str, list[SharedSlots]] = {}
-        self._private = PrivateRules.of(config)
         self._step = Step()
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have in common, so that equal batches take equal paths."""
-        view, shared = self.view, self.shared
+        view, planner = self.view, self.planner
         return {
             "model": msgspec.to_builtins(self.model),
             "configuration": msgspec.json.encode(self.config).decode(),
             "number of KV slots": view.num_slots,
             "number of running requests": view.max_requests,
-            "use of decode graphs": (view.decode_graphs, shared.uses_indexes, shared.refusal),
+            "use of decode graphs": (view.decode_graphs, planner.uses_indexes, planner.refusal),
             "kind of device": view.device.type,
         }
 
@@ -153,7 +160,7 @@ class SparseRuntime:
         if self.ready.stale:
             refusal = ("index_mismatch", self.ready.stale)
         hashes: Sequence[bytes] = ()
-        if refusal or (self.view.decode_graphs and not self.shared.uses_indexes):  # nothing could use an index
+        if refusal or not self.planner.uses_indexes:  # nothing could use an index
             attachment = Attachment(rid, len(prompt), None, *(refusal or (None, None)))
         else:
             found = self.directory.lookup(namespace, prompt)
@@ -202,7 +209,7 @@ class SparseRuntime:
         self.ready.stale = "the weights were updated in place; restart the server to use indexes of the new ones"
         logger.warning("sparse attention: off until a restart: %s", self.ready.stale)
         if self.view.has_kv_scales:  # numbers in our graphs
-            self.shared.refuse("the weights were updated in place, and with them perhaps the scales of keys and values")
+            self.planner.refuse("the weights were updated in place, perhaps also the scales of keys and values")
         if self.builds is not None:
             self.builds.close()
             self.builds = None
@@ -219,7 +226,7 @@ class SparseRuntime:
         if attachment is None:
             return
         self.ready.forget(attachment.rid)
-        self.shared.ended(attachment.serial)
+        self.planner.ended(attachment.serial)
         if self.builds is not None:
             self.builds.finish(attachment.rid, row)
         self._release(attachment)
@@ -250,79 +257,52 @@ class SparseRuntime:
         mode = forward_batch.forward_mode
         if mode.is_decode():
             self._settle(forward_batch.rids)
-            plan, path = self._prepared(forward_batch)
-            self.ready.took(path.value if path else "stock" if plan is None else "plan", forward_batch.batch_size)
-            self._step = Step(plan, path, decode_chunks(self.builds, forward_batch, self.view.device))
+            planned = self._planned(forward_batch)
+            self.ready.took("stock" if planned is None else planned.path.value, forward_batch.batch_size)
+            self._step = Step(planned, decode_chunks(self.builds, forward_batch, self.view.device))
         elif self.builds is not None and mode.is_extend():
-            self._step = Step(chunks=prefill_chunks(self.builds, forward_batch, self.view.device))
+            self._step = Step(None, prefill_chunks(self.builds, forward_batch, self.view.device))
         try:
             yield
             if self._trace is not None:
-                self._trace.note(forward_batch, self._step, self.shared.sparse)
+                sparse = self.planner.sparse
+                self._trace.note(forward_batch, self.path, sparse.copies if sparse is not None else None)
         finally:
             self._step = Step()
 
     def _settle(self, rids: Sequence[str] | None) -> None:
         """A collective with several ranks: nothing that differs between them decides whether this line is reached."""
-        problem = self.ready.settle(rids or (), refused=self.shared.refusal is not None)
+        problem = self.ready.settle(rids or (), refused=self.planner.refusal is not None)
         if problem is not None:
-            self.shared.refuse(problem)
+            self.planner.refuse(problem)
 
-    def _plan(self, forward_batch: Any) -> DecodePlan | None:
-        rids = forward_batch.rids
-        if not rids:
-            return None
-        attachments = [self.requests.get(rid) for rid in rids]
-        if len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):
-            # Padded or beam batches: rows are not one request each.
-            for attachment in attachments:
-                self.ready.count(attachment, "unsupported_mode")
-            self.counters.count_step(0, len(rids), 0)
-            return None
-        ready = [self.ready.usable(attachment) for attachment in attachments]
-        plan = None
-        if any(ready):
-            lens = forward_batch.seq_lens_cpu
-            lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
-            for row, index in enumerate(ready):
-                if index is not None and lens[row] <= index.prefix_len:
-                    ready[row] = None  # shorter than its own prompt: nothing we know of does this
-                    self.ready.count(attachments[row], "index_mismatch")
-            table, rows, period = self.view.req_to_token, forward_batch.req_pool_indices, self.config.search_period
-            plan = make_plan(attachments, ready, table, rows, lens, self._shared, period, self._private)
-        sparse_rows = sum(index is not None for index in ready)
-        largest = max((group.num_rows for group in plan.groups), default=0) if plan else 0
-        self.counters.count_step(sparse_rows, len(rids) - sparse_rows, largest)
-        return plan
-
-    def _prepared(self, forward_batch: Any) -> tuple[DecodePlan | None, Path | None]:
+    def _planned(self, forward_batch: Any) -> PlannedStep | None:
         try:
-            plan = None if self.view.decode_graphs else self._plan(forward_batch)
-            return plan, self.shared.prepare(forward_batch, self.ready.usable) if plan is None else None
+            return self.planner.prepare(forward_batch, self.ready.usable)
         except Exception as error:
-            return self._step_failed(forward_batch.rids, error)
+            self._step_failed(forward_batch.rids, error)
+            return None
 
-    def _step_failed(self, rids: Sequence[str] | None, error: Exception) -> tuple[None, None]:
+    def _step_failed(self, rids: Sequence[str] | None, error: Exception) -> None:
         """SGLang's own backend attends a decode step, and from now on its requests, but no others."""
         if self.ranks.size > 1:
             raise error  # other ranks may have prepared it, and would replay another graph: wrong answers
-        self.shared.step_elsewhere(self.ready.step_failed(rids or (), error))
-        return None, None
+        self.planner.step_elsewhere(self.ready.step_failed(rids or (), error))
 
     @contextmanager
-    def capturing(self, size: int, path: Path) -> Iterator[None]:
+    def capturing(self, size: int, path: StepPath) -> Iterator[None]:
         """Within the block SGLang captures a decode graph of a path, for batches of that size."""
-        with self.shared.capturing(size, path):
-            self._step = Step(path=path)
+        with self.planner.capturing(size, path) as planned:
+            self._step = Step(planned)
             try:
                 yield
             finally:
                 self._step = Step()
 
     @property
-    def path(self) -> Path | None:
-        """How the running decode step is attended here in groups; None where it is not."""
-        return self._step.path
+    def path(self) -> StepPath | None:
+        """How the running decode step is attended here; None where it is not."""
+        return None if self._step.planned is None else self._step.planned.path
 
     def prefilled(self, *, in_graph: bool) -> None:
         """The running forward is done; counts recorded prefill steps that a CUDA graph replayed."""
@@ -360,12 +340,12 @@ class SparseRuntime:
         step = self._step
         if step.chunks and self.builds is not None:
             self.builds.recorder.record(step.chunks, layer.layer_id, q, float(layer.scaling))
-        if not self.planned or not forward_batch.forward_mode.is_decode():
+        if step.planned is None or not forward_batch.forward_mode.is_decode():
             return None
-        if refusal is not None and step.plan is None:
-            self.shared.refuse(f"layer {layer.layer_id} has {refusal}")
         if refusal is not None:
+            self.planner.refuse(f"layer {layer.layer_id} has {refusal}")
             self.counters.count_fallback("unsupported_layer")
+            self._step = Step(None, step.chunks)  # what a later layer would reuse is not there
             return None
         if k is not None and v is not None and save_kv_cache:
             k, v = (x.view(x.shape[0], self.view.num_kv_heads, -1) for x in (k, v))
@@ -373,20 +353,18 @@ class SparseRuntime:
         heads = q.reshape(q.shape[0], self.view.num_qo_heads, -1)
         kv, scale = self.view.kv(layer.layer_id), float(layer.scaling)
         try:
-            if step.plan is not None:
-                return self.decode.run(heads, kv, step.plan, layer.layer_id, scale).flatten(1)
-            assert step.path is not None
-            return self.shared.attend(step.path, heads, kv, layer.layer_id, scale).flatten(1)
+            return step.planned.backend.run(heads, kv, layer.layer_id, scale).flatten(1)
         except Exception as error:
             if self.view.decode_graphs:
                 raise  # a graph is being captured: the start fails
-            self._step = Step(*self._step_failed(forward_batch.rids, error), step.chunks)
+            self._step_failed(forward_batch.rids, error)
+            self._step = Step(None, step.chunks)
             return None
 
     @property
     def planned(self) -> bool:
-        """Whether the running forward is a decode step that is attended here: by an index, or by shared slots."""
-        return self._step.plan is not None or self._step.path is not None
+        """Whether the running forward is a decode step that is attended here."""
+        return self._step.planned is not None
 
     # -- what others see -----------------------------------------------------------------------------------
 
@@ -405,7 +383,7 @@ class SparseRuntime:
             "method": self.config.method,
             "model": msgspec.to_builtins(self.model),
             "profile": self.profile,
-            "shared": self.shared.snapshot(),
+            "shared": self.planner.snapshot(),
             **self.watch.snapshot(),
             **held,
             "requests": len(self.requests),

@@ -111,6 +111,11 @@ class Fit:
         rows = [tuple(row.nonzero().flatten().tolist()) for row in self.flat_heads]
         return tuple(() if layer in self.plan.dense_layers else row for layer, row in enumerate(rows))
 
+    @property
+    def whole_layers(self) -> tuple[int, ...]:
+        """Layers of dense heads: a server attends everything there."""
+        return tuple(layer for layer, heads in enumerate(self.dense_heads) if heads)
+
 
 def fit_settings(averages: Averages, setting: FitSetting) -> Fit:
     """Choose everything by the averages.
@@ -144,8 +149,8 @@ def fit_settings(averages: Averages, setting: FitSetting) -> Fit:
 
 
 def with_flat_heads(fit: Fit, averages: Averages, setting: FitSetting, budget: int) -> Fit:
-    """The fit with near-uniform heads judged at the budget that is recommended. Their layers attend everything: decode
-    graphs hold no dense head beside heads that select. Where no layer would be left that selects, the plan stays.
+    """The fit with near-uniform heads judged at the budget that is recommended. Their layers attend everything. Where
+    no layer would be left that selects, the plan stays.
 
     Args:
         fit: of `fit_settings`, by the same averages and settings.

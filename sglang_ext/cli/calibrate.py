@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -193,8 +192,3 @@ def _layers(text: str) -> tuple[int, ...]:
             f"expected the first layers (0, or 0,1, ..., or nothing), got {text!r}; name all layers from 0 on, or fewer"
         )
     return layers
-
-
-def default_state(out: str) -> str:
-    """Where measurements lie unless --state names another folder."""
-    return f"{os.path.abspath(out)}.state"

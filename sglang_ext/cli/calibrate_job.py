@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from prefix_index import ModelFingerprint
 from sglang_ext import __version__
-from sglang_ext.attention.graph_refusal import graph_refusal
 from sglang_ext.calibration.comparison import HeldOut, compare
 from sglang_ext.calibration.fit import Fit, FitSetting, fit_settings, with_flat_heads
 from sglang_ext.calibration.measurement import (
@@ -53,7 +52,7 @@ from sglang_ext.calibration.recommend import (
 )
 from sglang_ext.cli.calibrate_options import Options
 from sglang_ext.cli.checks import check_writable
-from sglang_ext.config import SparseAttnConfig
+from sglang_ext.decode.ops import graph_refusal
 from sglang_ext.fingerprint import weights_digest
 from sglang_ext.indexing.profile import CalibrationData, Profile, ProfiledModel, Recommendation
 from sglang_ext.prefill.prompt_tokens import TokenSource
@@ -257,11 +256,7 @@ class CalibrateJob:
         """What is recommended: the method that was asked for, or another one that decode graphs hold."""
         assert self._model is not None
         asked = self._options.method
-        held = {
-            name: spec
-            for name, spec in self._recipes.items()
-            if name == asked or graph_refusal(SparseAttnConfig(), spec, fit.plan, ()) is None
-        }
+        held = {name: spec for name, spec in self._recipes.items() if name == asked or graph_refusal(name) is None}
         choice = recommend(quality, held, anchor_share=fit.plan.anchor_share, head_dim=self._model.head_dim)
         others = ", ".join(name for name in self._recipes if name not in held)
         if not others:
@@ -278,13 +273,11 @@ class CalibrateJob:
             file=sys.stderr,
         )
         flat = ", ".join(f"layer {layer} head {head}" for layer, head in fit.flat_heads.nonzero().tolist())
-        if flat and not any(fit.dense_heads):
-            print(
-                f"layers with a near-uniform KV head attend everything, as decode graphs hold no dense head beside "
-                f"others: {flat}",
-                file=sys.stderr,
-            )
-        refusal = graph_refusal(SparseAttnConfig(), self._recipes[choice.name], fit.plan, fit.dense_heads)
+        if flat:
+            print(f"layers with a near-uniform KV head attend everything: {flat}", file=sys.stderr)
+        if not fit.plan.with_dense(fit.whole_layers).anchor_layers:
+            print("with this profile no layer selects: calibrate on longer prompts", file=sys.stderr)
+        refusal = graph_refusal(choice.name)
         if refusal:
             print(f"inside decode graphs a server uses no index with this profile: {refusal}", file=sys.stderr)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 
 import torch
 
 from sglang_ext.calibration.fit import FitSetting
 from sglang_ext.calibration.measurement import MeasureSetting
-from sglang_ext.cli.calibrate import default_state
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.indexing.base import METHODS, did_you_mean
 
@@ -78,3 +78,8 @@ def options_of(args: argparse.Namespace) -> Options:
         method=method,
         device=device,
     )
+
+
+def default_state(out: str) -> str:
+    """Where measurements lie unless --state names another folder."""
+    return f"{os.path.abspath(out)}.state"

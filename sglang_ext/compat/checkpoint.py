@@ -12,7 +12,7 @@ from prefix_index import ModelFingerprint
 from sglang_ext.config import Settings
 from sglang_ext.fingerprint import model_fingerprint, resolve_folder
 from sglang_ext.indexing.profile import ProfileError
-from sglang_ext.profiles import check_profile, roles_of_rank
+from sglang_ext.profiles import check_profile, layer_plan_of_rank
 
 #: In place of what is known only when the model is loaded; a profile is not compared by it.
 _UNREAD = "unread"
@@ -64,7 +64,7 @@ def model_refusal(record: Any, settings: Settings) -> str | None:
             if config.quantization or record.quantization:  # which of these it is, SGLang may find out later
                 model = msgspec.structs.replace(model, config_digest=settings.profile.model.config_digest)
             check_profile(settings.profile, model)
-        roles_of_rank(plan, settings.profile, model, 0, int(record.tp_size))
+        layer_plan_of_rank(plan, settings.profile, model, 0, int(record.tp_size))
     except ProfileError as error:
         return str(error)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""More decode graphs of each batch size, `grouped`, `sparse` and `kept`, beside the one that SGLang captures.
+"""More decode graphs of each batch size, `cascade`, `sparse` and `kept`, beside the one that SGLang captures.
 
 SGLang keeps several graphs of one size apart by a label, made for LoRA. Ours is appended to that one. Our captures come
 first: a backend may keep what it made for the last capture of a size, and that must be its own.
@@ -33,9 +33,9 @@ def around_capture_one_shape(
         runner, size, forward, stream_idx, variant_label, more: its arguments.
     """
     ours = runtime is not None and runtime.view.runner is runner.model_runner and runner.captured_req_width == 1
-    paths = runtime.shared.paths_of(size) if ours else ()
+    paths = runtime.planner.paths_of(size) if ours else ()
     if paths:
-        runtime.shared.tune(runner.capture_bs)
+        runtime.planner.tune(runner.capture_bs)
     for path in paths:
         with runtime.capturing(size, path):
             original(runner, size, forward, stream_idx, label_of(path.value, variant_label), *more)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_ext.attention.list_sets import KEPT_BYTES
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.config import Build, DecodePath, SparseAttnConfig
+from sglang_ext.decode.buffers import KEPT_BYTES
+from sglang_ext.indexing import METHODS
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +27,29 @@ def promised_bytes(config: SparseAttnConfig, *, graphs: bool) -> int:
         config: the settings.
         graphs: whether decode steps replay graphs; without them a ready index is always used.
     """
-    stock = config.decode_path is DecodePath.STOCK
-    if config.build is Build.CAPTURE or (stock and config.build is Build.PREFILL):
-        return 0  # jobs: calibration, and prebuild, in which nothing decodes by an index
-    grouped = config.share_prefixes is not False and not stock
-    held = grouped and config.method == "token_index"  # by graphs
-    indexes = held and config.decode_path is not DecodePath.EXACT if graphs else True
-    total = BUFFER_BYTES if grouped else 0
+    if config.build is Build.CAPTURE or config.decode_path is DecodePath.STOCK:
+        return 0  # a job, or a server in which nothing is attended here
+    shares = config.share_prefixes is not False
+    indexes = config.decode_path is not DecodePath.EXACT
+    if graphs:
+        indexes = indexes and shares and METHODS[config.method].decode_op is not None
+    total = BUFFER_BYTES if shares or indexes else 0
     if indexes:
         total += config.index_gpu_bytes + (BUILD_BYTES if config.build is Build.SHARED else 0)
         total += config.private_index_bytes if config.private_dense_tokens is not None else 0
-        total += KEPT_BYTES if graphs and config.search_period > 1 else 0
+        total += KEPT_BYTES if config.search_period > 1 or _reuses_earlier(config.layer_plan) else 0
     return total
+
+
+def _reuses_earlier(layers: Sequence[Any]) -> bool:
+    """Whether a layer of a plan reuses another one than the last that selects: lists of all of these are kept."""
+    latest = None
+    for layer, role in enumerate(layers):
+        if role == "anchor":
+            latest = layer
+        if isinstance(role, Mapping) and role["reuse"] != latest:
+            return True
+    return False
 
 
 def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, **_kwargs: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from prefix_index import printable_values
 from sglang_ext.compat import decode_graphs, tensor_parallel
+from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.compat.server_args import settings_of, unsupported
 from sglang_ext.config import Build
 
@@ -36,12 +37,11 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     settings = settings_of(runner.server_args)
     if settings is None or runner.is_draft_worker:
         return wrapped
-    from sglang_ext.attention.backend import adopt, refusal
-    from sglang_ext.compat import seams
+    from sglang_ext.compat.adoption import adopt, refusal
     from sglang_ext.compat.runner import RunnerView
     from sglang_ext.runtime import SparseRuntime
 
-    seams.assert_in_place(seams.SEAMS)
+    assert_in_place()
     view = RunnerView(runner)
     for message in (
         unsupported(runner.server_args),
@@ -255,10 +255,9 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
     """With the flag given, serving does not begin unless every seam is ours."""
     if settings_of(scheduler.server_args) is None:
         return
-    from sglang_ext.attention.backend import is_adopted
-    from sglang_ext.compat import seams
+    from sglang_ext.compat.adoption import is_adopted
 
-    seams.assert_in_place(seams.SEAMS)
+    assert_in_place()
     if _runtime is None or not is_adopted(scheduler.tp_worker.model_runner.attn_backend):
         raise RuntimeError(
             "--sparse-attn: expected SGLang's attention backend to be adopted, found it untouched; "

@@ -1,4 +1,4 @@
-"""Every place where the plugin enters SGLang, with the reason, and the check that each is in place.
+"""Every place where the plugin enters SGLang, with the reason.
 
 `docs/sglang-seams.md` is the same list in prose; a test keeps the two equal. Each hook does nothing but
 delegate when the server runs without `--sparse-attn`.
@@ -6,47 +6,15 @@ delegate when the server runs without `--sparse-attn`.
 
 from __future__ import annotations
 
-import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from types import FunctionType, NoneType
-from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ext import logs
 from sglang_ext.compat import memory, scheduler_hooks, server_args
-from sglang_ext.compat.versions import SUPPORTED, installed
-
-Process = Literal["every", "scheduler"]
-
-
-@dataclass(frozen=True)
-class Seam:
-    """One hook, and what it takes for granted: tests compare that with the real function, on each release.
-
-    Attributes:
-        target: path of SGLang's function.
-        kind: when the hook runs.
-        hook: ours.
-        process: which processes need it: a launcher never imports the model runner for us.
-        reason: why it is there.
-        takes: names of the function's first arguments, all that the hook counts; a method's object or class left out.
-        reads: attributes of the function's result that the hook reads, each with its type; under an empty name the
-            type of the result itself.
-        releases: of SGLang that have the function.
-    """
-
-    target: str
-    kind: HookType
-    hook: Callable[..., Any]
-    process: Process
-    reason: str
-    takes: tuple[str, ...]
-    reads: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
-    releases: tuple[str, ...] = SUPPORTED
-
+from sglang_ext.compat.seam import Seam, declare, here
 
 SEAMS: tuple[Seam, ...] = (
     Seam(
@@ -189,10 +157,7 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
-def here(seams: Iterable[Seam] = SEAMS) -> tuple[Seam, ...]:
-    """Those of the installed release."""
-    release = installed()
-    return tuple(seam for seam in seams if release in seam.releases)
+declare(SEAMS)
 
 
 def wanted(loaded: Iterable[str]) -> tuple[Seam, ...]:
@@ -206,40 +171,3 @@ def register() -> None:
     logs.install()
     for seam in wanted(sys.modules):
         HookRegistry.register(seam.target, seam.hook, seam.kind)
-
-
-def missing(seams: Iterable[Seam]) -> list[str]:
-    """Targets whose hook is not in place now: not applied, or replaced by someone afterwards."""
-    out = []
-    for seam in here(seams):
-        try:
-            attribute = pkgutil.resolve_name(seam.target)
-        except (AttributeError, ImportError):
-            out.append(seam.target)
-            continue
-        if not _carries(attribute, seam.hook):
-            out.append(seam.target)
-    return out
-
-
-def _carries(attribute: Any, hook: Callable[..., Any]) -> bool:
-    """Whether calling `attribute` reaches `hook`: SGLang's wrappers hold their hook in a closure cell."""
-    function = getattr(attribute, "__func__", attribute)
-    while function is not None:
-        cells = getattr(function, "__closure__", None) or ()
-        if any(cell.cell_contents is hook for cell in cells):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
-
-
-def assert_in_place(seams: Iterable[Seam]) -> None:
-    """Raise RuntimeError naming every seam that is not in place."""
-    gone = missing(seams)
-    if gone:
-        raise RuntimeError(
-            "--sparse-attn: expected these SGLang functions to be hooked, found them untouched: "
-            + ", ".join(gone)
-            + ". Another plugin or a changed SGLang is the likely cause; see SGLang's log above for "
-            "'Failed to apply hooks', or start without --sparse-attn."
-        )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from prefix_index import printable
+from sglang_ext.compat import tensor_parallel
+from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.config import (
     ENV_CONFIG,
     ENV_STORE,
@@ -124,26 +126,7 @@ def unsupported(record: Any) -> str | None:
             f"--sparse-attn: expected --load-format {', '.join(_LOAD_FORMATS)}; got {load_format!r}. The model's "
             "identity is taken from its folder, which may not be what this format loads: use one of these."
         )
-    return conflict(record, _UNSUPPORTED)
-
-
-def conflict(record: Any, fields: Sequence[tuple[str, Any, str]], beside: str = "", got: str = "") -> str | None:
-    """What a record has set that does not go with us, as a message; None where nothing is.
-
-    Args:
-        record: SGLang's ServerArgs.
-        fields: (field, value that is fine, name the user knows it by); the first one that is set otherwise is named.
-        beside: what else it does not go with, as ` beside ...`.
-        got: that one's value, as ` and field=...`.
-    """
-    for field, fine, name in fields:
-        value = getattr(record, field, fine)
-        if value is not None and value != fine:
-            return (
-                f"--sparse-attn: expected no {name}{beside}; got {field}={value!r}{got}. "
-                "This combination is not supported yet: remove one of the two."
-            )
-    return None
+    return tensor_parallel.conflict(record, _UNSUPPORTED)
 
 
 def after_check_server_args(_result: None, record: Any) -> None:
@@ -154,14 +137,14 @@ def after_check_server_args(_result: None, record: Any) -> None:
         refuse(str(error))
     if settings is None:
         return
-    from sglang_ext.compat import checkpoint, seams, tensor_parallel
+    from sglang_ext.compat import checkpoint
 
     message = unsupported(record) or tensor_parallel.refusal(record, settings.config)
     message = message or checkpoint.model_refusal(record, settings)
     if message:
         refuse(message)
     try:
-        seams.assert_in_place(seam for seam in seams.SEAMS if seam.process == "every")
+        assert_in_place(launcher=True)
     except RuntimeError as error:
         refuse(str(error))
     attach(record, settings)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
-from sglang_ext.compat.server_args import conflict
 from sglang_ext.config import Build, SparseAttnConfig
 from sglang_ext.ranks import OneRank, ProcessRanks, Ranks
 
@@ -74,3 +74,22 @@ def ranks_of(rank: int, size: int) -> Ranks:
             "parallelism beside --tp-size."
         )
     return ProcessRanks(dist.new_group(list(range(size)), backend="gloo"))
+
+
+def conflict(record: Any, fields: Sequence[tuple[str, Any, str]], beside: str = "", got: str = "") -> str | None:
+    """What a record has set that does not go with us, as a message; None where nothing is.
+
+    Args:
+        record: SGLang's ServerArgs.
+        fields: (field, value that is fine, name the user knows it by); the first one that is set otherwise is named.
+        beside: what else it does not go with, as ` beside ...`.
+        got: that one's value, as ` and field=...`.
+    """
+    for field, fine, name in fields:
+        value = getattr(record, field, fine)
+        if value is not None and value != fine:
+            return (
+                f"--sparse-attn: expected no {name}{beside}; got {field}={value!r}{got}. "
+                "This combination is not supported yet: remove one of the two."
+            )
+    return None

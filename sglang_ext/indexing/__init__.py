@@ -5,7 +5,7 @@
 
 from sglang_ext.indexing.base import IndexBuilder, IndexSpec, Method, Selector
 from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan, LayerRole
-from sglang_ext.indexing.registry import METHODS, make_builder, make_selector, parse_spec
+from sglang_ext.indexing.registry import METHODS, make_builder, make_selector, method_specs, parse_spec
 
 __all__ = [
     "METHODS",
@@ -18,5 +18,6 @@ __all__ = [
     "Selector",
     "make_builder",
     "make_selector",
+    "method_specs",
     "parse_spec",
 ]

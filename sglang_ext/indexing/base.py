@@ -275,12 +275,15 @@ class Method(Generic[S]):
     Attributes:
         spec: its parameters.
         builder: called with a spec and, where it is known, a `LayerProfile`.
-        selector: called with a spec.
+        selector: called with a spec. The reference of the decode operation.
+        decode_op: `module:function` that makes the operation which decode graphs hold, imported where one is made (see
+            `decode.ops`). None: the method has none, and its indexes are used without decode graphs only.
     """
 
     spec: type[S]
     builder: Callable[..., IndexBuilder]
     selector: Callable[[S], Selector]
+    decode_op: str | None = None
 
 
 METHODS: dict[str, Method[Any]] = {}

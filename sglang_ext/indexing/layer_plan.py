@@ -116,6 +116,16 @@ class LayerPlan:
                 layers.append({"reuse": role.anchor_layer, "head_map": list(role.head_map)})
         return {"layers": layers}
 
+    def with_dense(self, layers: Sequence[int]) -> LayerPlan:
+        """The plan in which these layers read the whole prefix, too. A layer that reused one of them selects itself."""
+        roles = list(self.layers)
+        for layer, role in enumerate(roles):
+            if layer in layers:
+                roles[layer] = LayerRole(LayerMode.DENSE)
+            elif role.anchor_layer in layers:
+                roles[layer] = LayerRole(LayerMode.ANCHOR)
+        return LayerPlan(tuple(roles), self.num_kv_heads)
+
     def for_rank(self, rank: int, size: int) -> LayerPlan:
         """The plan of one tensor-parallel rank: its own KV heads, head maps numbered within them.
 

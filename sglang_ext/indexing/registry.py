@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from sglang_ext.indexing.ab_sparse import ABSparseBuilder, ABSparseSelector, ABSparseSpec
 from sglang_ext.indexing.base import (
     METHODS,
@@ -23,19 +26,28 @@ from sglang_ext.indexing.combined import (
 from sglang_ext.indexing.csattention import CSAttentionBuilder, CSAttentionSelector, CSAttentionSpec
 from sglang_ext.indexing.exact import ExactBuilder, ExactSelector, ExactSpec
 from sglang_ext.indexing.token_index import TokenIndexBuilder, TokenIndexSelector, TokenIndexSpec
+from sglang_ext.options import SparseAttnConfig
 
-__all__ = ["METHODS", "make_builder", "make_selector", "parse_spec"]
+__all__ = ["METHODS", "make_builder", "make_selector", "method_specs", "parse_spec"]
 
 METHODS.update(
     {
         "csattention": Method(CSAttentionSpec, CSAttentionBuilder, CSAttentionSelector),
         "ab_sparse": Method(ABSparseSpec, ABSparseBuilder, ABSparseSelector),
-        "token_index": Method(TokenIndexSpec, TokenIndexBuilder, TokenIndexSelector),
+        "token_index": Method(
+            TokenIndexSpec, TokenIndexBuilder, TokenIndexSelector, "sglang_ext.decode.token_index_op:make_op"
+        ),
         "two_level": Method(TwoLevelSpec, CombinedBuilder, TwoLevelSelector),
         "union": Method(UnionSpec, CombinedBuilder, UnionSelector),
         "exact": Method(ExactSpec, ExactBuilder, ExactSelector),
     }
 )
+
+
+def method_specs(config: SparseAttnConfig) -> dict[str, IndexSpec]:
+    """The checked specs of all methods that an index of this configuration holds: those named, or the serving one."""
+    raw: Mapping[str, Mapping[str, Any]] = config.methods or {config.method: {}}
+    return {name: METHODS[name].spec.from_dict(spec) for name, spec in sorted(raw.items())}
 
 
 def make_builder(spec: IndexSpec, layer: LayerProfile = NO_PROFILE) -> IndexBuilder:

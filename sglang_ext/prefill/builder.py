@@ -21,7 +21,7 @@ from prefix_index import (
 )
 from prefix_kernels.pooling import Pooling
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.indexing import METHODS, make_builder, make_selector
+from sglang_ext.indexing import make_builder, make_selector, method_specs
 from sglang_ext.indexing.base import IndexBuilder, IndexSpec
 from sglang_ext.indexing.contents import IndexSize, check_forms, check_layer
 from sglang_ext.indexing.heads import join_heads, split_heads
@@ -34,16 +34,6 @@ _BUILDERS_VERSION = 3
 
 #: Query rows per layer that the sampled recall is measured on: a search each, while the scheduler waits.
 _RECALL_ROWS = 4
-
-
-def built_methods(config: SparseAttnConfig) -> dict[str, dict[str, Any]]:
-    """Raw specs of the methods that an index holds: those named, or the serving method alone."""
-    return config.methods or {config.method: {}}
-
-
-def method_specs(config: SparseAttnConfig) -> dict[str, IndexSpec]:
-    """The checked specs of all methods that an index of this configuration holds."""
-    return {name: METHODS[name].spec.from_dict(spec) for name, spec in sorted(built_methods(config).items())}
 
 
 def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> str:

@@ -1,4 +1,4 @@
-"""What is known of each live request: its index, and whether its slots are provably the shared ones."""
+"""What is known of each live request."""
 
 from __future__ import annotations
 
@@ -9,56 +9,17 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from prefix_kernels.types import Selection
+from sglang_ext.prefix.private_index import PrivateIndex
 from sglang_ext.prefix.residency import ResidentIndex
 
 if TYPE_CHECKING:
     from prefix_index import IndexEntry
-    from sglang_ext.attention.private_index import PrivateIndex
     from sglang_ext.prefill.recording import Admission
 
 _serials = itertools.count()
 
 ALONE = ("by_request", "unsupported_mode")
 """Reasons for which a request shares nothing."""
-
-
-@dataclass(eq=False)
-class Search:
-    """What one search of a group found, for the steps until the next one (CSAttention, 4.3: search period).
-
-    Attributes:
-        members: serials of the requests whose queries were searched for; nobody else may use it.
-        selections: per anchor layer; filled by the step that searches.
-        steps: decode steps that have used it, the searching one included.
-    """
-
-    members: frozenset[int]
-    selections: dict[int, Selection] = field(default_factory=dict)
-    steps: int = 1
-
-
-@dataclass(eq=False)
-class SharedSlots:
-    """A position-to-slot table that several requests were shown to have in common.
-
-    Attributes:
-        slots: [prefix_len] int64 on the device; our own copy, so that SGLang may reuse the row it came from.
-            The slots themselves stay allocated while one member lives: each member locks its tree path.
-        members: live requests that use it.
-        search: the group's last search; None before the first one, and once a member has left.
-    """
-
-    slots: Tensor
-    members: int = 0
-    search: Search | None = None
-
-    def leave(self) -> None:
-        """One member less. What was searched for it does not outlive it."""
-        self.members -= 1
-        self.search = None
 
 
 @dataclass(eq=False)
@@ -74,8 +35,6 @@ class Attachment:
         entry: of the index that its look-up found.
         admission: what those that record prompts are told when it gets a slot; None for nothing.
         runs_again: it had a slot before, and was retracted.
-        steps: decode steps seen since the request got its slot; 0 right after allocation.
-        shared: set once its slots were compared and found equal to a group's (or start a new one).
         deadline: monotonic time until which decode steps wait for the index; set at the first wait.
         private: index of its own tokens behind the prefix; None where all of them are attended in full.
         serial: unlike any other attachment's, also of a later request with the same id.
@@ -90,8 +49,6 @@ class Attachment:
     entry: IndexEntry | None = None
     admission: Admission | None = None
     runs_again: bool = False
-    steps: int = 0
-    shared: SharedSlots | None = None
     deadline: float | None = None
     private: PrivateIndex | None = None
     serial: int = field(default_factory=_serials.__next__)
@@ -100,10 +57,8 @@ class Attachment:
         self.reported: set[str] = set()
 
     def start_over(self) -> None:
-        """Its slots are given back: it leaves its group, and nothing is known of its own tokens."""
-        if self.shared is not None:
-            self.shared.leave()
-        self.shared, self.private, self.steps, self.runs_again = None, None, 0, True
+        """Its slots are given back, so nothing is known of its own tokens."""
+        self.private, self.runs_again = None, True
 
 
 class RequestTable:

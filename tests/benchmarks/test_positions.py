@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.attention.trace import Selected
+from sglang_ext.decode.trace import Selected
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from scripts.needle_network import Needle, load, rms_norm
-from sglang_ext.attention.trace import Prefill, Selected, SparseStep, Start
+from sglang_ext.decode.trace import Prefill, Selected, SparseStep, Start
 from sglang_ext.indexing.layer_plan import LayerPlan
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_ext.attention.graph_refusal import graph_refusal
 from sglang_ext.calibration.comparison import compare, paired, recall_of
 from sglang_ext.calibration.fit import (
     FitSetting,
@@ -16,8 +15,6 @@ from sglang_ext.calibration.fit import (
     with_flat_heads,
 )
 from sglang_ext.calibration.measurement import MeasureSetting, average, measure_prompt
-from sglang_ext.config import SparseAttnConfig
-from sglang_ext.indexing.token_index import TokenIndexSpec
 from tests.calibration.captures import make_capture
 
 LAYERS = 5
@@ -234,20 +231,17 @@ def test_heads_are_judged_at_the_recommended_budget():
         ([(1, 0), (2, 1), (4, 0)], ["dense", "dense", "dense", "anchor", "dense"]),
     ],
 )
-def test_a_layer_with_a_near_uniform_head_is_dense_as_decode_graphs_hold_no_dense_head_beside_others(flat, layers):
+def test_a_layer_with_a_near_uniform_head_is_dense(flat, layers):
     fit = judged(flat)
     assert [role.mode.value if role.anchor_layer is None else role.anchor_layer for role in fit.plan.layers] == layers
     assert fit.dense_heads == ((),) * LAYERS
-    assert graph_refusal(SparseAttnConfig(), TokenIndexSpec(), fit.plan, fit.dense_heads) is None
 
 
-def test_where_no_layer_could_select_the_plan_stays_and_is_refused_in_one_sentence():
+def test_where_no_layer_could_select_the_plan_stays_and_its_layers_attend_everything():
     fit = judged([(layer, 0) for layer in range(LAYERS)])
     assert fit.plan.anchor_layers == (1, 3)
     assert fit.dense_heads == ((), (0,), (0,), (0,), (0,))
-    refusal = graph_refusal(SparseAttnConfig(), TokenIndexSpec(), fit.plan, fit.dense_heads)
-    assert refusal.startswith("dense heads of the profile (layer 1 head 0, layer 2 head 0, ")
-    assert "calibrate again" in refusal
+    assert fit.plan.with_dense(fit.whole_layers).anchor_layers == ()
 
 
 def test_without_dense_layers_all_heads_are_judged():

@@ -15,12 +15,11 @@ import torch
 
 from prefix_index import ModelFingerprint
 from prefix_index.testing import sample_model
-from sglang_ext.attention.graph_refusal import graph_refusal
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.recommend import recommend
 from sglang_ext.cli import main
 from sglang_ext.cli.stopping import INTERRUPTED
-from sglang_ext.config import SparseAttnConfig
+from sglang_ext.decode.ops import graph_refusal
 from sglang_ext.indexing.profile import load_profile
 from sglang_ext.indexing.registry import METHODS
 from tests.calibration.captures import make_capture
@@ -327,8 +326,9 @@ def test_what_is_recommended_is_what_decode_graphs_hold(calibrate: Any, profile_
     assert status == 0, said
     profile = load_profile(profile_path)
     assert profile.recommended.method == "token_index"
-    refusal = graph_refusal(SparseAttnConfig(), profile.recommended.index_spec(), profile.plan(), profile.dense_heads)
-    assert refusal is None
+    assert graph_refusal(profile.recommended.method) is None
+    assert profile.plan().anchor_layers
+    assert not any(profile.dense_heads)
     assert "uses no index with this profile" not in said
 
 

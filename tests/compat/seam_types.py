@@ -124,10 +124,10 @@ def seam_types() -> dict[str, Any]:
     """By target: the names of arguments, whether the hook takes them, results, and what of them is of a wrong type."""
     load_plugins()
     from sglang_ext.compat import scheduler_hooks as hooks
-    from sglang_ext.compat import seams
+    from sglang_ext.compat.seam import here
 
     found: dict[str, Any] = {}
-    for seam in seams.here():
+    for seam in here():
         function, name = original(seam.target), seam.target.rsplit(".", 1)[1]
         names = list(inspect.signature(function).parameters)
         own = 1 if names[0] in ("self", "cls") else 0

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_ext.attention.backend import KNOWN_BACKENDS, adopt, is_adopted, refusal
+from sglang_ext.compat.adoption import KNOWN_BACKENDS, adopt, is_adopted, refusal
 
 _BACKENDS = {
     "TorchNativeAttnBackend": "torch_native_backend",
@@ -125,7 +125,7 @@ def test_class_flags_answer_as_the_inner_backend_does(name: str) -> None:
 def test_forward_has_the_signature_that_radix_attention_calls() -> None:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-    from sglang_ext.attention.backend import _forward
+    from sglang_ext.compat.adoption import _forward
 
     theirs = list(inspect.signature(AttentionBackend.forward).parameters)
     ours = list(inspect.signature(_forward).parameters)

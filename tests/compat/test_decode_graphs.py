@@ -13,12 +13,14 @@ import torch
 pytest.importorskip("sglang")
 
 from prefix_kernels.grouped_attention import TunedConfigs
-from prefix_kernels.launching import recording
+from prefix_kernels.launching import block_of, recording
 from prefix_kernels.types import PagedKV
-from sglang_ext.attention import attentions, tuning_at_start
-from sglang_ext.attention.shared_steps import Path, SharedSteps
 from sglang_ext.compat.decode_graphs import around_capture_one_shape, label_of_step
 from sglang_ext.config import config_from_dict
+from sglang_ext.decode import attention, tuning
+from sglang_ext.decode.costs import Line, StepCosts
+from sglang_ext.decode.planner import DecodePlanner
+from sglang_ext.decode.types import StepPath
 from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.indexing.token_index import TokenIndexSpec
 from sglang_ext.metrics import Counters
@@ -31,15 +33,15 @@ class Runtime:
     def __init__(self, runner: Any, largest: int) -> None:
         self.view = SimpleNamespace(runner=runner)
         self.tuned: list[tuple[list[int], int]] = []
-        self.shared = SimpleNamespace(
-            paths_of=lambda size: tuple(Path) if size <= largest else (),
+        self.planner = SimpleNamespace(
+            paths_of=lambda size: tuple(StepPath) if size <= largest else (),
             tune=lambda sizes: self.tuned.append((sizes, len(self.events))),
         )
-        self.path: Path | None = None
+        self.path: StepPath | None = None
         self.events: list[Any] = []
 
     @contextmanager
-    def capturing(self, size: int, path: Path) -> Iterator[None]:
+    def capturing(self, size: int, path: StepPath) -> Iterator[None]:
         self.events.append(("begin", size, path.value))
         yield
         self.events.append(("end", size))
@@ -61,10 +63,10 @@ def test_our_graphs_are_captured_first_and_under_their_own_labels() -> None:
     assert runtime.tuned == [([8, 16, 32], 0)], "for all sizes, before the first capture"
     around_capture_one_shape(runtime, runtime.original, _graph_runner(model), 8, None, None, "nolora", "dense")
     assert runtime.events == [
-        ("begin", 32, "grouped"), (32, None, "grouped"), ("end", 32),
+        ("begin", 32, "cascade"), (32, None, "cascade"), ("end", 32),
         ("begin", 32, "sparse"), (32, None, "sparse"), ("end", 32),
         ("begin", 32, "kept"), (32, None, "kept"), ("end", 32), (32, None, None),
-        ("begin", 8, "grouped"), (8, None, "nolora+grouped", "dense"), ("end", 8),
+        ("begin", 8, "cascade"), (8, None, "nolora+cascade", "dense"), ("end", 8),
         ("begin", 8, "sparse"), (8, None, "nolora+sparse", "dense"), ("end", 8),
         ("begin", 8, "kept"), (8, None, "nolora+kept", "dense"), ("end", 8), (8, None, "nolora", "dense"),
     ]  # fmt: skip
@@ -83,15 +85,19 @@ def test_other_captures_are_left_as_they_are(case: str) -> None:
     assert runtime.tuned == []
 
 
-def _steps(max_requests: int, **changes: Any) -> SharedSteps:
+#: Nothing is measured on a CPU.
+COSTS = StepCosts(Line(0.0, 1.0), Line(0.0, 1.0), num_dense=1, num_anchors=1, num_reuse=0)
+
+
+def _steps(max_requests: int, **changes: Any) -> DecodePlanner:
     view = SimpleNamespace(
         num_qo_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.float32, kv_dtype=torch.float32,
         num_slots=1024, max_requests=max_requests, decode_graphs=True, device=torch.device("cpu"),
-        req_to_token=torch.zeros(max_requests, 256, dtype=torch.int32),
+        req_to_token=torch.zeros(max_requests, 256, dtype=torch.int32), kv=lambda layer: None,
     )  # fmt: skip
     config = config_from_dict({"share_prefixes": True, **changes})
     plan = LayerPlan.default(2, 2)
-    return SharedSteps(config, view, RequestTable(), Counters(2, view.device), TokenIndexSpec(), plan)
+    return DecodePlanner(config, view, RequestTable(), Counters(2), TokenIndexSpec(), plan)
 
 
 def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
@@ -101,12 +107,13 @@ def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
     pytest.importorskip("triton")
     steps = _steps(max_requests=4)
     assert steps.uses_indexes
-    assert steps.paths_of(2) == (Path.EXACT, Path.SPARSE)
+    assert steps.paths_of(2) == (StepPath.CASCADE, StepPath.SPARSE)
     assert steps.sparse is not None
-    with steps.sparse.capturing(2):
-        steps.refuse("layer 1 has a logit cap")
+    steps.sparse._costs[block_of(2)] = COSTS
+    steps.refuse("layer 1 has a logit cap")
+    with steps.capturing(2, StepPath.SPARSE) as step:
         kv = PagedKV(*(torch.zeros(1024, 2, 64) for _ in "kv"))
-        assert steps.attend(Path.SPARSE, torch.zeros(2, 4, 64), kv, 0, 1.0).shape == (2, 4, 64)
+        assert step.backend.run(torch.zeros(2, 4, 64), kv, 0, 1.0).shape == (2, 4, 64)
     assert not steps.uses_indexes
     assert steps.paths_of(2) == ()
 
@@ -115,11 +122,13 @@ def test_with_a_search_period_one_more_graph_attends_what_an_earlier_step_select
     pytest.importorskip("triton")
     steps = _steps(max_requests=4, search_period=4)
     assert steps.sparse is not None
-    assert steps.paths_of(2) == (Path.EXACT, Path.SPARSE, Path.KEPT)
+    assert steps.paths_of(2) == (StepPath.CASCADE, StepPath.SPARSE, StepPath.KEPT)
     kv = PagedKV(*(torch.zeros(1024, 2, 64) for _ in "kv"))
-    for searches in (True, False):
-        with steps.sparse.capturing(2, searches=searches), recording() as launched:
-            steps.attend(Path.SPARSE, torch.zeros(2, 4, 64), kv, 1, 1.0)
+    steps.sparse._costs[block_of(2)] = COSTS
+    for path in (StepPath.SPARSE, StepPath.KEPT):
+        with steps.capturing(2, path) as step, recording() as launched:
+            step.backend.run(torch.zeros(2, 4, 64), kv, 1, 1.0)
+        searches = path is StepPath.SPARSE
         assert bool(launched.launches) == searches, "the reference attends; only selections are launched"
 
 
@@ -128,10 +137,8 @@ def test_captured_sizes_are_tuned_once_for_all_paths(monkeypatch: pytest.MonkeyP
     pytest.importorskip("triton")
     known = TunedConfigs("cpu")
     calls: list[tuple[TunedConfigs, Any, list[int]]] = []
-    monkeypatch.setattr(attentions, "_known", lambda device: known)
-    monkeypatch.setattr(
-        tuning_at_start, "tune_at_start", lambda configs, shape, rows, *_: calls.append((configs, shape, rows))
-    )
+    monkeypatch.setattr(attention, "_known", lambda device: known)
+    monkeypatch.setattr(tuning, "tune_at_start", lambda configs, shape, rows, *_: calls.append((configs, shape, rows)))
     steps = _steps(max_requests=4)
     steps.tune([1, 2, 4, 200])
     steps.tune([2])
@@ -146,9 +153,9 @@ def test_captured_sizes_are_tuned_once_for_all_paths(monkeypatch: pytest.MonkeyP
 def test_nothing_is_tuned_on_a_cpu_or_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     calls: list[object] = []
-    monkeypatch.setattr(tuning_at_start, "tune_at_start", lambda *given: calls.append(given))
+    monkeypatch.setattr(tuning, "tune_at_start", lambda *given: calls.append(given))
     _steps(max_requests=4).tune([1, 2])
-    monkeypatch.setattr(attentions, "_known", lambda device: TunedConfigs("cpu"))
+    monkeypatch.setattr(attention, "_known", lambda device: TunedConfigs("cpu"))
     refused = _steps(max_requests=4)
     refused.refuse("a layer has a logit cap")
     refused.tune([1, 2])
@@ -160,9 +167,9 @@ def test_a_step_replays_the_graph_of_its_path() -> None:
     runtime, graph_runner = Runtime(model, 8), _graph_runner(model)
     assert label_of_step(runtime, graph_runner, None) is None
     assert label_of_step(None, graph_runner, "lora") == "lora"
-    runtime.path = Path.EXACT
-    assert label_of_step(runtime, graph_runner, None) == "grouped"
-    assert label_of_step(runtime, graph_runner, "lora") == "lora+grouped"
-    runtime.path = Path.SPARSE
+    runtime.path = StepPath.CASCADE
+    assert label_of_step(runtime, graph_runner, None) == "cascade"
+    assert label_of_step(runtime, graph_runner, "lora") == "lora+cascade"
+    runtime.path = StepPath.SPARSE
     assert label_of_step(runtime, graph_runner, None) == "sparse"
     assert label_of_step(runtime, _graph_runner(object()), "lora") == "lora", "another model's runner"

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_ext.attention.list_sets import KEPT_BYTES
 from sglang_ext.compat.memory import BUFFER_BYTES, BUILD_BYTES, after_profile_available_bytes
 from sglang_ext.compat.server_args import ATTRIBUTE
 from sglang_ext.config import make_settings
+from sglang_ext.decode.buffers import KEPT_BYTES
 
 GIB = 1 << 30
 
@@ -51,9 +51,11 @@ def test_the_pool_gets_what_is_left(tmp_path: Path, config: str | None, promised
     ("config", "promised"),
     [
         ("{}", 4 * GIB + BUFFER_BYTES),
-        ('{"share_prefixes": false}', 4 * GIB),
+        ('{"share_prefixes": false}', 4 * GIB + BUFFER_BYTES),
         ('{"method": "csattention"}', 4 * GIB + BUFFER_BYTES),
-        ('{"decode_path": "stock"}', 4 * GIB),
+        ('{"decode_path": "stock"}', 0),
+        ('{"decode_path": "exact"}', BUFFER_BYTES),
+        ('{"layer_plan": ["anchor", "anchor", {"reuse": 0}]}', 4 * GIB + BUFFER_BYTES + KEPT_BYTES),
         ('{"build": "prefill", "decode_path": "stock"}', 0),
     ],
 )

@@ -15,7 +15,8 @@ pytest.importorskip("sglang")
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_ext.compat.seams import SEAMS, Seam, here
+from sglang_ext.compat.seam import Seam, here
+from sglang_ext.compat.seams import SEAMS
 from sglang_ext.compat.versions import SUPPORTED
 from tests.compat.sglang_process import GROUP, in_sglang
 

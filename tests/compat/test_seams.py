@@ -22,8 +22,9 @@ def test_seams_of_every_process_are_applied_in_a_launcher() -> None:
 import sglang.srt.server_args
 from sglang.srt.plugins import load_plugins
 load_plugins()
+from sglang_ext.compat.seam import missing
 from sglang_ext.compat import seams
-print("missing:", seams.missing([s for s in seams.SEAMS if s.process == "every"]))
+print("missing:", missing([s for s in seams.SEAMS if s.process == "every"]))
 """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "PYTEST_"))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=clean)
@@ -40,11 +41,11 @@ def of_the_scheduler() -> dict[str, Any]:
 
     load_plugins()
     from sglang_ext.compat import scheduler_hooks as hooks
-    from sglang_ext.compat import seams
+    from sglang_ext.compat.seam import assert_in_place, here, missing
 
-    out = {"missing": seams.missing(seams.here()), "stale": []}
+    out = {"missing": missing(here()), "stale": []}
 
-    for seam in seams.here():
+    for seam in here():
         name = seam.target.rsplit(".", 1)[1]
         hooked = pkgutil.resolve_name(seam.target)
         for module in list(sys.modules.values()):
@@ -87,7 +88,7 @@ def of_the_scheduler() -> dict[str, Any]:
 
     scheduler.Scheduler.get_internal_state = lambda self, *a: None
     try:
-        seams.assert_in_place(seams.SEAMS)
+        assert_in_place()
     except RuntimeError as error:
         out["replaced"] = str(error)
     return out

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from prefix_kernels.grouped_attention import AttentionConfig, Segment
-from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
 from prefix_kernels.testing import dense_attention, paged_kv
 from tests.prefix_kernels.triton.test_grouped_attention import close, inputs, run
 

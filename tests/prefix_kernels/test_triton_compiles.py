@@ -18,8 +18,7 @@ import torch
 from prefix_kernels import AttnState, PagedKV, Selection
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.csa_scores import encode_lists
-from prefix_kernels.grouped_attention import AttentionConfig, Segment
-from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
 from prefix_kernels.launching import Launch, compiled, launch, overlapped_launches, recording
 from prefix_kernels.low_bit import LowBitTensor, quantize
 from prefix_kernels.ops import (

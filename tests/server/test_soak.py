@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.attention.trace import Selected
+from sglang_ext.decode.trace import Selected
 from tests.server.harness import CPU_FLAGS, DISK, ROOT, SGLANG, rendezvous
 from tests.server.jobs import run_job
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from prefix_kernels.budget import BudgetGrowth, budget_for_group
-from sglang_ext.attention.trace import Selected, SparseStep, read_trace
+from sglang_ext.decode.trace import Selected, SparseStep, read_trace
 
 pytestmark = pytest.mark.full
 

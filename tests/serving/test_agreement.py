@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from sglang_ext.attention.comparisons import SlotComparisons
+from sglang_ext.decode.grouping import SlotComparisons
 from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.agreement import EVERY, KEPT, LOADING, READY, Agreement, Word, dense
@@ -75,7 +75,7 @@ def test_ranks_that_went_different_ways_or_refuse_say_so_on_all() -> None:
         for step, rid in enumerate("abc"):
             refused = step == 1 and ranks.rank == 0
             problems.append(votes.settle([rid], lambda _: Word(READY, True, A), refused=refused)[1])
-            votes.took("sparse" if step < 1 or ranks.rank else "grouped", 1)
+            votes.took("sparse" if step < 1 or ranks.rank else "cascade", 1)
         return problems
 
     one, two = Meeting(2).run(work)
@@ -152,7 +152,7 @@ class _Unreadable:
 
 
 def _readiness(ranks: Ranks, attachments: Sequence[Attachment]) -> Any:
-    table, cpu = RequestTable(), torch.device("cpu")
+    table = RequestTable()
     held = [_Request() for _ in attachments]
     for request, attachment in zip(held, attachments, strict=True):
         table.add(request, attachment)
@@ -161,7 +161,7 @@ def _readiness(ranks: Ranks, attachments: Sequence[Attachment]) -> Any:
     def release(attachment: Attachment) -> None:
         attachment.index = None
 
-    counters = Counters(1, cpu)
+    counters = Counters(1)
     ready = Readiness(SparseAttnConfig(), table, counters, ranks, release)
     ready.held = held
     return ready, counters
@@ -280,7 +280,7 @@ def test_an_id_that_is_used_again_is_asked_for_again() -> None:
     """SGLang does not tell of every slot that a session gives back; the word of the request before must not count."""
 
     def work(ranks: Ranks) -> tuple[list[bool], int]:
-        requests, counters = RequestTable(), Counters(1, torch.device("cpu"))
+        requests, counters = RequestTable(), Counters(1)
         ready = Readiness(SparseAttnConfig(), requests, counters, ranks, lambda one: None)
         owners: list[Any] = [_Request(), _Request()]
         requests.add(owners[0], Attachment("r", 200, None, "unsupported_mode", "of a streaming session"))

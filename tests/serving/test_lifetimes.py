@@ -26,6 +26,7 @@ from tests.serving.test_runtime import (
     _decode_batch,
     _prefill,
     _step,
+    planned,
 )
 
 OTHER = list(range(2000, 2064))
@@ -137,7 +138,7 @@ def test_a_retracted_request_holds_nothing_and_gets_its_index_back_with_a_slot(s
     requests = [Request(), Request()]
     for number, request in enumerate(requests):
         runtime.admit(request, str(number), [*PROMPT, number], NAMESPACE)
-    for length in (66, 67):
+    for length in (66, 67, 68):
         _step(runtime, _decode_batch(runtime, ["0", "1"], [length, length]))
     assert runtime.snapshot()["largest_group"] == 2
     runtime.slot_freed(requests[1], 1, finished=False)
@@ -153,7 +154,6 @@ def test_a_retracted_request_holds_nothing_and_gets_its_index_back_with_a_slot(s
         runtime.slot_freed(request, (0, 4)[number], finished=True)
     state = runtime.snapshot()
     assert (state["index_users"], state["requests"]) == (0, 0)
-    assert all(table.members == 0 for tables in runtime._shared.values() for table in tables)
 
 
 def test_a_retraction_builds_what_is_whole_and_gives_the_lease_back(start: Any) -> None:
@@ -203,12 +203,12 @@ def test_after_a_weight_update_nothing_is_used_or_looked_up(start: Any) -> None:
     runtime = start([PROMPT], share_prefixes=True)
     first, second = Request(), Request()
     runtime.admit(first, "a", [*PROMPT, 1], NAMESPACE)
-    assert runtime._plan(_decode_batch(runtime, ["a"], [66])) is not None
+    assert planned(runtime, _decode_batch(runtime, ["a"], [66]))
     runtime.weights_updated(replaced=True)
-    assert "updated in place" in str(runtime.shared.refusal)
-    assert runtime._plan(_decode_batch(runtime, ["a"], [67])) is None
+    assert "updated in place" in str(runtime.planner.refusal)
+    assert not planned(runtime, _decode_batch(runtime, ["a"], [67]))
     runtime.admit(second, "b", [*PROMPT, 2], NAMESPACE)
-    assert runtime._plan(_decode_batch(runtime, ["b"], [66])) is None
+    assert not planned(runtime, _decode_batch(runtime, ["b"], [66]))
     assert runtime.counters.fallbacks == {"index_mismatch": 2}
     assert runtime.counters.hits == 1
 
@@ -225,6 +225,6 @@ def test_a_failed_weight_update_leaves_indexes_in_use_if_the_weights_are_shown_t
     if changed:
         runtime.view.weight[3, 3] = torch.nextafter(runtime.view.weight[3, 3], torch.tensor(9.0))
     runtime.weights_updated(replaced=False)
-    used = runtime._plan(_decode_batch(runtime, ["a"], [66])) is not None
+    used = planned(runtime, _decode_batch(runtime, ["a"], [66]))
     assert used == (noted and not changed)
     assert runtime.counters.fallbacks == ({} if used else {"index_mismatch": 1})

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from prefix_kernels.types import PagedKV
-from sglang_ext.attention import sparse_decode
-from sglang_ext.attention.shared_steps import Path, SharedSteps
 from sglang_ext.config import config_from_dict
+from sglang_ext.decode import sparse
+from sglang_ext.decode.planner import DecodePlanner
+from sglang_ext.decode.types import StepPath
 from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.indexing.token_index import TokenIndexSpec
 from sglang_ext.metrics import Counters
@@ -72,15 +73,15 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
         kv=lambda layer: kv,
     )  # fmt: skip
     config = config_from_dict({"share_prefixes": True, "min_shared_tokens": PREFIX, "min_top_k": 16, **fields})
-    requests, counters = RequestTable(), Counters(LAYERS, cpu)
+    requests, counters = RequestTable(), Counters(LAYERS)
     plan = LayerPlan.default(LAYERS, 1)
-    steps = SharedSteps(config, view, requests, counters, TokenIndexSpec(), plan, (), ranks)  # type: ignore[arg-type]
+    steps = DecodePlanner(config, view, requests, counters, TokenIndexSpec(), plan, ranks)  # type: ignore[arg-type]
     assert steps.sparse is not None
     for size in (8, 4, 2, 1):
-        with steps.capturing(size, Path.EXACT):
+        with steps.capturing(size, StepPath.CASCADE):
             pass
-        with steps.sparse.capturing(size):
-            steps.sparse.measure(size, kv)
+        with steps.capturing(size, StepPath.SPARSE):
+            pass
 
     def release(attachment: Attachment) -> None:
         attachment.index = None
@@ -88,6 +89,9 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
     ready = Readiness(config, requests, counters, ranks, release)
     held: dict[str, _Request] = {}
     seen: list[Any] = []
+    taken_by: list[Any] = []
+    begin = steps.sparse.begin
+    steps.sparse.begin = lambda plan, batch: (taken_by.append(plan), begin(plan, batch))[1]  # type: ignore[method-assign]
     for batch, gone in _script(seed, joins):
         for rid, row, _ in batch:
             if rid not in held:
@@ -105,9 +109,11 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
             req_pool_indices=rows,
         )  # fmt: skip
         problem = ready.settle(forward.rids, refused=False)
-        path = steps.prepare(forward, ready.usable) if batch else None
+        step = steps.prepare(forward, ready.usable) if batch else None
+        path = None if step is None else step.path
         ready.took(str(path), len(batch))
-        kept = [*steps.sparse.reads, "own", *steps.sparse.private_reads] if path in (Path.SPARSE, Path.KEPT) else None
+        taken = taken_by[-1] if path in (StepPath.SPARSE, StepPath.KEPT) else None
+        kept = None if taken is None else [*taken.reads, "own", *taken.private_reads]
         seen.append((path, kept, problem, ready.snapshot()))
         for rid in gone:
             ready.forget(rid)
@@ -134,8 +140,8 @@ class _Clock:
 def test_two_ranks_have_indexes_of_the_same_own_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there are too few bytes for all, and requests leave while theirs grow."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(sparse_decode, "measure_us", lambda *_: 1.0)
-    monkeypatch.setattr(sparse_decode.StepCosts, "pays", lambda *_: True)
+    monkeypatch.setattr(sparse, "measure_us", lambda *_: 1.0)
+    monkeypatch.setattr(sparse.StepCosts, "sparse_us", lambda *_: 0.0)
     fields = {"private_dense_tokens": 32, "private_index_bytes": 150 * 100}
     monkeypatch.setattr(ResidentIndex, "nbytes", PREFIX * 100, raising=False)
     one, two = Meeting(2).run(lambda ranks: _run(ranks, seed, **fields))
@@ -152,23 +158,23 @@ def test_two_ranks_have_indexes_of_the_same_own_tokens(seed: int, monkeypatch: p
 def test_two_ranks_take_one_path_in_every_step(seed: int, period: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's measured costs, loads and failures are its own; paths, groups and votes are the same."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(sparse_decode, "measure_us", _Clock(seed))
+    monkeypatch.setattr(sparse, "measure_us", _Clock(seed))
     joins = 0.2 if period == 1 else 0.05  # a batch that changes is searched
     one, two = Meeting(2).run(lambda ranks: _run(ranks, seed, joins, search_period=period))
     for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
         assert mine == theirs, f"step {step}"
-    assert (Path.KEPT in {path for path, _, _, _ in one}) == (period > 1)
+    assert (StepPath.KEPT in {path for path, _, _, _ in one}) == (period > 1)
     assert all(problem is None for _, _, problem, _ in one)
-    assert {path for path, _, _, _ in one} >= {Path.EXACT, Path.SPARSE}
+    assert {path for path, _, _, _ in one} >= {StepPath.CASCADE, StepPath.SPARSE}
     assert one[-1][3]["votes"] < len(one)
 
 
 def test_without_agreement_they_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the same ranks, each for itself."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(sparse_decode, "measure_us", lambda *_: 1.0)
-    monkeypatch.setattr(sparse_decode.StepCosts, "pays", lambda *_: True)
+    monkeypatch.setattr(sparse, "measure_us", lambda *_: 1.0)
+    monkeypatch.setattr(sparse.StepCosts, "sparse_us", lambda *_: 0.0)
     alone = [SimpleNamespace(rank=n, size=1, least=list, most=list, gathered=lambda value: [value]) for n in range(2)]
     one, two = (_run(ranks, 0) for ranks in alone)
     assert [step[:2] for step in one] != [step[:2] for step in two]
-    assert Path.SPARSE in {path for path, _, _, _ in one}
+    assert StepPath.SPARSE in {path for path, _, _, _ in one}

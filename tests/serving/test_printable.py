@@ -17,8 +17,8 @@ import pytest
 
 from prefix_index import printable, printable_values
 from sglang_ext import logs
-from sglang_ext.attention.trace import Prefill, read_trace
 from sglang_ext.config import Settings
+from sglang_ext.decode.trace import Prefill, read_trace
 from sglang_ext.prefill.recorder import MAX_CAPTURES
 from tests.serving.admitting import Runtime
 from tests.serving.test_captures import _captures, _events, _run

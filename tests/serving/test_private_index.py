@@ -11,68 +11,18 @@ import pytest
 import torch
 
 from prefix_kernels.low_bit import LowBitTensor, dequantize
-from prefix_kernels.pooling import Pooling
-from prefix_kernels.testing import dense_attention
-from prefix_kernels.types import PagedKV, Selection
-from sglang_ext.attention.decode import GroupedDecode
-from sglang_ext.attention.plan import DecodePlan, make_plan
-from sglang_ext.attention.private_index import PrivateRules
-from sglang_ext.attention.step_buffers import PrefixRows
-from sglang_ext.attention.step_groups import StepGroups
+from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS, ConfigError, Settings, config_from_dict
-from sglang_ext.indexing import METHODS, LayerPlan, make_selector
+from sglang_ext.decode.grouping import StepGroups
+from sglang_ext.decode.types import PrefixGroup
+from sglang_ext.indexing import METHODS
 from sglang_ext.indexing.token_index import TokenIndexSpec, index_behind
-from sglang_ext.metrics import Counters
-from sglang_ext.prefix.requests import Attachment, SharedSlots
+from sglang_ext.prefix.private_index import PrivateIndex, PrivateRules
 from sglang_ext.prefix.residency import ResidentIndex
 from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import NAMESPACE, PROMPT, Model, Request, _decode_batch
 
-PREFIX, LAYERS, KV_HEADS, GQA, DIM, LIMIT = 64, 3, 2, 2, 16, 64
-SCALE = DIM**-0.5
-SPEC = TokenIndexSpec(channel_ratio=0.75, bits=8)
-#: Rows of SGLang's table, by batch row.
-ROWS = [2, 0, 3]
-
-
-class Serving:
-    """Decode steps of requests behind one prefix, each with slots of its own, in random order."""
-
-    def __init__(self, layers: list[Any], fields: dict[str, Any]) -> None:
-        gen = torch.Generator().manual_seed(4)
-        self.kv = PagedKV(*(torch.randn(4096, KV_HEADS, DIM, generator=gen) for _ in range(2)))
-        order = torch.randperm(4096, generator=gen).to(torch.int32)
-        self.table = order[: 4 * 1024].view(4, 1024).clone()
-        self.table[:, :PREFIX] = self.table[0, :PREFIX]
-        keys = self.kv.keys(self.table[0, :PREFIX].long(), torch.float32)
-        self.index = ResidentIndex(_Entry())  # type: ignore[arg-type]
-        builder = METHODS["token_index"].builder(SPEC)
-        for _ in range(LAYERS):  # of channels of its own each
-            sample = torch.randn(KV_HEADS, 3, DIM, generator=gen)
-            self.index.layers.append(builder.build_layer(keys, sample))
-        spec = {"channel_ratio": 0.75, "bits": 8}
-        usual = {"methods": {"token_index": spec}, "num_sink_tokens": 0, "num_recent_pages": 0, "sum_every": 1}
-        self.config = config_from_dict({**usual, "private_dense_tokens": LIMIT, **fields})
-        plan = LayerPlan.from_dict({"layers": layers}, num_layers=LAYERS, num_kv_heads=KV_HEADS)
-        self.counters = Counters(LAYERS, torch.device("cpu"))
-        self.decode = GroupedDecode(self.config, make_selector(SPEC), plan, self.counters)
-        self.requests: dict[str, Attachment] = {}
-        self.shared: dict[str, list[SharedSlots]] = {}
-
-    def plan(self, **own: int) -> DecodePlan:
-        """A step of requests with so many tokens of their own."""
-        batch = [self.requests.setdefault(name, Attachment(name, PREFIX, self.index, None)) for name in own]
-        lens = [PREFIX + count for count in own.values()]
-        rows, indexes = torch.tensor(ROWS[: len(lens)]), [self.index] * len(lens)
-        rules = PrivateRules.of(self.config)
-        plan = make_plan(batch, indexes, self.table, rows, lens, self.shared, 1, rules)
-        assert plan is not None
-        return plan
-
-    def dense(self, q: torch.Tensor, row: int, positions: torch.Tensor) -> torch.Tensor:
-        """Attention of a batch row over positions of its sequence."""
-        slots = self.table[ROWS[row], positions].long()
-        return dense_attention(q[row : row + 1], self.kv.k_cache[slots], self.kv.v_cache[slots], SCALE).out
+PREFIX, LAYERS, KV_HEADS, DIM, LIMIT = 64, 3, 2, 16, 64
 
 
 class _Entry:
@@ -84,16 +34,15 @@ class _Entry:
         num_tokens = PREFIX
 
 
-@pytest.fixture
-def serving() -> Callable[..., Serving]:
-    def start(layers: list[Any] | None = None, **fields: Any) -> Serving:
-        return Serving(layers or ["anchor"] * LAYERS, fields)
-
-    return start
-
-
-def queries(rows: int, seed: int = 9) -> torch.Tensor:
-    return torch.randn(rows, KV_HEADS * GQA, DIM, generator=torch.Generator().manual_seed(seed))
+def prefix_index() -> ResidentIndex:
+    """Each layer's has channels of its own."""
+    gen = torch.Generator().manual_seed(4)
+    index, builder = ResidentIndex(_Entry()), METHODS["token_index"].builder(TokenIndexSpec(channel_ratio=0.75, bits=8))  # type: ignore[arg-type]
+    keys = torch.randn(PREFIX, KV_HEADS, DIM, generator=gen)
+    for _ in range(LAYERS):
+        index.layers.append(builder.build_layer(keys, torch.randn(KV_HEADS, 3, DIM, generator=gen)))
+    index.nbytes = PREFIX * 100  # a hundred bytes a token
+    return index
 
 
 # -- what is covered ---------------------------------------------------------------------------------------------
@@ -117,169 +66,56 @@ def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_f
     assert rules.covering(own, ResidentIndex(_Entry()), LIMIT) is None, "it is of another prefix"  # type: ignore[arg-type]
 
 
-def test_none_is_made_of_which_all_would_be_attended(serving: Any) -> None:
-    run = serving(min_top_k=128, keep_ratio=0.1)
-    lengths = {own: [group.prefix_len for group in run.plan(one=own).private] for own in (100, 160, 161, 176, 190)}
-    assert lengths == {100: [], 160: [], 161: [], 176: [144], 190: [144]}
+def covered(rules: PrivateRules, lens: list[int], most: int, before: list[Any] | None = None) -> list[int]:
+    """Tokens that indexes of so many own tokens cover, 0 where there is none."""
+    found = rules.renew(before or [None] * len(lens), [prefix_index()] * len(lens), [PREFIX + n for n in lens], most)
+    return [0 if one is None else one.prefix_len for one in found]
 
 
-def test_the_longest_have_one_as_far_as_bytes_and_groups_go(serving: Any) -> None:
-    run = serving(top_k=16)
-    index = run.index
-    index.nbytes = PREFIX * 100  # a hundred bytes a token
-    requests = [Attachment(str(row), PREFIX, index, None) for row in range(5)]
-    lens = [PREFIX + own for own in (400, 900, 20, 640, 901)]
-
-    def covered(nbytes: int, most: int) -> list[int]:
-        rules = PrivateRules(LIMIT, nbytes, run.config.budget)
-        found = rules.renew(requests, [index] * 5, lens, most)
-        assert [request.private for request in requests] == found
-        return [0 if one is None else one.prefix_len for one in found]
-
-    assert covered(1 << 30, 5) == [368, 864, 0, 608, 864]
-    kept = requests[1].private
-    assert covered(1 << 30, 2) == [0, 864, 0, 0, 864]
-    assert requests[1].private is kept
-    assert covered(100 * (864 + 863), 5) == [0, 864, 0, 0, 0]
-    assert covered(100 * (864 + 864 + 607), 5) == [0, 864, 0, 0, 864]
-    rules = PrivateRules(LIMIT, 1 << 30, run.config.budget)
-    assert rules.renew(requests, [None] * 5, lens, 5) == [None] * 5
-    assert all(request.private is None for request in requests), "what is not used is let go"
+def test_none_is_made_of_which_all_would_be_attended() -> None:
+    rules = PrivateRules(LIMIT, 1 << 30, config_from_dict({"min_top_k": 128, "keep_ratio": 0.1}).budget)
+    assert [covered(rules, [own], 1) for own in (100, 160, 161, 176, 190)] == [[0], [0], [0], [144], [144]]
 
 
-def test_only_requests_with_many_tokens_of_their_own_are_selected_from(serving: Any) -> None:
-    run = serving(top_k=16)
-    plan = run.plan(short=LIMIT, long=LIMIT + 1, longer=200)
-    assert [group.rows.tolist() for group in plan.private] == [[1], [2]]
-    assert [group.prefix_len for group in plan.private] == [32, 160]
-    assert plan.kv_indptr.diff().tolist() == [LIMIT, LIMIT + 1 - 32, 40]
-    for group in plan.private:
-        row = int(group.rows)
-        end = PREFIX + group.prefix_len
-        assert torch.equal(group.slots, run.table[ROWS[row], PREFIX:end].long())
-        own = plan.kv_indices[plan.kv_indptr[row] : plan.kv_indptr[row + 1]]
-        assert int(own[0]) == int(run.table[ROWS[row], end]), "what is attended in full goes on where it ends"
+def test_the_longest_have_one_as_far_as_bytes_and_groups_go() -> None:
+    lens, budget = [400, 900, 20, 640, 901], lambda covered: 16
+    assert covered(PrivateRules(LIMIT, 1 << 30, budget), lens, 5) == [368, 864, 0, 608, 864]
+    assert covered(PrivateRules(LIMIT, 1 << 30, budget), lens, 2) == [0, 864, 0, 0, 864]
+    assert covered(PrivateRules(LIMIT, 100 * (864 + 863), budget), lens, 5) == [0, 864, 0, 0, 0]
+    assert covered(PrivateRules(LIMIT, 100 * (864 + 864 + 607), budget), lens, 5) == [0, 864, 0, 0, 864]
 
 
-def test_without_the_setting_all_own_tokens_are_attended_in_full(serving: Any) -> None:
-    run = serving(private_dense_tokens=None)
-    plan = run.plan(one=900)
-    assert (plan.private, plan.kv_indptr.tolist()) == ([], [0, 900])
-    run.decode.run(queries(1), run.kv, plan, 0, SCALE)
-    assert run.counters.snapshot()["private_keep_ratio"] is None
+def test_one_is_kept_until_it_must_grow_and_goes_with_its_prefix() -> None:
+    rules, prefix = PrivateRules(LIMIT, 1 << 30, lambda covered: 16), prefix_index()
+    (first,) = rules.renew([None], [prefix], [PREFIX + 300], 1)
+    assert rules.renew([first], [prefix], [PREFIX + 301], 1) == [first]
+    (grown,) = rules.renew([first], [prefix], [PREFIX + 400], 1)
+    assert grown is not None
+    assert grown is not first
+    (other,) = rules.renew([first], [prefix_index()], [PREFIX + 301], 1)
+    assert other is not first
+    assert rules.renew([first], [None], [PREFIX + 301], 1) == [None], "without the prefix's index there is none"
 
 
-def test_a_request_that_starts_over_or_has_another_prefix_has_another_index(serving: Any) -> None:
-    run = serving(top_k=16)
-    run.plan(one=300)
-    request = run.requests["one"]
-    first = request.private
-    run.plan(one=301)
-    assert request.private is first
-    request.start_over()
-    assert (request.private, request.shared, request.steps) == (None, None, 0)
-    run.plan(one=100)
-    assert request.private is not first
-    assert request.private.prefix_len == (100 - LIMIT // 2) // PAGE_TOKENS * PAGE_TOKENS
-    second, run.index = request.private, Serving(["anchor"] * LAYERS, {}).index
-    run.plan(one=100)
-    assert request.private is not second
+# -- its arrays --------------------------------------------------------------------------------------------------
 
 
-# -- what is attended --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("own", [1, LIMIT, LIMIT + 1, 500])
-def test_in_a_dense_layer_all_own_tokens_are_attended_once(serving: Any, own: int) -> None:
-    run = serving(["dense", "anchor", "anchor"], top_k=16)
-    plan = run.plan(one=own, other=37)
-    q = queries(2)
-    assert len(plan.private) == (own > LIMIT)
-    out = run.decode.run(q, run.kv, plan, 0, SCALE)
-    for row, count in enumerate((own, 37)):
-        wanted = run.dense(q, row, torch.arange(PREFIX + count))
-        torch.testing.assert_close(out[row : row + 1].double(), wanted, atol=2e-5, rtol=0)
-
-
-def test_the_best_of_its_own_tokens_are_attended_and_the_others_are_not(serving: Any) -> None:
-    run = serving(top_k=24)
-    plan = run.plan(one=500)
-    q = queries(1)
-    out = run.decode.run(q, run.kv, plan, 1, SCALE)
-    covered = plan.private[0].prefix_len
-    picked = {"prefix": plan.groups[0].selections[1], "own": plan.private[0].selections[1]}
-    keys = run.kv.keys(run.table[ROWS[0], PREFIX : PREFIX + covered].long(), torch.float32)
-    wanted = make_selector(SPEC).select(
-        index_behind(run.index.layers[1], keys), q, prefix_len=covered, budget=24, num_sink=0, num_recent=0,
-        sm_scale=SCALE, pooling=Pooling.MAX,
-    )  # fmt: skip
-    assert torch.equal(picked["own"].positions, wanted.positions)
-    for head in range(KV_HEADS):
-        positions = [
-            picked["prefix"].positions[head].long(),
-            picked["own"].positions[head].long() + PREFIX,
-            torch.arange(PREFIX + covered, PREFIX + 500),
-        ]
-        slots = run.table[ROWS[0], torch.cat(positions)].long()
-        heads = slice(head * GQA, (head + 1) * GQA)
-        k, v = (cache[slots][:, head : head + 1] for cache in (run.kv.k_cache, run.kv.v_cache))
-        expected = dense_attention(q[:, heads], k, v, SCALE).out
-        torch.testing.assert_close(out[:, heads].double(), expected, atol=2e-5, rtol=0)
-
-
-def test_a_token_that_a_query_looks_for_is_found_wherever_it_lies(serving: Any) -> None:
-    run = serving(top_k=8)
-    own, q = 700, queries(1)
-    for place in (0, 17, 311, 600):
-        slot = int(run.table[ROWS[0], PREFIX + place])
-        kept = run.kv.k_cache[slot].clone()
-        run.kv.k_cache[slot] = 8 * q[0].view(KV_HEADS, GQA, DIM).mean(1)
-        run.requests.clear()
-        plan = run.plan(one=own)
-        run.decode.run(q, run.kv, plan, 0, SCALE)
-        selected: Selection = plan.private[0].selections[0]
-        assert all(place in row.tolist() for row in selected.positions)
-        run.kv.k_cache[slot] = kept
-
-
-def test_the_layer_plan_holds_for_own_tokens_too(serving: Any) -> None:
-    run = serving(["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}], top_k=16)
-    plan = run.plan(one=400)
-    q, own = queries(1), plan.private[0]
-    for layer in range(LAYERS):
-        run.decode.run(q, run.kv, plan, layer, SCALE)
-    assert list(own.selections) == [1]
-    assert [bool(arrays) for arrays in own.index.layers] == [False, True, False], "made where a layer selects"
-    reused = run.decode.select(q, own, KV_HEADS, 2, SCALE)
-    assert torch.equal(reused.positions, own.selections[1].positions[[1, 0]])
-    kept = [own.prefix_len, 16, 16]
-    assert run.counters.snapshot()["private_keep_ratio"] == pytest.approx(sum(kept) / (3 * own.prefix_len))
-    assert run.counters.snapshot()["prefix_tokens_per_layer"] == [PREFIX] * LAYERS, "counted apart"
-
-
-def test_arrays_are_made_once_until_it_grows(serving: Any) -> None:
-    run = serving(top_k=16)
-    made = []
-    for count in range(300, 380):
-        plan = run.plan(one=count)
-        run.decode.run(queries(1), run.kv, plan, 2, SCALE)
-        made.append(plan.private[0].index.layers[2]["keys_packed"])
-    assert 2 <= len({id(one) for one in made}) <= 4
-
-
-def test_each_layer_has_the_channels_of_its_own_prefix_and_keys_as_the_model_made_them(serving: Any) -> None:
-    run = serving(top_k=16)
-    run.kv = PagedKV(run.kv.k_cache, run.kv.v_cache, 4.0, 1.0)
-    plan = run.plan(one=300)
-    own = plan.private[0]
-    for layer in range(LAYERS):
-        run.decode.run(queries(1), run.kv, plan, layer, SCALE)
-        keys = 4.0 * run.kv.k_cache[own.slots]
-        wanted = index_behind(run.index.layers[layer], keys)
-        assert torch.equal(own.index.layers[layer]["channels"], run.index.layers[layer]["channels"])
-        assert all(torch.equal(array, wanted[name]) for name, array in own.index.layers[layer].items())
-    channels = [run.index.layers[layer]["channels"] for layer in range(LAYERS)]
-    assert not torch.equal(channels[0], channels[1])
+def test_each_layer_has_the_channels_of_its_own_prefix_and_keys_as_the_model_made_them() -> None:
+    gen = torch.Generator().manual_seed(5)
+    kv = PagedKV(*(torch.randn(512, KV_HEADS, DIM, generator=gen) for _ in "kv"), k_scale=4.0, v_scale=1.0)
+    prefix, slots = prefix_index(), torch.randperm(512, generator=gen)[:256]
+    own = PrivateIndex(prefix, len(slots))
+    assert not own.is_complete
+    own.complete([1, 2], lambda layer: kv, slots, torch.float32)
+    assert own.is_complete
+    for layer in (1, 2):
+        wanted = index_behind(prefix.layers[layer], 4.0 * kv.k_cache[slots])
+        assert torch.equal(own.layers[layer]["channels"], prefix.layers[layer]["channels"])
+        assert all(torch.equal(array, wanted[name]) for name, array in own.layers[layer].items())
+    assert not torch.equal(own.layers[1]["channels"], own.layers[2]["channels"])
+    made = own.layers[2]
+    own.build(2, kv, slots, torch.float32)
+    assert own.layers[2] is made, "once"
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -305,16 +141,15 @@ def test_a_server_goes_by_the_setting(make_bench: Callable[..., Any]) -> None:
     bench = make_bench(method="token_index", private_dense_tokens=32, **fields)
     bench.put(PROMPT)
     runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
-    request, covered = Request(), []
+    request, found = Request(), []
     runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
-    for own in (32, 48, 49, 55):
-        plan = runtime._plan(_decode_batch(runtime, ["a"], [len(PROMPT) + own]))
-        assert plan is not None
-        covered.append([group.prefix_len for group in plan.private])
-    assert covered == [[], [32], [32], [32]]
     attachment = runtime.requests.of(request)
     assert attachment is not None
-    assert attachment.private is not None
+    for own in (32, 48, 49, 55):
+        with runtime.step(_decode_batch(runtime, ["a"], [len(PROMPT) + own])):
+            found.append(0 if attachment.private is None else attachment.private.prefix_len)
+    assert found == [0, 32, 32, 32]
+    assert runtime.snapshot()["private_keep_ratio"] == pytest.approx(16 / 32)
     runtime.slot_freed(request, 0, finished=False)
     assert attachment.private is None
     runtime.close()
@@ -342,7 +177,7 @@ def test_own_tokens_of_a_row_in_no_group_are_attended_in_full() -> None:
     numbers: dict[int, int] = {}
     step: Any = StepGroups(SimpleNamespace(), lambda index: numbers.setdefault(id(index), len(numbers)))  # type: ignore[arg-type]
     own = [SimpleNamespace(prefix_len=length) for length in (96, 64, 32)]
-    groups = [(PrefixRows((7,), (0, 2), 300), SimpleNamespace(prefix_len=300))]
+    groups = [(PrefixGroup((7,), (0, 2), 300), SimpleNamespace(prefix_len=300))]
     found = step.stretches(groups, [own[0], own[1], own[2], None])
     assert [(rows.rows, rows.length, rows.begin) for rows, _ in found] == [((0,), 96, 300), ((2,), 32, 300)]
     assert [index for _, index in found] == [own[0], own[2]]

@@ -14,13 +14,20 @@ import torch
 from prefix_index import ArrayKey, ModelFingerprint
 from prefix_index.testing import sample_model
 from sglang_ext.config import ConfigError, Settings, make_settings, settings_from_env
-from sglang_ext.indexing import make_builder
+from sglang_ext.indexing import make_builder, method_specs
 from sglang_ext.indexing.exact import ExactSpec
 from sglang_ext.indexing.profile import Profile, ProfileError
 from sglang_ext.indexing.profile_use import layer_profile
-from sglang_ext.prefill.builder import IndexFactory, method_specs, profile_digest
+from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefix.residency import Residency, State
-from sglang_ext.profiles import PROFILE_FILE, check_profile, find_profile, local_folder, roles_of_rank, with_profile
+from sglang_ext.profiles import (
+    PROFILE_FILE,
+    check_profile,
+    find_profile,
+    layer_plan_of_rank,
+    local_folder,
+    with_profile,
+)
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.test_runtime import Model
 
@@ -224,33 +231,37 @@ def test_a_profile_of_another_model_refuses_the_start(changes: dict[str, Any], w
 # -- what it changes -------------------------------------------------------------------------------------------
 
 
-def test_the_runtime_has_the_profiles_plan_and_dense_heads(settle: Settle) -> None:
+def test_the_runtime_has_the_profiles_plan(settle: Settle) -> None:
     runtime = SparseRuntime(settle(), Model(_model()))
     try:
         assert runtime.profile == profile_digest(settle().config, _profile())
-        assert runtime.decode._layer_plan == _profile().plan()
-        assert runtime.decode._dense_heads == [(), (1,), ()]
+        assert runtime.planner.sparse is not None
+        assert runtime.planner.sparse._layer_plan == _profile().plan().with_dense([1])
     finally:
         runtime.close()
 
 
-def test_dense_heads_belong_to_the_plan_they_were_calibrated_with() -> None:
-    model = _model()
-    assert roles_of_rank(PLAN, _profile(), model)[1] == [[], [1], []]
-    assert roles_of_rank(["anchor"] * 3, _profile(), model)[1] == [[], [], []]
-    assert roles_of_rank(PLAN, None, model)[1] == [[], [], []]
-    assert roles_of_rank([], _profile(layer_plan={}), model)[1] == [[], [1], []]
+def test_layers_of_dense_heads_attend_everything_in_the_plan_they_were_calibrated_with() -> None:
+    """A layer that reused one of them selects itself."""
+    model, all_select = _model(), ["anchor"] * 3
+
+    def roles(layers: list[Any], profile: Profile | None) -> list[Any]:
+        return list(layer_plan_of_rank(layers, profile, model).to_dict()["layers"])
+
+    assert roles(PLAN, _profile()) == ["dense", "dense", "anchor"]
+    assert roles(all_select, _profile()) == all_select
+    assert roles(PLAN, None) == PLAN
+    assert roles([], _profile(layer_plan={})) == ["dense", "dense", "anchor"]
 
 
-def test_a_rank_has_its_heads_of_plan_and_dense_heads() -> None:
+def test_a_rank_has_its_heads_of_the_plan() -> None:
     own_heads = ["dense", "anchor", {"reuse": 1}]
-    profile = _profile(layer_plan={"layers": own_heads}, dense_heads=[[0, 1], [1], [0]])
-    # Of layer 0 nothing: it is dense as a whole, and a head of it must not keep indexes out of decode graphs.
-    for rank, dense in enumerate(([[], [], [0]], [[], [0], []])):
-        plan, heads = roles_of_rank(own_heads, profile, _model(), rank, 2)
-        assert (plan.num_kv_heads, plan[2].head_map, heads) == (1, (0,), dense)
+    profile = _profile(layer_plan={"layers": own_heads}, dense_heads=[[0], [], []])
+    for rank in range(2):
+        plan = layer_plan_of_rank(own_heads, profile, _model(), rank, 2)
+        assert (plan.num_kv_heads, plan[2].head_map) == (1, (0,))
     with pytest.raises(ValueError, match="ranks do not exchange selections"):
-        roles_of_rank(PLAN, profile, _model(), 0, 2)
+        layer_plan_of_rank(PLAN, _profile(dense_heads=[[], [], []]), _model(), 0, 2)
 
 
 def test_a_rank_loads_its_own_heads(bench: Any) -> None:

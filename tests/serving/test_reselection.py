@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_ext.attention.plan import Group
-from sglang_ext.attention.trace import Selected
+from sglang_ext.decode.trace import Selected
 from sglang_ext.indexing.layer_plan import LayerPlan
 from tests.serving.conftest import GQA, HEAD_DIM, KV_HEADS, LAYERS
 
@@ -67,9 +66,7 @@ def make(make_bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.Mon
         plan = (str(bench.store.folder), {**CONFIG, **config}, tmp_path, PLAN, torch.device("cpu"))
         reselection = module.Reselection(*plan)
         queries = torch.randn(2, KV_HEADS * GQA, HEAD_DIM, generator=torch.Generator().manual_seed(3))
-        nothing = torch.empty(0, dtype=torch.int64)
-        group = Group(reselection._index(entry.digest), nothing, nothing, 2)
-        found = reselection._decode.select(queries, group, KV_HEADS, 1, HEAD_DIM**-0.5)
+        found = reselection.select(reselection._index(entry.digest), 1, queries)
         masks = np.zeros((KV_HEADS, TOKENS), dtype=bool)
         np.put_along_axis(masks, found.positions.numpy().astype(np.int64), True, axis=1)
         return Case(module, reselection, selected(entry.digest, masks, queries), queries)

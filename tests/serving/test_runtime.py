@@ -85,6 +85,12 @@ def _decode_batch(runtime: SparseRuntime, rids: list[str], lens: list[int], rows
     )
 
 
+def planned(runtime: SparseRuntime, batch: Any) -> bool:
+    """Whether a decode step is attended here; its layers do not run."""
+    with runtime.step(batch):
+        return runtime.planned
+
+
 @pytest.fixture
 def start(make_bench: Callable[..., Any]) -> Iterator[Callable[..., SparseRuntime]]:
     started: list[SparseRuntime] = []
@@ -282,7 +288,7 @@ def test_a_layer_plan_of_another_model_is_refused(start: Any) -> None:
 
 def test_selections_sum_what_the_configuration_says(start: Any) -> None:
     for every, wanted in ((1, 1), (8, 8), (None, 16)):
-        selector = start(method="token_index", sum_every=every).decode._selector
+        selector = start(method="token_index", sum_every=every).planner.sparse.op._selector
         assert (type(selector), selector.sum_every) == (TokenIndexSelector, wanted)
     assert start(method="exact").config.summed_every == 1
     with pytest.raises(ValueError, match="only token_index"):
@@ -301,7 +307,7 @@ def test_a_row_shorter_than_its_index_is_dense_and_counted(start: Callable[..., 
     runtime = start([PROMPT])
     request = Request()
     runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
-    assert runtime._plan(_decode_batch(runtime, ["a"], [64])) is None
+    assert _step(runtime, _decode_batch(runtime, ["a"], [64])) == [None] * LAYERS
     assert runtime.counters.fallbacks == {"index_mismatch": 1}
 
 
@@ -310,7 +316,7 @@ def test_a_request_that_cannot_be_looked_up_is_dense(start: Callable[..., Sparse
     request = Request()
     runtime.refuse(request, "a", "unsupported_mode", "why")
     runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
-    assert runtime._plan(_decode_batch(runtime, ["a"], [66])) is None
+    assert _step(runtime, _decode_batch(runtime, ["a"], [66])) == [None] * LAYERS
     assert runtime.counters.fallbacks == {"unsupported_mode": 1}
 
 

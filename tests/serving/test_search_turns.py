@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_ext.attention.search_turns import SearchTurns
+from sglang_ext.decode.search_turns import SearchTurns
 
 
 def turns(period: int, steps: str) -> str:

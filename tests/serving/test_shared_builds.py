@@ -15,10 +15,9 @@ import torch
 
 from prefix_index import page_hashes
 from sglang_ext.config import Settings
-from sglang_ext.indexing import METHODS
+from sglang_ext.indexing import METHODS, method_specs
 from sglang_ext.prefill import background_build, shared_builds
 from sglang_ext.prefill.background_build import Build
-from sglang_ext.prefill.builder import method_specs
 from sglang_ext.prefill.hits import Prefix
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.runtime import SparseRuntime

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.attention.sharing import BatchGroup, SharedPrefixes
+from sglang_ext.decode.grouping import SharedPrefixes
+from sglang_ext.decode.types import PrefixGroup
 
 
 def lengths(prefixes: SharedPrefixes, *serials: int) -> dict[tuple[int, ...], int]:
@@ -21,7 +22,7 @@ def test_requests_on_one_prefix_make_one_group() -> None:
     prefixes.add(2, 130, {1: 100})
     prefixes.add(3, 110, {1: 100, 2: 100})
     assert lengths(prefixes, 3, 1, 2) == {(3, 1, 2): 100}
-    assert prefixes.groups([2, None, 9, 1]) == [BatchGroup((1, 0), (0, 3), 100)]
+    assert prefixes.groups([2, None, 9, 1]) == [PrefixGroup((1, 0), (0, 3), 100)]
     assert prefixes.groups([2, None]) == []
 
 

@@ -16,7 +16,7 @@ from sglang_ext.config import Settings, config_from_dict
 from sglang_ext.prefill.claims import ClaimDesk
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import Runtime
-from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch, _prefill
+from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch, _prefill, planned
 from tests.serving.test_store_in_serving import Service
 
 OTHER = list(range(2000, 2064))
@@ -202,12 +202,12 @@ def test_a_damaged_index_whose_report_fails_is_a_fallback_and_is_tried_again(
     monkeypatch.setattr(runtime.store, "report", read_only)
     first, second = Request(), Request()
     runtime.admit(first, "a", [*PROMPT, 7], NAMESPACE)
-    assert runtime._plan(_decode_batch(runtime, ["a"], [66])) is None
+    assert not planned(runtime, _decode_batch(runtime, ["a"], [66]))
     assert runtime.counters.fallbacks == {"index_corrupt": 1}
     runtime.slot_freed(first, 0, finished=True)
     monkeypatch.undo()
     runtime.admit(second, "b", [*PROMPT, 7], NAMESPACE)
-    assert runtime._plan(_decode_batch(runtime, ["b"], [66])) is not None
+    assert planned(runtime, _decode_batch(runtime, ["b"], [66]))
 
 
 def test_a_load_that_ends_in_an_unknown_way_does_not_end_the_scheduler(
@@ -223,8 +223,8 @@ def test_a_load_that_ends_in_an_unknown_way_does_not_end_the_scheduler(
     monkeypatch.setattr(runtime.residency, "_load", broken)
     request, second = Request(), Request()
     runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
-    assert runtime._plan(_decode_batch(runtime, ["a"], [66])) is None
+    assert not planned(runtime, _decode_batch(runtime, ["a"], [66]))
     assert runtime.counters.fallbacks == {"index_loading": 1}
     monkeypatch.undo()
     runtime.admit(second, "b", [*PROMPT, 8], NAMESPACE)
-    assert runtime._plan(_decode_batch(runtime, ["b"], [66])) is not None, "loaded anew"
+    assert planned(runtime, _decode_batch(runtime, ["b"], [66])), "loaded anew"

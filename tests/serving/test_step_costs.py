@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.attention.step_costs import Line, StepCosts
+from sglang_ext.decode.costs import Line, StepCosts
 
 #: 2 layers attend all, 4 select, 2 reuse.
 COSTS = StepCosts(attend=Line(5.0, 0.002), select=Line(10.0, 0.001), num_dense=2, num_anchors=4, num_reuse=2)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.types import PagedKV
-from sglang_ext.attention.attentions import LayerShape
-from sglang_ext.attention.shared_decode import SharedDecode
-from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
+from sglang_ext.decode.cascade import CascadeDecode
+from sglang_ext.decode.grouping import SlotTracker
+from sglang_ext.decode.types import DecodeBatch
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Request, _decode_batch, _step, start
 
@@ -49,9 +50,9 @@ def test_its_requests_decode_dense_and_the_others_as_before(
     requests = _admitted(runtime, PROMPT, OTHER)
     with monkeypatch.context() as patched:
         if where == "plan":
-            patched.setattr("sglang_ext.runtime.make_plan", _raises)
+            patched.setattr(runtime.planner.sparse, "begin", _raises)
         else:
-            patched.setattr(runtime.decode, "_attended", _raises)
+            patched.setattr(runtime.planner.sparse.op, "select", _raises)
         assert _step(runtime, _decode_batch(runtime, ["r0"], [66])) == [None] * LAYERS
     assert "a decode step of 1 requests failed" in caplog.text
     assert _step(runtime, _decode_batch(runtime, ["r0"], [67])) == [None] * LAYERS, "from now on"
@@ -61,7 +62,7 @@ def test_its_requests_decode_dense_and_the_others_as_before(
     runtime.admit(late, "late", [*PROMPT, 7], NAMESPACE)
     assert all(out is not None for out in _step(runtime, _decode_batch(runtime, ["late"], [70], [2])))
     state = runtime.snapshot()
-    assert (state["fallbacks"], state["shared"]["refusal"]) == ({"unsupported_mode": 1}, "share_prefixes is off")
+    assert (state["fallbacks"], state["shared"]["refusal"]) == ({"unsupported_mode": 1}, None)
     for request, row in zip(requests, range(2), strict=True):
         runtime.slot_freed(request, row, finished=True)
     assert runtime.snapshot()["index_users"] == 1
@@ -74,12 +75,12 @@ def test_a_layer_that_fails_in_the_middle_leaves_the_rest_to_sglang(
     """What came before stays; the failing layer's own keys and values are written twice, the same ones."""
     runtime = start([PROMPT])
     held = _admitted(runtime, PROMPT)
-    attended = runtime.decode._attended
+    run = runtime.planner.sparse.run
 
-    def fails_late(q: Any, kv: Any, group: Any, layer: int, *rest: Any) -> Any:
-        return _raises() if layer == 1 else attended(q, kv, group, layer, *rest)
+    def fails_late(q: Any, kv: Any, layer: int, *rest: Any) -> Any:
+        return _raises() if layer == 1 else run(q, kv, layer, *rest)
 
-    monkeypatch.setattr(runtime.decode, "_attended", fails_late)
+    monkeypatch.setattr(runtime.planner.sparse, "run", fails_late)
     outs = _step(runtime, _decode_batch(runtime, ["r0"], [66]))
     assert [out is None for out in outs] == [False, True, True]
     assert len(held) == 1
@@ -98,9 +99,9 @@ def test_groups_by_slots_go_on_with_others(start: Start, monkeypatch: pytest.Mon
 
     assert steps(0, 3, 66)[-1] is not None
     with monkeypatch.context() as patched:
-        patched.setattr(runtime.shared._decode, "prepare", _raises)
+        patched.setattr(runtime.planner.cascade, "begin", _raises)
         assert steps(0, 1, 70) == [None]
-    assert runtime.shared.refusal is None
+    assert runtime.planner.refusal is None
     assert steps(0, 3, 72)[-1] is None, "they share nothing any more"
     assert steps(2, 3, 66)[-1] is not None
     assert runtime.snapshot()["shared"]["compared"] == 2, "what was known of those that failed is forgotten"
@@ -111,7 +112,7 @@ def test_with_several_ranks_it_ends_the_process(start: Start, monkeypatch: pytes
     """Another rank may have prepared the step: another graph would be replayed there."""
     runtime = start(share_prefixes=True, min_shared_tokens=32)
     held = _admitted(runtime, PROMPT)
-    monkeypatch.setattr(runtime.shared._decode, "prepare", _raises)
+    monkeypatch.setattr(runtime.planner.cascade, "plan", _raises)
     runtime.ranks = SimpleNamespace(size=2)  # type: ignore[assignment]
     with pytest.raises(BrokenError), runtime.step(_decode_batch(runtime, ["r0"], [66])):
         pass
@@ -125,7 +126,7 @@ def test_tables_that_were_half_written_are_written_again(monkeypatch: pytest.Mon
     table = torch.randperm(512, generator=gen)[: 4 * 100].reshape(4, 100).int()
     table[1, :64], table[3, :64] = table[0, :64], table[2, :64]
     tracker = SlotTracker(4, 16, cpu, "reference")
-    decode = SharedDecode(LayerShape(2, 1, 16, 16, torch.float32, torch.float32), tracker, 2048, cpu, min_saved=16)
+    decode = CascadeDecode(AttentionShape(2, 1, 16, 16, torch.float32, torch.float32), tracker, 2048, cpu)
 
     def batch(first: int) -> DecodeBatch:
         rows, lens = torch.tensor([first, first + 1]), [70, 72]
@@ -135,8 +136,14 @@ def test_tables_that_were_half_written_are_written_again(monkeypatch: pytest.Mon
         for _ in range(3):
             tracker.learn(batch(first))
     q = torch.randn(2, 2, 16, generator=gen)
-    assert decode.prepare(batch(0))
-    before = decode.attend(q, kv, 0.25)
+
+    def begin(of: DecodeBatch) -> None:
+        plan = decode.plan(of)
+        assert plan is not None
+        assert decode.begin(plan, of) is not None
+
+    begin(batch(0))
+    before = decode.run(q, kv, 0, 0.25)
     copy = decode._buffers.copy_prefixes
 
     def fails_late(*of: Any) -> None:
@@ -146,6 +153,6 @@ def test_tables_that_were_half_written_are_written_again(monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(decode._buffers, "copy_prefixes", fails_late)
         with pytest.raises(BrokenError):
-            decode.prepare(batch(2))
-    assert decode.prepare(batch(0))
-    assert torch.equal(decode.attend(q, kv, 0.25), before)
+            begin(batch(2))
+    begin(batch(0))
+    assert torch.equal(decode.run(q, kv, 0, 0.25), before)

@@ -12,10 +12,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from sglang_ext.attention import sparse_decode
-from sglang_ext.attention.shared_steps import Path, SharedSteps
-from sglang_ext.attention.step_costs import Line, StepCosts
+from prefix_kernels.launching import block_of
 from sglang_ext.config import config_from_dict
+from sglang_ext.decode.costs import Line, StepCosts
+from sglang_ext.decode.planner import DecodePlanner
+from sglang_ext.decode.types import StepPath
 from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.indexing.token_index import TokenIndexSpec
 from sglang_ext.metrics import Counters
@@ -34,7 +35,7 @@ class Request:
 class Batches:
     """Requests on one indexed prefix, each in a row of the table of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, roles: list[Any], **fields: Any) -> None:
+    def __init__(self, roles: list[Any], **fields: Any) -> None:
         self.index = ResidentIndex(SimpleNamespace(digest="d", identity=SimpleNamespace(num_tokens=PREFIX)))  # type: ignore[arg-type]
         channels = TokenIndexSpec().kept_channels(DIM)
         arrays = {
@@ -48,21 +49,23 @@ class Batches:
         table[:, :PREFIX] = table[0, :PREFIX]
         view: Any = SimpleNamespace(
             num_qo_heads=2, num_kv_heads=1, head_dim=DIM, v_head_dim=DIM, dtype=torch.float32, kv_dtype=torch.float32,
-            num_slots=ROWS * LONGEST, max_requests=ROWS, decode_graphs=True, device=cpu, req_to_token=table,
+            num_slots=ROWS * LONGEST, max_requests=ROWS, decode_graphs=True, device=cpu,
+            req_to_token=table, kv=lambda layer: None,
         )  # fmt: skip
         settings = {"share_prefixes": True, "min_top_k": 32, "search_period": 4, "min_shared_tokens": 10_000}
         config = config_from_dict({**settings, **fields, "layer_plan": roles})
         plan = LayerPlan.from_dict({"layers": roles}, num_layers=LAYERS, num_kv_heads=1)
         self.requests = RequestTable()
-        self.steps = SharedSteps(config, view, self.requests, Counters(LAYERS, cpu), TokenIndexSpec(), plan)
+        self.steps = DecodePlanner(config, view, self.requests, Counters(LAYERS), TokenIndexSpec(), plan)
         sparse = self.steps.sparse
         assert sparse is not None
-        monkeypatch.setattr(sparse_decode.SparseDecode, "measured", lambda *_: COSTS)
-        with sparse.capturing(ROWS):
-            pass
+        sparse._costs[block_of(ROWS)] = COSTS
+        for path in self.steps.paths_of(ROWS):
+            with self.steps.capturing(ROWS, path):
+                pass
         self.held: dict[int, Request] = {}
 
-    def step(self, *rows: int, index: bool = True, beams: bool = False) -> Path | None:
+    def step(self, *rows: int, index: bool = True, beams: bool = False) -> StepPath | None:
         """A decode step of the requests in these rows."""
         for row in rows:
             if row not in self.held:
@@ -74,7 +77,8 @@ class Batches:
             rids=[f"r{row}" for row in rows], batch_size=len(rows) + beams, seq_lens_cpu=lens, seq_lens=lens,
             req_pool_indices=torch.tensor(rows),
         )  # fmt: skip
-        path = self.steps.prepare(forward, lambda one: self.index if index else None)
+        step = self.steps.prepare(forward, lambda one: self.index if index else None)
+        path = None if step is None else step.path
         assert path is None or path in self.steps.paths_of(len(rows)), "a graph that was never captured"
         return path
 
@@ -85,29 +89,29 @@ def settled(batches: Batches, *rows: int) -> None:
         batches.step(*rows, index=False)
 
 
-def test_a_search_pays_once_its_groups_have_stayed_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_pays_once_its_groups_have_stayed_for_some_steps() -> None:
     """A third of a search does, half of one does not; then three steps use what one has found."""
-    batches = Batches(monkeypatch, ["dense", "anchor", "anchor"])
+    batches = Batches(["dense", "anchor", "anchor"])
     settled(batches, 0)
     found = [batches.step(0) for _ in range(8)]
-    sparse = [Path.SPARSE, Path.KEPT, Path.KEPT, Path.KEPT, Path.SPARSE, Path.KEPT]
+    sparse = [StepPath.SPARSE, StepPath.KEPT, StepPath.KEPT, StepPath.KEPT, StepPath.SPARSE, StepPath.KEPT]
     assert found == [None, None, *sparse]
     assert batches.step(0, index=False) is None
-    assert [batches.step(0) for _ in range(3)] == [None, None, Path.SPARSE], "its groups were others in between"
+    assert [batches.step(0) for _ in range(3)] == [None, None, StepPath.SPARSE], "its groups were others in between"
     assert batches.steps.snapshot()["kept_steps"] == 4
 
 
 @pytest.mark.parametrize("other", [{"beams": True}, {"index": False}], ids=str)
-def test_what_was_found_is_too_old_behind_another_step(other: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = Batches(monkeypatch, ["dense", "anchor", "anchor"], decode_path="sparse")
+def test_what_was_found_is_too_old_behind_another_step(other: dict[str, bool]) -> None:
+    batches = Batches(["dense", "anchor", "anchor"], decode_path="sparse")
     settled(batches, 0)
-    assert [batches.step(0) for _ in range(2)] == [Path.SPARSE, Path.KEPT]
+    assert [batches.step(0) for _ in range(2)] == [StepPath.SPARSE, StepPath.KEPT]
     assert batches.step(0, **other) is None
-    assert batches.step(0) is Path.SPARSE
+    assert batches.step(0) is StepPath.SPARSE
 
 
-def test_groups_that_keep_changing_never_pay_for_a_part_of_a_search_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = Batches(monkeypatch, ["dense", "anchor", "anchor"])
+def test_groups_that_keep_changing_never_pay_for_a_part_of_a_search_only() -> None:
+    batches = Batches(["dense", "anchor", "anchor"])
     settled(batches, 0, 1)
     for row in (0, 1) * 8:
         assert batches.step(row) is None
@@ -115,7 +119,7 @@ def test_groups_that_keep_changing_never_pay_for_a_part_of_a_search_only(monkeyp
 
 
 @pytest.mark.parametrize("roles", [["dense", "anchor", "anchor"], ["dense", "dense", "dense"]], ids=["anchors", "none"])
-def test_every_path_has_its_graph(roles: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = Batches(monkeypatch, roles, decode_path="sparse")
+def test_every_path_has_its_graph(roles: list[Any]) -> None:
+    batches = Batches(roles, decode_path="sparse")
     found = {batches.step(0) for _ in range(10)}
-    assert found == ({Path.SPARSE, Path.KEPT} if "anchor" in roles else {Path.SPARSE})
+    assert found == ({StepPath.SPARSE, StepPath.KEPT} if "anchor" in roles else {StepPath.SPARSE})

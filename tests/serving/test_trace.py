@@ -1,4 +1,4 @@
-"""The trace of sparse steps by the reference of decode: what was selected, of whom, and what was prefilled."""
+"""The trace of sparse steps, with the reference operation: what was selected, of whom, and what was prefilled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.attention.trace import Prefill, SparseStep, Start, read_trace
 from sglang_ext.config import Settings
+from sglang_ext.decode.trace import Prefill, SparseStep, Start, read_trace
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import DIM, GQA, KV_HEADS, NAMESPACE, PROMPT, Model, Request, _decode_batch
@@ -59,12 +59,11 @@ def prefill(runtime: SparseRuntime, rids: list[str], starts: list[int], lens: li
 
 
 def decode(runtime: SparseRuntime, rids: list[str], lens: list[int], queries: list[Any] | None = None) -> Any:
-    """One decode step of all layers; what the anchor layer selected, by group. `queries` receives those of each layer:
-    [rows, num_qo_heads, DIM].
+    """One decode step of all layers; by group, (positions, counts) of each anchor layer. `queries` receives those of
+    each layer: [rows, num_qo_heads, DIM].
     """
     batch = _decode_batch(runtime, rids, lens)
     with runtime.step(batch):
-        plan = runtime._step.plan
         for number in range(3):
             layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
             q = torch.randn(len(rids), KV_HEADS * GQA * DIM)
@@ -72,7 +71,8 @@ def decode(runtime: SparseRuntime, rids: list[str], lens: list[int], queries: li
                 queries.append(q.view(len(rids), KV_HEADS * GQA, DIM))
             k, v = (torch.randn(len(rids), KV_HEADS * DIM) for _ in "kv")
             runtime.attend(q, k, v, layer, batch, True, None)
-    return [] if plan is None else [group.selections[1] for group in plan.groups]
+    copies = runtime.planner.sparse.copies
+    return copies.take(range(len(copies.groups)))
 
 
 def test_a_trace_holds_what_was_selected_for_requests_that_ask_for_it(runtime: SparseRuntime, tmp_path: Path) -> None:
@@ -96,33 +96,33 @@ def test_a_trace_holds_what_was_selected_for_requests_that_ask_for_it(runtime: S
     mask = group.mask(1)
     assert mask is not None
     assert group.mask(0) is None
-    assert [head.nonzero()[0].tolist() for head in mask] == chosen[0].positions.tolist()
+    assert [head.nonzero()[0].tolist() for head in mask] == chosen[0][1][0][:, :16].tolist()
     assert mask.sum(1).tolist() == [16, 16]
 
 
 def test_a_trace_holds_the_queries_that_a_layer_searched_by(
     start: Callable[..., SparseRuntime], tmp_path: Path
 ) -> None:
-    """With a period of two the third step searches again; the one before it kept the selection, and has none."""
+    """With a period of two the fifth step searches again; the one before it kept the selection, and has none."""
     runtime = start(search_period=2)
     rids = ["trace-1", "trace-2"]
     requests = [Request() for _ in rids]
     for request, rid in zip(requests, rids, strict=True):
         runtime.admit(request, rid, [*PROMPT, 1], NAMESPACE)
     runtime.view.req_to_token[1, :64] = runtime.view.req_to_token[0, :64]
-    given: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    given: list[list[torch.Tensor]] = [[] for _ in range(5)]
     for number, queries in enumerate(given):
         decode(runtime, rids, [66 + number, 66 + number], queries)
     steps = [one for one in read_trace(next((tmp_path / "trace").iterdir())) if isinstance(one, SparseStep)]
-    # In their first step two requests are two groups: their slots may not be the same yet.
-    assert [[group.rids for group in step.groups] for step in steps] == [[["trace-1"], ["trace-2"]], *[[rids]] * 3]
+    # In their first steps two requests are two groups: nothing is known of their slots.
+    assert [[group.rids for group in step.groups] for step in steps] == [*[[rids[:1], rids[1:]]] * 2, *[[rids]] * 3]
     assert torch.equal(steps[0].groups[1].query(1, DIM), given[0][1][1:])
-    assert torch.equal(steps[1].groups[0].query(1, DIM), given[1][1])
-    assert torch.equal(steps[3].groups[0].query(1, DIM), given[3][1])
-    assert [list(group.queries) for step in steps for group in step.groups] == [[1], [1], [1], [], [1]]
-    assert steps[2].groups[0].bits == steps[1].groups[0].bits != steps[3].groups[0].bits
+    assert torch.equal(steps[2].groups[0].query(1, DIM), given[2][1])
+    assert torch.equal(steps[4].groups[0].query(1, DIM), given[4][1])
+    assert [list(group.queries) for step in steps for group in step.groups] == [*[[1]] * 5, [], [1]]
+    assert steps[3].groups[0].bits == steps[2].groups[0].bits != steps[4].groups[0].bits
     with pytest.raises(KeyError):
-        steps[2].groups[0].query(1, DIM)
+        steps[3].groups[0].query(1, DIM)
 
 
 def test_a_record_that_was_cut_off_is_left_out(runtime: SparseRuntime, tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from prefix_kernels.grouped_attention import AttentionConfig, TunedConfigs, tuned, tuning
-from prefix_kernels.grouped_attention.runner import AttentionShape
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, TunedConfigs, tuned, tuning
 from prefix_kernels.grouped_attention.tuned import TileKey, TunedEntry, own_config
 from prefix_kernels.grouped_attention.tuning import Space, candidates
-from sglang_ext.attention import tuning_at_start
-from sglang_ext.attention.tuning_at_start import tune_at_start
+from sglang_ext.decode import tuning as tuning_at_start
+from sglang_ext.decode.tuning import tune_at_start
 
 SHAPE = AttentionShape(8, 2, 32, 32, torch.float32, torch.float32)
 SPACE = Space(block_n=(16, 32), num_warps=(4,), num_stages=(2,), programs_per_sm=(1,))

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefix_kernels.grouped_attention.config import AttentionConfig, block_m_for, check_dtypes, default_config
+from prefix_kernels.grouped_attention.config import (
+    AttentionConfig,
+    AttentionShape,
+    block_m_for,
+    check_dtypes,
+    default_config,
+)
 from prefix_kernels.grouped_attention.items import Items, Segment, cut
 from prefix_kernels.grouped_attention.tuned import TunedConfigs
 
 if TYPE_CHECKING:
-    from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
+    from prefix_kernels.grouped_attention.runner import GroupedAttention
 
 __all__ = [
     "AttentionConfig",
@@ -24,12 +30,10 @@ __all__ = [
     "default_config",
 ]
 
-_NEED_TRITON = ("AttentionShape", "GroupedAttention")
-
 
 def __getattr__(name: str) -> object:
-    """The runner's, imported when it is asked for: importing the package must not import Triton."""
-    if name not in _NEED_TRITON:
+    """The runner, imported when it is asked for: importing the package must not import Triton."""
+    if name != "GroupedAttention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from prefix_kernels.grouped_attention import runner
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,67 +11,20 @@ from torch import Tensor
 
 from prefix_kernels.grouped_attention.config import (
     AttentionConfig,
-    check_dtypes,
-    fits_specialized,
+    AttentionShape,
     programs_at_once,
 )
 from prefix_kernels.grouped_attention.items import DIRECT, SPAN_FIELDS, Segment, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
 from prefix_kernels.grouped_attention.launches import AttentionLaunch, AttentionPass, joined
 from prefix_kernels.grouped_attention.specialized import check_fits, check_inputs, launch_specialized
-from prefix_kernels.grouped_attention.tuned import name_of, own_config
+from prefix_kernels.grouped_attention.tuned import own_config
 from prefix_kernels.launching import block_of, launch, send
 from prefix_kernels.types import AttnState, PagedKV
 
 _MERGED_AT_ONCE = 64
 _LEAST_BLOCK = 16
 """Of a tensor core's operand."""
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """What stays the same from step to step.
-
-    Attributes:
-        num_qo_heads: query heads, a multiple of num_kv_heads.
-        num_kv_heads: KV heads.
-        head_dim: channels of a key.
-        v_head_dim: channels of a value.
-        dtype: of queries and output: fp32, fp16 or bf16.
-        kv_dtype: of keys and values: `dtype`, or float8_e4m3fn.
-
-    Raises:
-        ValueError: query heads that do not divide.
-    """
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_qo_heads < 1 or self.num_qo_heads % self.num_kv_heads:
-            raise ValueError(
-                f"expected num_qo_heads as a multiple of num_kv_heads, got {self.num_qo_heads} and {self.num_kv_heads}"
-            )
-
-    @property
-    def gqa(self) -> int:
-        """Query heads of a KV head."""
-        return self.num_qo_heads // self.num_kv_heads
-
-    def fits_specialized(self, block_m: int) -> bool:
-        """Whether sm_90's own kernel has tiles of so many rows of it."""
-        names = name_of(self.dtype), name_of(self.kv_dtype)
-        return fits_specialized(*names, self.head_dim, self.v_head_dim, self.gqa, block_m)
-
-    @classmethod
-    def of(cls, q: Tensor, kv: PagedKV) -> AttentionShape:
-        """The shape of these tensors. Raises ValueError where they cannot be used together."""
-        check_dtypes(q.dtype, kv.k_cache.dtype, q.device)
-        return cls(q.shape[1], kv.num_kv_heads, kv.head_dim, kv.v_cache.shape[2], q.dtype, kv.k_cache.dtype)
 
 
 class GroupedAttention:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.grouped_attention.config import (
     AttentionConfig,
+    AttentionShape,
     has_specialized,
     programs_at_once,
     specialized_at_once,
@@ -16,9 +17,6 @@ from prefix_kernels.grouped_attention.config import (
 from prefix_kernels.grouped_attention.launches import AttentionLaunch
 from prefix_kernels.launching import launch
 from prefix_kernels.types import PagedKV
-
-if TYPE_CHECKING:
-    from prefix_kernels.grouped_attention.runner import AttentionShape
 
 
 def check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, num_programs: int | None) -> None:

@@ -10,20 +10,19 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from prefix_kernels.grouped_attention.config import (
     SPECIALIZED_ROWS,
     AttentionConfig,
+    AttentionShape,
     block_m_for,
     default_config,
     fits_specialized,
+    name_of,
 )
-
-if TYPE_CHECKING:
-    from prefix_kernels.grouped_attention.runner import AttentionShape
 
 logger = logging.getLogger(__name__)
 
@@ -210,11 +209,6 @@ def shipped_file(device: torch.device) -> Path | None:
 def own_config(shape: AttentionShape, block_m: int) -> AttentionConfig:
     """What runs where nothing was measured."""
     return default_config(block_m, shape.head_dim, shape.dtype, block_m_for(1, shape.gqa))
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """`bfloat16`, not `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def file_name(gpu: str, triton: str = "") -> str:

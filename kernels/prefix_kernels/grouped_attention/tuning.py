@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from prefix_kernels.grouped_attention.config import (
     MAX_BLOCK_M,
     SPECIALIZED_ROWS,
     AttentionConfig,
+    AttentionShape,
     has_specialized,
     room_for_blocks,
 )
@@ -31,9 +31,6 @@ from prefix_kernels.grouped_attention.items import Segment
 from prefix_kernels.grouped_attention.tuned import TileKey, TunedConfigs, TunedEntry, own_config
 from prefix_kernels.testing import ERROR_BUDGET
 from prefix_kernels.types import PagedKV
-
-if TYPE_CHECKING:
-    from prefix_kernels.grouped_attention.runner import AttentionShape
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from prefix_kernels import AttnState, PagedKV, Selection
-from prefix_kernels.grouped_attention import AttentionConfig, Segment
-from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
 from prefix_kernels.ops import merge_state, prefix_attention, suffix_attention
 from prefix_kernels.testing import ERROR_BUDGET, dense_attention, paged_kv
 from tests.prefix_kernels.triton.conftest import INTERPRETED

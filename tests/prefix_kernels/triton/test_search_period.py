@@ -12,28 +12,14 @@ import torch
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
 from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
-from sglang_ext.attention.anchor_lists import AnchorLists
-from sglang_ext.attention.list_sets import KEPT_BYTES, ListsTooLargeError, groups_that_fit
-from sglang_ext.attention.shared_steps import Path as StepPath
-from sglang_ext.attention.step import Step
-from sglang_ext.attention.step_buffers import StepBuffers
-from sglang_ext.attention.trace import StepTrace, read_trace
+from sglang_ext.decode.buffers import AnchorLists, StepBuffers
+from sglang_ext.decode.trace import StepTrace, read_trace
 from sglang_ext.indexing.layer_plan import LayerPlan
-from tests.prefix_kernels.triton.sparse_server import FIRST, Server
+from tests.sparse_server import FIRST, Server, searches, until_search
 
 FLAT = AttentionConfig(16, 16, 4, 3, 2)
 #: Layer 3 follows the first anchor, not the one before it.
 CROSSED: list[Any] = ["anchor", {"reuse": 0, "head_map": [1, 0]}, "anchor", {"reuse": 0, "head_map": [1, 1]}]
-
-
-def searches(server: Server, serials: list[int], steps: int) -> list[bool]:
-    """Whether each of so many steps searched; all are compared with the reference."""
-    return [(server.step(serials, padded=1), server.sparse.searches)[1] for _ in range(steps)]
-
-
-def until_search(server: Server, serials: list[int]) -> None:
-    """Steps up to one that searches, that one included."""
-    assert any(searches(server, serials, 1)[0] for _ in range(8))
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
@@ -68,7 +54,7 @@ def test_a_step_that_is_attended_otherwise_ends_a_search(device: torch.device) -
     searches(server, [1], 4)
     until_search(server, [1])
     assert searches(server, [1], 1) == [False]
-    server.sparse.forget_search()
+    server.sparse.skip()
     assert searches(server, [1], 2) == [True, False]
 
 
@@ -88,13 +74,13 @@ def test_own_tokens_are_searched_when_the_step_searches(device: torch.device) ->
     server.join(1, *first, 300)
     server.join(2, *first, 20)
     searches(server, [1, 2], 4)
-    covered = [one.prefix_len for one in server.sparse.private_reads]
+    covered = [one.prefix_len for one in server.private_reads]
     found, grown = [], 0
     for _ in range(40):
         found += searches(server, [1, 2], 1)
-        if [one.prefix_len for one in server.sparse.private_reads] != covered:
+        if [one.prefix_len for one in server.private_reads] != covered:
             assert found[-1], "an index has grown"
-            covered, grown = [one.prefix_len for one in server.sparse.private_reads], grown + 1
+            covered, grown = [one.prefix_len for one in server.private_reads], grown + 1
     assert grown >= 1
     assert 40 > found.count(False) > 20
 
@@ -155,13 +141,13 @@ def test_the_kernel_reads_each_set_by_head_map_and_counts(device: torch.device) 
 def test_a_kept_step_is_traced_as_the_search_that_it_uses(device: torch.device, tmp_path: Path) -> None:
     server = Server(device, search_period=3, trace_folder=str(tmp_path))
     server.join(1, *server.prefix(210), 5)
-    trace = StepTrace(str(tmp_path), server.plan, (), server.dtype)
+    trace = StepTrace(str(tmp_path), server.plan, server.dtype)
     mode, found = SimpleNamespace(is_decode=lambda: True), []
     for _ in range(8):
         found += searches(server, [1], 1)
         lens = torch.tensor([server.lens[1]])
         batch = SimpleNamespace(rids=["trace-1"], seq_lens_cpu=lens, forward_mode=mode)
-        trace.note(batch, Step(path=StepPath.SPARSE if found[-1] else StepPath.KEPT), server.sparse)
+        trace.note(batch, server.path, server.sparse.copies)
     _, *steps = read_trace(next(tmp_path.glob("*.trace")))
     assert len(steps) == 8
     assert False in found
@@ -169,28 +155,3 @@ def test_a_kept_step_is_traced_as_the_search_that_it_uses(device: torch.device, 
         same = number > 0 and steps[number].groups[0].bits == steps[number - 1].groups[0].bits
         assert same != searched
         assert steps[number].groups[0].seq_lens == [server.lens[1] - 7 + number]
-
-
-def test_fewer_groups_have_lists_where_there_are_many_anchors(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert groups_that_fit(16, 1, 8, 1 << 17) == 16
-    assert groups_that_fit(16, 4, 8, 37_000) == 16
-    assert groups_that_fit(16, 31, 8, 74_000) == KEPT_BYTES // (30 * 8 * 74_000 * 4) == 7
-    with pytest.raises(ListsTooLargeError, match=r"\(81 anchor layers, 8 KV heads, 1048576 positions\); set search_"):
-        groups_that_fit(16, 81, 8, 1 << 20)
-    # 256 positions of a prefix of 512 tokens, two heads, one set beside the first.
-    monkeypatch.setattr("sglang_ext.attention.list_sets.KEPT_BYTES", 2 * 2 * 256 * 4)
-    server = Server(device, search_period=2)
-    assert "selects for 2 groups of requests at most, not 6" in caplog.text
-    first, second, third = (server.prefix(200) for _ in range(3))
-    for serial, of in enumerate((first, second, first), 1):
-        server.join(serial, *of, 4)
-    serials = [1, 2, 3]
-    with pytest.raises(AssertionError):
-        server.step(serials)  # three groups, as long as nothing is known of their slots: not prepared
-    server.leave(3)
-    assert any(not searches(server, [1, 2], 1)[0] for _ in range(6))
-    server.join(4, *third, 4)
-    with pytest.raises(AssertionError):
-        server.step([1, 2, 4])

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from sglang_ext.attention.graph_refusal import graph_refusal
-from sglang_ext.attention.shared_steps import Path as StepPath
-from sglang_ext.attention.slot_tracker import DecodeBatch
-from sglang_ext.attention.sparse_decode import GroupRead
-from sglang_ext.attention.step import Step
-from sglang_ext.attention.trace import StepTrace, read_trace
-from sglang_ext.config import config_from_dict
-from sglang_ext.indexing.ab_sparse import ABSparseSpec
-from sglang_ext.indexing.layer_plan import LayerPlan
-from sglang_ext.prefix.residency import ResidentIndex
-from tests.prefix_kernels.triton.sparse_server import CONFIG, FIRST, KV_HEADS, LAST, LAYERS, ROLES, SPEC, Server
+from sglang_ext.decode.trace import StepTrace, read_trace
+from sglang_ext.decode.types import GroupRead, StepPath
+from tests.sparse_server import FIRST, LAST, Server
 
 
 @pytest.mark.parametrize(
@@ -49,7 +40,7 @@ def test_groups_and_single_requests_with_and_without_an_index(
     assert server.step([4, 2, 6, 3], padded=2) == [GroupRead(1, 210, 42), GroupRead(2, 300, 85), GroupRead(1, 210, 42)]
     server.step([4, 2, 6, 3])
     assert server.step([4, 2, 6, 3]) == [GroupRead(2, 210, 60), GroupRead(2, 300, 85)]
-    kept = server.sparse._selections._raw
+    kept = server.sparse.op._raw
     if dtype is torch.float32:
         assert bool(kept) == (sum_every == 1)
 
@@ -79,10 +70,9 @@ def test_long_own_tokens_are_selected_from(
     server.join(3, *second, 78)
     server.join(4, server.slots(90), None, 200)
     server.step([1, 2, 3, 4], padded=1)
-    assert server.sparse.private_reads == [GroupRead(1, 256, 51)]
-    assert server.sparse.attended_private() == (256 + 3 * 51, 4 * 256)  # the first layer is dense
+    assert server.private_reads == [GroupRead(1, 256, 51)]
     server.step([1, 2, 3, 4])  # of request 3 48 are covered now, more than its budget
-    assert [one.prefix_len for one in server.sparse.private_reads] == [256, 48]
+    assert [one.prefix_len for one in server.private_reads] == [256, 48]
     plans = server.sparse.plans
     for _ in range(3):
         kept = server.step([1, 2, 3, 4])
@@ -91,11 +81,11 @@ def test_long_own_tokens_are_selected_from(
         server.lens[1] += 1
         server.table[server.rows[1], server.lens[1] - 1] = server.slots(1)[0]
     server.step([3, 1, 2, 4])
-    assert [one.prefix_len for one in server.sparse.private_reads] == [48, 288]
+    assert [one.prefix_len for one in server.private_reads] == [48, 288]
     server.leave(1)
     server.join(5, *first, 160)
     server.step([5, 4, 2])
-    assert [one.prefix_len for one in server.sparse.private_reads] == [128]
+    assert [one.prefix_len for one in server.private_reads] == [128]
 
 
 @pytest.mark.full
@@ -103,7 +93,7 @@ def test_long_own_tokens_are_selected_from(
 def test_own_tokens_of_a_request_alone(sum_every: int | None, device: torch.device) -> None:
     server = Server(device, 1, private_dense_tokens=32, min_top_k=8, sum_every=sum_every)
     server.join(1, *server.prefix(130), 30)
-    found = [[one.prefix_len for one in (server.step([1]), server.sparse.private_reads)[1]] for _ in range(20)]
+    found = [[one.prefix_len for one in (server.step([1]), server.private_reads)[1]] for _ in range(20)]
     assert [found[0], found[3], found[-1]] == [[], [16], [32]]
 
 
@@ -116,17 +106,17 @@ def test_a_traced_step_keeps_what_every_anchor_layer_selected(device: torch.devi
         server.join(serial, *first, 5 + serial)
     server.join(3, server.slots(77), None, 3)
     server.join(4, *second, 9)
-    trace = StepTrace(str(tmp_path), server.plan, (), server.dtype)
+    trace = StepTrace(str(tmp_path), server.plan, server.dtype)
     mode = SimpleNamespace(is_decode=lambda: True)
     for _ in range(3):
         server.step([1, 2, 3, 4], padded=1)
         lens = torch.tensor([server.lens[serial] for serial in (1, 2, 3, 4)])
         batch = SimpleNamespace(rids=["trace-1", "b", "trace-3", "d"], seq_lens_cpu=lens, forward_mode=mode)
-        trace.note(batch, Step(path=StepPath.SPARSE), server.sparse)
+        trace.note(batch, StepPath.SPARSE, server.sparse.copies)
     copies = server.sparse.copies
     assert copies is not None
     assert copies.layers == [1, 3]
-    wanted = server.step_plan.groups
+    wanted = server.groups
     taken = copies.take(range(len(wanted)))
     _, *steps = read_trace(next(tmp_path.glob("*.trace")))
     assert [len(step.groups) for step in steps] == [1, 1, 1]  # groups without a traced request are left out
@@ -193,38 +183,3 @@ def test_a_request_that_comes_back_on_other_slots_is_read_there(device: torch.de
     server.join(1, copy, index, 3)
     for _ in range(4):
         server.step([1])
-
-
-def test_what_does_not_fit_is_left_to_others(device: torch.device) -> None:
-    server = Server(device, max_batch=2)
-    slots, index = server.prefix(128)
-    for serial in (1, 2):
-        server.join(serial, slots, index, 3)
-
-    def prepare(serials: list[int], indexes: list[ResidentIndex | None], lens: list[int]) -> bool:
-        rows = torch.tensor([1] * len(serials), device=device)
-        batch = DecodeBatch(serials, lens, server.table, rows, torch.tensor(lens, device=device))
-        return server.sparse.prepare(batch, indexes, forced=True)
-
-    assert not prepare([1, 2], [None, None], [131, 131])
-    assert not prepare([1, 2, 3], [index] * 3, [131] * 3)
-    assert not prepare([1, 2], [index] * 2, [131, 8000])  # the arena
-    assert prepare([1, 2], [index] * 2, [131, 131])
-    index.entry.identity.num_tokens = 600  # longer than there is room for
-    assert not prepare([1, 2], [index] * 2, [631, 631])
-
-
-@pytest.mark.parametrize(
-    ("changes", "spec", "roles", "dense", "words"),
-    [
-        ({}, ABSparseSpec(), ROLES, (), "method ab_sparse"),
-        ({}, SPEC, ROLES, ((), (0,), (), ()), "dense heads"),
-        ({}, SPEC, ["anchor", "anchor", {"reuse": 0}, "anchor"], (), "layer 2 reuses layer 0"),
-        ({}, SPEC, ROLES, (), None),
-    ],
-)
-def test_what_the_graph_cannot_hold_is_named(changes: Any, spec: Any, roles: Any, dense: Any, words: Any) -> None:
-    config = config_from_dict({**CONFIG, **changes})
-    plan = LayerPlan.from_dict({"layers": roles}, num_layers=LAYERS, num_kv_heads=KV_HEADS)
-    message = graph_refusal(config, spec, plan, dense)
-    assert message is None if words is None else words in message

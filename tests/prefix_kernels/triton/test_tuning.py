@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefix_kernels.grouped_attention import AttentionConfig, TunedConfigs, tuning
-from prefix_kernels.grouped_attention.runner import AttentionShape, GroupedAttention
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, TunedConfigs, tuning
 from prefix_kernels.grouped_attention.tuned import TileKey, own_config
 from prefix_kernels.grouped_attention.tuning import Space, candidates, fastest, tune_missing
 

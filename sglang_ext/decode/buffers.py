@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import Segment
 from prefix_kernels.launching import send
 from prefix_kernels.slot_lists import copy_slot_lists
-from sglang_ext.attention.slot_tracker import DecodeBatch
+from prefix_kernels.top_k_selection.lists import SelectedLists
+from sglang_ext.decode.types import DecodeBatch, PrefixGroup
+from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
 
 _LIST_FIELDS = 5
 _SHORT = 4096
@@ -20,20 +22,8 @@ _LEAST_FREE = 64
 """Entries that a new layout leaves free in each list: it serves as many steps of the same requests, at least."""
 
 
-class PrefixRows(NamedTuple):
-    """A prefix and the requests of a batch that sit on its slots; or a stretch of one request's own tokens behind it.
-
-    Attributes:
-        key: what makes two of them the same in two steps.
-        rows: batch rows, ascending.
-        length: tokens.
-        begin: position of the first one.
-    """
-
-    key: Hashable
-    rows: tuple[int, ...]
-    length: int
-    begin: int = 0
+KEPT_BYTES = 512 << 20
+"""Device memory of the lists beside the first set, at most: fewer groups have lists before there are more."""
 
 
 class StepLayout(NamedTuple):
@@ -47,7 +37,7 @@ class StepLayout(NamedTuple):
         private: per row, the segment of its own list.
     """
 
-    prefixes: tuple[PrefixRows, ...]
+    prefixes: tuple[PrefixGroup, ...]
     begins: tuple[int, ...]
     starts: tuple[int, ...]
     rooms: tuple[int, ...]
@@ -109,7 +99,7 @@ class StepBuffers:
         self._prefix_counts = integers(most, num_kv_heads)
 
     def lay_out(
-        self, seq_lens: Sequence[int], prefixes: Sequence[PrefixRows], before: StepLayout | None = None
+        self, seq_lens: Sequence[int], prefixes: Sequence[PrefixGroup], before: StepLayout | None = None
     ) -> StepLayout | None:
         """Where the lists of a batch would lie; None where they do not fit. Writes nothing.
 
@@ -164,9 +154,121 @@ class StepBuffers:
         if self.num_sets > 1:
             self._sets[1:, :size] = self._sets[:1, :size]
 
+    @property
+    def nbytes(self) -> int:
+        """Device memory."""
+        tensors = (self.arena, self.counts, self._lists, self._prefix_lists, self._prefix_counts)
+        return sum(tensor.nbytes for tensor in tensors)
+
     def counts_of(self, number: int) -> Tensor:
         """A copy of the counts: [max_batch + reserved_counts, num_kv_heads], a view."""
         return self._sets[number]
 
     def _copy(self, batch: DecodeBatch, lists: Tensor, counts: Tensor) -> None:
         copy_slot_lists(*batch.tables, lists, self.arena, counts, implementation=self._implementation)
+
+
+class ListsTooLargeError(ValueError):
+    """Kept lists of one group alone would take more than `KEPT_BYTES`."""
+
+
+def num_sets(layer_plan: LayerPlan, search_period: int) -> int:
+    """Sets of lists: one serves all anchor layers in turns, unless a later step reads them, or a layer behind the next
+    anchor; then each has its own.
+    """
+    latest: int | None = None
+    for number, role in enumerate(layer_plan.layers):
+        latest = number if role.mode is LayerMode.ANCHOR else latest
+        if role.anchor_layer not in (None, latest):
+            search_period = max(search_period, 2)
+    return max(1, len(layer_plan.anchor_layers)) if search_period > 1 else 1
+
+
+def groups_that_fit(num_groups: int, num_sets: int, num_kv_heads: int, width: int) -> int:
+    """Groups of a batch, at most `num_groups`, whose kept lists take no more than `KEPT_BYTES`.
+
+    Args:
+        num_groups: at most.
+        num_sets: from `num_sets`; the first one is not counted.
+        num_kv_heads: KV heads.
+        width: entries of a list.
+
+    Raises:
+        ListsTooLargeError: not even those of one group do.
+    """
+    of_one = (num_sets - 1) * num_kv_heads * width * 4
+    if of_one > KEPT_BYTES:
+        raise ListsTooLargeError(
+            f"expected lists of at most {KEPT_BYTES} bytes for one group, got {of_one} ({num_sets} anchor layers, "
+            f"{num_kv_heads} KV heads, {width} positions); set search_period to 1 and let layers reuse the last layer "
+            "that selects, or lower max_keep_ratio, --context-length or the number of anchor layers"
+        )
+    return min(num_groups, KEPT_BYTES // of_one) if of_one else num_groups
+
+
+class AnchorLists:
+    """Lists of one anchor layer after the other, or of each of them a set of its own.
+
+    A segment of a group names its list in the first set. A layer reads another set by its head map: list and count of a
+    KV head are found by (begin of the list) + head * width and (row of the counts) * num_kv_heads + head, so a map that
+    adds groups * num_kv_heads to each head for each set reaches the next set's lists. Rows of counts of requests' own
+    lists lie between those of two sets: by so many rows the counts that are handed over begin later.
+
+    Attributes:
+        shape: (max_groups, num_kv_heads, max_budget) of each set.
+        head_maps: per layer, int32 [num_kv_heads] for attention of what it or its anchor layer selected; None: its own
+            heads, of the first set.
+
+    Args:
+        layer_plan: role of each layer.
+        buffers: whose arena begins with the sets' slots, and whose counts have as many copies.
+        shape: see above.
+        device: of the KV pool.
+    """
+
+    def __init__(
+        self, layer_plan: LayerPlan, buffers: StepBuffers, shape: tuple[int, int, int], device: torch.device
+    ) -> None:
+        groups, heads, width = self.shape = shape
+        self._buffers = buffers
+        listed = groups * heads * width
+        # Attention reads slots; positions are read by nobody but a trace, at once.
+        positions = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self._sets = [
+            SelectedLists(
+                positions,
+                buffers.counts_of(number)[buffers.max_batch :],
+                buffers.arena[number * listed :][:listed].view(shape),
+            )
+            for number in range(buffers.num_sets)
+        ]
+        own_sets = buffers.num_sets > 1
+        number_of = {layer: number if own_sets else 0 for number, layer in enumerate(layer_plan.anchor_layers)}
+        self._set_of: list[int] = []
+        self.head_maps: list[Tensor | None] = []
+        for layer, role in enumerate(layer_plan.layers):
+            number = number_of.get(layer if role.anchor_layer is None else role.anchor_layer, 0)
+            heads_read = range(heads) if role.anchor_layer is None else role.head_map
+            own = role.anchor_layer is None and number == 0
+            mapped = [number * groups * heads + head for head in heads_read]
+            self.head_maps.append(None if own else torch.tensor(mapped, dtype=torch.int32, device=device))
+            self._set_of.append(number)
+
+    @property
+    def first(self) -> SelectedLists:
+        """The first set."""
+        return self._sets[0]
+
+    def of(self, layer: int) -> SelectedLists:
+        """That a layer writes, or reads."""
+        return self._sets[self._set_of[layer]]
+
+    def counts(self, layer: int) -> Tensor:
+        """int32 [num_lists, num_kv_heads], as attention of a layer takes it together with its head map."""
+        return self._buffers.counts[self._set_of[layer] * self._buffers.max_batch :]
+
+    def segment(self, number: int, rows: tuple[int, ...], budget: int) -> Segment:
+        """Of a group and its selection, in the first set."""
+        _, heads, width = self.shape
+        first = number * heads * width
+        return Segment(rows, budget, list_begin=first, head_stride=width, list_id=self._buffers.max_batch + number)

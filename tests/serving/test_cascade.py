@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
-from sglang_ext.attention.attentions import LayerShape
-from sglang_ext.attention.shared_decode import SharedDecode
-from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
-from sglang_ext.attention.step_buffers import capacity
+from sglang_ext.decode.buffers import capacity
+from sglang_ext.decode.cascade import CascadeDecode
+from sglang_ext.decode.grouping import SlotTracker
+from sglang_ext.decode.types import DecodeBatch, StepPath
 
 KV_HEADS, GQA, DIM = 2, 2, 16
 WIDTH, SLOTS = 900, 8192
@@ -29,11 +30,11 @@ class Server:
         self.order = torch.randperm(SLOTS, generator=gen).to(torch.int32).tolist()
         self.rows: dict[int, int] = {}
         self.lens: dict[int, int] = {}
-        fields: dict[str, Any] = {"max_batch": 8, "arena_size": 8192, "min_saved": 64, **options}
+        fields: dict[str, Any] = {"max_batch": 8, "arena_size": 8192, **options}
         cpu, dtype = torch.device("cpu"), torch.float32
         self.tracker = SlotTracker(fields["max_batch"], 2, cpu, "reference")
-        shape = LayerShape(KV_HEADS * GQA, KV_HEADS, DIM, DIM, dtype, dtype)
-        self.decode = SharedDecode(shape, self.tracker, fields["arena_size"], cpu, fields["min_saved"])
+        shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, DIM, DIM, dtype, dtype)
+        self.decode = CascadeDecode(shape, self.tracker, fields["arena_size"], cpu)
 
     def slots(self, count: int) -> torch.Tensor:
         taken, self.order = self.order[:count], self.order[count:]
@@ -54,7 +55,8 @@ class Server:
         if len(batch.serials) > self.tracker.max_batch:
             return False
         self.tracker.learn(batch)
-        return self.decode.prepare(batch)
+        plan = self.decode.plan(batch)
+        return plan is not None and plan.saved > 0 and self.decode.begin(plan, batch) is StepPath.CASCADE
 
     def step(self, serials: list[int], padded: int = 0) -> bool:
         """One decode step of all layers; the output of a prepared one is compared with dense attention."""
@@ -66,7 +68,7 @@ class Server:
         used = self.prepare(DecodeBatch(serials, lens, self.table, rows, torch.tensor(lens)))
         if used:
             q = torch.randn(len(serials) + padded, KV_HEADS * GQA, DIM)
-            out = self.decode.attend(q, self.kv, 0.3)
+            out = self.decode.run(q, self.kv, 0, 0.3)
             assert out.shape == q.shape
             assert not out[len(serials) :].any()
             for i, (row, length) in enumerate(zip(rows.tolist(), lens, strict=True)):

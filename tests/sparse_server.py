@@ -1,7 +1,11 @@
-"""A server's decode steps with indexes, as decode graphs hold them, each compared with the reference of a step."""
+"""A server's decode steps with indexes, each compared with the definition of a step (`decode_oracle`).
+
+With `kernels` they run as decode graphs hold them; without, the reference operation selects and the reference attends.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -9,23 +13,27 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.anchor_selection import Form
 from prefix_kernels.anchor_selection.config import fits_specialized
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoreShape, Source
+from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
-from sglang_ext.attention.attentions import LayerShape
-from sglang_ext.attention.decode import GroupedDecode
-from sglang_ext.attention.plan import DecodePlan, Group, _suffixes
-from sglang_ext.attention.private_index import PrivateIndex, PrivateRules
-from sglang_ext.attention.slot_tracker import DecodeBatch, SlotTracker
-from sglang_ext.attention.sparse_decode import GroupRead, SparseDecode
 from sglang_ext.config import config_from_dict
+from sglang_ext.decode.grouping import SlotTracker
+from sglang_ext.decode.ops import op_maker
+from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
+from sglang_ext.decode.sparse import SparseDecode
+from sglang_ext.decode.types import DecodeBatch, GroupRead, StepPath
+from sglang_ext.indexing import make_selector
+from sglang_ext.indexing.base import IndexSpec
 from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
-from sglang_ext.indexing.token_index import TokenIndexBuilder, TokenIndexSelector, TokenIndexSpec
-from sglang_ext.metrics import Counters
+from sglang_ext.indexing.registry import make_builder
+from sglang_ext.indexing.token_index import TokenIndexSelector, TokenIndexSpec
+from sglang_ext.prefix.private_index import PrivateIndex, PrivateRules
 from sglang_ext.prefix.residency import ResidentIndex, State
-from tests.prefix_kernels.triton.conftest import INTERPRETED
+from tests.decode_oracle import Oracle, OracleGroup
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LAYERS, KV_HEADS, GQA, DIM = 4, 2, 2, 64
 FP8 = torch.float8_e4m3fn
 #: (queries, KV pool, head_dim); the interpreter multiplies bf16 wrongly. Hopper's own kernels are for heads of 128.
@@ -79,10 +87,13 @@ class Server:
         kv_dtype: torch.dtype | None = None,
         dim: int = DIM,
         size: int = 1,
+        *,
+        kernels: bool = True,
+        spec: IndexSpec = SPEC,
         **changes: Any,
     ) -> None:
         gen = torch.Generator().manual_seed(0)
-        self.device, self.gen, self.dtype, self.dim = device, gen, dtype, dim
+        self.device, self.gen, self.dtype, self.dim, self.spec = device, gen, dtype, dim, spec
         kv_dtype = kv_dtype or dtype
         self.caches = []
         for layer in range(LAYERS):
@@ -96,25 +107,35 @@ class Server:
         roles = {"layers": changes.get("layer_plan", ROLES)}
         self.plan = LayerPlan.from_dict(roles, num_layers=LAYERS, num_kv_heads=KV_HEADS)
         self.anchors = [i for i, role in enumerate(self.plan.layers) if role.mode is LayerMode.ANCHOR]
-        self.tracker = SlotTracker(max_batch, 16, device, "reference" if INTERPRETED else "triton")
-        self.shape = LayerShape(KV_HEADS * GQA, KV_HEADS, dim, dim, dtype, kv_dtype)
+        self.tracker = SlotTracker(max_batch, 16, device, "triton" if kernels and device.type == "cuda" else "reference")
+        self.shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, dim, dim, dtype, kv_dtype)
+        kept = ScoreShape(KV_HEADS * GQA, KV_HEADS, Source.LOW_BIT, SPEC.kept_channels(dim))
+        halves = kernels and device.type == "cuda" and dtype is not torch.float32
+        specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept, False)
+        every = self.config.summed_every if isinstance(spec, TokenIndexSpec) else 1
+        selector = RoundedQueries(SPEC, every) if specialized else make_selector(spec, every)
+
+        def make_op(sizes: ListSizes) -> SelectOp:
+            pooling = Pooling(self.config.pooling)
+            if not kernels:
+                return ReferenceOp(selector, pooling)
+            return op_maker(self.shape, self.config, spec, LAYERS, device, captured=True)(sizes)
+
         self.sparse = SparseDecode(
             self.shape,
             self.config,
-            SPEC,
+            make_op,
             self.plan,
             self.tracker,
             arena_size=size * 8192,
             max_prefix_len=size * 512,
             device=device,
-            form=Form.SPLIT if INTERPRETED else Form.JOINED,
         )
-        self.counters = Counters(LAYERS, device)
-        kept = ScoreShape(KV_HEADS * GQA, KV_HEADS, Source.LOW_BIT, SPEC.kept_channels(dim))
-        halves = device.type == "cuda" and dtype is not torch.float32
-        specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept, False)
-        selector = (RoundedQueries if specialized else TokenIndexSelector)(SPEC, self.config.summed_every)
-        self.reference = GroupedDecode(self.config, selector, self.plan, self.counters)
+        self.oracle = Oracle(self.config, selector, self.plan)
+        self.path: StepPath | None = None
+        self.reads: list[GroupRead] = []
+        self.private_reads: list[GroupRead] = []
+        self.groups: list[OracleGroup] = []
         self.rows: dict[int, int] = {}
         self.lens: dict[int, int] = {}
         self.index: dict[int, ResidentIndex | None] = {}
@@ -131,7 +152,7 @@ class Server:
         for cache in self.caches:
             keys = cache.keys(slots.long(), torch.float32)
             queries = torch.randn(KV_HEADS, 64, self.dim, generator=self.gen).to(self.device)
-            index.layers.append(TokenIndexBuilder(SPEC).build_layer(keys, queries))
+            index.layers.append(make_builder(self.spec).build_layer(keys, queries))
         index.state = State.READY
         return slots, index
 
@@ -162,10 +183,10 @@ class Server:
         return [self.private[serial] for serial in serials]
 
     def kept(self, number: int) -> dict[int, Selection]:
-        """What the last search of a group found, by the reference."""
-        if self.sparse.searches or self.dtype is not torch.float32:
+        """What the last search of a group found, by the oracle."""
+        if self.path is StepPath.SPARSE or self.dtype is not torch.float32:
             return {}
-        return dict([*self.step_plan.groups, *self.step_plan.private][number].selections)
+        return dict(self.before[number].selections)
 
     def listed(self, number: int, own: torch.Tensor, layer: int) -> Selection:
         """What the lists hold of a group in this step, as positions of the slots that are its own."""
@@ -177,14 +198,14 @@ class Server:
         listed = torch.arange(slots.shape[1], device=self.device) < counts[:, None]
         return Selection(torch.where(listed, places[slots.clamp(min=0).long()], -1), counts)
 
-    def take_lists(self, plan: DecodePlan, q: torch.Tensor, layer: int, sm_scale: float) -> None:
-        """In 16 bits scores are rounded otherwise than the reference's. So the reference attends what the lists hold,
-        and these may differ from what it selects by few tokens; what another query looks for may be among them.
+    def take_lists(self, q: torch.Tensor, layer: int, sm_scale: float) -> None:
+        """In 16 bits scores are rounded otherwise than the oracle's. So the oracle attends what the lists hold, and
+        these may differ from what it selects by few tokens; what another query looks for may be among them.
         """
-        for number, group in enumerate([*plan.groups, *plan.private]):
+        for number, group in enumerate(self.groups):
             found = self.listed(number, group.slots, layer)
-            if self.sparse.searches:
-                wanted = self.reference.select(q[group.rows], group, KV_HEADS, layer, sm_scale)
+            if self.path is StepPath.SPARSE:
+                wanted = self.oracle.select(q[group.rows], group, KV_HEADS, layer, sm_scale)
                 assert found.counts.tolist() == wanted.counts.tolist()
                 for mine, theirs, count in zip(found.positions, wanted.positions, found.counts.tolist(), strict=True):
                     chosen = set(mine[:count].tolist())
@@ -193,41 +214,44 @@ class Server:
                     assert len(chosen - set(theirs[:count].tolist())) <= max(2, count // 20)
             group.kept = {**group.kept, layer: found}
 
+    def batch(self, serials: list[int], lens: list[int]) -> DecodeBatch:
+        rows = torch.tensor([self.rows[serial] for serial in serials], device=self.device)
+        indexes, private = [self.index[serial] for serial in serials], self.own_indexes(serials, rows)
+        device_lens = torch.tensor(lens, device=self.device)
+        return DecodeBatch(serials, lens, self.table, rows, device_lens, indexes, private)
+
     def step(self, serials: list[int], padded: int = 0) -> list[GroupRead]:
-        """A decode step of all layers; outputs are compared with the reference's, group by group as it was made."""
+        """A decode step of all layers; outputs are compared with the oracle's, group by group as it was made."""
         for serial in serials:
             self.table[self.rows[serial], self.lens[serial]] = self.slots(1)[0]
             self.lens[serial] += 1
         lens = [self.lens[serial] for serial in serials]
-        rows = torch.tensor([self.rows[serial] for serial in serials], device=self.device)
-        batch = DecodeBatch(serials, lens, self.table, rows, torch.tensor(lens, device=self.device))
+        batch = self.batch(serials, lens)
         self.tracker.learn(batch)
-        indexes = [self.index[serial] for serial in serials]
-        private = self.own_indexes(serials, rows)
-        assert self.sparse.prepare(batch, indexes, private, forced=True)
-        groups, own_groups = [], []
-        for number, (prefix, index) in enumerate(self.sparse._groups.of(serials, indexes)):
-            own = self.table[rows[prefix.rows[0]], : prefix.length].long()
-            members = torch.tensor(prefix.rows, device=self.device)
-            kept = self.kept(number)
-            groups.append(Group(index, own, members, len(prefix.rows), kept=kept))
-        starts = [index.prefix_len if index else 0 for index in indexes]
-        for row, own_index in enumerate(private):
-            if own_index is not None:
-                begin, starts[row] = starts[row], starts[row] + own_index.prefix_len
-                own = self.table[rows[row], begin : starts[row]].long()
-                kept = self.kept(len(groups) + len(own_groups))
-                own_groups.append(Group(own_index, own, torch.tensor([row], device=self.device), 1, kept=kept))
-        self.step_plan = plan = DecodePlan(groups, *_suffixes(self.table, rows, starts, lens), own_groups)
+        plan = self.sparse.plan(batch)
+        assert plan is not None
+        self.path = self.sparse.begin(plan, batch)
+        assert self.path is not None
+        self.reads, self.private_reads = list(plan.reads), list(plan.private_reads)
+        self.before, self.groups = self.groups, []
+        starts = [0] * len(serials)
+        for number, (prefix, index) in enumerate(zip(plan.selects.prefixes, plan.indexes, strict=True)):
+            begin, end = prefix.begin, prefix.begin + prefix.length
+            own = self.table[batch.req_pool_indices[prefix.rows[0]], begin:end].long()
+            self.groups.append(OracleGroup(index, own, list(prefix.rows), kept=self.kept(number)))
+            for row in prefix.rows:
+                starts[row] = max(starts[row], end)
+        pairs = zip(batch.req_pool_indices, starts, lens, strict=True)
+        owned = [self.table[row, start:length] for row, start, length in pairs]
         for layer, kv in enumerate(self.caches):
             q = torch.randn(len(serials) + padded, KV_HEADS * GQA, self.dim, generator=self.gen)
             q, sm_scale = (2 * q).to(self.device, self.dtype), self.dim**-0.5
-            out = self.sparse.attend(q, kv, layer, sm_scale)
+            out = self.sparse.run(q, kv, layer, sm_scale)
             if self.dtype is not torch.float32 and layer in self.anchors:
-                self.take_lists(plan, q[: len(serials)], layer, sm_scale)
-            wanted = self.reference.run(q[: len(serials)], kv, plan, layer, sm_scale)
+                self.take_lists(q[: len(serials)], layer, sm_scale)
+            wanted = self.oracle.run(q[: len(serials)], kv, self.groups, owned, layer, sm_scale)
             assert not out[len(serials) :].any()
-            off = (out[: len(serials)].float() - wanted.float()).norm(dim=2) / wanted.float().norm(dim=2)
+            off = (out[: len(serials)].float() - wanted).norm(dim=2) / wanted.norm(dim=2)
             if q.dtype is torch.float32:
                 assert float(off.median()) < 1e-4
                 # Among thousands of tokens keys of 16 bits tie where the reference's scores do not.
@@ -236,4 +260,14 @@ class Server:
             else:
                 assert float(off.median()) < 0.01
                 assert float(off.max()) < 0.05
-        return list(self.sparse.reads)
+        return self.reads
+
+
+def searches(server: Server, serials: list[int], steps: int) -> list[bool]:
+    """Whether each of so many steps searched; all are compared with the reference."""
+    return [(server.step(serials, padded=1), server.path is StepPath.SPARSE)[1] for _ in range(steps)]
+
+
+def until_search(server: Server, serials: list[int]) -> None:
+    """Steps up to one that searches, that one included."""
+    assert any(searches(server, serials, 1)[0] for _ in range(8))

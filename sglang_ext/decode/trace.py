@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,14 +20,9 @@ import torch
 from torch import Tensor
 
 from prefix_index import printable
-from sglang_ext.attention.shared_steps import Path as StepPath
+from prefix_kernels.top_k_selection.lists import SelectedLists
+from sglang_ext.decode.types import StepPath
 from sglang_ext.indexing.layer_plan import LayerPlan
-
-if TYPE_CHECKING:
-    from prefix_kernels.top_k_selection.lists import SelectedLists
-    from sglang_ext.attention.plan import DecodePlan
-    from sglang_ext.attention.sparse_decode import SparseDecode
-    from sglang_ext.attention.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +39,11 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     Attributes:
         layer_plan: as `LayerPlan.to_dict` gives it.
         num_kv_heads: per layer.
-        dense_heads: per layer, KV heads that attend everything; empty for none.
         dtype: of the model, as torch names it: "bfloat16". Empty in traces of before it was written down.
     """
 
     layer_plan: dict[str, Any]
     num_kv_heads: int
-    dense_heads: list[list[int]]
     dtype: str = ""
 
 
@@ -72,7 +65,7 @@ class Selected(msgspec.Struct, frozen=True):
         seq_lens: of these, the token being decoded included: its position is one less.
         digest: of the index.
         prefix_len: tokens.
-        counts: by anchor layer, selected positions per KV head. A layer that is not here attended the whole prefix.
+        counts: by anchor layer, selected positions per KV head.
         bits: by anchor layer, per KV head the selected positions as bits, the first position highest
             (`numpy.packbits`).
         queries: by anchor layer that searched, [num_rows, num_qo_heads, head_dim] float32: what it searched by. Empty
@@ -124,27 +117,32 @@ Record = Start | Prefill | SparseStep
 
 
 class SelectionCopies:
-    """Where captured graphs copy each anchor layer's selection to: a later layer writes over the lists themselves.
+    """Where each anchor layer's selection is copied to: a later layer writes over the lists themselves.
 
     Attributes:
         positions: [num_anchors, max_groups, num_kv_heads, max_budget] int32, as in the lists.
         counts: [num_anchors, max_groups, num_kv_heads] int32.
+        groups: (batch rows, tokens, digest of the index) of each prefix of the step.
 
     Args:
         layer_plan: role of each layer.
         lists: that an anchor layer writes, by its number. Not owned.
+        queries: keep queries, too; not in captured graphs.
     """
 
-    def __init__(self, layer_plan: LayerPlan, lists: Callable[[int], SelectedLists]) -> None:
+    def __init__(self, layer_plan: LayerPlan, lists: Callable[[int], SelectedLists], *, queries: bool = False) -> None:
         self._lists = lists
+        self._queries: dict[int, Tensor] | None = {} if queries else None
         self.layers = list(layer_plan.anchor_layers)
         one = lists(self.layers[0] if self.layers else 0)
         self.positions = one.positions.new_zeros((len(self.layers), *one.positions.shape))
         self.counts = one.counts.new_zeros((len(self.layers), *one.counts.shape))
         self.groups: list[tuple[tuple[int, ...], int, str]] = []
 
-    def copy(self, layer: int) -> None:
-        """Keep what this anchor layer has just selected; may be captured."""
+    def copy(self, layer: int, q: Tensor) -> None:
+        """Keep what this anchor layer has just selected, and by which queries; may be captured."""
+        if self._queries is not None:
+            self._queries[layer] = q.float()
         number, lists = self.layers.index(layer), self._lists(layer)
         # By a kernel: kernels that begin before the one before them ends know kernels only, no copies.
         torch.add(lists.positions, 0, out=self.positions[number])
@@ -158,6 +156,15 @@ class SelectionCopies:
             for group in range(len(wanted))
         ]
 
+    def take_queries(self, rows: Sequence[int]) -> dict[int, bytes]:
+        """By anchor layer that searched since the last `clear`: fp32 queries of these rows, where they are kept."""
+        return {layer: q[list(rows)].cpu().numpy().tobytes() for layer, q in (self._queries or {}).items()}
+
+    def clear(self) -> None:
+        """A step is over: its queries are."""
+        if self._queries:
+            self._queries.clear()
+
 
 class StepTrace:
     """Writes the trace of one process.
@@ -166,7 +173,6 @@ class StepTrace:
         folder: is made where it is missing, for this user alone. So is the file, `steps-PID.trace`; one of this name
             that an earlier process left is replaced.
         layer_plan: role of each layer.
-        dense_heads: per layer, KV heads that attend everything.
         dtype: of the model.
         max_bytes: of the file.
 
@@ -178,7 +184,6 @@ class StepTrace:
         self,
         folder: str,
         layer_plan: LayerPlan,
-        dense_heads: Sequence[Sequence[int]],
         dtype: torch.dtype,
         max_bytes: int = MAX_BYTES,
     ) -> None:
@@ -188,33 +193,29 @@ class StepTrace:
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._file = os.fdopen(opened, "wb", buffering=0)  # the process ends without a word
         self._left, self._full = max_bytes, False
-        heads, name = [list(heads) for heads in dense_heads], str(dtype).removeprefix("torch.")
-        self._write(Start(layer_plan.to_dict(), layer_plan.num_kv_heads, heads, name))
+        name = str(dtype).removeprefix("torch.")
+        self._write(Start(layer_plan.to_dict(), layer_plan.num_kv_heads, name))
         logger.warning("sparse attention: steps of requests '%s...' are traced to %s: slower", TRACED, path)
 
-    def note(self, forward_batch: Any, step: Step, sparse: SparseDecode | None) -> None:
+    def note(self, forward_batch: Any, path: StepPath | None, copies: SelectionCopies | None) -> None:
         """What the forward that has just run did. Waits for the device where a traced request was in a sparse step.
 
         Args:
             forward_batch: SGLang's.
-            step: what it did here.
-            sparse: what attends sparse steps inside graphs, if anything does.
+            path: of a decode step that was attended here.
+            copies: of sparse steps' selections, if there are any.
         """
         rids = forward_batch.rids or []
-        if self._full or not any(rid.startswith(TRACED) for rid in rids):
-            return
-        try:
-            self._note(forward_batch, step, sparse)
-        except Exception:  # must not end the server
-            self._end("this could not be written down:", exc_info=True)
-
-    def _note(self, forward_batch: Any, step: Step, sparse: SparseDecode | None) -> None:
-        if not forward_batch.forward_mode.is_decode():
-            self._prefilled(forward_batch)
-        elif step.plan is not None:
-            self._decoded(forward_batch, step.plan)
-        elif step.path in (StepPath.SPARSE, StepPath.KEPT) and sparse is not None and sparse.copies is not None:
-            self._replayed(forward_batch, sparse.copies)
+        if not self._full and any(rid.startswith(TRACED) for rid in rids):
+            try:
+                if not forward_batch.forward_mode.is_decode():
+                    self._prefilled(forward_batch)
+                elif path in (StepPath.SPARSE, StepPath.KEPT) and copies is not None:
+                    self._decoded(forward_batch, copies)
+            except Exception:  # must not end the server
+                self._end("this could not be written down:", exc_info=True)
+        if copies is not None:
+            copies.clear()
 
     def _prefilled(self, forward_batch: Any) -> None:
         if not forward_batch.forward_mode.is_extend():
@@ -227,30 +228,15 @@ class StepTrace:
             if rid.startswith(TRACED):
                 self._write(Prefill(printable(rid), start, start + length))
 
-    def _decoded(self, forward_batch: Any, plan: DecodePlan) -> None:
-        groups = []
-        for group in plan.groups:
-            rows = group.rows.tolist()
-            if _traced(forward_batch, rows):
-                taken = {layer: (one.positions.cpu(), one.counts.cpu()) for layer, one in group.selections.items()}
-                queries = {layer: q.float().cpu().numpy().tobytes() for layer, q in group.queries.items()}
-                digest = group.index.entry.digest
-                groups.append(_selected(forward_batch, rows, group.prefix_len, digest, taken, queries))
-        self._write_step(groups)
-
-    def _replayed(self, forward_batch: Any, copies: SelectionCopies) -> None:
+    def _decoded(self, forward_batch: Any, copies: SelectionCopies) -> None:
         wanted = [number for number, (rows, _, _) in enumerate(copies.groups) if _traced(forward_batch, rows)]
         if not wanted:
             return
         groups = [
-            _selected(forward_batch, *copies.groups[number], taken, {})
+            _selected(forward_batch, *copies.groups[number], taken, copies.take_queries(copies.groups[number][0]))
             for number, taken in zip(wanted, copies.take(wanted), strict=True)
         ]
-        self._write_step(groups)
-
-    def _write_step(self, groups: list[Selected]) -> None:
-        if groups:
-            self._write(SparseStep(groups))
+        self._write(SparseStep(groups))
 
     def _write(self, record: Record) -> None:
         if self._full:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.indexing.token_index import index_behind
 from sglang_ext.prefix.residency import LayerArrays, ResidentIndex
-
-if TYPE_CHECKING:
-    from sglang_ext.prefix.requests import Attachment
 
 
 class PrivateIndex:
@@ -104,7 +100,7 @@ class PrivateRules:
 
     def renew(
         self,
-        attachments: Sequence[Attachment | None],
+        before: Sequence[PrivateIndex | None],
         indexes: Sequence[ResidentIndex | None],
         seq_lens: Sequence[int],
         most: int,
@@ -114,25 +110,22 @@ class PrivateRules:
         By the batch alone, so that all ranks have the same. Arrays are the caller's to make.
 
         Args:
-            attachments: per row; each keeps what it has now, and lets go of what it had.
+            before: per row, what this returned for its request in the step before.
             indexes: per row, of its prefix; None: it selects nothing.
             seq_lens: tokens of each request, the one being decoded included.
             most: indexes at a time.
         """
-        wanted: list[tuple[int, int, Attachment, PrivateIndex]] = []
-        for row, (one, prefix, length) in enumerate(zip(attachments, indexes, seq_lens, strict=True)):
-            if one is None:
-                continue
-            own = None if prefix is None else self.covering(one.private, prefix, length - prefix.prefix_len)
-            one.private = None
+        wanted: list[tuple[int, int, PrivateIndex]] = []
+        for row, (last, prefix, length) in enumerate(zip(before, indexes, seq_lens, strict=True)):
+            own = None if prefix is None else self.covering(last, prefix, length - prefix.prefix_len)
             if own is not None:
-                wanted.append((-own.prefix_len, row, one, own))
+                wanted.append((-own.prefix_len, row, own))
         found: list[PrivateIndex | None] = [None] * len(seq_lens)
         room = self.nbytes
-        for _, row, one, own in sorted(wanted, key=lambda of: of[:2])[:most]:
+        for _, row, own in sorted(wanted, key=lambda of: of[:2])[:most]:
             room -= bytes_of(own.prefix, own.prefix_len)
             if room >= 0:
-                one.private = found[row] = own
+                found[row] = own
         return found
 
 

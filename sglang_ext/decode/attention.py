@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import Segment, TunedConfigs, block_m_for
+from prefix_kernels.grouped_attention import AttentionShape, Segment, TunedConfigs, block_m_for
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from prefix_kernels.types import PagedKV
-from sglang_ext.attention import tuning_at_start
+from sglang_ext.decode import tuning
 
 logger = logging.getLogger(__name__)
 
@@ -39,32 +38,9 @@ class Attends(Protocol):
         """Attend as planned."""
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """A layer's attention.
-
-    Attributes:
-        num_qo_heads, num_kv_heads: of this rank.
-        head_dim, v_head_dim: channels of a key, and of a value.
-        dtype, kv_dtype: of queries, and of the KV pool.
-    """
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-
-    @property
-    def gqa(self) -> int:
-        """Query heads of a KV head."""
-        return self.num_qo_heads // self.num_kv_heads
-
-
 def _known(device: torch.device) -> TunedConfigs | None:
     """Launch parameters of a GPU; None for a CPU."""
-    return TunedConfigs.for_device(device, tuning_at_start.tuned_folder()) if device.type == "cuda" else None
+    return TunedConfigs.for_device(device, tuning.tuned_folder()) if device.type == "cuda" else None
 
 
 class Attentions:
@@ -82,7 +58,7 @@ class Attentions:
 
     def __init__(
         self,
-        shape: LayerShape,
+        shape: AttentionShape,
         max_batch: int,
         device: torch.device,
         *,
@@ -115,12 +91,10 @@ class Attentions:
         """
         if self._configs is None or self._tuned:
             return
-        from prefix_kernels.grouped_attention import AttentionShape
-
         self._tuned = True
-        shape, cache = AttentionShape(*astuple(self._shape)), tuning_at_start.tuned_folder()
+        cache = tuning.tuned_folder()
         # A pass of single requests has the tile of one.
-        tuning_at_start.tune_at_start(self._configs, shape, [1, *sizes], self._device, cache)
+        tuning.tune_at_start(self._configs, self._shape, [1, *sizes], self._device, cache)
 
     def will_capture(self, size: int) -> None:
         """Graphs of that size are captured; SGLang begins with the largest."""
@@ -135,18 +109,17 @@ class Attentions:
         """For batches of that size, padded: one pass of groups, the others of single requests."""
         if self._configs is None:
             return self._found.setdefault(0, ReferenceAttention(self._max_batch))
-        from prefix_kernels.grouped_attention import AttentionShape, GroupedAttention
+        from prefix_kernels.grouped_attention import GroupedAttention
 
         size = self.padded(size)
         block_m = block_m_for(size, self._shape.gqa)
         if block_m not in self._found:
             sizes = self._sizes or range(size, self._max_batch + 1)
             most = max(n for n in (*sizes, size) if block_m_for(n, self._shape.gqa) == block_m)
-            shape = AttentionShape(*astuple(self._shape))
-            groups, alone = self._configs.passes(shape, size)
+            groups, alone = self._configs.passes(self._shape, size)
             passes = [groups, *[alone] * (self._num_passes - 1)]
             logger.debug("sparse attention: groups of up to %d requests: %s", most, passes)
             beside = self._beside._found.get(block_m) if self._beside is not None else None
             scratch = beside if isinstance(beside, GroupedAttention) else None
-            self._found[block_m] = GroupedAttention(shape, most, passes, self._device, scratch_of=scratch)
+            self._found[block_m] = GroupedAttention(self._shape, most, passes, self._device, scratch_of=scratch)
         return self._found[block_m]

@@ -1,0 +1,336 @@
+"""Which requests of a batch are attended together: by what comparing their slots has shown, never by their tokens.
+
+Their slots no longer change while two requests that share some live (see "groups" in docs/architecture.md). What two
+requests share with a third one, they share with each other: so lengths in common are those of a tree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.slot_lists import common_slots
+from sglang_ext.decode.types import DecodeBatch, Index, PrefixGroup
+from sglang_ext.prefix.private_index import PrivateIndex
+from sglang_ext.prefix.residency import ResidentIndex
+
+_LOCKSTEP = 2
+"""Steps after which a result is taken in lockstep. With the overlap schedule the host prepares a step when the one
+before the last has run, so the result is there: the wait for it is none."""
+
+
+@dataclass(eq=False)
+class _Known:
+    number: int
+    length: int
+    common: dict[int, int] = field(default_factory=dict)
+
+
+class SharedPrefixes:
+    """What the live requests share, pair by pair. Knows serials and lengths only; owns nothing on a device.
+
+    Args:
+        min_length: leading slots that are worth a group.
+    """
+
+    def __init__(self, min_length: int) -> None:
+        self._min_length = max(1, min_length)
+        self._known: dict[int, _Known] = {}
+        self._numbers = itertools.count()
+        self._last: tuple[tuple[int | None, ...], list[PrefixGroup]] | None = None
+
+    def __contains__(self, serial: int) -> bool:
+        return serial in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, serial: int, own_length: int, common: Mapping[int, int]) -> None:
+        """A request whose slots were compared with those of others.
+
+        Args:
+            serial: of the request; not known yet.
+            own_length: tokens of it whose slots are settled.
+            common: leading slots in common with others, by their serials; unknown ones are passed over.
+        """
+        self._last = None
+        mine = _Known(next(self._numbers), own_length)
+        for other, length in common.items():
+            theirs = self._known.get(other)
+            if theirs is not None:
+                theirs.common[serial] = mine.common[other] = min(length, own_length)
+        self._known[serial] = mine
+
+    def remove(self, serial: int) -> None:
+        """A request ended or was retracted; nothing happens where it is not known."""
+        self._last = None
+        known = self._known.pop(serial, None)
+        for other in known.common if known is not None else ():
+            if other in self._known:
+                del self._known[other].common[serial]
+
+    def number_of(self, serial: int) -> int | None:
+        """A number that no other request on no other slots has had; None where nothing is known of it yet."""
+        known = self._known.get(serial)
+        return None if known is None else known.number
+
+    def groups(self, serials: Sequence[int | None]) -> list[PrefixGroup]:
+        """The groups of a batch that save the most reads: n requests that share L tokens save (n - 1) L of them.
+
+        Args:
+            serials: per batch row; None for a row that shares nothing.
+        """
+        batch = tuple(serials)
+        if self._last is None or self._last[0] != batch:
+            rows = [row for row, serial in enumerate(batch) if serial is not None and serial in self._known]
+            _, found = self._best(rows, batch)
+            self._last = batch, sorted(found, key=lambda group: group.rows)
+        return list(self._last[1])
+
+    def on_same_slots(self, rows: Sequence[int], serials: Sequence[int | None], length: int) -> list[list[int]]:
+        """These rows, put together where they share at least so many slots; rows of which nothing is known, apart."""
+        left, found = list(rows), []
+        while left:
+            first, *rest = left
+            same = [row for row in rest if self._common(serials[first], serials[row]) >= length]
+            found.append([first, *same])
+            left = [row for row in rest if row not in same]
+        return found
+
+    def _common(self, one: int | None, other: int | None) -> int:
+        known = self._known.get(one) if one is not None else None
+        return 0 if known is None or other is None else known.common.get(other, 0)
+
+    def _best(self, rows: list[int], serials: Sequence[int | None]) -> tuple[int, list[PrefixGroup]]:
+        """All of these rows as one group, or the best of two parts: those nearest to the first one, and the rest."""
+        if len(rows) < 2:
+            return 0, []
+        first, *rest = rows
+        common = {row: self._common(serials[first], serials[row]) for row in rest}
+        length = min(common.values())
+        near = [first, *(row for row in rest if common[row] > length)]
+        far = [row for row in rest if common[row] == length]
+        parts = [self._best(part, serials) for part in (near, far)]
+        saved, found = sum(part[0] for part in parts), [group for part in parts for group in part[1]]
+        together = (len(rows) - 1) * length
+        if length < self._min_length or together <= saved:
+            return saved, found
+        numbers = tuple(self._known[serial].number for row in rows if (serial := serials[row]) is not None)
+        return together, [PrefixGroup(numbers, tuple(rows), length)]
+
+
+@dataclass(eq=False)
+class _Comparison:
+    serial: int
+    length: int
+    others: Sequence[int | None]
+    lengths: Tensor
+    done: Any
+    begun: int
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The result for one request.
+
+    Attributes:
+        serial: of the request.
+        length: its tokens when it was compared.
+        common: leading slots in common with each other one, by serial.
+    """
+
+    serial: int
+    length: int
+    common: dict[int, int]
+
+
+class SlotComparisons:
+    """Comparisons on their way. Results come a step or two later, in the order of their starts.
+
+    Args:
+        max_batch: requests of a batch, at most.
+        device: where SGLang's table lies.
+        implementation: of `common_slots`.
+        lockstep: take each result so many steps after its start, not when this device has it: with tensor parallelism
+            all ranks must know of it in the same step.
+    """
+
+    def __init__(self, max_batch: int, device: torch.device, implementation: str, *, lockstep: bool = False) -> None:
+        self._lockstep = lockstep
+        self._step = 0
+        self._implementation = implementation
+        self._out = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._pending: list[_Comparison] = []
+
+    def __contains__(self, serial: int) -> bool:
+        return any(one.serial == serial for one in self._pending)
+
+    def start(
+        self,
+        serial: int,
+        row: int,
+        serials: Sequence[int | None],
+        table: Tensor,
+        rows: Tensor,
+        seq_lens: Tensor,
+        length: int,
+    ) -> None:
+        """Compare one request of a batch with all others, on the current stream.
+
+        Args:
+            serial, row: the request, and its batch row.
+            serials: of the whole batch.
+            table, rows, seq_lens: as in `common_slots`.
+            length: the request's tokens, on the host.
+        """
+        out = self._out[: len(serials)]
+        common_slots(table, rows, seq_lens, row, out, implementation=self._implementation)
+        done = None
+        if out.device.type == "cuda":
+            lengths = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+            lengths.copy_(out, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        else:
+            lengths = out.clone()
+        self._pending.append(_Comparison(serial, length, tuple(serials), lengths, done, self._step))
+
+    def finished(self) -> list[Compared]:
+        """A step begins: take what has come back, without a wait."""
+        found = []
+        self._step += 1
+        while self._pending and self._is_back(self._pending[0]):
+            one = self._pending.pop(0)
+            pairs = zip(one.others, one.lengths.tolist(), strict=True)
+            common = {other: n for other, n in pairs if other is not None and other != one.serial}
+            found.append(Compared(one.serial, one.length, common))
+        return found
+
+    def _is_back(self, one: _Comparison) -> bool:
+        if not self._lockstep:
+            return one.done is None or bool(one.done.query())
+        if self._step - one.begun < _LOCKSTEP:
+            return False
+        if one.done is not None:
+            one.done.synchronize()
+        return True
+
+    def drop(self, serial: int) -> None:
+        """A request ended: its own comparison is of no use any more."""
+        self._pending = [one for one in self._pending if one.serial != serial]
+
+
+class SlotTracker:
+    """Compares each request once with the others of its batch, and keeps the groups that this makes.
+
+    In its first step a request may still stand on slots of its own that the prefix cache is about to replace, so it is
+    compared in the second one; what it shares is known a step or two later, when the device has answered.
+
+    Args:
+        max_batch: requests of a batch, at most.
+        min_length: leading slots that are worth a group.
+        device: where SGLang's table lies.
+        implementation: of `common_slots`.
+        lockstep: see `SlotComparisons`.
+    """
+
+    def __init__(
+        self, max_batch: int, min_length: int, device: torch.device, implementation: str, *, lockstep: bool = False
+    ) -> None:
+        self.max_batch = max_batch
+        self.prefixes = SharedPrefixes(min_length)
+        self._comparisons = SlotComparisons(max_batch, device, implementation, lockstep=lockstep)
+        self._steps: dict[int, int] = {}
+
+    def learn(self, batch: DecodeBatch) -> None:
+        """One step of a batch of at most `max_batch` requests. Never waits for the device."""
+        for result in self._comparisons.finished():
+            if result.serial in self._steps and result.serial not in self.prefixes:
+                self.prefixes.add(result.serial, result.length, result.common)
+        settled = [serial if serial is not None and serial in self._steps else None for serial in batch.serials]
+        for row, serial in enumerate(batch.serials):
+            if serial is None:
+                continue
+            steps = self._steps.get(serial, 0)
+            self._steps[serial] = steps + 1
+            if steps == 1:
+                self._comparisons.start(serial, row, settled, *batch.tables, batch.seq_lens[row])
+
+    def warm(self, batch: DecodeBatch) -> None:
+        """Compare the first row with all, to no purpose but that the kernel is compiled."""
+        self._comparisons.start(-1, 0, [None] * len(batch.serials), *batch.tables, batch.seq_lens[0])
+        self._comparisons.drop(-1)
+
+    def ended(self, serial: int) -> None:
+        """A request gave its slots back: finished, aborted or retracted."""
+        self._steps.pop(serial, None)
+        self._comparisons.drop(serial)
+        self.prefixes.remove(serial)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+
+class StepGroups:
+    """Groups of a batch by index and slots.
+
+    Args:
+        prefixes: what live requests share; the caller makes it learn.
+        number_of: of an index, a number that no other one has.
+    """
+
+    def __init__(self, prefixes: SharedPrefixes, number_of: Callable[[Index], int]) -> None:
+        self._prefixes, self._number_of = prefixes, number_of
+
+    def of(
+        self, serials: Sequence[int | None], indexes: Sequence[ResidentIndex | None]
+    ) -> list[tuple[PrefixGroup, ResidentIndex]]:
+        """Rows that have one index and, as was shown, one set of slots of its prefix; in the order of first rows.
+
+        Args:
+            serials: per batch row; None for a row that shares nothing.
+            indexes: per batch row, that it may use; None: it attends all of its prefix.
+        """
+        of_index: dict[int, list[int]] = {}
+        found: dict[int, ResidentIndex] = {}
+        for row, (serial, index) in enumerate(zip(serials, indexes, strict=True)):
+            if index is None or serial is None:
+                continue
+            number = self._number_of(index)
+            of_index.setdefault(number, []).append(row)
+            found[number] = index
+        groups = []
+        for number, rows in of_index.items():
+            length = found[number].prefix_len
+            for same in self._prefixes.on_same_slots(rows, serials, length):
+                key = (number, *((serials[row], self._settled(serials[row])) for row in same))
+                groups.append((PrefixGroup(key, tuple(same), length), found[number]))
+        return sorted(groups, key=lambda group: group[0].rows)
+
+    def stretches(
+        self, groups: Sequence[tuple[PrefixGroup, ResidentIndex]], private: Sequence[PrivateIndex | None]
+    ) -> list[tuple[PrefixGroup, PrivateIndex]]:
+        """Own tokens of rows whose prefix is in a group, in the order of rows.
+
+        Args:
+            groups: from `of`.
+            private: per batch row, the index of its own tokens; fewer rows or None: these are attended in full.
+        """
+        found = []
+        begins = {row: rows.length for rows, _ in groups for row in rows.rows}
+        for row, own in enumerate(private):
+            if own is not None and row in begins:
+                found.append((PrefixGroup((self._number_of(own),), (row,), own.prefix_len, begins[row]), own))
+        return found
+
+    def settled(self, serials: Sequence[int | None], groups: Sequence[tuple[PrefixGroup, ResidentIndex]]) -> bool:
+        """Whether the groups' slots stay as they are: something is known of all of their requests."""
+        return all(self._settled(serials[row]) is not None for rows, _ in groups for row in rows.rows)
+
+    def _settled(self, serial: int | None) -> int | None:
+        return None if serial is None else self._prefixes.number_of(serial)

@@ -1,0 +1,354 @@
+"""The one choice of each decode step: groups, costs, backend. And why steps are not attended here, if so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
+from prefix_kernels.types import PagedKV
+from sglang_ext.config import DecodePath, SparseAttnConfig
+from sglang_ext.decode.base import DecodeBackend
+from sglang_ext.decode.buffers import ListsTooLargeError
+from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
+from sglang_ext.decode.costs import MARGIN, StepCosts
+from sglang_ext.decode.grouping import SlotTracker
+from sglang_ext.decode.ops import graph_refusal, op_maker
+from sglang_ext.decode.sparse import SparseDecode, SparsePlan
+from sglang_ext.decode.types import DecodeBatch, StepPath
+from sglang_ext.indexing.base import IndexSpec
+from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix.private_index import PrivateRules
+from sglang_ext.prefix.requests import ALONE, Attachment, RequestTable
+from sglang_ext.prefix.residency import ResidentIndex
+from sglang_ext.ranks import OneRank, Ranks
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH = 128
+"""Requests of a batch, at most: the buffers grow with it. Larger batches decode on SGLang's own backend."""
+
+_ARENA_POOLS = 2
+"""Slots of all lists over those of the KV pool: every slot twice, as lists of requests that are not grouped overlap."""
+
+_MEMBERS = 32
+"""Requests of the group that decides how little may be shared: fewer must share more to be worth it."""
+
+_LEAST_SHARE = 16
+"""A step of groups without an index must save one of so many of its tokens: behind long private texts, SGLang's kernels
+may be the faster ones."""
+
+
+class DecodeView(Protocol):
+    """What is asked of the model runner's view."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    num_slots: int
+    max_requests: int
+    decode_graphs: bool
+    device: torch.device
+
+    @property
+    def req_to_token(self) -> Tensor: ...
+    def kv(self, layer: int) -> PagedKV: ...
+
+
+class PlannedStep(NamedTuple):
+    """A decode step that is attended here.
+
+    Attributes:
+        backend: whose tables are written.
+        path: which graph is replayed.
+    """
+
+    backend: DecodeBackend[Any]
+    path: StepPath
+
+
+class DecodePlanner:
+    """Decides for each decode step which backend attends it; None: SGLang's own.
+
+    Attributes:
+        cascade: attends groups exactly; None where it does not.
+        sparse: attends by indexes; None where it does not.
+        refusal: why no step is attended here; None where some may be.
+
+    Args:
+        config: whether, from how many tokens on, and on which path.
+        view: of the model runner.
+        requests: the live ones.
+        counters: receives the rows.
+        spec: of the configured method.
+        layer_plan: role of each layer.
+        ranks: of this process.
+    """
+
+    def __init__(
+        self,
+        config: SparseAttnConfig,
+        view: DecodeView,
+        requests: RequestTable,
+        counters: Counters,
+        spec: IndexSpec,
+        layer_plan: LayerPlan,
+        ranks: Ranks | None = None,
+    ) -> None:
+        ranks = ranks or OneRank()
+        self._forced = config.decode_path is DecodePath.SPARSE or not view.decode_graphs
+        self._min_saved = config.min_shared_tokens
+        self._private_rules = PrivateRules.of(config)
+        self._anchors = layer_plan.anchor_layers
+        self._view, self._requests, self._counters = view, requests, counters
+        self._kept_steps = 0
+        self.cascade: CascadeDecode | None = None
+        self.sparse: SparseDecode | None = None
+        self.refusal: str | None = None
+        on_gpu = view.device.type == "cuda"
+        implementation = "triton" if on_gpu else "reference"
+        self._tracker = SlotTracker(
+            min(view.max_requests, MAX_BATCH),
+            config.min_shared_tokens // _MEMBERS,
+            view.device,
+            implementation,
+            lockstep=ranks.size > 1,
+        )
+        shares = on_gpu if config.share_prefixes is None else config.share_prefixes
+        if config.decode_path is DecodePath.STOCK:
+            self.refusal = "decode_path is stock"
+        elif view.decode_graphs and not shares:
+            self.refusal = "share_prefixes is off"
+        elif on_gpu:
+            try:
+                check_dtypes(view.dtype, view.kv_dtype, view.device)
+            except ValueError as error:
+                self.refuse(str(error))
+        if self.refusal is not None:
+            logger.info("sparse attention: decode steps are left to SGLang: %s", self.refusal)
+            return
+        shape = AttentionShape(
+            view.num_qo_heads, view.num_kv_heads, view.head_dim, view.v_head_dim, view.dtype, view.kv_dtype
+        )
+        arena_size, graphs, costs = _ARENA_POOLS * view.num_slots, view.decode_graphs, dict[int, StepCosts]()
+        if shares:
+            self.cascade = CascadeDecode(shape, self._tracker, arena_size, view.device, costs, captured=graphs)
+        if config.decode_path is DecodePath.EXACT:
+            return
+        message = graph_refusal(spec.method) if graphs else None
+        if message is None:
+            try:
+                self.sparse = SparseDecode(
+                    shape,
+                    config,
+                    op_maker(shape, config, spec, len(layer_plan), view.device, captured=graphs),
+                    layer_plan,
+                    self._tracker,
+                    arena_size=arena_size,
+                    max_prefix_len=view.req_to_token.shape[1],
+                    device=view.device,
+                    costs=costs,
+                    captured=graphs,
+                    beside=self.cascade.attentions if self.cascade is not None else None,
+                    ranks=ranks,
+                )
+            except ListsTooLargeError as error:
+                message = str(error)
+        if message is not None:
+            logger.warning("sparse attention: indexes are not used: %s", message)
+
+    def refuse(self, why: str) -> None:
+        """Serve no step from now on; the log says why, once."""
+        if self.refusal is None:
+            self.refusal = why
+            logger.warning("sparse attention: decode steps are left to SGLang's own backend: %s", why)
+
+    @property
+    def uses_indexes(self) -> bool:
+        """Whether an index could serve a step. After a refusal none does, though the step that runs may end."""
+        return self.sparse is not None and self.refusal is None
+
+    def ended(self, serial: int) -> None:
+        """A request gave its slots back."""
+        self._tracker.ended(serial)
+
+    def step_elsewhere(self, gone: Sequence[int] = ()) -> None:
+        """A decode step is not attended here; serials of requests that share nothing from now on."""
+        for serial in gone:
+            self.ended(serial)
+        if self.sparse is not None:
+            self.sparse.skip()
+
+    # -- a step --------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, forward_batch: Any, usable: Callable[[Attachment | None], ResidentIndex | None]
+    ) -> PlannedStep | None:
+        """How this decode step is attended here; everything that its layers need is then in place. None: not here.
+
+        Args:
+            forward_batch: SGLang's, of a decode step.
+            usable: the ready index of a request, if it has one; else it counts why not.
+        """
+        rids = forward_batch.rids
+        if not rids:
+            self.step_elsewhere()
+            return None
+        attachments = [self._requests.get(rid) for rid in rids]
+        step = self._prepare(forward_batch, attachments, usable)
+        if step is None or step.backend is not self.sparse:
+            self._counters.count_step(0, len(rids), 0)
+        self._counters.count_shared(len(rids) if step is not None and step.backend is self.cascade else 0)
+        return step
+
+    def _prepare(
+        self,
+        forward_batch: Any,
+        attachments: Sequence[Attachment | None],
+        usable: Callable[[Attachment | None], ResidentIndex | None],
+    ) -> PlannedStep | None:
+        batch = self._batch(forward_batch, attachments)
+        ready = [] if batch is None else [usable(one) for one in attachments]
+        if batch is None or self.refusal is not None:
+            self.step_elsewhere()
+            return None
+        self._tracker.learn(batch)
+        exact = self.cascade.plan(batch) if self.cascade is not None else None
+        if self.sparse is not None and any(ready):
+            batch = self._with_indexes(batch, attachments, ready)
+            plan = self.sparse.plan(batch)
+            if plan is not None and self._pays(plan, exact):
+                path = self.sparse.begin(plan, batch)
+                if path is not None:
+                    self._count_sparse(plan, path, len(batch.serials))
+                    return PlannedStep(self.sparse, path)
+                reason = "unsupported_mode"
+            else:
+                reason = "unsupported_mode" if plan is None else "cost_model"
+            self.sparse.skip(plan if reason == "cost_model" else None)
+            self._count_fallback(reason, attachments, batch.indexes)
+        elif self.sparse is not None:
+            self.sparse.skip()
+        if exact is None or exact.saved < max(self._min_saved, sum(batch.seq_lens) // _LEAST_SHARE):
+            return None
+        assert self.cascade is not None
+        path = self.cascade.begin(exact, batch)
+        return None if path is None else PlannedStep(self.cascade, path)
+
+    def _pays(self, plan: SparsePlan, exact: CascadePlan | None) -> bool:
+        """Whether selecting is faster than attending all, those of groups once."""
+        if self._forced:
+            return True
+        assert self.sparse is not None
+        if self.cascade is None or exact is None:
+            return False
+        whole, selecting = self.cascade.cost_us(exact), self.sparse.cost_us(plan)
+        return whole is not None and selecting is not None and selecting < MARGIN * whole
+
+    def _batch(self, forward_batch: Any, attachments: Sequence[Attachment | None]) -> DecodeBatch | None:
+        """A decode step as it is described here; None: its rows are not one request each, or too many."""
+        rids, lens = forward_batch.rids, forward_batch.seq_lens_cpu
+        if len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):  # padded or beam batches
+            self._count_fallback("unsupported_mode", attachments, attachments)
+            return None
+        if len(rids) > self._tracker.max_batch or (lens is None and self._view.decode_graphs):
+            return None
+        serials = [None if one is None or one.reason in ALONE else one.serial for one in attachments]
+        rows, device_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        lens = (lens if lens is not None else device_lens).tolist()
+        return DecodeBatch(serials, lens, self._view.req_to_token, rows, device_lens)
+
+    def _with_indexes(
+        self, batch: DecodeBatch, attachments: Sequence[Attachment | None], ready: Sequence[ResidentIndex | None]
+    ) -> DecodeBatch:
+        """A batch with its rows' indexes, and those of their own tokens, with the arrays of all layers."""
+        assert self.sparse is not None
+        short = [one is not None and n <= one.prefix_len for one, n in zip(ready, batch.seq_lens, strict=True)]
+        if any(short):  # rows shorter than their own prompts: nothing we know of does this
+            self._count_fallback("index_mismatch", attachments, [True if one else None for one in short])
+            ready = [None if one else index for one, index in zip(short, ready, strict=True)]
+        batch = replace(batch, indexes=ready)
+        if self._private_rules is None or not self._anchors:
+            return batch
+        before = [None if one is None else one.private for one in attachments]
+        private = self._private_rules.renew(before, ready, batch.seq_lens, self.sparse.free_groups(batch))
+        for row, (attachment, own) in enumerate(zip(attachments, private, strict=True)):
+            if attachment is not None:
+                attachment.private = own
+            if own is not None and not own.is_complete:
+                begin = own.prefix.prefix_len
+                slots = batch.req_to_token[batch.req_pool_indices[row : row + 1]][0, begin : begin + own.prefix_len]
+                own.complete(self._anchors, self._view.kv, slots.to(torch.int64), self._view.dtype)
+        return replace(batch, private=private)
+
+    def _count_fallback(
+        self, reason: str, attachments: Sequence[Attachment | None], concerned: Sequence[object]
+    ) -> None:
+        """Once for each request that it concerns."""
+        for one, concerns in zip(attachments, concerned, strict=True):
+            if one is not None and concerns is not None and reason not in one.reported:
+                one.reported.add(reason)
+                self._counters.count_fallback(reason)
+
+    def _count_sparse(self, plan: SparsePlan, path: StepPath, rows: int) -> None:
+        assert self.sparse is not None
+        self._kept_steps += path is StepPath.KEPT
+        sparse = sum(one.rows for one in plan.reads)
+        self._counters.count_step(sparse, rows - sparse, max(one.rows for one in plan.reads))
+        prefix = sum(one.rows * one.prefix_len for one in plan.reads)
+        self._counters.count_attended(self.sparse.attended(plan), prefix)
+        self._counters.count_attended_private(*self.sparse.attended_private(plan))
+
+    # -- graphs --------------------------------------------------------------------------------------------
+
+    def paths_of(self, size: int) -> tuple[StepPath, ...]:
+        """Paths whose graphs of batches of that size are worth capturing, in the order of their captures."""
+        if self.refusal is not None or size > self._tracker.max_batch:
+            return ()
+        return tuple(path for backend in self._backends for path in backend.paths)
+
+    @property
+    def _backends(self) -> list[CascadeDecode | SparseDecode]:
+        return [one for one in (self.cascade, self.sparse) if one is not None]
+
+    def tune(self, sizes: Iterable[int]) -> None:
+        """Before the first capture: measure, once, what kernels of these sizes need and is not known of this GPU."""
+        ours = [size for size in sizes if self.paths_of(size)]
+        if self.cascade is not None and ours:
+            self.cascade.attentions.tune(ours)
+
+    @contextmanager
+    def capturing(self, size: int, path: StepPath) -> Iterator[PlannedStep]:
+        """Within the block SGLang captures a decode graph of that size; see `paths_of`. Costs are measured before."""
+        backend = next(one for one in self._backends if path in one.paths)  # also after a refusal in another capture
+        with backend.capturing(size, path):
+            if self.sparse is not None and backend is self.sparse:
+                costs = self.sparse.measure(size, self._view.kv(0))
+                if costs is not None:
+                    logger.info("sparse attention: costs of %d requests, us a layer: %s", size, costs)
+            elif self.cascade is not None:
+                one = torch.ones(1, dtype=torch.int64, device=self._view.device)
+                self.cascade.warm(DecodeBatch([None], [1], self._view.req_to_token, one - 1, one))
+            yield PlannedStep(backend, path)
+
+    def snapshot(self) -> dict[str, Any]:
+        """State as plain values."""
+        return {
+            "requests": len(self._tracker),
+            "compared": len(self._tracker.prefixes),
+            "kept_steps": self._kept_steps,
+            "plans": sum(one.plans for one in self._backends),
+            "buffer_bytes": sum(one.nbytes for one in self._backends),
+            "sparse": self.uses_indexes,
+            "refusal": self.refusal,
+        }

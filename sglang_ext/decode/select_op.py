@@ -1,0 +1,181 @@
+"""A method's part of a decode step: from queries to lists of slots. The reference, which every method has."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from prefix_kernels.pooling import Pooling
+from prefix_kernels.top_k_selection.lists import SelectedLists
+from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.types import Selection
+from sglang_ext.decode.types import Index
+from sglang_ext.indexing.base import Selector
+
+
+@dataclass(frozen=True)
+class ListSizes:
+    """What a `SelectOp` must hold.
+
+    Attributes:
+        max_groups, max_budget: of the lists that it writes.
+        max_batch: requests of a batch, at most.
+        max_prefix_len: tokens of a prefix, at most.
+        room: tokens of all prefixes of a batch, at most.
+        groups_of_a_row: that a request may stand in, each with other tokens.
+    """
+
+    max_groups: int
+    max_budget: int
+    max_batch: int
+    max_prefix_len: int
+    room: int
+    groups_of_a_row: int
+
+
+class SelectOp(ABC):
+    """Selects for all groups of a step at one layer. `plan` is called once a step, `run` once for each anchor layer.
+
+    What a captured `run` reads lies in buffers of fixed place, which `plan` writes.
+    """
+
+    @abstractmethod
+    def number_of(self, index: Index) -> int:
+        """A number that no other index has.
+
+        Raises:
+            ValueError: arrays that the operation cannot read; what residency has loaded it can.
+        """
+
+    @abstractmethod
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Whether groups of so many tokens can be selected from in one step."""
+
+    @abstractmethod
+    def tile(self, size: int) -> Hashable:
+        """What serves batches of that size, with tables of its own; equal where the same serves both."""
+
+    @abstractmethod
+    def plan(
+        self,
+        size: int,
+        rows: Sequence[tuple[int, ...]],
+        groups: Sequence[SelectionGroup],
+        indexes: Sequence[Index],
+    ) -> None:
+        """Write the tables of the next runs, without a wait.
+
+        Args:
+            size: of the batch, as captured.
+            rows: batch rows of each group; no groups: nothing is selected.
+            groups: lengths, windows, budgets, and where each group's table of slots begins in the arena.
+            indexes: of the groups, that `number_of` was asked for.
+        """
+
+    @abstractmethod
+    def run(
+        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor, layer: int | None, lists: SelectedLists
+    ) -> None:
+        """Select as planned.
+
+        Args:
+            size: of the batch, as captured.
+            q: [size or more, num_qo_heads, head_dim].
+            sm_scale: attention scale.
+            slot_table: arena in which the groups' tables of slots lie.
+            layer: whose arrays; None: those of `plan_probe`.
+            lists: where the selection goes.
+        """
+
+    @abstractmethod
+    def plan_probe(self, size: int, group: SelectionGroup) -> None:
+        """Write the tables of one group of all rows on made-up arrays, so that `run` without a layer can be timed."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Device memory of the buffers of fixed place."""
+
+
+class ReferenceOp(SelectOp):
+    """Any method's selector, in torch, group by group. It waits and allocates as it likes: not for decode graphs.
+
+    Args:
+        selector: of the method.
+        pooling: over the rows and query heads of a group.
+    """
+
+    nbytes = 0
+
+    def __init__(self, selector: Selector, pooling: Pooling) -> None:
+        self._selector, self._pooling = selector, pooling
+        self._numbers = itertools.count()
+        self._known: WeakKeyDictionary[Index, int] = WeakKeyDictionary()
+        self._planned: list[tuple[tuple[int, ...], SelectionGroup, Index]] = []
+
+    def number_of(self, index: Index) -> int:
+        """See the base."""
+        return self._known.setdefault(index, next(self._numbers))
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """See the base: whatever there are lists for."""
+        return True
+
+    def tile(self, size: int) -> Hashable:
+        """See the base."""
+        return None
+
+    def plan(
+        self,
+        size: int,
+        rows: Sequence[tuple[int, ...]],
+        groups: Sequence[SelectionGroup],
+        indexes: Sequence[Index],
+    ) -> None:
+        """See the base."""
+        self._planned = list(zip(rows, groups, indexes, strict=True))
+
+    def run(
+        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor, layer: int | None, lists: SelectedLists
+    ) -> None:
+        """See the base."""
+        assert layer is not None
+        assert lists.slots is not None
+        for number, (rows, group, index) in enumerate(self._planned):
+            found = self.select(q[list(rows)], group, index, layer, sm_scale, lists.counts.shape[1])
+            count = found.positions.shape[1]
+            table = slot_table[group.slot_start : group.slot_start + group.prefix_len]
+            lists.counts[number] = found.counts
+            lists.positions[number] = -1
+            lists.positions[number, :, :count] = found.positions
+            lists.slots[number, :, :count] = table[found.positions.clamp(min=0).long()].to(lists.slots.dtype)
+
+    def select(
+        self, q: Tensor, group: SelectionGroup, index: Index, layer: int, sm_scale: float, num_kv_heads: int
+    ) -> Selection:
+        """The positions of one group at one layer; all where the budget covers them."""
+        if group.budget >= group.prefix_len:
+            return Selection.all(group.prefix_len, num_kv_heads, q.device)
+        return self._selector.select(
+            index.layers[layer],
+            q,
+            prefix_len=group.prefix_len,
+            budget=group.budget,
+            num_sink=group.num_sink,
+            num_recent=group.num_recent,
+            sm_scale=sm_scale,
+            pooling=self._pooling,
+        )
+
+    def plan_probe(self, size: int, group: SelectionGroup) -> None:
+        """See the base.
+
+        Raises:
+            TypeError: costs are measured for decode graphs only.
+        """
+        raise TypeError("expected an operation of decode graphs to time, got the reference")

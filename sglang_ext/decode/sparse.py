@@ -1,0 +1,361 @@
+"""Decode with indexes: anchor layers select, reuse layers take a selection over, all attend by lists of slots.
+
+The host writes tables when a group or its members change. What runs in a layer finds in them whose queries, which
+index, which slots. Positions become slots by the group's own table.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.grouped_attention import AttentionShape, Segment
+from prefix_kernels.launching import block_of
+from prefix_kernels.types import PagedKV
+from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.decode.attention import Attends, Attentions
+from sglang_ext.decode.base import DecodeBackend
+from sglang_ext.decode.budget import group_budget, selection_group
+from sglang_ext.decode.buffers import KEPT_BYTES, AnchorLists, StepBuffers, StepLayout, groups_that_fit, num_sets
+from sglang_ext.decode.costs import Line, StepCosts, measure_us
+from sglang_ext.decode.grouping import SlotTracker, StepGroups
+from sglang_ext.decode.search_turns import SearchTurns
+from sglang_ext.decode.select_op import ListSizes, SelectOp
+from sglang_ext.decode.trace import SelectionCopies
+from sglang_ext.decode.types import DecodeBatch, GroupRead, Index, PrefixGroup, StepPath
+from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+from sglang_ext.prefix.residency import ResidentIndex
+from sglang_ext.ranks import OneRank, Ranks
+
+logger = logging.getLogger(__name__)
+
+MAX_GROUPS = 16
+"""Prefixes of a batch with an index, at most: the lists of all of them have room for the largest budget."""
+_FAR, _NEAR = 65536, 4
+"""Tokens that costs are measured with, and by how much the shorter list is shorter."""
+
+
+class _Selects(NamedTuple):
+    """What the tables of selections are made of; lists of private tokens may grow beside it."""
+
+    tile: Hashable
+    prefixes: tuple[PrefixGroup, ...]
+    budgets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    whole: Attends
+    selected: Attends
+    size: int
+
+
+class _Tables(NamedTuple):
+    """All that the tables of a step are made of."""
+
+    kernels: _Kernels
+    layout: StepLayout
+    selects: _Selects
+
+
+@dataclass(frozen=True)
+class SparsePlan:
+    """A batch's groups with an index.
+
+    Attributes:
+        reads: of each prefix.
+        private_reads: of requests' own stretches.
+        selects: what is selected.
+        indexes: of the prefixes, then of the own stretches.
+        settled: `selects`, where the groups' slots stay as they are.
+        own: tokens that are in no group.
+    """
+
+    reads: tuple[GroupRead, ...]
+    private_reads: tuple[GroupRead, ...]
+    selects: _Selects
+    indexes: tuple[Index, ...]
+    settled: _Selects | None
+    kernels: _Kernels
+    own: int
+
+
+class SparseDecode(DecodeBackend[SparsePlan]):
+    """Decode steps whose prefixes have indexes.
+
+    Args:
+        shape: of a layer.
+        config: budgets, pooling, sink and recent window.
+        make_op: the method's operation for such lists.
+        layer_plan: role of each layer.
+        tracker: what is known of the requests' slots; the caller makes it learn.
+        arena_size: slots of all lists of a batch, at most, the selected ones apart.
+        max_prefix_len: tokens of a prefix, at most.
+        device: of the KV pool.
+        costs: by `block_of` a captured size, what `measure` found. Not owned, written here.
+        captured: whether decode steps replay graphs.
+        beside: of exact steps, whose scratch serves here, too.
+        ranks: of this process: the slowest one's costs count.
+
+    Raises:
+        ListsTooLargeError: no room to keep what a search finds.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        config: SparseAttnConfig,
+        make_op: Callable[[ListSizes], SelectOp],
+        layer_plan: LayerPlan,
+        tracker: SlotTracker,
+        *,
+        arena_size: int,
+        max_prefix_len: int,
+        device: torch.device,
+        costs: dict[int, StepCosts] | None = None,
+        captured: bool = False,
+        beside: Attentions | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks = ranks or OneRank()
+        self._config, self._layer_plan, self._tracker, self._device = config, layer_plan, tracker, device
+        self._shape = shape
+        on_gpu, heads, batch = device.type == "cuda", shape.num_kv_heads, tracker.max_batch
+        self._num_passes = 2 if config.private_dense_tokens is None else 3
+        sets, width = num_sets(layer_plan, config.search_period), group_budget(config, max_prefix_len, batch)
+        wanted = min(MAX_GROUPS, batch * (self._num_passes - 1))
+        self._max_groups = max_groups = groups_that_fit(wanted, sets, heads, width)
+        if max_groups < wanted:
+            logger.warning(
+                "sparse attention: with lists of %d layers a step selects for %d groups of requests at most, not %d: "
+                "they take %d MiB in all; batches of more groups are attended exactly",
+                *(sets, max_groups, wanted, KEPT_BYTES >> 20),
+            )
+        self._buffers = StepBuffers(
+            batch,
+            heads,
+            arena_size,
+            device,
+            "triton" if on_gpu else "reference",
+            reserved=sets * max_groups * heads * width,
+            reserved_counts=max_groups,
+            num_sets=sets,
+        )
+        self._lists = AnchorLists(layer_plan, self._buffers, (max_groups, heads, width), device)
+        self._room = min(arena_size, max_groups * (max_prefix_len + PAGE_TOKENS))
+        self._max_prefix_len = max_prefix_len
+        self.op = make_op(ListSizes(max_groups, width, batch, max_prefix_len, self._room, self._num_passes - 1))
+        self._groups = StepGroups(tracker.prefixes, self.op.number_of)
+        self._lse = torch.zeros(batch, shape.num_qo_heads, dtype=torch.float32, device=device)
+        passes = self._num_passes
+        self._whole = Attentions(shape, batch, device, captured=captured, num_passes=passes, beside=beside)
+        self._selected = Attentions(
+            shape, batch, device, captured=captured, num_passes=passes, beside=beside or self._whole
+        )
+        traced = config.trace_folder is not None
+        self.copies = SelectionCopies(layer_plan, self._lists.of, queries=not captured) if traced else None
+        self._costs = {} if costs is None else costs
+        self._active: _Kernels | None = None
+        self._planned: _Tables | None = None
+        self._turns = SearchTurns(config.search_period if layer_plan.anchor_layers else 1)
+        self.plans = 0
+
+    @property
+    def paths(self) -> tuple[StepPath, ...]:
+        """See the base: the second one where steps may attend what an earlier one selected."""
+        return (StepPath.SPARSE, StepPath.KEPT) if self._turns.period > 1 else (StepPath.SPARSE,)
+
+    def _kernels(self, size: int) -> _Kernels:
+        size = self._whole.padded(size)
+        return _Kernels(self._whole.of(size), self._selected.of(size), size)
+
+    # -- a step --------------------------------------------------------------------------------------------
+
+    def plan(self, batch: DecodeBatch) -> SparsePlan | None:
+        """A batch's groups, by index and slots; None without one, or where there are too many for the buffers."""
+        groups = self._groups.of(batch.serials, batch.indexes) if batch.indexes else []
+        stretches = self._groups.stretches(groups, batch.private)
+        all_groups: list[tuple[PrefixGroup, Index]] = [*groups, *stretches]
+        prefixes = tuple(rows for rows, _ in all_groups)
+        lengths = [prefix.length for prefix in prefixes]
+        size = len(batch.serials)
+        if not groups or len(lengths) > self._max_groups or max(lengths) > self._max_prefix_len:
+            return None
+        if not self._whole.fits(size) or not self.op.fits(lengths):
+            return None
+        budgets = tuple(group_budget(self._config, prefix.length, len(prefix.rows)) for prefix in prefixes)
+        reads = [GroupRead(len(one.rows), one.length, n) for one, n in zip(prefixes, budgets, strict=True)]
+        kernels = self._kernels(size)
+        selects = _Selects(self.op.tile(kernels.size), prefixes, budgets)
+        return SparsePlan(
+            tuple(reads[: len(groups)]),
+            tuple(reads[len(groups) :]),
+            selects,
+            tuple(index for _, index in all_groups),
+            selects if self._groups.settled(batch.serials, groups) else None,
+            kernels,
+            sum(batch.seq_lens) - sum(one.length * len(one.rows) for one in prefixes),
+        )
+
+    def cost_us(self, plan: SparsePlan) -> float | None:
+        """See the base; of a search as many steps have a part as are likely to use it."""
+        costs = self._costs.get(block_of(plan.kernels.size))
+        if costs is None:
+            return None
+        lengths = [prefix.length for prefix in plan.selects.prefixes]
+        return costs.sparse_us(lengths, plan.selects.budgets, plan.own, self._turns.steps_of(plan.settled))
+
+    def begin(self, plan: SparsePlan, batch: DecodeBatch) -> StepPath | None:
+        """See the base."""
+        before = self._planned.layout if self._planned else None
+        layout = self._buffers.lay_out(batch.seq_lens, plan.selects.prefixes, before)
+        if layout is None:
+            return None
+        tables = _Tables(plan.kernels, layout, plan.selects)
+        if self._planned != tables:
+            self._write(tables, plan.indexes, len(plan.reads))
+            self._buffers.copy_prefixes(layout, batch)
+        elif plan.settled is None:
+            self._buffers.copy_prefixes(layout, batch)  # slots of a request that nothing is known of may yet change
+        self._buffers.refresh(batch)
+        self._active = plan.kernels
+        self._turns.take(plan.settled)
+        if self.copies is not None:
+            groups = zip(layout.prefixes, plan.indexes, strict=True)
+            self.copies.groups = [
+                (rows.rows, rows.length, index.entry.digest)
+                for rows, index in groups
+                if isinstance(index, ResidentIndex)
+            ]
+        return StepPath.SPARSE if self._turns.searches else StepPath.KEPT
+
+    def free_groups(self, batch: DecodeBatch) -> int:
+        """Stretches of own tokens that a step of these rows has room for beside its prefixes."""
+        return max(0, self._max_groups - len(self._groups.of(batch.serials, batch.indexes)))
+
+    def skip(self, plan: SparsePlan | None = None) -> None:
+        """A decode step is attended otherwise: what was selected before it is too old behind it.
+
+        Args:
+            plan: of this step, where there is one.
+        """
+        self._turns.skip(None if plan is None else plan.settled)
+
+    def _write(self, tables: _Tables, indexes: Sequence[Index], num_prefixes: int) -> None:
+        kernels, layout, selects = tables
+        before, self._planned = self._planned, None  # until all of it is written
+        groups = list(zip(layout.prefixes, layout.begins, selects.budgets, strict=True))
+        if before is None or selects != before.selects:
+            config = self._config
+            chosen = [selection_group(config, prefix.length, budget, begin) for prefix, begin, budget in groups]
+            self.op.plan(kernels.size, [prefix.rows for prefix in layout.prefixes], chosen, indexes)
+        whole = [Segment(prefix.rows, prefix.length, list_begin=begin) for prefix, begin, _ in groups]
+        selected = [self._lists.segment(n, prefix.rows, budget) for n, (prefix, _, budget) in enumerate(groups)]
+        for attention, listed in ((kernels.whole, whole), (kernels.selected, selected)):
+            # A row's prefix and its own stretch are segments of two passes.
+            own = [listed[num_prefixes:]] if self._num_passes == 3 else []
+            attention.plan(listed[:num_prefixes], *own, layout.private)
+        self._buffers.place(layout)
+        self._planned = tables
+        self.plans += 1
+
+    def run(self, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
+        """See the base; by the layer's role."""
+        assert self._active is not None
+        kernels, arena, counts = self._active, self._buffers.arena, self._lists.counts(layer)
+        out = q.new_empty(q.shape[0], q.shape[1], kv.v_cache.shape[2])
+        lse = self._lse[: q.shape[0]]
+        mode = self._layer_plan.layers[layer].mode
+        if mode is LayerMode.DENSE:
+            kernels.whole.run(q, kv, arena, sm_scale, out, lse, counts=counts)
+            return out
+        if mode is LayerMode.ANCHOR and self._turns.searches:
+            self.op.run(kernels.size, q, sm_scale, arena, layer, self._lists.of(layer))
+            if self.copies is not None:
+                self.copies.copy(layer, q)
+        kernels.selected.run(q, kv, arena, sm_scale, out, lse, counts=counts, head_map=self._lists.head_maps[layer])
+        return out
+
+    def attended(self, plan: SparsePlan) -> list[int]:
+        """Tokens of prefixes that each layer of a step attends, a token once for each request."""
+        whole = sum(one.rows * one.prefix_len for one in plan.reads)
+        selected = sum(one.rows * one.budget for one in plan.reads)
+        return [whole if role.mode is LayerMode.DENSE else selected for role in self._layer_plan.layers]
+
+    def attended_private(self, plan: SparsePlan) -> tuple[int, int]:
+        """Of requests' own stretches: tokens that all layers of a step attend, and that they have."""
+        have = sum(one.prefix_len for one in plan.private_reads)
+        budgets = sum(one.budget for one in plan.private_reads)
+        roles = [role.mode for role in self._layer_plan.layers]
+        return sum(have if mode is LayerMode.DENSE else budgets for mode in roles), have * len(roles)
+
+    # -- graphs and costs ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def capturing(self, size: int, path: StepPath) -> Iterator[None]:
+        """See the base."""
+        self._whole.will_capture(size)
+        self._selected.will_capture(size)
+        self._active = kernels = self._kernels(size)
+        self._turns.begin(searches=path is StepPath.SPARSE)
+        self._clear(kernels)
+        try:
+            yield
+        finally:
+            self._active = None
+
+    def _clear(self, kernels: _Kernels) -> None:
+        self.op.plan(kernels.size, (), (), ())
+        kernels.whole.plan()
+        kernels.selected.plan()
+        self._planned = None
+
+    def measure(self, size: int, kv: PagedKV) -> StepCosts | None:
+        """Time a layer's parts for batches of that size on this GPU, once; costs are told by it. Waits; not in a
+        capture.
+
+        Args:
+            size: requests of a batch, all in one group.
+            kv: a layer's pool buffers; read only.
+
+        Returns:
+            What was measured; None where it was before, of this size or of one that is less than twice as large.
+        """
+        kernels, shape = self._kernels(size), self._shape
+        if block_of(kernels.size) in self._costs:
+            return None
+        far = min(_FAR, kv.k_cache.shape[0], self._room - PAGE_TOKENS, self._max_prefix_len)
+        q = torch.zeros(size, shape.num_qo_heads, kv.head_dim, dtype=shape.dtype, device=self._device)
+        out, lse = q.new_empty(size, shape.num_qo_heads, kv.v_cache.shape[2]), self._lse[:size]
+        slots = torch.arange(far, dtype=torch.int32, device=self._device)
+
+        def attend() -> None:
+            kernels.whole.run(q, kv, slots, 1.0, out, lse)
+
+        def select() -> None:
+            self.op.run(kernels.size, q, 1.0, slots, None, self._lists.first)
+
+        points = []  # all ranks measure, at the same capture: a collective is in order
+        for tokens in (far // _NEAR, far):
+            kernels.whole.plan([Segment(tuple(range(size)), tokens)])
+            budget = group_budget(self._config, tokens, size)
+            self.op.plan_probe(kernels.size, selection_group(self._config, tokens, budget))
+            times = self._ranks.most([measure_us(run, self._device) for run in (attend, select)])
+            points.append([(tokens, us) for us in times])
+        self._clear(kernels)
+        modes = [role.mode for role in self._layer_plan.layers]
+        dense, anchors, reuse = (modes.count(mode) for mode in (LayerMode.DENSE, LayerMode.ANCHOR, LayerMode.REUSE))
+        lines = [Line.through(near, far) for near, far in zip(*points, strict=True)]
+        costs = self._costs[block_of(kernels.size)] = StepCosts(lines[0], lines[1], dense, anchors, reuse)
+        return costs
+
+    @property
+    def nbytes(self) -> int:
+        """See the base; scratch of the kernels apart."""
+        return self._buffers.nbytes + self.op.nbytes + self._lse.nbytes

@@ -1,0 +1,91 @@
+"""What passes between the planner, its backends and the layers of one decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from sglang_ext.prefix.private_index import PrivateIndex
+from sglang_ext.prefix.residency import ResidentIndex
+
+Index: TypeAlias = ResidentIndex | PrivateIndex
+"""What a group selects with: the index of a prefix, or of one request's own tokens behind it."""
+
+
+class StepPath(str, Enum):
+    """How a step is attended here; the names of the decode graphs."""
+
+    CASCADE = "cascade"
+    """Exactly; the slots that a group has in common are read once."""
+    SPARSE = "sparse"
+    KEPT = "kept"
+    """Sparsely, by what an earlier step selected (`search_period`)."""
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One decode step, as SGLang describes it, and which indexes its rows may use.
+
+    Attributes:
+        serials: per batch row, of its request; None for one that shares nothing.
+        seq_lens: tokens of each request, the one being decoded included, on the host.
+        req_to_token: [num_rows, max_context_len] int32, SGLang's table of slots.
+        req_pool_indices: [batch_size], row of the table of each request, on the device.
+        device_seq_lens: [batch_size], `seq_lens` on the device.
+        indexes: per row, the ready index to use, shorter than its sequence; None: the row attends all of it. Empty
+            where no row has one.
+        private: per row, the index of its own tokens behind that, with the arrays of all layers; None: these are
+            attended in full. Empty where no row has one.
+    """
+
+    serials: Sequence[int | None]
+    seq_lens: Sequence[int]
+    req_to_token: Tensor
+    req_pool_indices: Tensor
+    device_seq_lens: Tensor
+    indexes: Sequence[ResidentIndex | None] = ()
+    private: Sequence[PrivateIndex | None] = ()
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What operations on lists of slots read."""
+        return self.req_to_token, self.req_pool_indices, self.device_seq_lens
+
+
+class PrefixGroup(NamedTuple):
+    """A prefix and the requests of a batch that sit on its slots; or a stretch of one request's own tokens behind it.
+
+    Attributes:
+        key: what makes two of them the same in two steps.
+        rows: batch rows, ascending.
+        length: tokens.
+        begin: position of the first one.
+    """
+
+    key: Hashable
+    rows: tuple[int, ...]
+    length: int
+    begin: int = 0
+
+    @property
+    def saved(self) -> int:
+        """Tokens that need not be read a second time where all rows attend them together."""
+        return (len(self.rows) - 1) * self.length
+
+
+class GroupRead(NamedTuple):
+    """What a step reads of one prefix.
+
+    Attributes:
+        rows: requests.
+        prefix_len: tokens.
+        budget: tokens that layers which select attend.
+    """
+
+    rows: int
+    prefix_len: int
+    budget: int

@@ -1,0 +1,161 @@
+"""Sparse decode with the reference operation, against the definition of a step; what its buffers hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.config import config_from_dict
+from sglang_ext.decode.budget import group_budget
+from sglang_ext.decode.buffers import KEPT_BYTES, ListsTooLargeError, groups_that_fit, num_sets
+from sglang_ext.decode.ops import graph_refusal
+from sglang_ext.decode.types import GroupRead, StepPath
+from sglang_ext.indexing import parse_spec
+from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.prefix.residency import ResidentIndex
+from tests.sparse_server import KV_HEADS, LAYERS, ROLES, Server, searches, until_search
+
+CPU = torch.device("cpu")
+#: Layer 3 follows the first anchor, not the one before it.
+CROSSED: list[Any] = ["anchor", {"reuse": 0, "head_map": [1, 0]}, "anchor", {"reuse": 0, "head_map": [1, 1]}]
+METHODS = ("token_index", "ab_sparse", "csattention", "two_level", "union", "exact")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_selects_for_groups_and_single_requests(method: str) -> None:
+    server = Server(CPU, kernels=False, spec=parse_spec({"method": method}))
+    first, second = server.prefix(300), server.prefix(210)
+    for serial in (1, 2, 3):
+        server.join(serial, *first, 5 + serial)
+    server.join(4, *second, 9)
+    server.join(5, server.slots(77), None, 3)
+    alone = [GroupRead(1, 300, 60)] * 3 + [GroupRead(1, 210, 42)]
+    assert server.step([1, 2, 3, 4, 5], padded=1) == alone, "nothing is known of their slots yet"
+    server.step([1, 2, 3, 4, 5])
+    grouped = [GroupRead(3, 300, 104), GroupRead(1, 210, 42)]
+    assert server.step([1, 2, 3, 4, 5]) == grouped
+    plans = server.sparse.plans
+    assert server.step([1, 2, 3, 4, 5]) == grouped
+    assert server.sparse.plans == plans
+    server.leave(1)  # its row is taken at once
+    server.join(6, *second, 4)
+    assert server.step([4, 2, 6, 3], padded=2) == [GroupRead(1, 210, 42), GroupRead(2, 300, 85), GroupRead(1, 210, 42)]
+
+
+@pytest.mark.parametrize("top_k", [1, 10, 20, 500])
+def test_budgets_below_the_windows_and_above_the_prefix(top_k: int) -> None:
+    """Sink and recent window count towards it; a budget that covers the prefix selects nothing."""
+    server = Server(CPU, kernels=False, top_k=top_k, num_sink_tokens=16, num_recent_pages=4)
+    server.join(1, *server.prefix(128), 5)
+    assert server.step([1]) == [GroupRead(1, 128, min(top_k, 128))]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "expected"),
+    [
+        ({"top_k": 8}, 2, 8),
+        ({"top_k": 8, "group_growth": "sqrt"}, 2, 12),
+        ({"top_k": 60, "group_growth": "sqrt"}, 2, 64),
+        ({"keep_ratio": 0.25, "group_growth": "sqrt", "max_keep_ratio": 0.3, "min_top_k": 0}, 2, 19),
+        ({"keep_ratio": 0.25, "min_top_k": 24}, 2, 24),
+        ({"keep_ratio": 1.0}, 2, 64),
+        ({"top_k": 500}, 2, 64),
+    ],
+)
+def test_the_budget_of_a_group(fields: dict[str, Any], rows: int, expected: int) -> None:
+    plain = {"group_growth": "none", "max_keep_ratio": 1.0}
+    assert group_budget(config_from_dict({**plain, **fields}), 64, rows) == expected
+
+
+def test_a_selection_serves_its_steps_until_a_group_changes() -> None:
+    server = Server(CPU, kernels=False, search_period=3)
+    first = server.prefix(300)
+    for serial in (1, 2):
+        server.join(serial, *first, 5 + serial)
+    found = searches(server, [1, 2], 10)
+    settled = found.index(False) - 1
+    assert found[settled:] == ([True, False, False] * 4)[: 10 - settled]
+    until_search(server, [1, 2])
+    assert searches(server, [1], 2) == [True, False], "one has left"
+    server.sparse.skip()
+    assert searches(server, [1], 2) == [True, False], "a step was attended otherwise"
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_reuse_layer_may_follow_an_anchor_before_the_last_one(period: int) -> None:
+    server = Server(CPU, kernels=False, search_period=period, layer_plan=CROSSED)
+    server.join(1, *server.prefix(300), 5)
+    assert server.sparse.paths == ((StepPath.SPARSE, StepPath.KEPT) if period > 1 else (StepPath.SPARSE,))
+    searches(server, [1], 6)
+
+
+def test_lists_are_kept_where_somebody_reads_them_later() -> None:
+    def sets(layers: list[Any], period: int) -> int:
+        return num_sets(LayerPlan.from_dict({"layers": layers}, num_layers=LAYERS, num_kv_heads=KV_HEADS), period)
+
+    assert [sets(ROLES, 1), sets(ROLES, 2), sets(CROSSED, 1), sets(["dense"] * 4, 2)] == [1, 2, 2, 1]
+
+
+def test_long_own_tokens_are_selected_from() -> None:
+    server = Server(CPU, 5, kernels=False, private_dense_tokens=64)
+    first, second = server.prefix(210), server.prefix(130)
+    server.join(1, *first, 300)
+    server.join(2, *first, 20)
+    server.join(3, *second, 78)
+    server.join(4, server.slots(90), None, 200)
+    server.step([1, 2, 3, 4], padded=1)
+    assert server.private_reads == [GroupRead(1, 256, 51)]
+    plan = server.sparse.plan(server.batch([1, 2, 3, 4], [server.lens[serial] for serial in (1, 2, 3, 4)]))
+    assert plan is not None
+    assert server.sparse.attended_private(plan) == (256 + 3 * 51, 4 * 256), "the first layer is dense"
+    server.step([1, 2, 3, 4])  # of request 3 48 are covered now, more than its budget
+    assert [one.prefix_len for one in server.private_reads] == [256, 48]
+    for _ in range(3):
+        kept = server.step([1, 2, 3, 4])
+    assert kept[0] == GroupRead(2, 210, 60), "two of them are a group now"
+
+
+def test_what_does_not_fit_is_left_to_others() -> None:
+    server = Server(CPU, max_batch=2, kernels=False)
+    slots, index = server.prefix(128)
+    for serial in (1, 2, 3):
+        server.join(serial, slots, index, 3)
+
+    def begins(serials: list[int], indexes: list[ResidentIndex | None], lens: list[int]) -> bool:
+        server.index.update(zip(serials, indexes, strict=True))
+        batch = server.batch(serials, lens)
+        plan = server.sparse.plan(batch)
+        return plan is not None and server.sparse.begin(plan, batch) is not None
+
+    assert not begins([1, 2], [None, None], [131, 131])
+    assert not begins([1, 2, 3], [index] * 3, [131] * 3)
+    assert not begins([1, 2], [index] * 2, [131, 8000]), "the arena"
+    assert begins([1, 2], [index] * 2, [131, 131])
+    index.entry.identity.num_tokens = 600  # type: ignore[misc]
+    assert not begins([1, 2], [index] * 2, [631, 631]), "longer than there is room for"
+
+
+def test_fewer_groups_have_lists_where_there_are_many_anchors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert groups_that_fit(16, 1, 8, 1 << 17) == 16
+    assert groups_that_fit(16, 4, 8, 37_000) == 16
+    assert groups_that_fit(16, 31, 8, 74_000) == KEPT_BYTES // (30 * 8 * 74_000 * 4) == 7
+    with pytest.raises(ListsTooLargeError, match=r"\(81 anchor layers, 8 KV heads, 1048576 positions\); set search_"):
+        groups_that_fit(16, 81, 8, 1 << 20)
+    # 256 positions of a prefix of 512 tokens, two heads, one set beside the first.
+    monkeypatch.setattr("sglang_ext.decode.buffers.KEPT_BYTES", 2 * 2 * 256 * 4)
+    server = Server(CPU, kernels=False, search_period=2)
+    assert "selects for 2 groups of requests at most, not 6" in caplog.text
+    for serial in (1, 2, 3):
+        server.join(serial, *server.prefix(200), 4)
+    server.step([1, 2])
+    with pytest.raises(AssertionError):
+        server.step([1, 2, 3])  # three groups: not planned
+
+
+def test_methods_that_decode_graphs_cannot_hold_are_named() -> None:
+    assert graph_refusal("token_index") is None
+    assert graph_refusal("ab_sparse") == "method ab_sparse has no kernels in the decode graph yet; token_index has"

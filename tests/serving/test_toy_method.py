@@ -1,0 +1,100 @@
+"""A method is added by one file and one line of the registry, decode graphs included."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.config import Settings
+from sglang_ext.decode.types import DecodeBatch, StepPath
+from sglang_ext.indexing.base import METHODS, Method
+from tests.decode_oracle import OracleGroup
+from tests.serving.admitting import Runtime
+from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch
+from tests.sparse_server import KV_HEADS, Server
+from tests.toy_method import EveryNthBuilder, EveryNthOp, EveryNthSelector, EveryNthSpec
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy: Any = Method(EveryNthSpec, EveryNthBuilder, EveryNthSelector, "tests.toy_method:make_op")
+    monkeypatch.setitem(METHODS, "every_nth", toy)
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["its own operation", "the reference"])
+def test_it_selects_for_groups_and_single_requests(kernels: bool) -> None:
+    server = Server(torch.device("cpu"), kernels=kernels, spec=EveryNthSpec())
+    assert isinstance(server.sparse.op, EveryNthOp) == kernels
+    first, second = server.prefix(300), server.prefix(210)
+    for serial in (1, 2):
+        server.join(serial, *first, 5 + serial)
+    server.join(3, *second, 9)
+    for _ in range(4):
+        server.step([1, 2, 3], padded=1)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_server_builds_stores_and_decodes_by_it(make_bench: Any, graphs: bool) -> None:
+    roles = ["anchor"] * LAYERS
+    bench = make_bench(method="every_nth", layer_plan=roles, prefetch_policy="wait_complete", share_prefixes=graphs)
+    bench.put(PROMPT)
+    model = Model(bench.model)
+    model.decode_graphs = graphs
+    runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), model)
+    assert runtime.planner.sparse is not None
+    assert isinstance(runtime.planner.sparse.op, EveryNthOp) == graphs
+    if not graphs:
+        request = Request()
+        runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
+        with runtime.step(_decode_batch(runtime, ["a"], [66])):
+            assert runtime.path is StepPath.SPARSE
+            layer = SimpleNamespace(layer_id=1, scaling=0.25)
+            q = torch.zeros(1, 64)
+            assert runtime.attend(q, None, None, layer, _decode_batch(runtime, ["a"], [66]), True, None) is not None
+    runtime.close()
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_replays_it_for_other_batches() -> None:
+    """As the server does: captured once, replayed behind other plans."""
+    device = torch.device("cuda")
+    server = Server(device, dtype=torch.bfloat16, dim=128, spec=EveryNthSpec())
+    first, second = server.prefix(300), server.prefix(210)
+    for serial in (1, 2):
+        server.join(serial, *first, 5 + serial)
+    server.join(3, *second, 9)
+    for _ in range(4):
+        server.step([1, 2, 3])
+    q = torch.randn(len(server.caches), 3, server.shape.num_qo_heads, 128, device=device, dtype=torch.bfloat16)
+
+    def layers() -> list[torch.Tensor]:
+        return [server.sparse.run(q[n], kv, n, 0.1) for n, kv in enumerate(server.caches)]
+
+    graph = torch.cuda.CUDAGraph()
+    with server.sparse.capturing(3, StepPath.SPARSE):
+        layers()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            outs = layers()
+    for serials in ([1, 2, 3], [3, 1, 2]):
+        batch: DecodeBatch = server.batch(serials, [server.lens[serial] for serial in serials])
+        server.tracker.learn(batch)
+        plan = server.sparse.plan(batch)
+        assert plan is not None
+        assert server.sparse.begin(plan, batch) is StepPath.SPARSE
+        graph.replay()
+        groups, owned = [], []
+        for prefix, index in zip(plan.selects.prefixes, plan.indexes, strict=True):
+            slots = server.table[batch.req_pool_indices[prefix.rows[0]], : prefix.length].long()
+            groups.append(OracleGroup(index, slots, list(prefix.rows)))
+        for row, length in enumerate(batch.seq_lens):
+            start = next(prefix.length for prefix in plan.selects.prefixes if row in prefix.rows)
+            owned.append(server.table[batch.req_pool_indices[row], start:length])
+        for layer, kv in enumerate(server.caches):
+            wanted = server.oracle.run(q[layer], kv, groups, owned, layer, 0.1)
+            off = (outs[layer].float() - wanted).norm(dim=2) / wanted.norm(dim=2)
+            assert float(off.max()) < 0.05
+    assert server.shape.num_kv_heads == KV_HEADS

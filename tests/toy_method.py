@@ -1,0 +1,82 @@
+"""A method in one file: every n-th page of a prefix. For tests of how methods are added.
+
+METHODS["every_nth"] = Method(EveryNthSpec, EveryNthBuilder, EveryNthSelector, "tests.toy_method:make_op")
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from prefix_kernels.types import Selection
+from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
+from sglang_ext.indexing.base import IndexSpec
+from sglang_ext.indexing.contents import Form
+
+
+@dataclass(frozen=True)
+class EveryNthSpec(IndexSpec):
+    method: ClassVar[str] = "every_nth"
+
+    def forms(self, size: Any) -> dict[str, Form]:
+        return {"first": Form("int32", (1,), 0, PAGE_TOKENS - 1)}
+
+
+@dataclass
+class EveryNthBuilder:
+    spec: EveryNthSpec
+    profile: Any = None
+    needs_queries: ClassVar[bool] = False
+
+    def build_layer(self, keys: torch.Tensor, queries: Any) -> dict[str, torch.Tensor]:
+        return {"first": torch.zeros(keys.shape[1], 1, dtype=torch.int32, device=keys.device)}
+
+
+@dataclass
+class EveryNthSelector:
+    spec: EveryNthSpec
+
+    def select(self, arrays: Any, q: torch.Tensor, *, prefix_len: int, budget: int, **_: Any) -> Selection:
+        heads = len(arrays["first"])
+        return Selection(positions_of(prefix_len, budget).to(q.device).expand(heads, -1).contiguous(),
+                         torch.full((heads,), budget, dtype=torch.int32, device=q.device))  # fmt: skip
+
+
+def positions_of(prefix_len: int, budget: int) -> torch.Tensor:
+    """The first tokens of as many evenly spaced pages as the budget fills."""
+    pages = -(-prefix_len // PAGE_TOKENS)
+    each = max(1, pages * PAGE_TOKENS // budget)
+    order = sorted(range(prefix_len), key=lambda token: ((token // PAGE_TOKENS) % each, token))
+    return torch.tensor(sorted(order[:budget]), dtype=torch.int32)
+
+
+class EveryNthOp(ReferenceOp):
+    """Lists are written by `plan`; a captured `run` copies them, and looks the slots up in the arena."""
+
+    def __init__(self, sizes: ListSizes, num_kv_heads: int, device: torch.device) -> None:
+        super().__init__(EveryNthSelector(EveryNthSpec()), None)  # type: ignore[arg-type]
+        shape = (sizes.max_groups, num_kv_heads, sizes.max_budget)
+        self.positions, self.at = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2))
+        self.counts = torch.zeros(shape[:2], dtype=torch.int32, device=device)
+
+    def plan(self, size: int, rows: Any, groups: Any, indexes: Any) -> None:
+        self.counts.zero_()
+        for number, group in enumerate(groups):
+            chosen = positions_of(group.prefix_len, group.budget).to(self.positions.device)
+            self.counts[number] = group.budget
+            self.positions[number, :, : group.budget] = chosen
+            self.at[number, :, : group.budget] = chosen + group.slot_start
+
+    def run(
+        self, size: int, q: torch.Tensor, sm_scale: float, slot_table: torch.Tensor, layer: Any, lists: Any
+    ) -> None:
+        lists.counts.copy_(self.counts)
+        lists.positions.copy_(self.positions)
+        lists.slots.copy_(slot_table[self.at.long()])
+
+
+def make_op(shape: Any, config: Any, spec: Any, num_layers: int, sizes: ListSizes, device: torch.device) -> SelectOp:
+    return EveryNthOp(sizes, shape.num_kv_heads, device)
