@@ -69,8 +69,8 @@ def provenance(args: argparse.Namespace) -> Row:
     import torch
 
     return {
-        "device": (platform.processor() or platform.machine() or "CPU") if args.cpu else torch.cuda.get_device_name(),
-        "driver": None if args.cpu else driver(),
+        "device": (platform.processor() or platform.machine() or "CPU") if args.smoke else torch.cuda.get_device_name(),
+        "driver": None if args.smoke else driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": installed("triton"),

@@ -1,6 +1,5 @@
-"""Do a server's selections agree with the reference's? The stored index and the reference of decode select again: for
-`replay.py --store` by the queries of the server, which its trace holds, and by the replay's own; for `positions.py` by
-the server's.
+"""Do a server's selections agree with the reference's? For `replay.py --store` the stored index and the reference of
+decode select again, by the queries of the server, which its trace holds, and by the replay's own.
 """
 
 from __future__ import annotations
