@@ -1,6 +1,4 @@
-"""Where the selection benchmark's queries and keys come from: captures of a model, planted distributions; and what
-an offline calibration finds in the captures.
-"""
+"""Where the selection benchmark's queries and keys come from: captures of a model, and planted distributions."""
 
 from __future__ import annotations
 
@@ -14,17 +12,9 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.testing import PLANTED, planted_config, planted_prefix
-from sglang_ext.calibration import (
-    ChannelAccumulator,
-    SimilarityAccumulator,
-    choose_anchors,
-    layer_similarity,
-    make_layer_plan,
-    top_channels,
-)
+from sglang_ext.calibration import ChannelAccumulator, top_channels
 from sglang_ext.calibration.capture import LayerCapture
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture, save_capture
-from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.quality.tasks import TASKS, make_document
 
 OFFLINE_CHANNELS = 16
@@ -136,50 +126,22 @@ def planted_items(lengths: Sequence[int], kinds: Sequence[str] = tuple(PLANTED),
                 yield Item("planted", name, length, seed, dataclasses.asdict(config), load)
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What is known of a model before its prompts come.
-
-    Attributes:
-        channels: [num_layers, num_kv_heads, 16] of the Double Sparsity rival.
-        plan: Kascade's reuse of selections.
-        chosen_by: where the plan comes from.
-    """
-
-    channels: Tensor
-    plan: LayerPlan
-    chosen_by: str
-
-
-def calibrate(folder: Path, steps: int, device: torch.device, num_anchors: int | None = None) -> Calibration:
-    """Channels, anchors and head maps from one capture per task of the shortest length.
-
-    Half of the layers are anchors unless `num_anchors` says otherwise; no layer is dense. These captures are among
-    the measured ones, which favours Double Sparsity and reuse a little.
+def calibrated_channels(folder: Path, steps: int, device: torch.device) -> Tensor:
+    """[num_layers, num_kv_heads, 16]: the Double Sparsity rival's channels, from one capture per task of the shortest
+    length. These captures are among the measured ones, which favours it a little.
     """
     shortest: dict[str, Path] = {}
     for task, _, _, path in capture_files(folder):
         shortest.setdefault(task, path)
-    similarity: SimilarityAccumulator | None = None
-    channels: ChannelAccumulator | None = None
+    statistic: ChannelAccumulator | None = None
     for path in shortest.values():
-        layers, sm_scale = capture_layers(load_capture(path, device), steps, path)
+        layers, _ = capture_layers(load_capture(path, device), steps, path)
         first = layers[0]
-        if similarity is None or channels is None:
-            num_kv_heads, head_dim = first.keys.shape[1:]
-            similarity = SimilarityAccumulator(len(layers), num_kv_heads)
-            channels = ChannelAccumulator(len(layers), first.q.shape[1], num_kv_heads, head_dim)
+        statistic = statistic or ChannelAccumulator(len(layers), first.q.shape[1], *first.keys.shape[1:])
         behind = torch.full((first.q.shape[0],), first.keys.shape[0])
-        views = [LayerCapture(layer.q, layer.keys, behind) for layer in layers]
-        similarity.add_prompt(views, sm_scale)
-        channels.add_prompt(views)
-    assert similarity is not None
-    assert channels is not None
-    heads = similarity.head_similarity()
-    choice = choose_anchors(layer_similarity(heads), num_anchors or max(1, heads.shape[0] // 2))
-    plan = make_layer_plan(choice.anchors, heads, dense_layers=())
-    count = min(OFFLINE_CHANNELS, channels.head_dim)
-    return Calibration(top_channels(channels.contribution(), count), plan, "captures")
+        statistic.add_prompt([LayerCapture(layer.q, layer.keys, behind) for layer in layers])
+    assert statistic is not None
+    return top_channels(statistic.contribution(), min(OFFLINE_CHANNELS, statistic.head_dim))
 
 
 def own_channels(layer: Layer) -> Tensor:

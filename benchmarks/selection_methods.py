@@ -8,7 +8,7 @@ call scores all tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,8 +31,8 @@ from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
 from sglang_ext.indexing import make_builder, make_selector, parse_spec
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
-from sglang_ext.indexing.base import NO_PROFILE, IndexSpec, LayerProfile
-from sglang_ext.indexing.combined import PARTS, TwoLevelSpec, UnionSpec, part_arrays
+from sglang_ext.indexing.base import IndexSpec
+from sglang_ext.indexing.combined import TwoLevelSpec, UnionSpec
 from sglang_ext.indexing.exact import ExactSpec
 from sglang_ext.indexing.heads import join_heads, split_heads
 from sglang_ext.indexing.traffic import index_read_bytes, stored_bytes
@@ -62,19 +62,15 @@ class LayerInput(NamedTuple):
     Attributes:
         keys: [prefix_len, num_kv_heads, head_dim] fp32.
         samples: [num_kv_heads, num_samples, head_dim] fp32 or None.
-        layer: what the model's profile says of the layer.
         channels: [num_kv_heads, 16] of the offline calibration.
     """
 
     keys: Tensor
     samples: Tensor | None
-    layer: LayerProfile
     channels: Tensor
 
 
 Arrays = Mapping[str, Tensor]
-Built = dict[IndexSpec, tuple[Arrays, float]]
-"""Arrays of one layer by spec, with the seconds that building them took."""
 
 
 @dataclass
@@ -99,17 +95,14 @@ class Method:
         """Parameters for the row."""
         return self.way.to_dict() if isinstance(self.way, IndexSpec) else self.way.describe()
 
-    def build(self, given: LayerInput, built: Built) -> tuple[Arrays, float]:
-        """The layer's arrays and the seconds that building them takes.
-
-        Args:
-            given: of the layer.
-            built: what was built of this layer already, for combined recipes whose parts are rows too. Added to.
-        """
+    def build(self, given: LayerInput) -> tuple[Arrays, float]:
+        """The layer's arrays and the seconds until the device has them."""
+        begun = now(given.keys.device)
         if isinstance(self.way, Rival):
-            rival = self.way
-            return timed(lambda: rival.build(given.keys, given.samples, given.channels), given.keys.device)
-        return _build(self.way, given, built)
+            arrays: Arrays = self.way.build(given.keys, given.samples, given.channels)
+        else:
+            arrays = make_builder(self.way).build_layer(given.keys, given.samples)
+        return arrays, now(given.keys.device) - begun
 
     def stored(self, arrays: Arrays) -> float:
         """Bytes of one KV head's index. The oracle's keys are those of the KV itself."""
@@ -131,7 +124,8 @@ class Method:
         scores: Tensor | None = None
         chosen = []
         for budget in step.budgets:
-            if self._needs_budget(step, budget):
+            # Of the block that the budget cuts, a selector takes the first tokens; equal scores would leave it to topk.
+            if isinstance(self.way, TwoLevelSpec | UnionSpec | ABSparseSpec):
                 chosen.append(self._select(arrays, q, step, budget))
                 continue
             scores = self._scores(arrays, q, num_rows, step) if scores is None else scores
@@ -139,15 +133,9 @@ class Method:
             chosen.append(top_k_selection(scores, budget.tokens, *windows, 1, step.prefix_len))
         return chosen
 
-    def _needs_budget(self, step: Step, budget: Budget) -> bool:
-        if isinstance(self.way, TwoLevelSpec):
-            return self.way.num_candidates(step.prefix_len, budget.tokens) > self.way.num_candidates(step.prefix_len)
-        # Of the block that the budget cuts, a selector takes the first tokens; equal scores would leave it to topk.
-        return isinstance(self.way, UnionSpec | ABSparseSpec)
-
-    def _select(self, arrays: Arrays, q: Tensor, step: Step, budget: Budget, way: IndexSpec | None = None) -> Selection:
+    def _select(self, arrays: Arrays, q: Tensor, step: Step, budget: Budget) -> Selection:
         assert isinstance(self.way, IndexSpec)
-        return make_selector(way or self.way).select(
+        return make_selector(self.way).select(
             arrays,
             q,
             prefix_len=step.prefix_len,
@@ -164,35 +152,8 @@ class Method:
             return self.way.fixed_scores(num_rows, step.prefix_len, q.device)
         if isinstance(self.way, ScoringRival):
             return self.way.token_scores(arrays, q, **common)
-        if isinstance(self.way, TwoLevelSpec):
-            return self._two_level_scores(self.way, arrays, q, step)
         scored = int8_queries(arrays, q) if self.rounds_queries else q
         return make_selector(self.way, self.sum_every).token_scores(arrays, scored, **common)
-
-    def _two_level_scores(self, spec: TwoLevelSpec, arrays: Arrays, q: Tensor, step: Step) -> Tensor:
-        """What `TwoLevelSelector.select` ranks: the windows are candidates. They fill a smaller budget anyway."""
-        widest = max(step.budgets, key=lambda budget: budget.num_sink + budget.num_recent)
-        count = spec.num_candidates(step.prefix_len)
-        first = self._select(part_arrays(arrays, "first"), q, step, widest._replace(tokens=count), spec.first)
-        mask = torch.zeros(first.num_kv_heads, step.prefix_len, dtype=torch.bool, device=q.device)
-        mask.scatter_(1, first.positions.long(), True)
-        scores = make_selector(spec.second).token_scores(
-            part_arrays(arrays, "second"),
-            q,
-            prefix_len=step.prefix_len,
-            sm_scale=step.sm_scale,
-            pooling=step.pooling,
-            candidates=mask,
-        )
-        # Candidates without a score come before everything that is no candidate.
-        return scores.masked_fill(mask & (scores == -torch.inf), -1e38)
-
-
-def timed(build: Callable[[], Arrays], device: torch.device) -> tuple[Arrays, float]:
-    """What `build` makes and the seconds until the device has it."""
-    begun = now(device)
-    arrays = build()
-    return arrays, now(device) - begun
 
 
 def now(device: torch.device) -> float:
@@ -200,22 +161,6 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _build(spec: IndexSpec, given: LayerInput, built: Built) -> tuple[Arrays, float]:
-    """Arrays of a spec; those of a combined one are its parts' (`CombinedBuilder`), each built once a layer."""
-    if spec not in built:
-        if isinstance(spec, TwoLevelSpec | UnionSpec):
-            arrays: dict[str, Tensor] = {}
-            seconds = 0.0
-            for part in PARTS:
-                own, took = _build(getattr(spec, part), given, built)
-                arrays.update({f"{part}.{name}": array for name, array in own.items()})
-                seconds += took
-            return arrays, seconds
-        builder = make_builder(spec, given.layer)
-        built[spec] = timed(lambda: builder.build_layer(given.keys, given.samples), given.keys.device)
-    return built[spec]
 
 
 def as_heads(arrays: Arrays, q: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -259,7 +204,7 @@ TOKENS48 = {**TOKENS, "num_channels": 48}
 MINMAX = {**AB, "representation": "minmax"}
 FIXED = {"method": "two_level", "candidate_factor": 1.0}
 THIN_FIRST = {**FIXED, "first": {**CSA, "list_ratio": 0.02}, "candidate_ratio": 0.25}
-"""CSAttention with short lists names a quarter of the prefix."""
+"""CSAttention with short lists names candidates."""
 BLOCKS_FIRST = {**FIXED, "first": MINMAX, "second": TOKENS, "candidate_ratio": 0.25}
 
 DEFAULT = "tokens int4 48ch"
@@ -285,39 +230,15 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "csa a.02": ("method", {**CSA, "list_ratio": 0.02}),
-    "csa a.04": ("method", {**CSA, "list_ratio": 0.04}),
-    "csa a.2": ("method", {**CSA, "list_ratio": 0.2}),
     "ab mean int4": ("method", AB),
-    "ab mean int2": ("method", {**AB, "quantization": "int2"}),
-    "ab mean fp16": ("method", {**AB, "quantization": "none"}),
     "ab minmax int4": ("method", MINMAX),
-    "ab ball int4": ("method", {**AB, "representation": "ball"}),
     "tokens int4": ("method", TOKENS),
     DEFAULT: ("method", TOKENS48),
-    "tokens int4 32ch": ("method", {**TOKENS, "num_channels": 32}),
     "tokens int2": ("method", {**TOKENS, "bits": 2}),
     TWO_LEVEL: ("combined", {"method": "two_level"}),
     "minmax > tokens .5": ("combined", {**BLOCKS_FIRST, "candidate_ratio": 0.5}),
     "minmax > tokens .25": ("combined", BLOCKS_FIRST),
-    "minmax32 > tokens .5": (
-        "combined",
-        {**BLOCKS_FIRST, "first": {**MINMAX, "block_size": 32}, "candidate_ratio": 0.5},
-    ),
-    "csa > tokens .25": ("combined", {**THIN_FIRST, "second": TOKENS}),
-    "csa > tokens48 .25, fixed": ("combined", {**THIN_FIRST, "second": TOKENS48}),
-    "csa > tokens48 .15": ("combined", {**THIN_FIRST, "second": TOKENS48, "candidate_ratio": 0.15}),
     "csa > tokens48 .5": ("combined", {**THIN_FIRST, "second": TOKENS48, "candidate_ratio": 0.5}),
-    "csa a.01 > tokens .25": ("combined", {**THIN_FIRST, "first": {**CSA, "list_ratio": 0.01}, "second": TOKENS}),
-    "csa a.04 > tokens32 .25": (
-        "combined",
-        {**THIN_FIRST, "first": {**CSA, "list_ratio": 0.04}, "second": {**TOKENS, "num_channels": 32}},
-    ),
-    "tokens16 > tokens48 .25": (
-        "combined",
-        {**THIN_FIRST, "first": {**TOKENS, "num_channels": 16}, "second": TOKENS48},
-    ),
-    "ab > csa": ("combined", {**FIXED, "first": AB, "second": CSA, "candidate_ratio": 0.5}),
-    "ab > tokens": ("combined", {**FIXED, "first": AB, "second": TOKENS, "candidate_ratio": 0.5}),
     "csa + ab": ("combined", {"method": "union", "first": CSA, "second": AB}),
 }
 """Rows by name: kind and spec. `a > b`: b's scores among a's candidates; `a + b`: united at equal budget."""
@@ -328,26 +249,18 @@ SAMPLED = {f"{DEFAULT}, sums 1/{every}": every for every in (8, 16, 32)}
 INT8_QUERIES = f"{DEFAULT}, sums 1/16, queries int8"
 """Row of the default recipe with queries as Hopper's kernel takes them, see `int8_queries`."""
 
-REUSED = (DEFAULT, TWO_LEVEL, "minmax > tokens .5", "ab > csa", "ab > tokens", "csa + ab")
-"""Rows that are measured once more with Kascade's reuse on top."""
 
-
-def make_methods(names: Sequence[str] | None, seed: int, profiled: bool) -> list[Method]:
+def make_methods(names: Sequence[str] | None, seed: int) -> list[Method]:
     """All methods, or those of these names.
 
     Args:
         names: None for all.
         seed: of the random rival and of clustering.
-        profiled: whether a profile gives block sizes per head.
 
     Raises:
         ValueError: an unknown name.
     """
-    specs = dict(SPECS)
-    if profiled:
-        specs["ab adaptive int4"] = ("method", {**AB, "sizes": "profile"})
-        specs["ab adaptive minmax int4"] = ("method", {**MINMAX, "sizes": "profile"})
-    methods = [Method(name, kind, parse_spec(data)) for name, (kind, data) in specs.items()]
+    methods = [Method(name, kind, parse_spec(data)) for name, (kind, data) in SPECS.items()]
     methods += [Method(name, "method", parse_spec(TOKENS48), every) for name, every in SAMPLED.items()]
     methods.append(Method(INT8_QUERIES, "method", parse_spec(TOKENS48), 16, rounds_queries=True))
     rivals: dict[str, Rival] = {
@@ -365,8 +278,3 @@ def make_methods(names: Sequence[str] | None, seed: int, profiled: bool) -> list
     if unknown:
         raise ValueError(f"expected methods among {', '.join(known)}, got {unknown[0]!r}; correct the name")
     return [method for method in methods if names is None or method.name in names]
-
-
-def layer_profile(block_sizes: Sequence[int] = ()) -> LayerProfile:
-    """What builders get of a profile: block sizes only; channel sets are each prefix's own."""
-    return LayerProfile(block_sizes=tuple(block_sizes)) if block_sizes else NO_PROFILE

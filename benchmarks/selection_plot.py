@@ -1,30 +1,17 @@
-"""What the selection benchmark's rows say: tables, error at equal bytes read, the Pareto frontier, the plot.
+"""What the selection benchmark's rows say: tables, and error against bytes read as a plot.
 
-Which recipe wins is another module's: `selection_winner` ranks by time. The error where a step reads a share of what
-dense attention reads (index and selected keys and values together) decides nothing; it says which recipe would be best
-if reading were all. It is interpolated between two measured keep ratios, log against log; a method that cannot go down
-to that many bytes has none.
+Which recipe wins is another module's: `selection_winner` ranks by time. Bytes that a step reads decide nothing.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import selection_winner
 
-from sglang_ext.calibration.winner import MAX_STORED_SHARE, TOLERANCE
-
-READ_SHARES = (0.05, 0.075, 0.10, 0.15, 0.20)
-"""Where the table shows the error."""
-
-READ_SHARE = 0.10
-"""Bytes that a step reads over those that dense attention reads, by which that table is sorted."""
-
-AREA_FROM, AREA_TO = 0.05, 0.2
+from sglang_ext.calibration.winner import MAX_STORED_SHARE
 
 Row = dict[str, Any]
 
@@ -42,26 +29,6 @@ class Curve(NamedTuple):
     kind: str
     stored_share: float
     points: tuple[tuple[float, float], ...]
-
-    def error_at(self, share: float) -> float:
-        """Output error when a step reads that share of dense; infinite below what the method can do."""
-        if share < self.points[0][0] - TOLERANCE:
-            return math.inf
-        best = self.points[0][1]
-        for (x0, y0), (x1, y1) in pairwise(self.points):
-            if share >= x1:
-                best = min(best, y1)
-            elif share >= x0:
-                part = math.log(share / x0) / math.log(x1 / x0)
-                best = min(best, math.exp((1 - part) * math.log(max(y0, 1e-9)) + part * math.log(max(y1, 1e-9))))
-        return best
-
-    def area(self) -> float:
-        """Mean error over log(bytes read) from 5% to 20% of dense; 1 (nothing read) where it cannot go so low."""
-        steps = 200
-        ratio = math.log(AREA_TO / AREA_FROM)
-        shares = [AREA_FROM * math.exp(ratio * (i + 0.5) / steps) for i in range(steps)]
-        return sum(min(1.0, self.error_at(share)) for share in shares) / steps
 
 
 def curves(rows: Iterable[Row], source: str = "captured") -> list[Curve]:
@@ -112,20 +79,10 @@ def check_comparable(grouped: Mapping[str, Sequence[Row]]) -> None:
             )
 
 
-def eligible(found: Iterable[Curve]) -> list[Curve]:
-    """Those that can be served and are small enough."""
-    return [c for c in found if c.kind in ("method", "combined") and c.stored_share <= MAX_STORED_SHARE]
-
-
-def ranking(found: Iterable[Curve], share: float = READ_SHARE) -> list[Curve]:
-    """The eligible methods, least error at equal bytes first; those that cannot read so little are left out."""
-    able = [curve for curve in eligible(found) if math.isfinite(curve.error_at(share))]
-    return sorted(able, key=lambda curve: (curve.error_at(share), curve.stored_share, curve.method))
-
-
 def frontier(found: Iterable[Curve]) -> list[tuple[float, float, str]]:
-    """(read_share, error, method) of the points that no other point of an eligible method beats in both."""
-    points = sorted((x, y, curve.method) for curve in eligible(found) for x, y in curve.points)
+    """(read_share, error, method) of the points that no other beats in both, of what can be served and is small."""
+    served = [one for one in found if one.kind in ("method", "combined") and one.stored_share <= MAX_STORED_SHARE]
+    points = sorted((x, y, curve.method) for curve in served for x, y in curve.points)
     kept: list[tuple[float, float, str]] = []
     for point in points:
         if not kept or point[1] < kept[-1][1]:
@@ -134,7 +91,7 @@ def frontier(found: Iterable[Curve]) -> list[tuple[float, float, str]]:
 
 
 def tables(rows: Sequence[Row], keep_ratios: Sequence[float]) -> str:
-    """Everything as Markdown: generators, tables by source, length and keep ratio, the winner, error by bytes."""
+    """Everything as Markdown: generators, tables by source, length and keep ratio, the winner."""
     parts = []
     for source in sorted({row["source"] for row in rows}):
         own = [row for row in rows if row["source"] == source]
@@ -145,7 +102,6 @@ def tables(rows: Sequence[Row], keep_ratios: Sequence[float]) -> str:
             parts += [_table(here, keep, f"{source}, {length} tokens") for keep in keep_ratios]
     if any(row["source"] == "captured" for row in rows):
         parts.append(selection_winner.verdict(selection_winner.candidates(rows)))
-        parts.append(by_bytes(curves(rows)))
     return "\n\n".join(parts)
 
 
@@ -188,28 +144,6 @@ def _generators(rows: Sequence[Row]) -> str:
     ]
     for (kind, tokens), config in sorted(seen.items(), key=lambda entry: (entry[0][1], entry[0][0])):
         lines.append(f"| {kind} | {tokens} | {' | '.join(f'{config[name]:.4g}' for name in names)} |")
-    return "\n".join(lines)
-
-
-def by_bytes(found: Sequence[Curve]) -> str:
-    """Error at several shares of dense and the area for each method, least first."""
-    order = ranking(found)
-    small = {curve.method for curve in eligible(found)}
-    lines = [
-        f"**Output error by bytes read** (captured; at most {MAX_STORED_SHARE:.0%} of the KV stored, sorted at "
-        f"{READ_SHARE:.0%} of dense read; `-`: cannot read so little)",
-        "",
-        f"| method | stored | {' | '.join(f'{share:.3g}' for share in READ_SHARES)} | area |",
-        "|---" * (len(READ_SHARES) + 3) + "|",
-    ]
-    rest = sorted((curve for curve in found if curve not in order), key=Curve.area)
-    for curve in [*order, *rest]:
-        errors = [curve.error_at(share) for share in READ_SHARES]
-        cells = " | ".join(f"{error:.3f}" if math.isfinite(error) else "-" for error in errors)
-        note = (
-            "" if curve.method in small else f" ({curve.kind})" if curve.kind in ("rival", "oracle") else " (too large)"
-        )
-        lines.append(f"| {curve.method}{note} | {curve.stored_share:.1%} | {cells} | {curve.area():.4f} |")
     return "\n".join(lines)
 
 
