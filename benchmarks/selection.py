@@ -7,7 +7,6 @@ known to be hard for random choice and for sliding windows; the run stops if the
     python benchmarks/selection.py --make-captures --captures captures --model-path models/needle -- --device cpu ...
     python benchmarks/selection.py --captures captures --planted 8192 32768 131072 --out selection.jsonl
     python benchmarks/selection.py --table selection.jsonl
-    python benchmarks/selection.py --plot selection.png selection.jsonl
 
 A line of the result file is one method on one prompt, with a point for each keep ratio: attention-mass recall, its
 ratio to the oracle's, Top-k overlap outside the windows, relative output error over the prefix, bytes read in a step
@@ -28,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import selection_plot
+import selection_tables
 import torch
 from kernel_rows import commit
 from selection_data import Item, calibrated_channels, captured_items, make_captures, own_channels, planted_items
@@ -40,6 +39,7 @@ from prefix_kernels.pooling import Pooling, sum_step
 from prefix_kernels.testing import PLANTED
 from sglang_ext.calibration.selection_quality import FullAttention, Oracle, full_attention, oracle_at, selection_quality
 from sglang_ext.config import SparseAttnConfig
+from sglang_ext.indexing.base import LayerProfile
 from sglang_ext.indexing.traffic import kv_bytes
 from sglang_ext.quality.tasks import TASKS
 
@@ -47,6 +47,7 @@ KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
 MEANS = ("recall", "oracle_recall", "oracle_ratio", "overlap", "error", "index_bytes", "kv_bytes")
 
 Row = dict[str, Any]
+Channels = Sequence[LayerProfile] | None
 Figures = dict[str, float]
 
 
@@ -75,11 +76,11 @@ class Evaluation:
     Args:
         item: one prompt.
         methods: that are measured.
-        channels: of the Double Sparsity rival, [num_layers, num_kv_heads, 16]; None: from the prefix itself.
+        channels: by layer, of an offline calibration; None: from the prefix itself.
         options: of the run.
     """
 
-    def __init__(self, item: Item, methods: Sequence[Method], channels: Tensor | None, options: Options):
+    def __init__(self, item: Item, methods: Sequence[Method], channels: Channels, options: Options):
         self.item, self.methods, self.channels, self.options = item, methods, channels, options
         self.measured = {method.name: Measured() for method in methods}
 
@@ -218,7 +219,11 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def measure(
-    items: Sequence[Item], methods: Sequence[Method], channels: Tensor | None, options: Options, out: Path
+    items: Sequence[Item],
+    methods: Sequence[Method],
+    channels: Channels,
+    options: Options,
+    out: Path,
 ) -> int:
     """Write the rows that `out` lacks; returns how many.
 
@@ -262,7 +267,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="print result files as Markdown")
     parser.add_argument("--at", nargs="+", type=float, default=[0.05], metavar="RATIO", help="keep ratios of --table")
-    parser.add_argument("--plot", nargs="+", type=Path, metavar=("PNG", "FILE"), help="plot result files")
     parser.add_argument(
         "--make-captures", action="store_true", help="run the model and write captures, measure nothing"
     )
@@ -271,8 +275,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fp32", action="store_true", help="captures as the model made them instead of in bf16")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS")
     args = parser.parse_args(argv)
-    if not (args.table or args.plot or args.captures or args.planted):
-        parser.error("name --captures, --planted lengths, or a result file with --table or --plot")
+    if not (args.table or args.captures or args.planted):
+        parser.error("name --captures, --planted lengths, or a result file with --table")
     if args.make_captures and not args.captures:
         parser.error("--make-captures needs --captures DIR to write to")
     return args
@@ -326,10 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         elif args.table:
             rows = [row for path in args.table for row in read_rows(path)]
-            print(selection_plot.tables(rows, args.at))
-        elif args.plot:
-            rows = [row for path in args.plot[1:] or [args.out] for row in read_rows(path)]
-            selection_plot.plot(rows, args.plot[0])
+            print(selection_tables.tables(rows, args.at))
         else:
             run(args)
     except KeyboardInterrupt:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from selection_methods import OFFLINE_CHANNELS
 from torch import Tensor
 
 from prefix_kernels.testing import PLANTED, planted_config, planted_prefix
 from sglang_ext.calibration import ChannelAccumulator, top_channels
 from sglang_ext.calibration.capture import LayerCapture
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture, save_capture
+from sglang_ext.indexing.base import LayerProfile
 from sglang_ext.quality.tasks import TASKS, make_document
-
-OFFLINE_CHANNELS = 16
-"""Channels of the Double Sparsity rival: a quarter of head_dim 64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,31 +125,35 @@ def planted_items(lengths: Sequence[int], kinds: Sequence[str] = tuple(PLANTED),
                 yield Item("planted", name, length, seed, dataclasses.asdict(config), load)
 
 
-def calibrated_channels(folder: Path, steps: int, device: torch.device) -> Tensor:
-    """[num_layers, num_kv_heads, 16]: the Double Sparsity rival's channels, from one capture per task of the shortest
-    length. These captures are among the measured ones, which favours it a little.
+def calibrated_channels(folder: Path, steps: int, device: torch.device) -> list[LayerProfile]:
+    """By layer the Double Sparsity rival's channels, from one capture per task of the shortest length. These captures
+    are among the measured ones, which favours it a little.
     """
     shortest: dict[str, Path] = {}
     for task, _, _, path in capture_files(folder):
         shortest.setdefault(task, path)
-    statistic: ChannelAccumulator | None = None
+    prompts = []
     for path in shortest.values():
         layers, _ = capture_layers(load_capture(path, device), steps, path)
-        first = layers[0]
-        statistic = statistic or ChannelAccumulator(len(layers), first.q.shape[1], *first.keys.shape[1:])
-        behind = torch.full((first.q.shape[0],), first.keys.shape[0])
-        statistic.add_prompt([LayerCapture(layer.q, layer.keys, behind) for layer in layers])
-    assert statistic is not None
-    return top_channels(statistic.contribution(), min(OFFLINE_CHANNELS, statistic.head_dim))
+        prompts.append([LayerCapture(one.q, one.keys, torch.full((len(one.q),), len(one.keys))) for one in layers])
+    return _best_channels(prompts)
 
 
-def own_channels(layer: Layer) -> Tensor:
-    """The Double Sparsity rival's channels for planted data: from the prefix itself, as there is no model."""
+def own_channels(layer: Layer) -> LayerProfile:
+    """The same for planted data: from the prefix itself, as there is no model."""
     queries = layer.q if layer.samples is None else layer.samples.transpose(0, 1)
-    num_kv_heads, head_dim = layer.keys.shape[1:]
-    statistic = ChannelAccumulator(1, queries.shape[1], num_kv_heads, head_dim)
-    statistic.add_prompt([LayerCapture(queries, layer.keys, torch.arange(queries.shape[0]))])
-    return top_channels(statistic.contribution(), min(OFFLINE_CHANNELS, head_dim))[0]
+    (found,) = _best_channels([[LayerCapture(queries, layer.keys, torch.arange(queries.shape[0]))]])
+    return found
+
+
+def _best_channels(prompts: Sequence[Sequence[LayerCapture]]) -> list[LayerProfile]:
+    first = prompts[0][0]
+    num_kv_heads, head_dim = first.keys.shape[1:]
+    statistic = ChannelAccumulator(len(prompts[0]), first.queries.shape[1], num_kv_heads, head_dim)
+    for prompt in prompts:
+        statistic.add_prompt(prompt)
+    best = top_channels(statistic.contribution(), min(OFFLINE_CHANNELS, head_dim)).sort(dim=-1).values
+    return [LayerProfile(channels=tuple(map(tuple, of_layer))) for of_layer in best.tolist()]
 
 
 def make_captures(

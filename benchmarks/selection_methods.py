@@ -13,17 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from selection_rivals import (
-    ArkVale,
-    DoubleSparsity,
-    FixedRival,
-    KMeansKeys,
-    Quest,
-    Random,
-    Rival,
-    ScoringRival,
-    StreamingLLM,
-)
+from selection_rivals import KMeansKeys, Random, Rival, StreamingLLM
 from torch import Tensor
 
 from prefix_kernels.pooling import Pooling
@@ -31,7 +21,7 @@ from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
 from sglang_ext.indexing import make_builder, make_selector, parse_spec
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
-from sglang_ext.indexing.base import IndexSpec
+from sglang_ext.indexing.base import NO_PROFILE, IndexSpec, LayerProfile
 from sglang_ext.indexing.combined import TwoLevelSpec, UnionSpec
 from sglang_ext.indexing.exact import ExactSpec
 from sglang_ext.indexing.heads import join_heads, split_heads
@@ -62,12 +52,12 @@ class LayerInput(NamedTuple):
     Attributes:
         keys: [prefix_len, num_kv_heads, head_dim] fp32.
         samples: [num_kv_heads, num_samples, head_dim] fp32 or None.
-        channels: [num_kv_heads, 16] of the offline calibration.
+        offline: the channels of an offline calibration, for a rival.
     """
 
     keys: Tensor
     samples: Tensor | None
-    channels: Tensor
+    offline: LayerProfile
 
 
 Arrays = Mapping[str, Tensor]
@@ -99,9 +89,10 @@ class Method:
         """The layer's arrays and the seconds until the device has them."""
         begun = now(given.keys.device)
         if isinstance(self.way, Rival):
-            arrays: Arrays = self.way.build(given.keys, given.samples, given.channels)
+            arrays: Arrays = self.way.build(given.keys)
         else:
-            arrays = make_builder(self.way).build_layer(given.keys, given.samples)
+            profile = given.offline if self.kind == "rival" else NO_PROFILE
+            arrays = make_builder(self.way, profile).build_layer(given.keys, given.samples)
         return arrays, now(given.keys.device) - begun
 
     def stored(self, arrays: Arrays) -> float:
@@ -148,10 +139,8 @@ class Method:
 
     def _scores(self, arrays: Arrays, q: Tensor, num_rows: int, step: Step) -> Tensor:
         common = {"prefix_len": step.prefix_len, "sm_scale": step.sm_scale, "pooling": step.pooling}
-        if isinstance(self.way, FixedRival):
-            return self.way.fixed_scores(num_rows, step.prefix_len, q.device)
-        if isinstance(self.way, ScoringRival):
-            return self.way.token_scores(arrays, q, **common)
+        if isinstance(self.way, Rival):
+            return self.way.token_scores(arrays, q, num_rows, **common)
         scored = int8_queries(arrays, q) if self.rounds_queries else q
         return make_selector(self.way, self.sum_every).token_scores(arrays, scored, **common)
 
@@ -197,6 +186,9 @@ def int8_queries(arrays: Arrays, q: Tensor) -> Tensor:
     return rows.scatter(2, channels, rounded).view(grouped.shape).transpose(0, 1).reshape(q.shape)
 
 
+OFFLINE_CHANNELS = 16
+"""Of the Double Sparsity rival: a quarter of head_dim 64."""
+
 CSA = {"method": "csattention"}
 AB = {"method": "ab_sparse"}
 TOKENS = {"method": "token_index", "channel_ratio": 1.0}
@@ -240,8 +232,13 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "minmax > tokens .25": ("combined", BLOCKS_FIRST),
     "csa > tokens48 .5": ("combined", {**THIN_FIRST, "second": TOKENS48, "candidate_ratio": 0.5}),
     "csa + ab": ("combined", {"method": "union", "first": CSA, "second": AB}),
+    "quest": ("rival", {**MINMAX, "quantization": "none"}),
+    "arkvale": ("rival", {**AB, "representation": "ball", "block_size": 32, "quantization": "none"}),
+    "double sparsity int4": ("rival", {**TOKENS, "num_channels": OFFLINE_CHANNELS}),
 }
-"""Rows by name: kind and spec. `a > b`: b's scores among a's candidates; `a + b`: united at equal budget."""
+"""Rows by name: kind and spec. `a > b`: b's scores among a's candidates; `a + b`: united at equal budget. Rivals whose
+parts the product has: Quest (2406.10774), ArkVale (NeurIPS 2024), Double Sparsity (2408.07092).
+"""
 
 SAMPLED = {f"{DEFAULT}, sums 1/{every}": every for every in (8, 16, 32)}
 """Rows of the default recipe whose softmax sums a sample only: one token in so many."""
@@ -264,11 +261,7 @@ def make_methods(names: Sequence[str] | None, seed: int) -> list[Method]:
     methods += [Method(name, "method", parse_spec(TOKENS48), every) for name, every in SAMPLED.items()]
     methods.append(Method(INT8_QUERIES, "method", parse_spec(TOKENS48), 16, rounds_queries=True))
     rivals: dict[str, Rival] = {
-        "quest": Quest(),
-        "arkvale": ArkVale(),
         "k-means of keys": KMeansKeys(seed=seed),
-        "double sparsity fp16": DoubleSparsity(),
-        "double sparsity int4": DoubleSparsity(bits=4),
         "streaming_llm": StreamingLLM(),
         "random": Random(seed=seed),
     }

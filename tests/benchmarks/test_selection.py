@@ -19,6 +19,7 @@ from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture, s
 from sglang_ext.calibration.selection_quality import joined_selections
 from sglang_ext.indexing import make_selector
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
+from sglang_ext.indexing.base import NO_PROFILE
 from tests.token_sources import word_lengths
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -32,7 +33,7 @@ CONFIG = PlantedConfig(
 def bench():
     """The benchmark's modules, imported as its scripts import each other."""
     sys.path.insert(0, str(BENCHMARKS))
-    names = ("selection", "selection_data", "selection_methods", "selection_plot", "selection_rivals")
+    names = ("selection", "selection_data", "selection_methods", "selection_rivals")
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
@@ -171,14 +172,11 @@ def test_an_interrupt_says_how_to_go_on(bench, monkeypatch, capsys):
             bench.selection.main(wrong)
 
 
-def test_table_and_plot(bench, measured, tmp_path, capsys):
+def test_table(bench, measured, capsys):
     assert bench.selection.main(["--table", str(measured.out), "--at", "0.05", "0.2"]) == 0
     text = capsys.readouterr().out
     assert text.count("| quest | rival |") == 2
     assert "Least time where 1/8 of the layers select: **" in text
-    picture = tmp_path / "plot.png"
-    assert bench.selection.main(["--plot", str(picture), str(measured.out)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_planted_rows_carry_their_generator_and_easy_data_are_refused(bench, tmp_path, monkeypatch, capsys):
@@ -245,7 +243,7 @@ def test_all_tokens_in_one_call_select_what_each_token_alone_does(bench):
     methods = bench.selection_methods
     budgets = bench.selection.budgets_for(PREFIX, (0.02, 0.1, 0.3), 4, 16)
     step = methods.Step(PREFIX, made.sm_scale, Pooling.MAX, budgets)
-    given = methods.LayerInput(made.keys, made.samples, torch.arange(16).expand(2, -1))
+    given = methods.LayerInput(made.keys, made.samples, NO_PROFILE)
     names = ["csa", "csa paper layout", "ab minmax int4", "tokens int4 48ch", "csa > tokens48 .25"]
     for method in methods.make_methods([*names, "csa > tokens48 .5", "csa + ab"], 0):
         arrays, seconds = method.build(given)
@@ -274,39 +272,19 @@ def test_all_tokens_in_one_call_select_what_each_token_alone_does(bench):
                 assert len(set(mine) & set(theirs)) >= budget.tokens - spare, method.name
 
 
-def test_rivals_against_loops(bench):
+def test_k_means_of_keys_against_loops(bench):
     rivals = bench.selection_rivals
     gen = torch.Generator().manual_seed(0)
     keys, q = torch.randn(50, 1, 8, generator=gen), torch.randn(1, 1, 8, generator=gen)
-    row, common = q[0, 0], (q, 50, 1.0, Pooling.MAX)
-
-    def order_of(rival, channels=None):
-        arrays = rival.build(keys, None, channels)
-        return arrays, rival.token_scores(arrays, *common)[0]
+    row = q[0, 0]
 
     def same_order(scores, expected):
         expected = torch.tensor(expected).log_softmax(0)
         torch.testing.assert_close(scores - scores.max(), expected - expected.max(), atol=2e-2, rtol=0)
 
-    pages = [keys[i : i + 16, 0] for i in range(0, 50, 16)]
-    bound = [sum(max(float(x * low), float(x * high)) for x, low, high in zip(row, p.amin(0), p.amax(0), strict=True))
-             for p in pages]  # fmt: skip
-    arrays, scores = order_of(rivals.Quest())
-    same_order(scores, [bound[i // 16] for i in range(50)])
-    assert rivals.Quest().index_bytes(arrays, 50, 5) == 4 * 8 * 2 * 2
-    arrays, scores = order_of(rivals.ArkVale())
-    for start in (0, 32):
-        page = keys[start : start + 32, 0]
-        center, radius = arrays["center"][0, start // 32].float(), float(arrays["radius"][0, start // 32])
-        torch.testing.assert_close(center, (page.amin(0) + page.amax(0)) / 2, atol=2e-3, rtol=0)
-        assert radius == pytest.approx(float((page - center).norm(dim=1).max()), rel=1e-3)
-    bound = [
-        float(row @ c.float() + row.norm() * r) for c, r in zip(arrays["center"][0], arrays["radius"][0], strict=True)
-    ]
-    same_order(scores, [bound[i // 32] for i in range(50)])
-
     rival = rivals.KMeansKeys(keys_per_cluster=10)
-    arrays, scores = order_of(rival)
+    arrays = rival.build(keys)
+    scores = rival.token_scores(arrays, q, 1, 50, 1.0, Pooling.MAX)[0]
     ends = arrays["ends"][0].tolist()
     assert sorted(arrays["order"][0].tolist()) == list(range(50))
     expected = [0.0] * 50
@@ -319,25 +297,18 @@ def test_rivals_against_loops(bench):
     same_order(scores, expected)
     assert rival.index_bytes(arrays, 50, 7) == 5 * 8 * 2 + 6 * 4 + 7 * 4
 
-    channels = torch.tensor([[1, 4, 6]])
-    _, scores = order_of(rivals.DoubleSparsity(), channels)
-    same_order(scores, [float(row[[1, 4, 6]] @ key[0, [1, 4, 6]]) for key in keys])
-    arrays, _ = order_of(rivals.DoubleSparsity(bits=4), torch.arange(8)[None])
-    assert arrays["labels_packed"].shape == (1, 50, 4)
-    with pytest.raises(ValueError, match="expected the channels of the offline calibration"):
-        rivals.DoubleSparsity().build(keys, None)
 
-
-def test_the_frontier_is_of_what_can_be_served_and_is_small(bench):
-    curve = bench.selection_plot.Curve
-    found = [
-        curve("good", "combined", 0.14, ((0.05, 0.4), (0.2, 0.1))),
-        curve("fair", "method", 0.02, ((0.05, 0.5), (0.2, 0.2))),
-        curve("large", "method", 0.16, ((0.05, 0.1), (0.2, 0.01))),
-        curve("hungry", "method", 0.1, ((0.11, 0.01), (0.2, 0.001))),
-        curve("rival", "rival", 0.0, ((0.01, 0.001), (0.2, 0.001))),
-    ]
-    assert [m for _, _, m in bench.selection_plot.frontier(found)] == ["good", "hungry", "hungry"]
+def test_double_sparsity_has_the_channels_of_an_offline_calibration(bench):
+    made = planted_prefix(CONFIG)
+    (method,) = bench.selection_methods.make_methods(["double sparsity int4"], 0)
+    layer = bench.selection_data.Layer(made.queries, made.keys, made.values, made.samples)
+    offline = bench.selection_data.own_channels(layer)
+    arrays, _ = method.build(bench.selection_methods.LayerInput(made.keys, made.samples, offline))
+    largest = (made.samples.abs().amax(1) * made.keys.abs().amax(0)).argsort(dim=1, descending=True)
+    assert arrays["channels"].shape == (2, 16)
+    for own, ranked in zip(arrays["channels"].tolist(), largest.tolist(), strict=True):
+        assert own == sorted(own)
+        assert len(set(own) & set(ranked[:24])) > 8
 
 
 def test_capture_files_are_found_by_name_and_others_refused(bench, tmp_path):
