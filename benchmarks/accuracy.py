@@ -17,26 +17,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dummy_server import launched
 from kernel_rows import commit
 
 from sglang_ext.config import parse_profiled
 from sglang_ext.quality.evaluate import ask_many, keep_ratio_between, paired, server_state
-from sglang_ext.quality.ports import free_ports
 from sglang_ext.quality.tasks import TASKS, Document, make_document
+
+START_SECONDS = 300.0
+"""That a server may take to start."""
 
 #: Questions per document where fewer are right: few needles must stay few, and many quotes from one small
 #: vocabulary would repeat pairs of words, which makes the task another one than the model learned.
@@ -61,41 +60,6 @@ def prebuild(args: argparse.Namespace, docs: dict[tuple[str, int], list[Document
     command += ["--prompts", str(prompts), "--store", str(args.store), "--sparse-attn-config", args.config]
     command += ["--report", str(folder / "prebuild.jsonl"), "--", *args.sglang_flags]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
-@contextmanager
-def running_server(args: argparse.Namespace, log: Path) -> Iterator[str]:
-    """A server with --sparse-attn on a free port; ends with its whole process group."""
-    port, nccl_port = free_ports(2)
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model_path, "--port", str(port)]
-    command += ["--nccl-port", str(nccl_port)]
-    command += ["--sparse-attn", "--sparse-attn-store", str(args.store), "--sparse-attn-config", args.config]
-    command += args.sglang_flags
-    with log.open("w") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait(url, server, log)
-        yield url
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-
-
-def _wait(url: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise RuntimeError(f"the server stopped; the end of its log:\n{log.read_text()[-3000:]}")
-        try:
-            with urllib.request.urlopen(url + "/health", timeout=30):  # an error until its own first request is through
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise RuntimeError(f"the server did not answer within {seconds:.0f} s:\n{log.read_text()[-3000:]}")
 
 
 def measure(url: str, docs: Sequence[Document], concurrency: int) -> dict[str, Any]:
@@ -253,7 +217,9 @@ def main() -> None:
         folder = Path(name)
         args.store = args.store or folder / "store"
         prebuild(args, docs, folder)
-        with running_server(args, folder / "server.log") as url:
+        flags = ["--model-path", args.model_path, "--sparse-attn", "--sparse-attn-store", str(args.store)]
+        flags += ["--sparse-attn-config", args.config, *args.sglang_flags]
+        with launched(flags, folder / "server.log", START_SECONDS) as url:
             for (task, length), group in docs.items():
                 row = {"task": task, "num_tokens": length, **measure(url, group, args.concurrency), **origin}
                 with out.open("a") as file:

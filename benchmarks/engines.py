@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
-    parser.add_argument("--plot", metavar="FILE.png", help="with --table: draw the same rows, too")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of each server")
 
 
@@ -99,3 +98,26 @@ def provenance(args: argparse.Namespace) -> Row:
 def read(paths: Sequence[str]) -> list[Row]:
     """Rows of result files."""
     return [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
+
+
+def unmeasured(path: str, rows: Sequence[Row], key: Sequence[str]) -> list[Row]:
+    """Those of the rows that a result file, if it is there, has no row of the same key for."""
+    known = [[row[name] for name in key] for row in read([path])] if Path(path).exists() else []
+    return [row for row in rows if [row[name] for name in key] not in known]
+
+
+def append(path: str, row: Row) -> None:
+    """Write one more row."""
+    with Path(path).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def start_engine(flags: Sequence[str]) -> Any:
+    """SGLang's engine in this process, with the plugins that are installed."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import prepare_server_args
+
+    return Engine(server_args=prepare_server_args(list(flags)))
