@@ -42,7 +42,6 @@ from kernel_timing import CpuTimer, GpuTimer
 
 from prefix_kernels.grouped_attention import AttentionShape, TunedConfigs
 from prefix_kernels.grouped_attention.tuned import shipped_file
-from prefix_kernels.launching import overlapped_launches
 
 GROUPED = ("exact", "sparse", "suffix")
 #: And up to which batch: in plain torch exact attention takes a millisecond and more per request.
@@ -136,7 +135,6 @@ def conditions(args: argparse.Namespace) -> Row:
         "dtype": args.dtype,
         "keep": args.keep,
         "layers": args.layers,
-        "overlapped": args.overlapped,
         "tuned": args.tuned.name if args.tuned else None,
         "tuned_sha256": hashlib.sha256(args.tuned.read_bytes()).hexdigest() if args.tuned else None,
     }
@@ -322,7 +320,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="of queries and KV (bfloat16)")
     add("--seed", type=int, default=0, help="of queries, KV and selections (%(default)s)")
     add("--seconds", type=float, default=1e9, help="start no problem after so many seconds (no limit)")
-    add("--overlapped", action="store_true", help="start each kernel while the one before it still runs (sm_90)")
     add("--tuned", type=Path, metavar="JSON", help="launch parameters, as --tune writes them (those shipped)")
     add("--tune", type=Path, metavar="JSON", help="sweep them over the cases of `kernel_tune.TUNED`; write the best")
     add("--commit", help="for the rows, where the tree is no git checkout")
@@ -365,23 +362,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
-    if args.overlapped and not args.smoke and torch.cuda.get_device_capability() < (9, 0):
-        # They would be launched one after the other, and the rows would say otherwise.
-        raise SystemExit(f"expected sm_90 or later for --overlapped, got {torch.cuda.get_device_name()}; leave it out")
     args.deadline, args.stopped = time.monotonic() + args.seconds, False
     run = Run(Path(args.out), provenance(args))
     if not args.tune and not args.tuned:
         args.tuned = shipped_file(device_of(args))
     try:
-        with overlapped_launches(args.overlapped):
-            if args.part == "selection":
-                selection(args, run)
-            elif args.tune:
-                import kernel_tune
+        if args.part == "selection":
+            selection(args, run)
+        elif args.tune:
+            import kernel_tune
 
-                kernel_tune.tune(args, run)
-            else:
-                attention(args, run)
+            kernel_tune.tune(args, run)
+        else:
+            attention(args, run)
     except kernel_rivals.RivalMissingError as error:
         raise SystemExit(str(error)) from error
     if run.failed:

@@ -11,7 +11,7 @@ from typing import Any
 from kernel_rows import MEMORY_RATE, Row
 
 _KEY = ("bench", "case", "context", "batch", "groups", "suffix", "keep", "shape", "dtype", "device")
-_KEY += ("layers", "overlapped", "tuned", "launch")
+_KEY += ("layers", "tuned", "launch")
 
 #: Cases that are drawn: color, marker, name.
 _LOOKS = {
@@ -53,8 +53,6 @@ def _title(row: Row) -> str:
     parts.append(f"{qo} query heads, {kv} KV heads of {dim}, {row['dtype']}")
     if row.get("layers", 1) > 1:
         parts.append(f"{row['layers']} layers a graph, times of one")
-    if row.get("overlapped"):
-        parts.append("our launches overlapped")
     if row["tuned"]:
         parts.append(f"tuned by {row['tuned']}")
     if not row["meaningful"]:

@@ -263,7 +263,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pooling", choices=[p.value for p in Pooling], default=served.pooling.value)
     parser.add_argument("--num-sink", type=int, default=served.num_sink_tokens)
     parser.add_argument("--num-recent", type=int, default=16 * served.num_recent_pages)
-    parser.add_argument("--seed", type=int, default=0, help="of planted data, random choice and clustering")
+    parser.add_argument("--seed", type=int, default=0, help="of planted data and random choice")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="print result files as Markdown")
     parser.add_argument("--at", nargs="+", type=float, default=[0.05], metavar="RATIO", help="keep ratios of --table")

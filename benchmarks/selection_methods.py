@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from selection_rivals import KMeansKeys, Random, Rival, StreamingLLM
 from torch import Tensor
 
 from prefix_kernels.pooling import Pooling
@@ -70,27 +69,28 @@ class Method:
     Attributes:
         name: of the row.
         kind: "oracle", "method" (of one paper), "combined" or "rival"; the winner is a method or combined.
-        way: an index spec of the product, or a rival.
+        way: an index spec of the product; None: no index, see `unread_scores`.
         sum_every: of a token index, how few tokens enter the sums of its softmax.
         rounds_queries: of a token index, whether it scores queries as `int8_queries` rounds them.
+        generator: of random choice.
     """
 
     name: str
     kind: str
-    way: IndexSpec | Rival
+    way: IndexSpec | None
     sum_every: int = 1
     rounds_queries: bool = False
+    generator: torch.Generator | None = None
 
     def describe(self) -> dict[str, Any]:
         """Parameters for the row."""
-        return self.way.to_dict() if isinstance(self.way, IndexSpec) else self.way.describe()
+        return {"method": self.name} if self.way is None else self.way.to_dict()
 
     def build(self, given: LayerInput) -> tuple[Arrays, float]:
         """The layer's arrays and the seconds until the device has them."""
         begun = now(given.keys.device)
-        if isinstance(self.way, Rival):
-            arrays: Arrays = self.way.build(given.keys)
-        else:
+        arrays: Arrays = {}
+        if self.way is not None:
             profile = given.offline if self.kind == "rival" else NO_PROFILE
             arrays = make_builder(self.way, profile).build_layer(given.keys, given.samples)
         return arrays, now(given.keys.device) - begun
@@ -101,8 +101,8 @@ class Method:
 
     def index_read(self, arrays: Arrays, q: Tensor, step: Step, budget: Budget) -> float:
         """Bytes of the index that a step reads for one KV head, mean over tokens. `arrays`, `q`: see `as_heads`."""
-        if isinstance(self.way, Rival):
-            return self.way.index_bytes(arrays, step.prefix_len, budget.tokens)
+        if self.way is None:
+            return 0.0
         if isinstance(self.way, ExactSpec):
             return float(step.prefix_len * q.shape[2] * 2)
         return index_read_bytes(self.way, arrays, q, step.prefix_len, budget.tokens)
@@ -139,10 +139,17 @@ class Method:
 
     def _scores(self, arrays: Arrays, q: Tensor, num_rows: int, step: Step) -> Tensor:
         common = {"prefix_len": step.prefix_len, "sm_scale": step.sm_scale, "pooling": step.pooling}
-        if isinstance(self.way, Rival):
-            return self.way.token_scores(arrays, q, num_rows, **common)
+        if self.way is None:
+            return unread_scores(self.name, num_rows, step.prefix_len, self.generator).to(q.device)
         scored = int8_queries(arrays, q) if self.rounds_queries else q
         return make_selector(self.way, self.sum_every).token_scores(arrays, scored, **common)
+
+
+def unread_scores(name: str, num_rows: int, prefix_len: int, generator: torch.Generator | None) -> Tensor:
+    """[num_rows, prefix_len] of what looks at no query: the later the better (StreamingLLM, 2309.17453), or random."""
+    if name == "random":
+        return torch.rand(num_rows, prefix_len, generator=generator)
+    return torch.arange(prefix_len, dtype=torch.float32).expand(num_rows, -1)
 
 
 def now(device: torch.device) -> float:
@@ -252,7 +259,7 @@ def make_methods(names: Sequence[str] | None, seed: int) -> list[Method]:
 
     Args:
         names: None for all.
-        seed: of the random rival and of clustering.
+        seed: of random choice.
 
     Raises:
         ValueError: an unknown name.
@@ -260,12 +267,8 @@ def make_methods(names: Sequence[str] | None, seed: int) -> list[Method]:
     methods = [Method(name, kind, parse_spec(data)) for name, (kind, data) in SPECS.items()]
     methods += [Method(name, "method", parse_spec(TOKENS48), every) for name, every in SAMPLED.items()]
     methods.append(Method(INT8_QUERIES, "method", parse_spec(TOKENS48), 16, rounds_queries=True))
-    rivals: dict[str, Rival] = {
-        "k-means of keys": KMeansKeys(seed=seed),
-        "streaming_llm": StreamingLLM(),
-        "random": Random(seed=seed),
-    }
-    methods += [Method(name, "rival", rival) for name, rival in rivals.items()]
+    generator = torch.Generator().manual_seed(seed)
+    methods += [Method(name, "rival", None, generator=generator) for name in ("streaming_llm", "random")]
     known = [method.name for method in methods]
     unknown = [name for name in names or () if name not in known]
     if unknown:

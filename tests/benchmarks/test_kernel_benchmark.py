@@ -250,10 +250,10 @@ def test_tuning_writes_the_best_and_goes_on_where_it_stopped(bench, tmp_path):
     assert again.returncode == 0
     assert rows_of(out) == rows
     assert tuned.read_text() == before
-    arguments = ["attention", *NARROW, "--batches", "1", "--only", "exact", "--smoke", "--overlapped", "--tuned", tuned]
+    arguments = ["attention", *NARROW, "--batches", "1", "--only", "exact", "--smoke", "--tuned", tuned]
     ran = command(*arguments, "--out", out)
     assert ran.returncode == 0, ran.stderr
-    assert [row.get("overlapped") for row in rows_of(out)] == [False] * len(rows) + [True]
+    assert len(rows_of(out)) == len(rows) + 1
     assert rows_of(out)[-1]["config"]["passes"][0] == config
     assert rows_of(out)[-1]["tuned"] == "tuned.json"
 
@@ -265,7 +265,6 @@ def made_row(case: str, us: float, context: int = 131072, batch: int = 1, groups
         "keep": 0.05,
         "shape": [32, 8, 128],
         "dtype": "bfloat16",
-        "overlapped": False,
     }
     row |= {"tuned": None, "green": True, "gate": {"out": 1e-3}, "gate_share": 0.1, "meaningful": True, "us": us}
     row |= {"us_p10": us, "us_p90": us, "us_min": us, "repeats": 9, "bytes": 537_000_000, "device": "H200"}
@@ -352,17 +351,6 @@ def test_a_missing_rival_says_how_to_go_on(tmp_path):
     ran = command("attention", "--smoke", *NARROW, "--rivals", "flashinfer", "--out", tmp_path / "rows.jsonl")
     assert ran.returncode == 1
     assert "measure without it: --rivals none" in ran.stderr
-
-
-@pytest.mark.full
-def test_overlapped_is_refused_where_nothing_could_be_overlapped(tmp_path):
-    code = "import sys, torch, kernel_bench; torch.cuda.is_available = lambda: True; "
-    code += "torch.cuda.get_device_capability = lambda: (8, 0); torch.cuda.get_device_name = lambda: 'NVIDIA A100'; "
-    code += "kernel_bench.main(sys.argv[1:])"
-    ran = command("attention", "--overlapped", "--out", tmp_path / "rows.jsonl", code=code)
-    assert ran.returncode == 1
-    assert "expected sm_90 or later for --overlapped, got NVIDIA A100; leave it out" in ran.stderr
-    assert not (tmp_path / "rows.jsonl").exists()
 
 
 @pytest.mark.full

@@ -36,14 +36,14 @@ def test_the_best_configuration_is_green_everywhere_and_least_on_average(bench, 
 
     def row(case: str, block_n: int, us: float, green: bool = True, block_m: int = 16, **more) -> dict:
         launch = dataclasses.asdict(AttentionConfig(block_m, block_n, 4, 2, 1))
-        key = {"bench": "tune", "case": case, "context": 1, "batch": 1, "suffix": 0, "overlapped": False}
+        key = {"bench": "tune", "case": case, "context": 1, "batch": 1, "suffix": 0, "page": 16}
         return {**key, "block_m": block_m, "launch": launch, "us": us, "green": green, **more}
 
     rows = [row("exact", 32, 10.0), row("sparse", 32, 40.0), row("exact", 64, 12.0), row("sparse", 64, 20.0)]
     rows += [row("exact", 128, 1.0), row("sparse", 128, 1.0, green=False)]
     rows += [row("exact", 32, 1.0, block_m=32), row("sparse", 64, 1.0, block_m=32)]
-    rows += [row(case, 32, 0.1, overlapped=True) for case in ("exact", "sparse")]
-    ((entry, count),) = bench.tune.best(rows, shape, {"bench": "tune", "overlapped": False})
+    rows += [row(case, 32, 0.1, page=64) for case in ("exact", "sparse")]
+    ((entry, count),) = bench.tune.best(rows, shape, {"bench": "tune", "page": 16})
     assert entry.config == AttentionConfig(16, 64, 4, 2, 1)
     assert entry.us_by_case == {"exact 1 x 1": 12.0, "sparse 1 x 1": 20.0}
     assert entry.key == TileKey(16, 64, 64, "bfloat16", "bfloat16")

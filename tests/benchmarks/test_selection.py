@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -33,7 +32,7 @@ CONFIG = PlantedConfig(
 def bench():
     """The benchmark's modules, imported as its scripts import each other."""
     sys.path.insert(0, str(BENCHMARKS))
-    names = ("selection", "selection_data", "selection_methods", "selection_rivals")
+    names = ("selection", "selection_data", "selection_methods")
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
@@ -270,32 +269,6 @@ def test_all_tokens_in_one_call_select_what_each_token_alone_does(bench):
             spare = method.way.block_size - 1 if isinstance(method.way, ABSparseSpec) else 1
             for mine, theirs in zip(chosen.positions.tolist(), alone.positions.tolist(), strict=True):
                 assert len(set(mine) & set(theirs)) >= budget.tokens - spare, method.name
-
-
-def test_k_means_of_keys_against_loops(bench):
-    rivals = bench.selection_rivals
-    gen = torch.Generator().manual_seed(0)
-    keys, q = torch.randn(50, 1, 8, generator=gen), torch.randn(1, 1, 8, generator=gen)
-    row = q[0, 0]
-
-    def same_order(scores, expected):
-        expected = torch.tensor(expected).log_softmax(0)
-        torch.testing.assert_close(scores - scores.max(), expected - expected.max(), atol=2e-2, rtol=0)
-
-    rival = rivals.KMeansKeys(keys_per_cluster=10)
-    arrays = rival.build(keys)
-    scores = rival.token_scores(arrays, q, 1, 50, 1.0, Pooling.MAX)[0]
-    ends = arrays["ends"][0].tolist()
-    assert sorted(arrays["order"][0].tolist()) == list(range(50))
-    expected = [0.0] * 50
-    for cluster, (start, end) in enumerate(itertools.pairwise(ends)):
-        members = arrays["order"][0, start:end].tolist()
-        mean = keys[members, 0].mean(dim=0)
-        for member in members:
-            expected[member] = float(row @ mean)
-        assert members == sorted(members), cluster
-    same_order(scores, expected)
-    assert rival.index_bytes(arrays, 50, 7) == 5 * 8 * 2 + 6 * 4 + 7 * 4
 
 
 def test_double_sparsity_has_the_channels_of_an_offline_calibration(bench):
