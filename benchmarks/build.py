@@ -4,14 +4,14 @@ The Llama-3.1-8B shape with SGLang's dummy weights, in bf16, on one GPU. Three p
 
 `layer`      each method's builder by itself on random keys and queries of one layer: median seconds, bytes
 `prefill`    stock SGLang without our flag: seconds to the first token
-`recording`  one server with `--sparse-attn` and `build: prefill`: pairs of prompts, one recorded and one not
+`recording`  one engine with `--sparse-attn` and `build: prefill`: pairs of prompts, one recorded and one not
              (per-request opt-out), in alternating order; what each build took
 
     python benchmarks/build.py --out build.jsonl                # all parts, about 5 minutes on an H200
     python benchmarks/build.py --table build.jsonl
     python benchmarks/build.py --out tiny.jsonl --shape tiny --lengths 1024 2048     # a CPU is enough
 
-The time of a prefill is the client's time to the first streamed token, with its request parsed and admitted. Every
+The time of a prefill is the caller's time to the first streamed token, with its request admitted. Every
 prompt is new: random tokens, radix cache off. Shares are of the fastest prefill of that length in the file.
 
 Dummy weights are uniform in -0.001..0.001: keys and queries are finite and tiny, attention is near uniform. They
@@ -23,22 +23,37 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from build_table import read, table
-from dummy_server import SHAPES, Row, Server, prefill, running_server, tail
-from engines import append
+from dummy_server import SHAPES, Row, write_model
+from engines import append, base_flags, sampling, start_engine, streamed
 from engines import read as read_rows
 from kernel_rows import commit
 
-# -- rows ------------------------------------------------------------------------------------------------------
+PARTS = ("layer", "prefill", "recording")
+_TRIES = 20
+"""Prompts that are timed in vain, at most: on a busy machine two tokens often come together."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one request, seconds since it was sent: its first token, and its end, by when an index was stored."""
+
+    rid: str
+    first: float
+    end: float
 
 
 def spread(values: Sequence[float]) -> Row:
@@ -46,13 +61,62 @@ def spread(values: Sequence[float]) -> Row:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "values": list(values)}
 
 
-def prefill_row(server: Server, num_tokens: int, repeats: int) -> Row:
-    """Seconds to the first token on a stock server."""
-    seconds = [prefill(server, num_tokens, recorded=None).first for _ in range(repeats)]
-    return {"seconds": spread(seconds), "chunked_prefill_size": server.chunk}
+class Prompts:
+    """New prompts for one engine, each timed.
+
+    Args:
+        engine: SGLang's, started.
+        vocab: token ids below this.
+        seed: of prompts.
+        events: file in which a building engine reports.
+    """
+
+    def __init__(self, engine: Any, vocab: int, seed: int, events: Path) -> None:
+        self._engine, self._vocab, self._seed, self._events = engine, vocab, seed, events
+        self._sent = 0
+
+    def prefill(self, num_tokens: int, *, recorded: bool | None) -> Timing:
+        """Time a new prompt. Two tokens are generated: the build comes with the last one, so the first is before it.
+
+        Args:
+            num_tokens: of the prompt.
+            recorded: in a building engine, whether this prompt is recorded and indexed; None in a stock one.
+
+        Raises:
+            RuntimeError: a token was cached, or the first token came together with the second every time.
+        """
+        for _ in range(_TRIES):
+            self._sent += 1
+            rid, rng = f"build-{self._sent}", random.Random(f"{self._seed}-{self._sent}")
+            ids = rng.choices(range(16, self._vocab), k=num_tokens)
+            asked = streamed(self._engine, ids, sampling(2, dense=recorded is False), rid=rid)
+            got = self._engine.loop.run_until_complete(asked)
+            if got.meta.get("cached_tokens"):
+                raise RuntimeError(f"expected no cached token, got {got.meta['cached_tokens']}")
+            (first, first_at), (last, last_at) = got.arrivals[0], got.arrivals[-1]
+            if (first, last) == (1, 2):
+                return Timing(rid, first_at - got.begun, last_at - got.begun)
+        raise RuntimeError(f"expected the first token before the second one, got {got.arrivals}")
+
+    def event(self, rid: str, timeout: float = 60.0) -> Row:
+        """What the scheduler process reported of a request's index."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for text in self._events.read_text().splitlines() if self._events.exists() else []:
+                with suppress(json.JSONDecodeError):  # a line that is being written
+                    event: Row = json.loads(text)
+                    if event["rid"] == rid:
+                        return event
+            time.sleep(0.02)
+        raise RuntimeError(f"expected a report of request {rid} within {timeout:.0f} s, got none")
 
 
-def recording_row(server: Server, num_tokens: int, pairs: int) -> Row:
+def prefill_row(prompts: Prompts, num_tokens: int, repeats: int) -> Row:
+    """Seconds to the first token in a stock engine."""
+    return {"seconds": spread([prompts.prefill(num_tokens, recorded=None).first for _ in range(repeats)])}
+
+
+def recording_row(prompts: Prompts, num_tokens: int, pairs: int) -> Row:
     """Pairs of a recorded and an unrecorded prompt, and what became of the recorded ones.
 
     Raises:
@@ -61,11 +125,11 @@ def recording_row(server: Server, num_tokens: int, pairs: int) -> Row:
     plain, recorded, held, events = [], [], [], []
     for number in range(pairs):
         for record in (True, False) if number % 2 else (False, True):  # drift of the clocks hits both alike
-            timing = prefill(server, num_tokens, recorded=record)
-            event = server.event(timing.rid)
+            timing = prompts.prefill(num_tokens, recorded=record)
+            event = prompts.event(timing.rid)
             wanted = "built" if record else "skipped"
             if event["status"] != wanted:
-                raise RuntimeError(f"expected {timing.rid} to be {wanted}, got {event}:\n{tail(server.log)}")
+                raise RuntimeError(f"expected {timing.rid} to be {wanted}, got {event}")
             if record:
                 recorded.append(timing.first)
                 held.append(timing.end - timing.first)
@@ -85,7 +149,6 @@ def recording_row(server: Server, num_tokens: int, pairs: int) -> Row:
         "held": spread(held),
         "other_seconds": parts,
         **last,
-        "chunked_prefill_size": server.chunk,
     }
 
 
@@ -141,23 +204,11 @@ def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
     }
 
 
-# -- a run -----------------------------------------------------------------------------------------------------
-
-
 def brief(row: Row) -> str:
-    """One row for the terminal."""
-    if row["bench"] == "recording":
-        return (
-            f"recording {row['num_tokens']:7d} tokens, chunks of {row['chunk']}: plain {row['plain']['median']:.3f} s, "
-            f"recorded {row['recorded']['median']:.3f} s, ratio {row['ratio']['median']:.4f} "
-            f"[{row['ratio']['min']:.4f}, {row['ratio']['max']:.4f}], build {row['build']['median']:.3f} s, "
-            f"until stored and verified {row['held']['median']:.3f} s"
-        )
-    what = f"layer {row['method']}" if row["bench"] == "layer" else f"prefill, chunks of {row['chunk']}"
-    seconds = row["seconds"]
-    return (
-        f"{what} {row['num_tokens']:7d} tokens: {seconds['median']:.4f} s [{seconds['min']:.4f}, {seconds['max']:.4f}]"
-    )
+    """One row for the terminal: medians, in seconds."""
+    names = [name for name in ("seconds", "plain", "recorded", "ratio", "build", "held") if name in row]
+    medians = ", ".join(f"{name} {row[name]['median']:.4f}" for name in names)
+    return f"{row['bench']} {row.get('method', '')} {row['num_tokens']} tokens: {medians}"
 
 
 def known(args: argparse.Namespace, origin: Row) -> list[Row]:
@@ -166,40 +217,56 @@ def known(args: argparse.Namespace, origin: Row) -> list[Row]:
     return [row for row in rows if all(row.get(key) == origin[key] for key in origin if key not in ("date", "commit"))]
 
 
-def measure(args: argparse.Namespace, folder: Path) -> None:
-    """All parts that are asked for, but for the rows that the result file holds."""
-    origin = provenance(args)
-    done, chunk = known(args, origin), args.chunked_prefill_size
+def engine_flags(args: argparse.Namespace, folder: Path, *, building: bool) -> list[str]:
+    """Command line of a stock engine, or of one that builds; those after `--` come last and win."""
+    longest = max(args.lengths)
+    flags = [*base_flags(args, "flashinfer", write_model(folder / "model", args.shape)), "--skip-tokenizer-init"]
+    flags += ["--disable-radix-cache", "--max-running-requests", "4", "--context-length", str(longest + 64)]
+    flags += ["--max-total-tokens", str(longest + 8192), *([] if args.cpu else ["--disable-decode-cuda-graph"])]
+    if building:
+        (folder / "store").mkdir()
+        config = {**json.loads(args.config), "build": "prefill", "build_report": str(folder / "events.jsonl")}
+        flags += ["--sparse-attn", "--sparse-attn-store", str(folder / "store")]
+        flags += ["--sparse-attn-config", json.dumps(config)]
+    return [*flags, *args.sglang_flags]
 
-    def missing(part: str, **key: Any) -> list[Row]:
-        keys = [{"bench": part, **key, "num_tokens": length} for length in args.lengths]
-        keys = keys if args.only is None or part in args.only else []
-        return [one for one in keys if not any(all(row.get(k) == v for k, v in one.items()) for row in done)]
+
+def measure(args: argparse.Namespace, part: str, folder: Path) -> None:
+    """One part, but for the rows that the result file holds."""
+    origin = provenance(args)
+    done = known(args, origin)
+    common: Row = {"config": json.loads(args.config)} if part == "recording" else {}
+    specs = [{"method": spec["method"], "spec": spec, "query_samples": args.query_samples} for spec in args.methods]
+    keys = [
+        {"bench": part, **common, **own, "num_tokens": length}
+        for length in args.lengths
+        for own in (specs if part == "layer" else [{}])
+    ]
+    keys = [key for key in keys if not any(all(row.get(k) == v for k, v in key.items()) for row in done)]
 
     def add(key: Row, measured: Row) -> None:
         row = {**key, **measured, **origin}
         append(args.out, row)
         print(brief(row), flush=True)
 
-    for spec in args.methods:
-        for key in missing("layer", method=spec["method"], spec=spec, query_samples=args.query_samples):
-            add(key, layer_row(args, spec, key["num_tokens"]))
-    if not args.cpu:
-        import torch
-
-        torch.cuda.empty_cache()
-    if keys := missing("prefill", chunk=chunk):
-        with running_server(args, folder, chunk, building=False) as server:
-            prefill(server, min(args.lengths), recorded=None)
+    if part == "layer":
+        for key in keys:
+            add(key, layer_row(args, key["spec"], key["num_tokens"]))
+    elif keys:
+        building = part == "recording"
+        engine = start_engine(engine_flags(args, folder, building=building))
+        chunk = {"chunked_prefill_size": engine.tokenizer_manager.server_args.chunked_prefill_size}
+        prompts = Prompts(engine, int(SHAPES[args.shape]["vocab_size"]), args.seed, folder / "events.jsonl")
+        try:
+            for record in (True, False) if building else (None,):
+                prompts.prefill(min(args.lengths), recorded=record)
             for key in keys:
-                add(key, prefill_row(server, key["num_tokens"], args.repeats))
-    if keys := missing("recording", chunk=chunk, config=json.loads(args.config)):
-        with running_server(args, folder, chunk, building=True) as server:
-            for record in (True, False):
-                prefill(server, min(args.lengths), recorded=record)
-            for key in keys:
-                pairs = args.pairs[min(args.lengths.index(key["num_tokens"]), len(args.pairs) - 1)]
-                add(key, recording_row(server, key["num_tokens"], pairs))
+                length = key["num_tokens"]
+                pairs = args.pairs[min(args.lengths.index(length), len(args.pairs) - 1)]
+                row = recording_row(prompts, length, pairs) if building else prefill_row(prompts, length, args.repeats)
+                add(key, {**row, **chunk})
+        finally:
+            engine.shutdown()
 
 
 # -- command line ----------------------------------------------------------------------------------------------
@@ -222,11 +289,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="build.jsonl", help="result file; rows are appended")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
-    parser.add_argument("--only", nargs="+", choices=["layer", "prefill", "recording"], help="parts to measure")
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS, help="parts to measure")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 131072], metavar="TOKENS")
-    parser.add_argument("--chunked-prefill-size", default="32768", metavar="TOKENS|default")
-    parser.add_argument("--config", default="{}", help="--sparse-attn-config of the building server, as JSON")
+    parser.add_argument("--page", type=int, default=64)
+    parser.add_argument("--config", default="{}", help="--sparse-attn-config of the building engine, as JSON")
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -243,7 +311,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, help="where the temporary store and logs lie")
-    parser.add_argument("--start-seconds", type=float, default=300.0, help="how long a server may take to start")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of the device")
     args = parser.parse_args(argv)
     args.lengths = sorted(set(args.lengths))
@@ -269,15 +336,19 @@ def provenance(args: argparse.Namespace) -> Row:
     }
 
 
-def main() -> int:
-    """Measure what the result file does not hold yet; returns the exit status."""
-    args = parse()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, each part in a process of its own, what the result file does not hold yet; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = parse(argv)
     if args.table:
         print(table(read(args.table)))
         return 0
-    with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        measure(args, Path(name))
-    return 0
+    if args.part:
+        with tempfile.TemporaryDirectory(dir=args.dir) as name:
+            measure(args, args.part, Path(name))
+        return 0
+    commands = [[sys.executable, __file__, "--part", part, *argv] for part in args.only]
+    return max(abs(subprocess.run(command, check=False).returncode) for command in commands)
 
 
 if __name__ == "__main__":

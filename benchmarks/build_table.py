@@ -50,7 +50,7 @@ def _server_lines(rows: Sequence[Row], fastest: dict[int, float]) -> list[str]:
     lines[0] += " until verified s | index of KV |"
     lines.append("|" + "---|" * 10)
     for row in sorted((r for r in rows if r["bench"] != "layer"), key=lambda r: (r["num_tokens"], r["bench"])):
-        chunk = f"{row['chunked_prefill_size']}" if row["chunk"] == "default" else row["chunk"]
+        chunk = row["chunked_prefill_size"]
         if row["bench"] == "prefill":
             lines.append(f"| {row['num_tokens']} | {chunk} | stock | {_range(row['seconds'], 3)} | | | | | | |")
             continue

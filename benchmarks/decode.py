@@ -27,7 +27,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +44,9 @@ from engines import (
     plugin_flags,
     provenance,
     read,
+    sampling,
     start_engine,
+    streamed,
     unmeasured,
 )
 
@@ -103,14 +104,9 @@ class Cell:
         async def run() -> list[tuple[int, float]]:
             others = [asyncio.create_task(self._generate(one, tokens + SPARE + batch, stock)) for one in prompts[1:]]
             await asyncio.sleep(0)
-            arrivals = []
-            stream = await self._engine.async_generate(
-                input_ids=prompts[0], sampling_params=_sampling(tokens, stock), stream=True
-            )
-            async for chunk in stream:
-                arrivals.append((int(chunk["meta_info"]["completion_tokens"]), time.perf_counter()))
+            measured = await streamed(self._engine, prompts[0], sampling(tokens, dense=stock))
             await asyncio.gather(*others)
-            return arrivals
+            return measured.arrivals
 
         return counted_steps(self._wait(run()))
 
@@ -123,7 +119,7 @@ class Cell:
         return [self._rng.randrange(10, self._vocab) for _ in range(count)]
 
     async def _generate(self, prompt: list[int], tokens: int, stock: bool = False) -> Any:
-        return await self._engine.async_generate(input_ids=prompt, sampling_params=_sampling(tokens, stock))
+        return await self._engine.async_generate(input_ids=prompt, sampling_params=sampling(tokens, dense=stock))
 
     def _wait(self, awaitable: Any) -> Any:
         return self._engine.loop.run_until_complete(awaitable)
@@ -137,11 +133,6 @@ def counted_steps(arrivals: Sequence[tuple[int, float]]) -> list[float]:
         for step in range(so_far, tokens)
         if step > SKIPPED
     ]
-
-
-def _sampling(tokens: int, stock: bool) -> Row:
-    own = {"custom_params": {"sparse_attn": False}} if stock else {}
-    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **own}
 
 
 def missing(args: argparse.Namespace, origin: Row) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Engines that `decode.py` and `serving.py` compare: SGLang's flags, the plugin's, and where a row comes from."""
+"""Engines that benchmarks start: SGLang's flags, the plugin's, requests to them, and where a row comes from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +123,60 @@ def start_engine(flags: Sequence[str]) -> Any:
     from sglang.srt.server_args import prepare_server_args
 
     return Engine(server_args=prepare_server_args(list(flags)))
+
+
+def sampling(tokens: int, *, dense: bool = False) -> Row:
+    """Sampling parameters: greedy, so many tokens; dense: opted out of the plugin."""
+    own = {"custom_params": {"sparse_attn": False}} if dense else {}
+    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **own}
+
+
+@dataclass
+class Streamed:
+    """What came of a request.
+
+    Attributes:
+        tokens: ids that were generated.
+        meta: SGLang's, of the last piece.
+        begun: when it was sent, seconds of `time.perf_counter`.
+        arrivals: of each piece, how many tokens there were by then, and when it came.
+        aborted: whether it was, by us.
+    """
+
+    tokens: list[int]
+    meta: Row
+    begun: float
+    arrivals: list[tuple[int, float]]
+    aborted: bool = False
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that the next piece was waited for, at most."""
+        times = [self.begun, *(seconds for _, seconds in self.arrivals)]
+        return max((after - before for before, after in pairwise(times)), default=0.0)
+
+
+async def streamed(
+    engine: Any, prompt: Sequence[int], parameters: Row, *, rid: str | None = None, end_at: int = 0, **options: Any
+) -> Streamed:
+    """Ask an engine of this process, streamed.
+
+    Args:
+        engine: SGLang's.
+        prompt: token ids.
+        parameters: from `sampling`.
+        rid: the request's id.
+        end_at: abort it when so many tokens have come; 0: never.
+        options: of `async_generate`.
+    """
+    found = Streamed([], {}, time.perf_counter(), [])
+    stream = await engine.async_generate(
+        input_ids=list(prompt), sampling_params=parameters, stream=True, rid=rid, **options
+    )
+    async for chunk in stream:
+        found.tokens, found.meta = list(chunk["output_ids"]), chunk["meta_info"]  # all so far
+        found.arrivals.append((int(found.meta["completion_tokens"]), time.perf_counter()))
+        if end_at and not found.aborted and len(found.tokens) >= end_at:
+            engine.tokenizer_manager.abort_request(rid=rid)
+            found.aborted = True
+    return found

@@ -39,7 +39,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engines import start_engine
+from engines import sampling, start_engine, streamed
 from kernel_rows import commit
 from replay import Options, replay, replay_good
 from soak_sparse import SparseTraffic, built, memory, same, sparse_config
@@ -120,7 +120,7 @@ class Soak:
                 prompt = encode(f"{document.text} {question.text}")
                 out = self._engine.generate(
                     input_ids=prompt,
-                    sampling_params=_sampling(args.tokens, dense=True),
+                    sampling_params=sampling(args.tokens, dense=True),
                     return_logprob=True,
                     top_logprobs_num=_BEST,
                 )
@@ -157,37 +157,22 @@ class Soak:
         tokens = self._rng.randint(1, self._args.tokens)
         aborted = self._rng.random() < self._args.aborted
         rid = f"soak-{self._next}-{self._rng.random()}"
-        stream = await self._engine.async_generate(
-            input_ids=reference.prompt, sampling_params=_sampling(tokens, dense=dense), stream=True, rid=rid
-        )
-        ids: list[int] = []
-        meta: dict[str, Any] = {}
-        last = time.monotonic()
-        async for chunk in stream:
-            ids, meta = chunk["output_ids"], chunk["meta_info"]  # all so far
-            now = time.monotonic()
-            self.longest_wait, last = max(self.longest_wait, now - last), now
-            if aborted and len(ids) > tokens // 2:
-                self._engine.tokenizer_manager.abort_request(rid=rid)
-                aborted = False
-                found["aborted"] += 1
-        verdict, equal, gap = compare(reference, ids, self._args.tie)
+        parameters, end_at = sampling(tokens, dense=dense), tokens // 2 + 1 if aborted else 0
+        got = await streamed(self._engine, reference.prompt, parameters, rid=rid, end_at=end_at)
+        self.longest_wait = max(self.longest_wait, got.longest_wait)
+        found["aborted"] += got.aborted
+        verdict, equal, gap = compare(reference, got.tokens, self._args.tie)
         found[verdict] += 1
         found["tokens equal"] += equal
-        found["retractions"] += int(meta.get("num_retractions") or 0)
+        found["retractions"] += int(got.meta.get("num_retractions") or 0)
         self.farthest[half] = max(self.farthest.get(half, 0.0), gap)
         if verdict == "wrong" and len(self.examples) < 8:
-            self.examples.append({"dense": dense, "token": equal, "of": len(ids), "gap": gap})
+            self.examples.append({"dense": dense, "token": equal, "of": len(got.tokens), "gap": gap})
 
 
 def together(histories: Sequence[int], size: int) -> bool:
     """Whether all tensor-parallel ranks told their paths' checksum, and it is the same."""
     return size == 1 or (len(histories) == size and len(set(histories)) == 1)
-
-
-def _sampling(tokens: int, *, dense: bool) -> dict[str, Any]:
-    own = {"custom_params": {"sparse_attn": False}} if dense else {}
-    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **own}
 
 
 def held(engine: Any) -> dict[str, Any]:
