@@ -1,4 +1,11 @@
-"""Command line of `kernels.py`: measures decode attention and selection, correctness first.
+#!/usr/bin/env python3
+"""Decode kernels, correctness first: exact and sparse attention of prefix groups, and selection, beside rivals.
+
+    python benchmarks/kernel_bench.py attention --out rows.jsonl            # a GPU with FlashInfer; minutes
+    python benchmarks/kernel_bench.py attention --tune H200.json --out tune.jsonl
+    python benchmarks/kernel_bench.py selection --out rows.jsonl
+    python benchmarks/kernel_bench.py --table rows.jsonl
+    python benchmarks/kernel_bench.py attention --smoke --out tiny.jsonl    # a CPU is enough
 
 Attention of one layer: 32 query heads, 8 KV heads of 128, bf16, prefixes and 64 private tokens a request, pages of 16
 in random order, CUDA graph replays with a cold L2 cache, medians. Per context and batch: FlashInfer's tensor-core
@@ -8,7 +15,7 @@ against FlashInfer on distinct sequences. Plain torch at `--torch-contexts`.
 
 Each configuration's output, filled with NaN before, is first compared with an oracle; a red one is written and printed
 as failed, without a time, and the exit status is 1. A row is one JSON line with its provenance. Green rows that the
-file holds already are not measured again; --seconds ends a run between two problems, so that the next one goes on.
+file holds already are not measured again, so an interrupted run goes on.
 
 `bytes` are K and V that must be read, each once; `share` is of 4.3 TB/s. `ratio` is a rival's time over ours, both from
 this run.
@@ -25,11 +32,14 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+if "--smoke" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import kernel_rivals
 import kernel_tables
@@ -88,7 +98,7 @@ def attention(args: argparse.Namespace, run: Run) -> None:
         missing = [name for name in names if not run.has(keys[name])]
         if any(name not in RIVALS for name in missing):  # a ratio is of one run
             missing = [name for name in names if name in missing or name in RIVALS]
-        if not missing or out_of_time(args) or not fits(args, sizes, shape):
+        if not missing or not fits(args, sizes, shape):
             continue
         measure_problem(args, run, timer, shape, sizes, {name: keys[name] for name in missing}, configs)
         gc.collect()
@@ -237,7 +247,7 @@ def selection(args: argparse.Namespace, run: Run) -> None:
             for name in args.only or SELECTION:
                 key = {"bench": "selection", "case": name, "context": context, "batch": batch, "groups": 1}
                 key |= conditions(args)
-                if run.has(key) or out_of_time(args):
+                if run.has(key):
                     continue
                 made = functools.partial(SELECTION[name], shape, batch, context, device_of(args), args.keep)
                 run.add({**key, **attempt(timer, lambda made=made: selection_row(made(), timer))})
@@ -278,15 +288,6 @@ def known(args: argparse.Namespace, names: Iterable[str]) -> None:
         raise SystemExit(f"expected --only among {', '.join(names)}, got {', '.join(sorted(unknown))}")
 
 
-def out_of_time(args: argparse.Namespace) -> bool:
-    """Whether --seconds are over; says so once."""
-    over = bool(time.monotonic() > args.deadline)
-    if over and not args.stopped:
-        args.stopped = True
-        print("stopped: --seconds are over; the same command goes on from here", file=sys.stderr, flush=True)
-    return over
-
-
 def group_shape(text: str) -> tuple[int, int]:
     """argparse type: GROUPSxREQUESTS."""
     parts = text.split("x")
@@ -297,9 +298,7 @@ def group_shape(text: str) -> tuple[int, int]:
 
 def make_parser() -> argparse.ArgumentParser:
     """All arguments; None stands for a default that --smoke changes."""
-    parser = argparse.ArgumentParser(
-        prog="kernels.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("part", nargs="?", choices=["attention", "selection"], help="what to measure")
     add("--out", default="kernels.jsonl", help="result file; rows are appended (default: %(default)s)")
@@ -319,13 +318,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shape", nargs=3, type=int, metavar=("QO", "KV", "DIM"), help="query heads, KV heads, head dim (32 8 128)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="of queries and KV (bfloat16)")
     add("--seed", type=int, default=0, help="of queries, KV and selections (%(default)s)")
-    add("--seconds", type=float, default=1e9, help="start no problem after so many seconds (no limit)")
     add("--tuned", type=Path, metavar="JSON", help="launch parameters, as --tune writes them (those shipped)")
     add("--tune", type=Path, metavar="JSON", help="sweep them over the cases of `kernel_tune.TUNED`; write the best")
     add("--commit", help="for the rows, where the tree is no git checkout")
     add("--smoke", action="store_true", help="tiny shapes on the CPU in Triton's interpreter: does all of it run?")
     add("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
-    add("--plot", nargs="+", metavar="DIR [FILE]", help="PNGs of result files (default: --out) into a folder")
     return parser
 
 
@@ -333,8 +330,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line; defaults filled in."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if not (args.part or args.table or args.plot):
-        parser.error("expected attention, selection, --table or --plot")
+    if not (args.part or args.table):
+        parser.error("expected attention, selection or --table")
     if args.tune and args.part != "attention":
         parser.error("expected --tune with attention")
     for name, value in (_SMOKE if args.smoke else _USUAL).items():
@@ -355,14 +352,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.table:
         print(kernel_tables.tables(kernel_tables.read(args.table)))
-    if args.plot:
-        rows = kernel_tables.read(args.plot[1:] or [args.out])
-        print("\n".join(map(str, kernel_tables.plots(rows, args.plot[0]))))
-    if args.table or args.plot:
         return 0
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
-    args.deadline, args.stopped = time.monotonic() + args.seconds, False
     run = Run(Path(args.out), provenance(args))
     if not args.tune and not args.tuned:
         args.tuned = shipped_file(device_of(args))
@@ -380,3 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if run.failed:
         print(f"{run.failed} rows FAILED their correctness gate; they have no times", file=sys.stderr)
     return 1 if run.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What `kernels.py attention` measures: the cases of decode attention."""
+"""What `kernel_bench.py attention` measures: the cases of decode attention."""
 
 from __future__ import annotations
 

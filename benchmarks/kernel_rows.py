@@ -1,4 +1,4 @@
-"""Rows of `kernels.py`: one JSON line each, with what it takes to repeat them."""
+"""Rows of `kernel_bench.py`: one JSON line each, with what it takes to repeat them."""
 
 from __future__ import annotations
 

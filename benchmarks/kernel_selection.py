@@ -1,4 +1,4 @@
-"""What `kernels.py selection` measures: an anchor layer's selection, from queries to lists.
+"""What `kernel_bench.py selection` measures: an anchor layer's selection, from queries to lists.
 
 One token index of the default recipe, as the project's builder makes it of random keys: INT4 on 3/4 of the channels.
 `token_index` is the kernel that serves, with the softmax summed over all tokens; `token_index_sums16` sums one token in

@@ -1,4 +1,4 @@
-"""Tables and plots from the rows of `kernels.py`."""
+"""Tables from the rows of `kernel_bench.py`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from kernel_rows import MEMORY_RATE, Row
 
 _KEY = ("bench", "case", "context", "batch", "groups", "suffix", "keep", "shape", "dtype", "device")
 _KEY += ("layers", "tuned", "launch")
-
-#: Cases that are drawn: color, marker, name.
-_LOOKS = {
-    "flashinfer": ("tab:red", "s", "FlashInfer decode"),
-    "flashinfer_cascade": ("tab:orange", "^", "FlashInfer cascade"),
-    "exact": ("tab:blue", "o", "exact"),
-    "sparse": ("tab:green", "o", "sparse, 5% x sqrt(batch)"),
-    "suffix": ("tab:purple", ".", "suffix + merge"),
-}
 
 
 def read(paths: Iterable[str | Path]) -> list[Row]:
@@ -119,53 +110,3 @@ def _configuration(launch: Row) -> str:
     bound = f" (registers <= {launch['max_registers']})" if launch["max_registers"] else ""
     block = f"{launch['block_m']} x {launch['block_n']}"
     return f"{kernel}{bound} | {block} | {launch['num_warps']} | {launch['num_stages']} | {launch['programs_per_sm']}"
-
-
-def plots(rows: Sequence[Row], folder: str | Path) -> list[Path]:
-    """Latency against context and share of the limit, one PNG each.
-
-    Raises:
-        ValueError: nothing to draw.
-    """
-    drawn = [r for r in rows if r["bench"] == "attention" and r["green"] and r["groups"] == 1 and r["suffix"]]
-    drawn = [row for row in drawn if _title(row) == _title(drawn[-1])]  # one device and one way to measure a plot
-    if not drawn:
-        raise ValueError("expected green rows of attention with one group, found none; measure some first")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    return [_draw(drawn, folder / f"kernels-{name}.png", of) for name, of in (("latency", "us"), ("share", "share"))]
-
-
-def _draw(rows: Sequence[Row], path: Path, figure_of: str) -> Path:
-    """One panel a batch; `us` is drawn log-log with the floor of reading K and V once."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    batches = sorted({row["batch"] for row in rows})
-    figure, panels = pyplot.subplots(1, len(batches), figsize=(4.6 * len(batches), 4.4), squeeze=False, sharey=True)
-    for panel, batch in zip(panels[0], batches, strict=True):
-        own = [row for row in rows if row["batch"] == batch]
-        for case, (color, marker, label) in _LOOKS.items():
-            points = sorted((row["context"], row[figure_of], row["bytes"]) for row in own if row["case"] == case)
-            if not points or (figure_of == "share" and case == "suffix"):
-                continue
-            contexts, values, sizes = zip(*points, strict=True)
-            panel.plot(contexts, values, color=color, marker=marker, label=label)
-            if figure_of == "us" and case == "exact":
-                floor = [size / MEMORY_RATE * 1e6 for size in sizes]
-                panel.plot(contexts, floor, color="gray", linestyle="--", label="K and V once, at 4.3 TB/s")
-        panel.set(title=f"batch {batch}", xlabel="tokens of prefix")
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}")
-        panel.grid(alpha=0.3)
-        if figure_of == "us":
-            panel.set_yscale("log")
-    panels[0][0].set_ylabel("us, one layer" if figure_of == "us" else "share of 4.3 TB/s")
-    panels[0][0].legend(fontsize=8)
-    figure.suptitle(_title(rows[-1]), fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path

@@ -1,4 +1,4 @@
-"""`kernels.py attention --tune`: launch parameters of grouped attention, swept per height of the tile.
+"""`kernel_bench.py attention --tune`: launch parameters of grouped attention, swept per height of the tile.
 
 Every configuration runs the cases that a tile of its height serves (`TUNED`), each behind its correctness gate; the
 best one has the least geometric mean of its times over the fastest ones. Rows go to --out, so an interrupted sweep goes
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from kernel_bench import attempt, conditions, device_of, measure, out_of_time, shape_of, timer_of
+from kernel_bench import attempt, conditions, device_of, measure, shape_of, timer_of
 from kernel_cases import ATTENTION
 from kernel_problem import Sizes, make_problem
 from kernel_rows import Row, Run
@@ -106,14 +106,12 @@ def sweep(
     held = [row for row in run.rows if row["bench"] == "tune"]
     keys = [(config, key_of(args, case, block_m, config)) for config in configs]
     keys = [(c, key) for c, key in keys if not any(all(row.get(k) == v for k, v in key.items()) for row in held)]
-    if not keys or out_of_time(args):
+    if not keys:
         return
     first = keys[0][1]
     sizes = Sizes(case[1], case[2], first["groups"], first["suffix"], args.page)
     problem = make_problem(shape_of(args), sizes, args.keep, device_of(args), args.seed)
     for config, key in keys:
-        if out_of_time(args):
-            break
         row = attempt(
             timer, lambda config=config: measure(problem, ATTENTION[case[0]](problem, One(config, block_m)), timer)
         )

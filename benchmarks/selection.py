@@ -175,7 +175,6 @@ def identity(item: Item, options: Options, method: Method) -> Row:
         "num_recent": options.num_recent,
         "steps": options.steps,
         **({"sum_every": method.sum_every} if method.sum_every > 1 else {}),
-        **({"queries": "int8"} if method.rounds_queries else {}),
         "keep_ratios": list(options.keep_ratios),
     }
 

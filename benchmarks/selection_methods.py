@@ -71,7 +71,6 @@ class Method:
         kind: "oracle", "method" (of one paper), "combined" or "rival"; the winner is a method or combined.
         way: an index spec of the product; None: no index, see `unread_scores`.
         sum_every: of a token index, how few tokens enter the sums of its softmax.
-        rounds_queries: of a token index, whether it scores queries as `int8_queries` rounds them.
         generator: of random choice.
     """
 
@@ -79,7 +78,6 @@ class Method:
     kind: str
     way: IndexSpec | None
     sum_every: int = 1
-    rounds_queries: bool = False
     generator: torch.Generator | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -141,8 +139,7 @@ class Method:
         common = {"prefix_len": step.prefix_len, "sm_scale": step.sm_scale, "pooling": step.pooling}
         if self.way is None:
             return unread_scores(self.name, num_rows, step.prefix_len, self.generator).to(q.device)
-        scored = int8_queries(arrays, q) if self.rounds_queries else q
-        return make_selector(self.way, self.sum_every).token_scores(arrays, scored, **common)
+        return make_selector(self.way, self.sum_every).token_scores(arrays, q, **common)
 
 
 def unread_scores(name: str, num_rows: int, prefix_len: int, generator: torch.Generator | None) -> Tensor:
@@ -163,34 +160,6 @@ def as_heads(arrays: Arrays, q: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Tokens as KV heads: arrays of num_tokens * num_kv_heads heads and q [1, num_tokens * num_qo_heads, head_dim]."""
     tiled = join_heads(split_heads(arrays) * q.shape[0]) if arrays else {}
     return tiled, q.reshape(1, -1, q.shape[2])
-
-
-def int8_queries(arrays: Arrays, q: Tensor) -> Tensor:
-    """Queries as the anchor selection's kernel for Hopper rounds them. (It rounds rows' sums, too: not here.)
-
-    There a score is a sum of integers: the codes of a key times the query, which is rounded to INT8 after it is
-    multiplied by the channels' steps. Fine channels so take few of its 255 levels. All query rows of a KV head have one
-    unit, so that their scores can be compared as integers. (In the kernel all rows of a tile have: up to 128.)
-
-    Args:
-        arrays: of a token index, see `TokenIndexBuilder`.
-        q: [num_rows, num_qo_heads, head_dim].
-
-    Returns:
-        The same shape, fp32. What a channel's lowest value adds to a score changes, too, for all tokens alike: no
-        share of attention does.
-    """
-    steps = arrays["keys_scale"][:, None]
-    channels = arrays["channels"].long()[:, None]
-    grouped = q.float().view(q.shape[0], steps.shape[0], -1, q.shape[2]).transpose(0, 1)
-    rows = grouped.flatten(1, 2)
-    channels = channels.expand(-1, rows.shape[1], -1)
-    kept = rows.gather(2, channels) * steps
-    tiny = torch.finfo(torch.float32).tiny
-    unit = (kept.abs().amax(dim=(1, 2), keepdim=True) / 127).clamp_min(tiny)
-    # A channel without steps has one code only, 0.
-    rounded = (kept / unit).round() * unit / steps.clamp_min(tiny)
-    return rows.scatter(2, channels, rounded).view(grouped.shape).transpose(0, 1).reshape(q.shape)
 
 
 OFFLINE_CHANNELS = 16
@@ -250,9 +219,6 @@ parts the product has: Quest (2406.10774), ArkVale (NeurIPS 2024), Double Sparsi
 SAMPLED = {f"{DEFAULT}, sums 1/{every}": every for every in (8, 16, 32)}
 """Rows of the default recipe whose softmax sums a sample only: one token in so many."""
 
-INT8_QUERIES = f"{DEFAULT}, sums 1/16, queries int8"
-"""Row of the default recipe with queries as Hopper's kernel takes them, see `int8_queries`."""
-
 
 def make_methods(names: Sequence[str] | None, seed: int) -> list[Method]:
     """All methods, or those of these names.
@@ -266,7 +232,6 @@ def make_methods(names: Sequence[str] | None, seed: int) -> list[Method]:
     """
     methods = [Method(name, kind, parse_spec(data)) for name, (kind, data) in SPECS.items()]
     methods += [Method(name, "method", parse_spec(TOKENS48), every) for name, every in SAMPLED.items()]
-    methods.append(Method(INT8_QUERIES, "method", parse_spec(TOKENS48), 16, rounds_queries=True))
     generator = torch.Generator().manual_seed(seed)
     methods += [Method(name, "rival", None, generator=generator) for name in ("streaming_llm", "random")]
     known = [method.name for method in methods]

@@ -213,30 +213,6 @@ def test_a_samples_sums_have_rows_of_their_own(bench, tmp_path):
         assert other["points"]["0.05"]["recall"] == pytest.approx(one["points"]["0.05"]["recall"], rel=0.02)
 
 
-def test_int8_queries_have_a_row_of_their_own_and_few_levels(bench, tmp_path):
-    methods = bench.selection_methods
-    # A channel without steps, one with fine ones; a KV head of whose queries nothing is left.
-    steps = torch.tensor([[0.5, 0.0, 0.001], [1.0, 1.0, 1.0]])
-    arrays = {"channels": torch.tensor([[0, 2, 3], [1, 2, 3]]), "keys_scale": steps}
-    q = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
-    q[:, 2:] = 0
-    rounded = methods.int8_queries(arrays, q)
-    assert torch.equal(rounded[:, :2, 1], q[:, :2, 1])
-    unit = (q[:, :2, 0] * 0.5).abs().max() / 127
-    levels = q[:, :2, [0, 3]] * steps[0, [0, 2]] / unit
-    torch.testing.assert_close(rounded[:, :2, [0, 3]] * steps[0, [0, 2]] / unit, levels.round())
-    assert not torch.cat([rounded[:, 2:].flatten(), rounded[:, :2, 2].flatten()]).any()
-    out = tmp_path / "rows.jsonl"
-    names = [f"{methods.DEFAULT}, sums 1/16", methods.INT8_QUERIES]
-    arguments = ["--planted", "4096", "--kinds", "scattered", "--methods", *names, "--keep", "0.05", "--out", str(out)]
-    assert bench.selection.main(arguments) == 0
-    exact, coarse = ([row for row in bench.selection.read_rows(out) if row["method"] == name] for name in names)
-    for one, other in zip(exact, coarse, strict=True):
-        assert (one["spec"], one.get("queries"), other["queries"]) == (other["spec"], None, "int8")
-        assert one["points"]["0.05"]["error"] != other["points"]["0.05"]["error"]
-        assert other["points"]["0.05"]["recall"] == pytest.approx(one["points"]["0.05"]["recall"], rel=0.02)
-
-
 def test_all_tokens_in_one_call_select_what_each_token_alone_does(bench):
     made = planted_prefix(CONFIG)
     methods = bench.selection_methods
