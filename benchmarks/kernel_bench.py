@@ -11,7 +11,7 @@ Attention of one layer: 32 query heads, 8 KV heads of 128, bf16, prefixes and 64
 in random order, CUDA graph replays with a cold L2 cache, medians. Per context and batch: FlashInfer's tensor-core
 decode and cascade, exact and sparse grouped attention (5% of the prefix, times the square root of the group), the
 suffix pass with its merge apart; `--groups 8x4` adds distinct prefixes; `plain` is the suffix pass from position 0
-against FlashInfer on distinct sequences. Plain torch at `--torch-contexts`.
+against FlashInfer on distinct sequences.
 
 Each configuration's output, filled with NaN before, is first compared with an oracle; a red one is written and printed
 as failed, without a time, and the exit status is 1. A row is one JSON line with its provenance. Green rows that the
@@ -54,8 +54,6 @@ from prefix_kernels.grouped_attention import AttentionShape, TunedConfigs
 from prefix_kernels.grouped_attention.tuned import shipped_file
 
 GROUPED = ("exact", "sparse", "suffix")
-#: And up to which batch: in plain torch exact attention takes a millisecond and more per request.
-TORCH = {"exact_torch": 8, "sparse_torch": 32}
 RIVALS = tuple(kernel_rivals.RIVALS)
 
 _USUAL: Row = {
@@ -64,7 +62,6 @@ _USUAL: Row = {
     "groups": [(8, 4)],
     "plain_contexts": [1024, 8192, 32768, 131072],
     "plain_batches": [1, 8, 32],
-    "torch_contexts": [131072],
     "suffix": 64,
     "shape": (32, 8, 128),
     "dtype": "bfloat16",
@@ -77,7 +74,6 @@ _SMOKE: Row = {
     "groups": [(2, 2)],
     "plain_contexts": [80],
     "plain_batches": [2],
-    "torch_contexts": [192],
     "suffix": 21,
     "shape": (4, 2, 32),
     "dtype": "float32",
@@ -111,10 +107,7 @@ def problems(args: argparse.Namespace) -> Iterable[tuple[Sizes, list[str]]]:
     for context in args.contexts:
         shared = [(batch, 1) for batch in args.batches] + [(groups * rows, groups) for groups, rows in args.groups]
         for batch, groups in shared:
-            names = [*args.rivals, *GROUPED]
-            if groups == 1 and context in args.torch_contexts:
-                names += [name for name, most in TORCH.items() if batch <= most]
-            yield Sizes(context, batch, groups, args.suffix, args.page), chosen(args, names)
+            yield Sizes(context, batch, groups, args.suffix, args.page), chosen(args, [*args.rivals, *GROUPED])
     for context in args.plain_contexts:
         for batch in args.plain_batches:
             names = [*(name for name in args.rivals if name == "flashinfer"), "plain"]
@@ -215,7 +208,7 @@ def gated(case: Any, work: Callable[[], Any], gate: Callable[[], Gate], timer: A
 
 
 def fits(args: argparse.Namespace, sizes: Sizes, shape: AttentionShape) -> bool:
-    """Whether the pool leaves room for the oracle and plain torch."""
+    """Whether the pool leaves room for the oracle."""
     if args.smoke:
         return True
     tokens = 1.25 * (sizes.groups * sizes.context + sizes.batch * (sizes.suffix + sizes.page)) * args.layers
@@ -308,7 +301,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--groups", nargs="*", type=group_shape, metavar="GxR", help="distinct prefixes: G groups of R requests (8x4)")
     add("--plain-contexts", **numbers, metavar="TOKENS", help="of plain decode (1024 8192 32768 131072)")
     add("--plain-batches", **numbers, metavar="N", help="requests of plain decode (1 8 32)")
-    add("--torch-contexts", **numbers, metavar="TOKENS", help="where plain torch attends, too (131072)")
     add("--only", nargs="+", metavar="CASE", help="cases of attention (exact sparse suffix plain ...) or selection")
     add("--rivals", nargs="+", choices=[*RIVALS, "none"], help="measured in the same run (both)")
     add("--layers", type=int, default=1, metavar="N", help="attended by one graph, KV of their own (%(default)s)")

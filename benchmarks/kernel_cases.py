@@ -30,7 +30,6 @@ class Case:
         lse: [batch, num_qo_heads] or None.
         reads: `all`, `sparse` or `suffix`.
         config: for the row.
-        eager_too: whether it may be timed without a CUDA graph where none can hold it.
         kept: what must live as long as the graph.
     """
 
@@ -39,7 +38,7 @@ class Case:
     lse: Tensor | None
     reads: str
     config: dict[str, Any] = field(default_factory=dict)
-    eager_too: bool = False
+    eager_too = False
     kept: tuple[Any, ...] = ()
 
     def poison(self) -> None:
@@ -98,33 +97,12 @@ def plain(problem: Problem, configs: Launching) -> Case:
     return _alone(problem, configs(problem.shape, 1), problem.prefix_slots.flatten(), segments, "all")
 
 
-def naive(problem: Problem, reads: str) -> Case:
-    """Plain torch: per request, gather K and V, then torch's attention."""
-    sizes, shape, suffixes = problem.sizes, problem.shape, problem.suffix_slots.long()
-    lists = problem.selected_slots.long() if reads == "sparse" else problem.prefix_slots.long()[:, None]
-    heads = torch.arange(shape.num_kv_heads, device=lists.device)[:, None]
-    out = torch.empty(sizes.batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=problem.q.device)
-
-    def attend(kv: PagedKV) -> None:
-        for row, (q, own) in enumerate(zip(problem.q, suffixes, strict=True)):
-            slots = [part.expand(shape.num_kv_heads, -1) for part in (lists[row // sizes.rows], own)]
-            index = torch.cat(slots, dim=1)
-            k, v = kv.k_cache[index, heads], kv.v_cache[index, heads]
-            tile = q.view(shape.num_kv_heads, shape.gqa, -1)
-            state = torch.nn.functional.scaled_dot_product_attention(tile, k, v, scale=problem.sm_scale)
-            out[row] = state.flatten(0, 1)
-
-    return Case(each_layer(problem, attend), out, None, reads, eager_too=True)
-
-
 #: name -> builder, in the order in which they are measured. Rivals come first (see `kernel_rivals`).
 ATTENTION: dict[str, Callable[[Problem, Launching], Case]] = {
     "exact": exact,
     "sparse": sparse,
     "suffix": suffix,
     "plain": plain,
-    "exact_torch": lambda problem, configs: naive(problem, "all"),
-    "sparse_torch": lambda problem, configs: naive(problem, "sparse"),
 }
 
 

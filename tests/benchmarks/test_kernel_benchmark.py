@@ -23,7 +23,7 @@ from prefix_kernels.grouped_attention.tuned import TileKey
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1"}
-NARROW = ["--contexts", "192", "--groups", "--plain-contexts", "--torch-contexts"]
+NARROW = ["--contexts", "192", "--groups", "--plain-contexts"]
 
 
 def command(*arguments: str | Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -67,8 +67,8 @@ def smoke(tmp_path_factory) -> SimpleNamespace:
 def test_every_case_gives_a_green_row_with_its_provenance(smoke):
     attention = [row for row in smoke.rows if row["bench"] == "attention"]
     found = {(row["case"], row["batch"], row["groups"]) for row in attention}
-    assert found >= {(case, batch, 1) for case in ("exact", "sparse", "suffix", "sparse_torch") for batch in (1, 3)}
-    assert found >= {("exact", 4, 2), ("sparse", 4, 2), ("plain", 2, 2), ("exact_torch", 3, 1)}
+    assert found >= {(case, batch, 1) for case in ("exact", "sparse", "suffix") for batch in (1, 3)}
+    assert found >= {("exact", 4, 2), ("sparse", 4, 2), ("plain", 2, 2)}
     selection = {(row["case"], row["batch"]) for row in smoke.rows if row["bench"] == "selection"}
     names = ("token_index", "token_index_sums16", "token_index_torch")
     assert selection == {(name, batch) for name in names for batch in (1, 3)}
