@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import subprocess
@@ -32,15 +31,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from build_table import read, table
-from dummy_server import SHAPES, Row, write_model
-from engines import append, base_flags, sampling, start_engine, streamed
-from engines import read as read_rows
-from kernel_rows import commit
+from engines import SHAPES, Row, append, base_flags, sampling, start_engine, streamed, unmeasured, write_model
+from kernel_rows import origin
 
 PARTS = ("layer", "prefill", "recording")
 _TRIES = 20
@@ -211,10 +207,16 @@ def brief(row: Row) -> str:
     return f"{row['bench']} {row.get('method', '')} {row['num_tokens']} tokens: {medians}"
 
 
-def known(args: argparse.Namespace, origin: Row) -> list[Row]:
-    """Rows of the result file that were measured as is asked for, at any commit."""
-    rows = read_rows([args.out]) if Path(args.out).exists() else []
-    return [row for row in rows if all(row.get(key) == origin[key] for key in origin if key not in ("date", "commit"))]
+def missing(args: argparse.Namespace, part: str, own: Row) -> list[Row]:
+    """Beginnings of the rows that the result file does not hold yet, measured as is asked for, at any commit."""
+    common: Row = {"config": json.loads(args.config)} if part == "recording" else {}
+    specs = [{"method": spec["method"], "spec": spec, "query_samples": args.query_samples} for spec in args.methods]
+    rows = [
+        {"bench": part, **common, **of_spec, "num_tokens": length, **own}
+        for length in args.lengths
+        for of_spec in (specs if part == "layer" else [{}])
+    ]
+    return unmeasured(args.out, rows, [name for name in rows[0] if name not in ("date", "commit")])
 
 
 def engine_flags(args: argparse.Namespace, folder: Path, *, building: bool) -> list[str]:
@@ -233,26 +235,16 @@ def engine_flags(args: argparse.Namespace, folder: Path, *, building: bool) -> l
 
 def measure(args: argparse.Namespace, part: str, folder: Path) -> None:
     """One part, but for the rows that the result file holds."""
-    origin = provenance(args)
-    done = known(args, origin)
-    common: Row = {"config": json.loads(args.config)} if part == "recording" else {}
-    specs = [{"method": spec["method"], "spec": spec, "query_samples": args.query_samples} for spec in args.methods]
-    keys = [
-        {"bench": part, **common, **own, "num_tokens": length}
-        for length in args.lengths
-        for own in (specs if part == "layer" else [{}])
-    ]
-    keys = [key for key in keys if not any(all(row.get(k) == v for k, v in key.items()) for row in done)]
+    rows = missing(args, part, provenance(args))
 
-    def add(key: Row, measured: Row) -> None:
-        row = {**key, **measured, **origin}
-        append(args.out, row)
-        print(brief(row), flush=True)
+    def add(row: Row, measured: Row) -> None:
+        append(args.out, row | measured)
+        print(brief(row | measured), flush=True)
 
     if part == "layer":
-        for key in keys:
-            add(key, layer_row(args, key["spec"], key["num_tokens"]))
-    elif keys:
+        for row in rows:
+            add(row, layer_row(args, row["spec"], row["num_tokens"]))
+    elif rows:
         building = part == "recording"
         engine = start_engine(engine_flags(args, folder, building=building))
         chunk = {"chunked_prefill_size": engine.tokenizer_manager.server_args.chunked_prefill_size}
@@ -260,11 +252,11 @@ def measure(args: argparse.Namespace, part: str, folder: Path) -> None:
         try:
             for record in (True, False) if building else (None,):
                 prompts.prefill(min(args.lengths), recorded=record)
-            for key in keys:
-                length = key["num_tokens"]
+            for row in rows:
+                length = row["num_tokens"]
                 pairs = args.pairs[min(args.lengths.index(length), len(args.pairs) - 1)]
-                row = recording_row(prompts, length, pairs) if building else prefill_row(prompts, length, args.repeats)
-                add(key, {**row, **chunk})
+                of = recording_row(prompts, length, pairs) if building else prefill_row(prompts, length, args.repeats)
+                add(row, {**of, **chunk})
         finally:
             engine.shutdown()
 
@@ -322,18 +314,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def provenance(args: argparse.Namespace) -> Row:
     """What a row needs to be repeated, beside its key."""
-    import torch
-
-    return {
-        "shape": args.shape,
-        "device": (platform.processor() or "CPU") if args.cpu else torch.cuda.get_device_name(),
-        "sglang": version("sglang"),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "seed": args.seed,
-        "flags": args.sglang_flags,
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    return {"shape": args.shape, "seed": args.seed, "flags": args.sglang_flags, **origin(args)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,9 +34,9 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from decode_plot import name_of, place_of, plot
-from dummy_server import SHAPES, write_model
 from engines import (
     INDEXED,
+    SHAPES,
     STOCK,
     add_arguments,
     append,
@@ -48,6 +48,7 @@ from engines import (
     start_engine,
     streamed,
     unmeasured,
+    write_model,
 )
 
 Row = dict[str, Any]

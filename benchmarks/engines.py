@@ -1,19 +1,27 @@
-"""Engines that benchmarks start: SGLang's flags, the plugin's, requests to them, and where a row comes from."""
+"""SGLang as benchmarks start it: models of a known shape, flags, servers, engines and requests; rows of result files.
+
+Of a model only the configuration is written: SGLang makes the weights (`--load-format dummy`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dummy_server import SHAPES
-from kernel_rows import commit
+from kernel_rows import origin
+
+from sglang_ext.quality.ports import free_ports
 
 Row = dict[str, Any]
 
@@ -24,6 +32,43 @@ INDEXED = ("sparse", "auto")
 
 BUILDING = "building"
 """With `--sparse-attn`; indexes are built beside serving, of what requests turn out to share."""
+
+READY = "The server is fired up and ready to roll!"
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "initializer_range": 0.02,
+}
+
+
+def _shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, dim: int, vocab: int, dtype: str) -> Row:
+    return _LLAMA | {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": 262144,
+        "torch_dtype": dtype,
+    }
+
+
+#: config.json of the models timed. `tiny` is for trying this script, not for figures.
+SHAPES = {
+    "llama-3.1-8b": _shape(4096, 14336, 32, 32, 8, 128, 128256, "bfloat16"),
+    "tiny": _shape(256, 512, 2, 8, 2, 64, 1024, "float32"),
+}
 
 _FLAGS = ["--load-format", "dummy", "--random-seed", "0", "--sampling-backend", "pytorch"]
 _FLAGS += ["--grammar-backend", "none", "--log-level", "info"]
@@ -80,21 +125,8 @@ def layer_plan(name: str, num_layers: int) -> list[Any]:
 
 def provenance(args: argparse.Namespace) -> Row:
     """What a row needs to be repeated, beside its key."""
-    import torch
-
-    return {
-        "shape": args.shape,
-        "page": args.page,
-        "plan": args.plan,
-        "config": json.loads(args.config),
-        "flags": args.sglang_flags,
-        "device": "CPU" if args.cpu else torch.cuda.get_device_name(),
-        "sglang": version("sglang"),
-        "torch": torch.__version__,
-        "commit": args.commit or commit(),
-        "seed": args.seed,
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    settings = {name: getattr(args, name) for name in ("shape", "page", "plan", "seed")}
+    return {**settings, "config": json.loads(args.config), "flags": args.sglang_flags, **origin(args)}
 
 
 def read(paths: Sequence[str]) -> list[Row]:
@@ -104,8 +136,8 @@ def read(paths: Sequence[str]) -> list[Row]:
 
 def unmeasured(path: str, rows: Sequence[Row], key: Sequence[str]) -> list[Row]:
     """Those of the rows that a result file, if it is there, has no row of the same key for."""
-    known = [[row[name] for name in key] for row in read([path])] if Path(path).exists() else []
-    return [row for row in rows if [row[name] for name in key] not in known]
+    known = [[row.get(name) for name in key] for row in read([path])] if Path(path).exists() else []
+    return [row for row in rows if [row.get(name) for name in key] not in known]
 
 
 def append(path: str, row: Row) -> None:
@@ -180,3 +212,52 @@ async def streamed(
             engine.tokenizer_manager.abort_request(rid=rid)
             found.aborted = True
     return found
+
+
+def write_model(folder: Path, shape: str) -> Path:
+    """A model folder for `--load-format dummy`: the configuration alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    return folder
+
+
+def tail(log: Path, size: int = 4000) -> str:
+    return log.read_text(errors="replace")[-size:]
+
+
+@contextmanager
+def launched(flags: Sequence[str], log: Path, seconds: float, port: int | None = None) -> Iterator[str]:
+    """URL of an SGLang server on loopback; ends with its whole process group.
+
+    Args:
+        flags: SGLang's, without ports.
+        log: what the server writes.
+        seconds: how long it may take to start.
+        port: that it listens on; None for any that is free.
+
+    Raises:
+        RuntimeError: it stopped, or was not ready in that time.
+    """
+    free = free_ports(2)
+    port = free[0] if port is None else port
+    command = [sys.executable, "-m", "sglang.launch_server", *flags, "--port", str(port), "--nccl-port", str(free[1])]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        _wait(process, log, seconds)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(20)
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while READY not in tail(log, 20_000):
+        if process.poll() is not None:
+            raise RuntimeError(f"the server stopped; the end of its log:\n{tail(log)}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the server was not ready within {seconds:.0f} s; the end of its log:\n{tail(log)}")
+        time.sleep(0.25)

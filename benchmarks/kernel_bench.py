@@ -183,10 +183,7 @@ def build(problem: Problem, name: str, configs: Launching) -> Case:
 
 def measure(problem: Problem, case: Case, timer: Any) -> Row:
     """The gate first; a time only when it is green."""
-
-    def gate() -> Gate:
-        return problem.gate(case.out, case.lse, case.reads)
-
+    gate = functools.partial(problem.gate, case.out, case.lse, case.reads)
     return gated(case, case.run, gate, timer, problem.kv_bytes(case.reads), len(problem.layers))
 
 
@@ -242,16 +239,15 @@ def selection(args: argparse.Namespace, run: Run) -> None:
                 key |= conditions(args)
                 if run.has(key):
                     continue
-                made = functools.partial(SELECTION[name], shape, batch, context, device_of(args), args.keep)
-                run.add({**key, **attempt(timer, lambda made=made: selection_row(made(), timer))})
+
+                def row(name: str = name, batch: int = batch, context: int = context) -> Row:
+                    one = SELECTION[name](shape, batch, context, device_of(args), args.keep)
+                    return gated(one, one.run, one.check, timer, one.nbytes, 1)
+
+                run.add({**key, **attempt(timer, row)})
                 gc.collect()
             if not args.smoke:
                 torch.cuda.empty_cache()
-
-
-def selection_row(one: Any, timer: Any) -> Row:
-    """As `measure`."""
-    return gated(one, one.run, one.check, timer, one.nbytes, 1)
 
 
 # -- command line ----------------------------------------------------------------------------------------------

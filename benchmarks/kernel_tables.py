@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from kernel_rows import MEMORY_RATE, Row
 
@@ -32,10 +30,7 @@ def tables(rows: Sequence[Row]) -> str:
     for row in rows:
         what = f"sweep, {row['block_m']} rows" if row["bench"] == "tune" else row["bench"]
         groups.setdefault((_title(row), what), []).append(row)
-    return "\n\n".join(
-        f"{title}; {what}\n\n{_sweep(own) if own[0]['bench'] == 'tune' else _table(own)}"
-        for (title, what), own in groups.items()
-    )
+    return "\n\n".join(f"{title}; {what}\n\n{_table(own)}" for (title, what), own in groups.items())
 
 
 def _title(row: Row) -> str:
@@ -57,13 +52,13 @@ def _table(rows: Sequence[Row]) -> str:
     failed = []
     columns = {_column(row): row["batch"] for row in rows}
     for row in rows:
-        name = row["case"] if row.get("suffix", 1) or row["case"] == "plain" else f"{row['case']}, plain"
+        name = _name(row)
         if row["green"]:
             cells.setdefault((name, row["context"]), {})[_column(row)] = _cell(row)
             if row["case"] == "exact":
                 floor = f"{row['bytes'] / MEMORY_RATE * 1e6:.1f}"
                 cells.setdefault(("K and V once, at 4.3 TB/s", row["context"]), {})[_column(row)] = floor
-        else:
+        elif row["bench"] != "tune":  # there a red row is an answer
             why = row.get("error") or f"gate {row['gate']}"
             failed.append(f"**FAILED**: {name}, {row['context']} tokens, {_column(row)}: {why}; no time.\n")
     names = sorted(columns, key=lambda column: ("groups" in column, columns[column]))
@@ -72,6 +67,13 @@ def _table(rows: Sequence[Row]) -> str:
     for (name, context), own in sorted(cells.items(), key=lambda cell: cell[0][1]):
         lines.append(f"| {name} | {context} | " + " | ".join(own.get(column, "-") for column in names) + " |")
     return "\n".join([*failed, *lines])
+
+
+def _name(row: Row) -> str:
+    """The case, of a rival whether it attends what `plain` does, and of a sweep the launch parameters."""
+    if row["bench"] == "tune":
+        return ", ".join([row["case"], *(f"{name} {value}" for name, value in row["launch"].items() if value)])
+    return row["case"] if row.get("suffix", 1) or row["case"] == "plain" else f"{row['case']}, plain"
 
 
 def _column(row: Row) -> str:
@@ -87,26 +89,3 @@ def _cell(row: Row) -> str:
         text += f"; {row['share']:.1%}"
     ratio = row.get("ratio", {}).get("flashinfer")
     return f"{row['us']:.1f} ({text}{'' if ratio is None else f'; {ratio:.2f} x'})"
-
-
-def _sweep(rows: Sequence[Row]) -> str:
-    """What `--tune` measured for one height: its configurations, the fastest first, by the first case."""
-    cases = list(dict.fromkeys((row["case"], row["context"], row["batch"]) for row in rows))
-    times: dict[str, dict[Any, float]] = {}
-    for row in rows:
-        if row["green"]:
-            at = times.setdefault(_configuration(row["launch"]), {})
-            at[row["case"], row["context"], row["batch"]] = row["us"]
-    named = " | ".join(f"{name} {context} x {batch}, us" for name, context, batch in cases)
-    lines = [f"| kernel | block | warps | stages | programs | {named} |", "|---" * (5 + len(cases)) + "|"]
-    for name, of_case in sorted(times.items(), key=lambda item: item[1].get(cases[0], math.inf)):
-        lines.append(f"| {name} | " + " | ".join(f"{of_case[c]:.1f}" if c in of_case else "-" for c in cases) + " |")
-    return "\n".join(lines)
-
-
-def _configuration(launch: Row) -> str:
-    """Cells of a sweep's table."""
-    kernel = "specialized" if launch.get("specialized") else "portable"
-    bound = f" (registers <= {launch['max_registers']})" if launch["max_registers"] else ""
-    block = f"{launch['block_m']} x {launch['block_n']}"
-    return f"{kernel}{bound} | {block} | {launch['num_warps']} | {launch['num_stages']} | {launch['programs_per_sm']}"

@@ -78,7 +78,7 @@ def tune(args: argparse.Namespace, run: Run) -> None:
         configs = space(args, block_m)
         for case in own:
             sweep(args, run, timer, case, block_m, configs)
-    found = best(run.rows, shape, sweep_conditions(args))
+    found = best(run.rows, shape, {"bench": "tune", **conditions(args)})
     gpu = "cpu" if args.smoke else torch.cuda.get_device_name()
     TunedConfigs(gpu, [entry for entry, _ in found]).write(args.tune)
     for entry, count in found:
@@ -91,7 +91,7 @@ def key_of(args: argparse.Namespace, case: tuple[str, int, int], block_m: int, c
     name, context, batch = case
     key = {"case": name, "context": context, "batch": batch}
     key |= {"groups": batch if name == "plain" else 1, "suffix": 0 if name == "plain" else args.suffix}
-    return {**sweep_conditions(args), **key, "block_m": block_m, "launch": dataclasses.asdict(config)}
+    return {"bench": "tune", **conditions(args), **key, "block_m": block_m, "launch": dataclasses.asdict(config)}
 
 
 def sweep(
@@ -119,19 +119,14 @@ def sweep(
         run.failed -= row.get("error", "").startswith("OutOfResources")  # an answer, not a failure
 
 
-def sweep_conditions(args: argparse.Namespace) -> Row:
-    """What all rows of one sweep have in common; times of others are not compared with them."""
-    return {"bench": "tune", **conditions(args)}
-
-
-def best(rows: Iterable[Row], shape: AttentionShape, conditions: Row) -> list[tuple[TunedEntry, int]]:
+def best(rows: Iterable[Row], shape: AttentionShape, common: Row) -> list[tuple[TunedEntry, int]]:
     """Per height the entry of the tuned file, and of how many configurations it is the best.
 
-    Only configurations that are green in every case of their height count, measured under these conditions.
+    Only configurations that are green in every case of their height count, measured with this in common.
     """
     heights: dict[int, dict[str, dict[str, float]]] = {}
     for row in rows:
-        if row["green"] and all(row.get(name) == value for name, value in conditions.items()):
+        if row["green"] and all(row.get(name) == value for name, value in common.items()):
             case = f"{row['case']} {row['context']} x {row['batch']}"
             case += f" + {row['suffix']}" if row["suffix"] else ""
             heights.setdefault(row["block_m"], {}).setdefault(case, {})[json.dumps(row["launch"])] = row["us"]

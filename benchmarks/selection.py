@@ -20,17 +20,23 @@ import argparse
 import dataclasses
 import json
 import lzma
-import platform
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import selection_tables
 import torch
-from kernel_rows import commit
-from selection_data import Item, calibrated_channels, captured_items, make_captures, own_channels, planted_items
+from kernel_rows import origin
+from selection_data import (
+    Item,
+    calibrated_channels,
+    captured_items,
+    captures_missing,
+    make_captures,
+    own_channels,
+    planted_items,
+)
 from selection_methods import Budget, LayerInput, Method, Step, as_heads, make_methods
 from torch import Tensor
 from tqdm import tqdm
@@ -271,7 +277,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model-path", default="models/needle")
     parser.add_argument("--capture-seed", type=int, default=20_000, help="of the first captured document")
-    parser.add_argument("--fp32", action="store_true", help="captures as the model made them instead of in bf16")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS")
     args = parser.parse_args(argv)
     if not (args.table or args.captures or args.planted):
@@ -283,12 +288,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def options_of(args: argparse.Namespace) -> Options:
     """The run's options, with where the rows come from."""
-    device = torch.device(args.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
-    origin = {"device": name, "torch": torch.__version__, "commit": commit(), "date": time.strftime("%Y-%m-%d")}
-    keep = tuple(sorted(args.keep))
-    windows = (args.num_sink, args.num_recent)
-    return Options(device, Pooling(args.pooling), *windows, args.steps, keep, origin)
+    keep, windows = tuple(sorted(args.keep)), (args.num_sink, args.num_recent)
+    return Options(torch.device(args.device), Pooling(args.pooling), *windows, args.steps, keep, origin(args))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -316,17 +317,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
         if args.make_captures:
-            make_captures(
-                args.captures,
-                args.model_path,
-                args.sglang_flags,
-                lengths=args.lengths or [4096, 8192, 16384, 32768],
-                tasks=args.tasks,
-                questions=args.questions,
-                seed=args.capture_seed,
-                bf16=not args.fp32,
-                progress=tqdm,
-            )
+            lengths = args.lengths or [4096, 8192, 16384, 32768]
+            wanted = captures_missing(args.captures, lengths, args.tasks, args.questions)
+            make_captures(wanted, args.model_path, args.sglang_flags, args.capture_seed)
         elif args.table:
             rows = [row for path in args.table for row in read_rows(path)]
             print(selection_tables.tables(rows, args.at))

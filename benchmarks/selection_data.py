@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from selection_methods import OFFLINE_CHANNELS
 from torch import Tensor
+from tqdm import tqdm
 
 from prefix_kernels.testing import PLANTED, planted_config, planted_prefix
 from sglang_ext.calibration import ChannelAccumulator, top_channels
 from sglang_ext.calibration.capture import LayerCapture
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture, save_capture
 from sglang_ext.indexing.base import LayerProfile
-from sglang_ext.quality.tasks import TASKS, make_document
+from sglang_ext.quality.tasks import make_document
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +56,6 @@ class Item:
     item: int
     generator: dict[str, Any] | None
     load: Callable[[torch.device], tuple[list[Layer], float]]
-
-    @property
-    def key(self) -> tuple[str, str, int, int]:
-        return self.source, self.data, self.num_tokens, self.item
 
 
 def capture_files(folder: Path) -> list[tuple[str, int, int, Path]]:
@@ -156,48 +153,37 @@ def _best_channels(prompts: Sequence[Sequence[LayerCapture]]) -> list[LayerProfi
     return [LayerProfile(channels=tuple(map(tuple, of_layer))) for of_layer in best.tolist()]
 
 
-def make_captures(
-    folder: Path,
-    model_path: str,
-    sglang_flags: Sequence[str],
-    *,
-    lengths: Sequence[int],
-    tasks: Sequence[str] = tuple(TASKS),
-    questions: int,
-    seed: int,
-    bf16: bool,
-    progress: Callable[[Sequence[Any]], Any] = iter,
-) -> None:
-    """Run the model over every task, length and question through SGLang; files that exist are kept.
+Wanted = tuple[str, int, int, Path]
+"""Task, tokens, question and file of a capture."""
 
-    Each question has a document of its own.
-    """
+
+def captures_missing(folder: Path, lengths: Sequence[int], tasks: Sequence[str], questions: int) -> list[Wanted]:
+    """What a folder, made where it is not there, does not hold yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [
+    return [
         (task, length, i, path)
         for length in lengths
         for task in tasks
         for i in range(questions)
         if not (path := folder / f"{task}_{length}_{i}.safetensors").exists()
     ]
+
+
+def make_captures(wanted: Sequence[Wanted], model_path: str, sglang_flags: Sequence[str], seed: int) -> None:
+    """Run the model over them through SGLang. Each question has a document of its own; captures are kept in bf16."""
     if not wanted:
         return
     from sglang_ext.cli.capturing import CaptureSession
 
     with CaptureSession(model_path, sglang_flags) as session:
-        for task, length, i, path in progress(wanted):
+        for task, length, i, path in tqdm(wanted):
             document = make_document(task, seed + i, num_tokens=length, num_questions=1)
             question = document.questions[0]
             prefix = session.tokens.of_text(document.text)
             ids = session.tokens.of_text(f"{document.text} {question.text}")
             if ids[: len(prefix)] != prefix:
                 raise ValueError(f"expected the document's tokens at the head of the prompt of {path.name}, got others")
-            capture = session.capture(
-                path.stem, ids, prefix_len=len(prefix), decode_steps=question.max_new_tokens - 1
-            ).behind(len(prefix))
-            save_capture(_in_bf16(capture) if bf16 else capture, path)
-
-
-def _in_bf16(capture: PromptCapture) -> PromptCapture:
-    narrow = {name: getattr(capture, name).bfloat16() for name in ("queries", "keys", "values")}
-    return dataclasses.replace(capture, **narrow)
+            steps = question.max_new_tokens - 1
+            capture = session.capture(path.stem, ids, prefix_len=len(prefix), decode_steps=steps).behind(len(prefix))
+            narrow = {name: getattr(capture, name).bfloat16() for name in ("queries", "keys", "values")}
+            save_capture(dataclasses.replace(capture, **narrow), path)

@@ -44,6 +44,11 @@ class Step(NamedTuple):
     pooling: Pooling
     budgets: tuple[Budget, ...]
 
+    @property
+    def common(self) -> dict[str, Any]:
+        """As selectors take it."""
+        return {"prefix_len": self.prefix_len, "sm_scale": self.sm_scale, "pooling": self.pooling}
+
 
 class LayerInput(NamedTuple):
     """What a layer's index is built from.
@@ -113,33 +118,20 @@ class Method:
         scores: Tensor | None = None
         chosen = []
         for budget in step.budgets:
+            windows = (budget.num_sink, budget.num_recent)
             # Of the block that the budget cuts, a selector takes the first tokens; equal scores would leave it to topk.
             if isinstance(self.way, TwoLevelSpec | UnionSpec | ABSparseSpec):
-                chosen.append(self._select(arrays, q, step, budget))
+                sizes = {"budget": budget.tokens, "num_sink": budget.num_sink, "num_recent": budget.num_recent}
+                chosen.append(make_selector(self.way).select(arrays, q, **sizes, **step.common))
                 continue
             scores = self._scores(arrays, q, num_rows, step) if scores is None else scores
-            windows = (budget.num_sink, budget.num_recent)
             chosen.append(top_k_selection(scores, budget.tokens, *windows, 1, step.prefix_len))
         return chosen
 
-    def _select(self, arrays: Arrays, q: Tensor, step: Step, budget: Budget) -> Selection:
-        assert isinstance(self.way, IndexSpec)
-        return make_selector(self.way).select(
-            arrays,
-            q,
-            prefix_len=step.prefix_len,
-            budget=budget.tokens,
-            num_sink=budget.num_sink,
-            num_recent=budget.num_recent,
-            sm_scale=step.sm_scale,
-            pooling=step.pooling,
-        )
-
     def _scores(self, arrays: Arrays, q: Tensor, num_rows: int, step: Step) -> Tensor:
-        common = {"prefix_len": step.prefix_len, "sm_scale": step.sm_scale, "pooling": step.pooling}
         if self.way is None:
             return unread_scores(self.name, num_rows, step.prefix_len, self.generator).to(q.device)
-        return make_selector(self.way, self.sum_every).token_scores(arrays, q, **common)
+        return make_selector(self.way, self.sum_every).token_scores(arrays, q, **step.common)
 
 
 def unread_scores(name: str, num_rows: int, prefix_len: int, generator: torch.Generator | None) -> Tensor:

@@ -29,12 +29,10 @@ Row = dict[str, Any]
 
 
 def tables(rows: Sequence[Row], keep_ratios: Sequence[float]) -> str:
-    """Everything as Markdown: generators, tables by source, length and keep ratio, the winner."""
+    """Everything as Markdown: tables by source, length and keep ratio, the winner."""
     parts = []
     for source in sorted({row["source"] for row in rows}):
         own = [row for row in rows if row["source"] == source]
-        if source == "planted":
-            parts.append(_generators(own))
         for length in sorted({row["num_tokens"] for row in own}):
             here = [row for row in own if row["num_tokens"] == length]
             parts += [_table(here, keep, f"{source}, {length} tokens") for keep in keep_ratios]
@@ -66,22 +64,6 @@ def _table(rows: Sequence[Row], keep: float, title: str) -> str:
             f"| {_mean(row['stored_share'] for row in own):.1%} | {_mean(p['read_share'] for p in points):.1%} "
             f"| {_mean(row['build_seconds'] for row in own):.2f} |"
         )
-    return "\n".join(lines)
-
-
-def _generators(rows: Sequence[Row]) -> str:
-    seen: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in rows:
-        seen.setdefault((row["data"], row["num_tokens"]), row["generator"])
-    names = ["num_topics", "hits_per_topic", "span", "strength", "shift", "noise", "rope_base", "margin", "seed"]
-    lines = [
-        "**planted data** (`prefix_kernels.testing.PlantedConfig`)",
-        "",
-        f"| kind | tokens | {' | '.join(names)} |",
-        "|---" * (len(names) + 2) + "|",
-    ]
-    for (kind, tokens), config in sorted(seen.items(), key=lambda entry: (entry[0][1], entry[0][0])):
-        lines.append(f"| {kind} | {tokens} | {' | '.join(f'{config[name]:.4g}' for name in names)} |")
     return "\n".join(lines)
 
 

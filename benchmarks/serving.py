@@ -39,22 +39,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dummy_server import SHAPES, launched, tail, write_model
 from engines import (
     BUILDING,
     INDEXED,
+    SHAPES,
     STOCK,
     add_arguments,
     append,
     base_flags,
+    launched,
     plugin_flags,
     provenance,
     read,
+    tail,
     unmeasured,
+    write_model,
 )
-from serving_runs import RUNS, bench, commands, context_tokens, figures, pool_tokens, sizes_of
+from serving_runs import RUNS, bench, commands, context_tokens, figures, pool_tokens, sizes_of, write_tokenizer
 from serving_table import table
-from word_tokenizer import write_tokenizer
 
 Row = dict[str, Any]
 

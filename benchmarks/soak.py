@@ -31,16 +31,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from engines import sampling, start_engine, streamed
-from kernel_rows import commit
+from kernel_rows import origin
 from replay import Options, replay, replay_good
 from soak_sparse import SparseTraffic, built, memory, same, sparse_config
 from verdicts import GOOD, TOO_FEW, chance, detectable, excusing, verdict
@@ -248,14 +246,6 @@ def main() -> int:
     return 0 if row["good"] else 1
 
 
-@contextmanager
-def timed(into: dict[str, float], name: str) -> Iterator[None]:
-    """Seconds of what is done here."""
-    begun = time.monotonic()
-    yield
-    into[name] = time.monotonic() - begun
-
-
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All traffic on one engine, then the replay; the row.
 
@@ -263,8 +253,6 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         args: the command line.
         folder: receives the store, the trace and the traced requests.
     """
-    import torch
-
     config = sparse_config(args, folder) if args.sparse_seconds else json.loads(args.config)
     (folder / "store").mkdir()
     flags = ["--model-path", args.model_path, "--sparse-attn", "--sparse-attn-store", str(folder / "store")]
@@ -278,15 +266,17 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         used = {"before": memory(engine)}
         for name, seconds in (("control", args.control), ("shared", args.seconds)):
             if seconds:
-                with timed(ran, name):
-                    engine.loop.run_until_complete(soak.traffic(references, seconds, name))
+                begun = time.monotonic()
+                engine.loop.run_until_complete(soak.traffic(references, seconds, name))
+                ran[name] = time.monotonic() - begun
         if args.sparse_seconds:
             used["between"] = memory(engine)
             sparse = SparseTraffic(engine, args, folder, partial(soak.one, references, "beside"))
-            with timed(ran, "sparse"):
-                ended = engine.loop.run_until_complete(sparse.run(args.sparse_seconds / 2))
-                used["halfway"] = memory(engine)  # what grows once has grown: what grows on, leaks
-                ended = ended and engine.loop.run_until_complete(sparse.run(args.sparse_seconds / 2))
+            begun = time.monotonic()
+            ended = engine.loop.run_until_complete(sparse.run(args.sparse_seconds / 2))
+            used["halfway"] = memory(engine)  # what grows once has grown: what grows on, leaks
+            ended = ended and engine.loop.run_until_complete(sparse.run(args.sparse_seconds / 2))
+            ran["sparse"] = time.monotonic() - begun
             waits, found = [sparse.longest_wait], {"sparse": sparse.found, "sparse prompts": {"tokens": sparse.tokens}}
         left = held(engine)
         used["after"] = memory(engine)
@@ -333,11 +323,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "sum_every": parse_profiled(json.dumps(config), args.model_path)[0].summed_every,
         "flags": args.sglang_flags,
         "dtype": dtype,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "sglang": version("sglang"),
-        "torch": torch.__version__,
-        "commit": args.commit or commit(),
-        "date": time.strftime("%Y-%m-%d"),
+        **origin(args),
     }
 
 

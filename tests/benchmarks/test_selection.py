@@ -178,7 +178,7 @@ def test_table(bench, measured, capsys):
     assert "Least time where 1/8 of the layers select: **" in text
 
 
-def test_planted_rows_carry_their_generator_and_easy_data_are_refused(bench, tmp_path, monkeypatch, capsys):
+def test_planted_rows_carry_their_generator_and_easy_data_are_refused(bench, tmp_path):
     out = tmp_path / "rows.jsonl"
     names = ["oracle", "tokens int4", "random", "streaming_llm"]
     arguments = ["--planted", "4096", "--kinds", "clustered", "--out", str(out), *WINDOWS, "--methods", *names]
@@ -186,8 +186,6 @@ def test_planted_rows_carry_their_generator_and_easy_data_are_refused(bench, tmp
     rows = bench.selection.read_rows(out)
     assert {row["data"] for row in rows} == {"clustered", "clustered_rope"}
     assert rows[0]["generator"]["span"] == 16
-    assert bench.selection.main(["--table", str(out)]) == 0
-    assert "| clustered | 4096 | 32 | 32 | 16 |" in capsys.readouterr().out
     for row in rows:
         spoiled = json.loads(json.dumps(row))
         spoiled["points"]["0.2"]["recall"] = 0.6

@@ -15,7 +15,7 @@ from tests.server.jobs import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-MODULES = ("serving", "serving_runs", "serving_table", "word_tokenizer")
+MODULES = ("serving", "serving_runs", "serving_table")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def cells(table: str) -> list[list[str]]:
 def test_the_tokenizer_gives_back_what_it_was_made_of(bench: SimpleNamespace, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     count = 5000
-    bench.word_tokenizer.write_tokenizer(tmp_path, count)
+    bench.runs.write_tokenizer(tmp_path, count)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = list(range(count))
     assert tokenizer.encode(tokenizer.decode(ids)) == ids
@@ -47,7 +47,7 @@ def test_the_tokenizer_gives_back_what_it_was_made_of(bench: SimpleNamespace, tm
     messages = [{"role": "system", "content": "0 1"}, {"role": "user", "content": "2"}]
     chat = tokenizer.apply_chat_template(messages, tokenize=False)
     assert tokenizer.encode(chat) == [0, 1, 2]
-    assert len(set(bench.word_tokenizer.words(128256))) == 128256
+    assert len(set(bench.runs.words(128256))) == 128256
 
 
 def test_sizes_can_be_changed_one_by_one(bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,12 +145,14 @@ def test_the_table_takes_shares_of_the_fastest_prefill(build: Any, tmp_path: Pat
 
 def test_rows_of_the_file_are_skipped_and_those_of_another_origin_are_not(build: Any, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    args = build.parse(["--out", str(out)])
-    assert build.known(args, ORIGIN) == []
-    row = {"bench": "prefill", "num_tokens": 64, "chunk": "8", **ORIGIN}
-    out.write_text(json.dumps(row) + "\n")
-    assert build.known(args, {**ORIGIN, "date": "later", "commit": "b"}) == [row]
-    assert build.known(args, {**ORIGIN, "shape": "other"}) == []
+    args = build.parse(["--out", str(out), "--lengths", "64", "128"])
+    first, second = build.missing(args, "prefill", ORIGIN)
+    assert (first["num_tokens"], second["num_tokens"]) == (64, 128)
+    out.write_text(json.dumps(first) + "\n")
+    assert build.missing(args, "prefill", {**ORIGIN, "date": "later", "commit": "b"})[0]["num_tokens"] == 128
+    assert len(build.missing(args, "prefill", {**ORIGIN, "shape": "other"})) == 2
+    assert len(build.missing(args, "recording", ORIGIN)) == 2
+    assert len(build.missing(args, "layer", ORIGIN)) == 2 * len(args.methods)
 
 
 def test_builds_and_recording_met_their_limits(build: Any) -> None:
