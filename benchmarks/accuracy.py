@@ -17,26 +17,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.metadata import version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kernel_rows import commit
+from engines import append, launched, read
+from kernel_rows import origin
 
 from sglang_ext.config import parse_profiled
 from sglang_ext.quality.evaluate import ask_many, keep_ratio_between, paired, server_state
-from sglang_ext.quality.ports import free_ports
 from sglang_ext.quality.tasks import TASKS, Document, make_document
+
+START_SECONDS = 300.0
+"""That a server may take to start."""
 
 #: Questions per document where fewer are right: few needles must stay few, and many quotes from one small
 #: vocabulary would repeat pairs of words, which makes the task another one than the model learned.
@@ -61,41 +58,6 @@ def prebuild(args: argparse.Namespace, docs: dict[tuple[str, int], list[Document
     command += ["--prompts", str(prompts), "--store", str(args.store), "--sparse-attn-config", args.config]
     command += ["--report", str(folder / "prebuild.jsonl"), "--", *args.sglang_flags]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
-@contextmanager
-def running_server(args: argparse.Namespace, log: Path) -> Iterator[str]:
-    """A server with --sparse-attn on a free port; ends with its whole process group."""
-    port, nccl_port = free_ports(2)
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model_path, "--port", str(port)]
-    command += ["--nccl-port", str(nccl_port)]
-    command += ["--sparse-attn", "--sparse-attn-store", str(args.store), "--sparse-attn-config", args.config]
-    command += args.sglang_flags
-    with log.open("w") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait(url, server, log)
-        yield url
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-
-
-def _wait(url: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise RuntimeError(f"the server stopped; the end of its log:\n{log.read_text()[-3000:]}")
-        try:
-            with urllib.request.urlopen(url + "/health", timeout=30):  # an error until its own first request is through
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise RuntimeError(f"the server did not answer within {seconds:.0f} s:\n{log.read_text()[-3000:]}")
 
 
 def measure(url: str, docs: Sequence[Document], concurrency: int) -> dict[str, Any]:
@@ -136,22 +98,13 @@ def measure(url: str, docs: Sequence[Document], concurrency: int) -> dict[str, A
 
 def provenance(args: argparse.Namespace) -> dict[str, Any]:
     """What a row needs to be repeated."""
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
     return {
-        "device": gpu,
-        "sglang": version("sglang"),
-        "torch": torch.__version__,
+        **origin(args),
+        **{name: getattr(args, name) for name in ("questions", "seed", "concurrency")},
         "model": args.model_path,
-        "commit": args.commit or commit(),
-        "questions": args.questions,
-        "seed": args.seed,
-        **({"concurrency": args.concurrency} if "concurrency" in args else {}),
         "config": json.loads(args.config),
         "sum_every": parse_profiled(args.config, args.model_path)[0].summed_every,
         "flags": args.sglang_flags,
-        "date": time.strftime("%Y-%m-%d"),
     }
 
 
@@ -161,16 +114,14 @@ def table(paths: Sequence[str]) -> str:
         "| task | tokens | backend | questions | dense | sparse | difference [95%] | keep ratio | sparse steps |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for path in paths:
-        for text in Path(path).read_text().splitlines():
-            row = json.loads(text)
-            share = row["sparse_rows"] / (row["sparse_rows"] + row["dense_rows_in_sparse_pass"])
-            lines.append(
-                f"| {row['task']} | {row['num_tokens']} | {_backend(row['flags'])} | {row['count']} "
-                f"| {row['dense']:.1%} | {row['sparse']:.1%} "
-                f"| {row['difference']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}] "
-                f"| {row['keep_ratio']:.1%} | {share:.1%} |"
-            )
+    for row in read(paths):
+        share = row["sparse_rows"] / (row["sparse_rows"] + row["dense_rows_in_sparse_pass"])
+        lines.append(
+            f"| {row['task']} | {row['num_tokens']} | {_backend(row['flags'])} | {row['count']} "
+            f"| {row['dense']:.1%} | {row['sparse']:.1%} "
+            f"| {row['difference']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}] "
+            f"| {row['keep_ratio']:.1%} | {share:.1%} |"
+        )
     return "\n".join(lines)
 
 
@@ -183,7 +134,7 @@ def summary(paths: Sequence[str]) -> str:
     ]
     for path in paths:
         cells: dict[tuple[str, str, float, int, int], list[dict[str, Any]]] = {}
-        for row in map(json.loads, Path(path).read_text().splitlines()):
+        for row in read([path]):
             config = row["config"]
             method, backend = config.get("method", "its default"), _backend(row["flags"])
             # Rows without one are of before it was the default.
@@ -238,12 +189,10 @@ def main() -> None:
         print(summary(args.summary))
         return
     out = Path(args.out)
-    origin = provenance(args)
+    known = provenance(args)
     same = ("config", "sum_every", "flags", "sglang", "model", "questions", "seed", "concurrency")
-    done = set()
-    if out.exists():
-        rows = map(json.loads, out.read_text().splitlines())
-        done = {(r["task"], r["num_tokens"]) for r in rows if all(r.get(key) == origin[key] for key in same)}
+    rows = read([args.out]) if out.exists() else []
+    done = {(row["task"], row["num_tokens"]) for row in rows if all(row.get(key) == known[key] for key in same)}
     wanted = [(task, length) for length in args.lengths for task in args.tasks if (task, length) not in done]
     if not wanted:
         print(f"{out} holds all rows asked for; nothing to measure")
@@ -253,11 +202,12 @@ def main() -> None:
         folder = Path(name)
         args.store = args.store or folder / "store"
         prebuild(args, docs, folder)
-        with running_server(args, folder / "server.log") as url:
+        flags = ["--model-path", args.model_path, "--sparse-attn", "--sparse-attn-store", str(args.store)]
+        flags += ["--sparse-attn-config", args.config, *args.sglang_flags]
+        with launched(flags, folder / "server.log", START_SECONDS) as url:
             for (task, length), group in docs.items():
-                row = {"task": task, "num_tokens": length, **measure(url, group, args.concurrency), **origin}
-                with out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                row = {"task": task, "num_tokens": length, **measure(url, group, args.concurrency), **known}
+                append(args.out, row)
                 print(
                     f"{task:18s} {length:6d} dense {row['dense']:.3f} sparse {row['sparse']:.3f} "
                     f"diff {row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}] "

@@ -3,18 +3,16 @@
 The Llama-3.1-8B shape with SGLang's dummy weights, in bf16, on one GPU. Three parts, each row one JSON line:
 
 `layer`      each method's builder by itself on random keys and queries of one layer: median seconds, bytes
-`prefill`    stock SGLang without our flag, per chunk size: seconds to the first token
-`recording`  one server with `--sparse-attn` and `build: prefill`, at the fastest of these chunk sizes: pairs of
-             prompts, one recorded and one not (per-request opt-out), in alternating order; what each build took
+`prefill`    stock SGLang without our flag: seconds to the first token
+`recording`  one engine with `--sparse-attn` and `build: prefill`: pairs of prompts, one recorded and one not
+             (per-request opt-out), in alternating order; what each build took
 
-    python benchmarks/build.py --out build.jsonl --check        # all parts, about 5 minutes on an H200
+    python benchmarks/build.py --out build.jsonl                # all parts, about 5 minutes on an H200
     python benchmarks/build.py --table build.jsonl
     python benchmarks/build.py --out tiny.jsonl --shape tiny --lengths 1024 2048     # a CPU is enough
 
-The time of a prefill is the client's time to the first streamed token, with its request parsed and admitted. Every
-prompt is new: random tokens, radix cache off. The limits of `--check`: building takes at most 10% of the fastest
-prefill of that length in the file, recording makes a prefill at most 3% slower (median of the pairs' ratios), and the
-fastest prefill of 131,072 tokens is no slower than 14.8 s on the H200, so that the 10% mean something.
+The time of a prefill is the caller's time to the first streamed token, with its request admitted. Every
+prompt is new: random tokens, radix cache off. Shares are of the fastest prefill of that length in the file.
 
 Dummy weights are uniform in -0.001..0.001: keys and queries are finite and tiny, attention is near uniform. They
 serve to time, never to judge a selection. Rows that the file holds already are skipped.
@@ -24,28 +22,34 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from build_table import Groups, fastest_prefill, read, table
-from dummy_server import SHAPES, Row, Server, prefill, running_server, tail
-from kernel_rows import commit
-from timing import timed
+from build_table import read, table
+from engines import SHAPES, Row, append, base_flags, sampling, start_engine, streamed, unmeasured, write_model
+from kernel_rows import origin
 
-MAX_BUILD_SHARE = 0.10
-MAX_RECORDING_RATIO = 1.03
-#: Slowest prefill, in seconds, that a share of it may be taken of; by (shape, tokens), on the H200.
-SLOWEST_PREFILL = {("llama-3.1-8b", 131072): 14.8}
+PARTS = ("layer", "prefill", "recording")
+_TRIES = 20
+"""Prompts that are timed in vain, at most: on a busy machine two tokens often come together."""
 
 
-# -- rows ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Timing:
+    """Of one request, seconds since it was sent: its first token, and its end, by when an index was stored."""
+
+    rid: str
+    first: float
+    end: float
 
 
 def spread(values: Sequence[float]) -> Row:
@@ -53,13 +57,62 @@ def spread(values: Sequence[float]) -> Row:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "values": list(values)}
 
 
-def prefill_row(server: Server, num_tokens: int, repeats: int) -> Row:
-    """Seconds to the first token on a stock server."""
-    seconds = [prefill(server, num_tokens, recorded=None).first for _ in range(repeats)]
-    return {"seconds": spread(seconds), "chunked_prefill_size": server.chunk}
+class Prompts:
+    """New prompts for one engine, each timed.
+
+    Args:
+        engine: SGLang's, started.
+        vocab: token ids below this.
+        seed: of prompts.
+        events: file in which a building engine reports.
+    """
+
+    def __init__(self, engine: Any, vocab: int, seed: int, events: Path) -> None:
+        self._engine, self._vocab, self._seed, self._events = engine, vocab, seed, events
+        self._sent = 0
+
+    def prefill(self, num_tokens: int, *, recorded: bool | None) -> Timing:
+        """Time a new prompt. Two tokens are generated: the build comes with the last one, so the first is before it.
+
+        Args:
+            num_tokens: of the prompt.
+            recorded: in a building engine, whether this prompt is recorded and indexed; None in a stock one.
+
+        Raises:
+            RuntimeError: a token was cached, or the first token came together with the second every time.
+        """
+        for _ in range(_TRIES):
+            self._sent += 1
+            rid, rng = f"build-{self._sent}", random.Random(f"{self._seed}-{self._sent}")
+            ids = rng.choices(range(16, self._vocab), k=num_tokens)
+            asked = streamed(self._engine, ids, sampling(2, dense=recorded is False), rid=rid)
+            got = self._engine.loop.run_until_complete(asked)
+            if got.meta.get("cached_tokens"):
+                raise RuntimeError(f"expected no cached token, got {got.meta['cached_tokens']}")
+            (first, first_at), (last, last_at) = got.arrivals[0], got.arrivals[-1]
+            if (first, last) == (1, 2):
+                return Timing(rid, first_at - got.begun, last_at - got.begun)
+        raise RuntimeError(f"expected the first token before the second one, got {got.arrivals}")
+
+    def event(self, rid: str, timeout: float = 60.0) -> Row:
+        """What the scheduler process reported of a request's index."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for text in self._events.read_text().splitlines() if self._events.exists() else []:
+                with suppress(json.JSONDecodeError):  # a line that is being written
+                    event: Row = json.loads(text)
+                    if event["rid"] == rid:
+                        return event
+            time.sleep(0.02)
+        raise RuntimeError(f"expected a report of request {rid} within {timeout:.0f} s, got none")
 
 
-def recording_row(server: Server, num_tokens: int, pairs: int) -> Row:
+def prefill_row(prompts: Prompts, num_tokens: int, repeats: int) -> Row:
+    """Seconds to the first token in a stock engine."""
+    return {"seconds": spread([prompts.prefill(num_tokens, recorded=None).first for _ in range(repeats)])}
+
+
+def recording_row(prompts: Prompts, num_tokens: int, pairs: int) -> Row:
     """Pairs of a recorded and an unrecorded prompt, and what became of the recorded ones.
 
     Raises:
@@ -68,11 +121,11 @@ def recording_row(server: Server, num_tokens: int, pairs: int) -> Row:
     plain, recorded, held, events = [], [], [], []
     for number in range(pairs):
         for record in (True, False) if number % 2 else (False, True):  # drift of the clocks hits both alike
-            timing = prefill(server, num_tokens, recorded=record)
-            event = server.event(timing.rid)
+            timing = prompts.prefill(num_tokens, recorded=record)
+            event = prompts.event(timing.rid)
             wanted = "built" if record else "skipped"
             if event["status"] != wanted:
-                raise RuntimeError(f"expected {timing.rid} to be {wanted}, got {event}:\n{tail(server.log)}")
+                raise RuntimeError(f"expected {timing.rid} to be {wanted}, got {event}")
             if record:
                 recorded.append(timing.first)
                 held.append(timing.end - timing.first)
@@ -92,8 +145,23 @@ def recording_row(server: Server, num_tokens: int, pairs: int) -> Row:
         "held": spread(held),
         "other_seconds": parts,
         **last,
-        "chunked_prefill_size": server.chunk,
     }
+
+
+def timed(work: Callable[[], Any], *, cpu: bool) -> tuple[Any, float]:
+    """What `work` returns, and its seconds: by CUDA events, host gaps between kernels included."""
+    if cpu:
+        begun = time.perf_counter()
+        return work(), time.perf_counter() - begun
+    import torch
+
+    torch.cuda.synchronize()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    result = work()
+    stop.record()
+    torch.cuda.synchronize()
+    return result, start.elapsed_time(stop) / 1e3
 
 
 def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
@@ -132,130 +200,65 @@ def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
     }
 
 
-# -- a run -----------------------------------------------------------------------------------------------------
-
-
-class Run:
-    """Rows of one result file: what it holds is skipped, what is measured is written at once."""
-
-    def __init__(self, out: Path, origin: Row) -> None:
-        self._out = out
-        self._origin = origin
-        self.rows: list[Row] = []
-        if out.exists():
-            same = {name: value for name, value in origin.items() if name not in ("date", "commit")}
-            found = map(json.loads, out.read_text().splitlines())
-            self.rows = [row for row in found if all(row.get(name) == value for name, value in same.items())]
-
-    def has(self, **key: Any) -> bool:
-        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
-
-    def add(self, measured: Row, **key: Any) -> None:
-        row = {**key, **measured, **self._origin}
-        with self._out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        self.rows.append(row)
-        print(brief(row), flush=True)
-
-
 def brief(row: Row) -> str:
-    """One row for the terminal."""
-    if row["bench"] == "recording":
-        return (
-            f"recording {row['num_tokens']:7d} tokens, chunks of {row['chunk']}: plain {row['plain']['median']:.3f} s, "
-            f"recorded {row['recorded']['median']:.3f} s, ratio {row['ratio']['median']:.4f} "
-            f"[{row['ratio']['min']:.4f}, {row['ratio']['max']:.4f}], build {row['build']['median']:.3f} s, "
-            f"until stored and verified {row['held']['median']:.3f} s"
-        )
-    what = f"layer {row['method']}" if row["bench"] == "layer" else f"prefill, chunks of {row['chunk']}"
-    seconds = row["seconds"]
-    return (
-        f"{what} {row['num_tokens']:7d} tokens: {seconds['median']:.4f} s [{seconds['min']:.4f}, {seconds['max']:.4f}]"
-    )
+    """One row for the terminal: medians, in seconds."""
+    names = [name for name in ("seconds", "plain", "recorded", "ratio", "build", "held") if name in row]
+    medians = ", ".join(f"{name} {row[name]['median']:.4f}" for name in names)
+    return f"{row['bench']} {row.get('method', '')} {row['num_tokens']} tokens: {medians}"
 
 
-def measure_layers(args: argparse.Namespace, run: Run) -> None:
-    for num_tokens in args.lengths:
-        for spec in args.methods:
-            key = {"bench": "layer", "method": spec["method"], "spec": spec, "num_tokens": num_tokens}
-            key["query_samples"] = args.query_samples
-            if not run.has(**key):
-                run.add(layer_row(args, spec, num_tokens), **key)
-    if not args.cpu:
-        import torch
-
-        torch.cuda.empty_cache()
-
-
-def measure_prefill(args: argparse.Namespace, run: Run, folder: Path) -> None:
-    for chunk in args.chunked_prefill_sizes:
-        keys = [{"bench": "prefill", "chunk": chunk, "num_tokens": num_tokens} for num_tokens in args.lengths]
-        keys = [key for key in keys if not run.has(**key)]
-        if keys:
-            try:
-                with running_server(args, folder, chunk, building=False) as server:
-                    prefill(server, min(args.lengths), recorded=None)
-                    for key in keys:
-                        run.add(prefill_row(server, key["num_tokens"], args.repeats), **key)
-            except RuntimeError as error:
-                if not run.has(bench="prefill"):
-                    raise
-                print(f"chunks of {chunk}: not measured: {error}", file=sys.stderr, flush=True)  # another one was
+def missing(args: argparse.Namespace, part: str, own: Row) -> list[Row]:
+    """Beginnings of the rows that the result file does not hold yet, measured as is asked for, at any commit."""
+    common: Row = {"config": json.loads(args.config)} if part == "recording" else {}
+    specs = [{"method": spec["method"], "spec": spec, "query_samples": args.query_samples} for spec in args.methods]
+    rows = [
+        {"bench": part, **common, **of_spec, "num_tokens": length, **own}
+        for length in args.lengths
+        for of_spec in (specs if part == "layer" else [{}])
+    ]
+    return unmeasured(args.out, rows, [name for name in rows[0] if name not in ("date", "commit")])
 
 
-def fastest_chunk(rows: Sequence[Row], chunks: Sequence[str]) -> str:
-    """The chunk size whose prefill of the longest prompts was the fastest; the first one when none was measured."""
-    timed = [row for row in rows if row["bench"] == "prefill" and row["chunk"] in chunks]
-    longest = max((row["num_tokens"] for row in timed), default=0)
-    timed = [row for row in timed if row["num_tokens"] == longest]
-    return str(min(timed, key=lambda row: row["seconds"]["median"])["chunk"]) if timed else chunks[0]
+def engine_flags(args: argparse.Namespace, folder: Path, *, building: bool) -> list[str]:
+    """Command line of a stock engine, or of one that builds; those after `--` come last and win."""
+    longest = max(args.lengths)
+    flags = [*base_flags(args, "flashinfer", write_model(folder / "model", args.shape)), "--skip-tokenizer-init"]
+    flags += ["--disable-radix-cache", "--max-running-requests", "4", "--context-length", str(longest + 64)]
+    flags += ["--max-total-tokens", str(longest + 8192), *([] if args.cpu else ["--disable-decode-cuda-graph"])]
+    if building:
+        (folder / "store").mkdir()
+        config = {**json.loads(args.config), "build": "prefill", "build_report": str(folder / "events.jsonl")}
+        flags += ["--sparse-attn", "--sparse-attn-store", str(folder / "store")]
+        flags += ["--sparse-attn-config", json.dumps(config)]
+    return [*flags, *args.sglang_flags]
 
 
-def measure_recording(args: argparse.Namespace, run: Run, folder: Path) -> None:
-    chunk = fastest_chunk(run.rows, args.chunked_prefill_sizes)
-    config = json.loads(args.config)
-    keys = [{"bench": "recording", "chunk": chunk, "config": config, "num_tokens": n} for n in args.lengths]
-    keys = [key for key in keys if not run.has(**key)]
-    if not keys:
-        return
-    with running_server(args, folder, chunk, building=True) as server:
-        for record in (True, False):
-            prefill(server, min(args.lengths), recorded=record)
-        for key in keys:
-            pairs = args.pairs[min(args.lengths.index(key["num_tokens"]), len(args.pairs) - 1)]
-            run.add(recording_row(server, key["num_tokens"], pairs), **key)
+def measure(args: argparse.Namespace, part: str, folder: Path) -> None:
+    """One part, but for the rows that the result file holds."""
+    rows = missing(args, part, provenance(args))
 
+    def add(row: Row, measured: Row) -> None:
+        append(args.out, row | measured)
+        print(brief(row | measured), flush=True)
 
-# -- what came out ---------------------------------------------------------------------------------------------
-
-
-def broken_limits(rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
-    """Which limits the rows exceed, or cannot show; empty when all hold."""
-    fastest = fastest_prefill(rows)
-    broken = []
-    for num_tokens in args.lengths:
-        found = [row for row in rows if row["bench"] == "recording" and row["num_tokens"] == num_tokens]
-        if not found:
-            broken.append(f"{num_tokens} tokens: expected a row of bench 'recording', found none; run without --only")
-        for row in found:
-            share, ratio = row["build"]["median"] / fastest[num_tokens], row["ratio"]["median"]
-            if share > MAX_BUILD_SHARE:
-                broken.append(
-                    f"{num_tokens} tokens: expected a build of at most {MAX_BUILD_SHARE:.0%} of the prefill, "
-                    f"got {share:.1%} ({row['build']['median']:.3f} of {fastest[num_tokens]:.3f} s)"
-                )
-            if ratio > MAX_RECORDING_RATIO:
-                broken.append(
-                    f"{num_tokens} tokens: expected recording to take at most {MAX_RECORDING_RATIO} times "
-                    f"the plain prefill, got {ratio:.4f}"
-                )
-        slowest = None if args.cpu else SLOWEST_PREFILL.get((args.shape, num_tokens))
-        if slowest is not None and fastest.get(num_tokens, 0.0) > slowest:
-            broken.append(
-                f"{num_tokens} tokens: expected a prefill of at most {slowest} s, got {fastest[num_tokens]:.2f} s; "
-                "try other --chunked-prefill-sizes"
-            )
-    return broken
+    if part == "layer":
+        for row in rows:
+            add(row, layer_row(args, row["spec"], row["num_tokens"]))
+    elif rows:
+        building = part == "recording"
+        engine = start_engine(engine_flags(args, folder, building=building))
+        chunk = {"chunked_prefill_size": engine.tokenizer_manager.server_args.chunked_prefill_size}
+        prompts = Prompts(engine, int(SHAPES[args.shape]["vocab_size"]), args.seed, folder / "events.jsonl")
+        try:
+            for record in (True, False) if building else (None,):
+                prompts.prefill(min(args.lengths), recorded=record)
+            for row in rows:
+                length = row["num_tokens"]
+                pairs = args.pairs[min(args.lengths.index(length), len(args.pairs) - 1)]
+                of = recording_row(prompts, length, pairs) if building else prefill_row(prompts, length, args.repeats)
+                add(row, {**of, **chunk})
+        finally:
+            engine.shutdown()
 
 
 # -- command line ----------------------------------------------------------------------------------------------
@@ -278,12 +281,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="build.jsonl", help="result file; rows are appended")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
-    parser.add_argument("--check", action="store_true", help="fail when a limit is exceeded, also with --table")
-    parser.add_argument("--only", nargs="+", choices=["layer", "prefill", "recording"], help="parts to measure")
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS, help="parts to measure")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 131072], metavar="TOKENS")
-    parser.add_argument("--chunked-prefill-sizes", nargs="+", default=["8192", "32768"], metavar="TOKENS|default")
-    parser.add_argument("--config", default="{}", help="--sparse-attn-config of the building server, as JSON")
+    parser.add_argument("--page", type=int, default=64)
+    parser.add_argument("--config", default="{}", help="--sparse-attn-config of the building engine, as JSON")
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -300,7 +303,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, help="where the temporary store and logs lie")
-    parser.add_argument("--start-seconds", type=float, default=300.0, help="how long a server may take to start")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of the device")
     args = parser.parse_args(argv)
     args.lengths = sorted(set(args.lengths))
@@ -312,52 +314,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def provenance(args: argparse.Namespace) -> Row:
     """What a row needs to be repeated, beside its key."""
-    import torch
-
-    return {
-        "shape": args.shape,
-        "device": (platform.processor() or "CPU") if args.cpu else torch.cuda.get_device_name(),
-        "sglang": version("sglang"),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "seed": args.seed,
-        "flags": args.sglang_flags,
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    return {"shape": args.shape, "seed": args.seed, "flags": args.sglang_flags, **origin(args)}
 
 
-def broken_in(groups: Groups, lengths: Sequence[int]) -> list[str]:
-    """`broken_limits` of files, each group with the limits of its own shape and device."""
-    broken = []
-    for (shape, device, _), rows in groups.items():
-        args = argparse.Namespace(lengths=lengths, shape=shape, cpu="NVIDIA" not in device)
-        broken += broken_limits(rows, args)
-    return broken
-
-
-def report(broken: Sequence[str]) -> int:
-    """Print what `broken_limits` found; the exit status."""
-    print("\n".join(broken) or "all limits hold")
-    return 1 if broken else 0
-
-
-def main() -> int:
-    """Measure what the result file does not hold yet; returns the exit status."""
-    args = parse()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, each part in a process of its own, what the result file does not hold yet; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = parse(argv)
     if args.table:
-        groups = read(args.table)
-        print(table(groups))
-        return report(broken_in(groups, args.lengths)) if args.check else 0
-    run = Run(Path(args.out), provenance(args))
-    parts = args.only or ["layer", "prefill", "recording"]
-    with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        if "layer" in parts:
-            measure_layers(args, run)
-        if "prefill" in parts:
-            measure_prefill(args, run, Path(name))
-        if "recording" in parts:
-            measure_recording(args, run, Path(name))
-    return report(broken_limits(run.rows, args)) if args.check else 0
+        print(table(read(args.table)))
+        return 0
+    if args.part:
+        with tempfile.TemporaryDirectory(dir=args.dir) as name:
+            measure(args, args.part, Path(name))
+        return 0
+    commands = [[sys.executable, __file__, "--part", part, *argv] for part in args.only]
+    return max(abs(subprocess.run(command, check=False).returncode) for command in commands)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from dummy_server import Row
+from engines import Row
+from engines import read as read_rows
 
 Groups = dict[tuple[str, str, str], list[Row]]
 
@@ -24,10 +23,8 @@ def fastest_prefill(rows: Sequence[Row]) -> dict[int, float]:
 def read(paths: Sequence[str]) -> Groups:
     """Rows of result files by shape, device and version of SGLang."""
     groups: Groups = {}
-    for path in paths:
-        for text in Path(path).read_text().splitlines():
-            row = json.loads(text)
-            groups.setdefault((row["shape"], row["device"], row["sglang"]), []).append(row)
+    for row in read_rows(paths):
+        groups.setdefault((row["shape"], row["device"], row["sglang"]), []).append(row)
     return groups
 
 
@@ -50,7 +47,7 @@ def _server_lines(rows: Sequence[Row], fastest: dict[int, float]) -> list[str]:
     lines[0] += " until verified s | index of KV |"
     lines.append("|" + "---|" * 10)
     for row in sorted((r for r in rows if r["bench"] != "layer"), key=lambda r: (r["num_tokens"], r["bench"])):
-        chunk = f"{row['chunked_prefill_size']}" if row["chunk"] == "default" else row["chunk"]
+        chunk = row["chunked_prefill_size"]
         if row["bench"] == "prefill":
             lines.append(f"| {row['num_tokens']} | {chunk} | stock | {_range(row['seconds'], 3)} | | | | | | |")
             continue

@@ -23,12 +23,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -36,8 +34,22 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from decode_plot import name_of, place_of, plot
-from dummy_server import SHAPES, write_model
-from engines import INDEXED, STOCK, add_arguments, base_flags, plugin_flags, provenance, read
+from engines import (
+    INDEXED,
+    SHAPES,
+    STOCK,
+    add_arguments,
+    append,
+    base_flags,
+    plugin_flags,
+    provenance,
+    read,
+    sampling,
+    start_engine,
+    streamed,
+    unmeasured,
+    write_model,
+)
 
 Row = dict[str, Any]
 
@@ -93,14 +105,9 @@ class Cell:
         async def run() -> list[tuple[int, float]]:
             others = [asyncio.create_task(self._generate(one, tokens + SPARE + batch, stock)) for one in prompts[1:]]
             await asyncio.sleep(0)
-            arrivals = []
-            stream = await self._engine.async_generate(
-                input_ids=prompts[0], sampling_params=_sampling(tokens, stock), stream=True
-            )
-            async for chunk in stream:
-                arrivals.append((int(chunk["meta_info"]["completion_tokens"]), time.perf_counter()))
+            measured = await streamed(self._engine, prompts[0], sampling(tokens, dense=stock))
             await asyncio.gather(*others)
-            return arrivals
+            return measured.arrivals
 
         return counted_steps(self._wait(run()))
 
@@ -113,7 +120,7 @@ class Cell:
         return [self._rng.randrange(10, self._vocab) for _ in range(count)]
 
     async def _generate(self, prompt: list[int], tokens: int, stock: bool = False) -> Any:
-        return await self._engine.async_generate(input_ids=prompt, sampling_params=_sampling(tokens, stock))
+        return await self._engine.async_generate(input_ids=prompt, sampling_params=sampling(tokens, dense=stock))
 
     def _wait(self, awaitable: Any) -> Any:
         return self._engine.loop.run_until_complete(awaitable)
@@ -129,37 +136,21 @@ def counted_steps(arrivals: Sequence[tuple[int, float]]) -> list[float]:
     ]
 
 
-def _sampling(tokens: int, stock: bool) -> Row:
-    own = {"custom_params": {"sparse_attn": False}} if stock else {}
-    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **own}
-
-
 def missing(args: argparse.Namespace, origin: Row) -> list[Row]:
     """Beginnings of the rows that the result file does not hold yet, in the order in which they are measured."""
     engine = origin["engine"]
     paths = {"plugin": ("shared", "stock")}.get(engine, ("stock",) if engine in STOCK else (engine,))
-    known = [_key(row) for row in read([args.out])] if Path(args.out).exists() else []
     cells = [
         {**origin, "path": path, "context": context, "batch": batch}
         for context in args.contexts
         for batch in args.batches
         for path in paths
     ]
-    return [row for row in cells if _key(row) not in known]
-
-
-def _key(row: Row) -> list[Any]:
-    return [row[key] for key in KEY]
+    return unmeasured(args.out, cells, KEY)
 
 
 def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     """One start of one engine: all of its cells that the result file does not hold yet."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.server_args import prepare_server_args
-
     origin = {"engine": engine, "start": start, "tokens": args.tokens, **provenance(args)}
     wanted = missing(args, origin)
     if not wanted:
@@ -167,7 +158,7 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         model, store = write_model(Path(name) / "model", args.shape), Path(name) / "store"
         store.mkdir()
-        running = Engine(server_args=prepare_server_args(engine_flags(args, engine, model, store)))
+        running = start_engine(engine_flags(args, engine, model, store))
         try:
             cell = Cell(running, args.seed + start, int(SHAPES[args.shape]["vocab_size"]))
             for row in wanted:
@@ -176,8 +167,7 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
                 steps = cell.steps(row["context"], row["batch"], args.tokens, stock=row["path"] == "stock")
                 ours = {name: count - before[name] for name, count in cell.counted().items()}
                 row |= {"steps": len(steps), **ours, **_times(steps)}
-                with Path(args.out).open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                append(args.out, row)
                 print(
                     f"{engine:10s} {row['path']:6s} {row['context']:7d} tokens, batch {row['batch']:3d}: "
                     f"{row['ms']:8.3f} ms ({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {ours}",
@@ -226,6 +216,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], metavar="REQUESTS")
     parser.add_argument("--tokens", type=int, default=240, help="generated by the measured request")
     add_arguments(parser)
+    parser.add_argument("--plot", metavar="FILE.png", help="with --table: draw the same rows, too")
     parser.add_argument("--logs", type=Path, help="folder that keeps the engines' logs")
     parser.add_argument("--out", default="decode.jsonl", help="result file; rows are appended")
     parser.add_argument("--one", nargs=2, metavar=("ENGINE", "START"), help=argparse.SUPPRESS)

@@ -1,17 +1,27 @@
-"""Engines that `decode.py` and `serving.py` compare: SGLang's flags, the plugin's, and where a row comes from."""
+"""SGLang as benchmarks start it: models of a known shape, flags, servers, engines and requests; rows of result files.
+
+Of a model only the configuration is written: SGLang makes the weights (`--load-format dummy`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dummy_server import SHAPES
-from kernel_rows import commit
+from kernel_rows import origin
+
+from sglang_ext.quality.ports import free_ports
 
 Row = dict[str, Any]
 
@@ -22,6 +32,43 @@ INDEXED = ("sparse", "auto")
 
 BUILDING = "building"
 """With `--sparse-attn`; indexes are built beside serving, of what requests turn out to share."""
+
+READY = "The server is fired up and ready to roll!"
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "initializer_range": 0.02,
+}
+
+
+def _shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, dim: int, vocab: int, dtype: str) -> Row:
+    return _LLAMA | {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": 262144,
+        "torch_dtype": dtype,
+    }
+
+
+#: config.json of the models timed. `tiny` is for trying this script, not for figures.
+SHAPES = {
+    "llama-3.1-8b": _shape(4096, 14336, 32, 32, 8, 128, 128256, "bfloat16"),
+    "tiny": _shape(256, 512, 2, 8, 2, 64, 1024, "float32"),
+}
 
 _FLAGS = ["--load-format", "dummy", "--random-seed", "0", "--sampling-backend", "pytorch"]
 _FLAGS += ["--grammar-backend", "none", "--log-level", "info"]
@@ -39,7 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
-    parser.add_argument("--plot", metavar="FILE.png", help="with --table: draw the same rows, too")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of each server")
 
 
@@ -79,23 +125,139 @@ def layer_plan(name: str, num_layers: int) -> list[Any]:
 
 def provenance(args: argparse.Namespace) -> Row:
     """What a row needs to be repeated, beside its key."""
-    import torch
-
-    return {
-        "shape": args.shape,
-        "page": args.page,
-        "plan": args.plan,
-        "config": json.loads(args.config),
-        "flags": args.sglang_flags,
-        "device": "CPU" if args.cpu else torch.cuda.get_device_name(),
-        "sglang": version("sglang"),
-        "torch": torch.__version__,
-        "commit": args.commit or commit(),
-        "seed": args.seed,
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    settings = {name: getattr(args, name) for name in ("shape", "page", "plan", "seed")}
+    return {**settings, "config": json.loads(args.config), "flags": args.sglang_flags, **origin(args)}
 
 
 def read(paths: Sequence[str]) -> list[Row]:
     """Rows of result files."""
     return [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
+
+
+def unmeasured(path: str, rows: Sequence[Row], key: Sequence[str]) -> list[Row]:
+    """Those of the rows that a result file, if it is there, has no row of the same key for."""
+    known = [[row.get(name) for name in key] for row in read([path])] if Path(path).exists() else []
+    return [row for row in rows if [row.get(name) for name in key] not in known]
+
+
+def append(path: str, row: Row) -> None:
+    """Write one more row."""
+    with Path(path).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def start_engine(flags: Sequence[str]) -> Any:
+    """SGLang's engine in this process, with the plugins that are installed."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import prepare_server_args
+
+    return Engine(server_args=prepare_server_args(list(flags)))
+
+
+def sampling(tokens: int, *, dense: bool = False) -> Row:
+    """Sampling parameters: greedy, so many tokens; dense: opted out of the plugin."""
+    own = {"custom_params": {"sparse_attn": False}} if dense else {}
+    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **own}
+
+
+@dataclass
+class Streamed:
+    """What came of a request.
+
+    Attributes:
+        tokens: ids that were generated.
+        meta: SGLang's, of the last piece.
+        begun: when it was sent, seconds of `time.perf_counter`.
+        arrivals: of each piece, how many tokens there were by then, and when it came.
+        aborted: whether it was, by us.
+    """
+
+    tokens: list[int]
+    meta: Row
+    begun: float
+    arrivals: list[tuple[int, float]]
+    aborted: bool = False
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that the next piece was waited for, at most."""
+        times = [self.begun, *(seconds for _, seconds in self.arrivals)]
+        return max((after - before for before, after in pairwise(times)), default=0.0)
+
+
+async def streamed(
+    engine: Any, prompt: Sequence[int], parameters: Row, *, rid: str | None = None, end_at: int = 0, **options: Any
+) -> Streamed:
+    """Ask an engine of this process, streamed.
+
+    Args:
+        engine: SGLang's.
+        prompt: token ids.
+        parameters: from `sampling`.
+        rid: the request's id.
+        end_at: abort it when so many tokens have come; 0: never.
+        options: of `async_generate`.
+    """
+    found = Streamed([], {}, time.perf_counter(), [])
+    stream = await engine.async_generate(
+        input_ids=list(prompt), sampling_params=parameters, stream=True, rid=rid, **options
+    )
+    async for chunk in stream:
+        found.tokens, found.meta = list(chunk["output_ids"]), chunk["meta_info"]  # all so far
+        found.arrivals.append((int(found.meta["completion_tokens"]), time.perf_counter()))
+        if end_at and not found.aborted and len(found.tokens) >= end_at:
+            engine.tokenizer_manager.abort_request(rid=rid)
+            found.aborted = True
+    return found
+
+
+def write_model(folder: Path, shape: str) -> Path:
+    """A model folder for `--load-format dummy`: the configuration alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    return folder
+
+
+def tail(log: Path, size: int = 4000) -> str:
+    return log.read_text(errors="replace")[-size:]
+
+
+@contextmanager
+def launched(flags: Sequence[str], log: Path, seconds: float, port: int | None = None) -> Iterator[str]:
+    """URL of an SGLang server on loopback; ends with its whole process group.
+
+    Args:
+        flags: SGLang's, without ports.
+        log: what the server writes.
+        seconds: how long it may take to start.
+        port: that it listens on; None for any that is free.
+
+    Raises:
+        RuntimeError: it stopped, or was not ready in that time.
+    """
+    free = free_ports(2)
+    port = free[0] if port is None else port
+    command = [sys.executable, "-m", "sglang.launch_server", *flags, "--port", str(port), "--nccl-port", str(free[1])]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        _wait(process, log, seconds)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(20)
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while READY not in tail(log, 20_000):
+        if process.poll() is not None:
+            raise RuntimeError(f"the server stopped; the end of its log:\n{tail(log)}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the server was not ready within {seconds:.0f} s; the end of its log:\n{tail(log)}")
+        time.sleep(0.25)

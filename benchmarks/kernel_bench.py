@@ -1,14 +1,21 @@
-"""Command line of `kernels.py`: measures decode attention and selection, correctness first.
+#!/usr/bin/env python3
+"""Decode kernels, correctness first: exact and sparse attention of prefix groups, and selection, beside rivals.
+
+    python benchmarks/kernel_bench.py attention --out rows.jsonl            # a GPU with FlashInfer; minutes
+    python benchmarks/kernel_bench.py attention --tune H200.json --out tune.jsonl
+    python benchmarks/kernel_bench.py selection --out rows.jsonl
+    python benchmarks/kernel_bench.py --table rows.jsonl
+    python benchmarks/kernel_bench.py attention --smoke --out tiny.jsonl    # a CPU is enough
 
 Attention of one layer: 32 query heads, 8 KV heads of 128, bf16, prefixes and 64 private tokens a request, pages of 16
 in random order, CUDA graph replays with a cold L2 cache, medians. Per context and batch: FlashInfer's tensor-core
 decode and cascade, exact and sparse grouped attention (5% of the prefix, times the square root of the group), the
 suffix pass with its merge apart; `--groups 8x4` adds distinct prefixes; `plain` is the suffix pass from position 0
-against FlashInfer on distinct sequences. Naive torch forms at `--naive-contexts`.
+against FlashInfer on distinct sequences.
 
-Each configuration's output, filled with NaN before, is first compared with an fp64 oracle; a red one is written and
-printed as failed, without a time, and the exit status is 1. A row is one JSON line with its provenance. Green rows that
-the file holds already are not measured again; --seconds ends a run between two problems, so that the next one goes on.
+Each configuration's output, filled with NaN before, is first compared with an oracle; a red one is written and printed
+as failed, without a time, and the exit status is 1. A row is one JSON line with its provenance. Green rows that the
+file holds already are not measured again, so an interrupted run goes on.
 
 `bytes` are K and V that must be read, each once; `share` is of 4.3 TB/s. `ratio` is a rival's time over ours, both from
 this run.
@@ -27,23 +34,51 @@ import gc
 import hashlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+if "--smoke" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import kernel_rivals
+import kernel_tables
+import torch
+from kernel_cases import ATTENTION, Case, Launching
+from kernel_problem import Gate, Problem, Sizes, make_problem
 from kernel_rows import MEMORY_RATE, Row, Run, provenance
+from kernel_selection import SELECTION
+from kernel_timing import CpuTimer, GpuTimer
 
-if TYPE_CHECKING:
-    from kernel_cases import Case, Launching
-    from kernel_problem import Gate, Problem, Sizes
-
-    from prefix_kernels.grouped_attention import AttentionShape
+from prefix_kernels.grouped_attention import AttentionShape, TunedConfigs
+from prefix_kernels.grouped_attention.tuned import shipped_file
 
 GROUPED = ("exact", "sparse", "suffix")
-#: And up to which batch: the naive forms of exact attention take a millisecond and more per request.
-NAIVE = {"exact_loops": 8, "exact_vector": 8, "sparse_loops": 32, "sparse_vector": 32}
-RIVALS = ("flashinfer", "flashinfer_cascade")
+RIVALS = tuple(kernel_rivals.RIVALS)
+
+_USUAL: Row = {
+    "contexts": [131072, 8192, 32768, 65536, 262144],
+    "batches": [1, 8, 32, 64],
+    "groups": [(8, 4)],
+    "plain_contexts": [1024, 8192, 32768, 131072],
+    "plain_batches": [1, 8, 32],
+    "suffix": 64,
+    "shape": (32, 8, 128),
+    "dtype": "bfloat16",
+    "rivals": list(RIVALS),
+}
+#: What --smoke measures where the command line says nothing else: all of the path, in seconds.
+_SMOKE: Row = {
+    "contexts": [192],
+    "batches": [1, 3],
+    "groups": [(2, 2)],
+    "plain_contexts": [80],
+    "plain_batches": [2],
+    "suffix": 21,
+    "shape": (4, 2, 32),
+    "dtype": "float32",
+    "rivals": [],
+}
 
 
 # -- attention -------------------------------------------------------------------------------------------------
@@ -51,9 +86,6 @@ RIVALS = ("flashinfer", "flashinfer_cascade")
 
 def attention(args: argparse.Namespace, run: Run) -> None:
     """All problems that are asked for."""
-    import torch
-    from kernel_cases import ATTENTION
-
     known(args, [*RIVALS, *ATTENTION])
     shape, timer, configs = shape_of(args), timer_of(args), launching_of(args)
     run.origin["null_us"] = round(timer.null_us(), 2)
@@ -62,25 +94,20 @@ def attention(args: argparse.Namespace, run: Run) -> None:
         missing = [name for name in names if not run.has(keys[name])]
         if any(name not in RIVALS for name in missing):  # a ratio is of one run
             missing = [name for name in names if name in missing or name in RIVALS]
-        if not missing or out_of_time(args) or not fits(args, sizes, shape):
+        if not missing or not fits(args, sizes, shape):
             continue
         measure_problem(args, run, timer, shape, sizes, {name: keys[name] for name in missing}, configs)
         gc.collect()
-        if not args.cpu:
+        if not args.smoke:
             torch.cuda.empty_cache()
 
 
 def problems(args: argparse.Namespace) -> Iterable[tuple[Sizes, list[str]]]:
     """Sizes and the cases measured at them, in the order of the arguments."""
-    from kernel_problem import Sizes
-
     for context in args.contexts:
         shared = [(batch, 1) for batch in args.batches] + [(groups * rows, groups) for groups, rows in args.groups]
         for batch, groups in shared:
-            names = [*args.rivals, *GROUPED]
-            if groups == 1 and context in args.naive_contexts:
-                names += [name for name, most in NAIVE.items() if batch <= most]
-            yield Sizes(context, batch, groups, args.suffix, args.page), chosen(args, names)
+            yield Sizes(context, batch, groups, args.suffix, args.page), chosen(args, [*args.rivals, *GROUPED])
     for context in args.plain_contexts:
         for batch in args.plain_batches:
             names = [*(name for name in args.rivals if name == "flashinfer"), "plain"]
@@ -96,19 +123,11 @@ def chosen(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
 
 def attention_key(args: argparse.Namespace, name: str, sizes: Sizes) -> Row:
     """What identifies a row."""
-    return {
-        "bench": "attention",
-        "case": name,
-        **dataclasses.asdict(sizes),
-        "keep": args.keep,
-        **conditions(args),
-    }
+    return {"bench": "attention", "case": name, **dataclasses.asdict(sizes), **conditions(args)}
 
 
 def launching_of(args: argparse.Namespace) -> Launching:
     """Launch parameters: of --tuned, else the package's own. `main` sets --tuned to what is shipped for this GPU."""
-    from prefix_kernels.grouped_attention import TunedConfigs
-
     return TunedConfigs.read(args.tuned) if args.tuned else TunedConfigs("none")
 
 
@@ -117,10 +136,8 @@ def conditions(args: argparse.Namespace) -> Row:
     return {
         "shape": list(args.shape),
         "dtype": args.dtype,
-        "flush": args.flush,
-        "in_graph": args.in_graph,
+        "keep": args.keep,
         "layers": args.layers,
-        "overlapped": args.overlapped,
         "tuned": args.tuned.name if args.tuned else None,
         "tuned_sha256": hashlib.sha256(args.tuned.read_bytes()).hexdigest() if args.tuned else None,
     }
@@ -136,10 +153,7 @@ def measure_problem(
     configs: Launching,
 ) -> None:
     """One pool, all of its cases."""
-    import torch
-    from kernel_problem import make_problem
-
-    problem = make_problem(shape, sizes, args.keep, torch.device("cpu" if args.cpu else "cuda"), args.seed, args.layers)
+    problem = make_problem(shape, sizes, args.keep, device_of(args), args.seed, args.layers)
     rivals: dict[str, float] = {}
     for name, key in keys.items():
         row = attempt(timer, lambda name=name: measure(problem, build(problem, name, configs), timer))
@@ -164,50 +178,37 @@ def attempt(timer: Any, work: Callable[[], Row]) -> Row:
 
 def build(problem: Problem, name: str, configs: Launching) -> Case:
     """A case by its name."""
-    if name in RIVALS:
-        import kernel_rivals
-
-        return kernel_rivals.RIVALS[name](problem)
-    from kernel_cases import ATTENTION
-
-    return ATTENTION[name](problem, configs)
+    return kernel_rivals.RIVALS[name](problem) if name in RIVALS else ATTENTION[name](problem, configs)
 
 
 def measure(problem: Problem, case: Case, timer: Any) -> Row:
     """The gate first; a time only when it is green."""
-    replay = timer.prepare(case.run, eager_too=case.eager_too)
+    gate = functools.partial(problem.gate, case.out, case.lse, case.reads)
+    return gated(case, case.run, gate, timer, problem.kv_bytes(case.reads), len(problem.layers))
+
+
+def gated(case: Any, work: Callable[[], Any], gate: Callable[[], Gate], timer: Any, nbytes: int, layers: int) -> Row:
+    """The row of what was poisoned, run once and found right; times and bytes are those of one layer."""
+    replay = timer.prepare(work, eager_too=case.eager_too)
     case.poison()
     replay()
-    row = gate_row(problem.gate(case.out, case.lse, case.reads), timer)
-    row |= {"config": case.config, "graph": replay is not case.run}
-    if not row["green"]:
-        return row
-    return {**row, **time_row(timer, replay, case.run, problem.kv_bytes(case.reads), len(problem.layers))}
-
-
-def gate_row(gate: Gate, timer: Any) -> Row:
-    figures = {name: float(f"{value:.3g}") for name, value in gate.figures.items()}
-    return {"green": gate.green, "gate": figures, "gate_share": round(gate.error, 4), "meaningful": timer.meaningful}
-
-
-def time_row(timer: Any, replay: Any, work: Any, nbytes: int | None, layers: int = 1) -> Row:
-    """Times of one layer; `nbytes` are those of one, too."""
-    times = timer.time(replay, work).over(layers)
-    row: Row = {name: round(value, 3) for name, value in dataclasses.asdict(times).items()}
-    if nbytes is not None:
+    found = gate()
+    figures = {name: float(f"{value:.3g}") for name, value in found.figures.items()}
+    row: Row = {"green": found.green, "gate": figures, "gate_share": round(found.error, 4)}
+    row |= {"meaningful": timer.meaningful, "config": case.config, "graph": replay is not work}
+    if row["green"]:
+        times = timer.time(replay).over(layers)
         rate = nbytes / (times.us * 1e-6)
+        row |= {name: round(value, 3) for name, value in dataclasses.asdict(times).items()}
         row |= {"bytes": nbytes, "bytes_per_s": round(rate), "share": round(rate / MEMORY_RATE, 4)}
     return row
 
 
 def fits(args: argparse.Namespace, sizes: Sizes, shape: AttentionShape) -> bool:
-    """Whether the pool leaves room for the oracle and the naive forms."""
-    if args.cpu:
+    """Whether the pool leaves room for the oracle."""
+    if args.smoke:
         return True
-    import torch
-
-    tokens = 1.25 * (sizes.groups * sizes.context + sizes.batch * (sizes.suffix + sizes.page))
-    tokens *= args.layers
+    tokens = 1.25 * (sizes.groups * sizes.context + sizes.batch * (sizes.suffix + sizes.page)) * args.layers
     needed = tokens * shape.num_kv_heads * (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize + (8 << 30)
     free = torch.cuda.mem_get_info()[0]
     if needed > free:
@@ -220,69 +221,53 @@ def is_fatal(error: BaseException) -> bool:
     text = str(error).lower()
     words = ("illegal memory access", "illegal instruction", "misaligned address", "unspecified launch failure")
     lost = any(word in text for word in (*words, "device-side assert", "invalid program counter"))
-    return lost or type(error).__name__ == "RivalMissingError"
+    return lost or isinstance(error, kernel_rivals.RivalMissingError)
 
 
 # -- selection -------------------------------------------------------------------------------------------------
 
 
 def selection(args: argparse.Namespace, run: Run) -> None:
-    """All pipelines of the registry, or those of --only."""
-    import torch
-    from kernel_cases import SELECTION
-
+    """All of `SELECTION`, or those of --only."""
     known(args, SELECTION)
     shape, timer = shape_of(args), timer_of(args)
     run.origin["null_us"] = round(timer.null_us(), 2)
-    device = torch.device("cpu" if args.cpu else "cuda")
     for context in args.contexts:
         for batch in args.batches:
             for name in args.only or SELECTION:
                 key = {"bench": "selection", "case": name, "context": context, "batch": batch, "groups": 1}
                 key |= conditions(args)
-                if run.has(key) or out_of_time(args):
+                if run.has(key):
                     continue
-                made = functools.partial(SELECTION[name], shape, batch, context, device)
-                run.add({**key, **attempt(timer, lambda made=made: pipeline_row(made(), timer))})
+
+                def row(name: str = name, batch: int = batch, context: int = context) -> Row:
+                    one = SELECTION[name](shape, batch, context, device_of(args), args.keep)
+                    return gated(one, one.run, one.check, timer, one.nbytes, 1)
+
+                run.add({**key, **attempt(timer, row)})
                 gc.collect()
-            if not args.cpu:
+            if not args.smoke:
                 torch.cuda.empty_cache()
-
-
-def pipeline_row(pipeline: Any, timer: Any) -> Row:
-    """As `measure`, for an object with run() and check()."""
-    run = pipeline.run  # once: every access makes another bound method, and it is compared below
-    replay = timer.prepare(run, eager_too=getattr(pipeline, "eager_too", False))
-    if hasattr(pipeline, "poison"):
-        pipeline.poison()
-    replay()
-    row = gate_row(pipeline.check(), timer)
-    row |= {"config": getattr(pipeline, "config", {}), "graph": replay is not run}
-    if not row["green"]:
-        return row
-    return {**row, **time_row(timer, replay, run, getattr(pipeline, "nbytes", None))}
 
 
 # -- command line ----------------------------------------------------------------------------------------------
 
 
+def device_of(args: argparse.Namespace) -> torch.device:
+    """A GPU, but for --smoke."""
+    return torch.device("cpu" if args.smoke else "cuda")
+
+
 def shape_of(args: argparse.Namespace) -> AttentionShape:
-    import torch
-
-    from prefix_kernels.grouped_attention import AttentionShape
-
+    """Of the layer."""
     dtype = getattr(torch, args.dtype)
     num_qo_heads, num_kv_heads, head_dim = args.shape
     return AttentionShape(num_qo_heads, num_kv_heads, head_dim, head_dim, dtype, dtype)
 
 
 def timer_of(args: argparse.Namespace) -> Any:
-    import torch
-    from kernel_timing import CpuTimer, GpuTimer
-
-    if args.cpu:
-        return CpuTimer()
-    return GpuTimer(torch.device("cuda"), seconds=args.row_seconds, flush=args.flush, in_graph=args.in_graph)
+    """Of the device."""
+    return CpuTimer() if args.smoke else GpuTimer(torch.device("cuda"))
 
 
 def known(args: argparse.Namespace, names: Iterable[str]) -> None:
@@ -292,58 +277,90 @@ def known(args: argparse.Namespace, names: Iterable[str]) -> None:
         raise SystemExit(f"expected --only among {', '.join(names)}, got {', '.join(sorted(unknown))}")
 
 
-def out_of_time(args: argparse.Namespace) -> bool:
-    """Whether --seconds are over; says so once."""
-    over = bool(time.monotonic() > args.deadline)
-    if over and not args.stopped:
-        args.stopped = True
-        print("stopped: --seconds are over; the same command goes on from here", file=sys.stderr, flush=True)
-    return over
+def group_shape(text: str) -> tuple[int, int]:
+    """argparse type: GROUPSxREQUESTS."""
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"expected GROUPSxREQUESTS such as 8x4, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All arguments; None stands for a default that --smoke changes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("part", nargs="?", choices=["attention", "selection"], help="what to measure")
+    add("--out", default="kernels.jsonl", help="result file; rows are appended (default: %(default)s)")
+    numbers: Row = {"nargs": "*", "type": int}
+    add("--contexts", **numbers, metavar="TOKENS", help="prefix lengths (131072 8192 32768 65536 262144)")
+    add("--batches", **numbers, metavar="N", help="requests on one prefix (1 8 32 64)")
+    add("--groups", nargs="*", type=group_shape, metavar="GxR", help="distinct prefixes: G groups of R requests (8x4)")
+    add("--plain-contexts", **numbers, metavar="TOKENS", help="of plain decode (1024 8192 32768 131072)")
+    add("--plain-batches", **numbers, metavar="N", help="requests of plain decode (1 8 32)")
+    add("--only", nargs="+", metavar="CASE", help="cases of attention (exact sparse suffix plain ...) or selection")
+    add("--rivals", nargs="+", choices=[*RIVALS, "none"], help="measured in the same run (both)")
+    add("--layers", type=int, default=1, metavar="N", help="attended by one graph, KV of their own (%(default)s)")
+    add("--keep", type=float, default=0.05, help="share of the prefix, times sqrt(group) (%(default)s)")
+    add("--suffix", type=int, metavar="TOKENS", help="private tokens of a request (64)")
+    add("--page", type=int, default=16, metavar="TOKENS", help="of the pool (%(default)s)")
+    add("--shape", nargs=3, type=int, metavar=("QO", "KV", "DIM"), help="query heads, KV heads, head dim (32 8 128)")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], help="of queries and KV (bfloat16)")
+    add("--seed", type=int, default=0, help="of queries, KV and selections (%(default)s)")
+    add("--tuned", type=Path, metavar="JSON", help="launch parameters, as --tune writes them (those shipped)")
+    add("--tune", type=Path, metavar="JSON", help="sweep them over the cases of `kernel_tune.TUNED`; write the best")
+    add("--commit", help="for the rows, where the tree is no git checkout")
+    add("--smoke", action="store_true", help="tiny shapes on the CPU in Triton's interpreter: does all of it run?")
+    add("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line; defaults filled in."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if not (args.part or args.table):
+        parser.error("expected attention, selection or --table")
+    if args.tune and args.part != "attention":
+        parser.error("expected --tune with attention")
+    for name, value in (_SMOKE if args.smoke else _USUAL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.rivals = [] if args.rivals == ["none"] else args.rivals
+    if args.layers < 1:
+        parser.error(f"expected --layers of 1 or more, got {args.layers}")
+    if args.layers > 1 and (args.part != "attention" or args.tune):
+        parser.error("expected --layers with attention, without --tune")
+    if "none" in args.rivals:
+        parser.error("expected --rivals none alone")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what the result file does not hold yet, or print or plot rows; returns the exit status."""
-    from kernel_arguments import parse
-
     args = parse(argv)
-    if args.table or args.plot:
-        import kernel_plots
-
-        if args.table:
-            print(kernel_plots.tables(kernel_plots.read(args.table), args.table_context))
-        if args.plot:
-            print("\n".join(map(str, kernel_plots.plots(kernel_plots.read(args.plot[1:] or [args.out]), args.plot[0]))))
+    if args.table:
+        print(kernel_tables.tables(kernel_tables.read(args.table)))
         return 0
-    if args.cpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, which is below
-    import torch
-
-    if not args.cpu and not torch.cuda.is_available():
+    if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
-    if args.overlapped and not args.cpu and torch.cuda.get_device_capability() < (9, 0):
-        # They would be launched one after the other, and the rows would say otherwise.
-        raise SystemExit(f"expected sm_90 or later for --overlapped, got {torch.cuda.get_device_name()}; leave it out")
-    args.deadline, args.stopped = time.monotonic() + args.seconds, False
     run = Run(Path(args.out), provenance(args))
-    from prefix_kernels.grouped_attention.tuned import shipped_file
-    from prefix_kernels.launching import overlapped_launches
-
     if not args.tune and not args.tuned:
-        args.tuned = shipped_file(torch.device("cpu" if args.cpu else "cuda"))
+        args.tuned = shipped_file(device_of(args))
     try:
-        with overlapped_launches(args.overlapped):
-            if args.part == "selection":
-                selection(args, run)
-            elif args.tune:
-                import kernel_tune
+        if args.part == "selection":
+            selection(args, run)
+        elif args.tune:
+            import kernel_tune
 
-                kernel_tune.tune(args, run)
-            else:
-                attention(args, run)
-    except RuntimeError as error:
-        if type(error).__name__ != "RivalMissingError":
-            raise
+            kernel_tune.tune(args, run)
+        else:
+            attention(args, run)
+    except kernel_rivals.RivalMissingError as error:
         raise SystemExit(str(error)) from error
     if run.failed:
         print(f"{run.failed} rows FAILED their correctness gate; they have no times", file=sys.stderr)
     return 1 if run.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

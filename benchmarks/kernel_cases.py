@@ -1,56 +1,23 @@
-"""What `kernels.py` measures: the cases of decode attention, and the registry of selection pipelines.
-
-To add a selection pipeline, put a builder into `SELECTION` under the name `stage/form`:
-
-    SELECTION["anchor/mine"] = lambda shape, batch, prefix_len, device: Mine(...)
-
-Its object has `run()` (what is timed and captured), `check()` (a `Gate` of what the last run wrote) and, if it likes,
-`poison()` (fill every output with NaN or -1 before a run), `nbytes` (that must be read), `config` (for the row) and
-`eager_too` (True: timed without a CUDA graph where none can hold it).
-Stages: `estimation`, `top_k` (AB-Sparse's kernels 1 and 2), `token_estimation` (the INT4 token index), `csa` (scores
-from CSAttention's lists, pooled) and `anchor` (from queries to lists). A stage's forms are compared with `loops` (per
-KV head, as in the paper) and `vector` (torch).
-"""
+"""What `kernel_bench.py attention` measures: the cases of decode attention."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from kernel_naive import NAIVE
-from kernel_pipelines import OURS
-from kernel_problem import Gate, Problem
-from kernel_two_level import TWO_LEVEL
+from kernel_problem import Problem
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import (
-    AttentionConfig,
-    AttentionShape,
-    GroupedAttention,
-    Segment,
-)
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
 from prefix_kernels.grouped_attention.config import programs_at_once
 from prefix_kernels.grouped_attention.tuned import passes_of
 from prefix_kernels.types import PagedKV
 
-
-class Pipeline(Protocol):
-    """See the module."""
-
-    def run(self) -> None:
-        """Launch everything on the current stream, without a wait."""
-
-    def check(self) -> Gate:
-        """What the last run wrote, against an oracle."""
-
-
 #: Launch parameters by shape and requests of a tile: `TunedConfigs`, or a sweep's candidate.
 Launching = Callable[[AttentionShape, int], AttentionConfig]
-
-SELECTION: dict[str, Callable[[AttentionShape, int, int, torch.device], Pipeline]] = {**NAIVE, **OURS, **TWO_LEVEL}
 
 
 @dataclass(eq=False)
@@ -63,7 +30,6 @@ class Case:
         lse: [batch, num_qo_heads] or None.
         reads: `all`, `sparse` or `suffix`.
         config: for the row.
-        eager_too: whether it may be timed without a CUDA graph where none can hold it.
         kept: what must live as long as the graph.
     """
 
@@ -72,7 +38,7 @@ class Case:
     lse: Tensor | None
     reads: str
     config: dict[str, Any] = field(default_factory=dict)
-    eager_too: bool = False
+    eager_too = False
     kept: tuple[Any, ...] = ()
 
     def poison(self) -> None:
@@ -131,77 +97,13 @@ def plain(problem: Problem, configs: Launching) -> Case:
     return _alone(problem, configs(problem.shape, 1), problem.prefix_slots.flatten(), segments, "all")
 
 
-def loops(problem: Problem, reads: str) -> Case:
-    """Naive: per request and KV head, gather K and V, then torch's attention."""
-    sizes, shape = problem.sizes, problem.shape
-    lists = _lists(problem, reads)
-    suffixes = problem.suffix_slots.long()
-    out = torch.empty(sizes.batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=problem.q.device)
-
-    def attend(kv: PagedKV) -> None:
-        for row in range(sizes.batch):
-            for head in range(shape.num_kv_heads):
-                slots = torch.cat([lists[row // sizes.rows, head], suffixes[row]])
-                part = slice(head * shape.gqa, (head + 1) * shape.gqa)
-                k, v = kv.k_cache[slots, head], kv.v_cache[slots, head]
-                out[row, part] = torch.nn.functional.scaled_dot_product_attention(
-                    problem.q[row, part][None, None], k[None, None], v[None, None], scale=problem.sm_scale
-                )[0, 0]
-
-    return Case(each_layer(problem, attend), out, None, reads, eager_too=True)
-
-
-def vector(problem: Problem, reads: str) -> Case:
-    """Naive: per group, gather K and V of all KV heads once, then matrix products and a softmax of torch."""
-    sizes, shape = problem.sizes, problem.shape
-    lists, suffixes = _lists(problem, reads), problem.suffix_slots.long()
-    heads = torch.arange(shape.num_kv_heads, device=lists.device)[:, None]
-    out = torch.empty(sizes.batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=problem.q.device)
-    tiles = problem.q.view(sizes.groups, sizes.rows, shape.num_kv_heads, shape.gqa, shape.head_dim)
-    results = out.view(sizes.groups, sizes.rows, shape.num_kv_heads, shape.gqa, shape.v_head_dim)
-
-    def attend(kv: PagedKV) -> None:
-        for group in range(sizes.groups):
-            own = suffixes[group * sizes.rows : (group + 1) * sizes.rows]
-            tile = tiles[group].transpose(0, 1).flatten(1, 2)
-            k, v = kv.k_cache[lists[group], heads], kv.v_cache[lists[group], heads]
-            far = _product(tile, k.transpose(1, 2))
-            near = torch.einsum("rhgd,rshd->hrgs", tiles[group].float(), kv.k_cache[own].float()).flatten(1, 2)
-            weight = (torch.cat([far, near], dim=2) * problem.sm_scale).softmax(dim=2)
-            split = far.shape[2]
-            near_weight = weight[..., split:].unflatten(1, (sizes.rows, shape.gqa))
-            state = _product(weight[..., :split].to(shape.dtype), v).unflatten(1, (sizes.rows, shape.gqa))
-            state = state + torch.einsum("hrgs,rshd->hrgd", near_weight, kv.v_cache[own].float())
-            results[group] = state.transpose(0, 1)
-
-    return Case(each_layer(problem, attend), out, None, reads, eager_too=True)
-
-
 #: name -> builder, in the order in which they are measured. Rivals come first (see `kernel_rivals`).
 ATTENTION: dict[str, Callable[[Problem, Launching], Case]] = {
     "exact": exact,
     "sparse": sparse,
     "suffix": suffix,
     "plain": plain,
-    "exact_loops": lambda problem, configs: loops(problem, "all"),
-    "exact_vector": lambda problem, configs: vector(problem, "all"),
-    "sparse_loops": lambda problem, configs: loops(problem, "sparse"),
-    "sparse_vector": lambda problem, configs: vector(problem, "sparse"),
 }
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """fp32 matrix products of whatever dtype: scores rounded to bf16 would be wrong by percents."""
-    if left.dtype is torch.float32 or left.device.type != "cuda":
-        return left.float() @ right.float()
-    return torch.bmm(left, right, out_dtype=torch.float32)
-
-
-def _lists(problem: Problem, reads: str) -> Tensor:
-    """int64 [groups, num_kv_heads, count] slots."""
-    if reads == "sparse":
-        return problem.selected_slots.long()
-    return problem.prefix_slots.long()[:, None].expand(-1, problem.shape.num_kv_heads, -1)
 
 
 def _suffixes(problem: Problem, begin: int) -> list[Segment]:

@@ -8,20 +8,17 @@ about half of the attention, so one of them lost or misplaced moves a row by a t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.budget import budget_for_group
+from prefix_kernels.grouped_attention import AttentionShape
+from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import AttnState, PagedKV
 
-if TYPE_CHECKING:
-    from prefix_kernels.grouped_attention import AttentionShape
-
-#: Elements of the largest temporary of the oracle (128 MiB in fp64).
-_CHUNK_ELEMENTS = 1 << 24
 #: K and V of a pool, at least, on a GPU: several times any L2 cache.
 _MIN_POOL_BYTES = 1 << 29
 _PAGES_AT_ONCE = 4096
@@ -142,13 +139,14 @@ class Problem:
     def oracle(self, reads: str) -> AttnState:
         """Attention over `all`, over the `sparse` selection and the suffix, or over the `suffix` alone, in fp64."""
         if reads not in self._oracles:
-            parts: list[tuple[tuple[int, ...], Tensor]] = []
+            suffixes, groups = self.suffix_slots[:, None], range(self.sizes.groups)
+            lists = list(suffixes)
             if reads != "suffix":
-                lists = self.prefix_slots[:, None] if reads == "all" else self.selected_slots
-                parts += [(self.members(group), lists[group]) for group in range(self.sizes.groups)]
-            if self.sizes.suffix:
-                parts += [((row,), slots[None]) for row, slots in enumerate(self.suffix_slots)]
-            self._oracles[reads] = oracle(self.q, self.kv, parts, self.sm_scale)
+                prefixes = self.prefix_slots[:, None] if reads == "all" else self.selected_slots
+                members = [(group, row) for group in groups for row in self.members(group)]
+                width = prefixes.shape[1]
+                lists = [torch.cat([prefixes[group], suffixes[row].expand(width, -1)], 1) for group, row in members]
+            self._oracles[reads] = oracle(self.q, self.kv, lists, self.sm_scale)
         return self._oracles[reads]
 
     def gate(self, out: Tensor, lse: Tensor | None, reads: str) -> Gate:
@@ -204,46 +202,33 @@ def make_problem(
     return Problem(shape, sizes, q.to(shape.dtype), pools, prefix_pages, suffix_pages, positions, shape.head_dim**-0.5)
 
 
-def oracle(q: Tensor, kv: PagedKV, parts: list[tuple[tuple[int, ...], Tensor]], sm_scale: float) -> AttnState:
-    """Attention in fp64, in chunks, with gathers and matrix products only.
+def oracle(q: Tensor, kv: PagedKV, lists: Sequence[Tensor], sm_scale: float) -> AttnState:
+    """Attention in fp64, row by row and KV head by KV head.
 
     Args:
         q: [batch, num_qo_heads, head_dim].
         kv: the pool.
-        parts: (batch rows, slots [num_kv_heads or 1, n]); a row's parts are disjoint.
+        lists: per row the slots that it attends, [num_kv_heads or 1, n].
         sm_scale: multiplies q.k.
 
     Returns:
         out in fp64 and lse in fp32, natural log.
     """
-    batch, num_qo_heads, _ = q.shape
-    num_kv_heads, v_dim = kv.num_kv_heads, kv.v_cache.shape[2]
-    gqa = num_qo_heads // num_kv_heads
-    heads = torch.arange(num_kv_heads, device=q.device)[:, None]
-    tiles = q.double().view(batch, num_kv_heads, gqa, -1) * sm_scale
-    acc = tiles.new_zeros(batch, num_kv_heads, gqa, v_dim)
-    total = tiles.new_zeros(batch, num_kv_heads, gqa)
-    peak = torch.full_like(total, -torch.inf)
-    for rows, slots in parts:
-        at = torch.tensor(rows, device=q.device)
-        tile = tiles[at].transpose(0, 1).flatten(1, 2)
-        widest = max(tile.shape[1], q.shape[2], v_dim) * num_kv_heads
-        step = max(1, _CHUNK_ELEMENTS // widest)
-        for begin in range(0, slots.shape[1], step):
-            index = slots[:, begin : begin + step].long().expand(num_kv_heads, -1)
-            scores = tile @ kv.k_cache[index, heads].double().transpose(1, 2)
-            before = peak[at].transpose(0, 1).flatten(1)
-            higher = torch.maximum(before, scores.amax(dim=2))
-            weight = (scores - higher[..., None]).exp_()
-            shrink = (before - higher).exp()
-            shape = (num_kv_heads, len(rows), gqa)
-            folded = (weight @ kv.v_cache[index, heads].double()).view(*shape, v_dim).transpose(0, 1)
-            factor = shrink.view(shape).transpose(0, 1)
-            acc[at] = acc[at] * factor[..., None] + folded
-            total[at] = total[at] * factor + weight.sum(dim=2).view(shape).transpose(0, 1)
-            peak[at] = higher.view(shape).transpose(0, 1)
-    out = acc / total[..., None]
-    return AttnState(out.flatten(1, 2), (peak + total.log()).flatten(1, 2).float())
+    gqa = q.shape[1] // kv.num_kv_heads
+    parts = [
+        dense_attention(
+            q[row : row + 1, head * gqa : (head + 1) * gqa],
+            kv.k_cache[slots, head : head + 1],
+            kv.v_cache[slots, head : head + 1],
+            sm_scale,
+        )
+        for row, of_row in enumerate(lists)
+        for head, slots in enumerate(of_row.long().expand(kv.num_kv_heads, -1))
+    ]
+    shape = q.shape[:2]
+    return AttnState(
+        torch.cat([part.out for part in parts]).view(*shape, -1), torch.cat([part.lse for part in parts]).view(shape)
+    )
 
 
 def _filled_pool(shape: AttentionShape, page: int, num_pages: int, used: Tensor, gen: torch.Generator) -> PagedKV:

@@ -1,4 +1,4 @@
-"""FlashInfer's decode attention over the same pages, for `kernels.py`: imported only when a rival is measured."""
+"""FlashInfer's decode attention over the same pages, for `kernel_bench.py`. It is imported when a rival is measured."""
 
 from __future__ import annotations
 

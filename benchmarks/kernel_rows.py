@@ -1,4 +1,4 @@
-"""Rows of `kernels.py`: one JSON line each, with what it takes to repeat them."""
+"""Rows of `kernel_bench.py`: one JSON line each, with what it takes to repeat them."""
 
 from __future__ import annotations
 
@@ -64,20 +64,31 @@ def brief(row: Row) -> str:
     return text if row["meaningful"] else text + " (times mean nothing here)"
 
 
-def provenance(args: argparse.Namespace) -> Row:
-    """What a row needs to be repeated, beside its key."""
+def origin(args: argparse.Namespace) -> Row:
+    """Where a row comes from; `args` may hold the commit, where the tree is no git checkout."""
     import torch
 
     return {
-        "device": (platform.processor() or platform.machine() or "CPU") if args.cpu else torch.cuda.get_device_name(),
-        "driver": None if args.cpu else driver(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "sglang": installed("sglang"),
         "torch": torch.__version__,
+        "commit": getattr(args, "commit", None) or commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def provenance(args: argparse.Namespace) -> Row:
+    """What a row of `kernel_bench.py` needs to be repeated, beside its key."""
+    import torch
+
+    return {
+        **origin(args),
+        **({"device": platform.processor() or "CPU"} if args.smoke else {}),
+        "driver": None if args.smoke else driver(),
         "cuda": torch.version.cuda,
         "triton": installed("triton"),
         "flashinfer": installed("flashinfer-python"),
-        "commit": args.commit or commit(),
         "seed": args.seed,
-        "date": time.strftime("%Y-%m-%d"),
     }
 
 

@@ -1,9 +1,11 @@
 """Microseconds of one piece of GPU work with a cold L2 cache: CUDA graph replays between two events.
 
-Before every replay a kernel sweeps a buffer of several times the L2 cache; it stands before the first event, so it is
-not timed, and it gives the host the time to queue the replay, so no host gap is timed either. What the events and the
-start of a graph cost themselves is measured in the same way with a graph of one tiny kernel (`null_us`); it is
-reported beside the rows and never subtracted.
+Before every replay a kernel reads a buffer of several times the L2 cache. It stands before the first event, so it is
+not timed, and the host queues the replay meanwhile, so no host gap is timed either. `triton.testing.do_bench` writes
+such a buffer: the timed kernel would wait for dirty lines, which a layer behind a model's matrix products does not.
+
+What the events and the start of a graph cost themselves is measured in the same way with a graph of one tiny kernel
+(`null_us`). It is reported beside the rows and never subtracted.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class CpuTimer:
         """The work itself."""
         return work
 
-    def time(self, replay: Work, work: Work) -> Times:
+    def time(self, replay: Work) -> Times:
         """Of two runs."""
         values = []
         for _ in range(2):
@@ -75,42 +77,25 @@ class GpuTimer:
         device: a CUDA device.
         seconds: to spend on one measurement, roughly.
         repeats: fewest and most.
-        flush: how L2 is cleared: `read` leaves clean lines, as a model's matrix products do; `write` leaves dirty ones,
-            which the timed kernel then has to wait for.
-        in_graph: the events, too, are nodes of one graph that holds flush and work many times: without the start of a
-            graph, as a layer inside SGLang's graph.
     """
 
     meaningful = True
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        seconds: float = 0.3,
-        repeats: tuple[int, int] = (7, 100),
-        flush: str = "read",
-        in_graph: bool = False,
-    ) -> None:
+    def __init__(self, device: torch.device, *, seconds: float = 0.3, repeats: tuple[int, int] = (7, 100)) -> None:
         self._buffer = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
         self._seconds = seconds
         self._repeats = repeats
-        self._flush = flush
-        self._in_graph = in_graph
 
     def flush(self) -> None:
         """Fill L2 with something else."""
-        if self._flush == "read":
-            self._buffer.sum()
-        else:
-            self._buffer.zero_()
+        self._buffer.sum()
 
     def prepare(self, work: Work, *, eager_too: bool = False) -> Work:
         """Warm up (which compiles) and capture; returns what replays the work.
 
         Args:
             work: launches kernels on the current stream, without a wait.
-            eager_too: whether work that cannot be captured is timed without a graph: naive forms, never ours.
+            eager_too: whether work that cannot be captured is timed without a graph: plain torch, never ours.
         """
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -130,29 +115,18 @@ class GpuTimer:
         torch.cuda.synchronize()
         return graph.replay
 
-    def time(self, replay: Work, work: Work) -> Times:
-        """Replay many times, L2 cleared before each.
-
-        Args:
-            replay: from `prepare`.
-            work: that it was prepared of.
-        """
+    def time(self, replay: Work) -> Times:
+        """Replay (see `prepare`) many times, L2 cleared before each."""
         once = self._between_events(replay, 2)[-1]
         fewest, most = self._repeats
         fewest = fewest if once < _SLOW_US else 3
         count = int(min(max(self._seconds * 1e6 / (once + 100.0), fewest), most))
-        if self._in_graph and replay is not work:
-            return Times.of(self._inside_graph(work, count))
         return Times.of(self._between_events(replay, count))
 
     def null_us(self) -> float:
         """The same of a graph of one kernel on one element."""
         one = torch.zeros(1, device=self._buffer.device)
-
-        def work() -> None:
-            one.fill_(1.0)
-
-        return self.time(self.prepare(work), work).us
+        return self.time(self.prepare(lambda: one.fill_(1.0))).us
 
     def _between_events(self, replay: Work, count: int) -> list[float]:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
@@ -161,20 +135,5 @@ class GpuTimer:
             start.record()
             replay()
             stop.record()
-        torch.cuda.synchronize()
-        return [start.elapsed_time(stop) * 1e3 for start, stop in pairs]
-
-    def _inside_graph(self, work: Work, count: int) -> list[float]:
-        pairs = [[torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)] for _ in range(count)]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for start, stop in pairs:
-                self.flush()
-                start.record()
-                work()
-                stop.record()
-        graph.replay()  # uploads the graph
-        torch.cuda.synchronize()
-        graph.replay()
         torch.cuda.synchronize()
         return [start.elapsed_time(stop) * 1e3 for start, stop in pairs]

@@ -1,4 +1,4 @@
-"""`kernels.py attention --tune`: launch parameters of grouped attention, swept per height of the tile.
+"""`kernel_bench.py attention --tune`: launch parameters of grouped attention, swept per height of the tile.
 
 Every configuration runs the cases that a tile of its height serves (`TUNED`), each behind its correctness gate; the
 best one has the least geometric mean of its times over the fastest ones. Rows go to --out, so an interrupted sweep goes
@@ -10,18 +10,15 @@ multiprocessors, so values beyond what fits at a time are several waves; of a sp
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import kernel_bench
 import torch
-from kernel_bench import attempt, measure, out_of_time, shape_of, timer_of
-from kernel_cases import ATTENTION, sparse
+from kernel_bench import attempt, conditions, device_of, measure, shape_of, timer_of
+from kernel_cases import ATTENTION
 from kernel_problem import Sizes, make_problem
 from kernel_rows import Row, Run
 
@@ -29,7 +26,6 @@ from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, Tu
 from prefix_kernels.grouped_attention.config import has_specialized
 from prefix_kernels.grouped_attention.tuned import TileKey, TunedEntry, own_config
 from prefix_kernels.grouped_attention.tuning import Space, candidates, fastest, shared_memory_of
-from prefix_kernels.launching import overlapped_launches
 
 #: (case, context, requests) that share a height of tile with 4 query heads a KV head: 16, 32, 64 and 128 rows.
 TUNED = [
@@ -66,26 +62,24 @@ def space(args: argparse.Namespace, block_m: int) -> list[AttentionConfig]:
     """Configurations of one height, the package's own first."""
     wide = Space(num_stages=(2, 3, 4, 5), programs_per_sm=(1, 2, 3, 4))
     narrow = Space(block_n=(16, 32), num_warps=(4,), num_stages=(2,), programs_per_sm=(1,))
-    device = torch.device("cpu" if args.cpu else "cuda")
+    device = device_of(args)
     shared = shared_memory_of(device)
-    return candidates(shape_of(args), block_m, narrow if args.cpu else wide, shared, has_specialized(device))
+    return candidates(shape_of(args), block_m, narrow if args.smoke else wide, shared, has_specialized(device))
 
 
 def tune(args: argparse.Namespace, run: Run) -> None:
     """Sweep what the result file does not hold yet, then write the best of all that it holds."""
     shape, timer = shape_of(args), timer_of(args)
-    cases = SMOKE if args.cpu else [case for case in TUNED if case[2] in {*args.batches, 16}]
+    cases = SMOKE if args.smoke else [case for case in TUNED if case[2] in {*args.batches, 16}]
     heights: dict[int, list[tuple[str, int, int]]] = {}
     for case in cases:
         heights.setdefault(block_m_for(1 if case[0] in ("plain", "suffix") else case[2], shape.gqa), []).append(case)
     for block_m, own in heights.items():
         configs = space(args, block_m)
-        if args.tune_workers and not out_of_time(args):
-            compile_ahead(args, configs, block_m)
         for case in own:
             sweep(args, run, timer, case, block_m, configs)
-    found = best(run.rows, shape, sweep_conditions(args))
-    gpu = "cpu" if args.cpu else torch.cuda.get_device_name()
+    found = best(run.rows, shape, {"bench": "tune", **conditions(args)})
+    gpu = "cpu" if args.smoke else torch.cuda.get_device_name()
     TunedConfigs(gpu, [entry for entry, _ in found]).write(args.tune)
     for entry, count in found:
         times = ", ".join(f"{name} {us:.1f} us" for name, us in entry.us_by_case.items())
@@ -97,7 +91,7 @@ def key_of(args: argparse.Namespace, case: tuple[str, int, int], block_m: int, c
     name, context, batch = case
     key = {"case": name, "context": context, "batch": batch}
     key |= {"groups": batch if name == "plain" else 1, "suffix": 0 if name == "plain" else args.suffix}
-    return {**sweep_conditions(args), **key, "block_m": block_m, "launch": dataclasses.asdict(config)}
+    return {"bench": "tune", **conditions(args), **key, "block_m": block_m, "launch": dataclasses.asdict(config)}
 
 
 def sweep(
@@ -112,14 +106,12 @@ def sweep(
     held = [row for row in run.rows if row["bench"] == "tune"]
     keys = [(config, key_of(args, case, block_m, config)) for config in configs]
     keys = [(c, key) for c, key in keys if not any(all(row.get(k) == v for k, v in key.items()) for row in held)]
-    if not keys or out_of_time(args):
+    if not keys:
         return
     first = keys[0][1]
     sizes = Sizes(case[1], case[2], first["groups"], first["suffix"], args.page)
-    problem = make_problem(shape_of(args), sizes, args.keep, torch.device("cpu" if args.cpu else "cuda"), args.seed)
+    problem = make_problem(shape_of(args), sizes, args.keep, device_of(args), args.seed)
     for config, key in keys:
-        if out_of_time(args):
-            break
         row = attempt(
             timer, lambda config=config: measure(problem, ATTENTION[case[0]](problem, One(config, block_m)), timer)
         )
@@ -127,19 +119,14 @@ def sweep(
         run.failed -= row.get("error", "").startswith("OutOfResources")  # an answer, not a failure
 
 
-def sweep_conditions(args: argparse.Namespace) -> Row:
-    """What all rows of one sweep have in common; times of others are not compared with them."""
-    return {"bench": "tune", "keep": args.keep, **kernel_bench.conditions(args)}
-
-
-def best(rows: Iterable[Row], shape: AttentionShape, conditions: Row) -> list[tuple[TunedEntry, int]]:
+def best(rows: Iterable[Row], shape: AttentionShape, common: Row) -> list[tuple[TunedEntry, int]]:
     """Per height the entry of the tuned file, and of how many configurations it is the best.
 
-    Only configurations that are green in every case of their height count, measured under these conditions.
+    Only configurations that are green in every case of their height count, measured with this in common.
     """
     heights: dict[int, dict[str, dict[str, float]]] = {}
     for row in rows:
-        if row["green"] and all(row.get(name) == value for name, value in conditions.items()):
+        if row["green"] and all(row.get(name) == value for name, value in common.items()):
             case = f"{row['case']} {row['context']} x {row['batch']}"
             case += f" + {row['suffix']}" if row["suffix"] else ""
             heights.setdefault(row["block_m"], {}).setdefault(case, {})[json.dumps(row["launch"])] = row["us"]
@@ -156,23 +143,3 @@ def best(rows: Iterable[Row], shape: AttentionShape, conditions: Row) -> list[tu
         config = fastest(times)
         found.append((TunedEntry(TileKey.of(shape, block_m), config, times[config]), len(complete)))
     return found
-
-
-def compile_ahead(args: argparse.Namespace, configs: Sequence[AttentionConfig], block_m: int) -> None:
-    """Run every distinct kernel once on a tiny problem in processes of their own: Triton keeps it on disk."""
-    distinct = {dataclasses.replace(one, programs_per_sm=1): one for one in configs}
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(args.tune_workers, mp_context=context) as pool:
-        jobs = [pool.submit(_compile, args, dataclasses.asdict(one), block_m) for one in distinct.values()]
-        broken = [str(job.exception()) for job in concurrent.futures.as_completed(jobs) if job.exception()]
-    print(f"compiled {len(distinct) - len(broken)} of {len(distinct)} kernels ahead", flush=True)
-
-
-def _compile(args: argparse.Namespace, config: dict[str, Any], block_m: int) -> None:
-    shape, device = shape_of(args), torch.device("cpu" if args.cpu else "cuda")
-    rows = max(block_m // shape.gqa, 1)
-    problem = make_problem(shape, Sizes(1024, rows, 1, args.suffix, args.page), args.keep, device, args.seed)
-    with overlapped_launches(args.overlapped):
-        sparse(problem, One(AttentionConfig(**config), block_m)).run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()

@@ -203,8 +203,6 @@ class Options:
         requests, dense_requests: of each kind, at most.
         seconds: no further request begins behind that.
         tie: nats; two tokens that near are equally good.
-        rows: tokens computed at a time.
-        device: of the replay; None: a GPU where there is one.
         store: the server's store, to compare selections with the reference's; None: not compared.
         config: the server's --sparse-attn-config, for that.
     """
@@ -213,8 +211,6 @@ class Options:
     dense_requests: int = 100
     seconds: float = 540.0
     tie: float = 0.13
-    rows: int = 256
-    device: str | None = None
     store: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -236,11 +232,11 @@ def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
         "sparse": sample([one for one in answers if not one.dense], traced, args.requests),
         "dense": sample([one for one in answers if one.dense], traced, args.dense_requests),
     }
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     network = load(model, torch.float32, device)
     plan = LayerPlan.from_dict(start.layer_plan, num_layers=network.shape.layers, num_kv_heads=start.num_kv_heads)
     longest = max((len(one.prompt) + len(one.tokens) for of in kinds.values() for one in of), default=1)
-    replayer = Replayer(network, plan, max_len=longest, rows=args.rows)
+    replayer = Replayer(network, plan, max_len=longest)
     selections = None
     if args.store:
         from replay_selection import Reselection, SelectionCheck
@@ -290,8 +286,6 @@ def main() -> int:
     parser.add_argument("--dense-requests", type=int, default=own.dense_requests, help="dense ones, at most")
     parser.add_argument("--seconds", type=float, default=own.seconds, help="begin no further request behind that")
     parser.add_argument("--tie", type=float, default=own.tie, help="nats; two tokens that near are equally good")
-    parser.add_argument("--rows", type=int, default=own.rows, help="tokens computed at a time; memory")
-    parser.add_argument("--device", help="of the replay; default: a GPU where there is one")
     parser.add_argument("--store", help="the server's store: also compare selections with the reference's")
     parser.add_argument("--config", type=json.loads, default={}, help="the server's --sparse-attn-config, for that")
     args = parser.parse_args()

@@ -1,6 +1,5 @@
-"""Do a server's selections agree with the reference's? The stored index and the reference of decode select again: for
-`replay.py --store` by the queries of the server, which its trace holds, and by the replay's own; for `positions.py` by
-the server's.
+"""Do a server's selections agree with the reference's? For `replay.py --store` the stored index and the reference of
+decode select again, by the queries of the server, which its trace holds, and by the replay's own.
 """
 
 from __future__ import annotations
@@ -160,8 +159,10 @@ class SelectionCheck:
         store does not hold the index. The same of the same steps by the server's queries, where the trace holds them,
         and `max_query_off`: the largest difference between these and the replay's, over the largest of the replay's.
         """
-        by_own, by_servers, missing, gone = Tally(), Tally(), 0, 0
+        by_own: list[Counter[str]] = []
+        by_servers: list[Counter[str]] = []
         off: list[Tensor] = []
+        missing = gone = 0
         for step, rows in self._rows.values():
             if set(rows) != set(step.rids):
                 missing += 1
@@ -171,46 +172,27 @@ class SelectionCheck:
             if found is None:
                 gone += 1
                 continue
-            by_own.add(found)
+            by_own.append(found)
             servers = servers_queries(step, next(iter(own.values())).shape[2] if own else 1)
             again = self._reselection.compare(step, servers) if servers else None
             if again is not None:
-                by_servers.add(again)
+                by_servers.append(again)
             for layer, q in servers.items():
                 off.append((q.to(own[layer].device) - own[layer]).abs().max() / own[layer].abs().max())
         self._reselection.close()
-        row = {**by_own.row(), "rows missing": missing, "index gone": gone}
-        if by_servers.steps:
-            row |= {"by the server's queries": by_servers.row(), "max_query_off": float(torch.stack(off).max())}
+        row = {**tally(by_own), "rows missing": missing, "index gone": gone}
+        if by_servers:
+            row |= {"by the server's queries": tally(by_servers), "max_query_off": float(torch.stack(off).max())}
         return row
 
 
-class Tally:
-    """Verdicts of steps, summed.
-
-    Attributes:
-        steps: that were compared.
-        found: verdicts on their (anchor layer, KV head).
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.found: Counter[str] = Counter()
-
-    def add(self, found: Counter[str]) -> None:
-        """One more step."""
-        self.steps += 1
-        self.found.update(found)
-
-    def row(self) -> dict[str, Any]:
-        """As a result file has it. Shares are None where nothing was compared."""
-        of = {name: self.found[name] for name in ("equal", "equal scores", "other")}
-        all_of_them = sum(of.values())
-        shares: dict[str, float | None] = {"share_by_position": None, "share_equal": None}
-        if all_of_them:
-            shares["share_by_position"] = of["equal"] / all_of_them
-            shares["share_equal"] = (of["equal"] + of["equal scores"]) / all_of_them
-        return {**of, "steps": self.steps, **shares}
+def tally(steps: Sequence[Counter[str]]) -> dict[str, Any]:
+    """Verdicts of steps, summed, as a result file has them. Shares are None where nothing was compared."""
+    of = {name: sum(step[name] for step in steps) for name in ("equal", "equal scores", "other")}
+    every = sum(of.values())
+    by_position = of["equal"] / every if every else None
+    equal = (of["equal"] + of["equal scores"]) / every if every else None
+    return {**of, "steps": len(steps), "share_by_position": by_position, "share_equal": equal}
 
 
 def servers_queries(step: Selected, head_dim: int) -> dict[int, Tensor]:

@@ -35,7 +35,7 @@ import sanitize_launches
 import torch
 import triton
 import triton.language as tl
-from kernel_rows import commit, driver, installed
+from kernel_rows import driver, installed, origin
 from sanitize_races import races
 from tqdm import tqdm
 
@@ -225,16 +225,8 @@ def main() -> int:
         )
     told = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True).stdout
     version = (re.findall(r"(?i)version (\S+)", told) or [told.strip()])[0]
-    origin = {
-        "sanitizer": version,
-        "runtime": args.runtime,
-        "device": torch.cuda.get_device_name(),
-        "driver": driver(),
-        "torch": torch.__version__,
-        "triton": installed("triton"),
-        "commit": args.commit or commit(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    where = {"sanitizer": version, "runtime": args.runtime, "driver": driver(), "triton": installed("triton")}
+    where |= origin(args)
     for tool in [one for one in args.tools if one in PLANTED]:
         kernel, error = PLANTED[tool]
         found = sanitize(tool, kernel, [__file__, "--plant", tool], args.case_seconds)
@@ -249,7 +241,7 @@ def main() -> int:
     failed = 0
     with ThreadPoolExecutor(args.jobs) as pool, Path(args.out).open("a") as file:
         for row in tqdm(pool.map(partial(run_case, args), work), total=len(work), unit="case"):
-            file.write(json.dumps({**row, **origin}) + "\n")
+            file.write(json.dumps({**row, **where}) + "\n")
             file.flush()
             failed += not row["good"]
             what = f"{row['tool']:10s} {row['kernel']} ({row['file']}): {row['errors']} errors"

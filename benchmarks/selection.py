@@ -7,7 +7,6 @@ known to be hard for random choice and for sliding windows; the run stops if the
     python benchmarks/selection.py --make-captures --captures captures --model-path models/needle -- --device cpu ...
     python benchmarks/selection.py --captures captures --planted 8192 32768 131072 --out selection.jsonl
     python benchmarks/selection.py --table selection.jsonl
-    python benchmarks/selection.py --plot selection.png selection.jsonl
 
 A line of the result file is one method on one prompt, with a point for each keep ratio: attention-mass recall, its
 ratio to the oracle's, Top-k overlap outside the windows, relative output error over the prefix, bytes read in a step
@@ -21,37 +20,40 @@ import argparse
 import dataclasses
 import json
 import lzma
-import platform
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import selection_plot
+import selection_tables
 import torch
-from kernel_rows import commit
-from selection_data import Calibration, Item, calibrate, captured_items, make_captures, own_channels, planted_items
-from selection_methods import REUSED, Budget, Built, LayerInput, Method, Step, as_heads, layer_profile, make_methods
+from kernel_rows import origin
+from selection_data import (
+    Item,
+    calibrated_channels,
+    captured_items,
+    captures_missing,
+    make_captures,
+    own_channels,
+    planted_items,
+)
+from selection_methods import Budget, LayerInput, Method, Step, as_heads, make_methods
+from torch import Tensor
 from tqdm import tqdm
 
 from prefix_kernels.pooling import Pooling, sum_step
 from prefix_kernels.testing import PLANTED
-from prefix_kernels.types import Selection
 from sglang_ext.calibration.selection_quality import FullAttention, Oracle, full_attention, oracle_at, selection_quality
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.indexing.base import IndexSpec
-from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan, LayerRole
-from sglang_ext.indexing.profile import Profile, load_profile
-from sglang_ext.indexing.profile_use import used_by_builders
+from sglang_ext.indexing.base import LayerProfile
 from sglang_ext.indexing.traffic import kv_bytes
 from sglang_ext.quality.tasks import TASKS
 
 KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
-REUSE = " + reuse"
 MEANS = ("recall", "oracle_recall", "oracle_ratio", "overlap", "error", "index_bytes", "kv_bytes")
 
 Row = dict[str, Any]
+Channels = Sequence[LayerProfile] | None
 Figures = dict[str, float]
 
 
@@ -75,96 +77,59 @@ class Measured:
 
 
 class Evaluation:
-    """All methods on one item, layer by layer; selections of anchors are kept for the layers that reuse them."""
+    """All methods on one item, layer by layer.
 
-    def __init__(self, item: Item, methods: Sequence[Method], calibration: Calibration | None, options: Options):
-        self.item, self.methods, self.calibration, self.options = item, methods, calibration, options
-        self.measured: dict[str, Measured] = {}
-        self.kept: dict[tuple[str, int], list[Selection]] = {}
+    Args:
+        item: one prompt.
+        methods: that are measured.
+        channels: by layer, of an offline calibration; None: from the prefix itself.
+        options: of the run.
+    """
+
+    def __init__(self, item: Item, methods: Sequence[Method], channels: Channels, options: Options):
+        self.item, self.methods, self.channels, self.options = item, methods, channels, options
+        self.measured = {method.name: Measured() for method in methods}
 
     def run(self) -> list[Row]:
-        """Measure; one row per method, and one more for each method with reuse on top."""
+        """Measure; one row per method."""
         options = self.options
         layers, sm_scale = self.item.load(options.device)
-        plan = self.calibration.plan if self.calibration and self.item.source == "captured" else None
-        if plan is not None and len(plan) != len(layers):
-            raise ValueError(f"expected captures of {len(plan)} layers (the layer plan's), got {len(layers)}")
         prefix_len, _, head_dim = layers[0].keys.shape
         budgets = budgets_for(prefix_len, options.keep_ratios, options.num_sink, options.num_recent)
         step = Step(prefix_len, sm_scale, options.pooling, budgets)
         for i, layer in enumerate(layers):
             attention = full_attention(layer.q, layer.keys, layer.values, sm_scale, options.pooling)
             oracles = [oracle_at(attention, budget.tokens, budget.num_sink, budget.num_recent) for budget in budgets]
-            calibrated = self.calibration is not None and self.item.source == "captured"
-            channels = self.calibration.channels[i] if calibrated and self.calibration else own_channels(layer)
-            sizes = options.profile.block_sizes[i] if options.profile and calibrated else ()
-            given = LayerInput(layer.keys, layer.samples, layer_profile(sizes), channels)
-            built: Built = {}
+            channels = own_channels(layer) if self.channels is None else self.channels[i]
+            given = LayerInput(layer.keys, layer.samples, channels)
             for method in self.methods:
-                self._measure(method, i, given, built, layer.q, step, attention, oracles)
-                if plan is not None and method.name in REUSED:
-                    self._reuse(method.name, plan[i], i, step, attention, oracles)
-        return [self._row(name, found, step, head_dim, plan) for name, found in self.measured.items()]
+                self._measure(method, given, layer.q, step, attention, oracles)
+        return [self._row(method, step, head_dim) for method in self.methods]
 
     def _measure(
         self,
         method: Method,
-        layer: int,
         given: LayerInput,
-        built: Built,
-        q: torch.Tensor,
+        q: Tensor,
         step: Step,
         attention: FullAttention,
         oracles: Sequence[Oracle],
     ) -> None:
-        found = self.measured.setdefault(method.name, Measured())
-        arrays, seconds = method.build(given, built)
+        found = self.measured[method.name]
+        arrays, seconds = method.build(given)
         found.seconds.append(seconds)
         found.stored.append(method.stored(arrays))
         tiled, tokens = as_heads(arrays, q)
-        num_rows = q.shape[0] * attention.num_kv_heads
-        chosen = method.select(tiled, tokens, num_rows, step)
+        chosen = method.select(tiled, tokens, q.shape[0] * attention.num_kv_heads, step)
         points = []
         for budget, selection, oracle in zip(step.budgets, chosen, oracles, strict=True):
             figures = selection_quality(attention, selection, oracle).means()
             index = method.index_read(tiled, tokens, step, budget)
             points.append({**figures, "index_bytes": index, "kv_bytes": kv_bytes(budget.tokens, q.shape[2])})
         found.points.append(points)
-        if method.name in REUSED:
-            self.kept[method.name, layer] = chosen
 
-    def _reuse(
-        self, name: str, role: LayerRole, layer: int, step: Step, attention: FullAttention, oracles: Sequence[Oracle]
-    ) -> None:
-        """The same method where only anchors select: figures of this layer under the layer plan."""
-        base, found = self.measured[name], self.measured.setdefault(name + REUSE, Measured())
-        if role.mode is LayerMode.ANCHOR:
-            for part in ("points", "stored", "seconds"):
-                getattr(found, part).append(getattr(base, part)[layer])
-            return
-        found.stored.append(0.0)
-        found.seconds.append(0.0)
-        points = []
-        for i, (budget, oracle) in enumerate(zip(step.budgets, oracles, strict=True)):
-            selection, tokens = self._taken_over(name, role, i, attention), budget.tokens
-            if role.mode is LayerMode.DENSE:
-                tokens = step.prefix_len
-            figures = selection_quality(attention, selection, oracle).means()
-            points.append({**figures, "index_bytes": 0.0, "kv_bytes": kv_bytes(tokens, attention.values.shape[2])})
-        found.points.append(points)
-
-    def _taken_over(self, name: str, role: LayerRole, budget: int, attention: FullAttention) -> Selection:
-        """A dense layer's selection of everything, or the anchor's by the head map, for all tokens."""
-        device, num_kv_heads = attention.mass.device, attention.num_kv_heads
-        if role.anchor_layer is None:
-            return Selection.all(attention.prefix_len, attention.num_tokens * num_kv_heads, device)
-        first = torch.arange(attention.num_tokens, device=device)[:, None] * num_kv_heads
-        rows = first + torch.tensor(role.head_map, device=device)
-        return self.kept[name, role.anchor_layer][budget].for_heads(rows.flatten())
-
-    def _row(self, name: str, found: Measured, step: Step, head_dim: int, plan: LayerPlan | None) -> Row:
-        method = next(method for method in self.methods if method.name == name.removesuffix(REUSE))
-        dense = kv_bytes(step.prefix_len, head_dim)
+    def _row(self, method: Method, step: Step, head_dim: int) -> Row:
+        found, dense = self.measured[method.name], kv_bytes(step.prefix_len, head_dim)
         points = {}
         for i, budget in enumerate(step.budgets):
             layers = [layer[i] for layer in found.points]
@@ -174,8 +139,8 @@ class Evaluation:
             points[f"{budget.keep_ratio:g}"] = {"budget": budget.tokens, **means, "read_share": read, "layer0": first}
         stored = sum(found.stored) / len(found.stored)
         return {
-            **identity(self.item, name, self.options, method, plan),
-            "kind": "combined" if name.endswith(REUSE) else method.kind,
+            **identity(self.item, self.options, method),
+            "kind": method.kind,
             "prefix_len": step.prefix_len,
             "sum_step": sum_step(step.prefix_len, method.sum_every),
             "layers": len(found.points),
@@ -197,38 +162,27 @@ class Options:
     num_recent: int
     steps: int
     keep_ratios: tuple[float, ...]
-    profile: Profile | None
     origin: Row
 
 
-def identity(item: Item, name: str, options: Options, method: Method, plan: LayerPlan | None) -> Row:
+def identity(item: Item, options: Options, method: Method) -> Row:
     """What makes a row another row: the fields that a resumed run compares."""
-    reused = plan if name.endswith(REUSE) else None
     return {
         "source": item.source,
         "data": item.data,
         "num_tokens": item.num_tokens,
         "item": item.item,
         "generator": item.generator,
-        "method": name,
+        "method": method.name,
         "spec": method.describe(),
-        "layer_plan": None if reused is None else reused.to_dict()["layers"],
-        "calibrated": _calibrated(method, options),
+        "layer_plan": None,  # every layer selects for itself
         "pooling": options.pooling.value,
         "num_sink": options.num_sink,
         "num_recent": options.num_recent,
         "steps": options.steps,
         **({"sum_every": method.sum_every} if method.sum_every > 1 else {}),
-        **({"queries": "int8"} if method.rounds_queries else {}),
         "keep_ratios": list(options.keep_ratios),
     }
-
-
-def _calibrated(method: Method, options: Options) -> str | None:
-    """Digest of the profile, for a method that is built by it."""
-    if options.profile is None or not isinstance(method.way, IndexSpec):
-        return None
-    return options.profile.digest() if used_by_builders([method.way], options.profile) else None
 
 
 def _key(row: Row) -> str:
@@ -270,7 +224,11 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def measure(
-    items: Sequence[Item], methods: Sequence[Method], calibration: Calibration | None, options: Options, out: Path
+    items: Sequence[Item],
+    methods: Sequence[Method],
+    channels: Channels,
+    options: Options,
+    out: Path,
 ) -> int:
     """Write the rows that `out` lacks; returns how many.
 
@@ -282,22 +240,14 @@ def measure(
     with tqdm(items, unit="prompt", disable=None) as bar:
         for item in bar:
             bar.set_postfix_str(f"{item.source} {item.data} {item.num_tokens}")
-            plan = calibration.plan if calibration and item.source == "captured" else None
-            missing = []
-            for method in methods:
-                adaptive = "adaptive" in method.name and item.source == "planted"
-                names = [method.name] + [method.name + REUSE] * (plan is not None and method.name in REUSED)
-                wanted = [json.dumps(identity(item, n, options, method, plan), sort_keys=True) for n in names]
-                if not adaptive and not done.issuperset(wanted):
-                    missing.append(method)
+            missing = [one for one in methods if json.dumps(identity(item, options, one), sort_keys=True) not in done]
             if not missing:
                 continue
-            rows = Evaluation(item, missing, calibration, options).run()
+            rows = Evaluation(item, missing, channels if item.source == "captured" else None, options).run()
             check_difficulty(rows)
-            new = [row for row in rows if _key(row) not in done]
             with out.open("a") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in new))
-            written += len(new)
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
+            written += len(rows)
     return written
 
 
@@ -315,26 +265,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=2, help="captures per task and length")
     parser.add_argument("--steps", type=int, default=8, help="last decode steps that are measured")
     parser.add_argument("--keep", nargs="+", type=float, default=list(KEEP_RATIOS), metavar="RATIO")
-    parser.add_argument("--profile", help="profile file: layer plan and block sizes; default: found in the captures")
-    parser.add_argument("--anchors", type=int, help="anchor layers, without a profile; default: half of the layers")
     parser.add_argument("--pooling", choices=[p.value for p in Pooling], default=served.pooling.value)
     parser.add_argument("--num-sink", type=int, default=served.num_sink_tokens)
     parser.add_argument("--num-recent", type=int, default=16 * served.num_recent_pages)
-    parser.add_argument("--seed", type=int, default=0, help="of planted data, random choice and clustering")
+    parser.add_argument("--seed", type=int, default=0, help="of planted data and random choice")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="print result files as Markdown")
     parser.add_argument("--at", nargs="+", type=float, default=[0.05], metavar="RATIO", help="keep ratios of --table")
-    parser.add_argument("--plot", nargs="+", type=Path, metavar=("PNG", "FILE"), help="plot result files")
     parser.add_argument(
         "--make-captures", action="store_true", help="run the model and write captures, measure nothing"
     )
     parser.add_argument("--model-path", default="models/needle")
     parser.add_argument("--capture-seed", type=int, default=20_000, help="of the first captured document")
-    parser.add_argument("--fp32", action="store_true", help="captures as the model made them instead of in bf16")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS")
     args = parser.parse_args(argv)
-    if not (args.table or args.plot or args.captures or args.planted):
-        parser.error("name --captures, --planted lengths, or a result file with --table or --plot")
+    if not (args.table or args.captures or args.planted):
+        parser.error("name --captures, --planted lengths, or a result file with --table")
     if args.make_captures and not args.captures:
         parser.error("--make-captures needs --captures DIR to write to")
     return args
@@ -342,22 +288,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def options_of(args: argparse.Namespace) -> Options:
     """The run's options, with where the rows come from."""
-    device = torch.device(args.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
-    origin = {"device": name, "torch": torch.__version__, "commit": commit(), "date": time.strftime("%Y-%m-%d")}
-    profile = load_profile(args.profile) if args.profile else None
-    if profile is not None:
-        origin["profile"] = profile.digest()
-    keep = tuple(sorted(args.keep))
-    windows = (args.num_sink, args.num_recent)
-    return Options(device, Pooling(args.pooling), *windows, args.steps, keep, profile, origin)
+    keep, windows = tuple(sorted(args.keep)), (args.num_sink, args.num_recent)
+    return Options(torch.device(args.device), Pooling(args.pooling), *windows, args.steps, keep, origin(args))
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure what the result file lacks."""
     options = options_of(args)
     items: list[Item] = []
-    calibration = None
+    channels = None
     if args.captures:
         found = captured_items(args.captures, args.steps)
         items += [
@@ -367,12 +306,10 @@ def run(args: argparse.Namespace) -> None:
             and item.item < args.questions
             and (args.lengths is None or item.num_tokens in args.lengths)
         ]
-        calibration = calibrate(args.captures, args.steps, options.device, args.anchors)
-        if options.profile is not None:
-            calibration = dataclasses.replace(calibration, plan=options.profile.plan(), chosen_by="profile")
+        channels = calibrated_channels(args.captures, args.steps, options.device)
     items += planted_items(args.planted, args.kinds, args.seed)
-    methods = make_methods(args.methods, args.seed, options.profile is not None)
-    print(f"{measure(items, methods, calibration, options, args.out)} new rows in {args.out}")
+    methods = make_methods(args.methods, args.seed)
+    print(f"{measure(items, methods, channels, options, args.out)} new rows in {args.out}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -380,23 +317,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
         if args.make_captures:
-            make_captures(
-                args.captures,
-                args.model_path,
-                args.sglang_flags,
-                lengths=args.lengths or [4096, 8192, 16384, 32768],
-                tasks=args.tasks,
-                questions=args.questions,
-                seed=args.capture_seed,
-                bf16=not args.fp32,
-                progress=tqdm,
-            )
+            lengths = args.lengths or [4096, 8192, 16384, 32768]
+            wanted = captures_missing(args.captures, lengths, args.tasks, args.questions)
+            make_captures(wanted, args.model_path, args.sglang_flags, args.capture_seed)
         elif args.table:
             rows = [row for path in args.table for row in read_rows(path)]
-            print(selection_plot.tables(rows, args.at))
-        elif args.plot:
-            rows = [row for path in args.plot[1:] or [args.out] for row in read_rows(path)]
-            selection_plot.plot(rows, args.plot[0])
+            print(selection_tables.tables(rows, args.at))
         else:
             run(args)
     except KeyboardInterrupt:

@@ -1,6 +1,4 @@
-"""Where the selection benchmark's queries and keys come from: captures of a model, planted distributions; and what
-an offline calibration finds in the captures.
-"""
+"""Where the selection benchmark's queries and keys come from: captures of a model, and planted distributions."""
 
 from __future__ import annotations
 
@@ -11,24 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from selection_methods import OFFLINE_CHANNELS
 from torch import Tensor
+from tqdm import tqdm
 
 from prefix_kernels.testing import PLANTED, planted_config, planted_prefix
-from sglang_ext.calibration import (
-    ChannelAccumulator,
-    SimilarityAccumulator,
-    choose_anchors,
-    layer_similarity,
-    make_layer_plan,
-    top_channels,
-)
+from sglang_ext.calibration import ChannelAccumulator, top_channels
 from sglang_ext.calibration.capture import LayerCapture
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture, save_capture
-from sglang_ext.indexing.layer_plan import LayerPlan
-from sglang_ext.quality.tasks import TASKS, make_document
-
-OFFLINE_CHANNELS = 16
-"""Channels of the Double Sparsity rival: a quarter of head_dim 64."""
+from sglang_ext.indexing.base import LayerProfile
+from sglang_ext.quality.tasks import make_document
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,10 +56,6 @@ class Item:
     item: int
     generator: dict[str, Any] | None
     load: Callable[[torch.device], tuple[list[Layer], float]]
-
-    @property
-    def key(self) -> tuple[str, str, int, int]:
-        return self.source, self.data, self.num_tokens, self.item
 
 
 def capture_files(folder: Path) -> list[tuple[str, int, int, Path]]:
@@ -136,103 +122,68 @@ def planted_items(lengths: Sequence[int], kinds: Sequence[str] = tuple(PLANTED),
                 yield Item("planted", name, length, seed, dataclasses.asdict(config), load)
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What is known of a model before its prompts come.
-
-    Attributes:
-        channels: [num_layers, num_kv_heads, 16] of the Double Sparsity rival.
-        plan: Kascade's reuse of selections.
-        chosen_by: where the plan comes from.
-    """
-
-    channels: Tensor
-    plan: LayerPlan
-    chosen_by: str
-
-
-def calibrate(folder: Path, steps: int, device: torch.device, num_anchors: int | None = None) -> Calibration:
-    """Channels, anchors and head maps from one capture per task of the shortest length.
-
-    Half of the layers are anchors unless `num_anchors` says otherwise; no layer is dense. These captures are among
-    the measured ones, which favours Double Sparsity and reuse a little.
+def calibrated_channels(folder: Path, steps: int, device: torch.device) -> list[LayerProfile]:
+    """By layer the Double Sparsity rival's channels, from one capture per task of the shortest length. These captures
+    are among the measured ones, which favours it a little.
     """
     shortest: dict[str, Path] = {}
     for task, _, _, path in capture_files(folder):
         shortest.setdefault(task, path)
-    similarity: SimilarityAccumulator | None = None
-    channels: ChannelAccumulator | None = None
+    prompts = []
     for path in shortest.values():
-        layers, sm_scale = capture_layers(load_capture(path, device), steps, path)
-        first = layers[0]
-        if similarity is None or channels is None:
-            num_kv_heads, head_dim = first.keys.shape[1:]
-            similarity = SimilarityAccumulator(len(layers), num_kv_heads)
-            channels = ChannelAccumulator(len(layers), first.q.shape[1], num_kv_heads, head_dim)
-        behind = torch.full((first.q.shape[0],), first.keys.shape[0])
-        views = [LayerCapture(layer.q, layer.keys, behind) for layer in layers]
-        similarity.add_prompt(views, sm_scale)
-        channels.add_prompt(views)
-    assert similarity is not None
-    assert channels is not None
-    heads = similarity.head_similarity()
-    choice = choose_anchors(layer_similarity(heads), num_anchors or max(1, heads.shape[0] // 2))
-    plan = make_layer_plan(choice.anchors, heads, dense_layers=())
-    count = min(OFFLINE_CHANNELS, channels.head_dim)
-    return Calibration(top_channels(channels.contribution(), count), plan, "captures")
+        layers, _ = capture_layers(load_capture(path, device), steps, path)
+        prompts.append([LayerCapture(one.q, one.keys, torch.full((len(one.q),), len(one.keys))) for one in layers])
+    return _best_channels(prompts)
 
 
-def own_channels(layer: Layer) -> Tensor:
-    """The Double Sparsity rival's channels for planted data: from the prefix itself, as there is no model."""
+def own_channels(layer: Layer) -> LayerProfile:
+    """The same for planted data: from the prefix itself, as there is no model."""
     queries = layer.q if layer.samples is None else layer.samples.transpose(0, 1)
-    num_kv_heads, head_dim = layer.keys.shape[1:]
-    statistic = ChannelAccumulator(1, queries.shape[1], num_kv_heads, head_dim)
-    statistic.add_prompt([LayerCapture(queries, layer.keys, torch.arange(queries.shape[0]))])
-    return top_channels(statistic.contribution(), min(OFFLINE_CHANNELS, head_dim))[0]
+    (found,) = _best_channels([[LayerCapture(queries, layer.keys, torch.arange(queries.shape[0]))]])
+    return found
 
 
-def make_captures(
-    folder: Path,
-    model_path: str,
-    sglang_flags: Sequence[str],
-    *,
-    lengths: Sequence[int],
-    tasks: Sequence[str] = tuple(TASKS),
-    questions: int,
-    seed: int,
-    bf16: bool,
-    progress: Callable[[Sequence[Any]], Any] = iter,
-) -> None:
-    """Run the model over every task, length and question through SGLang; files that exist are kept.
+def _best_channels(prompts: Sequence[Sequence[LayerCapture]]) -> list[LayerProfile]:
+    first = prompts[0][0]
+    num_kv_heads, head_dim = first.keys.shape[1:]
+    statistic = ChannelAccumulator(len(prompts[0]), first.queries.shape[1], num_kv_heads, head_dim)
+    for prompt in prompts:
+        statistic.add_prompt(prompt)
+    best = top_channels(statistic.contribution(), min(OFFLINE_CHANNELS, head_dim)).sort(dim=-1).values
+    return [LayerProfile(channels=tuple(map(tuple, of_layer))) for of_layer in best.tolist()]
 
-    Each question has a document of its own.
-    """
+
+Wanted = tuple[str, int, int, Path]
+"""Task, tokens, question and file of a capture."""
+
+
+def captures_missing(folder: Path, lengths: Sequence[int], tasks: Sequence[str], questions: int) -> list[Wanted]:
+    """What a folder, made where it is not there, does not hold yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [
+    return [
         (task, length, i, path)
         for length in lengths
         for task in tasks
         for i in range(questions)
         if not (path := folder / f"{task}_{length}_{i}.safetensors").exists()
     ]
+
+
+def make_captures(wanted: Sequence[Wanted], model_path: str, sglang_flags: Sequence[str], seed: int) -> None:
+    """Run the model over them through SGLang. Each question has a document of its own; captures are kept in bf16."""
     if not wanted:
         return
     from sglang_ext.cli.capturing import CaptureSession
 
     with CaptureSession(model_path, sglang_flags) as session:
-        for task, length, i, path in progress(wanted):
+        for task, length, i, path in tqdm(wanted):
             document = make_document(task, seed + i, num_tokens=length, num_questions=1)
             question = document.questions[0]
             prefix = session.tokens.of_text(document.text)
             ids = session.tokens.of_text(f"{document.text} {question.text}")
             if ids[: len(prefix)] != prefix:
                 raise ValueError(f"expected the document's tokens at the head of the prompt of {path.name}, got others")
-            capture = session.capture(
-                path.stem, ids, prefix_len=len(prefix), decode_steps=question.max_new_tokens - 1
-            ).behind(len(prefix))
-            save_capture(_in_bf16(capture) if bf16 else capture, path)
-
-
-def _in_bf16(capture: PromptCapture) -> PromptCapture:
-    narrow = {name: getattr(capture, name).bfloat16() for name in ("queries", "keys", "values")}
-    return dataclasses.replace(capture, **narrow)
+            steps = question.max_new_tokens - 1
+            capture = session.capture(path.stem, ids, prefix_len=len(prefix), decode_steps=steps).behind(len(prefix))
+            narrow = {name: getattr(capture, name).bfloat16() for name in ("queries", "keys", "values")}
+            save_capture(dataclasses.replace(capture, **narrow), path)

@@ -8,22 +8,11 @@ call scores all tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from selection_rivals import (
-    ArkVale,
-    DoubleSparsity,
-    FixedRival,
-    KMeansKeys,
-    Quest,
-    Random,
-    Rival,
-    ScoringRival,
-    StreamingLLM,
-)
 from torch import Tensor
 
 from prefix_kernels.pooling import Pooling
@@ -32,7 +21,7 @@ from prefix_kernels.types import Selection
 from sglang_ext.indexing import make_builder, make_selector, parse_spec
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
 from sglang_ext.indexing.base import NO_PROFILE, IndexSpec, LayerProfile
-from sglang_ext.indexing.combined import PARTS, TwoLevelSpec, UnionSpec, part_arrays
+from sglang_ext.indexing.combined import TwoLevelSpec, UnionSpec
 from sglang_ext.indexing.exact import ExactSpec
 from sglang_ext.indexing.heads import join_heads, split_heads
 from sglang_ext.indexing.traffic import index_read_bytes, stored_bytes
@@ -55,6 +44,11 @@ class Step(NamedTuple):
     pooling: Pooling
     budgets: tuple[Budget, ...]
 
+    @property
+    def common(self) -> dict[str, Any]:
+        """As selectors take it."""
+        return {"prefix_len": self.prefix_len, "sm_scale": self.sm_scale, "pooling": self.pooling}
+
 
 class LayerInput(NamedTuple):
     """What a layer's index is built from.
@@ -62,19 +56,15 @@ class LayerInput(NamedTuple):
     Attributes:
         keys: [prefix_len, num_kv_heads, head_dim] fp32.
         samples: [num_kv_heads, num_samples, head_dim] fp32 or None.
-        layer: what the model's profile says of the layer.
-        channels: [num_kv_heads, 16] of the offline calibration.
+        offline: the channels of an offline calibration, for a rival.
     """
 
     keys: Tensor
     samples: Tensor | None
-    layer: LayerProfile
-    channels: Tensor
+    offline: LayerProfile
 
 
 Arrays = Mapping[str, Tensor]
-Built = dict[IndexSpec, tuple[Arrays, float]]
-"""Arrays of one layer by spec, with the seconds that building them took."""
 
 
 @dataclass
@@ -84,32 +74,29 @@ class Method:
     Attributes:
         name: of the row.
         kind: "oracle", "method" (of one paper), "combined" or "rival"; the winner is a method or combined.
-        way: an index spec of the product, or a rival.
+        way: an index spec of the product; None: no index, see `unread_scores`.
         sum_every: of a token index, how few tokens enter the sums of its softmax.
-        rounds_queries: of a token index, whether it scores queries as `int8_queries` rounds them.
+        generator: of random choice.
     """
 
     name: str
     kind: str
-    way: IndexSpec | Rival
+    way: IndexSpec | None
     sum_every: int = 1
-    rounds_queries: bool = False
+    generator: torch.Generator | None = None
 
     def describe(self) -> dict[str, Any]:
         """Parameters for the row."""
-        return self.way.to_dict() if isinstance(self.way, IndexSpec) else self.way.describe()
+        return {"method": self.name} if self.way is None else self.way.to_dict()
 
-    def build(self, given: LayerInput, built: Built) -> tuple[Arrays, float]:
-        """The layer's arrays and the seconds that building them takes.
-
-        Args:
-            given: of the layer.
-            built: what was built of this layer already, for combined recipes whose parts are rows too. Added to.
-        """
-        if isinstance(self.way, Rival):
-            rival = self.way
-            return timed(lambda: rival.build(given.keys, given.samples, given.channels), given.keys.device)
-        return _build(self.way, given, built)
+    def build(self, given: LayerInput) -> tuple[Arrays, float]:
+        """The layer's arrays and the seconds until the device has them."""
+        begun = now(given.keys.device)
+        arrays: Arrays = {}
+        if self.way is not None:
+            profile = given.offline if self.kind == "rival" else NO_PROFILE
+            arrays = make_builder(self.way, profile).build_layer(given.keys, given.samples)
+        return arrays, now(given.keys.device) - begun
 
     def stored(self, arrays: Arrays) -> float:
         """Bytes of one KV head's index. The oracle's keys are those of the KV itself."""
@@ -117,8 +104,8 @@ class Method:
 
     def index_read(self, arrays: Arrays, q: Tensor, step: Step, budget: Budget) -> float:
         """Bytes of the index that a step reads for one KV head, mean over tokens. `arrays`, `q`: see `as_heads`."""
-        if isinstance(self.way, Rival):
-            return self.way.index_bytes(arrays, step.prefix_len, budget.tokens)
+        if self.way is None:
+            return 0.0
         if isinstance(self.way, ExactSpec):
             return float(step.prefix_len * q.shape[2] * 2)
         return index_read_bytes(self.way, arrays, q, step.prefix_len, budget.tokens)
@@ -131,68 +118,27 @@ class Method:
         scores: Tensor | None = None
         chosen = []
         for budget in step.budgets:
-            if self._needs_budget(step, budget):
-                chosen.append(self._select(arrays, q, step, budget))
+            windows = (budget.num_sink, budget.num_recent)
+            # Of the block that the budget cuts, a selector takes the first tokens; equal scores would leave it to topk.
+            if isinstance(self.way, TwoLevelSpec | UnionSpec | ABSparseSpec):
+                sizes = {"budget": budget.tokens, "num_sink": budget.num_sink, "num_recent": budget.num_recent}
+                chosen.append(make_selector(self.way).select(arrays, q, **sizes, **step.common))
                 continue
             scores = self._scores(arrays, q, num_rows, step) if scores is None else scores
-            windows = (budget.num_sink, budget.num_recent)
             chosen.append(top_k_selection(scores, budget.tokens, *windows, 1, step.prefix_len))
         return chosen
 
-    def _needs_budget(self, step: Step, budget: Budget) -> bool:
-        if isinstance(self.way, TwoLevelSpec):
-            return self.way.num_candidates(step.prefix_len, budget.tokens) > self.way.num_candidates(step.prefix_len)
-        # Of the block that the budget cuts, a selector takes the first tokens; equal scores would leave it to topk.
-        return isinstance(self.way, UnionSpec | ABSparseSpec)
-
-    def _select(self, arrays: Arrays, q: Tensor, step: Step, budget: Budget, way: IndexSpec | None = None) -> Selection:
-        assert isinstance(self.way, IndexSpec)
-        return make_selector(way or self.way).select(
-            arrays,
-            q,
-            prefix_len=step.prefix_len,
-            budget=budget.tokens,
-            num_sink=budget.num_sink,
-            num_recent=budget.num_recent,
-            sm_scale=step.sm_scale,
-            pooling=step.pooling,
-        )
-
     def _scores(self, arrays: Arrays, q: Tensor, num_rows: int, step: Step) -> Tensor:
-        common = {"prefix_len": step.prefix_len, "sm_scale": step.sm_scale, "pooling": step.pooling}
-        if isinstance(self.way, FixedRival):
-            return self.way.fixed_scores(num_rows, step.prefix_len, q.device)
-        if isinstance(self.way, ScoringRival):
-            return self.way.token_scores(arrays, q, **common)
-        if isinstance(self.way, TwoLevelSpec):
-            return self._two_level_scores(self.way, arrays, q, step)
-        scored = int8_queries(arrays, q) if self.rounds_queries else q
-        return make_selector(self.way, self.sum_every).token_scores(arrays, scored, **common)
-
-    def _two_level_scores(self, spec: TwoLevelSpec, arrays: Arrays, q: Tensor, step: Step) -> Tensor:
-        """What `TwoLevelSelector.select` ranks: the windows are candidates. They fill a smaller budget anyway."""
-        widest = max(step.budgets, key=lambda budget: budget.num_sink + budget.num_recent)
-        count = spec.num_candidates(step.prefix_len)
-        first = self._select(part_arrays(arrays, "first"), q, step, widest._replace(tokens=count), spec.first)
-        mask = torch.zeros(first.num_kv_heads, step.prefix_len, dtype=torch.bool, device=q.device)
-        mask.scatter_(1, first.positions.long(), True)
-        scores = make_selector(spec.second).token_scores(
-            part_arrays(arrays, "second"),
-            q,
-            prefix_len=step.prefix_len,
-            sm_scale=step.sm_scale,
-            pooling=step.pooling,
-            candidates=mask,
-        )
-        # Candidates without a score come before everything that is no candidate.
-        return scores.masked_fill(mask & (scores == -torch.inf), -1e38)
+        if self.way is None:
+            return unread_scores(self.name, num_rows, step.prefix_len, self.generator).to(q.device)
+        return make_selector(self.way, self.sum_every).token_scores(arrays, q, **step.common)
 
 
-def timed(build: Callable[[], Arrays], device: torch.device) -> tuple[Arrays, float]:
-    """What `build` makes and the seconds until the device has it."""
-    begun = now(device)
-    arrays = build()
-    return arrays, now(device) - begun
+def unread_scores(name: str, num_rows: int, prefix_len: int, generator: torch.Generator | None) -> Tensor:
+    """[num_rows, prefix_len] of what looks at no query: the later the better (StreamingLLM, 2309.17453), or random."""
+    if name == "random":
+        return torch.rand(num_rows, prefix_len, generator=generator)
+    return torch.arange(prefix_len, dtype=torch.float32).expand(num_rows, -1)
 
 
 def now(device: torch.device) -> float:
@@ -202,55 +148,14 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _build(spec: IndexSpec, given: LayerInput, built: Built) -> tuple[Arrays, float]:
-    """Arrays of a spec; those of a combined one are its parts' (`CombinedBuilder`), each built once a layer."""
-    if spec not in built:
-        if isinstance(spec, TwoLevelSpec | UnionSpec):
-            arrays: dict[str, Tensor] = {}
-            seconds = 0.0
-            for part in PARTS:
-                own, took = _build(getattr(spec, part), given, built)
-                arrays.update({f"{part}.{name}": array for name, array in own.items()})
-                seconds += took
-            return arrays, seconds
-        builder = make_builder(spec, given.layer)
-        built[spec] = timed(lambda: builder.build_layer(given.keys, given.samples), given.keys.device)
-    return built[spec]
-
-
 def as_heads(arrays: Arrays, q: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Tokens as KV heads: arrays of num_tokens * num_kv_heads heads and q [1, num_tokens * num_qo_heads, head_dim]."""
     tiled = join_heads(split_heads(arrays) * q.shape[0]) if arrays else {}
     return tiled, q.reshape(1, -1, q.shape[2])
 
 
-def int8_queries(arrays: Arrays, q: Tensor) -> Tensor:
-    """Queries as the anchor selection's kernel for Hopper rounds them. (It rounds rows' sums, too: not here.)
-
-    There a score is a sum of integers: the codes of a key times the query, which is rounded to INT8 after it is
-    multiplied by the channels' steps. Fine channels so take few of its 255 levels. All query rows of a KV head have one
-    unit, so that their scores can be compared as integers. (In the kernel all rows of a tile have: up to 128.)
-
-    Args:
-        arrays: of a token index, see `TokenIndexBuilder`.
-        q: [num_rows, num_qo_heads, head_dim].
-
-    Returns:
-        The same shape, fp32. What a channel's lowest value adds to a score changes, too, for all tokens alike: no
-        share of attention does.
-    """
-    steps = arrays["keys_scale"][:, None]
-    channels = arrays["channels"].long()[:, None]
-    grouped = q.float().view(q.shape[0], steps.shape[0], -1, q.shape[2]).transpose(0, 1)
-    rows = grouped.flatten(1, 2)
-    channels = channels.expand(-1, rows.shape[1], -1)
-    kept = rows.gather(2, channels) * steps
-    tiny = torch.finfo(torch.float32).tiny
-    unit = (kept.abs().amax(dim=(1, 2), keepdim=True) / 127).clamp_min(tiny)
-    # A channel without steps has one code only, 0.
-    rounded = (kept / unit).round() * unit / steps.clamp_min(tiny)
-    return rows.scatter(2, channels, rounded).view(grouped.shape).transpose(0, 1).reshape(q.shape)
-
+OFFLINE_CHANNELS = 16
+"""Of the Double Sparsity rival: a quarter of head_dim 64."""
 
 CSA = {"method": "csattention"}
 AB = {"method": "ab_sparse"}
@@ -259,7 +164,7 @@ TOKENS48 = {**TOKENS, "num_channels": 48}
 MINMAX = {**AB, "representation": "minmax"}
 FIXED = {"method": "two_level", "candidate_factor": 1.0}
 THIN_FIRST = {**FIXED, "first": {**CSA, "list_ratio": 0.02}, "candidate_ratio": 0.25}
-"""CSAttention with short lists names a quarter of the prefix."""
+"""CSAttention with short lists names candidates."""
 BLOCKS_FIRST = {**FIXED, "first": MINMAX, "second": TOKENS, "candidate_ratio": 0.25}
 
 DEFAULT = "tokens int4 48ch"
@@ -285,88 +190,44 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "csa a.02": ("method", {**CSA, "list_ratio": 0.02}),
-    "csa a.04": ("method", {**CSA, "list_ratio": 0.04}),
-    "csa a.2": ("method", {**CSA, "list_ratio": 0.2}),
     "ab mean int4": ("method", AB),
-    "ab mean int2": ("method", {**AB, "quantization": "int2"}),
-    "ab mean fp16": ("method", {**AB, "quantization": "none"}),
     "ab minmax int4": ("method", MINMAX),
-    "ab ball int4": ("method", {**AB, "representation": "ball"}),
     "tokens int4": ("method", TOKENS),
     DEFAULT: ("method", TOKENS48),
-    "tokens int4 32ch": ("method", {**TOKENS, "num_channels": 32}),
     "tokens int2": ("method", {**TOKENS, "bits": 2}),
     TWO_LEVEL: ("combined", {"method": "two_level"}),
     "minmax > tokens .5": ("combined", {**BLOCKS_FIRST, "candidate_ratio": 0.5}),
     "minmax > tokens .25": ("combined", BLOCKS_FIRST),
-    "minmax32 > tokens .5": (
-        "combined",
-        {**BLOCKS_FIRST, "first": {**MINMAX, "block_size": 32}, "candidate_ratio": 0.5},
-    ),
-    "csa > tokens .25": ("combined", {**THIN_FIRST, "second": TOKENS}),
-    "csa > tokens48 .25, fixed": ("combined", {**THIN_FIRST, "second": TOKENS48}),
-    "csa > tokens48 .15": ("combined", {**THIN_FIRST, "second": TOKENS48, "candidate_ratio": 0.15}),
     "csa > tokens48 .5": ("combined", {**THIN_FIRST, "second": TOKENS48, "candidate_ratio": 0.5}),
-    "csa a.01 > tokens .25": ("combined", {**THIN_FIRST, "first": {**CSA, "list_ratio": 0.01}, "second": TOKENS}),
-    "csa a.04 > tokens32 .25": (
-        "combined",
-        {**THIN_FIRST, "first": {**CSA, "list_ratio": 0.04}, "second": {**TOKENS, "num_channels": 32}},
-    ),
-    "tokens16 > tokens48 .25": (
-        "combined",
-        {**THIN_FIRST, "first": {**TOKENS, "num_channels": 16}, "second": TOKENS48},
-    ),
-    "ab > csa": ("combined", {**FIXED, "first": AB, "second": CSA, "candidate_ratio": 0.5}),
-    "ab > tokens": ("combined", {**FIXED, "first": AB, "second": TOKENS, "candidate_ratio": 0.5}),
     "csa + ab": ("combined", {"method": "union", "first": CSA, "second": AB}),
+    "quest": ("rival", {**MINMAX, "quantization": "none"}),
+    "arkvale": ("rival", {**AB, "representation": "ball", "block_size": 32, "quantization": "none"}),
+    "double sparsity int4": ("rival", {**TOKENS, "num_channels": OFFLINE_CHANNELS}),
 }
-"""Rows by name: kind and spec. `a > b`: b's scores among a's candidates; `a + b`: united at equal budget."""
+"""Rows by name: kind and spec. `a > b`: b's scores among a's candidates; `a + b`: united at equal budget. Rivals whose
+parts the product has: Quest (2406.10774), ArkVale (NeurIPS 2024), Double Sparsity (2408.07092).
+"""
 
 SAMPLED = {f"{DEFAULT}, sums 1/{every}": every for every in (8, 16, 32)}
 """Rows of the default recipe whose softmax sums a sample only: one token in so many."""
 
-INT8_QUERIES = f"{DEFAULT}, sums 1/16, queries int8"
-"""Row of the default recipe with queries as Hopper's kernel takes them, see `int8_queries`."""
 
-REUSED = (DEFAULT, TWO_LEVEL, "minmax > tokens .5", "ab > csa", "ab > tokens", "csa + ab")
-"""Rows that are measured once more with Kascade's reuse on top."""
-
-
-def make_methods(names: Sequence[str] | None, seed: int, profiled: bool) -> list[Method]:
+def make_methods(names: Sequence[str] | None, seed: int) -> list[Method]:
     """All methods, or those of these names.
 
     Args:
         names: None for all.
-        seed: of the random rival and of clustering.
-        profiled: whether a profile gives block sizes per head.
+        seed: of random choice.
 
     Raises:
         ValueError: an unknown name.
     """
-    specs = dict(SPECS)
-    if profiled:
-        specs["ab adaptive int4"] = ("method", {**AB, "sizes": "profile"})
-        specs["ab adaptive minmax int4"] = ("method", {**MINMAX, "sizes": "profile"})
-    methods = [Method(name, kind, parse_spec(data)) for name, (kind, data) in specs.items()]
+    methods = [Method(name, kind, parse_spec(data)) for name, (kind, data) in SPECS.items()]
     methods += [Method(name, "method", parse_spec(TOKENS48), every) for name, every in SAMPLED.items()]
-    methods.append(Method(INT8_QUERIES, "method", parse_spec(TOKENS48), 16, rounds_queries=True))
-    rivals: dict[str, Rival] = {
-        "quest": Quest(),
-        "arkvale": ArkVale(),
-        "k-means of keys": KMeansKeys(seed=seed),
-        "double sparsity fp16": DoubleSparsity(),
-        "double sparsity int4": DoubleSparsity(bits=4),
-        "streaming_llm": StreamingLLM(),
-        "random": Random(seed=seed),
-    }
-    methods += [Method(name, "rival", rival) for name, rival in rivals.items()]
+    generator = torch.Generator().manual_seed(seed)
+    methods += [Method(name, "rival", None, generator=generator) for name in ("streaming_llm", "random")]
     known = [method.name for method in methods]
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise ValueError(f"expected methods among {', '.join(known)}, got {unknown[0]!r}; correct the name")
     return [method for method in methods if names is None or method.name in names]
-
-
-def layer_profile(block_sizes: Sequence[int] = ()) -> LayerProfile:
-    """What builders get of a profile: block sizes only; channel sets are each prefix's own."""
-    return LayerProfile(block_sizes=tuple(block_sizes)) if block_sizes else NO_PROFILE

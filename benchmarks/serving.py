@@ -2,8 +2,7 @@
 """A real SGLang server under the load of SGLang's own `bench_serving`, with the plugin and without.
 
     python benchmarks/serving.py --out serving.jsonl                  # measure; rows are appended, none twice
-    python benchmarks/serving.py --table serving.jsonl --check        # print result files as Markdown; limits
-    python benchmarks/serving.py --table serving.jsonl --plot serving.png
+    python benchmarks/serving.py --table serving.jsonl                # print result files as Markdown
     python benchmarks/serving.py --runs groups --engines flashinfer shared --out serving.jsonl
     CUDA_VISIBLE_DEVICES=1 python benchmarks/serving.py --engines shared --port 12001 --out shared.jsonl   # beside it
 
@@ -32,7 +31,6 @@ Weights are dummies: they serve to time, never to judge an answer. The tokenizer
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
@@ -41,11 +39,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dummy_server import SHAPES, launched, tail, write_model
-from engines import BUILDING, INDEXED, STOCK, add_arguments, base_flags, plugin_flags, provenance, read
-from serving_runs import RUNS, bench, commands, context_tokens, figures, pool_tokens, sizes_of
-from serving_table import broken_limits, plot, table
-from word_tokenizer import write_tokenizer
+from engines import (
+    BUILDING,
+    INDEXED,
+    SHAPES,
+    STOCK,
+    add_arguments,
+    append,
+    base_flags,
+    launched,
+    plugin_flags,
+    provenance,
+    read,
+    tail,
+    unmeasured,
+    write_model,
+)
+from serving_runs import RUNS, bench, commands, context_tokens, figures, pool_tokens, sizes_of, write_tokenizer
+from serving_table import table
 
 Row = dict[str, Any]
 
@@ -71,14 +82,8 @@ def server_flags(args: argparse.Namespace, engine: str, model: Path, store: Path
 
 def missing(args: argparse.Namespace, engine: str, start: int) -> list[Row]:
     """Beginnings of the rows that the result file does not hold yet, in the order in which they are measured."""
-    known = [_key(row) for row in read([args.out])] if Path(args.out).exists() else []
     origin = {"engine": engine, "start": start, **provenance(args)}
-    rows = [{**origin, "run": run, "sizes": sizes} for run, sizes in args.sizes.items()]
-    return [row for row in rows if _key(row) not in known]
-
-
-def _key(row: Row) -> list[Any]:
-    return [row[key] for key in KEY]
+    return unmeasured(args.out, [{**origin, "run": run, "sizes": sizes} for run, sizes in args.sizes.items()], KEY)
 
 
 def measure(args: argparse.Namespace, engine: str, start: int, home: Path) -> None:
@@ -108,8 +113,7 @@ def measure(args: argparse.Namespace, engine: str, start: int, home: Path) -> No
                     row |= {"pool_tokens": pool_tokens(row["sizes"]), **figures(results, row["sizes"], args.page)}
                 except RuntimeError as error:
                     raise RuntimeError(f"{error}\nThe end of the server's log:\n{tail(log)}") from error
-                with Path(args.out).open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                append(args.out, row)
                 print(f"{engine:10s} {brief(row)}", flush=True)
 
 
@@ -134,11 +138,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--start-seconds", type=float, default=300.0, help="how long a server may take to start")
     parser.add_argument("--logs", type=Path, help="folder that keeps the servers' and bench_serving's logs")
     parser.add_argument("--out", default="serving.jsonl", help="result file; rows are appended")
-    parser.add_argument("--check", action="store_true", help="with --table: fail when a limit of `groups` is not met")
     args = parser.parse_args(argv)
     if args.table is None:
-        if args.plot or args.check:
-            parser.error("expected --table FILE with --plot and --check: the rows")
         try:
             args.sizes = {run: sizes_of(run, args.set) for run in args.runs}
         except ValueError as error:
@@ -153,15 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or print what was measured; returns the exit status."""
     args = parse(argv)
     if args.table is not None:
-        rows = read(args.table)
-        print(table(rows))
-        if args.plot:
-            plot(rows, args.plot)
-        if not args.check:
-            return 0
-        broken = broken_limits(rows)
-        print("\n".join(broken) or "all limits hold")
-        return 1 if broken else 0
+        print(table(read(args.table)))
+        return 0
     status = 0
     with tempfile.TemporaryDirectory() as home:
         for start in range(args.starts):

@@ -1,4 +1,8 @@
-"""What `serving.py` asks of a server: SGLang's own `bench_serving`, its arguments, its data sets and its results."""
+"""What `serving.py` asks of a server: SGLang's own `bench_serving`, its arguments, its data sets and its results.
+
+`bench_serving` sends text that it decodes from random ids, and counts a token when text comes back. So the tokenizer of
+dummy models has a word for every id: every text has as many tokens after encoding as it was made of.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,15 @@ import importlib.util
 import json
 import os
 import random
+import string
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
+from itertools import chain, islice, product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
-
-from word_tokenizer import words as known_words
 
 Row = dict[str, Any]
 Sizes = dict[str, Any]
@@ -56,6 +61,8 @@ prompts. `branches`: conversations behind one tool schema of `prefix` tokens, ea
 `long`: a conversation whose own tokens grow to `turns` times `question` and `output`.
 """
 
+#: Contents alone, in their order. Roles would be tokens that no row could tell from a prompt's.
+_CHAT = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
 _SPARE = 64
 """Tokens beyond those of the sizes, for each request."""
 _REHEARSAL = 8192
@@ -70,8 +77,8 @@ from transformers import PreTrainedTokenizerFast
 
 unordered = PreTrainedTokenizerFast.get_vocab
 PreTrainedTokenizerFast.get_vocab = lambda self: dict(sorted(unordered(self).items(), key=lambda item: item[1]))
-for words in json.loads(sys.argv[1]):
-    sys.argv = ["bench_serving", *words]
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["bench_serving", *arguments]
     runpy.run_module("sglang.bench_serving", run_name="__main__")
 """
 
@@ -128,7 +135,7 @@ def conversations(sizes: Sizes, seed: int, vocab: int, *, warm_up: bool) -> Row:
     """A trace for `--dataset-name agentic-trace`: conversations behind one prefix and, where there are any, its
     branches, which they take in turns. The warm-up is the prefix alone, then each branch, one turn each.
     """
-    rng, known = random.Random(seed), known_words(vocab)
+    rng, known = random.Random(seed), words(vocab)
 
     def text(tokens: int) -> str:
         return " ".join(rng.choices(known, k=tokens))
@@ -180,10 +187,17 @@ def commands(run: str, sizes: Sizes, seed: int, model: Path, folder: Path, port:
         else:
             timed += ["--gsp-group-distribution", "zipf", "--gsp-zipf-alpha", str(sizes["zipf"])]
         return [rehearsal, [*warm_up, *_prefixes(groups, 1, prefix, 1, 2), "--gsp-ordered"], timed]
-    for words, output, first in ((warm_up, 2, True), (timed, sizes["output"], False)):
+    for arguments, output, first in ((warm_up, 2, True), (timed, sizes["output"], False)):
         trace = folder / f"{run}-{'warm-up' if first else 'timed'}.json"
         trace.write_text(json.dumps(conversations(sizes, seed, vocab, warm_up=first)))
-        words += ["--dataset-name", "agentic-trace", "--dataset-path", str(trace), "--sharegpt-output-len", str(output)]
+        arguments += [
+            "--dataset-name",
+            "agentic-trace",
+            "--dataset-path",
+            str(trace),
+            "--sharegpt-output-len",
+            str(output),
+        ]
     return [rehearsal, warm_up, timed]
 
 
@@ -283,3 +297,25 @@ def counted(result: Row) -> dict[str, int]:
 def _state(result: Row) -> Row:
     """The plugin's part of the server's state when a pass was over; empty in a stock server."""
     return result["server_info"]["internal_states"][0].get("sparse_attn") or {}
+
+
+@cache
+def words(count: int) -> tuple[str, ...]:
+    """`count` different words of letters and digits, the shortest first; a word's place is its token id."""
+    letters = string.digits + string.ascii_letters
+    longer = (map("".join, product(letters, repeat=length)) for length in range(1, 5))
+    return tuple(islice(chain.from_iterable(longer), count))
+
+
+def write_tokenizer(folder: Path, vocab: int) -> Path:
+    """`tokenizer.json` and `tokenizer_config.json` with ids 0 to `vocab` - 1, no special tokens; words are parted by
+    white space. The chat template joins the contents of all messages.
+    """
+    model = {"type": "WordLevel", "vocab": {word: token for token, word in enumerate(words(vocab))}, "unk_token": "0"}
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
+    tokenizer |= {"pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None, "model": model}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"model_max_length": 1 << 20, "chat_template": _CHAT}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

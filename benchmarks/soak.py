@@ -17,10 +17,6 @@ selections (`replay.py`, here or later: `--trace FOLDER --replay 0`).
 plugin, too. In 16 bits that changes answers, so as many wrong ones as the control's are allowed, and three standard
 deviations (`verdicts.py`; `chance` in the row says how likely so many are, `detectable` how many chance would not have
 explained: with too short a control no run is good); with `--dtype float32` there are none to allow.
-
-`--within SECONDS` is for a machine that is lent by the minute: where the start of the engine and the questions asked
-alone took so long that the rest of the time would not do, all parts are made shorter, in proportion. How long each part
-was is in the row (`ran`). A replay is not counted: leave it for later (`--replay 0`).
 """
 
 from __future__ import annotations
@@ -35,15 +31,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kernel_rows import commit
+from engines import sampling, start_engine, streamed
+from kernel_rows import origin
 from replay import Options, replay, replay_good
 from soak_sparse import SparseTraffic, built, memory, same, sparse_config
 from verdicts import GOOD, TOO_FEW, chance, detectable, excusing, verdict
@@ -53,33 +48,20 @@ from sglang_ext.quality.tasks import TASKS, make_document
 
 _BEST = 8
 """Tokens whose probability is asked for."""
-_BEGAN = time.monotonic()
-_LAST = 20.0
-"""Seconds of `--within` that are left for what comes behind the traffic."""
 _FOLDERS = ("build_report", "trace_folder")
 """Of the configuration, what a row leaves out: paths of this machine."""
-_SETTINGS = (
-    "seconds",
-    "control",
-    "documents",
-    "lengths",
-    "questions",
-    "tokens",
-    "concurrency",
-    "aborted",
-    "tie",
-    "seed",
+_NO_SETTINGS = (
+    "config",
+    "commit",
+    "model_path",
+    "out",
+    "replay",
+    "replay_seconds",
+    "selections",
+    "sglang_flags",
+    "trace",
 )
-_SETTINGS += (
-    "sparse_seconds",
-    "sparse_documents",
-    "sparse_lengths",
-    "dense",
-    "traced",
-    "traced_dense",
-    "index_bytes",
-    "stall",
-)
+"""Arguments that a row leaves out, or has elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +118,7 @@ class Soak:
                 prompt = encode(f"{document.text} {question.text}")
                 out = self._engine.generate(
                     input_ids=prompt,
-                    sampling_params=_sampling(args.tokens, dense=True),
+                    sampling_params=sampling(args.tokens, dense=True),
                     return_logprob=True,
                     top_logprobs_num=_BEST,
                 )
@@ -173,37 +155,22 @@ class Soak:
         tokens = self._rng.randint(1, self._args.tokens)
         aborted = self._rng.random() < self._args.aborted
         rid = f"soak-{self._next}-{self._rng.random()}"
-        stream = await self._engine.async_generate(
-            input_ids=reference.prompt, sampling_params=_sampling(tokens, dense=dense), stream=True, rid=rid
-        )
-        ids: list[int] = []
-        meta: dict[str, Any] = {}
-        last = time.monotonic()
-        async for chunk in stream:
-            ids, meta = chunk["output_ids"], chunk["meta_info"]  # all so far
-            now = time.monotonic()
-            self.longest_wait, last = max(self.longest_wait, now - last), now
-            if aborted and len(ids) > tokens // 2:
-                self._engine.tokenizer_manager.abort_request(rid=rid)
-                aborted = False
-                found["aborted"] += 1
-        verdict, equal, gap = compare(reference, ids, self._args.tie)
+        parameters, end_at = sampling(tokens, dense=dense), tokens // 2 + 1 if aborted else 0
+        got = await streamed(self._engine, reference.prompt, parameters, rid=rid, end_at=end_at)
+        self.longest_wait = max(self.longest_wait, got.longest_wait)
+        found["aborted"] += got.aborted
+        verdict, equal, gap = compare(reference, got.tokens, self._args.tie)
         found[verdict] += 1
         found["tokens equal"] += equal
-        found["retractions"] += int(meta.get("num_retractions") or 0)
+        found["retractions"] += int(got.meta.get("num_retractions") or 0)
         self.farthest[half] = max(self.farthest.get(half, 0.0), gap)
         if verdict == "wrong" and len(self.examples) < 8:
-            self.examples.append({"dense": dense, "token": equal, "of": len(ids), "gap": gap})
+            self.examples.append({"dense": dense, "token": equal, "of": len(got.tokens), "gap": gap})
 
 
 def together(histories: Sequence[int], size: int) -> bool:
     """Whether all tensor-parallel ranks told their paths' checksum, and it is the same."""
     return size == 1 or (len(histories) == size and len(set(histories)) == 1)
-
-
-def _sampling(tokens: int, *, dense: bool) -> dict[str, Any]:
-    own = {"custom_params": {"sparse_attn": False}} if dense else {}
-    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **own}
 
 
 def held(engine: Any) -> dict[str, Any]:
@@ -229,9 +196,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=8, help="per document")
     parser.add_argument("--tokens", type=int, default=96, help="generated by a request, at most")
     parser.add_argument("--concurrency", type=int, default=24)
-    parser.add_argument(
-        "--within", type=float, metavar="SECONDS", help="of this command's beginning all traffic is over; parts are cut"
-    )
     parser.add_argument("--aborted", type=float, default=0.05, help="share of the requests")
     parser.add_argument("--control", type=float, default=0.0, metavar="SECONDS", help="of dense traffic before")
     parser.add_argument("--sparse-seconds", type=float, default=0.0, help="of the sparse half; 0: none")
@@ -282,29 +246,6 @@ def main() -> int:
     return 0 if row["good"] else 1
 
 
-def shortened(parts: Mapping[str, float], within: float | None) -> dict[str, float]:
-    """Seconds of all parts; with `within`, so many that they are over in time, each in proportion.
-
-    Raises:
-        RuntimeError: no time is left.
-    """
-    total = sum(parts.values())
-    if within is None or not total:
-        return dict(parts)
-    left = within - _LAST - (time.monotonic() - _BEGAN)
-    if left <= 0:
-        raise RuntimeError(f"expected time for traffic within {within:g} s, got none behind the start; give it more")
-    return {name: seconds * min(1.0, left / total) for name, seconds in parts.items()}
-
-
-@contextmanager
-def timed(into: dict[str, float], name: str) -> Iterator[None]:
-    """Seconds of what is done here."""
-    begun = time.monotonic()
-    yield
-    into[name] = time.monotonic() - begun
-
-
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All traffic on one engine, then the replay; the row.
 
@@ -312,36 +253,30 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         args: the command line.
         folder: receives the store, the trace and the traced requests.
     """
-    import torch
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.server_args import prepare_server_args
-
     config = sparse_config(args, folder) if args.sparse_seconds else json.loads(args.config)
     (folder / "store").mkdir()
     flags = ["--model-path", args.model_path, "--sparse-attn", "--sparse-attn-store", str(folder / "store")]
     flags += ["--sparse-attn-config", json.dumps(config), *args.sglang_flags]
-    engine = Engine(server_args=prepare_server_args(flags))
+    engine = start_engine(flags)
     ended, waits, found, ran = True, [], {}, {}
     try:
         soak = Soak(engine, args)
         references = soak.references()
         engine.flush_cache()
         used = {"before": memory(engine)}
-        parts = shortened({"control": args.control, "shared": args.seconds, "sparse": args.sparse_seconds}, args.within)
-        for name in ("control", "shared"):
-            if parts[name]:
-                with timed(ran, name):
-                    engine.loop.run_until_complete(soak.traffic(references, parts[name], name))
+        for name, seconds in (("control", args.control), ("shared", args.seconds)):
+            if seconds:
+                begun = time.monotonic()
+                engine.loop.run_until_complete(soak.traffic(references, seconds, name))
+                ran[name] = time.monotonic() - begun
         if args.sparse_seconds:
             used["between"] = memory(engine)
             sparse = SparseTraffic(engine, args, folder, partial(soak.one, references, "beside"))
-            with timed(ran, "sparse"):
-                ended = engine.loop.run_until_complete(sparse.run(parts["sparse"] / 2))
-                used["halfway"] = memory(engine)  # what grows once has grown: what grows on, leaks
-                ended = ended and engine.loop.run_until_complete(sparse.run(parts["sparse"] / 2))
+            begun = time.monotonic()
+            ended = engine.loop.run_until_complete(sparse.run(args.sparse_seconds / 2))
+            used["halfway"] = memory(engine)  # what grows once has grown: what grows on, leaks
+            ended = ended and engine.loop.run_until_complete(sparse.run(args.sparse_seconds / 2))
+            ran["sparse"] = time.monotonic() - begun
             waits, found = [sparse.longest_wait], {"sparse": sparse.found, "sparse prompts": {"tokens": sparse.tokens}}
         left = held(engine)
         used["after"] = memory(engine)
@@ -383,16 +318,12 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "held": left,
         "examples": soak.examples,
         "replay": replayed,
-        **{key: getattr(args, key) for key in _SETTINGS},
+        **{key: value for key, value in vars(args).items() if key not in _NO_SETTINGS},
         "config": {key: value for key, value in config.items() if key not in _FOLDERS},
         "sum_every": parse_profiled(json.dumps(config), args.model_path)[0].summed_every,
         "flags": args.sglang_flags,
         "dtype": dtype,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "sglang": version("sglang"),
-        "torch": torch.__version__,
-        "commit": args.commit or commit(),
-        "date": time.strftime("%Y-%m-%d"),
+        **origin(args),
     }
 
 

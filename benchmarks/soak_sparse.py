@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from engines import sampling, streamed
 from replay import REQUESTS
 
 from sglang_ext.decode.trace import TRACED
@@ -143,30 +144,15 @@ class SparseTraffic:
         traced = rng.random() < (self._args.traced_dense if dense else self._args.traced)
         end_at = rng.randint(1, tokens) if rng.random() < self._args.aborted else 0
         rid = f"{TRACED if traced else 'soak-'}{next(self._number)}"
-        own: dict[str, Any] = {"custom_params": {"sparse_attn": False}} if dense else {}
-        stream = await self._engine.async_generate(
-            input_ids=prompt,
-            sampling_params={"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **own},
-            return_logprob=traced,
-            stream=True,
-            rid=rid,
-        )
-        ids: list[int] = []
-        meta: dict[str, Any] = {}
-        last = time.monotonic()
-        async for chunk in stream:
-            now = time.monotonic()
-            self.longest_wait, last = max(self.longest_wait, now - last), now
-            ids, meta = list(chunk["output_ids"]), chunk["meta_info"]  # all so far
-            if end_at and len(ids) >= end_at:
-                self._engine.tokenizer_manager.abort_request(rid=rid)
-                end_at = 0
-                self.found["aborted"] += 1
+        parameters = sampling(tokens, dense=dense)
+        got = await streamed(self._engine, prompt, parameters, rid=rid, end_at=end_at, return_logprob=traced)
+        self.longest_wait = max(self.longest_wait, got.longest_wait)
+        self.found["aborted"] += got.aborted
         self.found["dense" if dense else "sparse"] += 1
-        self.found["tokens"] += len(ids)
-        self.found["retractions"] += int(meta.get("num_retractions") or 0)
+        self.found["tokens"] += len(got.tokens)
+        self.found["retractions"] += int(got.meta.get("num_retractions") or 0)
         if traced:
-            self._write(rid, which, dense, ids, meta)
+            self._write(rid, which, dense, got.tokens, got.meta)
 
     def _write(self, rid: str, which: tuple[int, int], dense: bool, ids: list[int], meta: dict[str, Any]) -> None:
         name = f"{which[0]}-{which[1]}"

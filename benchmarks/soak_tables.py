@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,9 @@ HALVES = {"control": "dense control", "shared": "shared steps", "beside": "exact
 """What a soak compares with dense decode, as the table says it."""
 _SECONDS = {"control": "control", "shared": "seconds", "beside": "sparse_seconds"}
 """What was asked of each, in rows that do not say how long it ran."""
+_SOAK_HEAD = ["file", "commit", "half", "seconds", "answers", *VERDICTS, "farthest behind, nats", "would show", "good"]
+_REPLAY_HEAD = ["file", "commit", "requests", "tokens of sparse steps", "replayed", *VERDICTS, "would show"]
+_REPLAY_HEAD += ["farthest behind, nats", "good"]
 
 
 def soak_rows(name: str, row: Row) -> list[list[str]]:
@@ -53,19 +55,16 @@ def replay_rows(name: str, row: Row) -> list[list[str]]:
     """Cells of one replay: file, commit, kind, tokens of sparse steps, answers by verdict, how many wrong ones would
     show, farthest behind, good.
     """
-    least = f"{detectable(excusing(row['dense'], row.get('dtype', '')), counted(row['sparse'])):,}"
+    excuse = excusing(row["dense"], row.get("dtype", ""))
+    farthest = {kind: row[kind]["max_nats"] for kind in ("sparse", "dense")}
+    return _replay_rows([name, row["commit"]], row, excuse, farthest, "yes" if row["good"] else "no")
+
+
+def _replay_rows(first: list[str], row: Row, excuse: Any, farthest: dict[str, float], good: str) -> list[list[str]]:
+    least = {"sparse": f"{detectable(excuse, counted(row['sparse'])):,}", "dense": ""}
     return [
-        [
-            name,
-            row["commit"],
-            kind,
-            f"{row[kind]['tokens of sparse steps']:,}",
-            *answers(row[kind]),
-            "" if kind == "dense" else least,
-            f"{row[kind]['max_nats']:.3f}",
-            "yes" if row["good"] else "no",
-        ]
-        for kind in ("sparse", "dense")
+        [*first, kind, f"{of['tokens of sparse steps']:,}", *answers(of), least[kind], f"{farthest[kind]:.3f}", good]
+        for kind, of in ((kind, row[kind]) for kind in least)
     ]
 
 
@@ -83,19 +82,12 @@ def answers(counts: Row) -> list[str]:
 
 def total(rows: Sequence[Row]) -> list[list[str]]:
     """All replays in one, by kind. Where some server ran in float32, no wrong answer is excused."""
-    sums: dict[str, Counter[str]] = {"sparse": Counter(), "dense": Counter()}
-    for kind, counts in sums.items():
-        for row in rows:
-            counts.update({key: row[kind].get(key, 0) for key in (*VERDICTS, "tokens of sparse steps")})
-    dtypes = {row.get("dtype", "") for row in rows}
-    excuse = excusing(sums["dense"], "float32" if "float32" in dtypes else "")
-    found = []
-    for kind, counts in sums.items():
-        farthest = max(row[kind]["max_nats"] for row in rows)
-        tokens = f"{counts['tokens of sparse steps']:,}"
-        least = "" if kind == "dense" else f"{detectable(excuse, counted(counts)):,}"
-        found.append([f"all {len(rows)}", "", kind, tokens, *answers(counts), least, f"{farthest:.3f}", ""])
-    return found
+    names = (*VERDICTS, "tokens of sparse steps")
+    sums = {kind: {name: sum(row[kind].get(name, 0) for row in rows) for name in names} for kind in ("sparse", "dense")}
+    farthest = {kind: max(row[kind]["max_nats"] for row in rows) for kind in sums}
+    strict = any(row.get("dtype") == "float32" for row in rows)
+    excuse = excusing(sums["dense"], "float32" if strict else "")
+    return _replay_rows([f"all {len(rows)}", ""], sums, excuse, farthest, "")
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -121,24 +113,9 @@ def main() -> int:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             print(f"{path}: expected a row of soak.py or replay.py: {error!r}", file=sys.stderr)
             return 2
-    if soaks:
-        head = ["file", "commit", "half", "seconds", "answers", "equal", "tie", "wrong"]
-        head += ["farthest behind, nats", "would show", "good"]
-        print(markdown(head, soaks))
-    if replayed:
-        head = [
-            "file",
-            "commit",
-            "requests",
-            "tokens of sparse steps",
-            "replayed",
-            "equal",
-            "tie",
-            "wrong",
-            "would show",
-        ]
-        rows = replays + (total(replayed) if len(replayed) > 1 else [])
-        print(("\n" if soaks else "") + markdown([*head, "farthest behind, nats", "good"], rows))
+    replays += total(replayed) if len(replayed) > 1 else []
+    tables = [markdown(head, rows) for head, rows in ((_SOAK_HEAD, soaks), (_REPLAY_HEAD, replays)) if rows]
+    print("\n\n".join(tables))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Parts of the kernels' benchmark, in this process: oracles, gates, tuning's choice; rivals and timer on fakes."""
+"""Parts of the kernels' benchmark, in this process: gates, tuning's choice; rivals and timer on fakes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape
 from prefix_kernels.grouped_attention.tuned import TileKey
 from prefix_kernels.testing import dense_attention
-from prefix_kernels.types import PagedKV
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -25,7 +24,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def bench():
     """The modules that run no kernel."""
     sys.path.insert(0, str(BENCHMARKS))
-    names = ("kernel_naive", "kernel_problem", "kernel_rounding", "kernel_rivals", "kernel_timing", "kernel_tune")
+    names = ("kernel_problem", "kernel_rivals", "kernel_timing", "kernel_tune")
     try:
         yield SimpleNamespace(**{name.removeprefix("kernel_"): importlib.import_module(name) for name in names})
     finally:
@@ -37,85 +36,19 @@ def test_the_best_configuration_is_green_everywhere_and_least_on_average(bench, 
 
     def row(case: str, block_n: int, us: float, green: bool = True, block_m: int = 16, **more) -> dict:
         launch = dataclasses.asdict(AttentionConfig(block_m, block_n, 4, 2, 1))
-        key = {"bench": "tune", "case": case, "context": 1, "batch": 1, "suffix": 0, "overlapped": False}
+        key = {"bench": "tune", "case": case, "context": 1, "batch": 1, "suffix": 0, "page": 16}
         return {**key, "block_m": block_m, "launch": launch, "us": us, "green": green, **more}
 
     rows = [row("exact", 32, 10.0), row("sparse", 32, 40.0), row("exact", 64, 12.0), row("sparse", 64, 20.0)]
     rows += [row("exact", 128, 1.0), row("sparse", 128, 1.0, green=False)]
     rows += [row("exact", 32, 1.0, block_m=32), row("sparse", 64, 1.0, block_m=32)]
-    rows += [row(case, 32, 0.1, overlapped=True) for case in ("exact", "sparse")]
-    ((entry, count),) = bench.tune.best(rows, shape, {"bench": "tune", "overlapped": False})
+    rows += [row(case, 32, 0.1, page=64) for case in ("exact", "sparse")]
+    ((entry, count),) = bench.tune.best(rows, shape, {"bench": "tune", "page": 16})
     assert entry.config == AttentionConfig(16, 64, 4, 2, 1)
     assert entry.us_by_case == {"exact 1 x 1": 12.0, "sparse 1 x 1": 20.0}
     assert entry.key == TileKey(16, 64, 64, "bfloat16", "bfloat16")
     assert count == 2
     assert "no configuration of 32 rows" in capsys.readouterr().err
-
-
-def test_the_oracle_agrees_with_dense_attention(bench):
-    gen = torch.Generator().manual_seed(0)
-    q = torch.randn(3, 4, 16, generator=gen)
-    kv = PagedKV(torch.randn(60, 2, 16, generator=gen), torch.randn(60, 2, 8, generator=gen))
-    shared, own = torch.arange(5, 25), torch.stack([torch.arange(30, 37), torch.arange(40, 47)])
-    parts = [((0, 2), shared[None]), ((2,), own), ((1,), own)]
-    state = bench.problem.oracle(q, kv, parts, 0.3)
-    for row, lists in ((0, [shared] * 2), (1, list(own)), (2, [torch.cat([shared, one]) for one in own])):
-        for head, slots in enumerate(lists):
-            part = slice(2 * head, 2 * head + 2)
-            keys, values = kv.k_cache[slots, head : head + 1], kv.v_cache[slots, head : head + 1]
-            wanted = dense_attention(q[row : row + 1, part], keys, values, 0.3)
-            torch.testing.assert_close(state.out[row : row + 1, part], wanted.out)
-            torch.testing.assert_close(state.lse[row : row + 1, part], wanted.lse)
-
-
-def test_the_oracle_of_blocks_agrees_with_naive_loops(bench):
-    from prefix_kernels.grouped_attention import AttentionShape
-
-    shape = AttentionShape(6, 3, 16, 16, torch.float32, torch.float32)
-    inputs = bench.naive.Inputs(shape, 2, 128, torch.device("cpu"))
-    assert inputs.sizes == [16, 32, 64]
-    estimation = bench.naive.Estimation(inputs, "vector")
-    estimation.poison()
-    assert estimation.check().error == math.inf
-    estimation.run()
-    assert estimation.check().green
-    estimation.scores[1][int(estimation.scores[1].argmax())] += 0.01
-    assert not estimation.check().green
-    with pytest.raises(ValueError, match="expected prefix_len as a multiple of 64 tokens, got 100"):
-        bench.naive.Inputs(shape, 2, 100, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "blocks"])
-def test_rounded_queries_move_scores_as_far_as_the_limit_says(bench, tokens):
-    """Neither beyond it nor far below: it is no bound for its own sake. fp32 queries are not rounded."""
-    shape = AttentionShape(8, 2, 64, 64, torch.bfloat16, torch.bfloat16)
-    inputs = bench.naive.Inputs(shape, 2, 8192, torch.device("cpu"), tokens=tokens, channels=48)
-    for head in range(2):
-        wanted = inputs.oracle(head)
-        moved = (bench.rounding.rounded_oracle(inputs, head) - wanted).abs()[wanted > wanted.max() - 8.0].max()
-        limit = bench.rounding.rounding_limit(inputs, head)
-        assert limit / 4 < float(moved) < limit
-    exact = dataclasses.replace(shape, dtype=torch.float32)
-    inputs = bench.naive.Inputs(exact, 2, 640, torch.device("cpu"), tokens=tokens, channels=48)
-    assert bench.rounding.rounding_limit(inputs, 0) == 0.0
-    torch.testing.assert_close(bench.rounding.rounded_oracle(inputs, 0), inputs.oracle(0), atol=1e-12, rtol=0.0)
-
-
-def test_queries_rounded_to_int8_may_be_all_0_or_out_of_range(bench):
-    """The first have a unit nevertheless; of the others a channel counts as 0, and the rest as if it were."""
-    shape = AttentionShape(8, 2, 64, 64, torch.bfloat16, torch.bfloat16)
-    inputs = bench.naive.Inputs(shape, 4, 640, torch.device("cpu"), tokens=True, channels=48)
-    inputs.unit_rows = 8
-    inputs.q[0, 1, 7] = inputs.q[1, 2, 3] = inputs.q[2, 0, 5] = 0
-    wanted = bench.rounding.rounded_oracle(inputs, 0)
-    limit = bench.rounding.rounding_limit(inputs, 0)
-    assert 0 < float((wanted - inputs.oracle(0)).abs().max()) < limit
-    inputs.q[0, 1, 7], inputs.q[1, 2, 3], inputs.q[2, 0, 5] = math.inf, math.nan, -3e38
-    assert torch.equal(bench.rounding.rounded_oracle(inputs, 0), wanted)
-    inputs.q.zero_()
-    torch.testing.assert_close(bench.rounding.rounded_oracle(inputs, 0), inputs.oracle(0), atol=1e-12, rtol=0.0)
-    assert bench.rounding.rounding_limit(inputs, 0) == 0.0
-    assert 0 < bench.rounding.half_a_unit(inputs, 0) < 1e-7
 
 
 def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
@@ -129,9 +62,9 @@ def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
     wanted = problem.oracle("all")
     assert problem.gate(wanted.out.bfloat16(), wanted.lse, "all").green
     assert not problem.gate(wanted.out.bfloat16(), wanted.lse + 2e-3, "all").green
-    parts = [((row,), slots[None]) for row, slots in enumerate(problem.suffix_slots)]
     for lost in (problem.prefix_slots[:, 1:], problem.prefix_slots[:, :-1]):
-        state = bench.problem.oracle(problem.q, problem.kv, [((0, 1), lost), *parts], problem.sm_scale)
+        lists = [torch.cat([lost, own[None]], dim=1) for own in problem.suffix_slots]
+        state = bench.problem.oracle(problem.q, problem.kv, lists, problem.sm_scale)
         assert problem.gate(state.out, None, "all").error > 2
     assert bool(torch.isnan(problem.kv.k_cache).any())
     with pytest.raises(ValueError, match="expected a batch that is a multiple of the groups"):
@@ -215,9 +148,8 @@ class FakeEvent:
 
     journal: list[str] = []  # noqa: RUF012
 
-    def __init__(self, *, enable_timing, external=False):
+    def __init__(self, *, enable_timing):
         assert enable_timing
-        self.external = external
 
     def record(self):
         self.place = len(self.journal)
@@ -256,10 +188,9 @@ def fake_cuda(monkeypatch):
     return captured
 
 
-@pytest.mark.parametrize("in_graph", [False, True])
-def test_only_the_work_stands_between_the_events(bench, fake_cuda, monkeypatch, in_graph):
+def test_only_the_work_stands_between_the_events(bench, fake_cuda, monkeypatch):
     monkeypatch.setattr(bench.timing, "_FLUSH_BYTES", 64)
-    timer = bench.timing.GpuTimer(torch.device("cpu"), repeats=(3, 3), in_graph=in_graph)
+    timer = bench.timing.GpuTimer(torch.device("cpu"), repeats=(3, 3))
     timer.flush = lambda: FakeEvent.journal.append("flush")
 
     def work():
@@ -268,12 +199,10 @@ def test_only_the_work_stands_between_the_events(bench, fake_cuda, monkeypatch, 
     replay = timer.prepare(work)
     assert FakeEvent.journal == ["work"] * 3  # twice to warm up, once captured
     FakeEvent.journal.clear()
-    times = timer.time(replay, work)
+    times = timer.time(replay)
     assert times.repeats == 3
     assert times.us == 2  # one entry between the events
-    measured = FakeEvent.journal[8:]
-    one = ["flush", "event", "work" if in_graph else "replay", "event"]
-    assert measured == one * 3 + ["replay"] * (2 * in_graph)
+    assert FakeEvent.journal[8:] == ["flush", "event", "replay", "event"] * 3
 
 
 def test_what_cannot_be_captured_is_an_error_or_timed_without_a_graph(bench, fake_cuda, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -20,7 +19,6 @@ from sglang_ext.calibration.selection_quality import joined_selections
 from sglang_ext.indexing import make_selector
 from sglang_ext.indexing.ab_sparse import ABSparseSpec
 from sglang_ext.indexing.base import NO_PROFILE
-from sglang_ext.indexing.profile import CalibrationData, Profile, ProfiledModel, Recommendation
 from tests.token_sources import word_lengths
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -34,7 +32,7 @@ CONFIG = PlantedConfig(
 def bench():
     """The benchmark's modules, imported as its scripts import each other."""
     sys.path.insert(0, str(BENCHMARKS))
-    names = ("selection", "selection_data", "selection_methods", "selection_plot", "selection_rivals")
+    names = ("selection", "selection_data", "selection_methods")
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
@@ -71,7 +69,7 @@ def measured(bench, tmp_path_factory):
     folder = tmp_path_factory.mktemp("captures")
     make_capture(folder)
     out = folder / "rows.jsonl"
-    arguments = ["--captures", str(folder), "--out", str(out), "--pooling", "mean", "--anchors", "1", *WINDOWS]
+    arguments = ["--captures", str(folder), "--out", str(out), "--pooling", "mean", *WINDOWS]
     assert bench.selection.main(arguments) == 0
     return SimpleNamespace(out=out, arguments=arguments, rows=bench.selection.read_rows(out))
 
@@ -82,8 +80,8 @@ def by_name(rows):
 
 def test_every_method_has_a_row_with_all_figures(bench, measured):
     rows = by_name(measured.rows)
-    names = [method.name for method in bench.selection_methods.make_methods(None, 0, False)]
-    assert sorted(rows) == sorted([*names, *(name + " + reuse" for name in bench.selection_methods.REUSED)])
+    names = [method.name for method in bench.selection_methods.make_methods(None, 0)]
+    assert sorted(rows) == sorted(names)
     for row in rows.values():
         assert list(row["points"]) == ["0.05", "0.2"]
         for point in row["points"].values():
@@ -110,17 +108,6 @@ def test_nothing_beats_the_oracle_and_chance_keeps_its_ratio(measured):
         assert rows["random"]["points"][keep]["oracle_ratio"] < 0.5
 
 
-def test_reuse_on_equal_layers_selects_the_same_and_halves_the_index(bench, measured):
-    rows = by_name(measured.rows)
-    for name in bench.selection_methods.REUSED:
-        base, reused = rows[name], rows[name + " + reuse"]
-        assert reused["layer_plan"] == ["anchor", {"reuse": 0, "head_map": [0, 1]}]
-        assert reused["stored_bytes_per_token"] == base["stored_bytes_per_token"] / 2
-        for keep, point in reused["points"].items():
-            assert point["error"] == pytest.approx(base["points"][keep]["error"], rel=1e-5)
-            assert point["index_bytes"] == base["points"][keep]["index_bytes"] / 2
-
-
 def test_a_second_run_measures_only_what_is_missing(bench, measured, tmp_path, capsys):
     lines = measured.out.read_text().splitlines(keepends=True)
     copy = tmp_path / "rows.jsonl"
@@ -133,34 +120,6 @@ def test_a_second_run_measures_only_what_is_missing(bench, measured, tmp_path, c
     assert sorted(by_name(bench.selection.read_rows(copy))) == sorted(by_name(measured.rows))
     assert bench.selection.main(arguments) == 0
     assert "0 new rows" in capsys.readouterr().out
-
-
-def test_a_profile_gives_block_sizes_and_the_layer_plan(bench, measured, tmp_path):
-    profile = Profile(
-        model=ProfiledModel(num_layers=LAYERS, num_kv_heads=2, head_dim=64, config_digest=""),
-        block_sizes=((16, 64), (32, 16)),
-        layer_plan={"layers": ["dense", "anchor"]},
-        dense_heads=((), ()),
-        recommended=Recommendation(method="two_level", spec={}, keep_ratio=0.1),
-        calibration=CalibrationData(prompts=1, tokens=1, seed=0, versions={}),
-    )
-    profile.save(tmp_path / "profile.json")
-    out = tmp_path / "rows.jsonl"
-    arguments = [str(out) if argument == str(measured.out) else argument for argument in measured.arguments]
-    arguments += ["--profile", str(tmp_path / "profile.json"), "--methods", "csa > tokens48 .25", "ab adaptive int4"]
-    assert bench.selection.main(arguments) == 0
-    rows = by_name(bench.selection.read_rows(out))
-    assert set(rows) == {"csa > tokens48 .25", "csa > tokens48 .25 + reuse", "ab adaptive int4"}
-    assert rows["csa > tokens48 .25"]["profile"] == profile.digest()
-    point, base = (rows[name]["points"]["0.2"] for name in ("csa > tokens48 .25 + reuse", "csa > tokens48 .25"))
-    assert point["layer0"]["error"] < 1e-5
-    assert point["error"] == pytest.approx(base["error"] / 2, rel=1e-3)
-    assert point["kv_bytes"] == (PREFIX * 256 + base["kv_bytes"]) / 2
-    assert point["index_bytes"] == base["index_bytes"] / 2
-    # 48 + 12 blocks in the one layer, 24 + 48 in the other, of 32 bytes.
-    scales, bounds = 64 * 4 * 2, (3 + 2) * 4
-    stored = ((60 + 72) / 2 * 32 + 2 * scales + bounds) / 2 / PREFIX
-    assert rows["ab adaptive int4"]["stored_bytes_per_token"] == pytest.approx(stored)
 
 
 def test_captures_are_made_for_what_is_missing_behind_the_document(bench, tmp_path, monkeypatch):
@@ -212,18 +171,14 @@ def test_an_interrupt_says_how_to_go_on(bench, monkeypatch, capsys):
             bench.selection.main(wrong)
 
 
-def test_table_and_plot(bench, measured, tmp_path, capsys):
+def test_table(bench, measured, capsys):
     assert bench.selection.main(["--table", str(measured.out), "--at", "0.05", "0.2"]) == 0
     text = capsys.readouterr().out
     assert text.count("| quest | rival |") == 2
     assert "Least time where 1/8 of the layers select: **" in text
-    assert "**Output error by bytes read**" in text
-    picture = tmp_path / "plot.png"
-    assert bench.selection.main(["--plot", str(picture), str(measured.out)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_planted_rows_carry_their_generator_and_easy_data_are_refused(bench, tmp_path, monkeypatch, capsys):
+def test_planted_rows_carry_their_generator_and_easy_data_are_refused(bench, tmp_path):
     out = tmp_path / "rows.jsonl"
     names = ["oracle", "tokens int4", "random", "streaming_llm"]
     arguments = ["--planted", "4096", "--kinds", "clustered", "--out", str(out), *WINDOWS, "--methods", *names]
@@ -231,8 +186,6 @@ def test_planted_rows_carry_their_generator_and_easy_data_are_refused(bench, tmp
     rows = bench.selection.read_rows(out)
     assert {row["data"] for row in rows} == {"clustered", "clustered_rope"}
     assert rows[0]["generator"]["span"] == 16
-    assert bench.selection.main(["--table", str(out)]) == 0
-    assert "| clustered | 4096 | 32 | 32 | 16 |" in capsys.readouterr().out
     for row in rows:
         spoiled = json.loads(json.dumps(row))
         spoiled["points"]["0.2"]["recall"] = 0.6
@@ -258,40 +211,15 @@ def test_a_samples_sums_have_rows_of_their_own(bench, tmp_path):
         assert other["points"]["0.05"]["recall"] == pytest.approx(one["points"]["0.05"]["recall"], rel=0.02)
 
 
-def test_int8_queries_have_a_row_of_their_own_and_few_levels(bench, tmp_path):
-    methods = bench.selection_methods
-    # A channel without steps, one with fine ones; a KV head of whose queries nothing is left.
-    steps = torch.tensor([[0.5, 0.0, 0.001], [1.0, 1.0, 1.0]])
-    arrays = {"channels": torch.tensor([[0, 2, 3], [1, 2, 3]]), "keys_scale": steps}
-    q = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
-    q[:, 2:] = 0
-    rounded = methods.int8_queries(arrays, q)
-    assert torch.equal(rounded[:, :2, 1], q[:, :2, 1])
-    unit = (q[:, :2, 0] * 0.5).abs().max() / 127
-    levels = q[:, :2, [0, 3]] * steps[0, [0, 2]] / unit
-    torch.testing.assert_close(rounded[:, :2, [0, 3]] * steps[0, [0, 2]] / unit, levels.round())
-    assert not torch.cat([rounded[:, 2:].flatten(), rounded[:, :2, 2].flatten()]).any()
-    out = tmp_path / "rows.jsonl"
-    names = [f"{methods.DEFAULT}, sums 1/16", methods.INT8_QUERIES]
-    arguments = ["--planted", "4096", "--kinds", "scattered", "--methods", *names, "--keep", "0.05", "--out", str(out)]
-    assert bench.selection.main(arguments) == 0
-    exact, coarse = ([row for row in bench.selection.read_rows(out) if row["method"] == name] for name in names)
-    for one, other in zip(exact, coarse, strict=True):
-        assert (one["spec"], one.get("queries"), other["queries"]) == (other["spec"], None, "int8")
-        assert one["points"]["0.05"]["error"] != other["points"]["0.05"]["error"]
-        assert other["points"]["0.05"]["recall"] == pytest.approx(one["points"]["0.05"]["recall"], rel=0.02)
-
-
 def test_all_tokens_in_one_call_select_what_each_token_alone_does(bench):
     made = planted_prefix(CONFIG)
     methods = bench.selection_methods
     budgets = bench.selection.budgets_for(PREFIX, (0.02, 0.1, 0.3), 4, 16)
     step = methods.Step(PREFIX, made.sm_scale, Pooling.MAX, budgets)
-    given = methods.LayerInput(made.keys, made.samples, NO_PROFILE, torch.arange(16).expand(2, -1))
-    built = {}
-    names = ["csa", "csa paper layout", "ab minmax int4", "ab ball int4", "tokens int4 48ch", "csa > tokens48 .25"]
-    for method in methods.make_methods([*names, "csa > tokens48 .15", "ab > csa", "csa + ab"], 0, False):
-        arrays, seconds = method.build(given, built)
+    given = methods.LayerInput(made.keys, made.samples, NO_PROFILE)
+    names = ["csa", "csa paper layout", "ab minmax int4", "tokens int4 48ch", "csa > tokens48 .25"]
+    for method in methods.make_methods([*names, "csa > tokens48 .5", "csa + ab"], 0):
+        arrays, seconds = method.build(given)
         assert seconds > 0
         tiled, tokens = methods.as_heads(arrays, made.queries)
         for budget, chosen in zip(budgets, method.select(tiled, tokens, 6, step), strict=True):
@@ -317,79 +245,17 @@ def test_all_tokens_in_one_call_select_what_each_token_alone_does(bench):
                 assert len(set(mine) & set(theirs)) >= budget.tokens - spare, method.name
 
 
-def test_rivals_against_loops(bench):
-    rivals = bench.selection_rivals
-    gen = torch.Generator().manual_seed(0)
-    keys, q = torch.randn(50, 1, 8, generator=gen), torch.randn(1, 1, 8, generator=gen)
-    row, common = q[0, 0], (q, 50, 1.0, Pooling.MAX)
-
-    def order_of(rival, channels=None):
-        arrays = rival.build(keys, None, channels)
-        return arrays, rival.token_scores(arrays, *common)[0]
-
-    def same_order(scores, expected):
-        expected = torch.tensor(expected).log_softmax(0)
-        torch.testing.assert_close(scores - scores.max(), expected - expected.max(), atol=2e-2, rtol=0)
-
-    pages = [keys[i : i + 16, 0] for i in range(0, 50, 16)]
-    bound = [sum(max(float(x * low), float(x * high)) for x, low, high in zip(row, p.amin(0), p.amax(0), strict=True))
-             for p in pages]  # fmt: skip
-    arrays, scores = order_of(rivals.Quest())
-    same_order(scores, [bound[i // 16] for i in range(50)])
-    assert rivals.Quest().index_bytes(arrays, 50, 5) == 4 * 8 * 2 * 2
-    arrays, scores = order_of(rivals.ArkVale())
-    for start in (0, 32):
-        page = keys[start : start + 32, 0]
-        center, radius = arrays["center"][0, start // 32].float(), float(arrays["radius"][0, start // 32])
-        torch.testing.assert_close(center, (page.amin(0) + page.amax(0)) / 2, atol=2e-3, rtol=0)
-        assert radius == pytest.approx(float((page - center).norm(dim=1).max()), rel=1e-3)
-    bound = [
-        float(row @ c.float() + row.norm() * r) for c, r in zip(arrays["center"][0], arrays["radius"][0], strict=True)
-    ]
-    same_order(scores, [bound[i // 32] for i in range(50)])
-
-    rival = rivals.KMeansKeys(keys_per_cluster=10)
-    arrays, scores = order_of(rival)
-    ends = arrays["ends"][0].tolist()
-    assert sorted(arrays["order"][0].tolist()) == list(range(50))
-    expected = [0.0] * 50
-    for cluster, (start, end) in enumerate(itertools.pairwise(ends)):
-        members = arrays["order"][0, start:end].tolist()
-        mean = keys[members, 0].mean(dim=0)
-        for member in members:
-            expected[member] = float(row @ mean)
-        assert members == sorted(members), cluster
-    same_order(scores, expected)
-    assert rival.index_bytes(arrays, 50, 7) == 5 * 8 * 2 + 6 * 4 + 7 * 4
-
-    channels = torch.tensor([[1, 4, 6]])
-    _, scores = order_of(rivals.DoubleSparsity(), channels)
-    same_order(scores, [float(row[[1, 4, 6]] @ key[0, [1, 4, 6]]) for key in keys])
-    arrays, _ = order_of(rivals.DoubleSparsity(bits=4), torch.arange(8)[None])
-    assert arrays["labels_packed"].shape == (1, 50, 4)
-    with pytest.raises(ValueError, match="expected the channels of the offline calibration"):
-        rivals.DoubleSparsity().build(keys, None)
-
-
-def test_the_error_at_equal_bytes_is_interpolated_among_small_indexes(bench):
-    curve = bench.selection_plot.Curve
-    found = [
-        curve("good", "combined", 0.14, ((0.05, 0.4), (0.2, 0.1))),
-        curve("fair", "method", 0.02, ((0.05, 0.5), (0.2, 0.2))),
-        curve("large", "method", 0.16, ((0.05, 0.1), (0.2, 0.01))),
-        curve("hungry", "method", 0.1, ((0.11, 0.01), (0.2, 0.001))),
-        curve("rival", "rival", 0.0, ((0.01, 0.001), (0.2, 0.001))),
-    ]
-    # Half way between 0.05 and 0.2 on log axes.
-    assert found[0].error_at(0.1) == pytest.approx(0.2)
-    assert found[0].error_at(0.5) == 0.1
-    assert [c.method for c in bench.selection_plot.ranking(found)] == ["good", "fair"]
-    text = bench.selection_plot.by_bytes(found)
-    assert "sorted at 10% of dense read" in text
-    assert text.index("| good | 14.0% |") < text.index("| fair | 2.0% |") < text.index("| large (too large) |")
-    assert [m for _, _, m in bench.selection_plot.frontier(found)] == ["good", "hungry", "hungry"]
-    flat = curve("flat", "method", 0.0, ((0.01, 0.3), (0.5, 0.3)))
-    assert flat.area() == pytest.approx(0.3)
+def test_double_sparsity_has_the_channels_of_an_offline_calibration(bench):
+    made = planted_prefix(CONFIG)
+    (method,) = bench.selection_methods.make_methods(["double sparsity int4"], 0)
+    layer = bench.selection_data.Layer(made.queries, made.keys, made.values, made.samples)
+    offline = bench.selection_data.own_channels(layer)
+    arrays, _ = method.build(bench.selection_methods.LayerInput(made.keys, made.samples, offline))
+    largest = (made.samples.abs().amax(1) * made.keys.abs().amax(0)).argsort(dim=1, descending=True)
+    assert arrays["channels"].shape == (2, 16)
+    for own, ranked in zip(arrays["channels"].tolist(), largest.tolist(), strict=True):
+        assert own == sorted(own)
+        assert len(set(own) & set(ranked[:24])) > 8
 
 
 def test_capture_files_are_found_by_name_and_others_refused(bench, tmp_path):
@@ -401,7 +267,7 @@ def test_capture_files_are_found_by_name_and_others_refused(bench, tmp_path):
     with pytest.raises(ValueError, match=r"got odd\.safetensors"):
         bench.selection_data.capture_files(tmp_path)
     with pytest.raises(ValueError, match=r"expected methods among oracle, .*, got 'quset'"):
-        bench.selection_methods.make_methods(["quset"], 0, False)
+        bench.selection_methods.make_methods(["quset"], 0)
 
 
 def test_decode_steps_are_measured_and_the_prompts_end_only_without_them(bench, tmp_path):

@@ -54,17 +54,3 @@ def test_a_tie_is_as_wide_as_is_asked_for(soak: Any, reference: Any) -> None:
     assert soak.compare(reference, [5, 6, 9], 0.125)[0] == "tie"
     assert soak.compare(reference, [5, 6, 9], 0.12)[0] == "wrong"
     assert soak.compare(reference, [5, 6, 5], math.inf)[0] == "tie"
-
-
-def test_parts_are_cut_in_proportion_so_that_all_are_over_in_time(soak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {"control": 10.0, "shared": 240.0, "sparse": 250.0}
-    began = 1000.0
-    monkeypatch.setattr(soak, "_BEGAN", began)
-    monkeypatch.setattr(soak.time, "monotonic", lambda: began + 80.0)
-    assert soak.shortened(parts, None) == parts
-    assert soak.shortened(parts, 600.0 + soak._LAST) == parts, "520 seconds are left of 500"
-    cut = soak.shortened(parts, 330.0 + soak._LAST)
-    assert cut == pytest.approx({"control": 5.0, "shared": 120.0, "sparse": 125.0})
-    assert soak.shortened({"control": 0.0, "shared": 0.0}, 330.0) == {"control": 0.0, "shared": 0.0}
-    with pytest.raises(RuntimeError, match="expected time for traffic within 90 s, got none behind the start"):
-        soak.shortened(parts, 90.0)

@@ -33,7 +33,7 @@ HEAD = 1
 SM_SCALE = 0.11
 UNTOUCHED = -12345.0
 #: Largest error of a log-probability, and of the logarithm of a row's sum. Seen were 4e-6, and 6e-6 of sums of scores
-#: that rise far; a GPU is allowed 1e-3 (`benchmarks/kernel_naive.py`).
+#: that rise far; a GPU is allowed 1e-3 (`benchmarks/kernel_selection.py`).
 LIMIT = 2e-5
 LEAST_UNIT = 2**-24 / (SM_SCALE * math.log2(math.e))
 """Of queries: in it, exponents to base 2 are multiples of 2^-24."""

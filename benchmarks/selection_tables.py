@@ -1,18 +1,13 @@
-"""Which recipe of the selection benchmark wins, by the rule of `sglang_ext.calibration.winner`: time at a stated error.
+"""Tables of the selection benchmark's rows, and which recipe wins by the rule of `sglang_ext.calibration.winner`.
 
-Rows of captured data give each recipe's error by keep ratio, that of its worst prompt, and
-`sglang_ext.calibration.step_time` what its selection and attention of what it chose take on a GPU. Whether that error
-tells recipes that lose answers from others is another table, of those whose answers were compared with dense:
-
-    python benchmarks/selection_winner.py
+The rule is time at a stated error: rows of captured data give each recipe's error by keep ratio, that of its worst
+prompt, and `sglang_ext.calibration.step_time` what its selection and attention of what it chose take on a GPU.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_ext.calibration.step_time import EXACT_US, REFERENCE, SelectionTime, attention_us, selection_time
@@ -30,20 +25,46 @@ from sglang_ext.indexing import parse_spec
 ANCHOR_SHARES = (ANCHOR_SHARE, 1.0)
 """Where the table shows the time: the rule's own, and every layer selects. The first one decides."""
 
-RESULTS = Path(__file__).parent / "results"
-
-ANSWERED: tuple[tuple[str, float, str, dict[str, Any]], ...] = (
-    ("csa > tokens48 .25", 0.05, "accuracy-h200-default.jsonl", {"method": "two_level"}),
-    ("csa > tokens48 .25", 0.1, "accuracy-h200-default.jsonl", {"method": "two_level"}),
-    ("tokens int4 48ch", 0.05, "accuracy-h200-token_index.jsonl", {"method": "token_index"}),
-    ("tokens int4 48ch", 0.1, "accuracy-h200-token_index.jsonl", {"method": "token_index"}),
-    ("ab minmax int4", 0.3, "accuracy-h200-ab_sparse.jsonl", {"method": "ab_sparse"}),
-    ("ab minmax int4", 0.2, "accuracy-h200-ab_sparse.jsonl", {"method": "ab_sparse"}),
-    ("ab minmax int4", 0.1, "methods-h200-ab_sparse.jsonl", {"method": "ab_sparse"}),
-)
-"""Recipes whose answers were compared with dense in all layers: method of the rows, keep ratio, file, settings."""
-
 Row = dict[str, Any]
+
+
+def tables(rows: Sequence[Row], keep_ratios: Sequence[float]) -> str:
+    """Everything as Markdown: tables by source, length and keep ratio, the winner."""
+    parts = []
+    for source in sorted({row["source"] for row in rows}):
+        own = [row for row in rows if row["source"] == source]
+        for length in sorted({row["num_tokens"] for row in own}):
+            here = [row for row in own if row["num_tokens"] == length]
+            parts += [_table(here, keep, f"{source}, {length} tokens") for keep in keep_ratios]
+    if any(row["source"] == "captured" for row in rows):
+        parts.append(verdict(candidates(rows)))
+    return "\n\n".join(parts)
+
+
+def _table(rows: Sequence[Row], keep: float, title: str) -> str:
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    prompts = len({(row["data"], row["item"]) for row in rows})
+    lines = [
+        f"**{title}, {keep:.0%} kept** ({prompts} prompts)",
+        "",
+        "| method | kind | recall | layer 0 | / oracle | overlap | error | stored B/token | % of KV | read % of dense "
+        "| build s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        own = [row for row in rows if row["method"] == name and f"{keep:g}" in row["points"]]
+        if not own:
+            continue
+        points = [row["points"][f"{keep:g}"] for row in own]
+        means = {key: _mean(p[key] for p in points) for key in ("recall", "oracle_ratio", "overlap", "error")}
+        lines.append(
+            f"| {name} | {own[0]['kind']} | {means['recall']:.3f} | {_mean(p['layer0']['recall'] for p in points):.3f} "
+            f"| {means['oracle_ratio']:.3f} | {means['overlap']:.3f} | {means['error']:.3f} "
+            f"| {_mean(row['stored_bytes_per_token'] for row in own):.1f} "
+            f"| {_mean(row['stored_share'] for row in own):.1%} | {_mean(p['read_share'] for p in points):.1%} "
+            f"| {_mean(row['build_seconds'] for row in own):.2f} |"
+        )
+    return "\n".join(lines)
 
 
 class Candidate(NamedTuple):
@@ -127,29 +148,6 @@ def verdict(found: Sequence[Candidate]) -> str:
     return "\n".join(lines)
 
 
-def agreement(rows: Sequence[Row]) -> str:
-    """The table of `ANSWERED`: errors of the captured rows, and of their cells the one that lost most answers."""
-    lines = [
-        "| recipe | kept | mean error | worst prompt's error | worst loss of answers [95%] | task, tokens |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, keep, file, config in ANSWERED:
-        errors = [
-            row["points"][f"{keep:g}"]["error"]
-            for row in rows
-            if row["source"] == "captured" and row["method"] == name and f"{keep:g}" in row["points"]
-        ]
-        asked = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
-        asked = [row for row in asked if {**row["config"], **config, "keep_ratio": keep} == row["config"]]
-        worst = min(asked, key=lambda row: (row["difference"], row["low"]))
-        known = f"{_mean(errors):.3f} | {max(errors):.3f}" if errors else "- | -"
-        lines.append(
-            f"| {name} | {keep:.0%} | {known} | {100 * worst['difference']:+.1f} "
-            f"[{100 * worst['low']:+.1f}, {100 * worst['high']:+.1f}] | {worst['task']}, {worst['num_tokens']:,} |"
-        )
-    return "\n".join(lines)
-
-
 def _head_dim(row: Row) -> int:
     """From the bytes of a selection's bf16 keys and values."""
     point = next(iter(row["points"].values()))
@@ -171,15 +169,3 @@ def _share(share: float) -> str:
 def _mean(values: Iterable[float]) -> float:
     listed = list(values)
     return sum(listed) / len(listed)
-
-
-def main() -> None:
-    """Print the table of times and the recipes whose answers are known, from the committed results."""
-    from selection import read_rows
-
-    rows = read_rows(RESULTS / "selection-h200.jsonl.xz")
-    print(f"{verdict(candidates(rows))}\n\n{agreement(rows)}")
-
-
-if __name__ == "__main__":
-    main()

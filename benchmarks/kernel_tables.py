@@ -1,0 +1,91 @@
+"""Tables from the rows of `kernel_bench.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kernel_rows import MEMORY_RATE, Row
+
+_KEY = ("bench", "case", "context", "batch", "groups", "suffix", "keep", "shape", "dtype", "device")
+_KEY += ("layers", "tuned", "launch")
+
+
+def read(paths: Iterable[str | Path]) -> list[Row]:
+    """Rows of result files; of several with one key the last one counts."""
+    rows: dict[str, Row] = {}
+    for path in paths:
+        for line in Path(path).read_text().splitlines():
+            row = json.loads(line)
+            key = json.dumps([row.get(name, 1 if name == "layers" else None) for name in _KEY])
+            rows.pop(key, None)
+            rows[key] = row
+    return list(rows.values())
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Markdown: a table per device, conditions and part, one per height of the tile of a sweep."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        what = f"sweep, {row['block_m']} rows" if row["bench"] == "tune" else row["bench"]
+        groups.setdefault((_title(row), what), []).append(row)
+    return "\n\n".join(f"{title}; {what}\n\n{_table(own)}" for (title, what), own in groups.items())
+
+
+def _title(row: Row) -> str:
+    qo, kv, dim = row["shape"]
+    parts = [f"{row['device']}, torch {row['torch']}, Triton {row['triton']}, FlashInfer {row['flashinfer']}"]
+    parts.append(f"{qo} query heads, {kv} KV heads of {dim}, {row['dtype']}")
+    if row.get("layers", 1) > 1:
+        parts.append(f"{row['layers']} layers a graph, times of one")
+    if row["tuned"]:
+        parts.append(f"tuned by {row['tuned']}")
+    if not row["meaningful"]:
+        parts.append("**smoke run on a CPU: these times mean nothing**")
+    return ", ".join(parts)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """A line per case and length, a column per batch."""
+    cells: dict[tuple[str, int], dict[str, str]] = {}
+    failed = []
+    columns = {_column(row): row["batch"] for row in rows}
+    for row in rows:
+        name = _name(row)
+        if row["green"]:
+            cells.setdefault((name, row["context"]), {})[_column(row)] = _cell(row)
+            if row["case"] == "exact":
+                floor = f"{row['bytes'] / MEMORY_RATE * 1e6:.1f}"
+                cells.setdefault(("K and V once, at 4.3 TB/s", row["context"]), {})[_column(row)] = floor
+        elif row["bench"] != "tune":  # there a red row is an answer
+            why = row.get("error") or f"gate {row['gate']}"
+            failed.append(f"**FAILED**: {name}, {row['context']} tokens, {_column(row)}: {why}; no time.\n")
+    names = sorted(columns, key=lambda column: ("groups" in column, columns[column]))
+    lines = ["us (10th to 90th percentile; share of 4.3 TB/s; FlashInfer's time over ours):", ""]
+    lines += ["| case | tokens | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for (name, context), own in sorted(cells.items(), key=lambda cell: cell[0][1]):
+        lines.append(f"| {name} | {context} | " + " | ".join(own.get(column, "-") for column in names) + " |")
+    return "\n".join([*failed, *lines])
+
+
+def _name(row: Row) -> str:
+    """The case, of a rival whether it attends what `plain` does, and of a sweep the launch parameters."""
+    if row["bench"] == "tune":
+        return ", ".join([row["case"], *(f"{name} {value}" for name, value in row["launch"].items() if value)])
+    return row["case"] if row.get("suffix", 1) or row["case"] == "plain" else f"{row['case']}, plain"
+
+
+def _column(row: Row) -> str:
+    """Requests that share nothing have no groups to name."""
+    if row["groups"] == 1 or not row.get("suffix", 1):
+        return f"batch {row['batch']}"
+    return f"{row['groups']} groups of {row['batch'] // row['groups']}"
+
+
+def _cell(row: Row) -> str:
+    text = f"{row['us_p10']:.1f}-{row['us_p90']:.1f}"
+    if row["bench"] == "attention" and row.get("share") is not None:
+        text += f"; {row['share']:.1%}"
+    ratio = row.get("ratio", {}).get("flashinfer")
+    return f"{row['us']:.1f} ({text}{'' if ratio is None else f'; {ratio:.2f} x'})"
