@@ -115,7 +115,11 @@ class Server:
         halves = kernels and device.type == "cuda" and dtype is not torch.float32
         specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept, False)
         every = self.config.summed_every if isinstance(spec, TokenIndexSpec) else 1
-        selector = RoundedQueries(SPEC, every) if specialized else make_selector(spec, every)
+        selector = (
+            RoundedQueries(SPEC, every)
+            if specialized and isinstance(spec, TokenIndexSpec)
+            else make_selector(spec, every)
+        )
 
         def make_op(sizes: ListSizes) -> SelectOp:
             pooling = Pooling(self.config.pooling)
