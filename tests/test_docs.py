@@ -12,6 +12,8 @@ import msgspec
 import pytest
 import torch
 
+from sglang_ext.options import SparseAttnConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
@@ -162,8 +164,6 @@ def test_the_keys_of_an_index_in_json_are_documented() -> None:
 
 
 def test_the_settings_of_the_store_have_their_defaults_in_the_operating_guide() -> None:
-    from sglang_ext.config import SparseAttnConfig
-
     defaults: dict[str, Any] = msgspec.to_builtins(SparseAttnConfig())
     documented = {
         row[0].strip("`"): json.loads(row[1].strip("`"))
@@ -200,19 +200,19 @@ def test_server_flags_and_environment_are_documented() -> None:
         assert name in readme
 
 
-def test_every_setting_is_documented_with_its_default() -> None:
-    from sglang_ext.config import SparseAttnConfig
+def test_the_reference_page_is_what_the_sources_say() -> None:
+    """Every setting, parameter of a method, command and flag, each with its default."""
+    from scripts import reference_page
 
-    defaults: dict[str, Any] = msgspec.to_builtins(SparseAttnConfig())
-    documented = {row[0].strip("`"): row[1].strip("`") for row in table_with(text_of("README.md"), "keep_ratio")}
-    assert {name: json.loads(value) for name, value in documented.items()} == defaults
+    assert reference_page.page() == text_of("docs/reference.md"), "run python scripts/reference_page.py"
+    assert sorted(reference_page.attributes(SparseAttnConfig)) == sorted(SparseAttnConfig.__struct_fields__)
 
 
 def test_every_method_is_documented() -> None:
     from sglang_ext.indexing import METHODS
 
     for name in METHODS:
-        assert f"`{name}`" in text_of("README.md")
+        assert f"`{name}`" in text_of("docs/selection.md")
         assert f"`{name}`" in text_of("docs/architecture.md")
 
 
@@ -267,8 +267,24 @@ def test_the_demo_configuration_fits_the_shipped_model() -> None:
     assert len(config.layer_plan) in (0, model["num_hidden_layers"])
 
 
+def anchors(document: Path) -> set[str]:
+    """Of a document's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", document.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", document.read_text()):
         if "://" not in target:
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+            file = document.parent / target if target else document
+            assert file.exists(), f"{document.name} links to {target}"
+            assert not anchor or anchor in anchors(file), f"{document.name} links to {target}#{anchor}"
+
+
+def test_pages_that_the_sources_name_exist() -> None:
+    for source in [
+        path for folder in ("sglang_ext", "kernels", "index_store", "tests") for path in (ROOT / folder).rglob("*.py")
+    ]:
+        for page in re.findall(r"docs/[\w-]+\.md", source.read_text()):
+            assert (ROOT / page).exists(), f"{source} names {page}"
