@@ -140,4 +140,8 @@ def test_a_table_of_nothing_is_refused(positions: Any, tmp_path: Path) -> None:
 
 def test_the_documentation_shows_what_the_file_holds(positions: Any) -> None:
     shown = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert positions.table([str(ROOT / "benchmarks/results/positions-cpu.jsonl")]) in shown
+    last = positions.table([str(ROOT / "benchmarks/results/positions-cpu.jsonl")]).splitlines()[-1]
+    answers, _, _, selections, *found = [cell.strip() for cell in last.split("|")[4:-1]]
+    right = answers.removesuffix(" of 448")
+    assert found == [f"{selections} (100.00%)", "0", "0"]
+    assert f"all {selections} selections behind 448\nquestions ({right} right) are equal by position" in shown
