@@ -32,7 +32,7 @@ Written by `python scripts/reference_page.py`: change the docstrings and help te
 ## Settings
 
 Keys of `--sparse-attn-config`, which takes a JSON object or `@FILE`. An unknown key is an error. Lengths are tokens,
-sizes are bytes. What each is for: [operating.md](operating.md).
+sizes are bytes. What each is for: [using.md](using.md), [operating.md](operating.md).
 """
 METHODS_HEAD = """\
 ## Parameters of the methods
