@@ -296,7 +296,7 @@ def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pyte
 def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench: SimpleNamespace) -> None:
     rows = bench.serving.read([str(BENCHMARKS / "results" / "serving-h200.jsonl")])
     shown = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert bench.table.table([row for row in rows if row["run"] in ("groups", "agent")]) in shown
+    assert bench.table.table([row for row in rows if row["run"] == "groups"]) in shown
     assert bench.table.broken_limits(rows) == []
     assert {row["engine"] for row in rows if row["run"] == "groups"} == {"flashinfer", "shared", "auto", "building"}
 
