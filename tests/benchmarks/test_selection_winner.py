@@ -207,17 +207,3 @@ def test_the_documented_errors_of_a_samples_sums(bench: SimpleNamespace) -> None
             errors = [one["points"][keep]["error"] for one in of]
             assert cell == f"{sum(errors) / len(errors):.3f} ({max(errors):.3f})", (data, sums, keep)
     assert len(table) == 6
-
-
-def test_the_documented_errors_of_int8_queries(bench: SimpleNamespace) -> None:
-    rows = bench.selection.read_rows(ROOT / "benchmarks" / "results" / "selection-int8-cpu.jsonl.xz")
-    table = documented_table("| data, tokens | queries |")
-    for data, queries, *cells in table:
-        source, length, prompts = re.findall(r"[a-z]+|\d[\d,]*", data)[:3]
-        at = (source, int(length.replace(",", "")), queries == "INT8")
-        of = [one for one in rows if (one["source"], one["num_tokens"], one["method"].endswith("int8")) == at]
-        assert len(of) == int(prompts)
-        for cell, keep in zip(cells, ("0.05", "0.1", "0.2"), strict=True):
-            errors = [one["points"][keep]["error"] for one in of]
-            assert cell == f"{sum(errors) / len(errors):.4f} ({max(errors):.4f})", (data, queries, keep)
-    assert len(table) == 4
