@@ -54,11 +54,13 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Settings behind `--sparse-attn-config`. All lengths are tokens, all sizes bytes.
 
     Attributes:
-        method: which index selects: a name of `sglang_ext.indexing.METHODS`.
+        method: which index selects: `token_index`, `ab_sparse`, `csattention`, `two_level`, `union`, or `exact` (an
+            oracle for tests).
         keep_ratio: budget of one request as a fraction of its prefix, sink and recent window included.
         top_k: budget in tokens; overrides `keep_ratio` and `min_top_k`.
         min_top_k: fewest tokens of a budget by `keep_ratio` (Kascade: k = min(max(0.1 L, 128), L)).
         share_prefixes: whether requests on the same slots decode as a group, exactly, without an index; null: on a GPU.
+            `false` also keeps indexes out of decode graphs.
         min_shared_tokens: reads that such groups must save in a step, at least: shared tokens times members less one.
         decode_path: what decode steps inside CUDA graphs run on: `auto`, or one path (`stock`, `exact`, `sparse`).
         search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members
@@ -86,7 +88,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         build: `off` (serve), `shared` (index what requests turn out to share, beside serving), `prefill` (index every
             prompt this process prefills, while it waits) or `capture` (write down queries, keys and values of every
             prompt: `sglang-ext calibrate` uses it).
-        build_after_hits: with `shared`: requests that found a prefix in the prefix cache before its index is built.
+        build_after_hits: with `shared`: requests that found a prefix in the prefix cache before its index is built; the
+            request that prefilled the prefix is none of them.
         build_share: with `shared`: share of the time that builds may take, of the GPU and of the process, at most.
         sample_host_bytes: with `shared`: host memory for sampled queries; the least recently used leave first.
         build_align: a built index covers the prompt rounded down to this many tokens.
@@ -95,18 +98,22 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         capture_tail: last tokens of a prompt that a capture keeps beside the sample.
         capture_steps: decode steps that a capture keeps.
         trace_folder: where selections of requests 'trace-...' are written, for debugging: `attention.trace`. null: off.
-        prefetch_policy: what a decode step does while the index is loading.
+        prefetch_policy: what a decode step does while the index is loading: `best_effort` (dense), `wait_complete`, or
+            `timeout`.
         prefetch_timeout_s: seconds waited under `timeout`.
         index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
         store_max_bytes: most bytes of all indexes in the store's folder; null: no bound of its own.
         store_min_free_bytes: bytes of the store's disk that indexes leave free.
-        store_eviction: which index leaves first when one of these two is reached (`lru` or `cost_aware`).
+        store_eviction: which index leaves first when one of these two is reached: `lru`, or `cost_aware` (the fewest
+            build seconds per byte and second of idleness).
         store_mode: octal mode of folders that are made in the store; its files have it without execution.
         store_group: group that they belong to; null: the process's own.
-        store_remote: URL of a remote store, or several, fastest first. The folder is the truth of this machine;
-            what it lacks is fetched from there, what is built here is published there.
-        store_wait: what loading an index that the folder lacks waits for (SGLang's words).
-        store_timeout_s: seconds that an answer of a service or the remote store may take.
+        store_remote: URL of a remote store, or several, fastest first: `s3://BUCKET/PREFIX`, `gs://`, `az://`,
+            `file:///SHARED/FOLDER`, `mooncake://HOST:PORT`. The folder is the truth of this machine; what it lacks is
+            fetched from there, what is built here is published there.
+        store_wait: loading an index that the folder lacks: `wait_complete` (fetch the file first), `timeout` (wait that
+            long, then read the remote), `best_effort` (read the remote at once, fetch behind).
+        store_timeout_s: seconds that an answer of a service or the remote store may take, and that `timeout` waits.
     """
 
     method: str = "token_index"

@@ -6,10 +6,10 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
+
+from sglang_ext.options import SparseAttnConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -89,6 +89,12 @@ def test_every_make_target_in_the_documents_exists(document: Path) -> None:
         assert re.search(rf"^{target}:", makefile, re.M), f"{document.name} mentions make {target}"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_script_that_the_documents_name_exists(document: Path) -> None:
+    for script in re.findall(r"(?<!tests/)\b(?:benchmarks|scripts)/\w+\.py", document.read_text()):
+        assert (ROOT / script).exists(), f"{document.name} names {script}"
+
+
 def test_make_help_lists_the_commands_of_the_readme() -> None:
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for target in re.findall(r"^make ([a-z-]+)", "\n".join(shell_lines(text_of("README.md"))), re.M):
@@ -115,20 +121,15 @@ def test_every_subcommand_is_documented_and_has_help(capsys: pytest.CaptureFixtu
     assert names
     for name in names:
         assert "usage" in help_of(capsys, name)
-        assert f"sglang-ext {name}" in text_of("README.md")
-        assert f"sglang-ext {name}" in text_of("docs/operating.md")
+        assert f"sglang-ext {name}" in text_of("README.md") + text_of("docs/operating.md")
 
 
-def test_every_command_on_indexes_is_documented_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_on_indexes_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     names = commands(capsys, "index")
     assert len(names) >= 10
-    assert sorted(first_cells(table_with(text_of("docs/operating.md"), "ls"))) == sorted(names)
     for name in names:
-        described = help_of(capsys, "index", name)
-        assert "usage" in described
-        row = next(row for row in table_with(text_of("docs/operating.md"), "ls") if f"`{name}`" in row[0])
-        for flag in set(re.findall(r"--[a-z-]+", described)) - {"--help", "--store", "--json", "--replace"}:
-            assert flag in row[1], f"{name} {flag}"
+        assert "usage" in help_of(capsys, "index", name)
+        assert f"### `sglang-ext index {name}`" in text_of("docs/reference.md")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -160,58 +161,39 @@ def test_the_keys_of_an_index_in_json_are_documented() -> None:
     assert sorted(documented) == sorted(fields(entry))
 
 
-def test_the_settings_of_the_store_have_their_defaults_in_the_operating_guide() -> None:
-    from sglang_ext.config import SparseAttnConfig
-
-    defaults: dict[str, Any] = msgspec.to_builtins(SparseAttnConfig())
-    documented = {
-        row[0].strip("`"): json.loads(row[1].strip("`"))
-        for table in tables(text_of("docs/operating.md"))
-        for row in table
-        if row[0].startswith("`store_") and row[1].startswith("`")
-    }
-    assert documented == {name: value for name, value in defaults.items() if name.startswith("store_")}
-
-
 def test_the_fields_of_a_prompt_are_documented() -> None:
     from sglang_ext.calibration.prompts import CalibrationPrompt
     from sglang_ext.prefill.prompts import Prompt
 
     for document, key, kind in (
-        ("docs/operating.md", "extra_key", Prompt),
+        ("docs/using.md", "extra_key", Prompt),
         ("docs/calibration.md", "question", CalibrationPrompt),
     ):
         assert sorted(first_cells(table_with(text_of(document), key))) == sorted(kind.__struct_fields__)
 
 
-def test_every_flag_of_prebuild_stands_in_the_operating_guide(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in set(re.findall(r"--[a-z-]+", help_of(capsys, "prebuild"))) - {"--", "--help"}:
-        assert flag in text_of("docs/operating.md"), flag
-
-
 def test_server_flags_and_environment_are_documented() -> None:
     from sglang_ext import config
 
-    readme = text_of("README.md")
     for word in ("--sparse-attn ", "--sparse-attn-store", "--sparse-attn-config"):
-        assert word in readme
+        assert word in text_of("README.md")
     for name in (config.ENV_ENABLE, config.ENV_CONFIG, config.ENV_STORE):
-        assert name in readme
+        assert name in text_of("docs/using.md")
 
 
-def test_every_setting_is_documented_with_its_default() -> None:
-    from sglang_ext.config import SparseAttnConfig
+def test_the_reference_page_is_what_the_sources_say() -> None:
+    """Every setting, parameter of a method, command and flag, each with its default."""
+    from scripts import reference_page
 
-    defaults: dict[str, Any] = msgspec.to_builtins(SparseAttnConfig())
-    documented = {row[0].strip("`"): row[1].strip("`") for row in table_with(text_of("README.md"), "keep_ratio")}
-    assert {name: json.loads(value) for name, value in documented.items()} == defaults
+    assert reference_page.page() == text_of("docs/reference.md"), "run python scripts/reference_page.py"
+    assert sorted(reference_page.attributes(SparseAttnConfig)) == sorted(SparseAttnConfig.__struct_fields__)
 
 
 def test_every_method_is_documented() -> None:
     from sglang_ext.indexing import METHODS
 
     for name in METHODS:
-        assert f"`{name}`" in text_of("README.md")
+        assert f"`{name}`" in text_of("docs/selection.md")
         assert f"`{name}`" in text_of("docs/architecture.md")
 
 
@@ -266,8 +248,24 @@ def test_the_demo_configuration_fits_the_shipped_model() -> None:
     assert len(config.layer_plan) in (0, model["num_hidden_layers"])
 
 
+def anchors(document: Path) -> set[str]:
+    """Of a document's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", document.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", document.read_text()):
         if "://" not in target:
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+            file = document.parent / target if target else document
+            assert file.exists(), f"{document.name} links to {target}"
+            assert not anchor or anchor in anchors(file), f"{document.name} links to {target}#{anchor}"
+
+
+def test_pages_that_the_sources_name_exist() -> None:
+    for source in [
+        path for folder in ("sglang_ext", "kernels", "index_store", "tests") for path in (ROOT / folder).rglob("*.py")
+    ]:
+        for page in re.findall(r"docs/[\w-]+\.md", source.read_text()):
+            assert (ROOT / page).exists(), f"{source} names {page}"

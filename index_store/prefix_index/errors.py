@@ -17,7 +17,7 @@
     └── StoreInconsistent      check_integrity() found the two sides of an equation apart
 
 Every message has the form "what: expected E, found F; remedy". ``reason`` is the word under which a serving
-process counts the dense fallback that the error leads to (DESIGN.md, "Words for fallbacks").
+process counts the dense fallback that the error leads to (docs/architecture.md, "Fallback reasons").
 """
 
 # ruff: noqa: N818 (a name says what is the matter; that it is an error, the base class says)

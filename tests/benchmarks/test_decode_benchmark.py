@@ -36,7 +36,7 @@ def cells(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
 
 
-@pytest.mark.parametrize("path", [RESULTS, GRID, CHOSEN], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [RESULTS, CHOSEN], ids=lambda path: path.stem)
 def test_a_table_in_the_documents_is_that_of_the_rows(bench: SimpleNamespace, path: Path) -> None:
     assert bench.decode.table(bench.decode.read([str(path)])) in (ROOT / "docs" / "benchmarks.md").read_text()
 

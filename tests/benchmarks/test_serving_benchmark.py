@@ -270,7 +270,8 @@ def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pyte
 
 def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench: SimpleNamespace) -> None:
     rows = bench.serving.read([str(BENCHMARKS / "results" / "serving-h200.jsonl")])
-    assert bench.table.table(rows) in (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert bench.table.table([row for row in rows if row["run"] == "groups"]) in shown
     (found,) = [of for (_, _, _, run, _), of in bench.table.medians(rows).items() if run == "groups"]
     stock = found["flashinfer"]
     for name in ("shared", "auto, kascade"):
@@ -279,8 +280,7 @@ def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench
     assert {row["engine"] for row in rows if row["run"] == "groups"} == {"flashinfer", "shared", "auto", "building"}
 
 
-def test_the_table_of_building_beside_traffic_is_that_of_the_rows(bench: SimpleNamespace) -> None:
+def test_building_beside_traffic_costs_at_most_a_twentieth_of_the_p99(bench: SimpleNamespace) -> None:
     rows = bench.serving.read([str(BENCHMARKS / "results" / "serving-h200-building.jsonl")])
-    assert bench.table.table(rows) in (ROOT / "docs" / "benchmarks.md").read_text()
     tpot = {(row["run"], row["engine"]): row["tpot_ms_p99"] for row in rows}
     assert all(tpot[run, "building"] <= 1.05 * tpot[run, "shared"] for run in ("groups", "agent"))

@@ -24,7 +24,7 @@ from tests.server.harness import CPU_FLAGS, JOB_SECONDS, MODEL, READY, ROOT, STA
 
 pytestmark = pytest.mark.full
 
-DOCUMENTS = ("README.md", "docs/operating.md", "docs/calibration.md")
+DOCUMENTS = ("README.md", "docs/using.md", "docs/operating.md", "docs/calibration.md")
 #: Lines that make or change an environment, or have a test of their own.
 NOT_HERE = ("make ", "pip ")
 #: What a command says once it serves; it then runs until it is told to end.
@@ -122,8 +122,8 @@ def test_the_commands_of_a_document_run_from_top_to_bottom(document: str, folder
                     wait_for(process, ours, log)
 
 
-def test_the_engine_of_the_readme_runs_as_a_script(folder: Path) -> None:
-    (block,) = blocks("README.md", "python")
+def test_the_engine_of_the_documents_runs_as_a_script(folder: Path) -> None:
+    (block,) = blocks("docs/using.md", "python")
     (folder / "store").mkdir()
     (_, nccl_port) = free_ports(2)
     ours = block.replace('"MODEL"', repr(str(MODEL))).replace(

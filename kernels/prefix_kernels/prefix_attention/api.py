@@ -28,7 +28,7 @@ def prefix_attention(
 ) -> AttnState:
     """Attention over the selected positions of one prefix, for all query rows of its group at once.
 
-    Each KV head reads its own positions, once for the whole group (docs/architecture.md, "Group first"). With
+    Each KV head reads its own positions, once for the whole group (docs/architecture.md, "Groups"). With
     `Selection.all` this is dense attention over the prefix. No causal mask: the prefix precedes every query.
 
     Args:
