@@ -97,7 +97,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         capture_folder: where captures are written; needed for `capture`.
         capture_tail: last tokens of a prompt that a capture keeps beside the sample.
         capture_steps: decode steps that a capture keeps.
-        trace_folder: where selections of requests 'trace-...' are written, for debugging: `attention.trace`. null: off.
+        trace_folder: where selections of requests 'trace-...' are written, for debugging: `decode.trace`. null: off.
         prefetch_policy: what a decode step does while the index is loading: `best_effort` (dense), `wait_complete`, or
             `timeout`.
         prefetch_timeout_s: seconds waited under `timeout`.
