@@ -16,15 +16,17 @@ import os
 import secrets
 import stat
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from numpy.typing import NDArray
 
-from .errors import IndexStoreError, InvalidPayload, StoreFolderError, StoreFull
-from .reader import open_fd
-from .source import owned_file
+from .errors import IndexMismatch, IndexNotFound, IndexStoreError, InvalidPayload, StoreFolderError, StoreFull
+from .keys import IndexIdentity
+from .reader import IndexFile, open_fd
+from .source import owned_file, unreadable
 from .writer import IndexPayload, IndexWriter, LazyArray
 
 SUFFIX: Final = ".pfxindex"
@@ -130,6 +132,29 @@ def check_folder(folder: Path, *, create: bool, write: bool = True, access: Acce
         raise StoreFolderError("index store", expected=expected, found="no permission", remedy=remedy, path=folder)
 
 
+def come_back(folder: Path) -> bool:
+    """Makes a folder of the owner's alone again where it is gone; whether it was. Raises StoreFolderError.
+
+    Never where its own parent has become another user's, who could then swap its files.
+    """
+    with os_errors(folder):
+        if folder.is_dir():
+            return False
+        parent = folder.absolute().parent
+        os.makedirs(parent, mode=0o700, exist_ok=True)
+        owner = parent.stat().st_uid
+        if owner not in (os.geteuid(), 0):
+            expected, found = f"one of user {os.geteuid()}", f"user {owner}'s"
+            remedy = "give another folder, and start the service again"
+            raise StoreFolderError("folder's parent", expected=expected, found=found, remedy=remedy, path=parent)
+        try:
+            PRIVATE.make(folder)
+        except FileExistsError:
+            if not folder.is_dir():
+                raise
+    return True
+
+
 def check_apart(folders: Iterable[Path]) -> None:
     """Raises StoreFolderError where two tiers would be one folder: a copy that is dropped would be the index itself."""
     seen: set[str] = set()
@@ -212,7 +237,7 @@ class PartialFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._out is not None:
+        if self._out is not None and not self._out.closed:  # as it is in a child that was forked meanwhile
             if not self._published:
                 with contextlib.suppress(OSError):
                     os.unlink(self._name, dir_fd=self._dir_fd)
@@ -226,6 +251,7 @@ class PartialFile:
         except OSError:
             os.unlink(self._name, dir_fd=self._dir_fd)
             raise
+        _being_written.add(self._out)
         _reserve(self._out.fileno(), self._writer.nbytes)
 
     def write(self, payload: IndexPayload) -> None:
@@ -246,6 +272,19 @@ class PartialFile:
         os.rename(self._name, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
         self._published = True
         return Signature.of(os.fstat(self._out.fileno()))
+
+
+_being_written: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the lock is the parent's, and must end with it although the child lives on."""
+    for out in tuple(_being_written):
+        with contextlib.suppress(OSError):
+            out.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _load(array: LazyArray) -> NDArray[Any]:
@@ -322,6 +361,37 @@ def open_index(name: str, dir_fd: int) -> int:
         return os.open(name, _READ | _NOATIME, dir_fd=dir_fd)
     except OSError:
         return open_fd(name, dir_fd=dir_fd, follow=False)  # not the owner, or a real error: this one names it
+
+
+def path_in(folder: Path, digest: str) -> Path:
+    """Where an index lies, or would lie."""
+    return folder / shard_of(digest) / (digest + SUFFIX)
+
+
+def open_in(folder: Path, digest: str, expected: IndexIdentity | None) -> IndexFile:
+    """Opens an index by its name in one tier's folder, without making it look used. Raises as ``IndexStore.get``.
+
+    Only a name that is not there is IndexNotFound. What else the system says no to (no descriptors left, an I/O
+    error) is IndexUnreadable: it says nothing about the index.
+    """
+    path = path_in(folder, digest)
+    try:
+        with shard_fd(folder, shard_of(digest)) as dir_fd:
+            fd = open_index(path.name, dir_fd)
+    except IndexStoreError as err:
+        raise err.at(path) from None
+    except (FileNotFoundError, NotADirectoryError) as err:
+        found = err.strerror or str(err)
+        raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
+    except OSError as err:
+        raise unreadable(err).at(path) from err
+    index = IndexFile.from_fd(fd, path=path, expected=expected)
+    if expected is None and index.identity.digest != digest:
+        index.close()
+        remedy = "delete the file: it was renamed or misplaced"
+        found = index.identity.digest
+        raise IndexMismatch("identity digest", expected=digest, found=found, remedy=remedy, path=path)
+    return index
 
 
 def read_ahead(fd: int) -> Iterator[int]:
