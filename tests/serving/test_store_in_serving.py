@@ -315,7 +315,7 @@ def test_what_is_built_goes_to_the_remote_store_and_is_read_back(
     assert _report(report)[0]["status"] == "built"
     assert _decodes_sparsely(runtime, "b", PROMPT)
     assert runtime.store.flush(60)
-    assert len(runtime.store.remote.list()) == 1
+    assert len(runtime.store.remotes[0].list()) == 1
     states: list[dict[str, Any]] = []
 
     def in_time() -> bool:

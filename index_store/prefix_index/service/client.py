@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ import zmq
 from ..copies import Copies
 from ..errors import IndexStoreError
 from ..file import FileStore
+from ..store import Problem
 from .endpoint import check_place, socket_path
 from .messages import (
     ID_NBYTES,
@@ -79,6 +81,14 @@ class StoreClient(FileStore):
         if link is not None:
             link.close()
 
+    def problems(self) -> Sequence[Problem]:
+        """The folder's, and that nobody makes copies while no service is connected."""
+        found, link = super().problems(), self._link
+        if link is None or link.is_connected():
+            return found
+        error = unavailable("no service; what is in the folder is served", path=str(socket_path(self.endpoint)))
+        return (*found, Problem(self.endpoint, error))
+
     def status(self) -> Status:
         """The service as it is now. Raises StoreUnavailable."""
         self._check_open()
@@ -135,6 +145,15 @@ class Link:
                     break
         check_place(self._path)
         return _answer(frame[ID_NBYTES:], kind)
+
+    def is_connected(self) -> bool:
+        """Whether a service holds the other end, as far as can be told now."""
+        if self._pid != os.getpid() or not self._lock.acquire(blocking=False):
+            return True
+        try:
+            return bool(self._socket.poll(0, zmq.POLLOUT))
+        finally:
+            self._lock.release()
 
     def tell(self, request: Request) -> None:
         """Sends what nobody answers, if possible at once. A forked child, whose socket it is not, sends nothing."""
