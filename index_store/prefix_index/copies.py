@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
-from .errors import IndexFormatError, IndexMismatch, IndexStoreError, IndexUnreadable
-from .folder import open_in, open_index, path_in, shard_fd, shard_of, touch
+from .errors import IndexStoreError, IndexUnreadable
+from .folder import is_damaged, open_index, path_in, shard_fd, shard_of, touch
 from .format import PRELUDE
 from .keys import is_digest
 from .prefetch import Cancelled, Check
@@ -26,7 +26,6 @@ from .writer import IndexPayload, LazyArray
 
 _AGAIN_S: Final = 30.0
 _MAX_FAILED: Final = 10_000
-DAMAGE: Final = (IndexFormatError, IndexMismatch)
 
 Tell: TypeAlias = Callable[[str, bool], None]
 """(digest, whether a copy served it): what the process that makes the copies learns of a use."""
@@ -146,15 +145,7 @@ class Copies:
         """Whether an error after ``get`` was the copy's alone: it names the copy's file, or the copy fails a full
         check. The copy is removed then.
         """
-        guilty = error.path == str(path_in(self.folder, digest))
-        if not guilty:
-            try:
-                with open_in(self.folder, digest, None) as copy:
-                    copy.verify()
-            except DAMAGE:
-                guilty = True
-            except IndexStoreError:
-                pass
+        guilty = error.path == str(path_in(self.folder, digest)) or is_damaged(self.folder, digest)
         if guilty:
             self.drop(digest, "damaged_dropped")
         return guilty

@@ -23,7 +23,15 @@ from typing import Any, Final, NamedTuple
 
 from numpy.typing import NDArray
 
-from .errors import IndexMismatch, IndexNotFound, IndexStoreError, InvalidPayload, StoreFolderError, StoreFull
+from .errors import (
+    IndexFormatError,
+    IndexMismatch,
+    IndexNotFound,
+    IndexStoreError,
+    InvalidPayload,
+    StoreFolderError,
+    StoreFull,
+)
 from .keys import IndexIdentity
 from .reader import IndexFile, open_fd
 from .source import owned_file, unreadable
@@ -392,6 +400,18 @@ def open_in(folder: Path, digest: str, expected: IndexIdentity | None) -> IndexF
         found = index.identity.digest
         raise IndexMismatch("identity digest", expected=digest, found=found, remedy=remedy, path=path)
     return index
+
+
+def is_damaged(folder: Path, digest: str) -> bool:
+    """Whether reading all of an index finds damage; what the system does not give is none."""
+    try:
+        with open_in(folder, digest, None) as index:
+            index.verify()
+    except (IndexFormatError, IndexMismatch):
+        return True
+    except IndexStoreError:
+        pass
+    return False
 
 
 def read_ahead(fd: int) -> Iterator[int]:

@@ -13,8 +13,10 @@ from functools import partial
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from .catalog import Catalog, CatalogStore
-from .copies import DAMAGE, checked, digest_in
+from .copies import checked, digest_in
 from .errors import (
+    IndexFormatError,
+    IndexMismatch,
     IndexNotFound,
     IndexStoreError,
     IndexUnreadable,
@@ -25,7 +27,7 @@ from .errors import (
     out_of_memory,
 )
 from .file import FileStore
-from .folder import check_apart, open_in
+from .folder import check_apart, is_damaged, open_in
 from .keys import PAGE_TOKENS, ModelFingerprint
 from .prefetch import Cancelled, Check, Promoter, Promotion
 from .reader import IndexFile
@@ -40,6 +42,7 @@ _FETCH_AGAIN_S: Final = 30.0
 _STRIPES: Final = 256
 _LOCAL: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _EVERYTHING: Final = "everything"
+DAMAGE: Final = (IndexFormatError, IndexMismatch)
 _MISSES: Final = (IndexNotFound, *DAMAGE, IndexUnreadable, StoreUnavailable)
 _T = TypeVar("_T")
 Source: TypeAlias = FileStore | RemoteStore
@@ -178,24 +181,17 @@ class SharedStore(CatalogStore):
         digest = digest_of(key)
         self._check_open()
         try:
-            index = self.local.get(key)
+            index, where = self.local.get(key), "hits_local"
         except _MISSES as missing:
-            index = self._get_remote(key, digest, missing)
-            self.count("hits_remote")
-        else:
-            self.count("hits_local")
+            index, where = self._get_remote(key, digest, missing), "hits_remote"
+        self.count(where)
         return index
 
     def contains(self, key: IndexLookup) -> bool:
         digest = digest_of(key)
         self._check_open()
-        if self.local.contains(digest):
-            return True
-        for link in self._links:
-            with contextlib.suppress(IndexStoreError):
-                if digest not in link.store.catalog.hidden and link.ask(partial(link.store.contains, digest)):
-                    return True
-        return False
+        links = [link for link in self._links if digest not in link.store.catalog.hidden]
+        return self.local.contains(digest) or any(link.contains(digest) for link in links)
 
     def delete(self, key: IndexLookup) -> bool:
         """As in the protocol, in all of them; the class says what becomes of it where one does not answer."""
@@ -286,7 +282,7 @@ class SharedStore(CatalogStore):
         self._end_fetch(digest)
         here = self.local.catalog.get(digest)
         if here is not None:
-            damaged = (error.path is not None and error.path == here.path) or not self._is_whole(digest)
+            damaged = (error.path is not None and error.path == here.path) or is_damaged(self.local.folder, digest)
             self.local.report(digest, error)
             if damaged or self.local.catalog.get(digest) is not None:
                 return  # or the folder has looked: it was about an older one
@@ -428,24 +424,12 @@ class SharedStore(CatalogStore):
 
     def _is_here(self, digest: str) -> bool:
         """Raises IndexUnreadable."""
-        if self.local.contains(digest):
-            return True
         try:
             self.local.get(digest).close()
         except IndexUnreadable:
             raise
         except IndexStoreError:
             return False
-        return True
-
-    def _is_whole(self, digest: str) -> bool:
-        try:
-            with open_in(self.local.folder, digest, None) as index:
-                index.verify()
-        except DAMAGE:
-            return False
-        except IndexStoreError:
-            pass
         return True
 
     def _stripe(self, digest: str) -> threading.RLock:
@@ -608,6 +592,12 @@ class Link:
             raise away from err
         self._failures = 0
         return value
+
+    def contains(self, digest: str) -> bool:
+        """False, too, where it cannot be asked."""
+        with contextlib.suppress(IndexStoreError):
+            return self.ask(partial(self.store.contains, digest))
+        return False
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
         """The store's; where it cannot be asked, one of nothing."""

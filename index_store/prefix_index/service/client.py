@@ -16,6 +16,7 @@ from ..copies import Copies
 from ..errors import IndexStoreError
 from ..file import FileStore
 from ..store import Problem
+from ..text import printable
 from .endpoint import check_place, socket_path
 from .messages import (
     ID_NBYTES,
@@ -32,7 +33,6 @@ from .messages import (
     Welcome,
     decode_answer,
     encode,
-    error_of,
     unavailable,
 )
 
@@ -187,7 +187,7 @@ def _answer(raw: bytes, kind: type[_Answer]) -> _Answer:
     except BadMessageError as err:
         raise unavailable(str(err), expected=f"a message of protocol version {PROTOCOL}") from None
     if isinstance(answer, Failed):
-        raise error_of(answer.error)
+        raise unavailable(printable(answer.found), expected=printable(answer.expected))
     if not isinstance(answer, kind) or (isinstance(answer, Welcome) and answer.version != PROTOCOL):
         raise unavailable(type(answer).__name__, expected=f"{kind.__name__} of protocol version {PROTOCOL}")
     return answer

@@ -1,4 +1,4 @@
-"""What the service and its clients say to each other: tagged msgspec messages, their limits, errors on the wire.
+"""What the service and its clients say to each other: tagged msgspec messages, and their limits.
 
 A request is one frame: an id (8 bytes, the client's choice), then a message; its answer begins with the same id.
 Never more frames than one: libzmq ends the process (``assert !_more``, fq.cpp) whose peer goes away while it is
@@ -12,9 +12,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from .. import errors
-from ..errors import IndexStoreError, StoreUnavailable
-from ..text import printable
+from ..errors import StoreUnavailable
 
 PROTOCOL: Final = 2
 ID_NBYTES: Final = 8
@@ -94,18 +92,11 @@ class Status(_Message):
     counts: dict[str, int]
 
 
-class ErrorText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An IndexStoreError on its way; ``kind`` is the name of its class."""
+class Failed(_Message):
+    """Refused: what was expected, and what was found."""
 
-    kind: Text
-    what: Text
     expected: Text
     found: Text
-    remedy: Text
-
-
-class Failed(_Message):
-    error: ErrorText
 
 
 Answer: TypeAlias = Welcome | Status | Failed
@@ -136,22 +127,6 @@ def _decode(raw: bytes, decoder: msgspec.msgpack.Decoder[Any], limit: int) -> An
         return decoder.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError) as err:
         raise BadMessageError(str(err)[:200]) from None
-
-
-def error_text(error: IndexStoreError) -> ErrorText:
-    """An error as what crosses the wire: printable, within the limit."""
-    parts = (error.what, error.expected, error.found, error.remedy)
-    what, expected, found, remedy = (printable(part)[:MAX_TEXT] for part in parts)
-    return ErrorText(kind=type(error).__name__, what=what, expected=expected, found=found, remedy=remedy)
-
-
-def error_of(text: ErrorText) -> IndexStoreError:
-    """The error again, of the same class; of a class that this side does not know, an IndexStoreError."""
-    kind = getattr(errors, text.kind, None)
-    if not (isinstance(kind, type) and issubclass(kind, IndexStoreError)):
-        kind = IndexStoreError
-    error: IndexStoreError = kind(text.what, expected=text.expected, found=text.found, remedy=text.remedy)
-    return error
 
 
 def unavailable(found: str, *, expected: str = "an answer of the service", path: str | None = None) -> StoreUnavailable:

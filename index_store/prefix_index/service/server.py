@@ -41,8 +41,6 @@ from .messages import (
     Welcome,
     decode_request,
     encode,
-    error_text,
-    unavailable,
 )
 
 log = logging.getLogger("prefix_index.service")
@@ -197,27 +195,15 @@ class StoreServer:
             return self._take(client, decode_request(raw))
         except BadMessageError as err:
             self.counts["bad_messages"] += 1
-            error = IndexStoreError(
-                "service message",
-                expected=f"one frame of an id and a message of protocol version {PROTOCOL}",
-                found=str(err),
-                remedy="use a client of the service's version",
-            )
-        except IndexStoreError as err:
-            error = err
+            expected = f"one frame of an id and a message of protocol version {PROTOCOL}, from a client of this version"
+            return Failed(expected=expected, found=str(err)[:MAX_TEXT])
         except Exception as err:  # the loop outlives whatever a request can do
             self.counts["defects"] += 1
             log.exception("request")
-            error = IndexStoreError(
-                "store service",
-                expected="an answer",
-                found=f"{type(err).__name__}: {err}"[:400],
-                remedy="this is a defect of the service: see its log",
-            )
-        return Failed(error=error_text(error))
+            return Failed(expected="an answer", found=f"a defect of the service, {type(err).__name__}: see its log")
 
     def _take(self, client: bytes, request: Request) -> Answer | None:
-        """Raises StoreUnavailable for a client that is one too many, or of another version."""
+        """Failed for a client that is one too many, or of another version; None for what nobody answers."""
         if isinstance(request, Hello):
             return self._welcome(client, request)
         self._remember(client, None)
@@ -226,15 +212,15 @@ class StoreServer:
             return None
         return self.status()
 
-    def _welcome(self, client: bytes, hello: Hello) -> Welcome:
+    def _welcome(self, client: bytes, hello: Hello) -> Welcome | Failed:
         if hello.version != PROTOCOL:
             self.counts["bad_messages"] += 1
-            raise unavailable(f"version {hello.version}", expected=f"protocol version {PROTOCOL}")
+            return Failed(expected=f"protocol version {PROTOCOL}", found=f"version {hello.version}")
         self._count_connections()  # this one too: libzmq told of it before its first message
         if client not in self._clients and self._admission is not None and self._admission.is_full:
             self.counts["refused"] += 1
             most = f"at most {self._admission.most} connections (its own limit, or `ulimit -n` of its process)"
-            raise unavailable(f"{self._admission.count} of them", expected=most)
+            return Failed(expected=most, found=f"{self._admission.count} of them")
         self._remember(client, f"pid {hello.pid}" + (f" ({hello.name})" if hello.name else ""))
         limits, copies = self.store.limits, self.store.copies
         return Welcome(
