@@ -112,11 +112,7 @@ class IndexFile:
         return tuple(self._records)
 
     def select(
-        self,
-        name: str | None = None,
-        *,
-        layers: Container[int] | None = None,
-        kv_heads: Container[int] | None = None,
+        self, name: str | None = None, *, layers: Container[int] | None = None, kv_heads: Container[int] | None = None
     ) -> list[ArrayKey]:
         """Addresses that match, in file order, for instance one layer or one rank's KV heads. None is all."""
         return [

@@ -25,11 +25,7 @@ def candidate(
     number: int, last_used: float, *, nbytes: int = 100, seconds: float = 1.0, retention: Retention | None = None
 ) -> Candidate:
     entry = IndexEntry(
-        identity=IDS[number],
-        nbytes=nbytes,
-        created=0.0,
-        build_seconds=seconds,
-        retention=retention or Retention(),
+        identity=IDS[number], nbytes=nbytes, created=0.0, build_seconds=seconds, retention=retention or Retention()
     )
     return Candidate(entry, last_used)
 

@@ -10,14 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from prefix_index import (
-    FileStore,
-    IndexForeign,
-    IndexNotFound,
-    IndexUnreadable,
-    StoreClosed,
-    StoreFolderError,
-)
+from prefix_index import FileStore, IndexForeign, IndexNotFound, IndexUnreadable, StoreClosed, StoreFolderError
 from prefix_index.testing import sample_payload
 from tests.prefix_index.faults.tools import fork, reap
 from tests.prefix_index.small_stores import IDS, PINNED, few_descriptors, index_file, keep_file, opened, settled

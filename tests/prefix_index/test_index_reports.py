@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefix_index import (
-    ArrayKey,
-    FileStore,
-    IndexCorrupt,
-    IndexNotFound,
-    IndexPayload,
-    LazyArray,
-)
+from prefix_index import ArrayKey, FileStore, IndexCorrupt, IndexNotFound, IndexPayload, LazyArray
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.conformance import same_arrays
 from tests.prefix_index.small_stores import IDS, index_file, opened, settled

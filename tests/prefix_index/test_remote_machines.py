@@ -16,15 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefix_index import (
-    ArrayKey,
-    IndexCorrupt,
-    IndexNotFound,
-    IndexPayload,
-    Retention,
-    namespace_digest,
-    page_hashes,
-)
+from prefix_index import ArrayKey, IndexCorrupt, IndexNotFound, IndexPayload, Retention, namespace_digest, page_hashes
 from prefix_index.remote import ObjectBlobs, RemoteStore, claims
 from prefix_index.remote.values import LEASE, LEASES, unpack_record
 from prefix_index.testing import sample_identity, sample_model, sample_payload

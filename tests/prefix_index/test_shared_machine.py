@@ -10,13 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from prefix_index import (
-    FileStore,
-    IndexNotFound,
-    SharedStore,
-    StoreUnavailable,
-    shared,
-)
+from prefix_index import FileStore, IndexNotFound, SharedStore, StoreUnavailable, shared
 from prefix_index.remote import RemoteStore
 from tests.prefix_index.machine import DEFAULT, PAGES, STEPS, TENANT, Clock, Key, StoreMachine, identity_of
 from tests.prefix_index.remote_stores import CHUNK_NBYTES
