@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple
 
 from .catalog import Catalog, CatalogStore
 from .copies import checked, digest_in
@@ -24,29 +23,22 @@ from .errors import (
     StoreFolderError,
     StoreFull,
     StoreUnavailable,
-    out_of_memory,
 )
 from .file import FileStore
 from .folder import check_apart, is_damaged, open_in
 from .keys import PAGE_TOKENS, ModelFingerprint
+from .link import Leases, Link, Source, unavailable
 from .prefetch import Cancelled, Check, Promoter, Promotion
 from .reader import IndexFile
-from .remote import RemoteStore
 from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
 from .writer import IndexPayload
 
-FIRST_AWAY_S: Final = 1.0
-_LONGEST_AWAY_S: Final = 30.0
 _CLOSE_S: Final = 5.0
 _FETCH_AGAIN_S: Final = 30.0
 _STRIPES: Final = 256
-_LOCAL: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _EVERYTHING: Final = "everything"
 DAMAGE: Final = (IndexFormatError, IndexMismatch)
 _MISSES: Final = (IndexNotFound, *DAMAGE, IndexUnreadable, StoreUnavailable)
-_T = TypeVar("_T")
-Source: TypeAlias = FileStore | RemoteStore
-"""What indexes are shared through: a store of somebody else's, or a folder on a file system that machines share."""
 
 
 class SharedCounters(NamedTuple):
@@ -225,7 +217,7 @@ class SharedStore(CatalogStore):
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
         self._check_open()
-        held = _Leases(digest_of(key))
+        held = Leases(digest_of(key))
         try:
             for ask in (self.local.lease, *(link.lease for link in self._links)):
                 lease = ask(key)
@@ -356,7 +348,7 @@ class SharedStore(CatalogStore):
         offered = any(True for _ in self._offers(digest))
         error = job.error if isinstance(job.error, IndexStoreError) else missing
         if job.error is None and offered:
-            error = _unavailable(f"it still on its way after {self._timeout_s:g} s", expected="the index")
+            error = unavailable(f"it still on its way after {self._timeout_s:g} s", expected="the index")
         if not isinstance(missing, IndexNotFound) or (isinstance(error, StoreUnavailable) and not offered):
             raise missing from error
         raise error
@@ -478,12 +470,22 @@ class SharedStore(CatalogStore):
             if digest != _EVERYTHING:
                 existed |= self._tell_one(link, digest, check)
             elif link.is_behind and link.is_open and not link.is_away():
-                link.is_behind = False
-                for digest in (*link.store.catalog.hidden, *link.unlike):
-                    self._tell_one(link, digest, check)
-                for entry in self.local.list():
-                    self._tell_one(link, entry.digest, check)
+                self._catch_up(link, check)
         return existed
+
+    def _catch_up(self, link: Link, check: Check) -> None:
+        link.is_behind = False
+        for digest in (*link.store.catalog.hidden, *link.unlike):
+            self._tell_one(link, digest, check)
+        for entry in self.local.list():
+            digest = entry.digest
+            if link.store.catalog.get(digest) is not None or not self._publish:
+                continue
+            with contextlib.suppress(IndexStoreError):
+                lease = self.local.lease(digest)  # else another process of this machine is at it
+                if lease is not None:
+                    with lease:
+                        self._tell_one(link, digest, check)
 
     def _tell_one(self, link: Link, digest: str, check: Check) -> bool:
         """Makes a remote store's index what the folder's is, if that is known to differ, or missing there. Returns
@@ -528,120 +530,6 @@ class SharedStore(CatalogStore):
         self.count("dropped")
         for link in self._links:
             link.is_behind = True
-
-
-class Link:
-    """The way to a store that may be away: asked again after a growing pause only, and never an unknown error."""
-
-    def __init__(self, store: Source) -> None:
-        self.store = store
-        self.is_open = False
-        self.is_behind = False
-        """Whether it may lack what the folder has, or have what was deleted."""
-        self.unlike: set[str] = set()
-        """Digests whose retention here it was not told yet."""
-        self.problem: IndexStoreError | None = None
-        self._error: StoreUnavailable | None = None
-        self._failures = 0
-        self._resume = 0.0
-
-    def open(self) -> None:
-        """Opens the store, or leaves why not in ``problem``."""
-        if not self.is_away():
-            self.look(self.store.open, opening=True)
-            self.is_open = self.problem is None
-
-    def close(self) -> None:
-        self.is_open = False
-        with contextlib.suppress(IndexStoreError):
-            self.store.close()
-        self.store.catalog.hidden.clear()
-        self.unlike.clear()
-        self.problem = self._error = None
-        self._failures, self._resume = 0, 0.0
-
-    def is_away(self) -> bool:
-        return time.monotonic() < self._resume
-
-    def look(self, call: Callable[[], object], *, opening: bool = False) -> None:
-        """Asks; what goes wrong is the ``problem`` until the next look."""
-        try:
-            self.ask(call, opening=opening)
-            self.problem = None
-        except IndexStoreError as err:
-            self.problem = err
-
-    def ask(self, call: Callable[[], _T], *, opening: bool = False) -> _T:
-        """The call's result or its IndexStoreError; OutOfMemory where this process cannot ask; StoreUnavailable for
-        everything else, and at once while away.
-        """
-        if not (self.is_open or opening) or self.is_away():
-            raise self._error or _unavailable(str(self.problem or "one that could not be opened"))
-        try:
-            value = call()
-        except StoreUnavailable as err:
-            self._went_away(err)
-            raise
-        except (IndexStoreError, Cancelled):
-            raise
-        except Exception as err:
-            if isinstance(err, MemoryError) or getattr(err, "errno", None) in _LOCAL:
-                raise out_of_memory(err, "an answer") from err  # the store may be well
-            away = _unavailable(f"{type(err).__name__}: {err}"[:200])
-            self._went_away(away)
-            raise away from err
-        self._failures = 0
-        return value
-
-    def contains(self, digest: str) -> bool:
-        """False, too, where it cannot be asked."""
-        with contextlib.suppress(IndexStoreError):
-            return self.ask(partial(self.store.contains, digest))
-        return False
-
-    def lease(self, key: IndexLookup) -> BuildLease | None:
-        """The store's; where it cannot be asked, one of nothing."""
-        try:
-            return self.ask(partial(self.store.lease, key))
-        except IndexStoreError:
-            return _Leases(digest_of(key))
-
-    def known(self, call: Callable[[], Sequence[_T]]) -> Sequence[_T]:
-        """What the store knows without asking anybody."""
-        if self.is_open:
-            with contextlib.suppress(IndexStoreError):
-                return call()
-        return ()
-
-    def _went_away(self, error: StoreUnavailable) -> None:
-        self._error = error
-        self._resume = time.monotonic() + min(_LONGEST_AWAY_S, FIRST_AWAY_S * 2 ** min(self._failures, 10))
-        self._failures += 1
-
-
-class _Leases:
-    """Several leases of one index: released together, the last one first."""
-
-    def __init__(self, digest: str) -> None:
-        self.digest = digest
-        self.leases: list[BuildLease] = []
-
-    def release(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for lease in self.leases:
-                stack.callback(lease.release)
-            self.leases = []
-
-    def __enter__(self) -> BuildLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def _unavailable(found: str, *, expected: str = "an answer") -> StoreUnavailable:
-    remedy = "look at the remote store; what is in the folder is served meanwhile"
-    return StoreUnavailable("remote store", expected=expected, found=found, remedy=remedy)
 
 
 def _check_seconds(name: str, seconds: float) -> None:

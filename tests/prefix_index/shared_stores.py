@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, SharedStore, namespace_digest, page_hashes, shared
+from prefix_index import FileStore, SharedStore, link, namespace_digest, page_hashes
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
 from prefix_index.testing import sample_model
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST
@@ -97,7 +97,7 @@ Make = Callable[..., SharedStore]
 @contextmanager
 def machines(folder: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Machines on one remote store, each with a folder of its name, open; hardly a pause after failures."""
-    monkeypatch.setattr(shared, "FIRST_AWAY_S", 0.0)
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 0.0)
     stores: list[SharedStore] = []
 
     def machine(name: str = "a", *, on: ObjectBlobs = blobs, remote: Any = None, **options: Any) -> SharedStore:

@@ -23,7 +23,7 @@ from prefix_index import (
     StoreUnavailable,
     file,
     folder,
-    shared,
+    link,
 )
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.remote_stores import DIGEST, chunks_of, damage, flip
@@ -93,7 +93,7 @@ def test_the_longer_prefix_wins_wherever_it_is_but_not_from_a_remote_store_that_
     assert flushed(one)
     two.rescan(full=True)
     assert find(two) == 64
-    monkeypatch.setattr(shared, "FIRST_AWAY_S", 60.0)
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
     blobs.fails = True
     with pytest.raises(StoreUnavailable, match="the network is gone"):
         two.get(sample_identity(LONG))
@@ -136,6 +136,22 @@ def test_a_replaced_index_is_local_s_here_and_soon_everybody_s(make: Make, blobs
     blobs.gate.set()
     assert flushed(one)
     assert fill_of(two) == 3
+
+
+def test_what_the_remote_store_lacks_is_published_at_the_start_by_one_process(
+    make: Make, blobs: Shaky, tmp_path: Path
+) -> None:
+    with FileStore(tmp_path / "a", create=True) as folder:
+        folder.put(sample_payload(fill=7), retention=Retention(pinned=True))
+        with folder.lease(DIGEST) or pytest.fail("held"):
+            store = make("a")
+            assert store._teller.settle(SOON)
+            assert blobs.names("prefix_index") == {}, "another process is at it"
+    store.close()
+    assert flushed(make("a"))
+    other = make("b")
+    assert fill_of(other) == 7
+    assert [entry.retention for entry in other.list()] == [Retention(pinned=True)]
 
 
 def test_nothing_is_published_where_that_is_not_wanted(make: Make, blobs: Shaky) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prefix_index import IndexNotFound, StoreUnavailable, shared
+from prefix_index import IndexNotFound, StoreUnavailable, link
 from prefix_index.remote import ObjectBlobs, RemoteStore
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.remote_stores import DIGEST
@@ -87,7 +87,7 @@ def test_a_hanging_remote_store_costs_its_time_limit_once_and_local_answers_noth
     assert flushed(one)
     assert reached(impatient)
     assert find(impatient) == 64
-    monkeypatch.setattr(shared, "FIRST_AWAY_S", 60.0)
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
     blobs.answers.clear()
     before, begun = blobs.calls, time.monotonic()
     with pytest.raises(StoreUnavailable):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prefix_index import IndexCorrupt, OutOfMemory, shared
+from prefix_index import IndexCorrupt, OutOfMemory, link
 from prefix_index.remote import RemoteStore, transfer
 from prefix_index.remote.calls import Calls
 from prefix_index.remote.values import HEADER, value_header
@@ -50,7 +50,7 @@ def test_an_index_of_absurd_length_is_damaged_and_the_others_are_served(
         other.put(sample_payload(sample_identity(LONG), fill=7))
         say(blobs, nbytes=nbytes, chunk_nbytes=nbytes)
     store = make("a")
-    monkeypatch.setattr(shared, "FIRST_AWAY_S", 60.0)
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
     listed = DIGEST in {entry.digest for entry in store.list()}
     assert listed == (nbytes <= 1 << 46), "more than any container has is refused before anybody asks for it"
     with pytest.raises(IndexCorrupt):
@@ -68,7 +68,7 @@ def test_no_memory_here_is_not_an_absent_store(
     with RemoteStore(blobs) as other:
         other.put(sample_payload(fill=3))
     store = make("a")
-    monkeypatch.setattr(shared, "FIRST_AWAY_S", 60.0)
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
 
     def none_left(*_: object) -> mmap.mmap:
         raise error
@@ -103,7 +103,7 @@ def test_no_thread_for_a_request_is_no_absent_store_either(monkeypatch: pytest.M
     ids=repr,
 )
 def test_a_call_that_this_process_could_not_make_closes_no_tier(error: Exception, local: bool) -> None:
-    one = shared.Link(RemoteStore.__new__(RemoteStore))
+    one = link.Link(RemoteStore.__new__(RemoteStore))
     one.is_open = True
 
     def fails() -> None:

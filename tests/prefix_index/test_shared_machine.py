@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from prefix_index import FileStore, IndexNotFound, SharedStore, StoreUnavailable, shared
+from prefix_index import FileStore, IndexNotFound, SharedStore, StoreUnavailable, link
 from prefix_index.remote import RemoteStore
 from tests.prefix_index.machine import DEFAULT, PAGES, STEPS, TENANT, Clock, Key, StoreMachine, identity_of
 from tests.prefix_index.remote_stores import CHUNK_NBYTES
@@ -24,7 +24,7 @@ class SharedMachine(StoreMachine):
 
     def make(self) -> SharedStore:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(shared, "FIRST_AWAY_S", 0.0)
+        self.patch.setattr(link, "FIRST_AWAY_S", 0.0)
         self.clock = Clock()
         self.lost: set[str] = set()
         self.folder = Path(tempfile.mkdtemp())
