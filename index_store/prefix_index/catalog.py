@@ -32,7 +32,9 @@ class Catalog:
         self._by_prefix: dict[str, dict[bytes, tuple[str, ...]]] = {}
         self._served: dict[str, object] = {}
         self.hidden: dict[str, int] = {}
-        """Digests that no look-up shows, since what the store has of them is outdated. Outlives ``clear()``."""
+        """Digests that no listing and no look-up by prefix shows: what the store has of them is outdated. Outlives
+        ``clear()``.
+        """
         self.problems: dict[str, IndexStoreError] = {}
         """By path, or by digest in a store without files: what is not a usable index, and why."""
 
@@ -44,7 +46,7 @@ class Catalog:
 
     def get(self, digest: str) -> IndexEntry | None:
         entry = self._entries.get(digest)
-        return entry if entry is not None and self._is_shown(digest, entry, self._clock()) else None
+        return None if entry is None or has_expired(entry.retention, self._clock()) else entry
 
     def _is_shown(self, digest: str, entry: IndexEntry, now: float) -> bool:
         return digest not in self.hidden and not has_expired(entry.retention, now)

@@ -13,7 +13,7 @@ from .errors import IndexStoreError, StoreUnavailable, out_of_memory
 from .file import FileStore
 from .prefetch import Cancelled
 from .remote import RemoteStore
-from .store import BuildLease, IndexLookup, digest_of
+from .store import BuildLease, IndexLookup, Retention, digest_of
 
 FIRST_AWAY_S: Final = 1.0
 _LONGEST_AWAY_S: Final = 30.0
@@ -31,8 +31,8 @@ class Link:
         self.is_open = False
         self.is_behind = False
         """Whether it may lack what the folder has, or have what was deleted."""
-        self.unlike: set[str] = set()
-        """Digests whose retention here it was not told yet."""
+        self.retention: dict[str, Retention] = {}
+        """What it was not told yet, of indexes of which it is outdated in nothing else."""
         self.problem: IndexStoreError | None = None
         self._error: StoreUnavailable | None = None
         self._failures = 0
@@ -49,7 +49,7 @@ class Link:
         with contextlib.suppress(IndexStoreError):
             self.store.close()
         self.store.catalog.hidden.clear()
-        self.unlike.clear()
+        self.retention.clear()
         self.problem = self._error = None
         self._failures, self._resume = 0, 0.0
 

@@ -208,7 +208,10 @@ class SharedStore(CatalogStore):
                 missing = err
             else:
                 for link in self._links:
-                    link.unlike.add(digest)
+                    hidden = link.store.catalog.hidden
+                    if digest in link.retention or digest not in hidden:  # else the index is sent, with all of it
+                        link.retention[digest] = retention
+                    hidden[digest] = next(self._numbers)
                 self._post(digest)
                 return entry
         for link, _ in self._offers(digest):
@@ -260,7 +263,8 @@ class SharedStore(CatalogStore):
         found = [*self.local.problems()]
         known = {digest_in(problem.path) for problem in found} - {None}
         for link in self._links:
-            found += [p for p in link.known(link.store.problems) if digest_in(p.path) not in known]
+            seen = known | link.store.catalog.hidden.keys()
+            found += [p for p in link.known(link.store.problems) if digest_in(p.path) not in seen]
             if link.problem is not None:
                 found.append(Problem(link.problem.path or "remote store", link.problem))
         return tuple(found)
@@ -285,6 +289,9 @@ class SharedStore(CatalogStore):
         for link, _ in self._offers(digest):
             with contextlib.suppress(IndexStoreError):
                 link.store.report(digest, error)
+        if any(digest in link.store.catalog.hidden for link in self._links):
+            self._outdate(digest)  # on its way there: what has arrived by then is removed
+            self._post(digest)
 
     def longest(
         self,
@@ -327,7 +334,7 @@ class SharedStore(CatalogStore):
         """The remote stores that list an index."""
         for link in self._links:
             entry = link.store.catalog.get(digest) if link.is_open else None
-            if entry is not None:
+            if entry is not None and digest not in link.store.catalog.hidden:
                 yield link, entry
 
     def _get_remote(self, key: IndexLookup, digest: str, missing: IndexStoreError) -> IndexFile:
@@ -462,6 +469,7 @@ class SharedStore(CatalogStore):
         """What remote stores have of an index is not to be served here, until they know better."""
         for link in self._links:
             link.store.catalog.hidden[digest] = next(self._numbers)
+            link.retention.pop(digest, None)
 
     def _tell(self, what: str, check: Check) -> bool:
         """Returns whether a remote store had an index that was deleted."""
@@ -475,7 +483,7 @@ class SharedStore(CatalogStore):
 
     def _catch_up(self, link: Link, check: Check) -> None:
         link.is_behind = False
-        for digest in (*link.store.catalog.hidden, *link.unlike):
+        for digest in tuple(link.store.catalog.hidden):
             self._tell_one(link, digest, check)
         for entry in self.local.list():
             digest = entry.digest
@@ -493,17 +501,18 @@ class SharedStore(CatalogStore):
         """
         check()
         store, entry, existed = link.store, self.local.catalog.get(digest), False
-        there, outdated = store.catalog.get(digest), store.catalog.hidden.get(digest)
+        outdated = store.catalog.hidden.get(digest)
         try:
-            if outdated is not None and entry is None:
+            if digest in link.retention:
+                with contextlib.suppress(IndexNotFound):
+                    link.ask(partial(store.retain, digest, link.retention[digest]))
+            elif outdated is not None and entry is None:
                 existed = link.ask(partial(store.delete, digest))
-            elif outdated is not None or (entry is not None and there is None):
+            elif outdated is not None or (entry is not None and store.catalog.get(digest) is None):
                 self._send(link, digest, entry, check)
-            elif digest in link.unlike and entry is not None:
-                link.ask(partial(store.retain, digest, entry.retention))
             if store.catalog.hidden.get(digest) == outdated:  # else it has changed once more meanwhile
                 store.catalog.hidden.pop(digest, None)
-            link.unlike.discard(digest)
+                link.retention.pop(digest, None)
         except Cancelled:
             raise
         except DAMAGE as err:
