@@ -15,11 +15,11 @@ from typing import Final
 import msgspec
 
 from .catalog import Catalog, inconsistent
-from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
+from .errors import IndexForeign, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
 from .eviction import Candidate
-from .folder import GONE, PARTIAL, SUFFIX, Signature, is_shard, open_index, shard_fd, shard_of
+from .folder import GONE, PARTIAL, SUFFIX, Signature, is_shard, open_index, renamed, shard_fd, shard_of
 from .format import Entry
-from .keys import IndexIdentity, ModelFingerprint, is_digest
+from .keys import ModelFingerprint, is_digest
 from .reader import read_entry
 from .retention import DEFAULT, KEEP_SUFFIX, read_retention
 from .source import status_of
@@ -448,8 +448,3 @@ def _unlisted(err: OSError, path: str) -> StoreFolderError:
 
 def _foreign(expected: str, found: str) -> IndexForeign:
     return IndexForeign("name in the store's folder", expected=expected, found=found[:100], remedy="move it elsewhere")
-
-
-def renamed(digest: str, found: IndexIdentity) -> IndexMismatch:
-    remedy = "delete the file: it was renamed or misplaced"
-    return IndexMismatch("identity digest", expected=digest, found=found.digest, remedy=remedy)

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from numpy.typing import NDArray
 
 from .errors import IndexStoreError, IndexUnreadable
-from .folder import is_damaged, open_index, path_in, shard_fd, shard_of, touch
+from .folder import is_damaged, open_named, path_in, touch
 from .format import PRELUDE
 from .keys import is_digest
 from .prefetch import Cancelled, Check
@@ -91,9 +91,8 @@ class Copies:
         """The copy of the index that is open as ``fd``, used at ``used`` (seconds); None where there is none."""
         path = path_in(self.folder, digest)
         try:
-            with shard_fd(self.folder, shard_of(digest)) as dir_fd:
-                copy = open_index(path.name, dir_fd)
-        except (OSError, IndexStoreError):
+            copy = open_named(self.folder, digest)
+        except IndexStoreError:
             return None
         try:
             with contextlib.ExitStack() as owned:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 import time
@@ -11,21 +10,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from .books import FolderBooks, renamed
+from .books import FolderBooks
 from .catalog import CatalogStore
 from .copies import Copies, TierCounters
-from .errors import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError, IndexUnreadable
+from .errors import IndexCorrupt, IndexFormatError, IndexNotFound, IndexStoreError, IndexUnreadable
 from .eviction import policy_of
 from .folder import (
-    GONE,
     Access,
     PartialFile,
     Signature,
     check_folder,
     exclusive,
-    open_index,
+    open_named,
     os_errors,
     read_ahead,
+    renamed,
     shard_fd,
     shard_of,
     touch,
@@ -37,7 +36,7 @@ from .lease import FolderLeases
 from .prefetch import Check, Promoter
 from .reader import IndexFile, check_identity, read_entry
 from .retention import publish, write_retention
-from .source import status_of, unreadable
+from .source import status_of
 from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter
 
@@ -371,28 +370,12 @@ class FileStore(CatalogStore):
 
     def _open_file(self, digest: str) -> tuple[int, os.stat_result]:
         """(descriptor, its status). Raises IndexStoreError."""
-        path = self.path_of(digest)
+        fd = open_named(self.folder, digest)
         try:
-            with shard_fd(self.folder, shard_of(digest)) as dir_fd:
-                fd = open_index(path.name, dir_fd)
-            try:
-                return fd, status_of(fd)
-            except BaseException:
-                os.close(fd)
-                raise
+            return fd, status_of(fd)
         except IndexStoreError as err:
-            raise err.at(path) from None
-        except OSError as err:
-            if err.errno not in GONE:
-                raise unreadable(err, "folder of the index").at(path) from err
-            if err.errno == errno.ELOOP:
-                remedy = "replace the link by the folder"
-                found = "a symbolic link"
-                raise IndexForeign("folder of the index", expected="a folder", found=found, remedy=remedy).at(
-                    path
-                ) from None
-            found = err.strerror or str(err)
-            raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
+            os.close(fd)
+            raise err.at(self.path_of(digest)) from None
 
     def _open_offered(self, digest: str) -> tuple[int, os.stat_result]:
         """As ``_open_file``; raises what was reported about this version. What was not found is known from then on."""

@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 from numpy.typing import NDArray
 
 from .errors import (
+    IndexForeign,
     IndexFormatError,
     IndexMismatch,
     IndexNotFound,
@@ -376,30 +377,43 @@ def path_in(folder: Path, digest: str) -> Path:
     return folder / shard_of(digest) / (digest + SUFFIX)
 
 
-def open_in(folder: Path, digest: str, expected: IndexIdentity | None) -> IndexFile:
-    """Opens an index by its name in one tier's folder, without making it look used. Raises as ``IndexStore.get``.
+def open_named(folder: Path, digest: str) -> int:
+    """A descriptor of an index's file, never through a link, without making it look used. The error names the path.
 
     Only a name that is not there is IndexNotFound. What else the system says no to (no descriptors left, an I/O
-    error) is IndexUnreadable: it says nothing about the index.
+    error) is IndexUnreadable: it says nothing about the index. Raises IndexForeign for a link.
     """
     path = path_in(folder, digest)
     try:
         with shard_fd(folder, shard_of(digest)) as dir_fd:
-            fd = open_index(path.name, dir_fd)
+            return open_index(path.name, dir_fd)
     except IndexStoreError as err:
         raise err.at(path) from None
-    except (FileNotFoundError, NotADirectoryError) as err:
-        found = err.strerror or str(err)
-        raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
     except OSError as err:
-        raise unreadable(err).at(path) from err
-    index = IndexFile.from_fd(fd, path=path, expected=expected)
-    if expected is None and index.identity.digest != digest:
+        found = err.strerror or str(err)
+        if err.errno not in GONE:
+            raise unreadable(err, "folder of the index").at(path) from err
+        if err.errno == errno.ELOOP:
+            expected, found, remedy = "a folder", "a symbolic link", "replace the link by the folder"
+            raise IndexForeign(
+                "folder of the index", expected=expected, found=found, remedy=remedy, path=path
+            ) from None
+        raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
+
+
+def open_in(folder: Path, digest: str, expected: IndexIdentity | None) -> IndexFile:
+    """Opens an index by its name, without making it look used. Raises as ``open_named`` and ``IndexStore.get``."""
+    path = path_in(folder, digest)
+    index = IndexFile.from_fd(open_named(folder, digest), path=path, expected=expected)
+    if index.identity.digest != digest:
         index.close()
-        remedy = "delete the file: it was renamed or misplaced"
-        found = index.identity.digest
-        raise IndexMismatch("identity digest", expected=digest, found=found, remedy=remedy, path=path)
+        raise renamed(digest, index.identity).at(path)
     return index
+
+
+def renamed(digest: str, found: IndexIdentity) -> IndexMismatch:
+    remedy = "delete the file: it was renamed or misplaced"
+    return IndexMismatch("identity digest", expected=digest, found=found.digest, remedy=remedy)
 
 
 def is_damaged(folder: Path, digest: str) -> bool:

@@ -187,8 +187,8 @@ def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypat
         store.put(sample_payload(IDS[0]))
         assert store._prefetches.settle(60)
         with monkeypatch.context() as patch:
-            none_left = OSError(errno.EMFILE, "Too many open files")
-            patch.setattr("prefix_index.copies.open_index", Mock(side_effect=none_left))
+            none_left = IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
+            patch.setattr("prefix_index.copies.open_named", Mock(side_effect=none_left))
             store.get(IDS[0]).close()
         assert store.counters is not None
         assert store.counters.damaged_dropped == 0

@@ -21,7 +21,6 @@ from prefix_index import (
     SharedStore,
     StoreFull,
     StoreUnavailable,
-    file,
     folder,
     link,
 )
@@ -255,14 +254,12 @@ def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_repo
     def refuse(*_: Any, **__: Any) -> int:
         raise IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
 
-    for module in (file, folder):
-        monkeypatch.setattr(module, "open_index", refuse)
+    monkeypatch.setattr(folder, "open_index", refuse)
     assert fill_of(store) == 5
     assert store.counters.hits_remote == 1
     store.put(sample_payload(sample_identity(LONG), fill=6))
     assert not store.flush(0.2), "the publication is tried again"
-    for module in (file, folder):
-        monkeypatch.setattr(module, "open_index", opened)
+    monkeypatch.setattr(folder, "open_index", opened)
     assert flushed(store)
     assert Path(str(entry.path)).stat().st_ino == inode
     assert (fill_of(store), fill_of(store, sample_identity(LONG))) == (5, 6)

@@ -147,6 +147,15 @@ def test_the_folder_goes_and_comes_back(process: Service, tmp_path: Path) -> Non
         client.check_integrity()
 
 
+def test_a_client_that_may_only_read_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path) as endpoint:
+        with patient(endpoint) as client:
+            client.put(sample_payload(fill=3))
+        monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+        with patient(endpoint) as client:
+            assert fill_of(client.get(sample_identity())) == 3
+
+
 def test_sigterm_ends_it_well(process: Service) -> None:
     path = socket_path(process.endpoint)
     assert path.exists()

@@ -64,6 +64,7 @@ class StoreClient(FileStore):
             copies = Copies(Path(welcome.memory), tell=self._tell) if welcome.memory is not None else None
             super().__init__(
                 welcome.folder,
+                write=False,  # where this process may only read, only what writes fails
                 max_bytes=welcome.max_bytes,
                 min_free_bytes=welcome.min_free_bytes,
                 eviction=welcome.eviction,
