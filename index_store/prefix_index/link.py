@@ -33,6 +33,8 @@ class Link:
         """Whether it may lack what the folder has, or have what was deleted."""
         self.retention: dict[str, Retention] = {}
         """What it was not told yet, of indexes of which it is outdated in nothing else."""
+        self.reports: dict[str, IndexStoreError] = {}
+        """What was said of indexes that it may have, too."""
         self.problem: IndexStoreError | None = None
         self._error: StoreUnavailable | None = None
         self._failures = 0
@@ -50,6 +52,7 @@ class Link:
             self.store.close()
         self.store.catalog.hidden.clear()
         self.retention.clear()
+        self.reports.clear()
         self.problem = self._error = None
         self._failures, self._resume = 0, 0.0
 

@@ -130,8 +130,7 @@ class SharedStore(CatalogStore):
             self.local.open()
             self._begin()
             for link in self._links:
-                link.open()
-                link.is_behind = True
+                self._open_link(link)
             self._next_rescan = time.monotonic() + self._rescan_s
             self._is_open = True
         self._post(_EVERYTHING)
@@ -286,12 +285,14 @@ class SharedStore(CatalogStore):
             return  # it has expired: a miss already
         elif any(digest_in(problem.path) == digest for problem in self.local.problems()):
             return
-        for link, _ in self._offers(digest):
-            with contextlib.suppress(IndexStoreError):
-                link.store.report(digest, error)
-        if any(digest in link.store.catalog.hidden for link in self._links):
-            self._outdate(digest)  # on its way there: what has arrived by then is removed
-            self._post(digest)
+        for link in self._links:
+            if link.is_open and digest not in link.store.catalog.hidden:
+                with contextlib.suppress(IndexStoreError):
+                    link.store.report(digest, error)
+            else:  # on its way there, or nobody knows what is there
+                link.store.catalog.hidden[digest] = next(self._numbers)
+                link.reports[digest], link.is_behind = error, True
+                self._post(digest)
 
     def longest(
         self,
@@ -346,7 +347,7 @@ class SharedStore(CatalogStore):
         done = job.wait(self._timeout_s)
         self._check_open()
         known = self._unfetched(digest)
-        if done:
+        if done or isinstance(job.error, Cancelled):  # by a change of the folder's own
             return known.ask(partial(known.store.get, key)) if isinstance(known, Link) else self.local.get(key)
         if isinstance(job.error, IndexUnreadable):  # the folder's stays; meanwhile a remote store's will do
             for link, _ in self._offers(digest):
@@ -371,13 +372,13 @@ class SharedStore(CatalogStore):
         """Copies an index into the folder, unless that has one. Raises where nobody has it, and where the folder has
         one that the system does not give us now: that is not damage, and not replaced.
         """
-        if self._is_here(digest):
-            self.local.prefetch(digest)
-            return
         error: IndexStoreError = IndexNotFound("index", expected=digest, found="none", remedy="build it")
         with self._counting:
-            self._fetching[digest] = True
+            self._fetching[digest] = True  # before the look: what comes after it ends this fetch
         try:
+            if self._is_here(digest):
+                self.local.prefetch(digest)
+                return
             for link in self._links:
                 if digest in link.store.catalog.hidden:
                     continue
@@ -450,6 +451,15 @@ class SharedStore(CatalogStore):
 
     # ---- to remote stores ----
 
+    def _open_link(self, link: Link) -> None:
+        """What has expired in the folder is a miss, whatever the remote store says of it."""
+        for digest, entry in self.local.catalog.all_held():
+            if self.local.catalog.get(digest) is None and digest not in link.store.catalog.hidden:
+                link.retention[digest] = entry.retention
+                link.store.catalog.hidden[digest] = next(self._numbers)
+        link.open()
+        link.is_behind = True
+
     def _look(self, what: str, check: Check) -> None:
         """Lists the remote stores, or opens those that could not be."""
         for link in self._links:
@@ -457,7 +467,7 @@ class SharedStore(CatalogStore):
             if link.is_open:
                 link.look(partial(link.store.rescan, full=what == "rescan fully"))
             else:
-                link.open()
+                self._open_link(link)
         if any(link.is_behind and link.is_open and not link.is_away() for link in self._links):
             self._post(_EVERYTHING)
 
@@ -470,6 +480,7 @@ class SharedStore(CatalogStore):
         for link in self._links:
             link.store.catalog.hidden[digest] = next(self._numbers)
             link.retention.pop(digest, None)
+            link.reports.pop(digest, None)
 
     def _tell(self, what: str, check: Check) -> bool:
         """Returns whether a remote store had an index that was deleted."""
@@ -487,7 +498,11 @@ class SharedStore(CatalogStore):
             self._tell_one(link, digest, check)
         for entry in self.local.list():
             digest = entry.digest
-            if link.store.catalog.get(digest) is not None or not self._publish:
+            there = link.store.catalog.get(digest)
+            if there is not None and there.retention != entry.retention:
+                link.retention[digest] = entry.retention
+                self._tell_one(link, digest, check)
+            if there is not None or not self._publish:
                 continue
             with contextlib.suppress(IndexStoreError):
                 lease = self.local.lease(digest)  # else another process of this machine is at it
@@ -503,7 +518,9 @@ class SharedStore(CatalogStore):
         store, entry, existed = link.store, self.local.catalog.get(digest), False
         outdated = store.catalog.hidden.get(digest)
         try:
-            if digest in link.retention:
+            if digest in link.reports:
+                link.ask(partial(store.report, digest, link.reports[digest]))
+            elif digest in link.retention:
                 with contextlib.suppress(IndexNotFound):
                     link.ask(partial(store.retain, digest, link.retention[digest]))
             elif outdated is not None and entry is None:
@@ -513,13 +530,14 @@ class SharedStore(CatalogStore):
             if store.catalog.hidden.get(digest) == outdated:  # else it has changed once more meanwhile
                 store.catalog.hidden.pop(digest, None)
                 link.retention.pop(digest, None)
+                link.reports.pop(digest, None)
         except Cancelled:
             raise
         except DAMAGE as err:
             self.local.report(digest, err)
             self.count("publish_failures")
         except IndexNotFound:
-            pass  # gone meanwhile
+            link.is_behind = True  # the folder's is gone meanwhile: its catalog will know
         except Exception:  # whatever it is, it is the other store's: it is told again when it answers again
             link.is_behind = True
             self.count("publish_failures")
