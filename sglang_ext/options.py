@@ -113,7 +113,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             fetched from there, what is built here is published there.
         store_wait: has no effect any more, and goes with the next version: an index that the folder lacks is fetched
             whole, within `store_timeout_s` or behind.
-        store_timeout_s: seconds that an answer of a service or the remote store may take. A longer fetch goes on behind.
+        store_timeout_s: seconds that an answer of a service or the remote store may take. Longer fetches go on behind.
     """
 
     method: str = "token_index"
