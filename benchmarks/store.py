@@ -46,7 +46,6 @@ from prefix_index import (
     IndexPayload,
     IndexStore,
     IndexUnreadable,
-    MemoryStore,
     write_index,
 )
 from prefix_index.direct import PIECE_NBYTES, THREADS, fresh_buffer
@@ -259,8 +258,6 @@ def scan_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 def latency_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     payload = payload_of(1 << 20, names=1, layers=4, heads=8)
-    with MemoryStore(64 << 20) as memory:
-        yield {"bench": "get_latency", "store": "memory", **get_latency(memory, payload, args.gets)}
     with FileStore(folder / "latency", create=True) as embedded:
         yield {"bench": "get_latency", "store": "embedded file", **get_latency(embedded, payload, args.gets)}
     try:
@@ -302,8 +299,9 @@ def running_service(folder: Path) -> Iterator[str]:
     """A store service in a process of its own; gives its endpoint."""
     code = """
 import sys
-from prefix_index.service import Depot, ServedFolder, StoreServer
-server = StoreServer(Depot(ServedFolder(sys.argv[1], create=True)), sys.argv[2])
+from prefix_index import FileStore
+from prefix_index.service import StoreServer
+server = StoreServer(FileStore(sys.argv[1], create=True), sys.argv[2])
 server.open()
 print("ready", flush=True)
 server.serve()

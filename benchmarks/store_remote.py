@@ -7,7 +7,6 @@ after what came back was verified.
     python -m benchmarks.store_remote                                   # from the root; a minute or two
     python -m benchmarks.store_remote --only mooncake --chunk-mib 16 32 64 --repeats 7
 
-`get_part` reads one KV head of eight on demand (`get_on_demand`, `read_into`) and counts the bytes it asked for.
 Mooncake runs in a network namespace of its own (`tests/prefix_index/mooncake_cluster.py`).
 """
 
@@ -86,22 +85,15 @@ def bare(blobs: Blobs, nbytes: int, chunk_nbytes: int) -> Iterator[tuple[float, 
 
 def measure(blobs: Blobs, payload: IndexPayload, chunk_nbytes: int, repeats: int) -> dict[str, Any]:
     """Puts, gets, and part gets in turn with the bare client."""
-    figures: dict[str, list[float]] = {name: [] for name in ("put", "get", "get_part", "bare_put", "bare_get")}
-    out = np.empty(payload.arrays[ArrayKey("bench.k", 0, 0)].shape, np.uint8)
+    figures: dict[str, list[float]] = {name: [] for name in ("put", "get", "bare_put", "bare_get")}
     with RemoteStore(blobs, chunk_nbytes=chunk_nbytes, timeout_s=60) as store:
         nbytes = store.put(payload).nbytes
         alone = bare(blobs, nbytes // chunk_nbytes * chunk_nbytes, chunk_nbytes)
-
-        def get_part() -> None:
-            with store.get_on_demand(payload.identity) as index:
-                for key in index.select(kv_heads=[3]):
-                    index.read_into(key, out)
 
         for turn in range(repeats + 1):
             store.delete(payload.identity)
             row = {"put": rate(nbytes, lambda: store.put(payload))}
             row["get"] = rate(nbytes, lambda: store.get(payload.identity).close())
-            row["get_part"] = rate(out.nbytes * LAYERS, get_part)
             row["bare_put"], row["bare_get"] = next(alone)
             for name, value in row.items() if turn else ():  # the first turn warms up
                 figures[name].append(value)

@@ -97,7 +97,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         capture_folder: where captures are written; needed for `capture`.
         capture_tail: last tokens of a prompt that a capture keeps beside the sample.
         capture_steps: decode steps that a capture keeps.
-        trace_folder: where selections of requests 'trace-...' are written, for debugging: `attention.trace`. null: off.
+        trace_folder: where selections of requests 'trace-...' are written, for debugging: `decode.trace`. null: off.
         prefetch_policy: what a decode step does while the index is loading: `best_effort` (dense), `wait_complete`, or
             `timeout`.
         prefetch_timeout_s: seconds waited under `timeout`.
@@ -111,9 +111,9 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         store_remote: URL of a remote store, or several, fastest first: `s3://BUCKET/PREFIX`, `gs://`, `az://`,
             `file:///SHARED/FOLDER`, `mooncake://HOST:PORT`. The folder is the truth of this machine; what it lacks is
             fetched from there, what is built here is published there.
-        store_wait: loading an index that the folder lacks: `wait_complete` (fetch the file first), `timeout` (wait that
-            long, then read the remote), `best_effort` (read the remote at once, fetch behind).
-        store_timeout_s: seconds that an answer of a service or the remote store may take, and that `timeout` waits.
+        store_wait: has no effect any more, and goes with the next version: an index that the folder lacks is fetched
+            whole, within `store_timeout_s` or behind.
+        store_timeout_s: seconds that an answer of a service or the remote store may take. Longer fetches go on behind.
     """
 
     method: str = "token_index"

@@ -5,14 +5,17 @@ Imports nothing heavy: the commands start with it.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Protocol
 
 from prefix_index import IndexStore
-from prefix_index.connect import locate, open_store, share
+from prefix_index.connect import locate, open_store
 from prefix_index.folder import Access, check_folder
 from sglang_ext.cache_folder import cache_folder
+
+log = logging.getLogger(__name__)
 
 ENV_STORE = "SGLANG_SPARSE_ATTN_STORE"
 
@@ -62,21 +65,19 @@ def configured_store(address: str, config: StoreConfig, *, write: bool = True) -
     Raises IndexStoreError; StoreUnavailable when a service does not answer. A remote store that does not is a problem
     of the store's (``problems()``): what the folder has is served meanwhile.
     """
-    timeout_s = config.store_timeout_s
-    if locate(address).kind != "file":
-        store = open_store(address, timeout_s=timeout_s)
-    else:
-        local = open_store(
-            address,
-            max_bytes=config.store_max_bytes,
-            min_free_bytes=config.store_min_free_bytes,
-            eviction=_word(config.store_eviction),
-            write=write,
-            mode=config.store_mode,
-            group=config.store_group,
-        )
-        remotes = [open_store(remote, timeout_s=timeout_s) for remote in remote_addresses(config)]
-        store = share(local, remotes, wait=_word(config.store_wait), timeout_s=timeout_s)
+    if (wait := _word(config.store_wait)) != "timeout":
+        log.warning("store_wait=%r has no effect any more: loading waits up to store_timeout_s; remove the key", wait)
+    folder = locate(address).kind == "file"
+    store = open_store(
+        [address, *(remote_addresses(config) if folder else [])],
+        max_bytes=config.store_max_bytes,
+        min_free_bytes=config.store_min_free_bytes,
+        eviction=_word(config.store_eviction),
+        write=write,
+        mode=config.store_mode,
+        group=config.store_group,
+        timeout_s=config.store_timeout_s,
+    )
     store.open()
     return store
 

@@ -6,7 +6,7 @@ on other machines in ``prefix_index.remote``.
 """
 
 from .connect import open_store
-from .copies import TierCounters
+from .copies import Copies, TierCounters
 from .errors import (
     IndexCorrupt,
     IndexForeign,
@@ -24,7 +24,6 @@ from .errors import (
     StoreInconsistent,
     StoreUnavailable,
 )
-from .exchange import SharedCounters
 from .file import FileStore
 from .format import DTYPES, ArrayKey, ArrayRecord, BuildInfo
 from .keys import (
@@ -37,13 +36,10 @@ from .keys import (
     namespace_digest,
     page_hashes,
 )
-from .memory import MemoryStore
 from .reader import IndexFile
-from .shared import SharedStore
+from .shared import SharedCounters, SharedStore
 from .store import BuildLease, IndexEntry, IndexLookup, IndexStore, Problem, Retention
 from .text import printable, printable_values
-from .tiered import TieredStore
-from .waits import Wait
 from .writer import IndexPayload, IndexWriter, LazyArray, write_index
 
 __all__ = [
@@ -54,6 +50,7 @@ __all__ = [
     "ArrayRecord",
     "BuildInfo",
     "BuildLease",
+    "Copies",
     "FileStore",
     "IndexCorrupt",
     "IndexEntry",
@@ -72,7 +69,6 @@ __all__ = [
     "IndexWriter",
     "InvalidPayload",
     "LazyArray",
-    "MemoryStore",
     "ModelFingerprint",
     "OutOfMemory",
     "Problem",
@@ -85,8 +81,6 @@ __all__ = [
     "StoreInconsistent",
     "StoreUnavailable",
     "TierCounters",
-    "TieredStore",
-    "Wait",
     "canonical_digest",
     "model_mismatch",
     "namespace_digest",

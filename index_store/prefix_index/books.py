@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,21 +15,103 @@ from typing import Final
 import msgspec
 
 from .catalog import Catalog, inconsistent
-from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
+from .errors import IndexForeign, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
 from .eviction import Candidate
-from .folder import GONE, SUFFIX, Signature, is_shard, open_index, shard_fd, shard_of
+from .folder import GONE, PARTIAL, SUFFIX, Signature, is_shard, open_index, renamed, shard_fd, shard_of
 from .format import Entry
-from .keys import IndexIdentity, ModelFingerprint
-from .listing import MAX_FOREIGN, Listing, Look, list_shard
+from .keys import ModelFingerprint, is_digest
 from .reader import read_entry
 from .retention import DEFAULT, KEEP_SUFFIX, read_retention
-from .served import Served
 from .source import status_of
 from .store import IndexEntry, Retention
 
+_SETTLES_S: Final = 2.0
+MAX_FOREIGN: Final = 100
+"""Names of one folder that mean nothing here and are told one by one."""
 _SAME_USE_S: Final = 1.0
 UNKNOWN: Final = Retention(pinned=True)
 """What counts for a retention that the system does not give us: its index leaves last, and does not expire."""
+
+
+@dataclass
+class Listing:
+    """One reading of a shard folder. ``used_ns`` are access times; ``foreign`` are names that mean nothing here, some
+    of them, and ``more`` how many others there are.
+    """
+
+    indexes: dict[str, Signature] = field(default_factory=dict)
+    keeps: dict[str, Signature] = field(default_factory=dict)
+    used_ns: dict[str, int] = field(default_factory=dict)
+    partials: dict[str, int] = field(default_factory=dict)
+    foreign: set[str] = field(default_factory=set)
+    more: int = 0
+
+    def take_foreign(self, name: str) -> None:
+        if len(self.foreign) < MAX_FOREIGN:
+            self.foreign.add(name)
+        else:
+            self.more += 1
+
+
+class Look:
+    """Whether a folder was listed since its last change, by its modification time.
+
+    That must have stood for a while before, since a second change in the same tick of the file system's clock leaves
+    it as it is. For how long is told by this machine's clock; for a time that lies in its future, by watching it stand.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, int] | None = None
+        self._since = 0.0
+        self._settled = False
+
+    def is_current(self, status: os.stat_result) -> bool:
+        return self._settled and self._seen == (status.st_ino, status.st_mtime_ns)
+
+    def begin(self, status: os.stat_result) -> bool:
+        """The folder is about to be listed. Whether that listing holds until its time changes, for ``end()``."""
+        seen, now = (status.st_ino, status.st_mtime_ns), time.monotonic()
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        age_s = (time.time_ns() - status.st_mtime_ns) / 1e9
+        self._settled = False
+        return max(age_s, now - self._since) > _SETTLES_S
+
+    def end(self, *, settled: bool) -> None:
+        self._settled = settled
+
+    def doubt(self) -> None:
+        """The next scan lists it, whatever its time says."""
+        self._settled = False
+
+
+def list_shard(dir_fd: int, shard: str, known: Listing) -> Listing:
+    """What is in a shard folder. ``known`` is its last listing. Raises OSError."""
+    seen = Listing()
+    with os.scandir(dir_fd) as items:
+        for item in items:
+            name = item.name
+            try:
+                if name.startswith("."):
+                    if name.startswith(PARTIAL):
+                        seen.partials[name] = item.stat(follow_symlinks=False).st_size
+                    continue
+                digest, suffix = name[:64], name[64:]
+                ours = suffix in (SUFFIX, KEEP_SUFFIX) and (
+                    digest in known.indexes or (is_digest(digest) and shard_of(digest) == shard)
+                )
+                if not ours:
+                    seen.take_foreign(name)
+                    continue
+                status = item.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if suffix == KEEP_SUFFIX:
+                seen.keeps[digest] = Signature.of(status)
+            else:
+                seen.indexes[digest] = Signature.of(status)
+                seen.used_ns[digest] = status.st_atime_ns
+    return seen
 
 
 @dataclass
@@ -48,10 +131,9 @@ class FolderBooks:
 
     def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
         self.catalog = Catalog(clock)
-        self.problems: dict[str, IndexStoreError] = {}
+        self.problems = self.catalog.problems
         self.unremovable: dict[str, IndexStoreError] = {}
         """By path: usable indexes that should have left and could not be removed."""
-        self.served: Served[Signature] = Served()
         self._reported: dict[str, Signature] = {}
         self._root = str(folder)
         self._folder = folder
@@ -70,14 +152,16 @@ class FolderBooks:
     def used_bytes(self) -> int:
         """Bytes of all index files, usable or not, and of those that are being written."""
         listings = [shard.seen for shard in self._shards.values()]
-        indexes = sum(s.nbytes for seen in listings for s in seen.indexes.values())
-        return indexes + sum(nbytes for seen in listings for nbytes in seen.partials.values())
+        return sum(s.nbytes for seen in listings for s in seen.indexes.values()) + sum(self.partials)
+
+    @property
+    def partials(self) -> list[int]:
+        """Bytes of each file that is being written, or whose writer died."""
+        return [nbytes for shard in self._shards.values() for nbytes in shard.seen.partials.values()]
 
     def clear(self) -> None:
         self.catalog.clear()
-        self.problems.clear()
         self.unremovable.clear()
-        self.served.clear()
         self._reported.clear()
         self._shards.clear()
         self._root_look = Look()
@@ -364,8 +448,3 @@ def _unlisted(err: OSError, path: str) -> StoreFolderError:
 
 def _foreign(expected: str, found: str) -> IndexForeign:
     return IndexForeign("name in the store's folder", expected=expected, found=found[:100], remedy="move it elsewhere")
-
-
-def renamed(digest: str, found: IndexIdentity) -> IndexMismatch:
-    remedy = "delete the file: it was renamed or misplaced"
-    return IndexMismatch("identity digest", expected=digest, found=found.digest, remedy=remedy)

@@ -1,18 +1,22 @@
-"""The look-up structure behind every store: entries by digest and by prefix.
+"""The look-up structure behind every store: entries by digest and by prefix, problems, and what stores make of them.
 
-Its owner locks, but ``longest`` and ``near_miss`` may be asked while another thread changes it: a rescan, which waits
-for a disk, then holds up no look-up.
+A catalog's owner locks, but ``longest`` and ``near_miss`` may be asked while another thread changes it: a rescan, which
+waits for a disk, then holds up no look-up.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, TypeVar
 
-from .errors import StoreInconsistent
+from .errors import IndexStoreError, StoreClosed, StoreInconsistent
 from .eviction import has_expired
-from .keys import IndexIdentity, ModelFingerprint, model_mismatch
-from .store import IndexEntry
+from .keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint, model_mismatch
+from .store import IndexEntry, Problem
+
+_Self = TypeVar("_Self", bound="CatalogStore")
 
 
 class Catalog:
@@ -26,6 +30,13 @@ class Catalog:
         self._clock = clock
         self._entries: dict[str, IndexEntry] = {}
         self._by_prefix: dict[str, dict[bytes, tuple[str, ...]]] = {}
+        self._served: dict[str, object] = {}
+        self.hidden: dict[str, int] = {}
+        """Digests that no listing and no look-up by prefix shows: what the store has of them is outdated. Outlives
+        ``clear()``.
+        """
+        self.problems: dict[str, IndexStoreError] = {}
+        """By path, or by digest in a store without files: what is not a usable index, and why."""
 
     def __contains__(self, digest: str) -> bool:
         return self.get(digest) is not None
@@ -37,6 +48,9 @@ class Catalog:
         entry = self._entries.get(digest)
         return None if entry is None or has_expired(entry.retention, self._clock()) else entry
 
+    def _is_shown(self, digest: str, entry: IndexEntry, now: float) -> bool:
+        return digest not in self.hidden and not has_expired(entry.retention, now)
+
     def held(self, digest: str) -> IndexEntry | None:
         """The entry, expired or not."""
         return self._entries.get(digest)
@@ -44,7 +58,7 @@ class Catalog:
     def entries(self) -> tuple[IndexEntry, ...]:
         """All entries that have not expired, ordered by digest."""
         now = self._clock()
-        return tuple(entry for _, entry in sorted(self._entries.items()) if not has_expired(entry.retention, now))
+        return tuple(entry for digest, entry in sorted(self._entries.items()) if self._is_shown(digest, entry, now))
 
     def all_held(self) -> tuple[tuple[str, IndexEntry], ...]:
         """(digest, entry) of all entries, expired or not, ordered by digest."""
@@ -75,8 +89,17 @@ class Catalog:
         return True
 
     def clear(self) -> None:
-        self._entries.clear()
-        self._by_prefix.clear()
+        for book in (self._entries, self._by_prefix, self._served, self.problems):
+            book.clear()
+
+    def gave(self, digest: str, version: object) -> None:
+        """A reader has this version of an index. Of several versions, a reader of an old one may still be at it."""
+        if self._served.setdefault(digest, version) != version:
+            self._served[digest] = None
+
+    def gave_only(self, digest: str, version: object) -> bool:
+        """Whether nobody was given another version than this one."""
+        return self._served.get(digest, version) == version
 
     def longest(
         self,
@@ -118,7 +141,7 @@ class Catalog:
         for i, page_hash in enumerate(reversed(page_hashes)):
             for digest in prefixes.get(page_hash, ()):
                 entry = self._entries.get(digest)
-                if entry is None or has_expired(entry.retention, now):
+                if entry is None or not self._is_shown(digest, entry, now):
                     continue
                 identity = entry.identity
                 if identity.page_tokens == page_tokens and identity.num_tokens == (pages - i) * page_tokens:
@@ -138,6 +161,80 @@ class Catalog:
         by_digest = {(e.identity.namespace, e.identity.prefix_hash, d) for d, e in self._entries.items()}
         if by_prefix != by_digest:
             raise inconsistent("catalog by prefix", sorted(by_digest), sorted(by_prefix))
+
+
+class CatalogStore:
+    """What every kind of store shares: its life, and the part of ``IndexStore`` that asks only its catalogs.
+
+    ``_catalogs()`` gives them, the nearest first: of equally long prefixes the first one's is the answer.
+    """
+
+    kind: ClassVar[str]
+    catalog: Catalog
+    """Its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._is_open = False
+
+    def open(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def _catalogs(self) -> Sequence[Catalog]:
+        return (self.catalog,)
+
+    def __enter__(self: _Self) -> _Self:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StoreClosed(f"{self.kind} store", expected="open", found="closed", remedy="call open() first")
+
+    def list(self) -> Sequence[IndexEntry]:
+        self._check_open()
+        with self._lock:
+            return self.catalog.entries()
+
+    def problems(self) -> Sequence[Problem]:
+        self._check_open()
+        with self._lock:
+            return tuple(Problem(path, error) for path, error in sorted(self.catalog.problems.items()))
+
+    def longest(
+        self,
+        namespace: str,
+        page_hashes: Sequence[bytes],
+        model: ModelFingerprint,
+        profile_digest: str,
+        *,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> IndexEntry | None:
+        self._check_open()
+        ask = (namespace, page_hashes, model, profile_digest, page_tokens)
+        found = [entry for catalog in self._catalogs() if (entry := catalog.longest(*ask)) is not None]
+        return max(found, key=lambda entry: entry.identity.num_tokens, default=None)
+
+    def near_miss(
+        self,
+        namespace: str,
+        page_hashes: Sequence[bytes],
+        model: ModelFingerprint,
+        profile_digest: str,
+        *,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> str | None:
+        ask = (namespace, page_hashes, model, profile_digest)
+        if self.longest(*ask, page_tokens=page_tokens) is not None:
+            return None
+        misses = (catalog.near_miss(*ask, page_tokens) for catalog in self._catalogs())
+        return next((miss for miss in misses if miss is not None), None)
 
 
 def inconsistent(what: str, expected: object, found: object) -> StoreInconsistent:

@@ -1,6 +1,6 @@
-"""From what a user writes to a store: a folder, a service's socket, an object store, Mooncake, or tiers of these.
+"""From what a user writes to a store: a folder, a service's socket, an object store, Mooncake, or a folder that shares.
 
-Reading an address needs none of the optional packages; they are imported when a store that needs them is made.
+Reading an address needs none of the optional packages; they are imported when a store that needs them is opened.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from .errors import InvalidPayload
-from .folder import check_apart
+from .file import FileStore
+from .remote import MooncakeBlobs, ObjectBlobs, RemoteStore
+from .shared import SharedStore
 from .store import IndexStore
 
 StoreAddress: TypeAlias = str | os.PathLike[str]
@@ -82,7 +84,6 @@ def open_store(
     max_bytes: int | None = None,
     min_free_bytes: int = 0,
     eviction: str = "lru",
-    wait: str = "best_effort",
     timeout_s: float = 5.0,
     write: bool = True,
     mode: int | str | None = None,
@@ -90,76 +91,58 @@ def open_store(
 ) -> IndexStore:
     """The store at an address, ready to be opened (``open()`` or ``with``).
 
-    Several addresses make tiers, the fastest first: a folder (or service) is the truth of the folders before it
-    (``TieredStore``), and remote stores behind it are what other machines share with it (``SharedStore``, one around
-    the other). Where nothing but remote stores is named, the last one is the truth.
+    Of several addresses the first is a folder, or a service, and the others are remote stores, the fastest first, that
+    it shares its indexes with (``SharedStore``).
 
     ``create``, ``max_bytes``, ``min_free_bytes``, ``eviction`` (``lru`` or ``cost_aware``), ``write``, ``mode`` and
-    ``group`` hold for folders (``FileStore``); a service and a remote store have limits of their own. ``timeout_s``
-    bounds each answer of a service or a remote store, and with ``wait`` (``best_effort``, ``wait_complete``,
-    ``timeout``) what a tiered ``get`` waits for the slower tier. Raises InvalidPayload for an address or an option that
-    is none.
+    ``group`` hold for the first address where that is a folder (``FileStore``); a service and a remote store have
+    limits of their own. ``timeout_s`` bounds each answer of a service or a remote store. Raises InvalidPayload for an
+    address or an option that is none.
     """
-    of_folders: dict[str, Any] = {
-        "create": create,
-        "max_bytes": max_bytes,
-        "min_free_bytes": min_free_bytes,
-        "eviction": eviction,
-        "write": write,
-        "mode": mode,
-        "group": group,
-    }
-    if isinstance(address, Sequence) and not isinstance(address, (str, bytes)):
-        stores = [open_store(one, timeout_s=timeout_s, **of_folders) for one in address]
-        _check_apart(stores)
-        local = [number for number, one in enumerate(address) if locate(one).kind in ("file", "service")]
-        if not local:
-            return _tiers(stores, wait, timeout_s)
-        last = local[-1]
-        truth = share(stores[last], stores[last + 1 :], wait=wait, timeout_s=timeout_s)
-        return _tiers([*stores[:last], truth], wait, timeout_s)
-    kind, value, options = locate(address)
+    remotes: list[StoreAddress] = []
+    if isinstance(address, (str, bytes)) or not isinstance(address, Sequence):
+        first: StoreAddress = address
+    else:
+        first, *remotes = [*address] or [""]
+    kind, value, _ = locate(first)
+    local: FileStore | RemoteStore
     if kind == "file":
-        from .file import FileStore
-
-        return FileStore(value, **of_folders)
-    if kind == "service":
+        local = FileStore(
+            value,
+            create=create,
+            max_bytes=max_bytes,
+            min_free_bytes=min_free_bytes,
+            eviction=eviction,
+            write=write,
+            mode=mode,
+            group=group,
+        )
+    elif kind == "service":
         from .service import StoreClient
 
-        return StoreClient(value, timeout_s=timeout_s)
-    from .remote import MooncakeBlobs, ObjectBlobs, RemoteStore
+        local = StoreClient(value, timeout_s=timeout_s)
+    else:
+        local = _remote(first, timeout_s)
+    if not remotes:
+        return local
+    if not isinstance(local, FileStore):
+        raise InvalidPayload(
+            "first of several addresses",
+            expected="a folder, or a service's ipc://SOCKET",
+            found=repr(first)[:200],
+            remedy="name this machine's own store first",
+        )
+    return SharedStore(local, [_remote(remote, timeout_s) for remote in remotes], timeout_s=timeout_s)
 
+
+def _remote(address: StoreAddress, timeout_s: float) -> FileStore | RemoteStore:
+    kind, value, options = locate(address)
+    if kind == "file":
+        return FileStore(value)
+    if kind == "service":
+        raise _no_address(address)
     blobs = ObjectBlobs(value) if kind == "objects" else MooncakeBlobs(value, **options)
     return RemoteStore(blobs, timeout_s=timeout_s)
-
-
-def share(local: IndexStore, remotes: Sequence[IndexStore], *, wait: str, timeout_s: float) -> IndexStore:
-    """``local`` sharing with each of ``remotes``, the fastest first; itself where there is none. Raises
-    StoreFolderError for one folder twice.
-    """
-    from .shared import SharedStore
-
-    _check_apart([local, *remotes])
-    for remote in remotes:
-        local = SharedStore(local, remote, wait=wait, timeout_s=timeout_s)
-    return local
-
-
-def _tiers(stores: Sequence[IndexStore], wait: str, timeout_s: float) -> IndexStore:
-    if not stores:
-        raise _no_address("no address")
-    from .tiered import TieredStore
-
-    *faster, below = stores
-    for store in reversed(faster):
-        below = TieredStore(store, below, wait=wait, timeout_s=timeout_s)
-    return below
-
-
-def _check_apart(stores: Sequence[IndexStore]) -> None:
-    from .file import FileStore
-
-    check_apart(store.folder for store in stores if isinstance(store, FileStore))
 
 
 def _no_address(found: object) -> InvalidPayload:

@@ -1,97 +1,72 @@
-"""The copies that a fast store holds of a slow one's indexes: which are current, making them, dropping them."""
+"""The DRAM tier: a folder on tmpfs into which a store's hot indexes are copied. The page cache does the rest."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
-from .errors import (
-    IndexCorrupt,
-    IndexFormatError,
-    IndexMismatch,
-    IndexNotFound,
-    IndexStoreError,
-    StoreUnavailable,
-)
-from .format import ArrayKey, aligned
+from .errors import IndexStoreError, IndexUnreadable
+from .folder import is_damaged, open_named, path_in, touch
+from .format import PRELUDE
 from .keys import is_digest
 from .prefetch import Cancelled, Check
 from .reader import IndexFile
-from .store import IndexEntry, IndexLookup, IndexStore, Retention
+from .source import pread
+from .store import IndexEntry, IndexStore, Retention
 from .writer import IndexPayload, LazyArray
 
-_ASK_AGAIN_S: Final = 1.0
-_PROMOTE_AGAIN_S: Final = 30.0
+_AGAIN_S: Final = 30.0
 _MAX_FAILED: Final = 10_000
-_READ_AHEAD_NBYTES: Final = 32 << 20
-_DAMAGE: Final = (IndexFormatError, IndexMismatch)
+
+Tell: TypeAlias = Callable[[str, bool], None]
+"""(digest, whether a copy served it): what the process that makes the copies learns of a use."""
 
 
 class TierCounters(NamedTuple):
     """Events since the store was made; they never decrease.
 
     ``hits_fast``, ``hits_slow``  indexes that ``get`` served, by tier
-    ``promotions``                copies that arrived in fast, those of ``put`` not counted
-    ``promotion_failures``        copies to fast that failed, those of ``put`` counted
-    ``prefetch_dropped``          background requests given up for newer ones
-    ``stale_dropped``             copies removed from fast because slow has another index there, or none
-    ``damaged_dropped``           copies removed from fast because they could not be read
+    ``promotions``, ``promotion_failures``  copies that were made, and those that could not be
+    ``stale_dropped``             copies removed because the index is another one now, or gone
+    ``damaged_dropped``           copies removed because they could not be read
     """
 
     hits_fast: int = 0
     hits_slow: int = 0
     promotions: int = 0
     promotion_failures: int = 0
-    prefetch_dropped: int = 0
     stale_dropped: int = 0
     damaged_dropped: int = 0
 
 
-@runtime_checkable
-class KnowsChecksums(Protocol):
-    """What a store may offer on top of ``IndexStore`` where ``get`` is dear, as on another machine."""
-
-    def checksum(self, key: IndexLookup) -> str | None:
-        """``IndexFile.checksum`` of the index that ``get`` would open, None where it would open none.
-
-        May be as old as the last ``rescan()``, put or delete through this store. Counts as a use of the index.
-        Raises StoreUnavailable.
-        """
-        ...
-
-
-class _Seen(NamedTuple):
-    """A copy that was last seen to be what slow has, and where fast keeps it."""
-
-    checksum: str
-    path: str | None
-
-
 class Copies:
-    """Keeps ``fast`` honest: what it serves is what ``slow`` has. Errors of fast end here, those of slow are raised.
+    """Copies of a folder's indexes in another ``folder``, of the same names and bytes; the store says what is hot.
 
-    Sound without a lock between the tiers: whoever removes an index removes it from slow first, then from fast;
-    whoever copies one looks at slow again after writing to fast (``confirm``). Of two threads that do both at
-    once, one sees the other, so no copy outlives its index; and one that another process outdated is found at
-    the next look.
+    A copy is served only where its first 64 bytes, which hold the checksums of all that follows, are those of the index
+    itself at this moment. So nobody has to be told when an index is replaced, deleted or expires, whoever does that.
+
+    One process makes the copies: ``keeper`` is its store of ``folder``, with the folder's limits. The others read them,
+    and ``tell`` that process of each use. Errors of ``folder`` are never the store's: ``get`` is slower, that is all.
     """
 
-    def __init__(self, fast: IndexStore, slow: IndexStore) -> None:
-        self.fast = fast
-        self.slow = slow
+    def __init__(self, folder: Path, *, keeper: IndexStore | None = None, tell: Tell | None = None) -> None:
+        self.folder = folder
+        self.keeper = keeper
+        self.problem: IndexStoreError | None = None
+        """Why the folder could not be used when it was looked at last."""
+        self._tell = tell
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(TierCounters._fields, 0)
-        self._seen: dict[str, _Seen] = {}
         self._not_before: dict[str, float] = {}
-        self._ask_slow_at = 0.0
 
     @property
     def counters(self) -> TierCounters:
@@ -102,251 +77,121 @@ class Copies:
         with self._lock:
             self._counts[name] += 1
 
-    def forget(self) -> None:
-        """Trusts no copy until slow was asked again."""
-        self._seen.clear()
+    def open(self) -> None:
+        """Raises StoreFolderError."""
         self._not_before.clear()
-        self._ask_slow_at = 0.0
+        if self.keeper is not None:
+            self.keeper.open()
 
-    def current(self, digest: str) -> IndexFile | None:
-        """The copy in fast if slow has the same index now, else None; the caller closes it.
+    def close(self) -> None:
+        if self.keeper is not None:
+            self.keeper.close()
 
-        Raises what slow raises; but after StoreUnavailable, and for a second after one, a copy that slow confirmed
-        before is still current.
-        """
-        copy = self._open(digest)
-        if copy is None:
+    def current(self, digest: str, fd: int, used: float) -> IndexFile | None:
+        """The copy of the index that is open as ``fd``, used at ``used`` (seconds); None where there is none."""
+        path = path_in(self.folder, digest)
+        try:
+            copy = open_named(self.folder, digest)
+        except IndexStoreError:
             return None
         try:
-            if time.monotonic() < self._ask_slow_at and self._was_current(digest, copy):
-                return copy
-            if checksum_in(self.slow, digest) == copy.checksum:
-                self._seen[digest] = _Seen(copy.checksum, copy.path)
-                return copy
-        except StoreUnavailable:
-            self._ask_slow_at = time.monotonic() + _ASK_AGAIN_S
-            if self._was_current(digest, copy):
-                return copy
-            copy.close()
-            raise
-        except BaseException:
-            copy.close()
-            raise
-        copy.close()
-        self.drop(digest, "stale_dropped")
-        return None
+            with contextlib.ExitStack() as owned:
+                owned.callback(os.close, copy)
+                if pread(copy, PRELUDE.size, 0) != pread(fd, PRELUDE.size, 0):
+                    self.drop(digest, "stale_dropped")
+                    return None
+                touch(copy, used)
+                owned.pop_all()
+            return IndexFile.from_fd(copy, path=path)
+        except IndexUnreadable:
+            return None  # what the system refuses now it may give a moment later
+        except IndexStoreError:
+            self.drop(digest, "damaged_dropped")
+            return None
 
-    def confirmed(self, digest: str) -> bool:
-        """Whether there is a copy that slow confirmed before. Does not ask slow."""
-        copy = self._open(digest)
-        if copy is None:
-            return False
-        with copy:
-            return self._was_current(digest, copy)
+    def served(self, digest: str, *, copy: bool) -> bool:
+        """An index was given to a reader. Whether a copy of it is to be made here."""
+        self.count("hits_fast" if copy else "hits_slow")
+        if self._tell is not None:
+            self._tell(digest, copy)
+        return not copy and self.keeper is not None and time.monotonic() >= self._not_before.get(digest, 0.0)
 
-    def due(self, digest: str) -> bool:
-        """False for a while after copying failed: what does not fit is not read again at each get."""
-        return time.monotonic() >= self._not_before.get(digest, 0.0)
-
-    def wanted(self, digest: str) -> None:
-        """Ends the while of ``due``."""
+    def wanted(self, digest: str) -> bool:
+        """Somebody asks for a copy, however often making it failed before. Whether it is made here."""
         self._not_before.pop(digest, None)
+        if self._tell is not None:
+            self._tell(digest, False)
+        return self.keeper is not None
 
-    def put(self, payload: IndexPayload, retention: Retention) -> None:
-        """Copies an index that slow has just taken. Its arrays are read again, so none may be lazy."""
-        digest = payload.identity.digest
+    def make(self, index: IndexFile, entry: IndexEntry | None, check: Check) -> None:
+        """Copies an open index. Raises where that fails; it is not tried again for a while then."""
+        assert self.keeper is not None
+        digest = index.identity.digest
+        pinned = entry is not None and entry.retention.pinned
         try:
-            self.fast.put(payload, retention=retention)
-            self._confirm(digest)
-        except Exception:  # the index is stored: nothing that fast does, MemoryError included, undoes that
-            self.count("promotion_failures")
-            self.drop(digest)
-
-    def promote(self, digest: str, check: Check) -> None:
-        """Copies what slow has. Raises where fast does not have it afterwards. ``check`` may cancel it."""
-        try:
-            check()
-            copy = self.current(digest)
-            if copy is not None:
-                copy.close()
-                return
-            with self.slow.get(digest) as source:
-                self._copy(digest, source, check)
-            self.wanted(digest)
-            self.count("promotions")
+            self.keeper.put(checked(index.payload(), check), retention=Retention(pinned=pinned))
         except Cancelled:
             raise
-        except Exception as err:
-            if not isinstance(err, IndexNotFound):
-                if len(self._not_before) >= _MAX_FAILED:
-                    self._not_before.clear()
-                self._not_before[digest] = time.monotonic() + _PROMOTE_AGAIN_S
+        except Exception:
+            if len(self._not_before) >= _MAX_FAILED:
+                self._not_before.clear()
+            self._not_before[digest] = time.monotonic() + _AGAIN_S
             self.count("promotion_failures")
             raise
-
-    def retain(self, digest: str, retention: Retention) -> None:
-        with contextlib.suppress(IndexStoreError):
-            self.fast.retain(digest, retention)
+        self.count("promotions")
 
     def blame(self, digest: str, error: IndexStoreError) -> bool:
-        """Whether an error after ``get`` was the copy's alone: it names the copy's path, or the copy, which is then
-        dropped, fails a full check.
+        """Whether an error after ``get`` was the copy's alone: it names the copy's file, or the copy fails a full
+        check. The copy is removed then.
         """
-        seen = self._seen.get(digest)
-        try:
-            with self.fast.get(digest) as copy:
-                copy.verify()
-        except _DAMAGE as err:
-            self._discard(digest, err)
-            return True
-        except IndexStoreError:
-            pass
-        return seen is not None and error.path is not None and error.path == seen.path
+        guilty = error.path == str(path_in(self.folder, digest)) or is_damaged(self.folder, digest)
+        if guilty:
+            self.drop(digest, "damaged_dropped")
+        return guilty
 
     def drop(self, digest: str, counter: str | None = None) -> None:
-        """Removes the copy. Where even that fails it stays unserved: slow is asked at each get."""
-        self._seen.pop(digest, None)
-        with contextlib.suppress(IndexStoreError):
-            if self.fast.delete(digest) and counter is not None:
+        """Removes the copy. Where even that fails it stays unserved: it is compared at each get."""
+        with contextlib.suppress(OSError):
+            path_in(self.folder, digest).unlink()
+            if counter is not None:
                 self.count(counter)
 
-    def drop_orphans(self, *, full: bool) -> None:
-        """Drops damaged copies, and those of indexes that slow does not list, or lists differently (``full``: that
-        differ in checksum). Raises what either's listing raises.
-        """
-        for problem in self.fast.problems():
-            digest = digest_in(problem.path)
-            if digest is not None:
-                self.drop(digest, "damaged_dropped")
-        copies = self.fast.list()  # before slow's list: what is put meanwhile is in slow first
-        known = self.slow.list()
-        for copy in copies:
-            digest = copy.digest
-            entry = entry_of(known, digest)
-            same = entry is not None and _alike(entry, copy)
-            if same and full:
-                with contextlib.suppress(IndexStoreError):
-                    same = checksum_in(self.slow, digest) == checksum_in(self.fast, digest)
-            if not same:
-                self.drop(digest, "stale_dropped")
-        held = {copy.digest for copy in copies}
-        for digest in tuple(self._seen):
-            if digest not in held:
-                self._seen.pop(digest, None)
+    def collect(self) -> None:
+        """Removes what dead makers of copies left."""
+        if self.keeper is not None:
+            with contextlib.suppress(IndexStoreError):
+                self.keeper.collect()
 
-    def _open(self, digest: str) -> IndexFile | None:
+    def tidy(self, known: Collection[str], *, full: bool) -> None:
+        """Removes damaged copies, and those of indexes that are not ``known`` (digests)."""
+        if self.keeper is None:
+            return
+        self.problem = None
         try:
-            return self.fast.get(digest)
-        except (IndexFormatError, IndexMismatch) as err:
-            self._discard(digest, err)
-        except IndexStoreError:
-            pass  # IndexUnreadable among them: what the system refuses now it may give a moment later
-        return None
+            self.keeper.rescan(full=full)
+            for problem in self.keeper.problems():
+                if (digest := digest_in(problem.path)) is not None:
+                    self.drop(digest, "damaged_dropped")
+            for entry in self.keeper.list():
+                if (digest := digest_in(entry.path or "")) is not None and digest not in known:
+                    self.drop(digest, "stale_dropped")
+        except IndexStoreError as err:
+            self.problem = err
 
-    def _was_current(self, digest: str, copy: IndexFile) -> bool:
-        seen = self._seen.get(digest)
-        return seen is not None and seen.checksum == copy.checksum
 
-    def _discard(self, digest: str, error: IndexStoreError) -> None:
-        with contextlib.suppress(IndexStoreError):
-            self.fast.report(digest, error)
-        self.drop(digest, "damaged_dropped")
+def checked(payload: IndexPayload, check: Check) -> IndexPayload:
+    """The same payload; ``check`` may stop it between two arrays."""
 
-    def _confirm(self, digest: str) -> bool:
-        """Whether the copy just made is slow's index still. If not, it is removed."""
-        try:
-            copy = self.current(digest)
-        except Exception:
-            self.drop(digest)
-            raise
-        if copy is None:
-            return False
-        copy.close()
-        return True
-
-    def _copy(self, digest: str, source: IndexFile, check: Check) -> None:
-        reading = _Reading(source, check)
-        entry = entry_of(self.slow.list(), digest)
-        retention = Retention() if entry is None else entry.retention
-        try:
-            self.fast.put(reading.payload(), retention=retention)
-        except Exception:
-            if reading.damage is not None and checksum_in(self.slow, digest) == source.checksum:
-                self.slow.report(digest, reading.damage)
-            raise
+    def load(array: LazyArray) -> NDArray[Any]:
         check()
-        if not self._confirm(digest):
-            remedy = "prefetch it again; if that repeats, the fast tier is too small"
-            raise IndexNotFound("copy in the fast tier", expected=source.checksum, found="none", remedy=remedy)
+        return array.load()
 
-
-class _Reading:
-    """A source's arrays in the order in which they are written. From a file several at a time: one bulk read of up
-    to 32 MiB (parallel, and past the page cache, which need not hold the same bytes a second time).
-    """
-
-    def __init__(self, source: IndexFile, check: Check) -> None:
-        self._source = source
-        self._check = check
-        self._payload = source.payload()
-        self._order = [record.key for record in self._payload.records()]
-        self._place = {key: i for i, key in enumerate(self._order)}
-        self._ahead: dict[ArrayKey, NDArray[Any]] = {}
-        self.damage: IndexCorrupt | None = None
-
-    def payload(self) -> IndexPayload:
-        arrays = {
-            key: LazyArray(r.dtype, r.shape, partial(self._load, key))
-            for key, r in ((key, self._source.record(key)) for key in self._order)
-        }
-        return dataclasses.replace(self._payload, arrays=arrays)
-
-    def _load(self, key: ArrayKey) -> NDArray[Any]:
-        self._check()
-        try:
-            if self._source.path is None:
-                return self._source.array(*key)
-            if key not in self._ahead:
-                self._ahead = {}
-                self._ahead = self._source.read_many(self._next(key))
-            return self._ahead.pop(key)
-        except IndexCorrupt as err:
-            self.damage = err
-            raise
-
-    def _next(self, first: ArrayKey) -> Sequence[ArrayKey]:
-        keys: list[ArrayKey] = []
-        nbytes = 0
-        for key in self._order[self._place[first] :]:
-            nbytes += aligned(self._source.record(key).nbytes)
-            if keys and nbytes > _READ_AHEAD_NBYTES:
-                break
-            keys.append(key)
-        return keys
-
-
-def checksum_in(store: IndexStore, digest: str) -> str | None:
-    """``IndexFile.checksum`` of the index that the store has, None where it has none. Raises what ``get`` raises."""
-    if isinstance(store, KnowsChecksums):
-        return store.checksum(digest)
-    try:
-        with store.get(digest) as index:
-            return index.checksum
-    except IndexNotFound:
-        return None
-
-
-def entry_of(entries: Sequence[IndexEntry], digest: str) -> IndexEntry | None:
-    """The entry of that digest in a listing, which is ordered by digest: computing each one's would be slow."""
-    i = bisect_left(entries, digest, key=lambda entry: entry.digest)
-    return entries[i] if i < len(entries) and entries[i].digest == digest else None
+    lazy = {key: array for key, array in payload.arrays.items() if isinstance(array, LazyArray)}
+    arrays = {key: LazyArray(array.dtype, array.shape, partial(load, array)) for key, array in lazy.items()}
+    return dataclasses.replace(payload, arrays={**payload.arrays, **arrays})
 
 
 def digest_in(path: str) -> str | None:
-    """The digest that a problem's path names: the path itself, or that of ``<digest>.pfxindex``."""
+    """The digest that a path names: the path itself, or that of ``<digest>.pfxindex``."""
     digest = path.rpartition("/")[2].partition(".")[0]
     return digest if is_digest(digest) else None
-
-
-def _alike(a: IndexEntry, b: IndexEntry) -> bool:
-    return (a.nbytes, a.created, a.build_seconds) == (b.nbytes, b.created, b.build_seconds)

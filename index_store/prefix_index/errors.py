@@ -37,13 +37,7 @@ class IndexStoreError(Exception):
     reason: ClassVar[str] = "no_index"
 
     def __init__(
-        self,
-        what: str,
-        *,
-        expected: str,
-        found: str,
-        remedy: str,
-        path: str | os.PathLike[str] | None = None,
+        self, what: str, *, expected: str, found: str, remedy: str, path: str | os.PathLike[str] | None = None
     ) -> None:
         self.what, self.expected, self.found, self.remedy = what, expected, found, remedy
         self.path = None if path is None else os.fspath(path)

@@ -3,48 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from .books import FolderBooks, renamed
-from .errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError, IndexUnreadable, StoreClosed
+from .books import FolderBooks
+from .catalog import CatalogStore
+from .copies import Copies, TierCounters
+from .errors import IndexCorrupt, IndexFormatError, IndexNotFound, IndexStoreError, IndexUnreadable
 from .eviction import policy_of
 from .folder import (
-    GONE,
     Access,
     PartialFile,
     Signature,
     check_folder,
     exclusive,
-    open_index,
+    open_named,
     os_errors,
     read_ahead,
+    renamed,
     shard_fd,
     shard_of,
     touch,
 )
 from .format import Entry
-from .housekeeper import Housekeeper
-from .keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint
+from .housekeeper import FolderLimits, Housekeeper
+from .keys import IndexIdentity
 from .lease import FolderLeases
 from .prefetch import Check, Promoter
-from .reader import IndexFile, read_entry
+from .reader import IndexFile, check_identity, read_entry
 from .retention import publish, write_retention
-from .room import FolderLimits
-from .source import status_of, unreadable
+from .source import status_of
 from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter
 
 _CLOSE_S: Final = 2.0
 
 
-class FileStore:
+class FileStore(CatalogStore):
     """An ``IndexStore`` in a folder (layout: ``folder.py``). Several processes may use one folder at a time.
 
     ``open()`` checks the folder, which must exist unless ``create``, removes partial files of dead writers
@@ -60,7 +59,11 @@ class FileStore:
     ``collect`` evict for them in the order of ``eviction`` (``lru`` or ``cost_aware``, ``eviction.py``); with
     neither, nothing is ever evicted. Evicted indexes that are open stay readable, and keep their disk space, until
     they are closed. Recency is the files' access time, set by ``get``. ``clock`` gives seconds since the Unix epoch.
+
+    ``copies`` are those of its hot indexes in DRAM, which it owns: ``get`` opens them where they are current.
     """
+
+    kind = "file"
 
     def __init__(
         self,
@@ -75,7 +78,9 @@ class FileStore:
         min_free_bytes: int = 0,
         eviction: str = "lru",
         clock: Callable[[], float] = time.time,
+        copies: Copies | None = None,
     ) -> None:
+        super().__init__()
         self.folder = Path(folder)
         self._create = create
         self._write = write or create
@@ -83,19 +88,31 @@ class FileStore:
         self._access = Access.found(self.folder) if own else Access.of(0o700 if mode is None else mode, group)
         self._partial_grace_s = partial_grace_s
         self._clock = clock
-        self._limits = FolderLimits(max_bytes, min_free_bytes, policy_of(eviction), clock)
-        self._lock = threading.RLock()
+        self.limits = FolderLimits(max_bytes, min_free_bytes, policy_of(eviction), clock)
+        self.copies = copies
         self._books = FolderBooks(self.folder, clock)
+        self.catalog = self._books.catalog
         self._leases = FolderLeases(self.folder, self._access)
-        self._keeper = Housekeeper(self.folder, self._books, self._limits, self._lock, grace_s=partial_grace_s)
-        self._prefetches = Promoter(self._read_ahead)
-        self._is_open = False
+        self._keeper = Housekeeper(self.folder, self._books, self.limits, self._lock, grace_s=partial_grace_s)
+        self._prefetches = Promoter(self._bring)
+
+    @property
+    def counters(self) -> TierCounters | None:
+        """Of the copies, as of now; None without them."""
+        return None if self.copies is None else self.copies.counters
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all index files and of those being written, as the last scan saw them."""
         with self._lock:
             return self._books.used_bytes
+
+    @property
+    def being_written(self) -> tuple[int, int]:
+        """(number, bytes) of partial files, as the last scan saw them."""
+        with self._lock:
+            sizes = self._books.partials
+        return len(sizes), sum(sizes)
 
     def open(self) -> None:
         with self._lock:
@@ -106,10 +123,13 @@ class FileStore:
                 with os_errors(self.folder):
                     self._books.rescan(full=True)
                     self._keeper.clean_partials()
+                if self.copies is not None:
+                    self.copies.open()
+                    self._tidy_copies(full=False)
             except BaseException:
                 self._books.clear()
                 raise
-            self._prefetches = Promoter(self._read_ahead)
+            self._prefetches = Promoter(self._bring)
             self._is_open = True
 
     def close(self) -> None:
@@ -117,13 +137,8 @@ class FileStore:
             self._is_open = False
             self._books.clear()
         self._prefetches.close(_CLOSE_S)
-
-    def __enter__(self) -> FileStore:
-        self.open()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        if self.copies is not None:
+            self.copies.close()
 
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         self._check_open()
@@ -152,7 +167,10 @@ class FileStore:
                 raise
         with self._lock:
             self._books.retained(digest, kept)
-            return self._books.learn(digest, Entry(payload.identity, payload.info), signature)
+            entry = self._books.learn(digest, Entry(payload.identity, payload.info), signature)
+        if self.copies is not None and self.copies.wanted(digest):
+            self._prefetches.request(digest)
+        return entry
 
     def get(self, key: IndexLookup) -> IndexFile:
         digest = digest_of(key)
@@ -160,12 +178,16 @@ class FileStore:
         path = self.path_of(digest)
         fd, status = self._open_offered(digest)
         signature = Signature.of(status)
+        copy = None
         try:
-            self._touch(fd, status)
-            index = IndexFile.from_fd(fd, path=path, expected=key if isinstance(key, IndexIdentity) else None)
-            if index.identity.digest != digest:
-                index.close()
-                raise renamed(digest, index.identity).at(path)
+            used = self._touch(fd, status)
+            copy = None if self.copies is None else self.copies.current(digest, fd, used)
+            if copy is None:
+                index = IndexFile.from_fd(fd, path=path)
+            else:
+                os.close(fd)
+                index = copy
+            self._check_opened(index, digest, key, path)
         except IndexUnreadable:
             raise  # what the system refuses now it may give a moment later
         except IndexStoreError as err:
@@ -174,11 +196,13 @@ class FileStore:
                     self._books.report(digest, signature, err)
             raise
         with self._lock:
-            self._books.served.gave(digest, signature)
+            self.catalog.gave(digest, signature)
         if self._has_expired(digest):
             index.close()
             remedy = "build it again"
             raise IndexNotFound("index", expected="one in time", found="one that expired", remedy=remedy, path=path)
+        if self.copies is not None and self.copies.served(digest, copy=copy is not None):
+            self._prefetches.request(digest)
         return index
 
     def contains(self, key: IndexLookup) -> bool:
@@ -200,7 +224,10 @@ class FileStore:
         digest = digest_of(key)
         self._check_open()
         with os_errors(self.folder), exclusive(self.folder):
-            return self._keeper.remove(digest, sync=True)
+            there = self._keeper.remove(digest, sync=True)
+        if self.copies is not None:
+            self.copies.drop(digest)
+        return there
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
         digest = digest_of(key)
@@ -208,7 +235,7 @@ class FileStore:
         with os_errors(self.folder), exclusive(self.folder):
             with self._lock:
                 self._books.look_again(digest)
-                there = digest in self._books.catalog
+                there = digest in self.catalog
             if there:
                 with shard_fd(self.folder, shard_of(digest)) as fd:
                     write_retention(fd, digest, retention, mode=self._access.file_mode)
@@ -227,18 +254,34 @@ class FileStore:
         return self._leases.acquire(digest)
 
     def prefetch(self, key: IndexLookup) -> None:
-        """Asks the kernel, from a thread of its own, to read the file into the page cache."""
+        """Asks for a copy in DRAM; without ``copies`` has the kernel read the file into the page cache."""
         digest = digest_of(key)
         self._check_open()
-        self._prefetches.request(digest)
+        if self.copies is None or self.copies.wanted(digest):
+            self._prefetches.request(digest)
 
-    def _read_ahead(self, digest: str, check: Check) -> None:
-        fd, _ = self._open_file(digest)
-        try:
-            for _ in read_ahead(fd):
-                check()
-        finally:
-            os.close(fd)
+    def _bring(self, digest: str, check: Check) -> None:
+        fd, status = self._open_offered(digest)
+        if self.copies is None:
+            try:
+                for _ in read_ahead(fd):
+                    check()
+            finally:
+                os.close(fd)
+            return
+        with IndexFile.from_fd(fd, path=self.path_of(digest)) as index:
+            copy = self.copies.current(digest, fd, status.st_atime_ns / 1e9)
+            if copy is not None:
+                copy.close()
+                return
+            with self._lock:
+                entry = self.catalog.get(digest)
+            try:
+                self.copies.make(index, entry, check)
+            except IndexCorrupt as err:
+                if err.path == index.path:
+                    self.report(digest, err)
+                raise
 
     def collect(self) -> Sequence[IndexEntry]:
         """As in the protocol; also clears away what dead writers, builders and deleters left. What should leave and
@@ -246,29 +289,33 @@ class FileStore:
         """
         self._check_open()
         with os_errors(self.folder), exclusive(self.folder) as alone:
-            return self._keeper.collect(alone=alone)
-
-    def list(self) -> Sequence[IndexEntry]:
-        with self._lock:
-            self._check_open()
-            return self._books.catalog.entries()
+            removed = self._keeper.collect(alone=alone)
+        self._tidy_copies(full=False)
+        if self.copies is not None:
+            self.copies.collect()
+        return removed
 
     def problems(self) -> Sequence[Problem]:
+        self._check_open()
         with self._lock:
-            self._check_open()
             found = {**self._books.unremovable, **self._books.problems}
-            return tuple(Problem(path, error) for path, error in sorted(found.items()))
+            if self.copies is not None and self.copies.problem is not None:
+                found[str(self.copies.folder)] = self.copies.problem
+        return tuple(Problem(path, error) for path, error in sorted(found.items()))
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
+        """As in the protocol; a copy in DRAM that alone is damaged is removed, and the index stays offered."""
         digest = digest_of(key)
+        self._check_open()
+        if self.copies is not None and self.copies.blame(digest, error):
+            return
         with self._lock:
-            self._check_open()
             self._books.look_again(digest)
             signature = self._books.signature(digest)
-            expired = digest not in self._books.catalog and self._books.catalog.held(digest) is not None
+            expired = digest not in self.catalog and self.catalog.held(digest) is not None
             if signature is None or expired:  # a miss already
                 return
-            certain = self._books.served.only(digest, signature)
+            certain = self.catalog.gave_only(digest, signature)
             if certain:
                 self._books.report(digest, signature, error)
         if not certain:
@@ -288,30 +335,6 @@ class FileStore:
                     if self._is_open and self._books.signature(digest) == signature:
                         self._books.report(digest, signature, err)
 
-    def longest(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        model: ModelFingerprint,
-        profile_digest: str,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> IndexEntry | None:
-        self._check_open()
-        return self._books.catalog.longest(namespace, page_hashes, model, profile_digest, page_tokens)
-
-    def near_miss(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        model: ModelFingerprint,
-        profile_digest: str,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> str | None:
-        self._check_open()
-        return self._books.catalog.near_miss(namespace, page_hashes, model, profile_digest, page_tokens)
-
     def rescan(self, *, full: bool = False) -> None:
         """Reads the headers of files that are new since the last scan; a folder whose mtime stands is
         skipped.
@@ -322,6 +345,13 @@ class FileStore:
             self._check_open()
             with os_errors(self.folder):
                 self._books.rescan(full=full)
+        self._tidy_copies(full=full)
+
+    def _tidy_copies(self, *, full: bool) -> None:
+        if self.copies is not None:
+            with self._lock:
+                known = {digest for digest, _ in self.catalog.all_held()}
+            self.copies.tidy(known, full=full)
 
     def check_integrity(self) -> None:
         """As in the protocol: books against files. Meaningful while no other process changes the folder."""
@@ -338,34 +368,14 @@ class FileStore:
         """Where the index is, or would be."""
         return Path(self._books.path_of(digest_of(key)))
 
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise StoreClosed("file store", expected="open", found="closed", remedy="call open() first")
-
     def _open_file(self, digest: str) -> tuple[int, os.stat_result]:
         """(descriptor, its status). Raises IndexStoreError."""
-        path = self.path_of(digest)
+        fd = open_named(self.folder, digest)
         try:
-            with shard_fd(self.folder, shard_of(digest)) as dir_fd:
-                fd = open_index(path.name, dir_fd)
-            try:
-                return fd, status_of(fd)
-            except BaseException:
-                os.close(fd)
-                raise
+            return fd, status_of(fd)
         except IndexStoreError as err:
-            raise err.at(path) from None
-        except OSError as err:
-            if err.errno not in GONE:
-                raise unreadable(err, "folder of the index").at(path) from err
-            if err.errno == errno.ELOOP:
-                remedy = "replace the link by the folder"
-                found = "a symbolic link"
-                raise IndexForeign("folder of the index", expected="a folder", found=found, remedy=remedy).at(
-                    path
-                ) from None
-            found = err.strerror or str(err)
-            raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
+            os.close(fd)
+            raise err.at(self.path_of(digest)) from None
 
     def _open_offered(self, digest: str) -> tuple[int, os.stat_result]:
         """As ``_open_file``; raises what was reported about this version. What was not found is known from then on."""
@@ -387,17 +397,30 @@ class FileStore:
             raise reported.at(self.path_of(digest))
         return fd, status
 
-    def _touch(self, fd: int, status: os.stat_result) -> None:
+    def _touch(self, fd: int, status: os.stat_result) -> float:
+        """Writes a use down; gives its time (seconds)."""
         with self._lock:
             before = status.st_atime_ns / 1e9
             used = self._books.time_of_use(before)
         if stat.S_ISREG(status.st_mode) and used != before:
             touch(fd, used)
+        return used
+
+    def _check_opened(self, index: IndexFile, digest: str, key: IndexLookup, path: Path) -> None:
+        """Closes what is another index than was asked for. Raises IndexMismatch."""
+        try:
+            if isinstance(key, IndexIdentity):
+                check_identity(key, index.identity)
+            elif index.identity.digest != digest:
+                raise renamed(digest, index.identity)
+        except IndexStoreError as err:
+            index.close()
+            raise err.at(path) from None
 
     def _has_expired(self, digest: str) -> bool:
         """Of an index whose file is there. What the books do not know, or know as expired, is looked up again."""
         with self._lock:
-            if self._is_open and digest not in self._books.catalog:
+            if self._is_open and digest not in self.catalog:
                 self._books.look_again(digest)
-                return self._books.catalog.held(digest) is not None and digest not in self._books.catalog
+                return self.catalog.held(digest) is not None and digest not in self.catalog
             return False

@@ -16,15 +16,26 @@ import os
 import secrets
 import stat
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from numpy.typing import NDArray
 
-from .errors import IndexStoreError, InvalidPayload, StoreFolderError, StoreFull
-from .reader import open_fd
-from .source import owned_file
+from .errors import (
+    IndexForeign,
+    IndexFormatError,
+    IndexMismatch,
+    IndexNotFound,
+    IndexStoreError,
+    InvalidPayload,
+    StoreFolderError,
+    StoreFull,
+)
+from .keys import IndexIdentity
+from .reader import IndexFile, open_fd
+from .source import owned_file, unreadable
 from .writer import IndexPayload, IndexWriter, LazyArray
 
 SUFFIX: Final = ".pfxindex"
@@ -130,6 +141,29 @@ def check_folder(folder: Path, *, create: bool, write: bool = True, access: Acce
         raise StoreFolderError("index store", expected=expected, found="no permission", remedy=remedy, path=folder)
 
 
+def come_back(folder: Path) -> bool:
+    """Makes a folder of the owner's alone again where it is gone; whether it was. Raises StoreFolderError.
+
+    Never where its own parent has become another user's, who could then swap its files.
+    """
+    with os_errors(folder):
+        if folder.is_dir():
+            return False
+        parent = folder.absolute().parent
+        os.makedirs(parent, mode=0o700, exist_ok=True)
+        owner = parent.stat().st_uid
+        if owner not in (os.geteuid(), 0):
+            expected, found = f"one of user {os.geteuid()}", f"user {owner}'s"
+            remedy = "give another folder, and start the service again"
+            raise StoreFolderError("folder's parent", expected=expected, found=found, remedy=remedy, path=parent)
+        try:
+            PRIVATE.make(folder)
+        except FileExistsError:
+            if not folder.is_dir():
+                raise
+    return True
+
+
 def check_apart(folders: Iterable[Path]) -> None:
     """Raises StoreFolderError where two tiers would be one folder: a copy that is dropped would be the index itself."""
     seen: set[str] = set()
@@ -212,7 +246,7 @@ class PartialFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._out is not None:
+        if self._out is not None and not self._out.closed:  # as it is in a child that was forked meanwhile
             if not self._published:
                 with contextlib.suppress(OSError):
                     os.unlink(self._name, dir_fd=self._dir_fd)
@@ -226,6 +260,7 @@ class PartialFile:
         except OSError:
             os.unlink(self._name, dir_fd=self._dir_fd)
             raise
+        _being_written.add(self._out)
         _reserve(self._out.fileno(), self._writer.nbytes)
 
     def write(self, payload: IndexPayload) -> None:
@@ -246,6 +281,19 @@ class PartialFile:
         os.rename(self._name, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
         self._published = True
         return Signature.of(os.fstat(self._out.fileno()))
+
+
+_being_written: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the lock is the parent's, and must end with it although the child lives on."""
+    for out in tuple(_being_written):
+        with contextlib.suppress(OSError):
+            out.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _load(array: LazyArray) -> NDArray[Any]:
@@ -322,6 +370,62 @@ def open_index(name: str, dir_fd: int) -> int:
         return os.open(name, _READ | _NOATIME, dir_fd=dir_fd)
     except OSError:
         return open_fd(name, dir_fd=dir_fd, follow=False)  # not the owner, or a real error: this one names it
+
+
+def path_in(folder: Path, digest: str) -> Path:
+    """Where an index lies, or would lie."""
+    return folder / shard_of(digest) / (digest + SUFFIX)
+
+
+def open_named(folder: Path, digest: str) -> int:
+    """A descriptor of an index's file, never through a link, without making it look used. The error names the path.
+
+    Only a name that is not there is IndexNotFound. What else the system says no to (no descriptors left, an I/O
+    error) is IndexUnreadable: it says nothing about the index. Raises IndexForeign for a link.
+    """
+    path = path_in(folder, digest)
+    try:
+        with shard_fd(folder, shard_of(digest)) as dir_fd:
+            return open_index(path.name, dir_fd)
+    except IndexStoreError as err:
+        raise err.at(path) from None
+    except OSError as err:
+        found = err.strerror or str(err)
+        if err.errno not in GONE:
+            raise unreadable(err, "folder of the index").at(path) from err
+        if err.errno == errno.ELOOP:
+            expected, found, remedy = "a folder", "a symbolic link", "replace the link by the folder"
+            raise IndexForeign(
+                "folder of the index", expected=expected, found=found, remedy=remedy, path=path
+            ) from None
+        raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
+
+
+def open_in(folder: Path, digest: str, expected: IndexIdentity | None) -> IndexFile:
+    """Opens an index by its name, without making it look used. Raises as ``open_named`` and ``IndexStore.get``."""
+    path = path_in(folder, digest)
+    index = IndexFile.from_fd(open_named(folder, digest), path=path, expected=expected)
+    if index.identity.digest != digest:
+        index.close()
+        raise renamed(digest, index.identity).at(path)
+    return index
+
+
+def renamed(digest: str, found: IndexIdentity) -> IndexMismatch:
+    remedy = "delete the file: it was renamed or misplaced"
+    return IndexMismatch("identity digest", expected=digest, found=found.digest, remedy=remedy)
+
+
+def is_damaged(folder: Path, digest: str) -> bool:
+    """Whether reading all of an index finds damage; what the system does not give is none."""
+    try:
+        with open_in(folder, digest, None) as index:
+            index.verify()
+    except (IndexFormatError, IndexMismatch):
+        return True
+    except IndexStoreError:
+        pass
+    return False
 
 
 def read_ahead(fd: int) -> Iterator[int]:

@@ -199,10 +199,7 @@ def encode_sections(entry: Entry, table: Table) -> tuple[bytes, bytes]:
     """The two header sections as JSON. Their lengths do not depend on the checksums in the table."""
     if entry.identity.format_version != FORMAT_VERSION:
         raise invalid(
-            "identity.format_version",
-            FORMAT_VERSION,
-            entry.identity.format_version,
-            "leave the field at its default",
+            "identity.format_version", FORMAT_VERSION, entry.identity.format_version, "leave the field at its default"
         )
     for name, value in (("spec", table.spec), ("stats", table.stats)):
         check_json(value, name)
@@ -237,10 +234,7 @@ def check_json(value: Any, where: str, depth: int = 0) -> None:
         or (type(value) is float and math.isfinite(value))
     ):
         raise invalid(
-            where,
-            "a JSON value (finite float, 64-bit int, str, bool, None, list, dict)",
-            repr(value),
-            "convert it",
+            where, "a JSON value (finite float, 64-bit int, str, bool, None, list, dict)", repr(value), "convert it"
         )
 
 
@@ -273,10 +267,7 @@ def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:
     """Checks the first 64 bytes of ``actual_nbytes``. Raises IndexForeign, IndexTooNew or IndexCorrupt."""
     if raw[:8] != MAGIC[: len(raw)]:
         raise IndexForeign(
-            "file type",
-            expected=f"a prefix index ({MAGIC!r})",
-            found=repr(raw[:8]),
-            remedy="move the file elsewhere",
+            "file type", expected=f"a prefix index ({MAGIC!r})", found=repr(raw[:8]), remedy="move the file elsewhere"
         )
     if len(raw) < PRELUDE.size:
         raise corrupt("file length", f"at least {PRELUDE.size} bytes", len(raw))

@@ -53,10 +53,7 @@ def page_hashes(token_ids: Sequence[int] | NDArray[Any], page_tokens: int = PAGE
     """
     if page_tokens < 1:
         raise InvalidPayload(
-            "page_tokens",
-            expected="1 or more",
-            found=str(page_tokens),
-            remedy="use SGLang's page of 16 tokens",
+            "page_tokens", expected="1 or more", found=str(page_tokens), remedy="use SGLang's page of 16 tokens"
         )
     raw = _int64_le(token_ids).view(np.uint8).data
     step = page_tokens * 8
@@ -84,10 +81,7 @@ def _int64_le(token_ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         fits = bool(tokens.max() <= np.iinfo(np.int64).max)
     if not fits:
         raise InvalidPayload(
-            "token ids",
-            expected="a flat sequence of int64 integers",
-            found=found,
-            remedy="pass the prompt's ids",
+            "token ids", expected="a flat sequence of int64 integers", found=found, remedy="pass the prompt's ids"
         )
     return np.ascontiguousarray(tokens, dtype="<i8")
 

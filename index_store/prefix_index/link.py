@@ -5,25 +5,36 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Callable
-from typing import Final, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, TypeAlias, TypeVar
 
 from .errors import IndexStoreError, StoreUnavailable, out_of_memory
+from .file import FileStore
 from .prefetch import Cancelled
-from .store import IndexStore
+from .remote import RemoteStore
+from .store import BuildLease, IndexLookup, Retention, digest_of
 
 FIRST_AWAY_S: Final = 1.0
 _LONGEST_AWAY_S: Final = 30.0
 _LOCAL: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _T = TypeVar("_T")
+Source: TypeAlias = FileStore | RemoteStore
+"""What indexes are shared through: a store of somebody else's, or a folder on a file system that machines share."""
 
 
 class Link:
     """The way to a store that may be away: asked again after a growing pause only, and never an unknown error."""
 
-    def __init__(self, store: IndexStore) -> None:
+    def __init__(self, store: Source) -> None:
         self.store = store
         self.is_open = False
+        self.is_behind = False
+        """Whether it may lack what the folder has, or have what was deleted."""
+        self.retention: dict[str, Retention] = {}
+        """What it was not told yet, of indexes of which it is outdated in nothing else."""
+        self.reports: dict[str, IndexStoreError] = {}
+        """What was said of indexes that it may have, too."""
         self.problem: IndexStoreError | None = None
         self._error: StoreUnavailable | None = None
         self._failures = 0
@@ -31,15 +42,17 @@ class Link:
 
     def open(self) -> None:
         """Opens the store, or leaves why not in ``problem``."""
-        if self.is_away():
-            return
-        self.look(self.store.open, opening=True)
-        self.is_open = self.problem is None
+        if not self.is_away():
+            self.look(self.store.open, opening=True)
+            self.is_open = self.problem is None
 
     def close(self) -> None:
         self.is_open = False
         with contextlib.suppress(IndexStoreError):
             self.store.close()
+        self.store.catalog.hidden.clear()
+        self.retention.clear()
+        self.reports.clear()
         self.problem = self._error = None
         self._failures, self._resume = 0, 0.0
 
@@ -59,7 +72,7 @@ class Link:
         everything else, and at once while away.
         """
         if not (self.is_open or opening) or self.is_away():
-            raise self._error or self._unavailable(self.problem or "one that could not be opened")
+            raise self._error or unavailable(str(self.problem or "one that could not be opened"))
         try:
             value = call()
         except StoreUnavailable as err:
@@ -70,26 +83,58 @@ class Link:
         except Exception as err:
             if isinstance(err, MemoryError) or getattr(err, "errno", None) in _LOCAL:
                 raise out_of_memory(err, "an answer") from err  # the store may be well
-            away = self._unavailable(f"{type(err).__name__}: {err}"[:200])
+            away = unavailable(f"{type(err).__name__}: {err}"[:200])
             self._went_away(away)
             raise away from err
         self._failures = 0
         return value
 
-    def known(self, call: Callable[[], _T], default: _T) -> _T:
-        """What the store knows without asking anybody."""
-        if not self.is_open:
-            return default
+    def contains(self, digest: str) -> bool:
+        """False, too, where it cannot be asked."""
+        with contextlib.suppress(IndexStoreError):
+            return self.ask(partial(self.store.contains, digest))
+        return False
+
+    def lease(self, key: IndexLookup) -> BuildLease | None:
+        """The store's; where it cannot be asked, one of nothing."""
         try:
-            return call()
+            return self.ask(partial(self.store.lease, key))
         except IndexStoreError:
-            return default
+            return Leases(digest_of(key))
+
+    def known(self, call: Callable[[], Sequence[_T]]) -> Sequence[_T]:
+        """What the store knows without asking anybody."""
+        if self.is_open:
+            with contextlib.suppress(IndexStoreError):
+                return call()
+        return ()
 
     def _went_away(self, error: StoreUnavailable) -> None:
         self._error = error
         self._resume = time.monotonic() + min(_LONGEST_AWAY_S, FIRST_AWAY_S * 2 ** min(self._failures, 10))
         self._failures += 1
 
-    def _unavailable(self, found: object) -> StoreUnavailable:
-        remedy = "look at the remote store; what is local is served meanwhile"
-        return StoreUnavailable("remote store", expected="an answer", found=str(found), remedy=remedy)
+
+class Leases:
+    """Several leases of one index: released together, the last one first."""
+
+    def __init__(self, digest: str) -> None:
+        self.digest = digest
+        self.leases: list[BuildLease] = []
+
+    def release(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for lease in self.leases:
+                stack.callback(lease.release)
+            self.leases = []
+
+    def __enter__(self) -> BuildLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def unavailable(found: str, *, expected: str = "an answer") -> StoreUnavailable:
+    remedy = "look at the remote store; what is in the folder is served meanwhile"
+    return StoreUnavailable("remote store", expected=expected, found=found, remedy=remedy)

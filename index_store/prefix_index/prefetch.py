@@ -1,7 +1,7 @@
 """Work per index in the background: one job per digest, a few threads, a short queue, and an end that comes in time.
 
-Knows nothing of stores: ``TieredStore`` gives it the copying to do, ``FileStore`` the reading ahead. A forked child
-begins without jobs and without threads.
+Knows nothing of stores: ``FileStore`` gives it the copying to do, ``SharedStore`` what goes over the network. A forked
+child begins without jobs and without threads.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ class Cancelled(Exception):  # noqa: N818 (says what is the matter, like the res
 
 
 class Promotion:
-    """One index on its way to a faster tier."""
+    """One job. ``value`` is what its work returned, ``error`` what it raised, once it has ended."""
 
     def __init__(self, digest: str, *, urgent: bool) -> None:
         self.digest = digest
         self.urgent = urgent
+        self.value: object = None
+        self.error: Exception | None = None
         self._ended = threading.Event()
         self._done = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it arrived. Waits at most ``timeout_s`` seconds (None: until the job ends, is dropped, or its
-        store is closed).
+        """Whether it was done. Waits at most ``timeout_s`` seconds (None: until it ends, is dropped, or its store is
+        closed).
         """
         return self._ended.wait(timeout_s) and self._done
 
@@ -59,15 +61,15 @@ class Promoter:
     """Runs ``work(digest, check)`` on up to ``workers`` threads; a job that raises has failed.
 
     At most ``MAX_PENDING`` requests wait: the oldest that is not urgent makes room for a new one (``on_drop`` is
-    called, which must not block). Threads
-    start with the first request and end after some idle seconds, so a forgotten promoter keeps nothing alive.
+    called, which must not block). Threads start with the first request and end after some idle seconds, so a forgotten
+    promoter keeps nothing alive.
     They are daemons: a tier that never answers must not keep the process from ending. Since a daemon that wakes up
     in a dying interpreter may crash it, ``close()`` (and at the latest the exit of the interpreter) asks them to
     stop and waits a bounded time.
     """
 
     def __init__(
-        self, work: Callable[[str, Check], None], *, workers: int = 1, on_drop: Callable[[], None] = lambda: None
+        self, work: Callable[[str, Check], object], *, workers: int = 1, on_drop: Callable[[], None] = lambda: None
     ) -> None:
         if workers < 1:
             raise InvalidPayload("workers", expected="1 or more", found=str(workers), remedy="correct it")
@@ -81,10 +83,10 @@ class Promoter:
         self._closed = False
         _living.add(self)
 
-    def busy(self) -> frozenset[str]:
-        """Digests whose jobs run now."""
+    def settle(self, timeout_s: float) -> bool:
+        """Waits up to ``timeout_s`` seconds until no job waits or runs. Returns whether that is so."""
         with self._changed:
-            return frozenset(self._running)
+            return self._changed.wait_for(lambda: not self._pending and not self._running, timeout_s)
 
     def request(self, digest: str, *, urgent: bool = False) -> Promotion:
         """The job of this digest, a new one where there is none. Never blocks. ``urgent``: somebody waits for it,
@@ -157,14 +159,16 @@ class Promoter:
         while (job := self._take()) is not None:
             done = False
             try:
-                self._work(job.digest, self._check)
+                job.value = self._work(job.digest, self._check)
                 done = True
-            except Exception:
-                pass  # whose work it is has counted it: nobody is there to raise it to
+            except Exception as err:  # whose work it is has counted it
+                job.error = err
             finally:
                 with self._changed:
                     self._running.pop(job.digest, None)
+                    self._changed.notify_all()
                 job.end(done=done)
+            del job
 
     def _take(self) -> Promotion | None:
         with self._changed:

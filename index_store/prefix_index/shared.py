@@ -1,266 +1,298 @@
-"""A local store that is the truth of this machine, and a remote one that many machines share and that may lose."""
+"""A folder that is the truth of this machine, and the remote stores that many machines share and that may lose."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
-from .copies import digest_in, entry_of
-from .errors import IndexNotFound, IndexStoreError, IndexUnreadable, StoreClosed, StoreUnavailable
-from .exchange import DAMAGE, Exchange, SharedCounters
+from .catalog import Catalog, CatalogStore
+from .copies import checked, digest_in
+from .errors import (
+    IndexFormatError,
+    IndexMismatch,
+    IndexNotFound,
+    IndexStoreError,
+    IndexUnreadable,
+    InvalidPayload,
+    StoreFolderError,
+    StoreFull,
+    StoreUnavailable,
+)
+from .file import FileStore
+from .folder import check_apart, is_damaged, open_in
 from .keys import PAGE_TOKENS, ModelFingerprint
-from .outbox import Change, ChangeKind
+from .link import Leases, Link, Source, unavailable
+from .prefetch import Cancelled, Check, Promoter, Promotion
 from .reader import IndexFile
-from .store import BuildLease, IndexEntry, IndexLookup, IndexStore, Problem, Retention, digest_of
-from .waits import Wait, check_seconds, wait_of
+from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
 from .writer import IndexPayload
 
 _CLOSE_S: Final = 5.0
+_FETCH_AGAIN_S: Final = 30.0
+_STRIPES: Final = 256
+_EVERYTHING: Final = "everything"
+DAMAGE: Final = (IndexFormatError, IndexMismatch)
 _MISSES: Final = (IndexNotFound, *DAMAGE, IndexUnreadable, StoreUnavailable)
-_NO_ENTRIES: Sequence[IndexEntry] = ()
-_NO_PROBLEMS: Sequence[Problem] = ()
 
 
-class SharedStore:
-    """An ``IndexStore`` of two. Owns both: ``open()`` and ``close()`` are theirs too. ``local`` may be shared itself.
+class SharedCounters(NamedTuple):
+    """Events since the store was made; they never decrease.
 
-    *Local is the truth.* What it holds is what is served, and nothing that remote does, lacks or loses removes or
-    replaces any of it. Its errors are the answer, in ``put`` above all; its eviction stays local. Remote is a source
-    of what local lacks: empty, wiped, exchanged, damaged or away, it makes for misses only, and ``open()`` succeeds
-    without it (``problems()`` says so, ``rescan()`` looks for it again).
-
-    *Writing.* ``put`` ends when local has the index. Remote is then told in the background (``publish``; retention
-    and deletion always), from local's bytes, and again after a failure, at the next ``put`` or ``rescan`` once a
-    pause (1 to 60 s) is over. ``flush`` waits for that. Until remote knows, what it offers of that index is hidden
-    here. What is not published when the process ends stays local: put it again, or carry it there.
-    ``delete`` waits up to ``timeout_s`` for remote; where remote is away until this process ends, and where another
-    machine still holds and publishes the index, it may come back from there.
-
-    *Reading.* Look-ups are those of both catalogs, without I/O. An index that local lacks, or has damaged, is
-    fetched into local: ``wait`` as for ``TieredStore``, where ``best_effort`` downloads twice. Where local has no
-    room it is served from remote. While remote does not answer it is asked again after 1 to 30 s only, and look-ups
-    prefer what local has, be it shorter.
-
-    A build lease is local's and, where remote answers, remote's. ``rescan`` lists remote at most every ``rescan_s``
-    seconds, or with ``full``. ``close()`` gives remote up to ``timeout_s`` to take what is under way.
+    ``hits_local``, ``hits_remote``  indexes that ``get`` served: the folder had it, or only a remote store did
+    ``fetched``, ``fetch_failures``  indexes copied into the folder, and attempts at that which failed
+    ``published``, ``publish_failures``  the same in the other direction
+    ``dropped``                      background work given up because too much of it waited
     """
+
+    hits_local: int = 0
+    hits_remote: int = 0
+    fetched: int = 0
+    fetch_failures: int = 0
+    published: int = 0
+    publish_failures: int = 0
+    dropped: int = 0
+
+
+class SharedStore(CatalogStore):
+    """An ``IndexStore`` of a folder and of remote stores, the fastest first. Owns them all.
+
+    *The folder is the truth.* What it holds is what is served, and nothing that a remote store does, lacks or loses
+    removes or replaces any of it. Its errors are the answer. A remote store is a source of what the folder lacks:
+    empty, wiped, damaged or away, it makes for misses only; ``open()`` succeeds without it, ``problems()`` says so.
+
+    *Writing.* ``put`` ends when the folder has the index. It is then published in the background to every remote store
+    that lacks it. What could not be published is tried again when that store answers again, and at the next start: no
+    list of it is kept. ``delete`` waits up to ``timeout_s`` for the remote stores; it may come back from another
+    machine that still holds it, and from a store that could not be told before this process ended.
+
+    *Reading.* Look-ups are those of all catalogs, without I/O. An index that the folder lacks, or has damaged, is
+    fetched into it; ``get`` waits up to ``timeout_s``, then raises StoreUnavailable while the fetch goes on. Where the
+    folder has no room the index is served from memory. A store that does not answer is asked again after 1 to 30 s, and
+    look-ups prefer what the folder has meanwhile, be it shorter.
+
+    A build lease is the folder's and, where they answer, the remote stores'. Remote stores are listed in the
+    background, at most every ``rescan_s`` seconds.
+    """
+
+    kind = "shared"
 
     def __init__(
         self,
-        local: IndexStore,
-        remote: IndexStore,
+        local: FileStore,
+        remotes: Sequence[Source],
         *,
-        wait: Wait | str = Wait.TIMEOUT,
         timeout_s: float = 5.0,
         publish: bool = True,
         rescan_s: float = 2.0,
     ) -> None:
-        self._wait = wait_of(wait)
-        check_seconds("timeout_s", timeout_s)
-        check_seconds("rescan_s", rescan_s)
+        super().__init__()
+        _check_seconds("timeout_s", timeout_s)
+        _check_seconds("rescan_s", rescan_s)
+        check_apart(store.folder for store in (local, *remotes) if type(store) is FileStore)
         self.local = local
-        self.remote = remote
+        self.remotes = tuple(remotes)
+        self._links = [Link(remote) for remote in remotes]
         self._timeout_s, self._publish, self._rescan_s = timeout_s, publish, rescan_s
-        self._lock = threading.Lock()
-        self._exchange = Exchange(local, remote)
-        self._lifetime = threading.Lock()
+        self._counts = dict.fromkeys(SharedCounters._fields, 0)
+        self._counting = threading.Lock()
+        self._fetching: dict[str, bool] = {}
+        self._no_fetch: dict[str, tuple[float, Link | IndexStoreError]] = {}
+        self._stripes = tuple(threading.RLock() for _ in range(_STRIPES))
         self._next_rescan = 0.0
-        self._is_open = False
+        self._numbers = itertools.count()
+        self._begin()
+
+    def _begin(self) -> None:
+        dropped = partial(self.count, "dropped")
+        self._fetcher = Promoter(self._fetch, on_drop=dropped)
+        self._teller = Promoter(self._tell, on_drop=self._fell_behind)
+        self._looker = Promoter(self._look, on_drop=dropped)
 
     @property
     def counters(self) -> SharedCounters:
-        """What happened so far, as of now."""
-        return self._exchange.counters
+        with self._counting:
+            return SharedCounters(**self._counts)
+
+    def count(self, name: str) -> None:
+        with self._counting:
+            self._counts[name] += 1
 
     def open(self) -> None:
-        with self._lifetime:
+        with self._lock:
             if self._is_open:
                 return
             self.local.open()
-            try:
-                self._exchange.open()
-            except BaseException:
-                self.local.close()
-                raise
+            self._begin()
+            for link in self._links:
+                self._open_link(link)
             self._next_rescan = time.monotonic() + self._rescan_s
             self._is_open = True
+        self._post(_EVERYTHING)
 
     def close(self) -> None:
-        with self._lifetime:
-            if self._is_open:
-                self._exchange.outbox.flush(self._timeout_s)
-            self._is_open = False
-            self._exchange.close(_CLOSE_S)
-            self.local.close()
-
-    def __enter__(self) -> SharedStore:
-        self.open()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        with self._lock:
+            was_open, self._is_open = self._is_open, False
+        if was_open:
+            self._teller.settle(self._timeout_s)
+        for promoter in (self._teller, self._fetcher, self._looker):
+            promoter.close(_CLOSE_S)
+        for link in self._links:
+            link.close()
+        self.local.close()
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits up to ``timeout_s`` seconds until remote knows all changes made here, or cannot be told now. Returns
-        whether it does.
+        """Waits up to ``timeout_s`` seconds for what is being published. Returns whether every remote store has what
+        the folder has.
         """
         self._check_open()
-        return self._exchange.outbox.flush(timeout_s)
+        return self._teller.settle(timeout_s) and not any(link.is_behind for link in self._links)
+
+    def _catalogs(self) -> Sequence[Catalog]:
+        return (self.local.catalog, *(link.store.catalog for link in self._links if link.is_open))
 
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         self._check_open()
         digest = payload.identity.digest
-        if retention is None and digest not in self._exchange.outbox and entry_of(self.local.list(), digest) is None:
-            replaced = self._exchange.offered(digest)
-            retention = None if replaced is None else replaced.retention
-        with self._exchange.changing(digest):
+        if retention is None and self.local.catalog.get(digest) is None:
+            retention = next((there.retention for _, there in self._offers(digest)), None)
+        with self._changing(digest):
             entry = self.local.put(payload, retention=retention)
             if self._publish:
-                self._exchange.outbox.post(Change(digest, ChangeKind.PUBLISH, entry.retention))
+                self._outdate(digest)
+        self._post(digest)
         return entry
 
     def get(self, key: IndexLookup) -> IndexFile:
         digest = digest_of(key)
         self._check_open()
         try:
-            index = self.local.get(key)
+            index, where = self.local.get(key), "hits_local"
         except _MISSES as missing:
-            index = self._get_remote(key, digest, missing)
-            self._exchange.count("hits_remote")
-        else:
-            self._exchange.count("hits_local")
+            index, where = self._get_remote(key, digest, missing), "hits_remote"
+        self.count(where)
         return index
 
     def contains(self, key: IndexLookup) -> bool:
         digest = digest_of(key)
         self._check_open()
-        if self.local.contains(digest):
-            return True
-        if digest in self._exchange.outbox:
-            return False
-        try:
-            return self._exchange.link.ask(partial(self.remote.contains, digest))
-        except IndexStoreError:
-            return False
+        links = [link for link in self._links if digest not in link.store.catalog.hidden]
+        return self.local.contains(digest) or any(link.contains(digest) for link in links)
 
     def delete(self, key: IndexLookup) -> bool:
-        """As in the protocol, in both; the class says what becomes of it while remote is away."""
+        """As in the protocol, in all of them; the class says what becomes of it where one does not answer."""
         digest = digest_of(key)
         self._check_open()
-        offered = digest not in self._exchange.outbox and self._exchange.offered(digest) is not None
-        with self._exchange.changing(digest):
+        offered = any(True for _ in self._offers(digest))
+        with self._changing(digest):
             deleted = self.local.delete(digest)
-            change = self._exchange.outbox.post(Change(digest, ChangeKind.DELETE))
-        told = self._exchange.outbox.wait(change, self._timeout_s)
-        return deleted or (change.existed if told else offered)
+            self._outdate(digest)
+        job = self._post(digest, urgent=True)
+        job.wait(self._timeout_s)
+        told = not any(digest in link.store.catalog.hidden for link in self._links)
+        return deleted or (job.value is True if told else offered)
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
         digest = digest_of(key)
         self._check_open()
-        with self._exchange.changing(digest):
+        with self._changing(digest):
             try:
                 entry = self.local.retain(digest, retention)
-            except (IndexNotFound, StoreUnavailable) as err:
+            except IndexNotFound as err:
                 missing = err
             else:
-                self._exchange.outbox.post(Change(digest, ChangeKind.RETAIN, retention))
+                for link in self._links:
+                    hidden = link.store.catalog.hidden
+                    if digest in link.retention or digest not in hidden:  # else the index is sent, with all of it
+                        link.retention[digest] = retention
+                    hidden[digest] = next(self._numbers)
+                self._post(digest)
                 return entry
-        if self._exchange.hides(digest):
-            raise missing
-        try:
-            return self._exchange.link.ask(partial(self.remote.retain, digest, retention))
-        except StoreUnavailable as err:
-            if self._exchange.offered(digest) is None:
-                raise missing from err
-            raise
+        for link, _ in self._offers(digest):
+            return link.ask(partial(link.store.retain, digest, retention))
+        raise missing
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
         self._check_open()
-        ours = self.local.lease(key)
-        if ours is None:
-            return None
+        held = Leases(digest_of(key))
         try:
-            theirs = self._exchange.link.ask(partial(self.remote.lease, key))
-        except IndexStoreError:
-            return ours
+            for ask in (self.local.lease, *(link.lease for link in self._links)):
+                lease = ask(key)
+                if lease is None:
+                    held.release()
+                    return None
+                held.leases.append(lease)
         except BaseException:
-            ours.release()
+            held.release()
             raise
-        if theirs is None:
-            ours.release()
-            return None
-        return _BothLeases(ours, theirs)
+        return held
 
     def prefetch(self, key: IndexLookup) -> None:
         digest = digest_of(key)
         self._check_open()
-        self._exchange.wanted(digest)
-        self._exchange.fetcher.request(digest)
+        self._no_fetch.pop(digest, None)
+        self._fetcher.request(digest)
 
     def collect(self) -> Sequence[IndexEntry]:
-        """Both stores' collections. Returns what left either and local does not have still."""
+        """All stores' collections. Returns what left one of them and the folder does not have still."""
         self._check_open()
         removed = {entry.digest: entry for entry in self.local.collect()}
-        with contextlib.suppress(IndexStoreError):
-            there = self._exchange.link.ask(self.remote.collect)
-            here = {entry.digest for entry in self.local.list()} if there else frozenset()
-            removed.update((entry.digest, entry) for entry in there if entry.digest not in here)
+        for link in self._links:
+            with contextlib.suppress(IndexStoreError):
+                there = {entry.digest: entry for entry in link.ask(link.store.collect)}
+                removed.update((d, entry) for d, entry in there.items() if self.local.catalog.get(d) is None)
         return tuple(entry for _, entry in sorted(removed.items()))
 
     def list(self) -> Sequence[IndexEntry]:
         self._check_open()
         entries = {entry.digest: entry for entry in self.local.list()}
-        for entry in self._exchange.link.known(self.remote.list, _NO_ENTRIES):
-            if entry.digest not in entries and entry.digest not in self._exchange.outbox:
-                entries[entry.digest] = entry
+        for link in self._links:
+            for entry in link.known(link.store.list):
+                entries.setdefault(entry.digest, entry)
         return tuple(entry for _, entry in sorted(entries.items()))
 
     def problems(self) -> Sequence[Problem]:
-        """Local's, then those of remote that are about something else, then why remote cannot be used."""
+        """The folder's, then those of remote stores that are about something else, then why one cannot be used."""
         self._check_open()
         found = [*self.local.problems()]
         known = {digest_in(problem.path) for problem in found} - {None}
-        for problem in self._exchange.link.known(self.remote.problems, _NO_PROBLEMS):
-            digest = digest_in(problem.path)
-            if digest is None or (digest not in known and digest not in self._exchange.outbox):
-                found.append(problem)
-        if self._exchange.link.problem is not None:
-            found.append(Problem(self._exchange.link.problem.path or "remote store", self._exchange.link.problem))
+        for link in self._links:
+            seen = known | link.store.catalog.hidden.keys()
+            found += [p for p in link.known(link.store.problems) if digest_in(p.path) not in seen]
+            if link.problem is not None:
+                found.append(Problem(link.problem.path or "remote store", link.problem))
         return tuple(found)
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
-        """As in the protocol; but where only local's copy is damaged (the error names its file, or a full check of
-        it fails), remote's stays offered, and is fetched. An error that names no file is otherwise taken to be about
-        both; where local's is a problem already, to be about that one.
+        """As in the protocol; but where only the folder's index is damaged (the error names its file, or a full check
+        of it fails), the remote stores' stay offered, and are fetched.
         """
         digest = digest_of(key)
         self._check_open()
-        self._exchange.end_fetch(digest)
-        entry = entry_of(self.local.list(), digest)
-        if entry is None:
-            known = [problem.path for problem in self.local.problems() if digest_in(problem.path) == digest]
-            if error.path in known or (known and error.path is None):
-                return
-        if entry is not None:
-            ours = error.path is not None and error.path == entry.path
-            ours = ours or not self._is_whole(digest)
+        self._end_fetch(digest)
+        here = self.local.catalog.get(digest)
+        if here is not None:
+            damaged = (error.path is not None and error.path == here.path) or is_damaged(self.local.folder, digest)
             self.local.report(digest, error)
-            if entry_of(self.local.list(), digest) is not None:
-                return  # local has looked: it was about an older one, and says nothing of what remote is told
-            if ours:
-                self._exchange.outbox.withdraw(digest)
-                return
-        elif self._exchange.hides(digest):
+            if damaged or self.local.catalog.get(digest) is not None:
+                return  # or the folder has looked: it was about an older one
+        elif self.local.catalog.held(digest) is not None:
+            return  # it has expired: a miss already
+        elif any(digest_in(problem.path) == digest for problem in self.local.problems()):
             return
-        if self._exchange.outbox.withdraw(digest):
-            self._exchange.outbox.post(Change(digest, ChangeKind.REPORT, error=error))
-        else:
-            self._exchange.link.known(partial(self.remote.report, digest, error), None)
+        for link in self._links:
+            if link.is_open and digest not in link.store.catalog.hidden:
+                with contextlib.suppress(IndexStoreError):
+                    link.store.report(digest, error)
+            else:  # on its way there, or nobody knows what is there
+                link.store.catalog.hidden[digest] = next(self._numbers)
+                link.reports[digest], link.is_behind = error, True
+                self._post(digest)
 
     def longest(
         self,
@@ -271,124 +303,262 @@ class SharedStore:
         *,
         page_tokens: int = PAGE_TOKENS,
     ) -> IndexEntry | None:
-        self._check_open()
-        here = self.local.longest(namespace, page_hashes, model, profile_digest, page_tokens=page_tokens)
-        if here is not None and self._exchange.link.is_away():
-            return here
-        hashes = page_hashes
-        while True:
-            look_up = partial(self.remote.longest, namespace, hashes, model, profile_digest, page_tokens=page_tokens)
-            there = self._exchange.link.known(look_up, None)
-            if there is None or there.digest not in self._exchange.outbox:
-                break
-            hashes = page_hashes[: there.identity.num_tokens // page_tokens - 1]
-        if here is None or (there is not None and there.identity.num_tokens > here.identity.num_tokens):
-            return there
-        return here
-
-    def near_miss(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        model: ModelFingerprint,
-        profile_digest: str,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> str | None:
-        """As in the protocol; remote's are left out while it is being told of changes."""
-        self._check_open()
-        found = self.longest(namespace, page_hashes, model, profile_digest, page_tokens=page_tokens)
-        if found is not None:
-            return None
         ask = (namespace, page_hashes, model, profile_digest)
-        here = self.local.near_miss(*ask, page_tokens=page_tokens)
-        if here is not None or len(self._exchange.outbox):
-            return here
-        return self._exchange.link.known(partial(self.remote.near_miss, *ask, page_tokens=page_tokens), None)
+        if any(link.is_away() for link in self._links):
+            here = self.local.longest(*ask, page_tokens=page_tokens)
+            if here is not None:
+                return here
+        return super().longest(*ask, page_tokens=page_tokens)
 
     def rescan(self, *, full: bool = False) -> None:
-        """Local's, whose errors are raised; then, if it is due, remote's, which takes as long as remote's limit."""
+        """The folder's, whose errors are raised. Remote stores are listed behind it; ``full`` waits for that."""
         self._check_open()
         self.local.rescan(full=full)
-        with self._lock:
-            due = full or time.monotonic() >= self._next_rescan
-            if due:
-                self._next_rescan = math.inf
-        if due:
-            try:
-                self._rescan_remote(full)
-            finally:
-                self._next_rescan = time.monotonic() + self._rescan_s
-        self._exchange.outbox.resend()
+        if full or time.monotonic() >= self._next_rescan:
+            self._next_rescan = time.monotonic() + self._rescan_s
+            job = self._looker.request("rescan fully" if full else "rescan")
+            if full:
+                job.wait(self._timeout_s)
 
     def check_integrity(self) -> None:
-        """Both stores' books, remote's where it answers; nothing is published meanwhile."""
+        """All books, a remote store's where it answers and nothing is being published."""
         self._check_open()
         self.local.check_integrity()
-        with self._exchange.outbox.paused(self._timeout_s) as paused, contextlib.suppress(StoreUnavailable):
-            if paused:
-                self._exchange.link.ask(self.remote.check_integrity)
+        if self._teller.settle(self._timeout_s):
+            for link in self._links:
+                with contextlib.suppress(StoreUnavailable):
+                    link.ask(link.store.check_integrity)
 
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise StoreClosed("shared store", expected="open", found="closed", remedy="call open() first")
+    # ---- from remote stores ----
 
-    def _is_whole(self, digest: str) -> bool:
-        try:
-            with self.local.get(digest) as index:
-                index.verify()
-        except DAMAGE:
-            return False
-        except IndexStoreError:
-            pass
-        return True
+    def _offers(self, digest: str) -> Iterator[tuple[Link, IndexEntry]]:
+        """The remote stores that list an index."""
+        for link in self._links:
+            entry = link.store.catalog.get(digest) if link.is_open else None
+            if entry is not None and digest not in link.store.catalog.hidden:
+                yield link, entry
 
     def _get_remote(self, key: IndexLookup, digest: str, missing: IndexStoreError) -> IndexFile:
-        if self._exchange.hides(digest):
-            return self.local.get(key)  # a change may have come between: local knows
-        fetch = self._exchange.due(digest)
-        if fetch and self._wait is not Wait.BEST_EFFORT:
-            limit = self._timeout_s if self._wait is Wait.TIMEOUT else None
-            arrived = self._exchange.fetcher.request(digest, urgent=True).wait(limit)
-            self._check_open()
-            if arrived or self._exchange.hides(digest):
-                with contextlib.suppress(*_MISSES):
-                    return self.local.get(key)
-            if self._exchange.hides(digest):
-                raise missing
+        if (known := self._unfetched(digest)) is not None:
+            if isinstance(known, Link):
+                return known.ask(partial(known.store.get, key))
+            raise missing if not isinstance(missing, IndexNotFound) else known
+        job = self._fetcher.request(digest, urgent=True)
+        done = job.wait(self._timeout_s)
+        self._check_open()
+        known = self._unfetched(digest)
+        if done or isinstance(job.error, Cancelled):  # by a change of the folder's own
+            return known.ask(partial(known.store.get, key)) if isinstance(known, Link) else self.local.get(key)
+        if isinstance(job.error, IndexUnreadable):  # the folder's stays; meanwhile a remote store's will do
+            for link, _ in self._offers(digest):
+                with contextlib.suppress(IndexStoreError):
+                    return link.ask(partial(link.store.get, key))
+        offered = any(True for _ in self._offers(digest))
+        error = job.error if isinstance(job.error, IndexStoreError) else missing
+        if job.error is None and offered:
+            error = unavailable(f"it still on its way after {self._timeout_s:g} s", expected="the index")
+        if not isinstance(missing, IndexNotFound) or (isinstance(error, StoreUnavailable) and not offered):
+            raise missing from error
+        raise error
+
+    def _unfetched(self, digest: str) -> Link | IndexStoreError | None:
+        """Why an index is not fetched for a while: it is damaged there, or the folder cannot take what this store has.
+        It is not downloaded for nothing at each get.
+        """
+        until, known = self._no_fetch.get(digest, (0.0, None))
+        return known if time.monotonic() < until else None
+
+    def _fetch(self, digest: str, check: Check) -> None:
+        """Copies an index into the folder, unless that has one. Raises where nobody has it, and where the folder has
+        one that the system does not give us now: that is not damage, and not replaced.
+        """
+        error: IndexStoreError = IndexNotFound("index", expected=digest, found="none", remedy="build it")
+        with self._counting:
+            self._fetching[digest] = True  # before the look: what comes after it ends this fetch
         try:
-            index = self._exchange.link.ask(partial(self.remote.get, key))
-        except IndexStoreError as err:
-            unknown = isinstance(err, StoreUnavailable) and self._exchange.offered(digest) is None
-            if unknown or not isinstance(missing, IndexNotFound):
-                raise missing from err
-            raise
-        if fetch and self._wait is Wait.BEST_EFFORT:
-            self._exchange.fetcher.request(digest)
-        return index
-
-    def _rescan_remote(self, full: bool) -> None:
-        if not self._exchange.link.is_open:
-            with self._lifetime:
-                if self._is_open:
-                    self._exchange.link.open()
-            return
-        self._exchange.link.look(partial(self.remote.rescan, full=full))
-
-
-class _BothLeases:
-    def __init__(self, ours: BuildLease, theirs: BuildLease) -> None:
-        self.digest = ours.digest
-        self._ours, self._theirs = ours, theirs
-
-    def release(self) -> None:
-        try:
-            self._theirs.release()
+            if self._is_here(digest):
+                self.local.prefetch(digest)
+                return
+            for link in self._links:
+                if digest in link.store.catalog.hidden:
+                    continue
+                try:
+                    self._fetch_from(link, digest, check)
+                    return
+                except IndexStoreError as err:
+                    error = err if isinstance(error, IndexNotFound) else error
         finally:
-            self._ours.release()
+            with self._counting:
+                self._fetching.pop(digest, None)
+        self.count("fetch_failures")
+        if isinstance(error, DAMAGE):
+            self._no_fetch[digest] = time.monotonic() + _FETCH_AGAIN_S, error
+        raise error
 
-    def __enter__(self) -> BuildLease:
-        return self
+    def _fetch_from(self, link: Link, digest: str, check: Check) -> None:
+        def still_wanted() -> None:
+            check()
+            if not self._fetching.get(digest, False):
+                raise Cancelled
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+        with link.ask(partial(link.store.get, digest)) as source:
+            entry = link.store.catalog.get(digest)
+            stripe = self._stripe(digest)
+            if not stripe.acquire(blocking=False):
+                raise Cancelled  # somebody changes the index, or one that shares its lock: never wait for them
+            try:
+                still_wanted()
+                retention = Retention() if entry is None else entry.retention
+                self.local.put(checked(source.payload(), still_wanted), retention=retention)
+            except DAMAGE as err:
+                link.store.report(digest, err)
+                raise
+            except (StoreFull, StoreFolderError):
+                self.count("fetch_failures")
+                self._no_fetch[digest] = time.monotonic() + _FETCH_AGAIN_S, link
+                return
+            finally:
+                stripe.release()
+        self._no_fetch.pop(digest, None)
+        self.count("fetched")
+
+    def _is_here(self, digest: str) -> bool:
+        """Raises IndexUnreadable."""
+        try:
+            self.local.get(digest).close()
+        except IndexUnreadable:
+            raise
+        except IndexStoreError:
+            return False
+        return True
+
+    def _stripe(self, digest: str) -> threading.RLock:
+        return self._stripes[int(digest[:8], 16) % _STRIPES]
+
+    @contextlib.contextmanager
+    def _changing(self, digest: str) -> Iterator[None]:
+        """One change of the folder's index at a time. A fetch of it that is under way gives up."""
+        self._end_fetch(digest)
+        with self._stripe(digest):
+            self._end_fetch(digest)
+            yield
+
+    def _end_fetch(self, digest: str) -> None:
+        """What is being fetched is outdated."""
+        with self._counting:
+            if digest in self._fetching:
+                self._fetching[digest] = False
+
+    # ---- to remote stores ----
+
+    def _open_link(self, link: Link) -> None:
+        """What has expired in the folder is a miss, whatever the remote store says of it."""
+        for digest, entry in self.local.catalog.all_held():
+            if self.local.catalog.get(digest) is None and digest not in link.store.catalog.hidden:
+                link.retention[digest] = entry.retention
+                link.store.catalog.hidden[digest] = next(self._numbers)
+        link.open()
+        link.is_behind = True
+
+    def _look(self, what: str, check: Check) -> None:
+        """Lists the remote stores, or opens those that could not be."""
+        for link in self._links:
+            check()
+            if link.is_open:
+                link.look(partial(link.store.rescan, full=what == "rescan fully"))
+            else:
+                self._open_link(link)
+        if any(link.is_behind and link.is_open and not link.is_away() for link in self._links):
+            self._post(_EVERYTHING)
+
+    def _post(self, what: str, *, urgent: bool = False) -> Promotion:
+        # A key of its own: the job of an earlier one may have looked already, and not be over yet.
+        return self._teller.request(f"{what} {next(self._numbers)}", urgent=urgent)
+
+    def _outdate(self, digest: str) -> None:
+        """What remote stores have of an index is not to be served here, until they know better."""
+        for link in self._links:
+            link.store.catalog.hidden[digest] = next(self._numbers)
+            link.retention.pop(digest, None)
+            link.reports.pop(digest, None)
+
+    def _tell(self, what: str, check: Check) -> bool:
+        """Returns whether a remote store had an index that was deleted."""
+        digest, existed = what.split()[0], False
+        for link in self._links:
+            if digest != _EVERYTHING:
+                existed |= self._tell_one(link, digest, check)
+            elif link.is_behind and link.is_open and not link.is_away():
+                self._catch_up(link, check)
+        return existed
+
+    def _catch_up(self, link: Link, check: Check) -> None:
+        link.is_behind = False
+        for digest in tuple(link.store.catalog.hidden):
+            self._tell_one(link, digest, check)
+        for entry in self.local.list():
+            digest = entry.digest
+            there = link.store.catalog.get(digest)
+            if there is not None and there.retention != entry.retention:
+                link.retention[digest] = entry.retention
+                self._tell_one(link, digest, check)
+            if there is not None or not self._publish:
+                continue
+            with contextlib.suppress(IndexStoreError):
+                lease = self.local.lease(digest)  # else another process of this machine is at it
+                if lease is not None:
+                    with lease:
+                        self._tell_one(link, digest, check)
+
+    def _tell_one(self, link: Link, digest: str, check: Check) -> bool:
+        """Makes a remote store's index what the folder's is, if that is known to differ, or missing there. Returns
+        whether one was deleted there.
+        """
+        check()
+        store, entry, existed = link.store, self.local.catalog.get(digest), False
+        outdated = store.catalog.hidden.get(digest)
+        try:
+            if digest in link.reports:
+                link.ask(partial(store.report, digest, link.reports[digest]))
+            elif digest in link.retention:
+                with contextlib.suppress(IndexNotFound):
+                    link.ask(partial(store.retain, digest, link.retention[digest]))
+            elif outdated is not None and entry is None:
+                existed = link.ask(partial(store.delete, digest))
+            elif outdated is not None or (entry is not None and store.catalog.get(digest) is None):
+                self._send(link, digest, entry, check)
+            if store.catalog.hidden.get(digest) == outdated:  # else it has changed once more meanwhile
+                store.catalog.hidden.pop(digest, None)
+                link.retention.pop(digest, None)
+                link.reports.pop(digest, None)
+        except Cancelled:
+            raise
+        except DAMAGE as err:
+            self.local.report(digest, err)
+            self.count("publish_failures")
+        except IndexNotFound:
+            link.is_behind = True  # the folder's is gone meanwhile: its catalog will know
+        except Exception:  # whatever it is, it is the other store's: it is told again when it answers again
+            link.is_behind = True
+            self.count("publish_failures")
+        return existed
+
+    def _send(self, link: Link, digest: str, entry: IndexEntry | None, check: Check) -> None:
+        outdated = digest in link.store.catalog.hidden
+        if not self._publish or (not outdated and link.ask(partial(link.store.contains, digest))):
+            return
+        with open_in(self.local.folder, digest, None) as index:
+            payload = checked(index.payload(), check)
+            retention = Retention() if entry is None else entry.retention
+            link.ask(partial(link.store.put, payload, retention=retention))
+        self.count("published")
+
+    def _fell_behind(self) -> None:
+        self.count("dropped")
+        for link in self._links:
+            link.is_behind = True
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidPayload(name, expected="finite seconds, 0 or more", found=repr(seconds), remedy="correct it")

@@ -16,7 +16,7 @@ import torch
 from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture
 from sglang_ext.cli.arguments import names_cpu
-from sglang_ext.config import Build
+from sglang_ext.config import Build, DecodePath
 from sglang_ext.prefill.prompt_tokens import TokenSource
 
 #: Seconds that a capture may take to be written after its request ended.
@@ -54,6 +54,7 @@ class CaptureSession:
         self._max_decode_steps = max_decode_steps
         self._settings: dict[str, Any] = {
             "build": Build.CAPTURE.value,
+            "decode_path": DecodePath.STOCK.value,
             "query_samples": query_samples,
             "capture_tail": tail_tokens,
             "capture_steps": max_decode_steps,

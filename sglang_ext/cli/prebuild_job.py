@@ -26,7 +26,6 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from prefix_index.copies import entry_of
 from sglang_ext.compat.engine import EngineDiedError, unknown_ids
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.prefill.builder import covered_tokens, profile_digest
@@ -108,7 +107,7 @@ class PrebuildJob:
             change["expires"] = None if self._args.ttl is None else time.time() + self._args.ttl
         try:
             self._store.rescan()  # somebody may have pinned it meanwhile
-            entry = entry_of(self._store.list(), line["digest"])
+            entry = next((entry for entry in self._store.list() if entry.digest == line["digest"]), None)
             old = Retention() if entry is None else entry.retention
             # What cannot be read counts as a pin, and must not become one for the sake of a name.
             unread = any(line["digest"] in problem.path for problem in self._store.problems())

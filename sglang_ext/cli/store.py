@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ SGLang ranks and prebuild jobs. They name it instead of a folder: --sparse-attn-
 The DRAM tier is a folder in memory (tmpfs): --memory-bytes 64G keeps copies of what is used there, and
 --memory-dir says where (default: /dev/shm/sglang-ext-UID/NAME-HASH). Its contents outlive this process.
 
-SIGTERM or Ctrl-C ends it; clients wait for the next one. See docs/store-service.md.
+SIGTERM or Ctrl-C ends it; its clients go on with the folder. See docs/store.md.
 """
 _SWITCH_S = 0.0005
 
@@ -72,8 +73,8 @@ def add_parser(commands: Any) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit status."""
-    from prefix_index.service import Depot, ServedFolder, StoreServer
-    from prefix_index.service.admission import raise_descriptor_limit
+    from prefix_index import Copies, FileStore
+    from prefix_index.service import StoreServer, raise_descriptor_limit
 
     logging.basicConfig(
         level=logging.DEBUG if args.verbose else logging.INFO,
@@ -83,7 +84,12 @@ def run_serve(args: argparse.Namespace) -> int:
     log = logging.getLogger("prefix_index.service")
     raise_descriptor_limit()
     try:
-        slow = ServedFolder(
+        copies = None
+        if args.memory_bytes:
+            memory = _memory_dir(args)
+            keeper = FileStore(memory, create=True, max_bytes=args.memory_bytes, eviction=args.eviction)
+            copies = Copies(Path(memory), keeper=keeper)
+        store = FileStore(
             args.dir,
             create=True,
             max_bytes=args.max_bytes,
@@ -91,22 +97,20 @@ def run_serve(args: argparse.Namespace) -> int:
             eviction=args.eviction,
             mode=args.mode,
             group=args.group,
+            copies=copies,
         )
-        fast = None
-        if args.memory_bytes:
-            fast = ServedFolder(_memory_dir(args), create=True, max_bytes=args.memory_bytes, eviction=args.eviction)
-        server = StoreServer(Depot(slow, fast), args.endpoint)
+        server = StoreServer(store, args.endpoint)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         server.open()
     except IndexStoreError as error:
         print(f"sglang-ext store serve: {printable(str(error))}", file=sys.stderr)
         return 1
-    # Workers compute checksums; the loop must get its turn soon.
+    # Copying computes checksums; the loop must get its turn soon.
     sys.setswitchinterval(_SWITCH_S)
     try:
-        tier = f", {size(args.memory_bytes)} of DRAM in {fast.folder}" if fast is not None else ""
-        log.info("serves %s%s at %s", slow.folder, tier, args.endpoint)
+        tier = f", {size(args.memory_bytes)} of DRAM in {copies.folder}" if copies is not None else ""
+        log.info("serves %s%s at %s", store.folder, tier, args.endpoint)
         server.serve()
     finally:
         server.close()

@@ -74,10 +74,6 @@ class StepCosts:
         selecting = self.num_anchors * self.select(sum(prefixes)) / steps
         return dense + selecting + (self.num_anchors + self.num_reuse) * self.attend(sum(budgets) + private)
 
-    def pays(self, tokens: int, prefixes: Sequence[int], budgets: Sequence[int], private: int, steps: int = 1) -> bool:
-        """Whether selecting is faster than attending all of the batch's `tokens`, those of groups once."""
-        return self.sparse_us(prefixes, budgets, private, steps) < MARGIN * self.exact_us(tokens)
-
 
 def measure_us(run: Callable[[], None], device: torch.device) -> float:
     """Median time of some launches, replayed as a CUDA graph, nothing of their data in the L2 cache. Waits.

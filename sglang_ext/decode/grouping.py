@@ -167,9 +167,6 @@ class SlotComparisons:
         self._out = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._pending: list[_Comparison] = []
 
-    def __contains__(self, serial: int) -> bool:
-        return any(one.serial == serial for one in self._pending)
-
     def start(
         self,
         serial: int,

@@ -1,4 +1,4 @@
-"""Which operation selects, for a method: its own where it has one, else the reference."""
+"""Which operation selects, for a method: its own inside decode graphs, else the reference."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def op_maker(
     named = METHODS[spec.method].decode_op
 
     def make(sizes: ListSizes) -> SelectOp:
-        if named is None or not (captured or device.type == "cuda"):
+        if named is None or not captured:
             return ReferenceOp(make_selector(spec, config.summed_every), Pooling(config.pooling))
         op: SelectOp = pkgutil.resolve_name(named)(shape, config, spec, num_layers, sizes, device)
         return op

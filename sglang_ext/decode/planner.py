@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -63,6 +63,13 @@ class DecodeView(Protocol):
     @property
     def req_to_token(self) -> Tensor: ...
     def kv(self, layer: int) -> PagedKV: ...
+
+
+class Usable(Protocol):
+    """The ready index of a request in this step; without one, the reason is counted."""
+
+    def __call__(self, attachment: Attachment | None, *, waits: bool = True) -> ResidentIndex | None:
+        """`waits`: for one that is loading, as the settings say."""
 
 
 class PlannedStep(NamedTuple):
@@ -146,6 +153,9 @@ class DecodePlanner:
         if config.decode_path is DecodePath.EXACT:
             return
         message = graph_refusal(spec.method) if graphs else None
+        longest = view.req_to_token.shape[1]
+        if not graphs:  # a ready index is always used: there is room for every request alone
+            arena_size = max(arena_size, self._tracker.max_batch * longest)
         if message is None:
             try:
                 self.sparse = SparseDecode(
@@ -155,7 +165,7 @@ class DecodePlanner:
                     layer_plan,
                     self._tracker,
                     arena_size=arena_size,
-                    max_prefix_len=view.req_to_token.shape[1],
+                    max_prefix_len=longest,
                     device=view.device,
                     costs=costs,
                     captured=graphs,
@@ -191,14 +201,12 @@ class DecodePlanner:
 
     # -- a step --------------------------------------------------------------------------------------------
 
-    def prepare(
-        self, forward_batch: Any, usable: Callable[[Attachment | None], ResidentIndex | None]
-    ) -> PlannedStep | None:
+    def prepare(self, forward_batch: Any, usable: Usable) -> PlannedStep | None:
         """How this decode step is attended here; everything that its layers need is then in place. None: not here.
 
         Args:
             forward_batch: SGLang's, of a decode step.
-            usable: the ready index of a request, if it has one; else it counts why not.
+            usable: the ready index of a request, if it has one.
         """
         rids = forward_batch.rids
         if not rids:
@@ -215,14 +223,16 @@ class DecodePlanner:
         self,
         forward_batch: Any,
         attachments: Sequence[Attachment | None],
-        usable: Callable[[Attachment | None], ResidentIndex | None],
+        usable: Usable,
     ) -> PlannedStep | None:
         batch = self._batch(forward_batch, attachments)
-        ready = [] if batch is None else [usable(one) for one in attachments]
         if batch is None or self.refusal is not None:
+            for one in attachments if batch is not None else ():
+                usable(one, waits=False)  # counts why not
             self.step_elsewhere()
             return None
         self._tracker.learn(batch)
+        ready = [usable(one) for one in attachments]
         exact = self.cascade.plan(batch) if self.cascade is not None else None
         if self.sparse is not None and any(ready):
             batch = self._with_indexes(batch, attachments, ready)
@@ -258,12 +268,13 @@ class DecodePlanner:
     def _batch(self, forward_batch: Any, attachments: Sequence[Attachment | None]) -> DecodeBatch | None:
         """A decode step as it is described here; None: its rows are not one request each, or too many."""
         rids, lens = forward_batch.rids, forward_batch.seq_lens_cpu
-        if len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):  # padded or beam batches
+        serials = [None if one is None or one.reason in ALONE else one.serial for one in attachments]
+        known = [serial for serial in serials if serial is not None]
+        if len(rids) != forward_batch.batch_size or len(set(known)) < len(known):  # padded or beam batches
             self._count_fallback("unsupported_mode", attachments, attachments)
             return None
         if len(rids) > self._tracker.max_batch or (lens is None and self._view.decode_graphs):
             return None
-        serials = [None if one is None or one.reason in ALONE else one.serial for one in attachments]
         rows, device_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
         lens = (lens if lens is not None else device_lens).tolist()
         return DecodeBatch(serials, lens, self._view.req_to_token, rows, device_lens)
@@ -282,9 +293,11 @@ class DecodePlanner:
             return batch
         before = [None if one is None else one.private for one in attachments]
         private = self._private_rules.renew(before, ready, batch.seq_lens, self.sparse.free_groups(batch))
-        for row, (attachment, own) in enumerate(zip(attachments, private, strict=True)):
+        del before  # those that have grown go before new ones are made: so many bytes are promised
+        for attachment, own in zip(attachments, private, strict=True):
             if attachment is not None:
                 attachment.private = own
+        for row, own in enumerate(private):
             if own is not None and not own.is_complete:
                 begin = own.prefix.prefix_len
                 slots = batch.req_to_token[batch.req_pool_indices[row : row + 1]][0, begin : begin + own.prefix_len]

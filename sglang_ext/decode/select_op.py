@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -115,8 +115,8 @@ class ReferenceOp(SelectOp):
     def __init__(self, selector: Selector, pooling: Pooling) -> None:
         self._selector, self._pooling = selector, pooling
         self._numbers = itertools.count()
-        self._known: WeakKeyDictionary[Index, int] = WeakKeyDictionary()
-        self._planned: list[tuple[tuple[int, ...], SelectionGroup, Index]] = []
+        self._known: weakref.WeakKeyDictionary[Index, int] = weakref.WeakKeyDictionary()
+        self._planned: list[tuple[tuple[int, ...], SelectionGroup, weakref.ref[Index]]] = []
 
     def number_of(self, index: Index) -> int:
         """See the base."""
@@ -138,7 +138,8 @@ class ReferenceOp(SelectOp):
         indexes: Sequence[Index],
     ) -> None:
         """See the base."""
-        self._planned = list(zip(rows, groups, indexes, strict=True))
+        # Whoever decodes holds its index. Held here, too, an evicted one would keep its memory until the next step.
+        self._planned = list(zip(rows, groups, map(weakref.ref, indexes), strict=True))
 
     def run(
         self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor, layer: int | None, lists: SelectedLists
@@ -146,7 +147,9 @@ class ReferenceOp(SelectOp):
         """See the base."""
         assert layer is not None
         assert lists.slots is not None
-        for number, (rows, group, index) in enumerate(self._planned):
+        for number, (rows, group, held) in enumerate(self._planned):
+            index = held()
+            assert index is not None, "an index that this step uses was let go"
             found = self.select(q[list(rows)], group, index, layer, sm_scale, lists.counts.shape[1])
             count = found.positions.shape[1]
             table = slot_table[group.slot_start : group.slot_start + group.prefix_len]

@@ -36,7 +36,7 @@ from sglang_ext.ranks import OneRank, Ranks
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 16
-"""Prefixes of a batch with an index, at most: the lists of all of them have room for the largest budget."""
+"""Prefixes of a batch with an index in decode graphs, at most: each one's lists have room for the largest budget."""
 _FAR, _NEAR = 65536, 4
 """Tokens that costs are measured with, and by how much the shorter list is shorter."""
 
@@ -124,12 +124,13 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = ranks or OneRank()
-        self._config, self._layer_plan, self._tracker, self._device = config, layer_plan, tracker, device
+        self._config, self._layer_plan, self._device = config, layer_plan, device
         self._shape = shape
         on_gpu, heads, batch = device.type == "cuda", shape.num_kv_heads, tracker.max_batch
         self._num_passes = 2 if config.private_dense_tokens is None else 3
         sets, width = num_sets(layer_plan, config.search_period), group_budget(config, max_prefix_len, batch)
-        wanted = min(MAX_GROUPS, batch * (self._num_passes - 1))
+        wanted = batch * (self._num_passes - 1)
+        wanted = min(MAX_GROUPS, wanted) if captured else max(1, min(wanted, KEPT_BYTES // (4 * heads * width)))
         self._max_groups = max_groups = groups_that_fit(wanted, sets, heads, width)
         if max_groups < wanted:
             logger.warning(

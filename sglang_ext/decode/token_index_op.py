@@ -74,6 +74,7 @@ class TokenIndexOp(SelectOp):
         self._scores = torch.zeros(shape.num_kv_heads * sizes.room, dtype=torch.float32, device=device)
         self._addresses = torch.zeros(num_layers, sizes.max_groups, 5, dtype=torch.int64, device=device)
         self._raw: dict[int, Tensor] = {}
+        self._probed: tuple[Tensor, ...] = ()
         self._found: dict[int, AnchorSelection] = {}
         self._known: WeakKeyDictionary[Index, tuple[int, Tensor]] = WeakKeyDictionary()
 
@@ -122,6 +123,7 @@ class TokenIndexOp(SelectOp):
         selection = self._of(size)
         self._raw_scores(selection, size)  # made before a capture
         if not groups:
+            self._probed = ()
             selection.plan((), ())
             return
         arrays = [arrays_of(index.layers[0]) for index in indexes]

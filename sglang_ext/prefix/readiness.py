@@ -125,28 +125,33 @@ class Readiness:
 
     # -- one request ---------------------------------------------------------------------------------------
 
-    def usable(self, attachment: Attachment | None) -> ResidentIndex | None:
-        """The ready index of a request in this step; without one, the reason is counted."""
+    def usable(self, attachment: Attachment | None, *, waits: bool = True) -> ResidentIndex | None:
+        """The ready index of a request in this step; without one, the reason is counted.
+
+        Args:
+            attachment: of the request, if it was admitted.
+            waits: for an index that is loading, as the settings say.
+        """
         if attachment is None:
             return None
         index: ResidentIndex | None = None
         reason: str | None = "index_loading"
         if self._agreement is None or not self._agreement.loading(attachment.rid):
-            index, reason = self._look(attachment)
+            index, reason = self._look(attachment, waits=waits)
             if self._agreement is not None and not self._agreement.ready(attachment.rid):
                 index = None  # whatever this rank holds by now
         if index is None:
             self.count(attachment, reason)
         return index
 
-    def _look(self, attachment: Attachment) -> tuple[ResidentIndex | None, str | None]:
+    def _look(self, attachment: Attachment, *, waits: bool = True) -> tuple[ResidentIndex | None, str | None]:
         """The index that is ready on this rank, or the reason why there is none."""
         if self.stale:
             return None, "index_mismatch"
         index = attachment.index
         if index is None:
             return None, attachment.reason
-        if index.state is State.LOADING and index.loaded is not None:
+        if waits and index.state is State.LOADING and index.loaded is not None:
             self._wait(attachment, index)
         if index.state is State.READY:
             return index, None

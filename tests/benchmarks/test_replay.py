@@ -33,7 +33,7 @@ def replay(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def replayer(replay: Any, model: Needle) -> Any:
-    return replay.Replayer(model, PLAN, (), max_len=PROMPT + TOKENS, rows=40)
+    return replay.Replayer(model, PLAN, max_len=PROMPT + TOKENS, rows=40)
 
 
 @pytest.fixture(scope="module")

@@ -43,12 +43,13 @@ def test_verify_through_a_service_reads_the_disk_and_not_the_copy_in_memory(
     tmp_path: Path, index: Any, patient: None
 ) -> None:
     """One byte on the disk changes behind the service's back; the copy in DRAM is good, and is served."""
-    from prefix_index.service import Depot, ServedFolder, StoreClient, StoreServer
+    from prefix_index import Copies
+    from prefix_index.service import StoreClient, StoreServer
 
     (tmp_path / "run").mkdir(mode=0o700)
     url = f"ipc://{tmp_path}/run/sock"
-    fast = ServedFolder(tmp_path / "dram", create=True, max_bytes=1 << 28)
-    server = StoreServer(Depot(ServedFolder(tmp_path / "ssd", create=True), fast), url)
+    copies = Copies(tmp_path / "dram", keeper=FileStore(tmp_path / "dram", create=True, max_bytes=1 << 28))
+    server = StoreServer(FileStore(tmp_path / "ssd", create=True, copies=copies), url)
     server.open()
     thread = threading.Thread(target=server.serve)
     thread.start()

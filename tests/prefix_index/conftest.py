@@ -14,7 +14,7 @@ from prefix_index.testing import sample_identity
 from tests.prefix_index.tiers import TIERS
 
 #: By day of each kind the one that costs least.
-BY_DAY = ("memory", "file", "service", "tiered-memory-file", "remote-memory", "shared-file-file")
+BY_DAY = ("file", "copied", "service", "remote-memory", "shared-file-file")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.full) for name in TIERS])

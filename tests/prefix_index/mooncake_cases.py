@@ -122,11 +122,6 @@ def test_an_index_of_many_chunks_whole_and_in_parts(cluster: Cluster) -> None:
         with two.get(payload.identity) as index:
             index.verify()
             assert index.array("kv", 3)[0] == 4
-        with two.get_on_demand(payload.identity) as index:
-            out = np.empty(1 << 20, np.uint8)
-            index.read_into(ArrayKey("kv", 5), out)
-            assert (out == 6).all()
-            index.verify()
         two.put(sample_payload())
         one.rescan()
         two.rescan()
@@ -298,11 +293,8 @@ def test_no_call_reaches_a_closed_client(cluster: Cluster) -> None:
     store = RemoteStore(blobs, chunk_nbytes=16 << 10, timeout_s=60)
     store.open()
     store.put(sample_payload())
-    index = store.get_on_demand(DIGEST)
     whole = store.get(DIGEST)
     store.close()
-    with pytest.raises(StoreUnavailable, match="found the client is closed"):
-        index.verify()
     for call in (lambda: blobs.size("x"), lambda: blobs.fetch("x", 1), lambda: blobs.delete("x")):
         with pytest.raises(BlobsFailed, match="the client is closed"):
             call()

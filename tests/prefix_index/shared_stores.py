@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, SharedStore, link, namespace_digest, outbox, page_hashes
+from prefix_index import FileStore, SharedStore, link, namespace_digest, page_hashes
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
 from prefix_index.testing import sample_model
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST
@@ -98,14 +98,13 @@ Make = Callable[..., SharedStore]
 def machines(folder: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Machines on one remote store, each with a folder of its name, open; hardly a pause after failures."""
     monkeypatch.setattr(link, "FIRST_AWAY_S", 0.0)
-    monkeypatch.setattr(outbox, "FIRST_RETRY_S", 0.01)
     stores: list[SharedStore] = []
 
     def machine(name: str = "a", *, on: ObjectBlobs = blobs, remote: Any = None, **options: Any) -> SharedStore:
         limits = {key: options.pop(key) for key in ("max_bytes",) if key in options}
         local = FileStore(folder / name, create=True, **limits)
         over = RemoteStore(on, chunk_nbytes=CHUNK_NBYTES, **{"timeout_s": SOON, "backoff_s": 0.0, **(remote or {})})
-        store = SharedStore(local, over, **{"timeout_s": SOON, "rescan_s": 0.0, **options})
+        store = SharedStore(local, [over], **{"timeout_s": SOON, "rescan_s": 0.0, **options})
         store.open()
         stores.append(store)
         return store

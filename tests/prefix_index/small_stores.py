@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prefix_index import BuildInfo, FileStore, IndexIdentity, IndexPayload, MemoryStore, Retention
+from prefix_index import BuildInfo, FileStore, IndexIdentity, IndexPayload, IndexWriter, Retention
 from prefix_index.testing import sample_identity, sample_payload
 
 IDS = [sample_identity(range(i, i + 32)) for i in range(8)]
 PINNED = Retention(pinned=True, name="tools")
-with MemoryStore(1 << 20) as _store:
-    ONE = _store.put(sample_payload()).nbytes
+ONE = IndexWriter.of(sample_payload()).nbytes
 
 
 def opened(folder: Path, **options: Any) -> FileStore:
@@ -40,7 +39,7 @@ def built_in(seconds: float, identity: IndexIdentity, values_per_array: int = 16
     return IndexPayload(identity, payload.arrays, payload.dtypes, info=BuildInfo(created=1.0, build_seconds=seconds))
 
 
-def held(store: FileStore | MemoryStore) -> set[int]:
+def held(store: FileStore) -> set[int]:
     """Which of IDS the store has."""
     return {IDS.index(e.identity) for e in store.list()}
 

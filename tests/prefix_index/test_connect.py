@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, InvalidPayload, SharedStore, StoreFull, TieredStore
+from prefix_index import FileStore, InvalidPayload, SharedStore, StoreFull
 from prefix_index.connect import ADDRESS_FORMS, locate, open_store
 from prefix_index.remote import RemoteStore
-from prefix_index.testing import sample_identity, sample_payload
+from prefix_index.testing import sample_payload
 
 
 @pytest.mark.parametrize(
@@ -94,49 +94,31 @@ def test_a_service_is_reached_by_its_client() -> None:
     assert isinstance(open_store("ipc:///run/none.sock", timeout_s=1.0), StoreClient)
 
 
-def test_several_folders_are_tiers_fastest_first(tmp_path: Path) -> None:
-    tiers = open_store([tmp_path / "a", tmp_path / "b"], create=True, wait="wait_complete")
-    assert isinstance(tiers, TieredStore)
-    assert isinstance(tiers.fast, FileStore)
-    assert isinstance(tiers.slow, FileStore)
-    with tiers:
-        entry = tiers.put(sample_payload())
-        with tiers.get(sample_identity()) as index:
-            index.verify()
-    assert (tmp_path / "a" / entry.digest[:2] / f"{entry.digest}.pfxindex").exists()
+def test_remote_stores_behind_a_folder_share_with_it(tmp_path: Path) -> None:
+    store = open_store([tmp_path / "a", "memory:///", "mooncake://m:1", f"file://{tmp_path}/b"], create=True)
+    assert isinstance(store, SharedStore)
+    assert store.local.folder == tmp_path / "a"
+    assert [type(remote) for remote in store.remotes] == [RemoteStore, RemoteStore, FileStore]
     assert isinstance(open_store([tmp_path / "a"]), FileStore)
 
 
-def test_remote_stores_behind_a_folder_share_with_it_and_folders_before_it_hold_copies(tmp_path: Path) -> None:
-    tiers = open_store([tmp_path / "a", tmp_path / "b", "memory:///", "mooncake://m:1"], create=True)
-    assert isinstance(tiers, TieredStore)
-    assert isinstance(tiers.fast, FileStore)
-    outer = tiers.slow
-    assert isinstance(outer, SharedStore)
-    assert isinstance(outer.remote, RemoteStore)
-    assert isinstance(outer.local, SharedStore)
-    assert isinstance(outer.local.remote, RemoteStore)
-    assert isinstance(outer.local.local, FileStore)
-    assert outer.local.local.folder == tmp_path / "b"
-
-
-def test_a_store_of_three_kinds_works(tmp_path: Path) -> None:
-    with open_store([tmp_path / "a", tmp_path / "b", "memory:///"], create=True) as tiers:  # type: ignore[attr-defined]
-        assert isinstance(tiers, TieredStore)
-        assert isinstance(tiers.slow, SharedStore)
-        entry = tiers.put(sample_payload())
-        assert tiers.slow.flush(60)
-        for below in (tiers.fast, tiers.slow.local, tiers.slow.remote):
-            assert below.contains(entry.digest)
-        tiers.slow.local.delete(entry.digest)
-        with tiers.get(entry.digest) as index:
+def test_a_folder_that_shares_works(tmp_path: Path) -> None:
+    with open_store([tmp_path / "a", "memory:///"], create=True) as store:  # type: ignore[attr-defined]
+        entry = store.put(sample_payload())
+        assert store._teller.settle(60)
+        for one in (store.local, *store.remotes):
+            assert one.contains(entry.digest)
+        store.local.delete(entry.digest)
+        with store.get(entry.digest) as index:
             index.verify()
 
 
-def test_of_remote_stores_alone_the_last_is_the_truth() -> None:
-    tiers = open_store(["mooncake://m:1", "memory:///"])
-    assert isinstance(tiers, TieredStore)
-    assert isinstance(tiers.slow, RemoteStore)
+@pytest.mark.parametrize("addresses", [["mooncake://m:1", "memory:///"], ["s3://b", "/a"]])
+def test_what_shares_is_this_machines_own(addresses: list[str]) -> None:
+    with pytest.raises(InvalidPayload, match="first of several addresses: expected a folder, or a service's"):
+        open_store(addresses)
+    with pytest.raises(InvalidPayload, match="index store's address"):
+        open_store(["/a", "ipc:///run/s"])
 
 
 def test_reading_an_address_imports_no_optional_package() -> None:

@@ -1,4 +1,4 @@
-"""Every fault campaign at its quick count; ``docs/store-faults.md`` has the figures of the full ones."""
+"""Every fault campaign at its quick count; ``benchmarks/results/store_faults.jsonl`` has the full ones' rows."""
 
 from __future__ import annotations
 
@@ -72,13 +72,11 @@ def test_the_command_prints_a_table_and_writes_rows(tmp_path: Path) -> None:
     assert {"date", "commit", "kernel", "filesystem", "versions", "seed", "seconds"} <= row.keys()
 
 
-def test_the_documented_figures_are_those_of_the_last_full_run() -> None:
+def test_the_last_full_run_of_every_campaign_was_clean() -> None:
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     assert {row["name"] for row in rows} == FOUND.keys()
     assert [row["name"] for row in rows if not row["ok"]] == []
-    text = (ROOT / "docs" / "store-faults.md").read_text()
-    shown = text.partition("<!-- fault table: begin -->\n")[2].partition("\n<!-- fault table: end -->")[0]
-    assert shown == markdown(rows)
+    assert markdown(rows).count("| 0 | 0 | 0 |") == len(FOUND)
 
 
 def test_a_bad_row_is_told_in_full_width() -> None:

@@ -12,11 +12,12 @@ import pytest
 from prefix_index import FileStore, InvalidPayload, StoreFolderError
 from prefix_index.connect import open_store
 from prefix_index.folder import Access
-from prefix_index.service import Depot, ServedFolder
+from prefix_index.service import StoreServer
 from prefix_index.testing import sample_payload
 from tests.prefix_index.faults import tools
 from tests.prefix_index.faults.tools import fork, reap
 from tests.prefix_index.small_stores import IDS, PINNED, index_file, keep_file, opened
+from tests.prefix_index.tiers import copies_in
 
 NOBODY = 65534
 
@@ -55,13 +56,6 @@ def test_mode_and_group_are_settings(folder: Path, umask: int, mode: int | str) 
         assert modes(folder) == {bits | stat.S_ISGID}
         assert file_modes(folder) == {bits & 0o666}
         assert {path.stat().st_gid for path in folder.rglob("*")} == {os.getgid()}
-
-
-def test_a_served_folder_has_them_too(folder: Path) -> None:
-    with ServedFolder(folder, create=True, mode=0o750) as store:
-        reservation = store.reserve(IDS[0].digest, 4096)
-        assert (modes(folder), file_modes(folder)) == ({0o750}, {0o640})
-        store.abandon(reservation)
 
 
 @pytest.mark.parametrize("mode", ["0600", "rwx", "", 0o4700, 0o070, -1])
@@ -152,9 +146,10 @@ def test_what_cannot_be_read_either_is_refused(folder: Path, monkeypatch: pytest
 def test_two_tiers_are_never_one_folder(folder: Path, tmp_path: Path) -> None:
     """Dropping a copy would remove the index."""
     folder.mkdir()
+    (tmp_path / "run").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(StoreFolderError, match=r"tiers of a store: expected different folders, found .* twice; give"):
-        Depot(ServedFolder(folder), ServedFolder(tmp_path / "link", max_bytes=1 << 20)).open()
-    for addresses in ([folder, tmp_path / "link"], [folder, "file://" + str(folder), "memory:///"]):
+        StoreServer(FileStore(folder, copies=copies_in(tmp_path / "link")), f"ipc://{tmp_path}/run/s").open()
+    for addresses in ([folder, tmp_path / "link"], [folder, "memory:///", "file://" + str(folder)]):
         with pytest.raises(StoreFolderError, match="expected different folders"):
             open_store(addresses)

@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, IndexEntry, IndexNotFound, InvalidPayload, MemoryStore, Retention, StoreFull
+from prefix_index import FileStore, IndexEntry, IndexNotFound, IndexWriter, InvalidPayload, Retention, StoreFull
 from prefix_index.eviction import Candidate, choose_victims, cost_aware, lru
 from prefix_index.testing import sample_payload
 from tests.prefix_index.machine import Clock
@@ -26,11 +25,7 @@ def candidate(
     number: int, last_used: float, *, nbytes: int = 100, seconds: float = 1.0, retention: Retention | None = None
 ) -> Candidate:
     entry = IndexEntry(
-        identity=IDS[number],
-        nbytes=nbytes,
-        created=0.0,
-        build_seconds=seconds,
-        retention=retention or Retention(),
+        identity=IDS[number], nbytes=nbytes, created=0.0, build_seconds=seconds, retention=retention or Retention()
     )
     return Candidate(entry, last_used)
 
@@ -86,10 +81,9 @@ def test_last_use_is_looked_up_for_those_about_to_leave_only(policy: Any) -> Non
     assert 3 not in asked
 
 
-@pytest.mark.parametrize("make", [lambda **o: FileStore("x", **o), lambda **o: MemoryStore(1, **o)])
-def test_unknown_policy(make: Callable[..., object]) -> None:
+def test_unknown_policy() -> None:
     with pytest.raises(InvalidPayload, match="eviction: expected lru or cost_aware, found 'fifo'; choose one"):
-        make(eviction="fifo")
+        FileStore("x", eviction="fifo")
 
 
 # A folder's byte cap.
@@ -164,8 +158,7 @@ def test_pinned_leaves_last_and_expired_first(folder: Path, clock: Clock) -> Non
 
 def test_replacing_needs_no_room_but_the_difference(folder: Path, clock: Clock) -> None:
     large = sample_payload(IDS[0], values_per_array=1 << 12)
-    with MemoryStore(1 << 30) as memory:
-        nbytes = memory.put(large).nbytes
+    nbytes = IndexWriter.of(large).nbytes
     with opened(folder, max_bytes=nbytes + ONE, clock=clock) as store:
         for payload in (sample_payload(IDS[0]), sample_payload(IDS[1]), large, large):
             clock.now += 10
@@ -236,7 +229,7 @@ def test_free_space_floor(folder: Path, clock: Clock, max_bytes: int | None, mon
     def free_bytes(_: Path) -> int:
         return disk - sum(p.stat().st_size for p in folder.rglob("*.pfxindex"))
 
-    monkeypatch.setattr("prefix_index.room.free_bytes", free_bytes)
+    monkeypatch.setattr("prefix_index.housekeeper.free_bytes", free_bytes)
     with opened(folder, max_bytes=max_bytes, min_free_bytes=2 * ONE, clock=clock) as store:
         for identity in IDS[:5]:
             clock.now += 10

@@ -17,15 +17,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_index import (
-    IndexCorrupt,
-    IndexFile,
-    IndexForeign,
-    IndexFormatError,
-    IndexPayload,
-    IndexTooNew,
-    write_index,
-)
+from prefix_index import IndexCorrupt, IndexFile, IndexForeign, IndexFormatError, IndexPayload, IndexTooNew, write_index
 from prefix_index.format import ALIGN, PRELUDE, ArrayRecord, aligned, encode_footer, table_problem
 from tests.examples import examples
 
@@ -116,13 +108,7 @@ def test_missing_footer_is_an_unfinished_write(raw: bytes) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [
-        b"PK\x03\x04" + bytes(100),
-        b"\x93NUMPY" + bytes(9000),
-        bytes(8192),
-        b"{}",
-        b"\x89PNG\r\n\x1a\n" + bytes(99),
-    ],
+    [b"PK\x03\x04" + bytes(100), b"\x93NUMPY" + bytes(9000), bytes(8192), b"{}", b"\x89PNG\r\n\x1a\n" + bytes(99)],
     ids=["zip", "npy", "zeros", "json", "png"],
 )
 def test_foreign_files_are_called_foreign(data: bytes) -> None:

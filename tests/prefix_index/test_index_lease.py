@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from prefix_index import FileStore, MemoryStore, StoreFolderError
+from prefix_index import FileStore, StoreFolderError
 from prefix_index.testing import sample_identity
 
 DIGEST = sample_identity().digest
@@ -208,10 +208,8 @@ def test_an_unlinked_lease_file_is_not_taken_for_the_new_one(folder: Path, store
     new.release()
 
 
-@pytest.mark.parametrize("kind", ["file", "memory"])
-def test_a_lease_that_nobody_has_any_more_is_free(folder: Path, kind: str) -> None:
-    store = FileStore(folder, create=True) if kind == "file" else MemoryStore(1 << 20)
-    with store:
+def test_a_lease_that_nobody_has_any_more_is_free(folder: Path) -> None:
+    with FileStore(folder, create=True) as store:
         assert store.lease(DIGEST) is not None
         gc.collect()
         assert store.lease(DIGEST) is not None

@@ -11,31 +11,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from prefix_index import FileStore, IndexNotFound, IndexStore, MemoryStore
+from prefix_index import FileStore, IndexNotFound, IndexStore, IndexWriter
 from prefix_index.testing import sample_payload
 from tests.examples import examples
 from tests.prefix_index.machine import DEFAULT, FILL, PAGES, RETENTION, STEPS, TENANT, Clock, StoreMachine, identity_of
 
 
 def nbytes_of_one() -> int:
-    with MemoryStore(1 << 30) as store:
-        return store.put(sample_payload()).nbytes
-
-
-class MemoryMachine(StoreMachine):
-    def make(self) -> IndexStore:
-        self.clock = Clock()
-        return MemoryStore(1 << 30, clock=self.clock)
-
-
-class SmallMemoryMachine(StoreMachine):
-    """Room for three indexes: the model forgets as the store evicts."""
-
-    max_entries = 3
-
-    def make(self) -> IndexStore:
-        self.clock = Clock()
-        return MemoryStore(3 * nbytes_of_one(), clock=self.clock)
+    return IndexWriter.of(sample_payload()).nbytes
 
 
 class FileMachine(StoreMachine):
@@ -132,10 +115,6 @@ class SmallFileMachine(FileMachine):
 
 
 MORE_STEPS = settings(STEPS, max_examples=examples(40, day=8), stateful_step_count=60)  # a full store needs many puts
-TestMemoryMachine = MemoryMachine.TestCase
-TestMemoryMachine.settings = STEPS
-TestSmallMemoryMachine = SmallMemoryMachine.TestCase
-TestSmallMemoryMachine.settings = MORE_STEPS
 TestFileMachine = FileMachine.TestCase
 TestFileMachine.settings = STEPS
 TestSmallFileMachine = SmallFileMachine.TestCase

@@ -6,22 +6,15 @@ import errno
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from prefix_index import (
-    FileStore,
-    IndexForeign,
-    IndexNotFound,
-    IndexUnreadable,
-    MemoryStore,
-    StoreClosed,
-    StoreFolderError,
-    TieredStore,
-)
+from prefix_index import FileStore, IndexForeign, IndexNotFound, IndexUnreadable, StoreClosed, StoreFolderError
 from prefix_index.testing import sample_payload
 from tests.prefix_index.faults.tools import fork, reap
 from tests.prefix_index.small_stores import IDS, PINNED, few_descriptors, index_file, keep_file, opened, settled
+from tests.prefix_index.tiers import copies_in
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, error: int) -> None:
@@ -189,11 +182,14 @@ def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
 
 
 def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = FileStore(folder, create=True)
-    with TieredStore(fast, MemoryStore(1 << 20)) as store:
+    dram = folder.parent / "dram"
+    with opened(folder, copies=copies_in(dram)) as store:
         store.put(sample_payload(IDS[0]))
+        assert store._prefetches.settle(60)
         with monkeypatch.context() as patch:
-            refuse(patch, index_file(folder, IDS[0]), errno.EMFILE)
+            none_left = IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
+            patch.setattr("prefix_index.copies.open_named", Mock(side_effect=none_left))
             store.get(IDS[0]).close()
+        assert store.counters is not None
         assert store.counters.damaged_dropped == 0
-        assert index_file(folder, IDS[0]).exists()
+        assert index_file(dram, IDS[0]).exists()

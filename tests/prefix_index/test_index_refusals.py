@@ -20,7 +20,7 @@ from prefix_index import (
     IndexUnreadable,
     Retention,
     StoreFolderError,
-    listing,
+    books,
 )
 from prefix_index.folder import remove_partials
 from prefix_index.retention import _Sidecar
@@ -226,7 +226,7 @@ def test_folders_that_do_not_change_are_not_listed_again(
     folder: Path, ahead_s: float, listed: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever their time says: the clock was set back, or is another one's."""
-    monkeypatch.setattr(listing, "_SETTLES_S", 0.05)
+    monkeypatch.setattr(books, "_SETTLES_S", 0.05)
     with opened(folder) as store:
         store.put(sample_payload(IDS[0]))
         for place in (folder, index_file(folder, IDS[0]).parent):
@@ -318,7 +318,8 @@ def test_what_is_carried_to_another_store_is_read_and_not_mapped(folder: Path) -
 
 def test_a_file_that_is_cut_while_it_is_carried_is_an_error_and_no_signal(folder: Path) -> None:
     def work() -> None:
-        with opened(folder) as store:
+        with opened(folder) as store, pytest.MonkeyPatch.context() as patch:
+            patch.setattr("prefix_index.reader._READ_AHEAD_NBYTES", 0)
             store.put(sample_payload(IDS[0], values_per_array=1 << 14))
             index: IndexFile = store.get(IDS[0])
             payload: IndexPayload = index.payload()

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefix_index import (
-    ArrayKey,
-    FileStore,
-    IndexCorrupt,
-    IndexNotFound,
-    IndexPayload,
-    IndexStore,
-    LazyArray,
-    MemoryStore,
-)
+from prefix_index import ArrayKey, FileStore, IndexCorrupt, IndexNotFound, IndexPayload, LazyArray
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.conformance import same_arrays
 from tests.prefix_index.small_stores import IDS, index_file, opened, settled
 
 ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
-
-
-@contextlib.contextmanager
-def local(kind: str, folder: Path) -> Iterator[IndexStore]:
-    store = FileStore(folder, create=True) if kind == "file" else MemoryStore(1 << 20)
-    with store:
-        yield store
 
 
 def flip(path: Path, at: int) -> None:
@@ -91,9 +73,8 @@ def test_a_damaged_header_is_found_by_get_and_stays_hidden(folder: Path) -> None
         assert len(store.problems()) == 1
 
 
-@pytest.mark.parametrize("kind", ["file", "memory"])
-def test_a_report_of_a_replaced_version_hides_the_new_one_only_if_that_is_damaged(folder: Path, kind: str) -> None:
-    with local(kind, folder) as store:
+def test_a_report_of_a_replaced_version_hides_the_new_one_only_if_that_is_damaged(folder: Path) -> None:
+    with FileStore(folder, create=True) as store:
         store.put(sample_payload())
         with store.get(sample_identity()):
             store.put(sample_payload(fill=5))
@@ -111,9 +92,8 @@ def test_a_report_of_a_replaced_version_hides_the_new_one_only_if_that_is_damage
         assert "checksum of" in str(store.problems()[0].error)
 
 
-@pytest.mark.parametrize("kind", ["file", "memory"])
-def test_a_report_of_nothing_leaves_nothing(folder: Path, kind: str) -> None:
-    with local(kind, folder) as store:
+def test_a_report_of_nothing_leaves_nothing(folder: Path) -> None:
+    with FileStore(folder, create=True) as store:
         store.report("0" * 64, ERROR)
         assert list(store.problems()) == []
         with pytest.raises(IndexNotFound):
@@ -172,15 +152,14 @@ def test_after_a_failed_last_sync_the_books_tell_what_is_there(folder: Path, mon
         store.check_integrity()
 
 
-@pytest.mark.parametrize("kind", ["file", "memory"])
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOSPC, errno.EIO])
-def test_an_error_of_the_payload_s_own_files_is_not_the_store_s(folder: Path, kind: str, number: int) -> None:
+def test_an_error_of_the_payload_s_own_files_is_not_the_store_s(folder: Path, number: int) -> None:
     error = OSError(number, os.strerror(number), "model/kv.bin")
 
     def load() -> Any:
         raise error
 
-    with local(kind, folder) as store:
+    with FileStore(folder, create=True) as store:
         store.put(sample_payload(fill=1))
         with pytest.raises(OSError, match=r"model/kv\.bin") as caught:
             store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4,), load)}))

@@ -21,7 +21,7 @@ from prefix_index import (
     SharedStore,
     StoreFull,
     StoreUnavailable,
-    file,
+    folder,
     link,
 )
 from prefix_index.testing import sample_identity, sample_payload
@@ -55,13 +55,12 @@ def make(tmp_path: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Itera
 # Between machines
 
 
-@pytest.mark.parametrize("wait", ["timeout", "wait_complete", "best_effort"])
-def test_what_one_machine_built_the_others_find_and_keep(make: Make, tmp_path: Path, wait: str) -> None:
-    one, two = make("a"), make("b", wait=wait)
+def test_what_one_machine_built_the_others_find_and_keep(make: Make, tmp_path: Path) -> None:
+    one, two = make("a"), make("b")
     entry = one.put(sample_payload(fill=7), retention=Retention(pinned=True))
     assert flushed(one)
     assert find(two) == 0
-    two.rescan()
+    two.rescan(full=True)
     assert find(two) == 32
     assert two.contains(DIGEST)
     assert [(e.digest, e.retention) for e in two.list()] == [(DIGEST, Retention(pinned=True))]
@@ -138,6 +137,22 @@ def test_a_replaced_index_is_local_s_here_and_soon_everybody_s(make: Make, blobs
     assert fill_of(two) == 3
 
 
+def test_what_the_remote_store_lacks_is_published_at_the_start_by_one_process(
+    make: Make, blobs: Shaky, tmp_path: Path
+) -> None:
+    with FileStore(tmp_path / "a", create=True) as folder:
+        folder.put(sample_payload(fill=7), retention=Retention(pinned=True))
+        with folder.lease(DIGEST) or pytest.fail("held"):
+            store = make("a")
+            assert store._teller.settle(SOON)
+            assert blobs.names("prefix_index") == {}, "another process is at it"
+    store.close()
+    assert flushed(make("a"))
+    other = make("b")
+    assert fill_of(other) == 7
+    assert [entry.retention for entry in other.list()] == [Retention(pinned=True)]
+
+
 def test_nothing_is_published_where_that_is_not_wanted(make: Make, blobs: Shaky) -> None:
     store = make("a", publish=False)
     store.put(sample_payload())
@@ -183,7 +198,7 @@ def test_a_damaged_copy_there_is_a_miss_and_harms_nothing_here(make: Make, blobs
     one, two = make("a"), make("b")
     one.put(sample_payload(fill=5))
     assert flushed(one)
-    two.rescan()
+    two.rescan(full=True)
     damage(blobs, chunks_of(blobs)[1], flip(8 * 900))
     with pytest.raises(IndexCorrupt, match="chunk 1"):
         two.get(DIGEST)
@@ -208,7 +223,7 @@ def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(make: Make) -> Non
     assert find(store) == 32
     assert fill_of(store) == 5
     assert list(store.problems()) == []
-    assert fill_of(store.local) == 5  # type: ignore[arg-type]
+    assert fill_of(store.local) == 5
 
 
 def test_a_report_about_an_older_index_keeps_the_new_one_on_its_way(make: Make, blobs: Shaky) -> None:
@@ -234,21 +249,21 @@ def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_repo
     entry = store.put(sample_payload(fill=5))
     assert flushed(store)
     inode = Path(str(entry.path)).stat().st_ino
-    opened = file.open_index
+    opened = folder.open_index
 
     def refuse(*_: Any, **__: Any) -> int:
         raise IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
 
-    monkeypatch.setattr(file, "open_index", refuse)
+    monkeypatch.setattr(folder, "open_index", refuse)
     assert fill_of(store) == 5
     assert store.counters.hits_remote == 1
     store.put(sample_payload(sample_identity(LONG), fill=6))
     assert not store.flush(0.2), "the publication is tried again"
-    monkeypatch.setattr(file, "open_index", opened)
+    monkeypatch.setattr(folder, "open_index", opened)
     assert flushed(store)
     assert Path(str(entry.path)).stat().st_ino == inode
     assert (fill_of(store), fill_of(store, sample_identity(LONG))) == (5, 6)
-    assert store.remote.contains(sample_identity(LONG))
+    assert store.remotes[0].contains(sample_identity(LONG))
     assert list(store.problems()) == []
 
 
@@ -283,7 +298,7 @@ def test_each_array_is_loaded_once(make: Make) -> None:
     store = make("a")
     store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4096,), load)}))
     assert flushed(store)
-    assert store.remote.contains(DIGEST)
+    assert store.remotes[0].contains(DIGEST)
     assert len(loads) == 1
 
 
@@ -302,15 +317,18 @@ def test_a_fetch_never_undoes_what_came_meanwhile(make: Make, blobs: Shaky, chan
         assert two.delete(DIGEST)
     blobs.gate.set()
     assert flushed(two)
-    eventually(lambda: not two._exchange.fetcher.busy())
+    assert two._fetcher.settle(SOON)
     assert two.local.contains(DIGEST) == (change == "put")
     assert change == "delete" or fill_of(two) == 2
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"wait": "never"}, "wait: expected best_effort or"), ({"timeout_s": -1.0}, "timeout_s: expected finite seconds")],
+    [
+        ({"rescan_s": float("nan")}, "rescan_s: expected finite"),
+        ({"timeout_s": -1.0}, "timeout_s: expected finite seconds"),
+    ],
 )
 def test_options_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidPayload, match=message):
-        SharedStore(FileStore(tmp_path), FileStore(tmp_path), **options)
+        SharedStore(FileStore(tmp_path / "a"), [FileStore(tmp_path / "b")], **options)

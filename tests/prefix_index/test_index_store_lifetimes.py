@@ -49,10 +49,7 @@ def test_retain_changes_only_how_long_it_stays(store: IndexStore) -> None:
     for key, retention in ((entry.identity, PINNED), (entry.digest, in_a_year()), (entry.digest, Retention())):
         assert store.retain(key, retention) == msgspec.structs.replace(entry, retention=retention)
         store.rescan()
-        assert {e.digest: e.retention for e in store.list()} == {
-            entry.digest: retention,
-            other.digest: Retention(),
-        }
+        assert {e.digest: e.retention for e in store.list()} == {entry.digest: retention, other.digest: Retention()}
         assert same_arrays(store, sample_payload(fill=1))
 
 

@@ -209,8 +209,7 @@ def test_failed_put_leaves_the_old_index(store: IndexStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["", "ab", "../" * 20 + "etcd", "A" * 64, "g" * 64, "0" * 63 + "\n", "0" * 1_000_000, None, 7, b"0" * 64],
+    "key", ["", "ab", "../" * 20 + "etcd", "A" * 64, "g" * 64, "0" * 63 + "\n", "0" * 1_000_000, None, 7, b"0" * 64]
 )
 def test_only_digests_are_keys(store: IndexStore, key: Any) -> None:
     calls: list[Callable[[Any], object]] = [

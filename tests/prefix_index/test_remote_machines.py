@@ -16,16 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefix_index import (
-    ArrayKey,
-    IndexCorrupt,
-    IndexNotFound,
-    IndexPayload,
-    InvalidPayload,
-    Retention,
-    namespace_digest,
-    page_hashes,
-)
+from prefix_index import ArrayKey, IndexCorrupt, IndexNotFound, IndexPayload, Retention, namespace_digest, page_hashes
 from prefix_index.remote import ObjectBlobs, RemoteStore, claims
 from prefix_index.remote.values import LEASE, LEASES, unpack_record
 from prefix_index.testing import sample_identity, sample_model, sample_payload
@@ -65,9 +56,8 @@ def test_a_report_hides_a_generation_here_and_not_the_one_that_replaced_it_elsew
         one.put(sample_payload(fill=1))
         two.get(DIGEST).close()
         two.report(DIGEST, error)
-        for call in (two.get, two.get_on_demand):
-            with pytest.raises(IndexCorrupt, match=f"{DIGEST}: a test: expected a, found b"):
-                call(DIGEST)
+        with pytest.raises(IndexCorrupt, match=f"{DIGEST}: a test: expected a, found b"):
+            two.get(DIGEST)
         assert [p.error for p in two.problems()] == [error]
         assert one.contains(DIGEST)
         one.put(sample_payload(fill=2))
@@ -274,69 +264,6 @@ def big_payload(fill: int = 1) -> IndexPayload:
         for head in range(4)
     }
     return IndexPayload(sample_identity(), arrays)
-
-
-def test_a_rank_fetches_only_its_own_heads() -> None:
-    blobs = Counting("memory:///")
-    with machine(blobs) as store:
-        nbytes = store.put(big_payload()).nbytes
-        blobs.nbytes = 0
-        with store.get_on_demand(DIGEST) as index:
-            header = blobs.nbytes
-            assert header < 20_000
-            out = np.empty((64, 512), np.uint8)
-            for key in index.select(kv_heads=[2]):
-                index.read_into(key, out)
-                assert (out == 1 + 10 * key.layer + 2).all()
-            assert blobs.nbytes - header == 4 * out.nbytes < nbytes / 3
-            index.verify()
-            assert blobs.nbytes > nbytes
-        with store.get(DIGEST) as whole:
-            assert whole.identity == sample_identity()
-
-
-def test_bulk_reads_of_ranges(store: RemoteStore) -> None:
-    store.put(big_payload())
-    with store.get_on_demand(DIGEST) as index:
-        keys = index.select(kv_heads=[1, 2])
-        for key, array in index.read_many(keys).items():
-            assert (array == 1 + 10 * key.layer + key.kv_head).all()
-        with pytest.raises(InvalidPayload, match=r"direct read: expected a file, found an index on another machine"):
-            index.read_many(keys, direct=True)
-
-
-def test_ranges_are_checked_by_the_arrays_own_checksum(store: RemoteStore, blobs: ObjectBlobs) -> None:
-    store.put(big_payload())
-    index = store.get_on_demand(sample_identity())
-    damage(blobs, chunks_of(blobs)[5], flip(8 * 5000))
-    bad = 0
-    for key in index.keys:
-        out = np.empty((64, 512), np.uint8)
-        try:
-            index.read_into(key, out)
-            assert (out == 1 + 10 * key.layer + key.kv_head).all()
-        except IndexCorrupt:
-            bad += 1
-    assert bad == 1
-    with pytest.raises(IndexCorrupt):
-        index.verify()
-
-
-def test_an_open_range_reader_survives_what_this_store_does_and_tells_what_others_did(blobs: ObjectBlobs) -> None:
-    with machine(blobs) as mine, machine(blobs) as other:
-        mine.put(big_payload(1))
-        with mine.get_on_demand(DIGEST) as kept:
-            mine.put(big_payload(2))
-            kept.verify()
-            assert kept.array("csa.k", 0, 0)[0, 0] == 1
-        with mine.get_on_demand(DIGEST) as kept:
-            assert mine.delete(DIGEST)
-            kept.verify()
-        mine.put(big_payload(3))
-        with mine.get_on_demand(DIGEST) as index:
-            other.delete(DIGEST)
-            with pytest.raises(IndexNotFound, match="chunk 0 gone"):
-                index.array("csa.k", 0, 0)
 
 
 # Leases

@@ -16,14 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from prefix_index import (
-    IndexCorrupt,
-    IndexForeign,
-    IndexFormatError,
-    IndexNotFound,
-    IndexStore,
-    IndexTooNew,
-)
+from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexStore, IndexTooNew
 from prefix_index.remote import BlobMissing, BlobsFailed, BlobTooShort, ObjectBlobs, RemoteStore
 from prefix_index.remote.values import CHUNK, HEADER, ChunkedBuffer, check_header, value_header
 from prefix_index.testing import sample_identity, sample_payload

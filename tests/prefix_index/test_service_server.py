@@ -11,21 +11,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from prefix_index import InvalidPayload, StoreFolderError, StoreUnavailable
-from prefix_index.service import Depot, Limits, ServedFolder, StoreClient, StoreServer, messages, server
-from prefix_index.service.depot import _leases
+from prefix_index import FileStore, InvalidPayload, StoreFolderError
+from prefix_index.service import Limits, StoreClient, StoreServer, messages
 from prefix_index.service.endpoint import SocketPlace, socket_path
-from prefix_index.service.reservations import Reservations
+from prefix_index.service.server import _leases
 from prefix_index.testing import sample_identity, sample_payload
 from sglang_ext.cli.store import memory_name
+from tests.prefix_index.copied_stores import eventually
 from tests.prefix_index.faults.service_process import Service
-from tests.prefix_index.machine import Clock
-from tests.prefix_index.served_stores import PROMPT, eventually, patient, served
+from tests.prefix_index.served_stores import PROMPT, patient, served
 
 
 @pytest.fixture
@@ -35,75 +33,32 @@ def process(tmp_path: Path) -> Iterator[Service]:
         yield service
 
 
-def test_a_service_with_no_free_worker_says_so(tmp_path: Path) -> None:
-    limits = Limits(jobs=0)
-    with served(tmp_path, limits=limits) as endpoint, patient(endpoint) as client:
-        with pytest.raises(StoreUnavailable, match="expected a free worker, found 0 requests in work"):
-            client.put(sample_payload())
-        assert list(client.list()) == []
-
-
-def test_a_forgotten_connection_says_hello_again(tmp_path: Path) -> None:
-    with served(tmp_path, limits=Limits(clients=1)) as endpoint, patient(endpoint) as a, patient(endpoint) as b:
-        for client in (a, b, a, b):
-            client.put(sample_payload())
-            client.rescan()
-        assert len(a.status().clients) == 1
-
-
-def test_connections_not_heard_from_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, later = time.monotonic(), Clock(0.0)
-    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: began + later.now))
-    with served(tmp_path, limits=Limits(forget_s=1000.0)) as endpoint, patient(endpoint, name="stays") as client:
-        for _ in range(5):
-            patient(endpoint, name="goes").open()
-        quiet = patient(endpoint, name="quiet")
-        quiet.open()
-        assert len(client.status().clients) == 7
-        later.now = 900.0
-        assert len(client.status().clients) == 7
-        later.now = 1800.0
-        eventually(lambda: [c.split(",")[0].split(" ", 2)[2] for c in client.status().clients] == ["(stays)"])
-        quiet.rescan()  # says hello again by itself
-        assert len(client.status().clients) == 2
-        quiet.close()
-
-
 def test_who_was_heard_from_least_recently_is_forgotten_first(tmp_path: Path) -> None:
     with (
         served(tmp_path, limits=Limits(clients=2)) as endpoint,
         patient(endpoint, name="a") as a,
         patient(endpoint, name="b"),
     ):
-        a.rescan()
+        a.status()
         with patient(endpoint, name="c") as c:
-            assert sorted(text.split("(")[1][0] for text in c.status().clients) == ["a", "c"]
+            eventually(lambda: sorted(text.split("(")[1][0] for text in c.status().clients) == ["a", "c"])
 
 
-def test_a_sweep_looks_at_the_partial_file_whatever_a_commit_closes_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ServedFolder(tmp_path / "store", create=True) as folder:
-        reservations = Reservations(folder, grace_s=0.0)
-        held = reservations.make(sample_identity().digest, 4096)
-        inode = os.fstat(held.fd).st_ino
-        looked_at = []
+def test_a_service_that_was_restarted_hears_from_its_clients_again(tmp_path: Path, process: Service) -> None:
+    with patient(process.endpoint, name="stays") as client:
+        client.put(sample_payload(fill=1))
+        process.kill()
+        assert process.start()
 
-        def has_writer(fd: int) -> bool:
-            reservations.drop(held.name)
-            other = os.open(tmp_path / "other", os.O_CREAT | os.O_RDWR)
-            looked_at.append(os.fstat(fd).st_ino)
-            os.close(other)
-            return True
+        def heard() -> bool:
+            client.get(sample_identity()).close()
+            return any("before this service started" in text for text in client.status().clients)
 
-        monkeypatch.setattr("prefix_index.service.reservations.has_writer", has_writer)
-        reservations.sweep()
-        assert looked_at == [inode]
-        assert reservations.sizes() == []
+        eventually(heard)
 
 
 def test_leases_are_told_while_somebody_waits_for_another_lock(tmp_path: Path) -> None:
-    with ServedFolder(tmp_path / "store", create=True) as folder, (tmp_path / "lock").open("w") as lock:
+    with FileStore(tmp_path / "store", create=True) as folder, (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         wait = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX)"
         waiter = subprocess.Popen([sys.executable, "-c", wait, tmp_path / "lock"])
@@ -144,7 +99,7 @@ def test_too_long_a_path() -> None:
 
 def test_a_place_that_cannot_be_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SocketPlace, "take", lambda self: None)
-    one = StoreServer(Depot(ServedFolder(tmp_path / "store", create=True)), f"ipc://{tmp_path}/none/s")
+    one = StoreServer(FileStore(tmp_path / "store", create=True), f"ipc://{tmp_path}/none/s")
     with pytest.raises(
         StoreFolderError, match="service socket: expected a place that can be bound, found No such file"
     ):
@@ -153,9 +108,10 @@ def test_a_place_that_cannot_be_bound(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_folder_that_cannot_be_told_to_clients(tmp_path: Path) -> None:
-    depot = Depot(ServedFolder(tmp_path / "a\nb", create=True))
+    (tmp_path / "run").mkdir(mode=0o700)
+    server = StoreServer(FileStore(tmp_path / "a\nb", create=True), f"ipc://{tmp_path}/run/s")
     with pytest.raises(StoreFolderError, match="index store: expected a printable path"):
-        depot.open()
+        server.open()
 
 
 def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
@@ -250,12 +206,16 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
             client.put(sample_payload())
             lease = client.lease(sample_identity(PROMPT))
             assert lease is not None
-            told = status_of("--json")
-            status = msgspec.json.decode(told.stdout, type=messages.Status)
-            assert (status.pid, status.indexes) == (served.pid, 1)
-            assert [(t.name, t.max_bytes) for t in status.tiers] == [("dram", 1 << 20), ("ssd", 1 << 30)]
-            assert status.leases == [sample_identity(PROMPT).digest]
-            assert any("(test)" in text for text in status.clients)
+
+            def status() -> messages.Status:
+                return msgspec.json.decode(status_of("--json").stdout, type=messages.Status)
+
+            eventually(lambda: status().leases)  # it looks at its folders every two seconds
+            told = status()
+            assert (told.pid, told.indexes) == (served.pid, 1)
+            assert [(t.name, t.max_bytes) for t in told.tiers] == [("dram", 1 << 20), ("ssd", 1 << 30)]
+            assert told.leases == [sample_identity(PROMPT).digest]
+            assert any("(test)" in text for text in told.clients)
             shown = status_of()
             assert f"pid {served.pid}" in shown.stdout
             assert "1 leases held" in shown.stdout

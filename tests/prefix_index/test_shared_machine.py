@@ -10,14 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from prefix_index import (
-    FileStore,
-    IndexNotFound,
-    SharedStore,
-    StoreUnavailable,
-    link,
-    outbox,
-)
+from prefix_index import FileStore, IndexNotFound, SharedStore, StoreUnavailable, link
 from prefix_index.remote import RemoteStore
 from tests.prefix_index.machine import DEFAULT, PAGES, STEPS, TENANT, Clock, Key, StoreMachine, identity_of
 from tests.prefix_index.remote_stores import CHUNK_NBYTES
@@ -32,14 +25,13 @@ class SharedMachine(StoreMachine):
     def make(self) -> SharedStore:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(link, "FIRST_AWAY_S", 0.0)
-        self.patch.setattr(outbox, "FIRST_RETRY_S", 0.0001)
         self.clock = Clock()
         self.lost: set[str] = set()
         self.folder = Path(tempfile.mkdtemp())
         self.blobs = Shaky()
         local = FileStore(self.folder, create=True, clock=self.clock)
         over = RemoteStore(self.blobs, chunk_nbytes=CHUNK_NBYTES, timeout_s=SOON, backoff_s=0.0, clock=self.clock)
-        self.shared = SharedStore(local, over, timeout_s=SOON, rescan_s=0.0)
+        self.shared = SharedStore(local, [over], timeout_s=SOON, rescan_s=0.0)
         return self.shared
 
     def teardown(self) -> None:
@@ -62,8 +54,8 @@ class SharedMachine(StoreMachine):
         assert flushed(self.shared)
         if key in self.model:
             self.shared.local.delete(identity)
-            self.shared.rescan()
-            if not self.shared.remote.contains(identity):
+            self.shared.rescan(full=True)
+            if not self.shared.remotes[0].contains(identity):
                 self.drop(key)
 
     @precondition(lambda self: not self.blobs.fails)
@@ -76,7 +68,7 @@ class SharedMachine(StoreMachine):
                 self.blobs.delete(name)
                 self.lost.add(name.removeprefix("prefix_index/").split(".")[0])
             assert flushed(self.shared)
-            self.shared.rescan()
+            self.shared.rescan(full=True)
             for key in (*self.model, *self.reported):
                 if not self.is_here(key) and not self.shared.contains(identity_of(*key)) and not self.is_known_bad(key):
                     self.drop(key)
@@ -94,7 +86,7 @@ class SharedMachine(StoreMachine):
         for name in self.blobs.names("prefix_index"):
             if name.endswith(".lease"):  # as if the time of those that nobody could give back were over
                 self.blobs.delete(name)
-        self.shared.rescan()
+        self.shared.rescan(full=True)
 
     @rule()
     def collect(self) -> None:

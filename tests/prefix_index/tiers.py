@@ -10,12 +10,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import pytest
-
-from prefix_index import FileStore, IndexStore, MemoryStore, SharedStore
+from prefix_index import Copies, FileStore, IndexStore, SharedStore
 from prefix_index.remote import ObjectBlobs, RemoteStore
-from prefix_index.service import Depot, Limits, ServedFolder, StoreClient, StoreServer, patience
-from prefix_index.tiered import TieredStore
+from prefix_index.service import Limits, StoreClient, StoreServer
 from tests.prefix_index import mooncake_cluster, s3_server
 
 Tier: TypeAlias = Callable[[Path], AbstractContextManager[IndexStore]]
@@ -24,33 +21,18 @@ PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager
-def memory(tmp_path: Path) -> Iterator[IndexStore]:
-    yield MemoryStore(64 << 20)
-
-
-@contextlib.contextmanager
 def file(tmp_path: Path) -> Iterator[IndexStore]:
     yield FileStore(tmp_path / "store", create=True)
 
 
 @contextlib.contextmanager
-def tiered_memory_file(tmp_path: Path) -> Iterator[IndexStore]:
-    """Room for two of the suite's indexes in front."""
-    yield TieredStore(MemoryStore(100 << 10), FileStore(tmp_path / "store", create=True))
+def copied(tmp_path: Path) -> Iterator[IndexStore]:
+    """With room for two of the suite's indexes in a second folder, in real life on a tmpfs."""
+    yield FileStore(tmp_path / "store", create=True, copies=copies_in(tmp_path / "dram"))
 
 
-@contextlib.contextmanager
-def tiered_tmpfs_file(tmp_path: Path) -> Iterator[IndexStore]:
-    """A small folder, in real life in a tmpfs, in front of a large one; every get waits for its copy."""
-    fast = FileStore(tmp_path / "fast", create=True, max_bytes=150 << 10)
-    yield TieredStore(fast, FileStore(tmp_path / "store", create=True), wait="wait_complete")
-
-
-@contextlib.contextmanager
-def tiered_memory_tmpfs_file(tmp_path: Path) -> Iterator[IndexStore]:
-    """Three deep."""
-    with tiered_tmpfs_file(tmp_path) as below:
-        yield TieredStore(MemoryStore(100 << 10), below, wait="timeout", timeout_s=0.5)
+def copies_in(folder: Path, max_bytes: int = 150 << 10) -> Copies:
+    return Copies(folder, keeper=FileStore(folder, create=True, max_bytes=max_bytes))
 
 
 @contextlib.contextmanager
@@ -81,35 +63,33 @@ def remote_mooncake(tmp_path: Path) -> Iterator[IndexStore]:
 def shared_file_file(tmp_path: Path) -> Iterator[IndexStore]:
     """A folder of this machine, and one that others share."""
     local, remote = FileStore(tmp_path / "store", create=True), FileStore(tmp_path / "shared", create=True)
-    yield SharedStore(local, remote, timeout_s=PATIENCE_S)
+    with FileStore(tmp_path / "shared", create=True):
+        yield SharedStore(local, [remote], timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
 def shared_file_objects(tmp_path: Path) -> Iterator[IndexStore]:
     with remote_memory(tmp_path) as remote:
-        yield SharedStore(FileStore(tmp_path / "store", create=True), remote, timeout_s=PATIENCE_S)
+        yield SharedStore(FileStore(tmp_path / "store", create=True), [remote], timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
 def service(tmp_path: Path) -> Iterator[IndexStore]:
     """A client of a service in another thread, with both of its tiers."""
-    with serving(tmp_path) as endpoint, pytest.MonkeyPatch.context() as patch:
-        for name in ("_CONNECT_S", "_PROBE_S"):  # threads make connections of their own, which may take their time
-            patch.setattr(patience, name, PATIENCE_S)
+    with serving(tmp_path) as endpoint:
         yield StoreClient(endpoint, timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
 def serving(tmp_path: Path, fast_bytes: int = 150 << 10, **options: Any) -> Iterator[str]:
-    """A running service on ``tmp_path/store``; ``options`` are those of its durable tier. Gives the endpoint.
+    """A running service on ``tmp_path/store``; ``options`` are those of that folder. Gives the endpoint.
 
-    It collects nothing by itself and takes no writer for dead: how long a test takes does not matter.
+    It collects nothing by itself: how long a test takes does not matter.
     """
-    slow = ServedFolder(tmp_path / "store", create=True, **options)
-    fast = ServedFolder(tmp_path / "dram", create=True, max_bytes=fast_bytes)
+    slow = FileStore(tmp_path / "store", create=True, copies=copies_in(tmp_path / "dram", fast_bytes), **options)
     with tempfile.TemporaryDirectory(prefix="svc-") as folder:  # a socket's path must be short
         endpoint = f"ipc://{folder}/socket"
-        server = StoreServer(Depot(slow, fast, grace_s=3600.0), endpoint, Limits(collect_s=3600.0))
+        server = StoreServer(slow, endpoint, Limits(collect_s=3600.0))
         server.open()
         thread = threading.Thread(target=server.serve)
         thread.start()
@@ -122,11 +102,8 @@ def serving(tmp_path: Path, fast_bytes: int = 150 << 10, **options: Any) -> Iter
 
 
 TIERS: dict[str, Tier] = {
-    "memory": memory,
     "file": file,
-    "tiered-memory-file": tiered_memory_file,
-    "tiered-tmpfs-file": tiered_tmpfs_file,
-    "tiered-memory-tmpfs-file": tiered_memory_tmpfs_file,
+    "copied": copied,
     "remote-memory": remote_memory,
     "remote-file": remote_file,
     "remote-s3": remote_s3,

@@ -54,15 +54,3 @@ def test_what_stands_in_a_requests_own_tokens_is_found(
     assert after["private_keep_ratio"] == pytest.approx(sparse_config["keep_ratio"], abs=0.01)
     assert result.dense > 0.8, f"the model does not answer the dense questions: {result}"
     assert result.difference >= -0.04, result
-
-
-def test_an_answer_that_grows_past_the_limit_in_dense_layers_equals_dense(
-    serve: Any, store: Any, sparse_config: Any, texts: Any
-) -> None:
-    config = {**sparse_config, "layer_plan": ["dense"] * 6, "min_top_k": 16, "private_dense_tokens": 64}
-    server = serve(store, config)
-    prompt, steps = texts.ask(texts.first, 0), 200
-    dense = server.generate(prompt, steps, sparse=False)
-    batch = server.together([lambda: server.generate(prompt, steps) for _ in range(2)])
-    assert [answer.ids for answer in batch] == [dense.ids] * 2
-    assert server.settled()["private_keep_ratio"] == 1.0

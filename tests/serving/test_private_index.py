@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -152,6 +153,34 @@ def test_a_server_goes_by_the_setting(make_bench: Callable[..., Any]) -> None:
     assert runtime.snapshot()["private_keep_ratio"] == pytest.approx(16 / 32)
     runtime.slot_freed(request, 0, finished=False)
     assert attachment.private is None
+    runtime.close()
+
+
+def test_what_has_grown_goes_before_what_replaces_it_is_made(
+    make_bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Device memory is promised for the indexes of one step, not of two."""
+    fields = {"layer_plan": ["anchor"] * LAYERS, "prefetch_policy": "wait_complete", "top_k": 8}
+    bench = make_bench(method="token_index", private_dense_tokens=32, **fields)
+    bench.put(PROMPT)
+    runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
+    requests = [Request(), Request()]
+    for number, request in enumerate(requests):
+        runtime.admit(request, str(number), [*PROMPT, number], NAMESPACE)
+    made: WeakSet[PrivateIndex] = WeakSet()
+    there: list[list[int]] = []
+    complete = PrivateIndex.complete
+
+    def noted(own: PrivateIndex, *args: Any) -> None:
+        there.append(sorted(one.prefix_len for one in made if one.is_complete))
+        made.add(own)
+        complete(own, *args)
+
+    monkeypatch.setattr(PrivateIndex, "complete", noted)
+    for own in (40, 45, 50):
+        with runtime.step(_decode_batch(runtime, ["0", "1"], [len(PROMPT) + own] * 2)):
+            pass
+    assert there == [[], [16], [], [32]]
     runtime.close()
 
 

@@ -194,14 +194,18 @@ def test_a_step_that_fails_leaves_no_plan_behind(start: Any) -> None:
 
 
 def test_the_twins_of_one_id_are_dense_and_give_their_index_back(start: Any) -> None:
-    runtime, one, two = start([PROMPT]), Request(), Request()
+    """Whoever else is in the batch keeps its index; `_step` compares all rows with dense attention."""
+    runtime, one, two, other = start([PROMPT]), Request(), Request(), Request()
     runtime.admit(one, "same", [*PROMPT, 7], NAMESPACE)
     runtime.admit(two, "same", [*PROMPT, 8], NAMESPACE)
     assert runtime.residency.num_users() == 0
     assert _step(runtime, _decode_batch(runtime, ["same", "same"], [66, 66])) == [None] * LAYERS
-    assert set(runtime.snapshot()["fallbacks"]) == {"unsupported_mode"}
-    runtime.slot_freed(one, 0, finished=True)
-    runtime.slot_freed(two, 1, finished=True)
+    runtime.admit(other, "other", [*PROMPT, 9], NAMESPACE)
+    assert None not in _step(runtime, _decode_batch(runtime, ["same", "same", "other"], [67, 67, 66]))
+    state = runtime.snapshot()
+    assert (state["fallbacks"], state["sparse_rows"], state["dense_rows"]) == ({"unsupported_mode": 1}, 1, 4)
+    for request, row in ((one, 0), (two, 1), (other, 2)):
+        runtime.slot_freed(request, row, finished=True)
     assert runtime.snapshot()["requests"] == 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -154,6 +156,24 @@ def test_fewer_groups_have_lists_where_there_are_many_anchors(
     server.step([1, 2])
     with pytest.raises(AssertionError):
         server.step([1, 2, 3])  # three groups: not planned
+
+
+def test_without_decode_graphs_every_request_of_a_batch_may_have_an_index_of_its_own() -> None:
+    assert Server(CPU, 20, kernels=False).sparse._max_groups == 20
+
+
+def test_an_index_that_nobody_uses_any_more_is_not_held() -> None:
+    """An evicted one would keep its memory until the next sparse step, for which there may be none."""
+    server = Server(CPU, kernels=False)
+    slots, index = server.prefix(210)
+    server.join(1, slots, index, 4)
+    server.step([1])
+    gone = weakref.ref(index)
+    server.leave(1)
+    server.groups, server.before = [], []
+    del index
+    gc.collect()
+    assert gone() is None
 
 
 def test_methods_that_decode_graphs_cannot_hold_are_named() -> None:

@@ -77,7 +77,7 @@ class Batches:
             rids=[f"r{row}" for row in rows], batch_size=len(rows) + beams, seq_lens_cpu=lens, seq_lens=lens,
             req_pool_indices=torch.tensor(rows),
         )  # fmt: skip
-        step = self.steps.prepare(forward, lambda one: self.index if index else None)
+        step = self.steps.prepare(forward, lambda one, **_: self.index if index else None)
         path = None if step is None else step.path
         assert path is None or path in self.steps.paths_of(len(rows)), "a graph that was never captured"
         return path

@@ -287,13 +287,17 @@ def test_a_remote_store_that_is_not_there_does_not_stop_the_start(
 
 
 def test_an_index_of_a_shared_folder_is_served_and_kept_on_this_machine(
-    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], tmp_path: Path
+    make_bench: Callable[..., Any],
+    start: Callable[..., SparseRuntime],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = make_bench()
     entry = bench.put(PROMPT)
     (tmp_path / "mine").mkdir()
     shared = f"file://{bench.store.folder}"
     runtime = start(tmp_path / "mine", store_remote=shared, store_wait="wait_complete")
+    assert "store_wait='wait_complete' has no effect any more" in caplog.text
     assert _decodes_sparsely(runtime, "a", PROMPT)
     copy = tmp_path / "mine" / Path(entry.path).relative_to(bench.store.folder)
     assert copy.read_bytes() == Path(entry.path).read_bytes()
@@ -315,7 +319,7 @@ def test_what_is_built_goes_to_the_remote_store_and_is_read_back(
     assert _report(report)[0]["status"] == "built"
     assert _decodes_sparsely(runtime, "b", PROMPT)
     assert runtime.store.flush(60)
-    assert len(runtime.store.remote.list()) == 1
+    assert len(runtime.store.remotes[0].list()) == 1
     states: list[dict[str, Any]] = []
 
     def in_time() -> bool:

@@ -2,7 +2,6 @@
 
 A cache that may lose, never the only copy: keep what must not be lost in a ``FileStore`` (``SharedStore`` composes
 the two). What comes back is whole and checked, or it is a miss with a reason, within a bounded time.
-docs/remote-tiers.md is the page about it.
 """
 
 from __future__ import annotations
@@ -10,35 +9,36 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from ..errors import (
-    IndexFormatError,
-    IndexNotFound,
-    IndexStoreError,
-    StoreClosed,
-    StoreFull,
-    StoreUnavailable,
-)
+from ..catalog import Catalog, CatalogStore, inconsistent
+from ..errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError, StoreFull, StoreUnavailable
 from ..eviction import has_expired
 from ..format import Entry
-from ..keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint
+from ..keys import IndexIdentity
 from ..reader import IndexFile, check_identity
-from ..store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
+from ..store import BuildLease, IndexEntry, IndexLookup, Retention, digest_of
 from ..writer import IndexPayload, IndexWriter
 from .blobs import Blobs
-from .books import Books
 from .calls import Calls
 from .claims import SharedLeases
-from .ondemand import OnDemandSource
 from .transfer import Found, Values, not_found
 from .values import ChunkedBuffer, Manifest, check_chunk_nbytes, generation_time, new_generation
 
 
-class RemoteStore:
+class _Bad(NamedTuple):
+    """The generation that a problem is about (None: look again whenever something changed). What a reader
+    ``reported`` stands; what ``get`` found itself it looks at again.
+    """
+
+    generation: str | None
+    reported: bool = False
+
+
+class RemoteStore(CatalogStore):
     """An ``IndexStore`` on a ``Blobs``. Any number of machines may use one ``folder`` of one store.
 
     ``timeout_s``     seconds that one request (at most one chunk) may take; after one that took longer, every call
@@ -50,9 +50,11 @@ class RemoteStore:
     ``clock``         gives the seconds since the Unix epoch by which indexes expire and writers date their chunks
 
     ``put`` holds one container in memory while it writes; ``get`` returns an index that lies in memory as a whole.
-    ``get_on_demand`` leaves the bytes where they are. ``open`` raises StoreUnavailable when nothing answers. Look-ups
-    see what this object put or read, and what other machines did after ``rescan()``.
+    ``open`` raises StoreUnavailable when nothing answers. Look-ups see what this object put or read, and what other
+    machines did after ``rescan()``.
     """
+
+    kind = "remote"
 
     def __init__(
         self,
@@ -66,18 +68,23 @@ class RemoteStore:
         grace_s: float = 3600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        super().__init__()
         self.folder = folder
+        self.catalog = Catalog(clock)
         self._blobs = blobs
         self._timeout_s, self._grace_s, self._clock = timeout_s, grace_s, clock
         self._chunk_nbytes = check_chunk_nbytes(chunk_nbytes)
         self._calls = Calls(blobs.name, timeout_s=timeout_s, backoff_s=backoff_s)
         self._values = Values(blobs, self._calls, folder)
         self._leases = SharedLeases(self._values, ttl_s=lease_ttl_s)
-        self._books = Books(clock)
         self._swap = threading.RLock()  # one change of a manifest at a time
         self._opening = threading.Lock()
-        self._streams: weakref.WeakSet[OnDemandSource] = weakref.WeakSet()
-        self._is_open = False
+        self._scanning = threading.Lock()
+        self._manifests: dict[str, Manifest] = {}
+        self._bad: dict[str, _Bad] = {}
+        self._seen: dict[str, Found] = {}
+        self._touched: set[str] = set()
+        """What this process learned of since a listing began: newer than the listing, which says nothing of it then."""
 
     def open(self) -> None:
         with self._opening:
@@ -90,7 +97,7 @@ class RemoteStore:
                 self._scan(full=True)
             except BaseException:
                 self._calls.close(self._blobs.close)
-                self._books.clear()
+                self._clear()
                 raise
             self._is_open = True
 
@@ -99,14 +106,7 @@ class RemoteStore:
             if self._is_open:
                 self._is_open = False
                 self._calls.close(self._blobs.close)
-                self._books.clear()
-
-    def __enter__(self) -> RemoteStore:
-        self.open()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+                self._clear()
 
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         """As in the protocol, and: when the store stops answering while the manifest is written, either the old or
@@ -126,41 +126,51 @@ class RemoteStore:
             chunks=buffer.seal(digest, generation),
             retention=retention or Retention(),
         )
-        with self._undone(lambda: self._drop_chunks(manifest)):
+        with self._undone(manifest):
             self._values.upload(digest, generation, buffer)
             if not self._values.is_whole(manifest):
                 found = f"parts of its {manifest.nbytes} bytes evicted while the rest was written"
                 remedy = "add room to the store, or put smaller indexes"
                 raise StoreFull(self._blobs.name, expected="room for the index", found=found, remedy=remedy)
         with self._swap:
-            with self._undone(lambda: self._drop_chunks(manifest)):
+            with self._undone(manifest):
                 old = self._current(digest)
             if retention is None and isinstance(old, Manifest) and not self._is_expired(old):
                 manifest = msgspec.structs.replace(manifest, retention=old.retention)
             self._values.put_manifest(manifest)
-            self._books.learn(manifest)
+            self._learn(manifest)
         if isinstance(old, Manifest):
             self._drop_chunks(old)
         return manifest.listed
 
     def get(self, key: IndexLookup) -> IndexFile:
         """As in the protocol; the index is downloaded as a whole. Raises StoreUnavailable, too."""
-        return self._get(key, lambda manifest: IndexFile.from_buffer(self._values.download(manifest)))
-
-    def get_on_demand(self, key: IndexLookup) -> IndexFile:
-        """As ``get``, but only the header comes now; ``read_into`` and ``read_many`` fetch the arrays they are asked
-        for, ``array`` the whole index once. So one layer, or one rank's heads, costs its own bytes.
-
-        Until then it lives with its remote values: when another machine deletes or replaces the index, later reads
-        raise IndexNotFound; when this object does, it is downloaded before.
-        """
-
-        def attach(manifest: Manifest) -> IndexFile:
-            source = OnDemandSource(self._values, manifest)
-            self._streams.add(source)
-            return IndexFile(source)
-
-        return self._get(key, attach)
+        digest = digest_of(key)
+        self._check_open()
+        manifest: Manifest | None = None
+        try:
+            manifest = self._values.manifest(digest)
+            while True:
+                self._check_offered(digest, manifest)
+                try:
+                    index = IndexFile.from_buffer(self._values.download(manifest))
+                    check_identity(manifest.entry.identity, index.identity)
+                    break
+                except (IndexNotFound, IndexFormatError):
+                    # Another machine may have replaced it under our hands: then there is a new one to try.
+                    failed, manifest = manifest, self._values.manifest(digest)
+                    if manifest.generation == failed.generation:
+                        raise
+        except (IndexNotFound, IndexFormatError) as err:
+            self._take_failure(digest, manifest, err)
+            raise
+        if self._manifests.get(digest) != manifest:
+            self._learn(manifest, unless_bad=True)
+        with self._lock:
+            self.catalog.gave(digest, manifest.generation)
+        if isinstance(key, IndexIdentity):
+            check_identity(key, index.identity)
+        return index
 
     def contains(self, key: IndexLookup) -> bool:
         """As in the protocol: manifest and lengths of all chunks are asked for. False, too, when nobody answers."""
@@ -168,9 +178,7 @@ class RemoteStore:
         self._check_open()
         try:
             manifest = self._values.manifest(digest)
-            return (
-                not self._is_expired(manifest) and not self._books.is_bad(manifest) and self._values.is_whole(manifest)
-            )
+            return not self._is_expired(manifest) and not self._is_bad(manifest) and self._values.is_whole(manifest)
         except IndexStoreError:
             return False
 
@@ -182,7 +190,7 @@ class RemoteStore:
             old = self._current(digest)
             if old is not None:
                 self._values.remove_manifest(digest)
-            self._books.forget(digest)
+            self._forget(digest)
         if isinstance(old, Manifest):
             self._drop_chunks(old)
         elif old is not None:
@@ -199,7 +207,7 @@ class RemoteStore:
                 raise not_found(digest, "one that has expired", "build it again")
             manifest = msgspec.structs.replace(manifest, retention=retention)
             self._values.put_manifest(manifest)
-            self._books.learn(manifest, unless_bad=True)
+            self._learn(manifest, unless_bad=True)
         return manifest.listed
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
@@ -211,7 +219,7 @@ class RemoteStore:
         return self._leases.acquire(digest)
 
     def prefetch(self, key: IndexLookup) -> None:
-        """Nothing to do: a faster tier above this one brings indexes nearer."""
+        """Nothing to do: a folder in front of this store brings indexes nearer."""
         digest_of(key)
         self._check_open()
 
@@ -221,18 +229,19 @@ class RemoteStore:
         """
         self._check_open()
         found = self._scan(full=False)
-        with self._books.lock:
+        with self._lock:
             now = self._clock()
-            expired = [d for d, entry in self._books.catalog.all_held() if has_expired(entry.retention, now)]
-            lost = self._books.incomplete()
+            due = [(d, self._is_expired) for d, e in self.catalog.all_held() if has_expired(e.retention, now)]
+            lost = [d for d, error in self.catalog.problems.items() if isinstance(error, IndexNotFound)]
+            due += [(d, lambda manifest: not self._values.is_whole(manifest)) for d in lost]
         removed = []
-        for digest, is_due in (*((d, self._is_expired) for d in expired), *((d, self._is_lost) for d in lost)):
+        for digest, is_due in due:
             with self._swap:
                 manifest = self._current(digest)
                 if not isinstance(manifest, Manifest) or not is_due(manifest):
                     continue
                 self._values.remove_manifest(digest)
-                self._books.forget(digest)
+                self._forget(digest)
             self._drop_chunks(manifest)
             removed.append(manifest.listed)
         for digest, names in found.items():
@@ -241,23 +250,14 @@ class RemoteStore:
                 self._leases.remove_expired(digest, grace_s=self._grace_s)
         return sorted(removed, key=lambda entry: entry.digest)
 
-    def list(self) -> Sequence[IndexEntry]:
-        self._check_open()
-        with self._books.lock:
-            return self._books.catalog.entries()
-
-    def problems(self) -> Sequence[Problem]:
-        self._check_open()
-        return self._books.problems()
-
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
         """As in the protocol. Where the index has to be read first and cannot be, the report is not believed."""
         digest = digest_of(key)
         self._check_open()
-        manifest = self._books.offered(digest)
+        manifest = self._manifests.get(digest)
         if manifest is None or self._is_expired(manifest):
             return
-        if not self._books.gave_only(manifest):
+        if not self.catalog.gave_only(digest, manifest.generation):
             try:
                 IndexFile.from_buffer(self._values.download(manifest)).verify()
                 return
@@ -265,33 +265,10 @@ class RemoteStore:
                 return
             except IndexFormatError as err:
                 error = err
-        self._books.report(manifest, error)
-
-    def longest(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        model: ModelFingerprint,
-        profile_digest: str,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> IndexEntry | None:
-        self._check_open()
-        with self._books.lock:
-            return self._books.catalog.longest(namespace, page_hashes, model, profile_digest, page_tokens)
-
-    def near_miss(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        model: ModelFingerprint,
-        profile_digest: str,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> str | None:
-        self._check_open()
-        with self._books.lock:
-            return self._books.catalog.near_miss(namespace, page_hashes, model, profile_digest, page_tokens)
+        with self._lock:
+            known = self._manifests.get(digest)
+            if known is not None and known.generation == manifest.generation:
+                self._hide(digest, error, _Bad(manifest.generation, reported=True))
 
     def rescan(self, *, full: bool = False) -> None:
         """Lists the names; reads the manifests that are new, or all with ``full``. Raises StoreUnavailable; then the
@@ -304,47 +281,106 @@ class RemoteStore:
         """As in the protocol: books against manifests. Meaningful while no other machine writes, or evicts."""
         self._check_open()
         found = self._scan(full=False)
-        self._books.check_integrity(self._values.manifests([d for d, names in found.items() if names.tag is not None]))
+        outcomes = self._values.manifests([d for d, names in found.items() if names.tag is not None])
+        with self._lock:
+            self.catalog.check_integrity()
+            there = {d: m for d, m in outcomes.items() if isinstance(m, Manifest) and d not in self._bad}
+            if self._manifests != there:
+                raise inconsistent("manifests", there, self._manifests)
+            held, listed = dict(self.catalog.all_held()), {d: m.listed for d, m in there.items()}
+            if held != listed:
+                raise inconsistent("entries", listed, held)
 
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise StoreClosed("remote store", expected="open", found="closed", remedy="call open() first")
+    # ---- what it knows without asking ----
 
-    def _get(self, key: IndexLookup, opener: Callable[[Manifest], IndexFile]) -> IndexFile:
-        digest = digest_of(key)
-        self._check_open()
-        manifest: Manifest | None = None
-        try:
-            manifest = self._values.manifest(digest)
-            while True:
-                reported = self._books.verdict(manifest)
-                if reported is not None:
-                    raise reported.at(digest)
-                if self._is_expired(manifest):
-                    raise not_found(digest, "one that has expired", "build it again")
-                try:
-                    index = opener(manifest)
-                    check_identity(manifest.entry.identity, index.identity)
-                    break
-                except (IndexNotFound, IndexFormatError):
-                    # Another machine may have replaced it under our hands: then there is a new one to try.
-                    failed, manifest = manifest, self._values.manifest(digest)
-                    if manifest.generation == failed.generation:
-                        raise
-        except (IndexNotFound, IndexFormatError) as err:
-            if manifest is not None and self._books.verdict(manifest) is not None:
-                pass  # what was reported stands
-            elif isinstance(err, IndexFormatError):
-                self._books.add_problem(digest, err, manifest)
+    def _clear(self) -> None:
+        with self._lock:
+            self.catalog.clear()
+            for book in (self._manifests, self._bad, self._seen, self._touched):
+                book.clear()
+
+    def _learn(self, manifest: Manifest, *, unless_bad: bool = False) -> None:
+        """There is an index of this manifest. ``unless_bad``: if this generation is a problem, it stays one."""
+        digest = manifest.entry.identity.digest
+        with self._lock:
+            if unless_bad and self._is_bad(manifest):
+                return
+            self._forget(digest)
+            self.catalog.add(digest, manifest.listed)
+            self._manifests[digest] = manifest
+
+    def _forget(self, digest: str) -> None:
+        with self._lock:
+            self._touched.add(digest)
+            self.catalog.remove(digest)
+            for book in (self._seen, self._bad, self.catalog.problems, self._manifests):
+                book.pop(digest, None)
+
+    def _hide(self, digest: str, error: IndexStoreError, bad: _Bad) -> None:
+        """The index is offered no more, until another generation of it comes."""
+        with self._lock:
+            self._forget(digest)
+            self.catalog.problems[digest] = error
+            self._bad[digest] = bad
+
+    def _is_bad(self, manifest: Manifest, *, reported: bool = False) -> bool:
+        """Whether this generation of the index is a problem; one that was ``reported``, even."""
+        bad = self._bad.get(manifest.entry.identity.digest)
+        return bad is not None and bad.generation == manifest.generation and bad.reported >= reported
+
+    def _check_offered(self, digest: str, manifest: Manifest) -> None:
+        """Raises what was reported about this generation; IndexNotFound for one that has expired."""
+        with self._lock:
+            if self._is_bad(manifest, reported=True):
+                raise self.catalog.problems[digest].at(digest)
+        if self._is_expired(manifest):
+            raise not_found(digest, "one that has expired", "build it again")
+
+    def _take_failure(self, digest: str, manifest: Manifest | None, error: IndexStoreError) -> None:
+        """After a failed get: what was reported stands, what is damaged is a problem, what is gone is forgotten."""
+        with self._lock:
+            if manifest is not None and self._is_bad(manifest, reported=True):
+                return
+            if isinstance(error, IndexFormatError):
+                known = manifest or self._manifests.get(digest)
+                self._hide(digest, error, _Bad(None if known is None else known.generation))
             elif manifest is None or not self._is_expired(manifest):
-                self._books.forget(digest)
-            raise
-        if not self._books.is_known(manifest):
-            self._books.learn(manifest, unless_bad=True)
-        self._books.gave(manifest)
-        if isinstance(key, IndexIdentity):
-            check_identity(key, index.identity)
-        return index
+                self._forget(digest)
+
+    def _scan(self, *, full: bool) -> dict[str, Found]:
+        with self._scanning:
+            with self._lock:
+                self._touched.clear()
+            found, strays = self._values.listing()
+            with self._lock:
+                there = {d: names for d, names in found.items() if names.tag is not None}
+                news = [d for d, names in there.items() if full or self._seen.get(d) != names]
+            outcomes = self._values.manifests(news)
+            with self._lock:
+                for digest in {*self._manifests, *self._bad} - there.keys() - self._touched:
+                    self._forget(digest)
+                touched = set(self._touched)
+                for digest, outcome in outcomes.items():
+                    if digest not in touched:
+                        self._take_in(digest, outcome, found[digest])
+                        self._seen[digest] = found[digest]
+                for name in strays:
+                    self.catalog.problems[name] = _stray(name)
+        return found
+
+    def _take_in(self, digest: str, outcome: Manifest | IndexNotFound | IndexFormatError, names: Found) -> None:
+        if isinstance(outcome, IndexNotFound):
+            self._forget(digest)
+        elif isinstance(outcome, IndexFormatError):
+            self._hide(digest, outcome, _Bad(None))
+        elif names.is_whole(outcome):
+            self._learn(outcome, unless_bad=True)
+        else:
+            there = len(names.chunks.get(outcome.generation, ()))
+            found = f"{there} of its {len(outcome.chunks)} chunks (evicted, or lost with their machine)"
+            self._hide(digest, not_found(digest, found, "build it again; collect() removes the rest"), _Bad(None))
+
+    # ---- what it asks ----
 
     def _current(self, digest: str) -> Manifest | IndexFormatError | None:
         try:
@@ -354,32 +390,19 @@ class RemoteStore:
         except IndexFormatError as err:
             return err
 
-    def _scan(self, *, full: bool) -> dict[str, Found]:
-        begun = self._books.begin_scan()
-        found, strays = self._values.listing()
-        outcomes = self._values.manifests(self._books.news(found, full=full))
-        self._books.end_scan(begun, found, outcomes, strays)
-        return found
-
     def _is_expired(self, manifest: Manifest) -> bool:
         return has_expired(manifest.retention, self._clock())
 
-    def _is_lost(self, manifest: Manifest) -> bool:
-        return not self._values.is_whole(manifest)
-
     def _drop_chunks(self, manifest: Manifest) -> None:
         """Removes the chunks of a generation that no manifest names any more. What fails, ``collect`` removes."""
-        for source in tuple(self._streams):
-            if source.manifest.generation == manifest.generation:
-                with contextlib.suppress(IndexStoreError):
-                    source.mapping()
         with contextlib.suppress(IndexStoreError):
             digest = manifest.entry.identity.digest
             self._values.remove_chunks(digest, manifest.generation, range(len(manifest.chunks)))
 
-    def _drop_generations(self, digest: str, names: Found | None) -> None:
+    def _drop_generations(self, digest: str, names: Found | None, *, keep: str | None = None) -> None:
         for generation, indexes in {} if names is None else names.chunks.items():
-            self._values.remove_chunks(digest, generation, sorted(indexes))
+            if generation != keep:
+                self._values.remove_chunks(digest, generation, sorted(indexes))
 
     def _drop_orphans(self, digest: str, names: Found) -> None:
         before = self._clock() - self._grace_s
@@ -388,13 +411,17 @@ class RemoteStore:
             current = self._current(digest)
             if not isinstance(current, IndexFormatError):
                 keep = None if current is None else current.generation
-                rest = {g: indexes for g, indexes in old.items() if g != keep}
-                self._drop_generations(digest, names._replace(chunks=rest))
+                self._drop_generations(digest, names._replace(chunks=old), keep=keep)
 
     @contextlib.contextmanager
-    def _undone(self, undo: Callable[[], None]) -> Iterator[None]:
+    def _undone(self, manifest: Manifest) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            undo()
+            self._drop_chunks(manifest)
             raise
+
+
+def _stray(name: str) -> IndexForeign:
+    remedy = "give the store a folder of its own"
+    return IndexForeign("name in the store's folder", expected="one of ours", found=name[:100], remedy=remedy)

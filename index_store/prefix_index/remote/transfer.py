@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -162,19 +162,6 @@ class Values:
         with self.asking():
             self._calls.run_all([partial(fetch, i) for i in range(len(manifest.chunks))])
         return buffer
-
-    def read(self, manifest: Manifest, offset: int, out: memoryview) -> None:
-        """One stretch of the container, unchecked. Raises IndexNotFound, IndexCorrupt."""
-        digest, step = manifest.entry.identity.digest, manifest.chunk_nbytes
-        calls: list[Callable[[], None]] = []
-        done = 0
-        while done < len(out):
-            index, within = divmod(offset + done, step)
-            part = out[done : done + step - within]
-            calls.append(partial(self._read, digest, manifest.generation, index, HEADER.size + within, [part]))
-            done += len(part)
-        with self.asking():
-            self._calls.run_all(calls)
 
     def is_whole(self, manifest: Manifest) -> bool:
         """Whether all chunks are there and have their lengths; their bytes are not read."""

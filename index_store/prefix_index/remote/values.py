@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..errors import IndexForeign, IndexStoreError, IndexTooNew
+from ..errors import IndexForeign, IndexTooNew
 from ..format import ALIGN, MAX_NBYTES, Entry, aligned, corrupt
 from ..store import IndexEntry, Retention
 
@@ -223,8 +223,3 @@ def check_chunk_nbytes(chunk_nbytes: int) -> int:
     if chunk_nbytes <= 0 or aligned(chunk_nbytes) != chunk_nbytes:
         raise ValueError(f"chunk_nbytes: expected a positive multiple of {ALIGN}, found {chunk_nbytes}")
     return chunk_nbytes
-
-
-def is_damage(error: IndexStoreError) -> bool:
-    """Whether the value itself is wrong, not the way to it."""
-    return error.reason == "index_corrupt"

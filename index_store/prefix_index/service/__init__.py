@@ -1,13 +1,11 @@
-"""One process that keeps the DRAM and SSD tiers of a host for all others: ``sglang-ext store serve``
-(docs/store-service.md).
+"""One process that keeps the DRAM and SSD folders of a host for all others: ``sglang-ext store serve`` (docs/store.md).
 
-``StoreClient`` is an ``IndexStore``. Messages go over a Unix socket; indexes never do: clients map the files.
+``StoreClient`` is a ``FileStore`` of the folder that the service names. Indexes never go over its socket.
 """
 
 from .client import StoreClient
-from .depot import Depot
-from .folder import ServedFolder
+from .endpoint import raise_descriptor_limit
 from .messages import Status, TierStatus
 from .server import Limits, StoreServer
 
-__all__ = ["Depot", "Limits", "ServedFolder", "Status", "StoreClient", "StoreServer", "TierStatus"]
+__all__ = ["Limits", "Status", "StoreClient", "StoreServer", "TierStatus", "raise_descriptor_limit"]

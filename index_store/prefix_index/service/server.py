@@ -1,4 +1,4 @@
-"""The service's loop: one thread reads requests and sends answers and never waits for a disk or for a client."""
+"""The service's loop: one thread reads requests and sends answers, and never waits for a disk or for a client."""
 
 from __future__ import annotations
 
@@ -8,58 +8,53 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, OrderedDict, deque
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import zmq
 
+from ..catalog import CatalogStore
+from ..copies import Copies
 from ..errors import IndexStoreError, StoreFolderError
-from .admission import Admission
-from .depot import Depot
-from .endpoint import SocketPlace, socket_path
+from ..file import FileStore
+from ..folder import check_apart, come_back, is_shard
+from ..lease import LEASE
+from ..text import printable
+from .endpoint import Admission, SocketPlace, socket_path
 from .messages import (
     ID_NBYTES,
     MAX_REQUEST_NBYTES,
+    MAX_TEXT,
     PROTOCOL,
     Answer,
     BadMessageError,
-    Changes,
-    Done,
     Failed,
-    GetStatus,
     Hello,
-    HelloFirst,
-    Locate,
-    Located,
-    Ping,
-    Prefetch,
     Request,
     Status,
+    TierStatus,
+    Used,
     Welcome,
     decode_request,
     encode,
-    error_text,
-    unavailable,
 )
 
 log = logging.getLogger("prefix_index.service")
+_MAX_SEEN: Final = 10_000
+_WANT_AGAIN_S: Final = 10.0
 
 
 class Limits(NamedTuple):
     """Bounds of the service's memory and of its patience. Times are seconds."""
 
-    workers: int = 3
-    jobs: int = 256
-    """Requests that wait for a worker; further ones are told that the service is busy."""
-    jobs_per_client: int = 32
     connections: int = 4096
     """Connections at a time, fewer where this process may not have as many descriptors; further ones are refused."""
     clients: int = 4096
-    """Connections remembered, those last heard from; one that was forgotten says hello again."""
-    forget_s: float = 900.0
-    """Connections not heard from for so long are forgotten: most are of processes that are gone."""
+    """Connections remembered, those last heard from."""
     answers: int = 64
     """Answers that wait for a client to read them; further ones are dropped."""
     requests: int = 256
@@ -75,39 +70,37 @@ class Limits(NamedTuple):
 class _Client:
     name: str
     seen: float
-    jobs: int = 0
 
 
 class StoreServer:
-    """Serves a depot at ``endpoint``. ``open()``, ``serve()`` until ``stop()``, ``close()``; it owns the depot.
+    """Keeps ``store``, whose ``copies`` in DRAM are made here, for all clients at ``endpoint``. Owns it.
 
-    ``serve`` runs in one thread; ``stop`` may be called from any, and from a signal handler.
+    ``open()``, ``serve()`` until ``stop()``, ``close()``. ``serve`` runs in one thread; ``stop`` may be called from
+    any, and from a signal handler. A second thread looks after the folders.
     """
 
-    def __init__(self, depot: Depot, endpoint: str, limits: Limits | None = None) -> None:
+    def __init__(self, store: FileStore, endpoint: str, limits: Limits | None = None) -> None:
         self.endpoint = endpoint
         self.counts: Counter[str] = Counter()
-        self._depot = depot
+        self.store = store
         self._limits = limits or Limits()
         self._place = SocketPlace(socket_path(endpoint))
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
-        self._done: deque[tuple[bytes, bytes, Answer | None]] = deque()
-        self._jobs = 0
+        self._wanted: dict[str, float] = {}
         self._stopping = threading.Event()
-        self._tending = threading.Lock()
-        self._complaint = ""
         self._began = 0.0
-        self._wake_out = self._wake_in = -1
+        self._hits = [0, 0]
+        self._evicted = 0
+        self._complaints: dict[str, str] = {}
+        self._seen: _Seen = _Seen()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._admission: Admission | None = None
-        self._executor = ThreadPoolExecutor(self._limits.workers, thread_name_prefix="store")
 
     def open(self) -> None:
         """Takes the socket's place, opens the store, listens. Raises StoreFolderError."""
         self._place.take()
         try:
-            self._depot.open()
-            self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._open_store()
             self._context = zmq.Context(1)
             self._socket = self._context.socket(zmq.ROUTER)
             for option, value in (
@@ -123,13 +116,9 @@ class StoreServer:
             try:
                 self._socket.bind(self.endpoint)
             except zmq.ZMQError as err:
-                remedy = "give another endpoint"
+                expected, path = "a place that can be bound", self._place.path
                 raise StoreFolderError(
-                    "service socket",
-                    expected="a place that can be bound",
-                    found=str(err),
-                    remedy=remedy,
-                    path=self._place.path,
+                    "service socket", expected=expected, found=str(err), remedy="give another endpoint", path=path
                 ) from err
             finally:
                 os.umask(old)
@@ -137,64 +126,48 @@ class StoreServer:
             self.close()
             raise
         self._began = time.monotonic()
-        self._next_stats = self._began + self._limits.stats_s
-        self._next_rescan = self._began + self._limits.rescan_s
-        self._next_collect = self._began + self._limits.collect_s
+
+    def _open_store(self) -> None:
+        memory = [] if self.store.copies is None else [self.store.copies.folder]
+        for folder in (self.store.folder, *memory):
+            if not str(folder.absolute()).isprintable():
+                expected, remedy = "a printable path", "give a folder whose name is plain text"
+                raise StoreFolderError("index store", expected=expected, found=repr(str(folder)), remedy=remedy)
+        check_apart([self.store.folder, *memory])
+        self.store.open()
+        self._look()
 
     def serve(self) -> None:
-        """Answers until ``stop()``; then what was begun is finished and answered."""
+        """Answers until ``stop()``."""
         assert self._admission is not None, "open() first"
+        keeper = threading.Thread(target=self._keep_house, name="store-keeper", daemon=True)
+        keeper.start()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._admission.monitor, zmq.POLLIN)
-        poller.register(self._wake_out, zmq.POLLIN)
         while not self._stopping.is_set():
             for source, _ in poller.poll(200):
-                if source == self._wake_out:
-                    self._drain()
-                elif source is self._socket:
+                if source is self._socket:
                     self._receive()
             self._count_connections()  # at each turn: those that are too many do not wait for those that ask much
-            self._send_done()
-            self._keep_house()
-        poller.unregister(self._socket)
-        deadline = time.monotonic() + self._limits.finish_s
-        while self._jobs and time.monotonic() < deadline:
-            poller.poll(50)
-            self._drain()
-            self._send_done()
+        keeper.join(self._limits.finish_s)
         log.info("ends after %.0f s: %s", time.monotonic() - self._began, self._summary())
 
     def stop(self) -> None:
         self._stopping.set()
-        self._wake()
 
     def close(self) -> None:
         """Removes the socket file, closes the store. Twice does nothing."""
         context, self._context = self._context, None
         if context is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
             if self._admission is not None:
                 self._admission.close()
             self._socket.close()
             context.term()
-        if self._wake_in >= 0:
-            fds, self._wake_in, self._wake_out = (self._wake_in, self._wake_out), -1, -1
-            for fd in fds:
-                os.close(fd)
         self._place.give_back()
-        self._depot.close()
+        self.store.close()
 
-    def status(self) -> Status:
-        """What `sglang-ext store status` shows."""
-        now = time.monotonic()
-        clients = [f"{c.name}, idle {now - c.seen:.0f} s" for c in list(self._clients.values())]
-        counts = dict(self.counts)
-        return self._depot.status(
-            endpoint=self.endpoint, uptime_s=now - self._began, clients=clients[-1000:], counts=counts
-        )
-
-    # ---- in ----
+    # ---- in and out ----
 
     def _receive(self) -> None:
         for _ in range(self._limits.burst):
@@ -207,149 +180,75 @@ class StoreServer:
             except zmq.Again:
                 return
             self.counts["requests"] += 1
-            self._read(client, frame, nframes)
+            number = frame[:ID_NBYTES]
+            if len(number) != ID_NBYTES:
+                self.counts["bad_messages"] += 1  # nobody could tell what an answer answers
+                continue
+            answer = self._answer(client, frame[ID_NBYTES:], nframes)
+            if answer is not None:
+                self._send(client, number, answer)
 
-    def _read(self, client: bytes, frame: bytes, nframes: int) -> None:
-        number = frame[:ID_NBYTES]
-        if len(number) != ID_NBYTES:
-            self.counts["bad_messages"] += 1  # nobody could tell what an answer answers
-            return
+    def _answer(self, client: bytes, raw: bytes, nframes: int) -> Answer | None:
         try:
             if nframes != 1:
                 raise BadMessageError(f"{nframes} frames")
-            request = decode_request(frame[ID_NBYTES:])
+            return self._take(client, decode_request(raw))
         except BadMessageError as err:
             self.counts["bad_messages"] += 1
-            error = IndexStoreError(
-                "service message",
-                expected=f"one frame of an id and a message of protocol version {PROTOCOL}",
-                found=str(err),
-                remedy="use a client of the service's version",
-            )
-            self._send(client, number, Failed(error=error_text(error)))
-            return
-        try:
-            self._take(client, number, request)
+            expected = f"one frame of an id and a message of protocol version {PROTOCOL}, from a client of this version"
+            return Failed(expected=expected, found=str(err)[:MAX_TEXT])
         except Exception as err:  # the loop outlives whatever a request can do
             self.counts["defects"] += 1
-            log.exception("%s", type(request).__name__)
-            self._send(client, number, Failed(error=error_text(err)))
+            log.exception("request")
+            return Failed(expected="an answer", found=f"a defect of the service, {type(err).__name__}: see its log")
 
-    def _take(self, client: bytes, number: bytes, request: Request) -> None:
+    def _take(self, client: bytes, request: Request) -> Answer | None:
+        """Failed for a client that is one too many, or of another version; None for what nobody answers."""
         if isinstance(request, Hello):
-            self._send(client, number, self._welcome(client, request))
-            return
-        known = self._clients.get(client)
-        if known is None:
-            self._send(client, number, HelloFirst())
-            return
-        known.seen = time.monotonic()
-        self._clients.move_to_end(client)
-        if isinstance(request, Locate):
-            tier = self._depot.locate_now(request.digest, request.skip, touch=request.touch)
-            if tier is not None:
-                self._send(client, number, Located(tier=tier))
-                return
-        elif isinstance(request, Changes):
-            self._send(client, number, self._depot.log.since(request.epoch, request.since))
-            return
-        elif isinstance(request, Ping) and not request.work:
-            self._send(client, number, Done())
-            return
-        elif isinstance(request, Prefetch):
-            self._send(client, number, Done())
-        self._start(client, known, number, request)
+            return self._welcome(client, request)
+        self._remember(client, None)
+        if isinstance(request, Used):
+            self._use(request)
+            return None
+        return self.status()
 
-    def _count_connections(self) -> None:
-        if self._admission is not None and (ended := self._admission.update()):
-            self.counts["cut"] += ended
-
-    def _welcome(self, client: bytes, hello: Hello) -> Answer:
+    def _welcome(self, client: bytes, hello: Hello) -> Welcome | Failed:
         if hello.version != PROTOCOL:
             self.counts["bad_messages"] += 1
-            error = unavailable(f"version {hello.version}", expected=f"protocol version {PROTOCOL}")
-            return Failed(error=error_text(error))
-        old = self._clients.get(client)
+            return Failed(expected=f"protocol version {PROTOCOL}", found=f"version {hello.version}")
         self._count_connections()  # this one too: libzmq told of it before its first message
-        if old is None and self._admission is not None and self._admission.is_full:
+        if client not in self._clients and self._admission is not None and self._admission.is_full:
             self.counts["refused"] += 1
             most = f"at most {self._admission.most} connections (its own limit, or `ulimit -n` of its process)"
-            return Failed(error=error_text(unavailable(f"{self._admission.count} of them", expected=most)))
-        name = f"pid {hello.pid}" + (f" ({hello.name})" if hello.name else "")
-        self._clients[client] = _Client(name, time.monotonic(), 0 if old is None else old.jobs)
-        self._clients.move_to_end(client)
+            return Failed(expected=most, found=f"{self._admission.count} of them")
+        self._remember(client, f"pid {hello.pid}" + (f" ({hello.name})" if hello.name else ""))
+        limits, copies = self.store.limits, self.store.copies
+        return Welcome(
+            version=PROTOCOL,
+            folder=str(self.store.folder.absolute()),
+            memory=None if copies is None else str(copies.folder.absolute()),
+            max_bytes=limits.max_bytes,
+            min_free_bytes=limits.min_free_bytes,
+            eviction=limits.policy.__name__,
+        )
+
+    def _remember(self, client: bytes, name: str | None) -> None:
+        known = self._clients.pop(client, None)
+        name = name or (known.name if known is not None else "connected before this service started")
+        self._clients[client] = _Client(name, time.monotonic())
         while len(self._clients) > self._limits.clients:
             self._clients.popitem(last=False)  # the first is who was heard from least recently
-        return Welcome(version=PROTOCOL, epoch=self._depot.log.epoch, folders=self._depot.folders)
 
-    # ---- work ----
-
-    def _start(self, client: bytes, known: _Client, number: bytes, request: Request) -> None:
-        if self._jobs >= self._limits.jobs or known.jobs >= self._limits.jobs_per_client:
-            self.counts["busy"] += 1
-            found = f"{self._jobs} requests in work, {known.jobs} of them this client's"
-            self._send(client, number, Failed(error=error_text(unavailable(found, expected="a free worker"))))
-            return
-        self._jobs += 1
-        known.jobs += 1
-        self._executor.submit(self._work, client, number, request)
-
-    def _work(self, client: bytes, number: bytes, request: Request) -> None:
-        answer: Answer | None
-        try:
-            answer = self.status() if isinstance(request, GetStatus) else self._depot.do(request)
-        except IndexStoreError as err:
-            answer = Failed(error=error_text(err))
-        except Exception as err:
-            self.counts["defects"] += 1
-            log.exception("%s", type(request).__name__)
-            answer = Failed(error=error_text(err))
-        if isinstance(request, Prefetch):
-            answer = None  # it has one already
-        self._done.append((client, number, answer))
-        self._wake()
-
-    def _keep_house(self) -> None:
+    def _use(self, used: Used) -> None:
+        """A copy in DRAM, please; asked for now and then only, since it may not fit."""
+        self._hits[0 if used.copy else 1] += 1
         now = time.monotonic()
-        while self._clients and now - next(iter(self._clients.values())).seen > self._limits.forget_s:
-            self._clients.popitem(last=False)
-        if now >= self._next_stats:
-            self._next_stats = now + self._limits.stats_s
-            log.info("%s", self._summary())
-        if now >= self._next_rescan and self._tending.acquire(blocking=False):
-            self._next_rescan = now + self._limits.rescan_s
-            collect = now >= self._next_collect
-            if collect:
-                self._next_collect = now + self._limits.collect_s
-            self._executor.submit(self._tend, collect)
-
-    def _tend(self, collect: bool) -> None:
-        try:
-            self._depot.tend(collect=collect)
-            if self._complaint:
-                log.info("the store is usable again")
-            self._complaint = ""
-        except IndexStoreError as err:
-            if str(err) != self._complaint:
-                log.warning("%s", err)
-            self._complaint = str(err)
-        except Exception:
-            self.counts["defects"] += 1
-            log.exception("rescan")
-        finally:
-            self._tending.release()
-
-    # ---- out ----
-
-    def _send_done(self) -> None:
-        while self._done:
-            client, number, answer = self._done.popleft()
-            self._jobs -= 1
-            known = self._clients.get(client)
-            if known is not None:
-                known.jobs = max(known.jobs - 1, 0)  # it may have been forgotten and have come back meanwhile
-            if answer is not None:
-                self._send(client, number, answer)
+        if used.copy or self.store.copies is None or now < self._wanted.get(used.digest, 0.0):
+            return
+        if len(self._wanted) >= _MAX_SEEN:
+            self._wanted.clear()
+        self._wanted[used.digest] = now + _WANT_AGAIN_S
+        self.store.prefetch(used.digest)
 
     def _send(self, client: bytes, number: bytes, answer: Answer) -> None:
         try:
@@ -362,17 +261,132 @@ class StoreServer:
             self.counts["gone"] += 1
             self._clients.pop(client, None)
 
-    def _wake(self) -> None:
-        if self._wake_in >= 0:
-            with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
-                os.write(self._wake_in, b"x")
+    def _count_connections(self) -> None:
+        if self._admission is not None and (ended := self._admission.update()):
+            self.counts["cut"] += ended
 
-    def _drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake_out, 4096):
-                pass
+    # ---- the folders ----
+
+    def _keep_house(self) -> None:
+        collect_at, stats_at = self._began + self._limits.collect_s, self._began + self._limits.stats_s
+        while not self._stopping.wait(self._limits.rescan_s):
+            now = time.monotonic()
+            try:
+                if self.store.copies is not None:
+                    self._tend_copies(self.store.copies)
+                self._watch("store", partial(self._tend, collect=now >= collect_at))
+                self._look()
+            except Exception:
+                self.counts["defects"] += 1
+                log.exception("rescan")
+            if now >= collect_at:
+                collect_at = now + self._limits.collect_s
+            if now >= stats_at:
+                stats_at = now + self._limits.stats_s
+                log.info("%s", self._summary())
+
+    def _tend(self, *, collect: bool) -> None:
+        self.store.rescan()
+        if collect:
+            self._evicted += len(self.store.collect())
+
+    def _tend_copies(self, copies: Copies) -> None:
+        """Makes the copies' folder again where somebody removed it."""
+
+        def tend() -> None:
+            if come_back(copies.folder):
+                self._wanted.clear()
+                log.warning("%s: the DRAM tier's folder was gone, with all copies; it was made anew", copies.folder)
+            if copies.problem is not None:
+                raise copies.problem
+
+        self._watch("memory", tend)
+
+    def _watch(self, what: str, work: Callable[[], None]) -> None:
+        """Logs an error once, and that it is over."""
+        try:
+            work()
+            if self._complaints.pop(what, None) is not None:
+                log.info("the %s folder is usable again", what)
+        except IndexStoreError as err:
+            if self._complaints.get(what) != str(err):
+                log.warning("%s", err)
+            self._complaints[what] = str(err)
+
+    def _look(self) -> None:
+        """What ``status`` shows of the folders, which takes a disk's time."""
+        listed = self.store.list()
+        writing = self.store.being_written
+        memory = _held(self.store.copies.keeper) if self.store.copies is not None else (0, 0)
+        slow = len(listed), sum(entry.nbytes for entry in listed)
+        self._seen = _Seen(slow, memory, len(self.store.problems()), writing, _leases(self.store.folder)[:1000])
+
+    def status(self) -> Status:
+        """What `sglang-ext store status` shows."""
+        now = time.monotonic()
+        tiers = [self._tier("ssd", self.store, self._seen.slow, self._hits[1], "store")]
+        copies = self.store.copies
+        if copies is not None and isinstance(copies.keeper, FileStore):
+            tiers.insert(0, self._tier("dram", copies.keeper, self._seen.memory, self._hits[0], "memory"))
+        return Status(
+            pid=os.getpid(),
+            uptime_s=now - self._began,
+            endpoint=self.endpoint,
+            tiers=tiers,
+            indexes=self._seen.slow[0],
+            problems=self._seen.problems,
+            clients=[f"{c.name}, idle {now - c.seen:.0f} s" for c in list(self._clients.values())][-1000:],
+            reserved_bytes=self._seen.writing[1],
+            reservations=self._seen.writing[0],
+            leases=self._seen.leases,
+            promoted=0 if copies is None else copies.counters.promotions,
+            counts=dict(self.counts),
+        )
+
+    def _tier(self, name: str, store: FileStore, held: tuple[int, int], hits: int, what: str) -> TierStatus:
+        error = self._complaints.get(what)
+        return TierStatus(
+            name=name,
+            folder=str(store.folder),
+            indexes=held[0],
+            nbytes=held[1],
+            max_bytes=store.limits.max_bytes,
+            hits=hits,
+            evicted=self._evicted if store is self.store else None,
+            error=None if error is None else printable(error)[:MAX_TEXT],
+        )
 
     def _summary(self) -> str:
-        _, count, nbytes = self._depot.log.totals()
         counts = ", ".join(f"{n} {what}" for what, n in sorted(self.counts.items()))
-        return f"{count} indexes of {nbytes / 1e6:.1f} MB, {len(self._clients)} connections; {counts or 'no requests'}"
+        number, nbytes = self._seen.slow
+        return f"{number} indexes of {nbytes / 1e6:.1f} MB, {len(self._clients)} connections; {counts or 'no requests'}"
+
+
+class _Seen(NamedTuple):
+    """(number, bytes) of indexes, copies and partial files."""
+
+    slow: tuple[int, int] = (0, 0)
+    memory: tuple[int, int] = (0, 0)
+    problems: int = 0
+    writing: tuple[int, int] = (0, 0)
+    leases: list[str] = []  # noqa: RUF012 (never changed)
+
+
+def _held(store: object) -> tuple[int, int]:
+    entries = store.list() if isinstance(store, CatalogStore) else ()
+    return len(entries), sum(entry.nbytes for entry in entries)
+
+
+def _leases(folder: Path) -> list[str]:
+    """Digests whose lease somebody holds, by the kernel's list of locks: trying a lock could take one away."""
+    try:
+        fields = Path("/proc/locks").read_text().split()  # of device and inode; lines of those who wait have one more
+        locked = {field.split(":")[2] for field in fields if field.count(":") == 2}
+        shards = [path for path in folder.iterdir() if is_shard(path.name)]
+    except OSError:
+        return []
+    found = []
+    for shard in shards:
+        with contextlib.suppress(OSError), os.scandir(shard) as items:
+            found += [i.name[len(LEASE) :] for i in items if i.name.startswith(LEASE) and str(i.inode()) in locked]
+    return sorted(found)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from prefix_index import IndexEntry, IndexFile, IndexIdentity, IndexStore, IndexStoreError, canonical_digest
+from prefix_index import IndexEntry, IndexFile, IndexStore, IndexStoreError, canonical_digest
 from prefix_index.connect import open_store
+from prefix_index.folder import open_in
 from prefix_index.keys import is_digest
-from prefix_index.opening import open_in
 from sglang_ext.cli.index.text import SHORT, TAG, retention, size, span, table, width
 from sglang_ext.storage import ENV_STORE, default_store
 
@@ -56,9 +56,6 @@ def open_unused(store: IndexStore, entry: IndexEntry) -> IndexFile:
 
     A store's own `get` would keep a stale index from leaving, and may answer from a faster tier.
     """
-    durable: Callable[[IndexIdentity], IndexFile] | None = getattr(store, "get_durable", None)
-    if durable is not None:
-        return durable(entry.identity)
     if entry.path is None:
         return store.get(entry.identity)
     return open_in(Path(entry.path).parent.parent, entry.digest, entry.identity)

@@ -130,12 +130,7 @@ def kill_during_write(count: int, seed: int) -> Outcome:
 
 
 def check_after_kill(
-    tally: Tally,
-    where: str,
-    path: Path,
-    acked: dict[int, int],
-    in_flight: tuple[int, int] | None,
-    seen: Counter[str],
+    tally: Tally, where: str, path: Path, acked: dict[int, int], in_flight: tuple[int, int] | None, seen: Counter[str]
 ) -> None:
     """Old or new, whole, none half, no partial left; ``acked`` is brought up to date."""
     with opened(path, create=False, partial_grace_s=0.0) as store:
@@ -160,6 +155,4 @@ def check_after_kill(
         store.check_integrity()
 
 
-CAMPAIGNS = {
-    "kill_during_write": Campaign(kill_during_write, full=300, quick=20),
-}
+CAMPAIGNS = {"kill_during_write": Campaign(kill_during_write, full=300, quick=20)}

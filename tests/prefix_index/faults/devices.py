@@ -63,7 +63,7 @@ READS: Final[dict[str, Callable[[IndexFile], dict[Any, Any]]]] = {
     "read_many without O_DIRECT": lambda index: index.read_many(direct=False),
 }
 MAPPED: Final[dict[str, Callable[[IndexFile], dict[Any, Any]]]] = {
-    "array": lambda index: {key: index.array(*key) for key in index.keys},
+    "array": lambda index: {key: index.array(*key) for key in index.keys}
 }
 
 

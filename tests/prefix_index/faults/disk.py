@@ -12,14 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from prefix_index import (
-    FileStore,
-    IndexNotFound,
-    IndexStoreError,
-    Retention,
-    StoreFolderError,
-    StoreFull,
-)
+from prefix_index import FileStore, IndexNotFound, IndexStoreError, Retention, StoreFolderError, StoreFull
 from prefix_index.folder import PARTIAL
 
 from .mounts import can_mount, ext4, remount, tmpfs

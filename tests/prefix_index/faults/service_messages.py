@@ -15,8 +15,8 @@ from typing import Any
 
 import zmq
 
-from prefix_index import IndexStoreError, Retention, write_index
-from prefix_index.folder import PARTIAL, SUFFIX, shard_of
+from prefix_index import IndexStoreError, write_index
+from prefix_index.folder import SUFFIX, shard_of
 from prefix_index.service import StoreClient, messages
 
 from .outcome import Campaign, Outcome
@@ -28,7 +28,7 @@ _SOON_MS = int(1000 * SOON)
 
 
 def stalled_reader(count: int, seed: int) -> Outcome:
-    """A client asks ``count`` times for a long listing and reads no answer; another one works on."""
+    """A client asks ``count`` times for the status and reads no answer; another one works on."""
     tally = Tally("service_stalled_reader")
     with folder() as path:
         for number in range(LISTED):
@@ -37,7 +37,7 @@ def stalled_reader(count: int, seed: int) -> Outcome:
             wire = Wire(service.endpoint, queue=1)
             wire.hello()
             before, slowest = service.rss(), 0.0
-            request = messages.encode(messages.Changes(epoch="none", since=0))
+            request = messages.encode(messages.GetStatus())
             for i in range(count):
                 wire.send((wire.number() + request,), tally)
                 tally.tried += 1
@@ -55,7 +55,7 @@ def stalled_reader(count: int, seed: int) -> Outcome:
             tally.expect(counts.get("dropped", 0) > 0, f"nothing was dropped: {counts}")
             tally.expect(service.stop() == 0, "the service did not end well")
             wire.close()
-    made = f"unread listings, {counts.get('dropped', 0)} answers dropped, service +{growth >> 20} MiB, "
+    made = f"unread answers, {counts.get('dropped', 0)} answers dropped, service +{growth >> 20} MiB, "
     return tally.outcome(made + f"slowest call of another client {slowest * 1e3:.0f} ms")
 
 
@@ -111,14 +111,14 @@ class Wire:
                 yield self._socket.recv(zmq.NOBLOCK)
 
     def settled(self) -> bool:
-        """Whether all that was sent has been read: a Ping is answered. Answers to a flood may be dropped, so it is
-        asked again.
+        """Whether all that was sent has been read: a question is answered. Answers to a flood may be dropped, so
+        it is asked again.
         """
         deadline = time.monotonic() + SOON
         while time.monotonic() < deadline:
             number = self.number()
             if self._socket.poll(500, zmq.POLLOUT):
-                self._socket.send(number + messages.encode(messages.Ping()))
+                self._socket.send(number + messages.encode(messages.GetStatus()))
                 if self.answer_to(number, 0.5) is not None:
                     return True
         return False
@@ -136,24 +136,12 @@ class Wire:
 
 
 def valid_messages() -> list[bytes]:
-    """One of each request that changes nothing that is looked at afterwards."""
+    """One of each request."""
     digest = identity_of(999_999).digest
-    partial = f"{PARTIAL}1-{'0' * 16}"
-    error = messages.ErrorText(kind="IndexCorrupt", what="a", expected="b", found="c", remedy="d", path="e")
     requests = [
         messages.Hello(version=messages.PROTOCOL, pid=1, name="n"),
-        messages.Ping(),
-        messages.Locate(digest=digest, skip=1, touch=True),
-        messages.Changes(epoch="0" * 16, since=0),
-        messages.Reserve(digest=digest, nbytes=8192),
-        messages.Commit(digest=digest, partial=partial, nbytes=8192, inode=7, retention=Retention(pinned=True)),
-        messages.Release(digest=digest, partial=partial),
-        messages.Delete(digest=digest),
-        messages.Retain(digest=digest, retention=Retention(expires=1.0)),
-        messages.Report(digest=digest, error=error, tier=0),
-        messages.Report(digest=digest, error=error),
-        messages.Prefetch(digest=digest),
-        messages.Problems(start=3),
+        messages.Used(digest=digest),
+        messages.Used(digest=digest, copy=True),
         messages.GetStatus(),
     ]
     return [messages.encode(request) for request in requests]
@@ -184,10 +172,7 @@ def nasty(rng: random.Random, valid: list[bytes]) -> bytes:
             return bytes(raw[:at]) + lie + bytes(raw[at:])
         case 8:
             digest = rng.choice(("../" * 20 + "etcd", "A" * 64, "0" * 63 + "\n", "0" * 65, "\0" * 64, "/" * 64, ""))
-            kind = rng.choice(("Locate", "Delete", "Prefetch", "Reserve", "Commit"))
-            fields: dict[str, Any] = {"type": kind, "digest": digest, "nbytes": 4096, "inode": 1}
-            fields["partial"] = rng.choice(("../../x", PARTIAL + "1-/etc", "x" + SUFFIX, PARTIAL + "1-" + "0" * 16))
-            return messages.encode(fields)
+            return messages.encode({"type": rng.choice(("Used", "Hello", "Located")), "digest": digest, "copy": 1})
     return bytes(raw)
 
 
@@ -259,7 +244,7 @@ def fuzz_one(
 def check_alive(wire: Wire, good: StoreClient, rng: random.Random, tally: Tally, said: Counter[str]) -> None:
     """The service answers the one that sends rubbish, tells it so, and serves the other as ever."""
     if not wire.settled():
-        tally.hang(f"no answer to a Ping within {SOON:.0f} s")
+        tally.hang(f"no answer within {SOON:.0f} s")
         wire.again()
     number = wire.number()
     wire.send((number + b"\xc1 rubbish",), tally)

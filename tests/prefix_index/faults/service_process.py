@@ -9,7 +9,8 @@ import signal
 import tempfile
 from pathlib import Path
 
-from prefix_index.service import Depot, Limits, ServedFolder, StoreClient, StoreServer
+from prefix_index import Copies, FileStore
+from prefix_index.service import Limits, StoreClient, StoreServer
 
 from .tools import SOON, Line, fork, reap
 
@@ -63,9 +64,9 @@ class Service:
         rescan_s, grace_s, max_file = self._options
         if max_file:
             resource.setrlimit(resource.RLIMIT_FSIZE, (max_file, max_file))
-        slow = ServedFolder(self._path / "store", create=True)
-        fast = ServedFolder(self._path / "dram", create=True, max_bytes=8 << 20)
-        server = StoreServer(Depot(slow, fast, grace_s=grace_s), self.endpoint, Limits(rescan_s=rescan_s))
+        copies = Copies(self._path / "dram", keeper=FileStore(self._path / "dram", create=True, max_bytes=8 << 20))
+        store = FileStore(self._path / "store", create=True, copies=copies, partial_grace_s=grace_s)
+        server = StoreServer(store, self.endpoint, Limits(rescan_s=rescan_s, collect_s=5 * rescan_s))
         signal.signal(signal.SIGTERM, lambda *_: server.stop())
         server.open()
         line.say("up")
@@ -80,4 +81,4 @@ def client_of(service: Service) -> StoreClient:
 
 def hasty_client_of(service: Service) -> StoreClient:
     """One with the limits of real life, for whom a service may be away."""
-    return StoreClient(service.endpoint, timeout_s=2.0, slow_timeout_s=5.0)
+    return StoreClient(service.endpoint, timeout_s=2.0)

@@ -9,15 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from prefix_index import (
-    FileStore,
-    IndexCorrupt,
-    IndexForeign,
-    IndexMismatch,
-    IndexNotFound,
-    IndexStoreError,
-    Retention,
-)
+from prefix_index import FileStore, IndexCorrupt, IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, Retention
 
 from .naming import FAR, outlasts
 from .outcome import Campaign, Outcome
@@ -246,6 +238,4 @@ def system_calls(count: int, seed: int) -> Outcome:
     return tally.outcome(f"{made}{tally.lost} lost retentions or indexes, {leaked} leaked descriptors")
 
 
-CAMPAIGNS = {
-    "system_calls": Campaign(system_calls, full=20_000, quick=400),
-}
+CAMPAIGNS = {"system_calls": Campaign(system_calls, full=20_000, quick=400)}

@@ -1,0 +1,316 @@
+"""Copies of hot indexes in DRAM: never wrong, whoever changes the folder, and never an error of its store."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from prefix_index import (
+    ArrayKey,
+    Copies,
+    FileStore,
+    IndexCorrupt,
+    IndexNotFound,
+    IndexPayload,
+    IndexStore,
+    LazyArray,
+    Retention,
+    StoreFolderError,
+)
+from prefix_index.testing import sample_identity, sample_payload
+from tests.examples import examples
+from tests.prefix_index.copied_stores import (
+    SOON,
+    array_offset,
+    copied,
+    copies,
+    eventually,
+    fill_of,
+    flip,
+    in_dram,
+    opened,
+    put_elsewhere,
+    remove,
+)
+from tests.prefix_index.machine import STEPS, StoreMachine
+from tests.prefix_index.tiers import copies_in
+
+OTHER = sample_identity(range(48))
+DIGEST = sample_identity().digest
+
+
+def test_put_and_get_make_a_copy_and_get_opens_it(folder: Path) -> None:
+    with opened(folder) as store:
+        entry = store.put(sample_payload(fill=7))
+        assert entry.path == str(store.path_of(DIGEST))
+        assert copied(store)
+        assert fill_of(store.get(DIGEST)) == 7
+        assert copies(folder) == {DIGEST}
+        assert store.counters is not None
+        assert (store.counters.hits_fast, store.counters.promotions, store.counters.promotion_failures) == (2, 1, 0)
+        original, copy = store.path_of(DIGEST), folder.parent / "dram" / DIGEST[:2] / f"{DIGEST}.pfxindex"
+        assert original.read_bytes() == copy.read_bytes()
+    put_elsewhere(folder, identity=OTHER)
+    with opened(folder) as store:
+        store.get(OTHER).close()
+        eventually(lambda: copies(folder) == {DIGEST, OTHER.digest})
+
+
+def test_each_lazy_array_is_loaded_once(folder: Path) -> None:
+    loads: list[int] = []
+
+    def load() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        loads.append(1)
+        return np.zeros(4096, np.uint8)
+
+    with opened(folder) as store:
+        store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4096,), load)}))
+        assert copied(store)
+        assert len(loads) == 1
+
+
+def test_what_does_not_fit_is_stored_and_served_and_not_read_again_at_each_get(folder: Path) -> None:
+    with opened(folder, max_bytes=4096) as store:
+        store.put(sample_payload(fill=7))
+        assert not copied(store)
+        assert store.counters is not None
+        failures = store.counters.promotion_failures
+        for _ in range(3):
+            assert fill_of(store.get(DIGEST)) == 7
+        assert store._prefetches.settle(SOON)
+        assert store.counters.promotion_failures == failures
+        assert not copied(store), "asked for, it is tried again"
+        assert store.counters.promotion_failures == failures + 1
+
+
+def test_least_recently_used_copies_make_room(folder: Path) -> None:
+    ids = [sample_identity(range(n, n + 32)) for n in range(4)]
+    with opened(folder, max_bytes=100 << 10) as store:
+        for identity in ids:
+            store.put(sample_payload(identity))
+            assert copied(store, identity)
+            assert len(copies(folder)) <= 2
+            time.sleep(0.01)
+        assert ids[-1].digest in copies(folder)
+        assert len(store.list()) == 4
+
+
+def test_a_replacement_by_another_process_is_served_though_size_and_times_are_equal(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(fill=1))
+        assert copied(store)
+        before = store.path_of(DIGEST).stat()
+        put_elsewhere(folder, fill=2)
+        import os
+
+        os.utime(store.path_of(DIGEST), ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert fill_of(store.get(DIGEST)) == 2
+        assert store.counters is not None
+        assert store.counters.stale_dropped == 1
+        assert copied(store)
+        assert fill_of(store.get(DIGEST)) == 2
+
+
+def test_what_was_deleted_or_has_expired_is_a_miss_and_loses_its_copy(folder: Path) -> None:
+    ids = [sample_identity(range(n, n + 32)) for n in range(3)]
+    with opened(folder) as store, FileStore(folder) as other:
+        for identity in ids:
+            store.put(sample_payload(identity))
+            assert copied(store, identity)
+        other.rescan()
+        assert store.delete(ids[0])
+        assert other.delete(ids[1])
+        other.retain(ids[2], Retention(expires=1.0))
+        store.rescan()
+        for identity in ids:
+            with pytest.raises(IndexNotFound):
+                store.get(identity)
+            assert not store.contains(identity)
+        assert copies(folder) == {ids[2].digest}
+        assert [e.identity for e in store.collect()] == [ids[2]]
+        assert copies(folder) == set()
+
+
+def test_copies_of_an_earlier_life_are_compared_before_they_are_served(folder: Path) -> None:
+    with opened(folder) as store:
+        for identity in (sample_identity(), OTHER):
+            store.put(sample_payload(identity, fill=1))
+            assert copied(store, identity)
+    with FileStore(folder) as other:
+        other.put(sample_payload(fill=2))
+        other.delete(OTHER)
+    with opened(folder) as store:
+        assert copies(folder) == {DIGEST}
+        assert fill_of(store.get(DIGEST)) == 2
+
+
+@pytest.mark.parametrize("where", ["magic", "footer", "cut", "a folder"])
+def test_a_damaged_header_of_a_copy_costs_only_time(folder: Path, where: str) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(fill=4))
+        assert copied(store)
+        path = folder.parent / "dram" / DIGEST[:2] / f"{DIGEST}.pfxindex"
+        if where == "cut":
+            path.write_bytes(path.read_bytes()[:5000])
+        elif where == "a folder":
+            path.unlink()
+            path.mkdir()
+        else:
+            flip(path, 2 if where == "magic" else path.stat().st_size - 3)
+        index = store.get(DIGEST)
+        assert not in_dram(index)
+        assert fill_of(index) == 4
+        assert list(store.problems()) == []
+        if where == "a folder":
+            path.rmdir()
+        assert copied(store)
+
+
+def test_damage_in_a_copy_is_never_held_against_the_index(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(fill=4))
+        assert copied(store)
+        path = folder.parent / "dram" / DIGEST[:2] / f"{DIGEST}.pfxindex"
+        flip(path, array_offset(path))
+        readers = [store.get(DIGEST) for _ in range(3)]
+        for reader in readers:
+            assert reader.path == str(path)
+            with reader, pytest.raises(IndexCorrupt, match="checksum of") as caught:
+                reader.verify()
+            store.report(DIGEST, caught.value)
+            assert list(store.problems()) == []
+            assert fill_of(store.get(DIGEST)) == 4
+        eventually(lambda: copied(store))  # the copy that was removed last may have been a job that still ran
+        flip(path, array_offset(path))
+        nameless = IndexCorrupt("an array", expected="a", found="b", remedy="c")
+        store.report(DIGEST, nameless)
+        assert list(store.problems()) == [], "a check of the copy has found it guilty"
+
+
+def test_damage_found_while_copying_takes_the_index_out_of_the_offer(folder: Path) -> None:
+    put_elsewhere(folder, fill=4)
+    path = FileStore(folder).path_of(DIGEST)
+    flip(path, array_offset(path))
+    with opened(folder) as store:
+        store.prefetch(DIGEST)
+        assert store._prefetches.settle(SOON)
+        assert list(store.list()) == []
+        assert [type(p.error) for p in store.problems()] == [IndexCorrupt]
+        assert copies(folder) == set()
+        store.put(sample_payload(fill=5))
+        assert fill_of(store.get(DIGEST)) == 5
+        assert list(store.problems()) == []
+
+
+def test_the_copies_folder_may_go(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(fill=4))
+        assert copied(store)
+        remove(folder.parent / "dram")
+        assert fill_of(store.get(DIGEST)) == 4
+        store.put(sample_payload(fill=5))
+        assert not copied(store)
+        assert fill_of(store.get(DIGEST)) == 5
+        store.rescan()
+        assert [type(p.error) for p in store.problems()] == [StoreFolderError]
+        assert store.delete(DIGEST)
+        (folder.parent / "dram").mkdir()
+        store.rescan()
+        assert list(store.problems()) == []
+
+
+def test_a_copies_folder_that_cannot_be_opened_is_an_error_at_once(folder: Path) -> None:
+    missing = folder.parent / "missing"
+    store = FileStore(folder, create=True, copies=Copies(missing, keeper=FileStore(missing)))
+    with pytest.raises(StoreFolderError, match="expected an existing folder, found nothing"):
+        store.open()
+
+
+def test_who_only_reads_copies_tells_of_each_use_and_makes_none(folder: Path) -> None:
+    told: list[tuple[str, bool]] = []
+    with opened(folder) as keeper:
+        keeper.put(sample_payload())
+        reading = Copies(folder.parent / "dram", tell=lambda digest, copy: told.append((digest, copy)))
+        with FileStore(folder, copies=reading) as store:
+            assert keeper._prefetches.settle(SOON)
+            assert in_dram(store.get(DIGEST))
+            keeper.copies.drop(DIGEST)  # type: ignore[union-attr]
+            assert not in_dram(store.get(DIGEST))
+            store.prefetch(DIGEST)
+            assert store._prefetches.settle(SOON)
+            assert copies(folder) == set()
+    assert told == [(DIGEST, True), (DIGEST, False), (DIGEST, False)]
+
+
+def test_threads_never_see_an_older_index_than_the_last_that_was_put(folder: Path) -> None:
+    """One writer counts up, or deletes; what a reader gets was current at some time during its get."""
+    latest, stop = [0], threading.Event()
+    errors: list[BaseException] = []
+    with opened(folder, max_bytes=100 << 10) as store:
+        payloads = [sample_payload(fill=fill) for fill in range(1, 60)]
+        crowd = [sample_payload(sample_identity(range(100 * i, 100 * i + 32))) for i in range(1, 4)]
+        for payload in crowd:
+            store.put(payload)
+
+        def guard(work: Callable[[], None]) -> None:
+            try:
+                while not stop.is_set():
+                    work()
+            except BaseException as err:
+                errors.append(err)
+
+        def read() -> None:
+            least = latest[0]
+            with contextlib.suppress(IndexNotFound):
+                assert fill_of(store.get(DIGEST)) >= least
+
+        def crowd_out() -> None:
+            for payload in crowd:
+                with store.get(payload.identity) as index:
+                    assert np.array_equal(index.array("channels"), payload.arrays[index.keys[0]])
+            store.prefetch(DIGEST)
+            store.rescan()
+
+        threads = [threading.Thread(target=guard, args=(work,)) for work in (read, read, read, crowd_out)]
+        for thread in threads:
+            thread.start()
+        for fill, payload in enumerate(payloads, 1):
+            if fill % 7 == 0:
+                store.delete(DIGEST)
+            store.put(payload)
+            latest[0] = fill
+            time.sleep(0.005)
+        stop.set()
+        for thread in threads:
+            thread.join(SOON)
+        assert errors == []
+        assert fill_of(store.get(DIGEST)) == 59
+
+
+class CopiedMachine(StoreMachine):
+    """A folder with copies of two of its indexes, against the dictionary."""
+
+    def make(self) -> IndexStore:
+        import tempfile
+
+        self.folder = tempfile.TemporaryDirectory()
+        path = Path(self.folder.name)
+        return FileStore(path / "store", create=True, copies=copies_in(path / "dram", 100 << 10))
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.folder.cleanup()
+
+    def reopen(self) -> None:
+        """What was reported would be offered again: another machine's."""
+
+
+TestCopiedMachine = CopiedMachine.TestCase
+TestCopiedMachine.settings = settings(STEPS, max_examples=examples(20, day=4))
