@@ -141,10 +141,11 @@ class Copies:
         self.count("promotions")
 
     def blame(self, digest: str, error: IndexStoreError) -> bool:
-        """Whether an error after ``get`` was the copy's alone: it names the copy's file, or the copy fails a full
-        check. The copy is removed then.
+        """Whether an error after ``get`` was the copy's alone: it names the copy's file, or it names none and the copy
+        fails a full check. The copy is removed then.
         """
-        guilty = error.path == str(path_in(self.folder, digest)) or is_damaged(self.folder, digest)
+        mine = str(path_in(self.folder, digest))
+        guilty = error.path == mine or (error.path is None and is_damaged(self.folder, digest))
         if guilty:
             self.drop(digest, "damaged_dropped")
         return guilty

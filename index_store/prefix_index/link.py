@@ -17,6 +17,7 @@ from .store import BuildLease, IndexLookup, Retention, digest_of
 
 FIRST_AWAY_S: Final = 1.0
 _LONGEST_AWAY_S: Final = 30.0
+_LONGEST_BEHIND_S: Final = 60.0
 _LOCAL: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _T = TypeVar("_T")
 Source: TypeAlias = FileStore | RemoteStore
@@ -36,6 +37,10 @@ class Link:
         self.reports: dict[str, IndexStoreError] = {}
         """What was said of indexes that it may have, too."""
         self.problem: IndexStoreError | None = None
+        self.refusal: IndexStoreError | None = None
+        """Why it could not be told something, since all was told last."""
+        self._catch_ups = 0
+        self._due = 0.0
         self._error: StoreUnavailable | None = None
         self._failures = 0
         self._resume = 0.0
@@ -53,8 +58,19 @@ class Link:
         self.store.catalog.hidden.clear()
         self.retention.clear()
         self.reports.clear()
-        self.problem = self._error = None
+        self.problem = self.refusal = self._error = None
         self._failures, self._resume = 0, 0.0
+        self._catch_ups, self._due = 0, 0.0
+
+    def is_due(self) -> bool:
+        """Whether it is to be told now what it was not told yet."""
+        return self.is_behind and self.is_open and not self.is_away() and time.monotonic() >= self._due
+
+    def caught_up(self) -> None:
+        """It was told all that it was not told yet; what failed is tried again behind a growing pause."""
+        self._catch_ups = self._catch_ups + 1 if self.is_behind else 0
+        pause = min(_LONGEST_BEHIND_S, FIRST_AWAY_S * 2 ** min(self._catch_ups, 10)) if self.is_behind else 0.0
+        self._due = time.monotonic() + pause
 
     def is_away(self) -> bool:
         return time.monotonic() < self._resume

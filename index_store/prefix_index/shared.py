@@ -18,6 +18,7 @@ from .errors import (
     IndexMismatch,
     IndexNotFound,
     IndexStoreError,
+    IndexTooNew,
     IndexUnreadable,
     InvalidPayload,
     StoreFolderError,
@@ -35,6 +36,8 @@ from .writer import IndexPayload
 
 _CLOSE_S: Final = 5.0
 _FETCH_AGAIN_S: Final = 30.0
+_ANOTHERS_S: Final = 1.0
+"""For which an index is read from where it is, while another one is put that shares its lock."""
 _STRIPES: Final = 256
 _EVERYTHING: Final = "everything"
 DAMAGE: Final = (IndexFormatError, IndexMismatch)
@@ -264,8 +267,9 @@ class SharedStore(CatalogStore):
         for link in self._links:
             seen = known | link.store.catalog.hidden.keys()
             found += [p for p in link.known(link.store.problems) if digest_in(p.path) not in seen]
-            if link.problem is not None:
-                found.append(Problem(link.problem.path or "remote store", link.problem))
+            error = link.problem or link.refusal
+            if error is not None:
+                found.append(Problem(error.path or "remote store", error))
         return tuple(found)
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
@@ -404,8 +408,10 @@ class SharedStore(CatalogStore):
         with link.ask(partial(link.store.get, digest)) as source:
             entry = link.store.catalog.get(digest)
             stripe = self._stripe(digest)
-            if not stripe.acquire(blocking=False):
-                raise Cancelled  # somebody changes the index, or one that shares its lock: never wait for them
+            if not stripe.acquire(blocking=False):  # never wait for who holds it
+                still_wanted()
+                self._no_fetch[digest] = time.monotonic() + _ANOTHERS_S, link  # one that shares the lock is changed
+                return
             try:
                 still_wanted()
                 retention = Retention() if entry is None else entry.retention
@@ -452,11 +458,6 @@ class SharedStore(CatalogStore):
     # ---- to remote stores ----
 
     def _open_link(self, link: Link) -> None:
-        """What has expired in the folder is a miss, whatever the remote store says of it."""
-        for digest, entry in self.local.catalog.all_held():
-            if self.local.catalog.get(digest) is None and digest not in link.store.catalog.hidden:
-                link.retention[digest] = entry.retention
-                link.store.catalog.hidden[digest] = next(self._numbers)
         link.open()
         link.is_behind = True
 
@@ -468,7 +469,7 @@ class SharedStore(CatalogStore):
                 link.look(partial(link.store.rescan, full=what == "rescan fully"))
             else:
                 self._open_link(link)
-        if any(link.is_behind and link.is_open and not link.is_away() for link in self._links):
+        if any(link.is_due() for link in self._links):
             self._post(_EVERYTHING)
 
     def _post(self, what: str, *, urgent: bool = False) -> Promotion:
@@ -488,27 +489,36 @@ class SharedStore(CatalogStore):
         for link in self._links:
             if digest != _EVERYTHING:
                 existed |= self._tell_one(link, digest, check)
-            elif link.is_behind and link.is_open and not link.is_away():
+            elif link.is_due():
                 self._catch_up(link, check)
         return existed
 
     def _catch_up(self, link: Link, check: Check) -> None:
-        link.is_behind = False
+        link.is_behind, link.refusal = False, None
         for digest in tuple(link.store.catalog.hidden):
-            self._tell_one(link, digest, check)
-        for entry in self.local.list():
+            sends = digest not in {*link.retention, *link.reports} and self.local.catalog.get(digest) is not None
+            if sends and isinstance(link.refusal, StoreFull):
+                link.is_behind = True  # nor would this one have room
+            else:
+                self._tell_one(link, digest, check)
+        newer = {digest_in(problem.path) for problem in link.store.problems() if isinstance(problem.error, IndexTooNew)}
+        for entry in self.local.list() if self._publish else ():
             digest = entry.digest
             there = link.store.catalog.get(digest)
-            if there is not None and there.retention != entry.retention:
-                link.retention[digest] = entry.retention
-                self._tell_one(link, digest, check)
-            if there is not None or not self._publish:
+            if digest in newer or (there is not None and there.created >= entry.created):
                 continue
+            if isinstance(link.refusal, StoreFull):
+                break  # nor would the rest have room
             with contextlib.suppress(IndexStoreError):
-                lease = self.local.lease(digest)  # else another process of this machine is at it
-                if lease is not None:
-                    with lease:
-                        self._tell_one(link, digest, check)
+                lease = self.local.lease(digest)
+                if lease is None:
+                    link.is_behind = True  # another process of this machine is at it, or was
+                    continue
+                with lease:
+                    if there is not None:  # an older build
+                        link.store.catalog.hidden.setdefault(digest, next(self._numbers))
+                    self._tell_one(link, digest, check)
+        link.caught_up()
 
     def _tell_one(self, link: Link, digest: str, check: Check) -> bool:
         """Makes a remote store's index what the folder's is, if that is known to differ, or missing there. Returns
@@ -533,14 +543,16 @@ class SharedStore(CatalogStore):
                 link.reports.pop(digest, None)
         except Cancelled:
             raise
-        except DAMAGE as err:
-            self.local.report(digest, err)
-            self.count("publish_failures")
         except IndexNotFound:
             link.is_behind = True  # the folder's is gone meanwhile: its catalog will know
-        except Exception:  # whatever it is, it is the other store's: it is told again when it answers again
-            link.is_behind = True
+        except Exception as err:
             self.count("publish_failures")
+            here = self.local.catalog.held(digest)
+            if isinstance(err, DAMAGE) and here is not None and err.path == here.path:
+                self.local.report(digest, err)
+            else:  # whatever it is, it is the other store's: it is told again, later and later
+                link.is_behind = True
+                link.refusal = err if isinstance(err, IndexStoreError) else link.refusal
         return existed
 
     def _send(self, link: Link, digest: str, entry: IndexEntry | None, check: Check) -> None:

@@ -146,11 +146,10 @@ def memory_name(store: str) -> str:
 
 def run_status(args: argparse.Namespace) -> int:
     """Print a service's status; returns the exit status, 1 where none answers."""
-    from prefix_index.service import StoreClient
+    from prefix_index.service import service_status
 
     try:
-        with StoreClient(args.endpoint, name="status") as client:
-            status = client.status()
+        status = service_status(args.endpoint)
     except IndexStoreError as error:
         print(f"sglang-ext store status: {printable(str(error))}", file=sys.stderr)
         return 1

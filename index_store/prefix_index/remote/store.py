@@ -28,6 +28,9 @@ from .claims import SharedLeases
 from .transfer import Found, Values, not_found
 from .values import ChunkedBuffer, Manifest, check_chunk_nbytes, generation_time, new_generation
 
+_MAX_STRAYS = 100
+"""Files of somebody else's that are named as problems."""
+
 
 class _Bad(NamedTuple):
     """The generation that a problem is about (None: look again whenever something changed). What a reader
@@ -84,6 +87,7 @@ class RemoteStore(CatalogStore):
         self._bad: dict[str, _Bad] = {}
         self._seen: dict[str, Found] = {}
         self._touched: set[str] = set()
+        self._strays: set[str] = set()
         """What this process learned of since a listing began: newer than the listing, which says nothing of it then."""
 
     def open(self) -> None:
@@ -364,7 +368,10 @@ class RemoteStore(CatalogStore):
                     if digest not in touched:
                         self._take_in(digest, outcome, found[digest])
                         self._seen[digest] = found[digest]
-                for name in strays:
+                for name in self._strays.difference(strays):
+                    self.catalog.problems.pop(name, None)
+                self._strays = set(sorted(strays)[:_MAX_STRAYS])
+                for name in self._strays:
                     self.catalog.problems[name] = _stray(name)
         return found
 

@@ -3,9 +3,9 @@
 ``StoreClient`` is a ``FileStore`` of the folder that the service names. Indexes never go over its socket.
 """
 
-from .client import StoreClient
+from .client import StoreClient, service_status
 from .endpoint import raise_descriptor_limit
 from .messages import Status, TierStatus
 from .server import Limits, StoreServer
 
-__all__ = ["Limits", "Status", "StoreClient", "StoreServer", "TierStatus", "raise_descriptor_limit"]
+__all__ = ["Limits", "Status", "StoreClient", "StoreServer", "TierStatus", "raise_descriptor_limit", "service_status"]

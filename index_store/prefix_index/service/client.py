@@ -102,6 +102,17 @@ class StoreClient(FileStore):
             link.tell(Used(digest=digest, copy=copy))
 
 
+def service_status(endpoint: str, *, timeout_s: float = 2.0) -> Status:
+    """A service as it is now; its folder is not looked at. Raises StoreUnavailable, and StoreFolderError where another
+    user could answer in its place.
+    """
+    link = Link(endpoint)
+    try:
+        return link.ask(GetStatus(), Status, timeout_s)
+    finally:
+        link.close()
+
+
 class Link:
     """One connection to the service; libzmq makes it anew when the service comes back. Any thread may use it."""
 

@@ -26,7 +26,7 @@ SCHEME: Final = "ipc://"
 _LONGEST_PATH: Final = 107
 """Of a Unix socket's address; a longer one cannot be bound."""
 _OTHERS: Final = 512
-"""Descriptors for what is no connection: reservations of clients that write, files that workers read, libraries."""
+"""Descriptors for what is no connection: files that are read and copied, libraries."""
 _SPARE: Final = 64
 """Connections beyond the bound that stay open for as long as it takes to tell them."""
 _WANTED: Final = 1 << 16
