@@ -49,8 +49,24 @@ def _twice_as_wide(a: Array) -> Array:
     return np.concatenate([a, a], axis=-1) if a.ndim else np.stack([a] * 3)
 
 
+def _one_less(a: Array) -> Array:
+    return a[:-1] if a.ndim else np.stack([a] * 4)
+
+
+def _narrower(a: Array) -> Array:
+    return a[..., :-1] if a.ndim > 1 else np.stack([a] * 5)
+
+
+def _flat(a: Array) -> Array:
+    return a.reshape(-1) if a.ndim > 1 else a.reshape(1, 1, -1)
+
+
 def _one_dim_more(a: Array) -> Array:
     return a[None]
+
+
+def _three_dims_more(a: Array) -> Array:
+    return a[None, None, None]
 
 
 def _none(a: Array) -> Array:
@@ -66,7 +82,10 @@ def _same_bytes(a: Array) -> Array:
     return a.view({1: np.int8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize])
 
 
-FORMS = (_half, _one_more, _twice_as_wide, _one_dim_more, _none, _other_dtype, _same_bytes)
+FORMS = (
+    _half, _one_less, _one_more, _narrower, _twice_as_wide, _flat, _one_dim_more, _three_dims_more, _none,
+    _other_dtype, _same_bytes,
+)  # fmt: skip
 
 VALUES: dict[str, dict[str, float]] = {
     "i": {"32767": 32767, "minus 1": -1, "minus 32768": -32768},
