@@ -47,7 +47,8 @@ class Oracle:
         if role.mode is LayerMode.DENSE or budget == group.prefix_len:
             return Selection.all(group.prefix_len, num_kv_heads, q.device)
         if role.anchor_layer is not None:
-            return group.selections[role.anchor_layer].for_heads(torch.tensor(role.head_map, device=q.device))
+            anchor, heads = group.selections[role.anchor_layer], list(role.head_map)
+            return Selection(anchor.positions[heads], anchor.counts[heads])
         sink = min(config.num_sink_tokens, budget)
         found = group.kept.get(layer) or self.selector.select(
             group.index.layers[layer], q, prefix_len=group.prefix_len, budget=budget, num_sink=sink,

@@ -277,3 +277,45 @@ def searches(server: Server, serials: list[int], steps: int) -> list[bool]:
 def until_search(server: Server, serials: list[int]) -> None:
     """Steps up to one that searches, that one included."""
     assert any(searches(server, serials, 1)[0] for _ in range(8))
+
+
+def walk_groups(server: Server) -> None:
+    """Groups and single requests, with and without an index; one leaves, and another one takes its row at once."""
+    first, second = server.prefix(300), server.prefix(210)
+    for serial in (1, 2, 3):
+        server.join(serial, *first, 5 + serial)
+    server.join(4, *second, 9)
+    server.join(5, server.slots(77), None, 3)
+    alone = [GroupRead(1, 300, 60)] * 3 + [GroupRead(1, 210, 42)]
+    assert server.step([1, 2, 3, 4, 5], padded=1) == alone, "nothing is known of their slots yet"
+    server.step([1, 2, 3, 4, 5])
+    grouped = [GroupRead(3, 300, 104), GroupRead(1, 210, 42)]
+    assert server.step([1, 2, 3, 4, 5]) == grouped
+    plans = server.sparse.plans
+    assert server.step([1, 2, 3, 4, 5]) == grouped
+    assert server.sparse.plans == plans
+    server.leave(1)
+    server.join(6, *second, 4)
+    assert server.step([4, 2, 6, 3], padded=2) == [GroupRead(1, 210, 42), GroupRead(2, 300, 85), GroupRead(1, 210, 42)]
+    server.step([4, 2, 6, 3])
+    assert server.step([4, 2, 6, 3]) == [GroupRead(2, 210, 60), GroupRead(2, 300, 85)]
+
+
+def walk_own_tokens(server: Server) -> tuple[ResidentIndex, torch.Tensor]:
+    """Beside requests with few tokens of their own, and with none of an index: indexes of own tokens come and grow.
+    Returns the index of the first two requests, and its slots.
+    """
+    first, second = server.prefix(210), server.prefix(130)
+    server.join(1, *first, 300)
+    server.join(2, *first, 20)
+    server.join(3, *second, 78)
+    server.join(4, server.slots(90), None, 200)
+    server.step([1, 2, 3, 4], padded=1)
+    assert server.private_reads == [GroupRead(1, 256, 51)]
+    server.step([1, 2, 3, 4])  # of request 3 48 are covered now, more than its budget
+    assert [one.prefix_len for one in server.private_reads] == [256, 48]
+    plans = server.sparse.plans
+    for _ in range(3):
+        kept = server.step([1, 2, 3, 4])
+    assert (kept[0], server.sparse.plans) == (GroupRead(2, 210, 60), plans + 1), "two of them are a group now"
+    return first[1], first[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, TypeVar
 
@@ -163,7 +164,7 @@ class Catalog:
             raise inconsistent("catalog by prefix", sorted(by_digest), sorted(by_prefix))
 
 
-class CatalogStore:
+class CatalogStore(ABC):
     """What every kind of store shares: its life, and the part of ``IndexStore`` that asks only its catalogs.
 
     ``_catalogs()`` gives them, the nearest first: of equally long prefixes the first one's is the answer.
@@ -177,11 +178,11 @@ class CatalogStore:
         self._lock = threading.RLock()
         self._is_open = False
 
-    def open(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def open(self) -> None: ...
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
     def _catalogs(self) -> Sequence[Catalog]:
         return (self.catalog,)

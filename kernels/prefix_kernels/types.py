@@ -176,14 +176,6 @@ class Selection:
         """Width of `positions`."""
         return self.positions.shape[1]
 
-    def for_heads(self, head_map: Tensor) -> Selection:
-        """The selection of a reuse layer: its head h takes head `head_map[h]` of this one (Kascade, 3.5).
-
-        Args:
-            head_map: [num_kv_heads of the reuse layer] int64, many-to-one allowed.
-        """
-        return Selection(self.positions[head_map], self.counts[head_map])
-
     def check_integrity(self, prefix_len: int) -> None:
         """Raise unless every promise of this class holds for a prefix of that length. Reads device memory.
 

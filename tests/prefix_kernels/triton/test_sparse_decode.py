@@ -10,7 +10,7 @@ import torch
 
 from sglang_ext.decode.trace import StepTrace, read_trace
 from sglang_ext.decode.types import GroupRead, StepPath
-from tests.sparse_server import FIRST, LAST, Server
+from tests.sparse_server import FIRST, LAST, Server, walk_groups, walk_own_tokens
 
 
 @pytest.mark.parametrize(
@@ -22,24 +22,7 @@ def test_groups_and_single_requests_with_and_without_an_index(
 ) -> None:
     """Where all tokens are summed, raw scores of few rows are kept, in fp32 as in Triton's interpreter."""
     server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, sum_every=sum_every)
-    first, second = server.prefix(300), server.prefix(210)
-    for serial in (1, 2, 3):
-        server.join(serial, *first, 5 + serial)
-    server.join(4, *second, 9)
-    server.join(5, server.slots(77), None, 3)
-    alone = [GroupRead(1, 300, 60)] * 3 + [GroupRead(1, 210, 42)]
-    assert server.step([1, 2, 3, 4, 5], padded=1) == alone  # nothing is known of their slots yet
-    server.step([1, 2, 3, 4, 5])
-    grouped = [GroupRead(3, 300, 104), GroupRead(1, 210, 42)]
-    assert server.step([1, 2, 3, 4, 5]) == grouped
-    plans = server.sparse.plans
-    assert server.step([1, 2, 3, 4, 5]) == grouped
-    assert server.sparse.plans == plans
-    server.leave(1)  # its row is taken at once
-    server.join(6, *second, 4)
-    assert server.step([4, 2, 6, 3], padded=2) == [GroupRead(1, 210, 42), GroupRead(2, 300, 85), GroupRead(1, 210, 42)]
-    server.step([4, 2, 6, 3])
-    assert server.step([4, 2, 6, 3]) == [GroupRead(2, 210, 60), GroupRead(2, 300, 85)]
+    walk_groups(server)
     kept = server.sparse.op._raw
     if dtype is torch.float32:
         assert bool(kept) == (sum_every == 1)
@@ -64,26 +47,14 @@ def test_long_own_tokens_are_selected_from(
 ) -> None:
     """Beside requests with few of their own, with none of an index, and while indexes grow, come and go."""
     server = Server(device, 5, dtype=dtype, kv_dtype=kv_dtype, dim=dim, private_dense_tokens=64)
-    first, second = server.prefix(210), server.prefix(130)
-    server.join(1, *first, 300)
-    server.join(2, *first, 20)
-    server.join(3, *second, 78)
-    server.join(4, server.slots(90), None, 200)
-    server.step([1, 2, 3, 4], padded=1)
-    assert server.private_reads == [GroupRead(1, 256, 51)]
-    server.step([1, 2, 3, 4])  # of request 3 48 are covered now, more than its budget
-    assert [one.prefix_len for one in server.private_reads] == [256, 48]
-    plans = server.sparse.plans
-    for _ in range(3):
-        kept = server.step([1, 2, 3, 4])
-    assert (kept[0], server.sparse.plans) == (GroupRead(2, 210, 60), plans + 1), "two of them are a group now"
+    index, slots = walk_own_tokens(server)
     for _ in range(24):
         server.lens[1] += 1
         server.table[server.rows[1], server.lens[1] - 1] = server.slots(1)[0]
     server.step([3, 1, 2, 4])
     assert [one.prefix_len for one in server.private_reads] == [48, 288]
     server.leave(1)
-    server.join(5, *first, 160)
+    server.join(5, slots, index, 160)
     server.step([5, 4, 2])
     assert [one.prefix_len for one in server.private_reads] == [128]
 
