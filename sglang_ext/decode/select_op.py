@@ -15,7 +15,7 @@ from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import Selection
 from sglang_ext.decode.types import Index
-from sglang_ext.indexing.base import Selector
+from sglang_ext.methods.base import Selector
 
 
 @dataclass(frozen=True)
