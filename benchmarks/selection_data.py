@@ -14,9 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from prefix_kernels.testing import PLANTED, planted_config, planted_prefix
-from sglang_ext.calibration import ChannelAccumulator, top_channels
-from sglang_ext.calibration.capture import LayerCapture
-from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture, save_capture
+from sglang_ext.calibration.channels import channel_contribution, channel_maxima, top_channels
+from sglang_ext.calibration.prompt_capture import LayerCapture, PromptCapture, load_capture, save_capture
 from sglang_ext.methods.base import LayerProfile
 from sglang_ext.quality.tasks import make_document
 
@@ -144,12 +143,9 @@ def own_channels(layer: Layer) -> LayerProfile:
 
 
 def _best_channels(prompts: Sequence[Sequence[LayerCapture]]) -> list[LayerProfile]:
-    first = prompts[0][0]
-    num_kv_heads, head_dim = first.keys.shape[1:]
-    statistic = ChannelAccumulator(len(prompts[0]), first.queries.shape[1], num_kv_heads, head_dim)
-    for prompt in prompts:
-        statistic.add_prompt(prompt)
-    best = top_channels(statistic.contribution(), min(OFFLINE_CHANNELS, head_dim)).sort(dim=-1).values
+    maxima = zip(*map(channel_maxima, prompts), strict=True)
+    contribution = channel_contribution(*(torch.stack(of_prompts).amax(dim=0) for of_prompts in maxima))
+    best = top_channels(contribution, min(OFFLINE_CHANNELS, contribution.shape[-1]))
     return [LayerProfile(channels=tuple(map(tuple, of_layer))) for of_layer in best.tolist()]
 
 

@@ -15,11 +15,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from sglang_ext.calibration.anchors import anchor_total, evenly_spaced_anchors
 from sglang_ext.calibration.block_size import Average, average_block_size, block_sizes_by_budget, block_sizes_by_tau
 from sglang_ext.calibration.fit import CRITERIA, FitSetting, best_anchors, criterion_table, plan_recovery
-from sglang_ext.calibration.measurement import SCORERS, Averages, PromptMeasurement, average
-from sglang_ext.calibration.similarity import layer_similarity
+from sglang_ext.calibration.layer_statistics import SCORES
+from sglang_ext.calibration.measurement import Averages, PromptMeasurement, average
+from sglang_ext.calibration.plans import anchor_total, evenly_spaced_anchors, layer_similarity
+from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
 RESAMPLES = 2000
 MAX_EXHAUSTIVE = 5000
@@ -42,7 +43,6 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wins(self) -> bool:
-        """Whether the calibrated choice is better on the average."""
         return self.mean > 0
 
 
@@ -148,8 +148,8 @@ def compare(
     fitted: Sequence[PromptMeasurement],
     held: Sequence[PromptMeasurement],
     tasks: Sequence[str],
+    groups: Sequence[str],
     setting: FitSetting,
-    groups: Sequence[str] | None = None,
 ) -> HeldOut:
     """Fit on one half, compare on the other.
 
@@ -157,70 +157,53 @@ def compare(
         fitted: prompts to choose by, at least one.
         held: prompts to compare on, at least one.
         tasks: of the held-out prompts.
-        setting: how the profile is fitted.
         groups: of the held-out prompts: those with the same prefix are not independent, and intervals draw them
-            together. None: every prompt is a group of its own.
+            together.
+        setting: how the profile is fitted.
 
     Raises:
-        ValueError: an empty half, not one task or group for each held-out prompt, or a setting that does not fit the
-            model.
+        ValueError: a setting that does not fit the model.
     """
-    if not fitted or len(held) != len(tasks):
-        raise ValueError(
-            f"expected prompts in both halves and a task for each held-out one, got {len(fitted)} fitted, "
-            f"{len(held)} held out and {len(tasks)} tasks; give at least two prompts"
-        )
-    if groups is not None and len(groups) != len(held):
-        raise ValueError(f"expected a group for each of {len(held)} held-out prompts, got {len(groups)}; name all")
-    names = [str(i) for i in range(len(held))] if groups is None else list(groups)
-    numbers = torch.tensor([names.index(name) for name in names])
+    names = list(dict.fromkeys(groups))
+    numbers = torch.tensor([names.index(name) for name in groups])
     fit, rest = average(fitted), average(held)
     num_layers, num_kv_heads = fit.oracle.shape
     first = setting.first_layer(num_layers)
     recalls = torch.stack([one.recall for one in held])[:, :, first:]
-    blocks, by_tau = [], []
-    for i, name in enumerate(SCORERS):
-        chosen_by = fit.recall[i, first:]
-        for average_kind, size in itertools.product(Average, setting.block_sizes):
-            blocks.append(
-                _blocks(name, average_kind, size, chosen_by, recalls[:, i], tasks, setting.block_sizes, numbers)
-            )
-        by_tau.append(_by_tau(name, chosen_by, recalls[:, i], setting))
-    counts = range(1, num_layers - first + 1)
     recovery = torch.stack([one.recovery for one in held])
     anchors, maps = [], []
-    for criterion in CRITERIA:
-        ruled = replace(setting, criterion=criterion)
-        for count in counts:
-            anchors.append(_anchors(count, fit, rest, recovery, ruled, numbers))
-            if count < num_layers - first:
-                maps.append(_head_maps(anchors[-1].programme, fit, recovery, criterion, numbers))
+    for criterion, count in itertools.product(CRITERIA, range(1, num_layers - first + 1)):
+        anchors.append(_anchors(count, fit, rest, recovery, replace(setting, criterion=criterion), numbers))
+        if count < num_layers - first:
+            maps.append(_head_maps(anchors[-1].programme, fit, recovery, criterion, numbers))
     return HeldOut(
         fitted=len(fitted),
         held_out=len(held),
         first_layer=first,
         num_heads=(num_layers - first) * num_kv_heads,
-        blocks=blocks,
-        tau=by_tau,
+        blocks=[
+            _blocks(name, kind, size, fit.recall[i, first:], recalls[:, i], tasks, numbers)
+            for (i, name), kind, size in itertools.product(enumerate(SCORES), Average, BLOCK_SIZES)
+        ],
+        tau=[_by_tau(name, fit.recall[i, first:], recalls[:, i], setting.tau) for i, name in enumerate(SCORES)],
         anchors=anchors,
         head_maps=maps,
     )
 
 
-def paired(differences: Tensor, reason: str, groups: Tensor | None = None) -> Difference:
+def paired(differences: Tensor, reason: str, groups: Tensor) -> Difference:
     """Mean and 95% bootstrap interval of [num_prompts] differences; the reason is kept where they do not win.
 
     Args:
         differences: calibrated less rival.
         reason: why they do not win.
-        groups: [num_prompts] int64, prompts of one number are drawn together; None: each alone.
+        groups: [num_prompts] int64, 0, 1, ...; prompts of one number are drawn together.
     """
     mean = float(differences.mean())
     low = high = None
-    place = torch.arange(len(differences)) if groups is None else torch.unique(groups, return_inverse=True)[1]
-    count = place.bincount()
+    count = groups.bincount()
     if len(count) > 1:
-        total = torch.zeros(len(count), dtype=torch.float64).index_add_(0, place, differences.double())
+        total = torch.zeros(len(count), dtype=torch.float64).index_add_(0, groups, differences.double())
         gen = torch.Generator().manual_seed(0)
         drawn = torch.randint(len(count), (RESAMPLES, len(count)), generator=gen)
         means = total[drawn].sum(dim=1) / count[drawn].sum(dim=1)
@@ -228,26 +211,18 @@ def paired(differences: Tensor, reason: str, groups: Tensor | None = None) -> Di
     return Difference(mean=mean, low=low, high=high, reason="" if mean > 0 else reason)
 
 
-def recall_of(recall: Tensor, sizes: Tensor, block_sizes: Sequence[int]) -> Tensor:
+def recall_of(recall: Tensor, sizes: Tensor) -> Tensor:
     """[num_prompts, num_layers, num_kv_heads, num_block_sizes] recall at each head's own size -> [num_prompts]."""
-    column = (sizes[..., None] == torch.tensor(list(block_sizes))).int().argmax(dim=-1)
+    column = (sizes[..., None] == torch.tensor(BLOCK_SIZES)).int().argmax(dim=-1)
     index = column.expand(recall.shape[:-1])[..., None]
     return recall.gather(3, index).flatten(1).mean(dim=1)
 
 
 def _blocks(
-    name: str,
-    kind: Average,
-    size: int,
-    fitted: Tensor,
-    held: Tensor,
-    tasks: Sequence[str],
-    block_sizes: Sequence[int],
-    groups: Tensor,
+    name: str, kind: Average, size: int, fitted: Tensor, held: Tensor, tasks: Sequence[str], groups: Tensor
 ) -> BlockComparison:
-    sizes = block_sizes_by_budget(fitted, size, kind, block_sizes)
-    uniform = recall_of(held, torch.full_like(sizes, size), block_sizes)
-    adaptive = recall_of(held, sizes, block_sizes)
+    sizes = block_sizes_by_budget(fitted, size, kind)
+    uniform, adaptive = recall_of(held, torch.full_like(sizes, size)), recall_of(held, sizes)
     if bool((sizes == size).all()):
         reason = "the only sizes with this average are the uniform ones: nothing to choose"
     elif torch.equal(adaptive, uniform):
@@ -271,14 +246,14 @@ def _blocks(
     )
 
 
-def _by_tau(name: str, fitted: Tensor, held: Tensor, setting: FitSetting) -> TauComparison:
-    sizes = block_sizes_by_tau(fitted, setting.tau, setting.block_sizes)
+def _by_tau(name: str, fitted: Tensor, held: Tensor, tau: float) -> TauComparison:
+    sizes = block_sizes_by_tau(fitted, tau)
     return TauComparison(
         representation=name,
-        tau=setting.tau,
-        arithmetic=average_block_size(sizes),
+        tau=tau,
+        arithmetic=average_block_size(sizes, Average.ARITHMETIC),
         harmonic=average_block_size(sizes, Average.HARMONIC),
-        recall=float(recall_of(held, sizes, setting.block_sizes).mean()),
+        recall=float(recall_of(held, sizes).mean()),
         recall_at_smallest=float(held[..., 0].mean()),
     )
 
@@ -290,39 +265,34 @@ def _anchors(
     first = setting.first_layer(num_layers)
     table, held_table = (criterion_table(part, setting.criterion) for part in (fit, rest))
     programme = best_anchors(fit, setting, count).anchors
-    even = evenly_spaced_anchors(num_layers, count, first_layer=first)
-    matrix = layer_similarity(held_table)
-    objective = {
-        anchors: anchor_total(matrix, anchors, importance=rest.importance, first_layer=first)
-        for anchors in (programme, even)
-    }
-    kept = {anchors: plan_recovery(recovery, anchors, table) for anchors in (programme, even)}
+    even = evenly_spaced_anchors(num_layers, count, first)
+    kept, kept_even = (plan_recovery(recovery, anchors, table) for anchors in (programme, even))
     free = num_layers - first - 1
-    reason = _anchor_reason(count, free, programme == even, setting)
     best: float | None = None
     if math.comb(free, count - 1) <= MAX_EXHAUSTIVE:
         choices = itertools.combinations(range(first + 1, num_layers), count - 1)
         best = max(float(plan_recovery(rest.recovery, (first, *others), table)) for others in choices)
+    matrix = layer_similarity(held_table)
     return AnchorComparison(
         criterion=setting.criterion,
         num_anchors=count,
         programme=programme,
         even=even,
-        objective_programme=objective[programme],
-        objective_even=objective[even],
-        recovery_programme=float(kept[programme].mean()),
-        recovery_even=float(kept[even].mean()),
+        objective_programme=anchor_total(matrix, rest.importance, programme),
+        objective_even=anchor_total(matrix, rest.importance, even),
+        recovery_programme=float(kept.mean()),
+        recovery_even=float(kept_even.mean()),
         recovery_best=best,
-        difference=paired(kept[programme] - kept[even], reason, groups),
+        difference=paired(kept - kept_even, _anchor_reason(count, free, programme == even, setting.criterion), groups),
     )
 
 
-def _anchor_reason(count: int, free: int, same: bool, setting: FitSetting) -> str:
+def _anchor_reason(count: int, free: int, same: bool, criterion: str) -> str:
     if count in (1, free + 1):
         return "there is one choice of so many anchors: nothing to choose"
     if same:
         return f"the programme chooses the evenly spaced anchors; there are {math.comb(free, count - 1)} choices"
-    if setting.criterion == "similarity":
+    if criterion == "similarity":
         return (
             "the programme maximizes importance x similarity (64 keys, the worst token), not the mean mass at the "
             "budget that is compared here"

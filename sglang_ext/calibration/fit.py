@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sglang_ext.calibration.anchors import AnchorChoice, assigned_anchors, choose_anchors
 from sglang_ext.calibration.block_size import (
     TAU,
     Average,
@@ -16,10 +15,16 @@ from sglang_ext.calibration.block_size import (
     near_uniform_heads,
 )
 from sglang_ext.calibration.channels import NUM_CHANNELS_GQA, top_channels
-from sglang_ext.calibration.head_map import best_head_map, identity_head_map, make_layer_plan
-from sglang_ext.calibration.measurement import SCORERS, Averages
-from sglang_ext.calibration.similarity import layer_similarity
-from sglang_ext.methods.ab_sparse import BLOCK_SIZES
+from sglang_ext.calibration.layer_statistics import SCORES
+from sglang_ext.calibration.measurement import Averages
+from sglang_ext.calibration.plans import (
+    AnchorChoice,
+    assigned_anchors,
+    best_head_map,
+    choose_anchors,
+    layer_similarity,
+    make_layer_plan,
+)
 from sglang_ext.methods.layer_plan import LayerPlan
 
 REUSE_RETENTION = 0.98
@@ -33,7 +38,7 @@ CRITERIA = ("recovery", "similarity")
 
 @dataclass(frozen=True)
 class FitSetting:
-    """How a profile follows from measurements.
+    """How a profile follows from measurements; the command line checks it.
 
     Attributes:
         num_anchors: layers that select; None: the fewest within `REUSE_RETENTION`.
@@ -44,10 +49,6 @@ class FitSetting:
         criterion: one of `CRITERIA`.
         dense_layers: layers that read the whole prefix: none, or the first ones (0, 1, ...).
         num_channels: channels of the token index, limited by head_dim.
-        block_sizes: as they were measured.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     num_anchors: int | None = None
@@ -57,20 +58,6 @@ class FitSetting:
     criterion: str = "recovery"
     dense_layers: tuple[int, ...] = (0,)
     num_channels: int = NUM_CHANNELS_GQA
-    block_sizes: tuple[int, ...] = BLOCK_SIZES
-
-    def __post_init__(self) -> None:
-        for name, value, choices in (
-            ("representation", self.representation, tuple(SCORERS)),
-            ("criterion", self.criterion, CRITERIA),
-        ):
-            if value not in choices:
-                raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}; choose one")
-        if tuple(self.dense_layers) != tuple(range(len(self.dense_layers))):
-            raise ValueError(
-                f"expected dense layers to be the first ones (0, or 0,1, ...), got {list(self.dense_layers)}; name "
-                "all layers from 0 on with --dense-layers, or fewer"
-            )
 
     def first_layer(self, num_layers: int) -> int:
         """The first layer that is not dense.
@@ -124,26 +111,23 @@ def fit_settings(averages: Averages, setting: FitSetting) -> Fit:
         ValueError: a setting that does not fit the model.
     """
     first = setting.first_layer(averages.oracle.shape[0])
-    recall = averages.recall[tuple(SCORERS).index(setting.representation)]
+    recall = averages.recall[tuple(SCORES).index(setting.representation)]
     if setting.block_average is None:
-        sizes = block_sizes_by_tau(recall, setting.tau, setting.block_sizes)
+        sizes = block_sizes_by_tau(recall, setting.tau)
     else:
         # Layers that are dense have no index: their recall must not take part.
-        sizes = block_sizes_by_tau(recall, 1.0, setting.block_sizes)
-        sizes[first:] = block_sizes_by_budget(
-            recall[first:], setting.block_average, Average.HARMONIC, setting.block_sizes
-        )
+        sizes = block_sizes_by_tau(recall, 1.0)
+        sizes[first:] = block_sizes_by_budget(recall[first:], setting.block_average, Average.HARMONIC)
     if setting.num_anchors is None:
         anchors = fewest_anchors(averages, setting)
     else:
         anchors = best_anchors(averages, setting, setting.num_anchors)
-    table = criterion_table(averages, setting.criterion)
-    contribution = averages.channels.contribution()
+    head_dim = averages.contribution.shape[-1]
     return Fit(
         block_sizes=sizes,
         anchors=anchors,
-        plan=make_layer_plan(anchors.anchors, table, dense_layers=(*range(first), *setting.dense_layers)),
-        channels=top_channels(contribution, min(setting.num_channels, averages.channels.head_dim)),
+        plan=make_layer_plan(anchors.anchors, criterion_table(averages, setting.criterion), setting.dense_layers),
+        channels=top_channels(averages.contribution, min(setting.num_channels, head_dim)),
         flat_heads=torch.zeros_like(averages.oracle, dtype=torch.bool),
     )
 
@@ -161,7 +145,7 @@ def with_flat_heads(fit: Fit, averages: Averages, setting: FitSetting, budget: i
     flat[list(fit.plan.dense_layers)] = False
     layers = flat.any(dim=1).nonzero().flatten().tolist()
     table = criterion_table(averages, setting.criterion)
-    plan = make_layer_plan(fit.anchors.anchors, table, dense_layers=(*fit.plan.dense_layers, *layers))
+    plan = make_layer_plan(fit.anchors.anchors, table, (*fit.plan.dense_layers, *layers))
     return replace(fit, plan=plan if plan.anchor_layers else fit.plan, flat_heads=flat)
 
 
@@ -173,12 +157,8 @@ def criterion_table(averages: Averages, criterion: str) -> Tensor:
 def best_anchors(averages: Averages, setting: FitSetting, num_anchors: int) -> AnchorChoice:
     """The programme's anchors. Raises ValueError where there are not so many layers."""
     num_layers = averages.oracle.shape[0]
-    return choose_anchors(
-        layer_similarity(criterion_table(averages, setting.criterion)),
-        num_anchors,
-        importance=averages.importance,
-        first_layer=setting.first_layer(num_layers),
-    )
+    similarity = layer_similarity(criterion_table(averages, setting.criterion))
+    return choose_anchors(similarity, averages.importance, num_anchors, setting.first_layer(num_layers))
 
 
 def fewest_anchors(averages: Averages, setting: FitSetting) -> AnchorChoice:
@@ -207,10 +187,9 @@ def plan_recovery(recovery: Tensor, anchors: tuple[int, ...], table: Tensor, *, 
         [...] fp64.
     """
     num_layers, num_kv_heads = recovery.shape[-4], recovery.shape[-1]
-    first = anchors[0]
+    own = tuple(range(num_kv_heads))
     kept = []
-    for layer, anchor in enumerate(assigned_anchors(anchors, num_layers, first_layer=first), start=first):
-        own = layer == anchor or not remap
-        heads = identity_head_map(num_kv_heads) if own else best_head_map(table[anchor, layer])
-        kept.append(recovery[..., anchor, layer, list(range(num_kv_heads)), list(heads)].mean(dim=-1))
+    for layer, anchor in assigned_anchors(anchors, num_layers).items():
+        heads = best_head_map(table[anchor, layer]) if remap and layer != anchor else own
+        kept.append(recovery[..., anchor, layer, own, heads].mean(dim=-1))
     return torch.stack(kept).mean(dim=0)

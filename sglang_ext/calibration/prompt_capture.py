@@ -1,23 +1,159 @@
-"""What one request left behind in all layers: kept queries, the prompt's keys and values; as a file between
-the process that runs the model and the one that measures.
+"""What one request left behind in all layers, as a file between the process that runs the model and the one that
+measures; and the attention that its queries and keys make.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sglang_ext.calibration.capture import LayerCapture
+from prefix_kernels.block_scores import block_scores_mean
+from prefix_kernels.pooling import Pooling, pool_scores
+from sglang_ext.methods.base import check_keys
 
 CAPTURE_VERSION = 1
 
+ELEMENTS_PER_CHUNK = 1 << 24
+"""Upper bound, in elements, of the largest temporary (64 MiB in fp32): queries are taken in chunks below it."""
+
 _TENSORS = ("queries", "positions", "sampled", "keys", "values", "importance")
+
+
+def attention_importance(x: Tensor, y: Tensor) -> Tensor:
+    """1 - cos(x, y) for each token: how much the attention of a layer changes the hidden state.
+
+    Source: Kascade, 3.3 (the weights of the anchor programme). Where x and y are taken is that of its published code:
+    the residual stream before and behind the attention block. The block's bare output would not say how much the
+    representation changes.
+
+    Args:
+        x: [num_tokens >= 1, hidden_size] floating, residual stream before the attention block.
+        y: same shape, the residual stream behind it: x plus the block's output.
+
+    Returns:
+        [num_tokens] fp64 in 0..2. A vector of length 0 has no direction: 0 where both are, as nothing changed,
+        1 where one is.
+
+    Raises:
+        ValueError: shapes do not fit, or a value is NaN or infinite.
+    """
+    if x.dim() != 2 or 0 in x.shape or x.shape != y.shape:
+        raise ValueError(
+            "expected x and y [num_tokens >= 1, hidden_size] of one shape, got "
+            f"{tuple(x.shape)} and {tuple(y.shape)}; pass the residual stream before and behind one attention block"
+        )
+    x, y = x.double(), y.double()
+    if not bool(torch.isfinite(x).all() & torch.isfinite(y).all()):
+        raise ValueError("expected finite hidden states, got NaN or infinity; the capture is unusable, take it again")
+    lengths = x.norm(dim=1) * y.norm(dim=1)
+    cosine = (x * y).sum(dim=1) / lengths.masked_fill(lengths == 0, 1.0)
+    unchanged = (x == y).all(dim=1)
+    change: Tensor = 1.0 - cosine.clamp(-1.0, 1.0)
+    return change.masked_fill(unchanged, 0.0)
+
+
+class LayerCapture(NamedTuple):
+    """What one layer saw of one prompt. Read only.
+
+    Attributes:
+        queries: [num_tokens >= 1, num_qo_heads, head_dim] post-RoPE, floating.
+        keys: [prefix_len >= 1, num_kv_heads, head_dim] post-RoPE, floating.
+        positions: [num_tokens] int, position of each query's token. It attends the keys 0..position; a position
+            of prefix_len or more (a decode step, or a question behind the prefix) attends the whole prefix.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    positions: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.queries.shape[0]
+
+    @property
+    def prefix_len(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def visible(self) -> Tensor:
+        """[num_tokens] int64, how many keys each token attends."""
+        return (self.positions.long() + 1).clamp_max(self.prefix_len)
+
+
+def check_capture(capture: LayerCapture) -> None:
+    """Raise unless shapes belong together and every value can be used.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, NaN or infinity, or a negative position.
+    """
+    queries, keys, positions = capture
+    check_keys(keys)
+    num_kv_heads, head_dim = keys.shape[1:]
+    fits = queries.dim() == 3 and 0 not in queries.shape and queries.dtype.is_floating_point
+    if not fits or queries.shape[2] != head_dim or queries.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"expected queries [num_tokens >= 1, num_qo_heads, head_dim={head_dim}] with num_qo_heads a multiple "
+            f"of num_kv_heads={num_kv_heads} in a floating dtype, got {tuple(queries.shape)} {queries.dtype}; "
+            "capture queries and keys of the same layer"
+        )
+    if not bool(torch.isfinite(queries).all()):
+        raise ValueError("expected finite queries, got NaN or infinity; the capture is unusable, take it again")
+    integer = not positions.dtype.is_floating_point and positions.dtype is not torch.bool
+    if positions.shape != queries.shape[:1] or not integer:
+        raise ValueError(
+            f"expected positions [num_tokens={queries.shape[0]}] of an integer dtype, got "
+            f"{tuple(positions.shape)} {positions.dtype}; one position for each query's token"
+        )
+    if bool((positions < 0).any()):
+        raise ValueError(f"expected positions >= 0, got {int(positions.min())}; count from the prompt's first token")
+
+
+def attention_chunks(
+    capture: LayerCapture, sm_scale: float, elements_per_token: int = 0
+) -> Iterator[tuple[slice, Tensor]]:
+    """Attention of the tokens over the keys, post-softmax, mean over the query heads of a KV head's group.
+
+    Source: Kascade, 3.4 (post-softmax pooling; decode pools over the GQA group only).
+
+    Args:
+        capture: one layer's, checked.
+        sm_scale: the model's attention scale.
+        elements_per_token: of the reader's largest temporary; a chunk keeps it below `ELEMENTS_PER_CHUNK`, too.
+
+    Yields:
+        Which tokens, and [num_kv_heads, num_tokens of the slice, prefix_len] fp32, natural log of the probability, to
+        be changed by the reader; -inf for keys behind the token. The logarithm keeps an order among keys whose
+        probability is 0 in fp32.
+    """
+    num_tokens, prefix_len = capture.num_tokens, capture.prefix_len
+    size = max(1, ELEMENTS_PER_CHUNK // max(elements_per_token, capture.queries.shape[1] * prefix_len))
+    key = torch.arange(prefix_len, device=capture.keys.device)
+    visible = capture.visible.to(key.device)
+    for start in range(0, num_tokens, size):
+        tokens = slice(start, min(start + size, num_tokens))
+        # A block of one key is its own mean.
+        raw = block_scores_mean(capture.queries[tokens], capture.keys.transpose(0, 1))
+        hidden = key >= visible[tokens, None]
+        yield tokens, pool_tokens(raw.masked_fill_(hidden[None, :, None], -torch.inf), sm_scale, Pooling.MEAN)
+
+
+def pool_tokens(raw: Tensor, sm_scale: float, pooling: Pooling) -> Tensor:
+    """[num_kv_heads, num_tokens, gqa, n] raw scores -> [num_kv_heads, num_tokens, n]: each token its own group."""
+    num_kv_heads, num_tokens, gqa, num_candidates = raw.shape
+    pooled = pool_scores(raw.reshape(num_kv_heads * num_tokens, 1, gqa, num_candidates), sm_scale, pooling)
+    return pooled.view(num_kv_heads, num_tokens, num_candidates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +167,7 @@ class PromptCapture:
             kept because they are late: the prompt's end and the decode steps.
         keys: [num_layers, prefix_len, num_kv_heads, head_dim] post-RoPE.
         values: [num_layers, prefix_len, num_kv_heads, v_head_dim].
-        importance: [num_layers, num_tokens] fp32, 1 - cos(x, y) of each layer's attention (`importance`).
+        importance: [num_layers, num_tokens] fp32, 1 - cos(x, y) of each layer's attention (`attention_importance`).
         prompt_len: tokens of the request's prompt.
         sm_scale: the model's attention scale.
     """
@@ -97,23 +233,77 @@ class PromptCapture:
         return LayerCapture(self.queries[layer][rows], self.keys[layer], self.positions[rows])
 
 
-def save_capture(capture: PromptCapture, path: str | Path) -> None:
-    """Write a capture as one safetensors file, for this user alone: all of it or nothing.
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, str], *, private: bool) -> None:
+    """Write one safetensors file: all of it or nothing.
+
+    Args:
+        path: of the file.
+        tensors: by name, on any device.
+        meta: beside them.
+        private: readable for this user alone; else all of it or nothing also when the machine stops meanwhile.
 
     Raises:
         OSError: the folder is missing or full.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    tensors = {name: getattr(capture, name).contiguous().cpu() for name in _TENSORS}
-    meta = {"version": CAPTURE_VERSION, "prompt_len": capture.prompt_len, "sm_scale": repr(capture.sm_scale)}
     try:
-        partial.touch(0o600)  # before it holds anything
-        save_file(tensors, str(partial), {name: str(value) for name, value in meta.items()})
-        partial.chmod(0o600)  # should a library write another file than the one that was there
+        if private:
+            partial.touch(0o600)  # before it holds anything
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, str(partial), dict(meta))
+        if private:
+            partial.chmod(0o600)  # should a library write another file than the one that was there
+        else:
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_tensors(
+    path: str | Path,
+    names: Iterable[str],
+    version: int,
+    *,
+    what: str,
+    if_other: str,
+    if_damaged: str,
+    device: torch.device | str = "cpu",
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a file of `write_tensors`.
+
+    Args:
+        path: of the file.
+        names: of the tensors.
+        version: that its metadata must have.
+        what: the file is, for messages.
+        if_other, if_damaged: what to do with one of another version, and with one that cannot be read.
+        device: where the tensors go.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is something else, or of another version.
+    """
+    try:
+        with safe_open(str(path), "pt", device=str(device)) as file:
+            meta = file.metadata() or {}
+            if meta.get("version") != str(version):
+                raise ValueError(
+                    f"expected {what} of version {version} in {path}, got {meta.get('version')!r}; {if_other}"
+                )
+            return {name: file.get_tensor(name) for name in names}, meta
+    except SafetensorError as error:
+        raise ValueError(
+            f"expected {what} in {path}, got a file that cannot be read ({error}); {if_damaged}"
+        ) from error
+
+
+def save_capture(capture: PromptCapture, path: str | Path) -> None:
+    """Write a capture, for this user alone. Raises OSError where the folder is missing or full."""
+    meta = {"version": CAPTURE_VERSION, "prompt_len": capture.prompt_len, "sm_scale": repr(capture.sm_scale)}
+    tensors = {name: getattr(capture, name) for name in _TENSORS}
+    write_tensors(path, tensors, {name: str(value) for name, value in meta.items()}, private=True)
 
 
 def load_capture(path: str | Path, device: torch.device | str = "cpu") -> PromptCapture:
@@ -123,17 +313,13 @@ def load_capture(path: str | Path, device: torch.device | str = "cpu") -> Prompt
         OSError: it cannot be read.
         ValueError: it is no capture, or one of another version.
     """
-    try:
-        with safe_open(str(path), "pt", device=str(device)) as file:
-            meta = file.metadata() or {}
-            if meta.get("version") != str(CAPTURE_VERSION):
-                raise ValueError(
-                    f"expected a capture of version {CAPTURE_VERSION} in {path}, got {meta.get('version')!r}; take it "
-                    "again with this sglang-ext"
-                )
-            tensors = {name: file.get_tensor(name) for name in _TENSORS}
-    except SafetensorError as error:
-        raise ValueError(
-            f"expected a capture in {path}, got a file that cannot be read ({error}); take it again"
-        ) from error
+    tensors, meta = read_tensors(
+        path,
+        _TENSORS,
+        CAPTURE_VERSION,
+        what="a capture",
+        if_other="take it again with this sglang-ext",
+        if_damaged="take it again",
+        device=device,
+    )
     return PromptCapture(**tensors, prompt_len=int(meta["prompt_len"]), sm_scale=float(meta["sm_scale"]))

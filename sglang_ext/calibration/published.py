@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.calibration.head_map import plan_from_maps
+from sglang_ext.calibration.plans import plan_from_maps
 from sglang_ext.methods.layer_plan import LayerPlan
 
 _NAME = re.compile(r"_layers_(\d+(?:_\d+)*)\.npy")
@@ -111,4 +111,4 @@ def plan_from_published(
     if not len(anchors) or anchors[0] != 0:
         raise ValueError(f"expected layer 0 among the anchors, got {list(anchors)}; published maps begin with it")
     maps = {layer: tuple(row) for layer, row in enumerate(rows)}
-    return plan_from_maps(anchors, maps, num_layers, num_kv_heads, dense_layers=dense_layers)
+    return plan_from_maps(anchors, maps, num_layers, num_kv_heads, dense_layers)

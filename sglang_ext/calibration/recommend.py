@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.pooling import Pooling
-from sglang_ext.calibration.measurement import KEEP_RATIOS, measured_tokens
+from sglang_ext.calibration.layer_statistics import MeasureSetting, served_budget
+from sglang_ext.calibration.measurement import measured_tokens
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.selection_quality import (
     full_attention,
@@ -117,31 +118,21 @@ def default_recipes(default_method: str) -> dict[str, IndexSpec]:
     return {default_method: default, **{name: spec for name, spec in others.items() if name != default_method}}
 
 
-def quality_tokens(capture: PromptCapture, num_tokens: int = NUM_TOKENS) -> Tensor:
+def quality_tokens(capture: PromptCapture) -> Tensor:
     """Kept tokens that recipes are tried on: only those behind the prefix, which see all of it and nothing later.
 
     Returns:
-        [0..num_tokens] int64, ascending indices of kept tokens; empty where the capture has none behind its prefix.
+        [0..NUM_TOKENS] int64, ascending indices of kept tokens; empty where the capture has none behind its prefix.
     """
-    rows = measured_tokens(capture, num_tokens)
+    rows = measured_tokens(capture, NUM_TOKENS)
     return rows[capture.positions[rows] >= capture.prefix_len].cpu()
-
-
-def served_budget(prefix_len: int, keep_ratio: float, min_top_k: int) -> int:
-    """Tokens of the prefix that serving attends at a keep ratio, windows included (`SparseAttnConfig.budget`)."""
-    return max(1, min(max(int(keep_ratio * prefix_len), min_top_k), prefix_len))
 
 
 def measure_quality(
     capture: PromptCapture,
     recipes: Mapping[str, IndexSpec],
     layers: Sequence[int],
-    *,
-    min_top_k: int,
-    keep_ratios: Sequence[float] = KEEP_RATIOS,
-    num_sink: int = 16,
-    num_recent: int = 64,
-    num_tokens: int = NUM_TOKENS,
+    setting: MeasureSetting,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """Build every recipe's index of the prompt, select for some of its tokens, compare with all of the attention.
@@ -150,10 +141,7 @@ def measure_quality(
         capture: cut to its prefix.
         recipes: by name.
         layers: to measure.
-        min_top_k: fewest tokens of a budget, as served.
-        keep_ratios: budgets as asked for; see `served_budget`.
-        num_sink, num_recent: always attended, as far as the budget has room for them.
-        num_tokens: at most so many.
+        setting: budgets, and windows: always attended, as far as the budget has room for them.
         device: where.
 
     Returns:
@@ -163,7 +151,7 @@ def measure_quality(
         ValueError: an unusable capture, one without a token behind its prefix, or no sampled query where a recipe
             needs one.
     """
-    rows = quality_tokens(capture, num_tokens)
+    rows = quality_tokens(capture)
     if len(rows) == 0:
         raise ValueError(
             "expected a captured token behind the prefix, got none; give the prompt a question, or leave it out of "
@@ -171,9 +159,10 @@ def measure_quality(
         )
     prefix_len = capture.prefix_len
     samples = capture.samples()
-    budgets = [served_budget(prefix_len, ratio, min_top_k) for ratio in keep_ratios]
+    budgets = [served_budget(prefix_len, ratio, setting.min_top_k) for ratio in setting.keep_ratios]
     # The windows of serving: a budget below both holds the sink first.
-    windows = [(min(num_sink, budget), min(num_recent, max(budget - num_sink, 0))) for budget in budgets]
+    sinks = [min(setting.num_sink, budget) for budget in budgets]
+    windows = [(sink, min(setting.num_recent, budget - sink)) for sink, budget in zip(sinks, budgets, strict=True)]
     total = torch.zeros(len(recipes), len(budgets), len(FIGURES), dtype=torch.float64)
     for layer in layers:
         q = capture.queries[layer][rows].to(device)
@@ -199,19 +188,16 @@ def measure_quality(
                     )
                     for row in q
                 ]
-                quality = selection_quality(attention, joined_selections(chosen), oracle)
-                figures = torch.stack([quality.recall, quality.oracle_recall, quality.error]).double().mean(dim=1)
+                means = selection_quality(attention, joined_selections(chosen), oracle).means()
                 # CSAttention reads other lists for each token.
                 index = sum(index_read_bytes(spec, arrays, row[None], prefix_len, budget) for row in q) / len(q)
                 read = (index + kv_bytes(budget, keys.shape[2], values.shape[2])) / dense
-                shares = [read, stored, budget / prefix_len]
-                total[i, j] += torch.tensor([*figures.tolist(), *shares], dtype=torch.float64)
+                row_of = {**means, "read_share": read, "stored_share": stored, "kept_share": budget / prefix_len}
+                total[i, j] += torch.tensor([row_of[name] for name in FIGURES], dtype=torch.float64)
     return total / len(layers)
 
 
-def quality_table(
-    quality: Tensor, names: Sequence[str], keep_ratios: Sequence[float] = KEEP_RATIOS
-) -> list[RecipeQuality]:
+def quality_table(quality: Tensor, names: Sequence[str], keep_ratios: Sequence[float]) -> list[RecipeQuality]:
     """Rows of [num_prompts, num_recipes, num_keep_ratios, 6]: means over prompts, and the error of the worst one."""
     means = quality.mean(dim=0).tolist()
     worst = quality[..., FIGURES.index("error")].amax(dim=0).tolist()
@@ -238,10 +224,8 @@ def recommend(
         head_dim: of the model.
 
     Raises:
-        ValueError: an empty table, a recipe without rows, a figure that is no finite number, or no such share.
+        ValueError: a figure that is no finite number, or no such share.
     """
-    if not table:
-        raise ValueError("expected the quality of at least one recipe, got none; measure it on held-out prompts")
     default = next(iter(recipes))
     rows = {name: _usable(table, name) for name in recipes}
     small = {name for name, own in rows.items() if own[0].stored_share <= MAX_STORED_SHARE + TOLERANCE}
@@ -251,7 +235,7 @@ def recommend(
         if name in small and (time := selection_time(spec, head_dim)) is not None
     }
     name, why = _recipe(default, rows, small, times, anchor_share)
-    chosen = _budget(rows[name])
+    chosen = next((row for row in rows[name] if row.worst_error <= TARGET_ERROR), rows[name][-1])
     reason = (
         f"{why}; with a budget of {chosen.keep_ratio:.0%} its error is {chosen.worst_error:.3f} in the worst "
         f"prompt and {chosen.error:.3f} in the mean, a step reads {chosen.read_share:.1%} of dense, and the selection "
@@ -270,8 +254,6 @@ def recommend(
 def _usable(table: Sequence[RecipeQuality], name: str) -> list[RecipeQuality]:
     """A recipe's rows, keep ratio ascending, without those at the floor; where all are, the nearest to its ratio."""
     own = sorted((row for row in table if row.name == name), key=lambda row: row.keep_ratio)
-    if not own:
-        raise ValueError(f"expected the quality of {name}, got none; measure every recipe on held-out prompts")
     for row in own:
         for figure in (*FIGURES, "worst_error"):
             if not math.isfinite(getattr(row, figure)):
@@ -280,11 +262,6 @@ def _usable(table: Sequence[RecipeQuality], name: str) -> list[RecipeQuality]:
                     "measure the held-out prompts again"
                 )
     return [row for row in own if not row.at_floor] or own[-1:]
-
-
-def _budget(own: Sequence[RecipeQuality]) -> RecipeQuality:
-    """The recommended one of a recipe's rows, keep ratio ascending."""
-    return next((row for row in own if row.worst_error <= TARGET_ERROR), own[-1])
 
 
 def _recipe(

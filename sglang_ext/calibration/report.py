@@ -6,16 +6,20 @@ import base64
 import html
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from sglang_ext.calibration.comparison import AnchorComparison, BlockComparison, Difference, HeadMapComparison, HeldOut
+from sglang_ext.calibration.comparison import BlockComparison, Difference, HeldOut
 from sglang_ext.calibration.fit import Fit, FitSetting, criterion_table
-from sglang_ext.calibration.measurement import SCORERS, Averages, MeasureSetting, PromptInfo
+from sglang_ext.calibration.layer_statistics import SCORES, MeasureSetting
+from sglang_ext.calibration.measurement import Averages, PromptInfo
+from sglang_ext.calibration.plans import layer_similarity
 from sglang_ext.calibration.recommend import Choice, RecipeQuality
-from sglang_ext.calibration.similarity import layer_similarity
+from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.profile import Profile
 
 _STYLE = """
@@ -32,32 +36,29 @@ pre { overflow-x: auto; background: #f3f4f6; padding: .6rem; font-size: .8rem }
 """
 
 
-class Shown(Protocol):
-    """What a report is made of; `calibrate_job.Result` has it."""
+@dataclass(frozen=True)
+class Result:
+    """All that a report shows.
 
-    @property
-    def profile(self) -> Profile: ...
-    @property
-    def averages(self) -> Averages: ...
-    @property
-    def fit(self) -> Fit: ...
-    @property
-    def held_out(self) -> HeldOut: ...
-    @property
-    def quality(self) -> list[RecipeQuality]: ...
-    @property
-    def choice(self) -> Choice: ...
-    @property
-    def infos(self) -> list[PromptInfo]: ...
-    @property
-    def left_out(self) -> dict[str, str]: ...
-    @property
-    def measure(self) -> MeasureSetting: ...
-    @property
-    def settings(self) -> FitSetting: ...
+    Attributes:
+        left_out: prompts that were not measured, and why.
+        measure, settings: what was asked for.
+        Others as their types tell.
+    """
+
+    profile: Profile
+    averages: Averages
+    fit: Fit
+    held_out: HeldOut
+    quality: list[RecipeQuality]
+    choice: Choice
+    infos: list[PromptInfo]
+    left_out: dict[str, str]
+    measure: MeasureSetting
+    settings: FitSetting
 
 
-def write_report(shown: Shown, folder: str | Path) -> None:
+def write_report(shown: Result, folder: str | Path) -> None:
     """Write report.html, report.json and the plots into an existing folder; files of these names are replaced.
 
     Raises:
@@ -72,21 +73,21 @@ def write_report(shown: Shown, folder: str | Path) -> None:
     (folder / "report.html").write_text(report_page(shown, plots), encoding="utf-8")
 
 
-def report_values(shown: Shown) -> dict[str, Any]:
+def report_values(shown: Result) -> dict[str, Any]:
     """Every figure of the report, plain values."""
     means = shown.averages
     return {
         "profile": shown.profile,
         "profile_digest": shown.profile.digest(),
         "measured": {
-            "setting": shown.measure,
+            "setting": {**asdict(shown.measure), "block_sizes": BLOCK_SIZES},
             "fit": shown.settings,
             "prompts": [info._asdict() for info in shown.infos],
             "left_out": shown.left_out,
         },
         "sparsity": means.sparsity.tolist(),
         "oracle_recall": means.oracle.tolist(),
-        "block_recall": dict(zip(SCORERS, means.recall.tolist(), strict=True)),
+        "block_recall": dict(zip(SCORES, means.recall.tolist(), strict=True)),
         "similarity": layer_similarity(means.similarity).tolist(),
         "recovery": layer_similarity(means.recovery).tolist(),
         "importance": means.importance.tolist(),
@@ -97,7 +98,7 @@ def report_values(shown: Shown) -> dict[str, Any]:
     }
 
 
-def _plots(shown: Shown) -> dict[str, bytes]:
+def _plots(shown: Result) -> dict[str, bytes]:
     from sglang_ext.calibration import report_plots as plots
 
     means, setting = shown.averages, shown.measure
@@ -105,7 +106,7 @@ def _plots(shown: Shown) -> dict[str, bytes]:
     first = shown.held_out.first_layer
     return {
         "sparsity": plots.sparsity_plot(means.sparsity, means.oracle, setting.mass, setting.keep_ratio),
-        "block_recall": plots.block_recall_plot(means.recall, means.oracle, setting.block_sizes, first),
+        "block_recall": plots.block_recall_plot(means.recall, means.oracle, first),
         "similarity": plots.similarity_plot(matrix, shown.fit.anchors.anchors, shown.settings.criterion),
         "importance": plots.importance_plot(means.importance),
         "held_out": plots.comparison_plot(shown.held_out),
@@ -113,7 +114,7 @@ def _plots(shown: Shown) -> dict[str, bytes]:
     }
 
 
-def report_page(shown: Shown, plots: Mapping[str, bytes]) -> str:
+def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
     """The HTML page, images inside.
 
     Args:
@@ -132,7 +133,7 @@ def report_page(shown: Shown, plots: Mapping[str, bytes]) -> str:
         "<h2>Recommendation</h2>",
         _paragraph(f"{shown.choice.name} at a keep ratio of {shown.choice.keep_ratio:.0%}: {shown.choice.reason}."),
         _image(plots, "selection_quality", "attention recall and output error of the recipes by budget"),
-        _quality(shown.quality),
+        _rows(shown.quality, _QUALITY),
         "<h2>What it was measured on</h2>",
         _data(shown),
         "<h2>Sparsity</h2>",
@@ -153,13 +154,13 @@ def report_page(shown: Shown, plots: Mapping[str, bytes]) -> str:
         ),
         _image(plots, "held_out", "calibrated choices and their rivals on held-out prompts"),
         "<h3>Block sizes per head against one size at an equal average</h3>",
-        _blocks(held.blocks),
+        _rows(held.blocks, _BLOCKS),
         _tasks(held.blocks),
-        _tau(held),
+        _rows(held.tau, _TAU),
         "<h3>Anchors of the programme against evenly spaced ones</h3>",
-        _anchors(held.anchors, keep),
+        _rows(held.anchors, _ANCHORS, keep),
         "<h3>Head maps against the identity</h3>",
-        _head_maps(held.head_maps),
+        _rows(held.head_maps, _HEAD_MAPS) if held.head_maps else _paragraph("No layer reuses another: nothing to map."),
         "<h2>Profile</h2>",
         f"<pre>{html.escape(shown.profile.encode().decode())}</pre>",
     ]
@@ -172,7 +173,7 @@ def report_page(shown: Shown, plots: Mapping[str, bytes]) -> str:
     )
 
 
-def _data(shown: Shown) -> str:
+def _data(shown: Result) -> str:
     data = shown.profile.calibration
     tasks = Counter(info.task for info in shown.infos)
     lengths = sorted(info.prefix_tokens for info in shown.infos)
@@ -189,7 +190,7 @@ def _data(shown: Shown) -> str:
     return _paragraph(text) + table + (_table(("left out", "reason"), lost) if lost else "")
 
 
-def _dense_heads(shown: Shown) -> str:
+def _dense_heads(shown: Result) -> str:
     found = [f"layer {layer} head {head}" for layer, head in shown.fit.flat_heads.nonzero().tolist()]
     listed = f"{', '.join(found)}: their layers attend everything" if found else "none"
     return (
@@ -198,41 +199,62 @@ def _dense_heads(shown: Shown) -> str:
     )
 
 
-def _quality(rows: Sequence[RecipeQuality]) -> str:
-    head = (
-        "recipe",
-        "keep ratio",
-        "recall",
-        "best tokens",
-        "relative output error",
-        "in the worst prompt",
-        "bytes read of dense",
-        "stored",
-    )
-    return _table(
-        head,
-        [
-            (
-                r.name, f"{r.keep_ratio:.0%}", r.recall, r.oracle_recall, r.error, r.worst_error,
-                f"{r.read_share:.1%}", f"{r.stored_share:.1%}",
-            )
-            for r in rows
-        ],
-    )  # fmt: skip
+_QUALITY = {
+    "recipe": "name",
+    "keep ratio": "keep_ratio:.0%",
+    "recall": "recall",
+    "best tokens": "oracle_recall",
+    "relative output error": "error",
+    "in the worst prompt": "worst_error",
+    "bytes read of dense": "read_share:.1%",
+    "stored": "stored_share:.1%",
+}
+_DIFFERENCE = {"difference": "difference", "reason": "difference.reason"}
+_BLOCKS = {
+    "blocks by": "representation",
+    "average": "average",
+    "uniform size": "uniform_size",
+    "adaptive average": "adaptive_average:.1f",
+    "uniform": "uniform",
+    "adaptive": "adaptive",
+    **_DIFFERENCE,
+}
+_TAU = {
+    "blocks by": "representation",
+    "tau": "tau",
+    "mean size": "arithmetic",
+    "harmonic mean size": "harmonic",
+    "recall": "recall",
+    "recall with the smallest": "recall_at_smallest",
+}
+_ANCHORS = {
+    "chosen by": "criterion",
+    "anchors": "programme",
+    "evenly spaced": "even",
+    "objective": "objective_programme",
+    "objective, even": "objective_even",
+    "attention kept at {keep}": "recovery_programme",
+    "even": "recovery_even",
+    "best possible": "recovery_best",
+    **_DIFFERENCE,
+}
+_HEAD_MAPS = {
+    "chosen by": "criterion",
+    "anchors": "anchors",
+    "head maps": "remapped",
+    "identity": "identity",
+    **_DIFFERENCE,
+}
+"""Columns of the tables: head -> attribute of a row, with a format where it is not that of `_cell`."""
 
 
-def _blocks(rows: Sequence[BlockComparison]) -> str:
-    head = ("blocks by", "average", "uniform size", "adaptive average", "uniform", "adaptive", "difference", "reason")
-    return _table(
-        head,
-        [
-            (
-                r.representation, r.average, r.uniform_size, f"{r.adaptive_average:.1f}", r.uniform, r.adaptive,
-                r.difference, r.difference.reason,
-            )
-            for r in rows
-        ],
-    )  # fmt: skip
+def _rows(rows: Sequence[object], columns: Mapping[str, str], keep: str = "") -> str:
+    parts = [column.partition(":") for column in columns.values()]
+    body = [
+        [format(attrgetter(name)(row), form) if form else attrgetter(name)(row) for name, _, form in parts]
+        for row in rows
+    ]
+    return _table([name.format(keep=keep) for name in columns], body)
 
 
 def _tasks(rows: Sequence[BlockComparison]) -> str:
@@ -247,43 +269,6 @@ def _tasks(rows: Sequence[BlockComparison]) -> str:
     return _table(head, body)
 
 
-def _tau(held: HeldOut) -> str:
-    head = ("blocks by", "tau", "mean size", "harmonic mean size", "recall", "recall with the smallest")
-    return _table(
-        head, [(r.representation, r.tau, r.arithmetic, r.harmonic, r.recall, r.recall_at_smallest) for r in held.tau]
-    )
-
-
-def _anchors(rows: Sequence[AnchorComparison], keep: str) -> str:
-    head = (
-        "chosen by", "anchors", "evenly spaced", "objective", "objective, even", f"attention kept at {keep}",
-        "even", "best possible", "difference", "reason",
-    )  # fmt: skip
-    return _table(
-        head,
-        [
-            (
-                r.criterion, _layers(r.programme), _layers(r.even), r.objective_programme, r.objective_even,
-                r.recovery_programme, r.recovery_even, "" if r.recovery_best is None else r.recovery_best,
-                r.difference, r.difference.reason,
-            )
-            for r in rows
-        ],
-    )  # fmt: skip
-
-
-def _head_maps(rows: Sequence[HeadMapComparison]) -> str:
-    if not rows:
-        return _paragraph("No layer reuses another: nothing to map.")
-    head = ("chosen by", "anchors", "head maps", "identity", "difference", "reason")
-    body = [(r.criterion, _layers(r.anchors), r.remapped, r.identity, r.difference, r.difference.reason) for r in rows]
-    return _table(head, body)
-
-
-def _layers(layers: Iterable[int]) -> str:
-    return ", ".join(map(str, layers))
-
-
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
@@ -295,9 +280,11 @@ def _cell(value: object) -> str:
         kind = "win" if value.wins else "loss"
         span = "" if value.low is None else f" [{value.low:+.4f}, {value.high:+.4f}]"
         return f'<td class="number {kind}">{value.mean:+.4f}{span}</td>'
+    if isinstance(value, tuple):
+        return f"<td>{', '.join(map(str, value))}</td>"
     if isinstance(value, int | float):
         return f'<td class="number">{value if isinstance(value, int) else f"{value:.4f}"}</td>'
-    return f"<td>{html.escape(str(value))}</td>"
+    return f"<td>{'' if value is None else html.escape(str(value))}</td>"
 
 
 def _paragraph(text: str) -> str:

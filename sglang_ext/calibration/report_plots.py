@@ -15,10 +15,11 @@ matplotlib.use("Agg")
 
 from matplotlib.figure import Figure
 
-from sglang_ext.calibration.anchors import assigned_anchors
 from sglang_ext.calibration.comparison import HeldOut
-from sglang_ext.calibration.measurement import SCORERS
+from sglang_ext.calibration.layer_statistics import SCORES
+from sglang_ext.calibration.plans import assigned_anchors
 from sglang_ext.calibration.recommend import RecipeQuality
+from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
 DPI = 110
 CALIBRATED, RIVAL, NEUTRAL = "#1f6fb4", "#c9772b", "#6b7280"
@@ -35,18 +36,18 @@ def sparsity_plot(sparsity: Tensor, oracle: Tensor, mass: float, keep_ratio: flo
     return _png(figure)
 
 
-def block_recall_plot(recall: Tensor, oracle: Tensor, block_sizes: Sequence[int], first_layer: int) -> bytes:
+def block_recall_plot(recall: Tensor, oracle: Tensor, first_layer: int) -> bytes:
     """A line per KV head over the block size, the mean on top, one panel per representation."""
     figure = Figure(figsize=(9.5, 3.8))
-    for axes, table, name in zip(figure.subplots(1, len(SCORERS), sharey=True), recall, SCORERS, strict=True):
+    for axes, table, name in zip(figure.subplots(1, len(SCORES), sharey=True), recall, SCORES, strict=True):
         rows = table[first_layer:].flatten(0, 1)
         for row in rows.tolist():
-            axes.plot(range(len(block_sizes)), row, color=NEUTRAL, alpha=0.35, linewidth=0.9)
-        axes.plot(range(len(block_sizes)), rows.mean(dim=0).tolist(), color=CALIBRATED, linewidth=2.5, label="mean")
+            axes.plot(range(len(BLOCK_SIZES)), row, color=NEUTRAL, alpha=0.35, linewidth=0.9)
+        axes.plot(range(len(BLOCK_SIZES)), rows.mean(dim=0).tolist(), color=CALIBRATED, linewidth=2.5, label="mean")
         best = float(oracle[first_layer:].mean())
         axes.axhline(best, color=RIVAL, linestyle="--", label="best tokens (oracle)")
         axes.set(title=f"blocks by {name}", xlabel="tokens per block", ylim=(0, 1))
-        axes.set_xticks(range(len(block_sizes)), [str(size) for size in block_sizes])
+        axes.set_xticks(range(len(BLOCK_SIZES)), [str(size) for size in BLOCK_SIZES])
         axes.legend(loc="lower left", fontsize=8)
     figure.axes[0].set_ylabel("attention recall")
     return _png(figure)
@@ -60,7 +61,7 @@ def similarity_plot(similarity: Tensor, anchors: Sequence[int], criterion: str) 
     axes = figure.subplots()
     # A layer selects for itself and those behind it; the rest of the matrix says nothing.
     _heat(figure, axes, similarity.masked_fill(torch.ones_like(similarity).tril(-1).bool(), torch.nan), "viridis")
-    for layer, anchor in enumerate(assigned_anchors(anchors, num_layers, first_layer=anchors[0]), start=anchors[0]):
+    for layer, anchor in assigned_anchors(anchors, num_layers).items():
         _frame(axes, layer, anchor, "#e11d48" if layer == anchor else "#fb923c")
     axes.set(
         title=f"{criterion}; anchors {', '.join(map(str, anchors))} (red), reuse (orange)",

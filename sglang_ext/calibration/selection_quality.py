@@ -20,7 +20,7 @@ from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
-from sglang_ext.calibration.capture import LayerCapture, check_capture, pool_tokens
+from sglang_ext.calibration.prompt_capture import LayerCapture, check_capture, pool_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,22 +126,15 @@ def full_attention(
     return FullAttention(mass, _outputs(mass, rows), pooled, rows)
 
 
-def oracle_selection(attention: FullAttention, budget: int, num_sink: int, num_recent: int) -> Selection:
-    """Oracle Top-k: the positions with the greatest pooled probability, beside the windows.
-
-    Returns:
-        Rows of `joined_selections`: min(budget, prefix_len) positions for each token and KV head.
+def oracle_at(attention: FullAttention, budget: int, num_sink: int, num_recent: int) -> Oracle:
+    """The positions with the greatest pooled probability, beside the windows: for every selection of that budget.
 
     Raises:
         ValueError: see `top_k_selection`.
     """
     scores = attention.pooled.flatten(0, 1)
-    return top_k_selection(scores, budget, num_sink, num_recent, 1, attention.prefix_len)
-
-
-def oracle_at(attention: FullAttention, budget: int, num_sink: int, num_recent: int) -> Oracle:
-    """The oracle's part of `selection_quality`, to be used for every selection of that budget."""
-    taken = _taken(attention, oracle_selection(attention, budget, num_sink, num_recent))
+    best = top_k_selection(scores, budget, num_sink, num_recent, 1, attention.prefix_len)
+    taken = _taken(attention, best)
     recall = (attention.mass * taken[:, :, None]).sum(dim=3).mean(dim=(1, 2))
     return Oracle(taken, recall, num_sink, num_recent)
 

@@ -122,7 +122,6 @@ def _refuse(why: object, status: int = 2) -> int:
 def _run(args: argparse.Namespace) -> int:
     """What can be wrong with the arguments is found before SGLang is started."""
     from sglang_ext.cli.calibrate_job import CalibrateJob
-    from sglang_ext.cli.calibrate_options import options_of
     from sglang_ext.cli.checks import engine_refusal, measuring_refusal, num_layers_of
     from sglang_ext.compat.engine import EngineStartError
 
@@ -131,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
     if refusal and args.no_resume:
         return _refuse(refusal)
     try:
-        job = CalibrateJob(options_of(args))
+        job = CalibrateJob(args)
         num_layers = num_layers_of(args.model_path, args.sglang_flags)
         if num_layers is not None:
             job.check_layers(num_layers)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,12 +20,11 @@ from tqdm import tqdm
 
 from prefix_index import ModelFingerprint
 from sglang_ext import __version__
-from sglang_ext.calibration.comparison import HeldOut, compare
+from sglang_ext.calibration.comparison import compare
 from sglang_ext.calibration.fit import Fit, FitSetting, fit_settings, with_flat_heads
+from sglang_ext.calibration.layer_statistics import MeasureSetting
 from sglang_ext.calibration.measurement import (
     MEASUREMENT_VERSION,
-    Averages,
-    MeasureSetting,
     PromptInfo,
     PromptMeasurement,
     average,
@@ -50,10 +50,13 @@ from sglang_ext.calibration.recommend import (
     quality_tokens,
     recommend,
 )
-from sglang_ext.cli.calibrate_options import Options
+from sglang_ext.calibration.report import Result, write_report
 from sglang_ext.cli.checks import check_writable
+from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.ops import graph_refusal
 from sglang_ext.fingerprint import weights_digest
+from sglang_ext.methods.ab_sparse import BLOCK_SIZES
+from sglang_ext.methods.base import METHODS, did_you_mean
 from sglang_ext.methods.profile import CalibrationData, Profile, ProfiledModel, Recommendation
 from sglang_ext.prefill.prompt_tokens import TokenSource
 from sglang_ext.profiles import local_folder
@@ -78,45 +81,56 @@ class Session(Protocol):
     ) -> PromptCapture: ...
 
 
-@dataclass(frozen=True)
-class Result:
-    """All that a report shows."""
-
-    profile: Profile
-    averages: Averages
-    fit: Fit
-    held_out: HeldOut
-    quality: list[RecipeQuality]
-    choice: Choice
-    infos: list[PromptInfo]
-    left_out: dict[str, str]
-    measure: MeasureSetting
-    settings: FitSetting
-
-
 class CalibrateJob:
     """One run: `measure` what is missing, then `finish`.
+
+    Args:
+        args: of the command line.
+
+    Attributes:
+        missing: prompts that are not measured yet.
 
     Raises:
         PromptError: the data cannot be used.
         StateError: measurements are there that were made with other settings.
+        ValueError: a method that is no index.
         OSError: a folder cannot be written to.
     """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._prompts, self._digest = read_calibration_prompts(options.data)
+    def __init__(self, args: argparse.Namespace) -> None:
+        config = SparseAttnConfig()
+        self._args = args
+        self._method = _index_method(args.method or config.method)
+        self._measure = MeasureSetting(
+            keep_ratio=args.keep_ratio,
+            min_top_k=config.min_top_k,
+            num_sink=config.num_sink_tokens,
+            num_recent=config.num_recent_pages * 16,
+            max_tokens=args.max_tokens,
+        )
+        self._fit = FitSetting(
+            num_anchors=args.anchors,
+            tau=args.tau,
+            block_average=args.block_average,
+            representation=args.representation,
+            criterion=args.criterion,
+            dense_layers=args.dense_layers,
+            num_channels=args.num_channels,
+        )
+        self._device = args.device
+        if self._device == "auto":
+            self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._prompts, self._digest = read_calibration_prompts(args.data)
         self._held_out = held_out_ids(self._prompts)
-        self._recipes = default_recipes(options.method)
+        self._recipes = default_recipes(self._method)
         self._left_out: dict[str, str] = {}
-        self._folder = Path(options.state)
-        out = Path(options.out).absolute()
+        out = Path(args.out).absolute()
+        self._folder = Path(args.state or f"{out}.state")
         if out.is_dir():
             raise IsADirectoryError(f"{out} is a folder; name a file in it with --out")
-        report = None if options.report is None else Path(options.report)
-        for folder in filter(None, (out.parent, self._folder, report)):
+        for folder in filter(None, (out.parent, self._folder, args.report)):
             check_writable(folder)
-        if not options.resume:
+        if args.no_resume:
             self._forget()
         self._model = self._open_state()
         self.missing = [prompt for prompt in self._prompts if not self._is_measured(prompt)]
@@ -146,8 +160,8 @@ class CalibrateJob:
 
     def check_layers(self, num_layers: int) -> None:
         """Raise ValueError where a setting does not fit a model of so many layers."""
-        first = self._options.fit.first_layer(num_layers)
-        anchors, most = self._options.fit.num_anchors, num_layers - first
+        first = self._fit.first_layer(num_layers)
+        anchors, most = self._fit.num_anchors, num_layers - first
         if anchors is not None and anchors > most:
             raise ValueError(f"expected --anchors in 1..{most} (the layers from {first} on), got {anchors}; lower it")
 
@@ -176,37 +190,32 @@ class CalibrateJob:
                 'is written. Give prompts a "question", and measure anew with --no-resume'
             )
         averages = average([measurement for measurement, _ in measured])
-        fit = fit_settings(averages, self._options.fit)
-        tasks = [info.task for _, info in measured if info.held_out]
-        prefixes = {prompt.id: prefix_digest(prompt) for prompt in self._prompts}
-        groups = [prefixes[info.id] for _, info in measured if info.held_out]
-        held_out = compare(*halves, tasks, self._options.fit, groups)
-        quality = quality_table(torch.stack(tried), list(self._recipes), self._options.measure.keep_ratios)
-        choice = self._choice(quality, fit)
-        fit = with_flat_heads(
-            fit, averages, self._options.fit, self._options.measure.keep_ratios.index(choice.keep_ratio)
-        )
         infos = [info for _, info in measured]
+        held = [info for info in infos if info.held_out]
+        prefixes = {prompt.id: prefix_digest(prompt) for prompt in self._prompts}
+        groups = [prefixes[info.id] for info in held]
+        held_out = compare(*halves, [info.task for info in held], groups, self._fit)
+        quality = quality_table(torch.stack(tried), list(self._recipes), self._measure.keep_ratios)
+        fit = fit_settings(averages, self._fit)
+        choice = self._choice(quality, fit, self._model.head_dim)
+        fit = with_flat_heads(fit, averages, self._fit, self._measure.keep_ratios.index(choice.keep_ratio))
         profile = self._profile(self._model, fit, choice, infos)
-        profile.save(self._options.out)
-        if self._options.report is not None:
-            from sglang_ext.calibration.report import write_report
-
+        profile.save(self._args.out)
+        if self._args.report is not None:
             result = Result(
-                profile, averages, fit, held_out, quality, choice, infos, self._left_out, self._options.measure,
-                self._options.fit,
-            )  # fmt: skip
-            write_report(result, self._options.report)
+                profile, averages, fit, held_out, quality, choice, infos, self._left_out, self._measure, self._fit
+            )
+            write_report(result, self._args.report)
         self._say(fit, choice, len(infos))
         return 1 if self._left_out else 0
 
     def _measure_one(self, session: Session, prompt: CalibrationPrompt) -> None:
-        options = self._options
+        setting = self._measure
         (ids, warnings), prefix_len = prompt_tokens(prompt, session.tokens)
         for warning in warnings:
             tqdm.write(f"{prompt.id}: warning: {warning}", file=sys.stderr)
-        capture = session.capture(prompt.id, ids, prefix_len=prefix_len, decode_steps=options.decode_steps)
-        least = options.measure.num_sink + options.measure.num_recent
+        capture = session.capture(prompt.id, ids, prefix_len=prefix_len, decode_steps=self._args.decode_steps)
+        least = setting.num_sink + setting.num_recent
         if capture.prefix_len <= least:
             raise ValueError(
                 f"expected a prefix of more than {least} tokens (sink and recent window), got {capture.prefix_len}; "
@@ -215,18 +224,10 @@ class CalibrateJob:
         held_out = prompt.id in self._held_out
         quality = None
         if held_out and len(quality_tokens(capture)):
-            quality = measure_quality(
-                capture,
-                self._recipes,
-                range(options.fit.first_layer(capture.num_layers), capture.num_layers),
-                min_top_k=options.measure.min_top_k,
-                keep_ratios=options.measure.keep_ratios,
-                num_sink=options.measure.num_sink,
-                num_recent=options.measure.num_recent,
-                device=options.device,
-            )
-        measurement = measure_prompt(capture, options.measure, device=options.device, quality=quality)
-        rows = measured_tokens(capture, options.measure.max_tokens)
+            layers = range(self._fit.first_layer(capture.num_layers), capture.num_layers)
+            quality = measure_quality(capture, self._recipes, layers, setting, self._device)
+        measurement = measure_prompt(capture, setting, device=self._device, quality=quality)
+        rows = measured_tokens(capture, setting.max_tokens)
         info = PromptInfo(prompt.id, prompt.task, held_out, len(ids), capture.prefix_len, len(rows))
         save_measurement(measurement, info, self._path(prompt.id))
 
@@ -248,16 +249,15 @@ class CalibrateJob:
                 tokens=sum(info.prompt_tokens for info in infos),
                 seed=0,
                 versions=_versions(),
-                description=self._options.description or Path(self._options.data).name,
+                description=self._args.description or Path(self._args.data).name,
             ),
         )
 
-    def _choice(self, quality: Sequence[RecipeQuality], fit: Fit) -> Choice:
+    def _choice(self, quality: Sequence[RecipeQuality], fit: Fit, head_dim: int) -> Choice:
         """What is recommended: the method that was asked for, or another one that decode graphs hold."""
-        assert self._model is not None
-        asked = self._options.method
+        asked = self._method
         held = {name: spec for name, spec in self._recipes.items() if name == asked or graph_refusal(name) is None}
-        choice = recommend(quality, held, anchor_share=fit.plan.anchor_share, head_dim=self._model.head_dim)
+        choice = recommend(quality, held, anchor_share=fit.plan.anchor_share, head_dim=head_dim)
         others = ", ".join(name for name in self._recipes if name not in held)
         if not others:
             return choice
@@ -265,11 +265,11 @@ class CalibrateJob:
         return msgspec.structs.replace(choice, reason=reason)
 
     def _say(self, fit: Fit, choice: Choice, measured: int) -> None:
-        where = f", report {self._options.report}" if self._options.report else ""
+        where = f", report {self._args.report}" if self._args.report else ""
         print(
             f"{len(self._prompts)} prompts: {measured} measured, {len(self._left_out)} left out; anchors "
             f"{', '.join(map(str, fit.plan.anchor_layers))}; recommended {choice.name} at {choice.keep_ratio:.0%}; "
-            f"profile {self._options.out}{where}",
+            f"profile {self._args.out}{where}",
             file=sys.stderr,
         )
         flat = ", ".join(f"layer {layer} head {head}" for layer, head in fit.flat_heads.nonzero().tolist())
@@ -297,15 +297,15 @@ class CalibrateJob:
 
     def _settings(self) -> dict[str, Any]:
         """What measurements depend on, plain values."""
-        options = self._options
-        measure = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(options.measure).items()}
+        measure = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self._measure).items()}
         return {
             "version": MEASUREMENT_VERSION,
             "data": self._digest,
             **measure,
-            "decode_steps": options.decode_steps,
-            "query_samples": options.query_samples,
-            "dense_layers": list(options.fit.dense_layers),
+            "block_sizes": list(BLOCK_SIZES),
+            "decode_steps": self._args.decode_steps,
+            "query_samples": self._args.query_samples,
+            "dense_layers": list(self._fit.dense_layers),
             "recipes": {name: spec.to_dict() for name, spec in self._recipes.items()},
         }
 
@@ -351,7 +351,7 @@ class CalibrateJob:
 
     def _check_weights(self, model: ModelFingerprint) -> None:
         """Without the engine only a local model's weights can be compared."""
-        folder = local_folder(self._options.model_path)
+        folder = local_folder(self._args.model_path)
         if folder is None:
             return
         with suppress(FileNotFoundError):
@@ -372,6 +372,15 @@ class CalibrateJob:
             os.unlink(path)
             return False
         return True
+
+
+def _index_method(method: str) -> str:
+    if method not in METHODS or method == "exact":
+        names = ", ".join(name for name in METHODS if name != "exact")
+        raise ValueError(
+            f"expected --method to be one of {names}, got {method!r}; choose one of them{did_you_mean(method, METHODS)}"
+        )
+    return method
 
 
 def _versions() -> dict[str, str]:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_ext.calibration.importance import attention_importance
-from sglang_ext.calibration.prompt_capture import PromptCapture, save_capture
+from sglang_ext.calibration.prompt_capture import PromptCapture, attention_importance, save_capture
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.prefill.recorder import MAX_CAPTURES, Capture, Chunk, QueryRecorder
 from sglang_ext.prefill.recording import Admission, BuildView, Recording

@@ -1,10 +1,13 @@
-"""Captures of made-up prompts: random queries, keys and values."""
+"""Captures of made-up prompts: random queries, keys and values; and what their attention is, by loops."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 
-from sglang_ext.calibration.prompt_capture import PromptCapture
+from sglang_ext.calibration.prompt_capture import LayerCapture, PromptCapture
 
 
 def make_capture(
@@ -24,3 +27,47 @@ def make_capture(
         prompt_len=prefix_len + asked,
         sm_scale=dim**-0.5,
     )
+
+
+def make_layers(
+    num_layers: int,
+    *,
+    num_tokens: int = 5,
+    prefix_len: int = 50,
+    kv_heads: int = 2,
+    gqa: int = 2,
+    dim: int = 8,
+    seed: int = 0,
+    positions: torch.Tensor | None = None,
+    scale: float = 2.0,
+) -> list[LayerCapture]:
+    """The same tokens in several layers, inside the prefix and behind it."""
+    gen = torch.Generator().manual_seed(seed)
+    if positions is None:
+        positions = torch.randint(0, prefix_len + 5, (num_tokens,), generator=gen)
+    return [
+        LayerCapture(
+            scale * torch.randn(len(positions), kv_heads * gqa, dim, generator=gen),
+            torch.randn(prefix_len, kv_heads, dim, generator=gen),
+            positions,
+        )
+        for _ in range(num_layers)
+    ]
+
+
+def softmax(values: Any) -> Any:
+    weight = np.exp(values - values.max(axis=-1, keepdims=True))
+    return weight / weight.sum(axis=-1, keepdims=True)
+
+
+def attention(layer: LayerCapture, sm_scale: float) -> list[list[Any]]:
+    """[kv_head][token] -> probabilities over the keys a token sees, mean over the group, in numpy fp64."""
+    q, k = layer.queries.double().numpy(), layer.keys.double().numpy()
+    gqa = q.shape[1] // k.shape[1]
+    return [
+        [
+            softmax(q[token, head * gqa : (head + 1) * gqa] @ k[: position + 1, head].T * sm_scale).mean(axis=0)
+            for token, position in enumerate(layer.positions.tolist())
+        ]
+        for head in range(k.shape[1])
+    ]

@@ -9,6 +9,7 @@ import torch
 
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.testing import attention_recall, dense_attention
+from sglang_ext.calibration.layer_statistics import KEEP_RATIOS, MeasureSetting
 from sglang_ext.calibration.recommend import (
     RecipeQuality,
     default_recipes,
@@ -16,7 +17,6 @@ from sglang_ext.calibration.recommend import (
     quality_table,
     quality_tokens,
     recommend,
-    served_budget,
 )
 from sglang_ext.calibration.step_time import EXACT_US, attention_us, selection_time
 from sglang_ext.config import SparseAttnConfig
@@ -195,24 +195,10 @@ def test_channels_count_as_a_part_of_the_models_heads():
     assert "no measured time" in recommend(rows, recipes, anchor_share=1.0, head_dim=128).reason
 
 
-def test_nothing_measured_is_refused():
-    with pytest.raises(ValueError, match="at least one recipe, got none"):
-        chosen([], "token_index")
-    with pytest.raises(ValueError, match="expected an anchor share above 0 and at most 1, got 0"):
-        chosen(table(token_index=(0.4, 0.3, 0.2)), "token_index", anchor_share=0)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_figures_that_are_no_numbers_are_refused(value):
     rows = table(token_index=(0.4, 0.3, 0.2), two_level=(0.4, value, 0.2))
     with pytest.raises(ValueError, match=rf"expected a finite \w+ of two_level at 10%, got -?{value}"):
-        chosen(rows, "token_index", "two_level")
-
-
-@pytest.mark.parametrize("missing", ["token_index", "two_level"])
-def test_a_recipe_without_rows_is_refused(missing):
-    rows = [row for row in table(token_index=(0.4, 0.3, 0.2), two_level=(0.4, 0.3, 0.2)) if row.name != missing]
-    with pytest.raises(ValueError, match=f"expected the quality of {missing}, got none"):
         chosen(rows, "token_index", "two_level")
 
 
@@ -227,24 +213,25 @@ def test_budgets_at_the_floor_are_not_recommended():
     assert "the smallest budget is 44% of them" in choice.reason
 
 
-@pytest.mark.parametrize("prefix_len", [1, 100, 1024, 1300, 8191])
-@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.2, 1.0])
-def test_budgets_are_those_of_serving(prefix_len, ratio):
-    config = SparseAttnConfig(keep_ratio=ratio)
-    assert served_budget(prefix_len, ratio, config.min_top_k) == config.budget(prefix_len)
+def measured(capture, spec, layers, keep_ratios, min_top_k=1, num_sink=16, num_recent=64):
+    """[num_keep_ratios, 6] of one recipe."""
+    setting = MeasureSetting(keep_ratios=keep_ratios, min_top_k=min_top_k, num_sink=num_sink, num_recent=num_recent)
+    (found,) = measure_quality(capture, {"it": spec}, layers, setting)
+    assert found.shape == (len(keep_ratios), 6)
+    return found
+
+
+INT8 = TokenIndexSpec(bits=8, channel_ratio=1.0)
 
 
 def test_quality_is_the_recall_and_error_of_the_selector():
     capture = make_capture(5, num_layers=2, asked=3)
     spec = TokenIndexSpec(channel_ratio=1.0)
-    found = measure_quality(
-        capture, {"token_index": spec}, [1], min_top_k=1, keep_ratios=(0.1, 0.5), num_sink=2, num_recent=4, num_tokens=3
-    )
-    assert found.shape == (1, 2, 6)
-    assert found[0, :, 5].tolist() == [25 / 256, 128 / 256]
+    found = measured(capture, spec, [1], (0.1, 0.5), num_sink=2, num_recent=4)
+    assert found[:, 5].tolist() == [25 / 256, 128 / 256]
     stored = (256 * 8 + 16 * 2 + 2 * 16 * 4) / (256 * 2 * 16 * 2)
-    assert found[0, :, 4].tolist() == pytest.approx([stored, stored])
-    assert found[0, :, 3].tolist() == pytest.approx([stored + 25 / 256, stored + 128 / 256])
+    assert found[:, 4].tolist() == pytest.approx([stored, stored])
+    assert found[:, 3].tolist() == pytest.approx([stored + 25 / 256, stored + 128 / 256])
     keys, values = capture.keys[1], capture.values[1]
     arrays = make_builder(spec).build_layer(keys, None)
     for column, budget in enumerate((25, 128)):
@@ -270,45 +257,41 @@ def test_quality_is_the_recall_and_error_of_the_selector():
                     capture.sm_scale,
                 ).out  # fmt: skip
                 errors.append(float((part[0, 0] - full[0, head]).norm() / full[0, head].norm()))
-        assert float(found[0, column, 0]) == pytest.approx(sum(recalls) / 3, abs=1e-5)
-        assert float(found[0, column, 2]) == pytest.approx(sum(errors) / 12, abs=1e-4)
+        assert float(found[column, 0]) == pytest.approx(sum(recalls) / 3, abs=1e-5)
+        assert float(found[column, 2]) == pytest.approx(sum(errors) / 12, abs=1e-4)
 
 
 def test_all_layers_count_and_exact_scores_reach_the_oracle():
     capture = make_capture(6, num_layers=3)
-    options = {"min_top_k": 1, "keep_ratios": (0.5,), "num_sink": 0, "num_recent": 0}
-    recipes = {"int8": TokenIndexSpec(bits=8, channel_ratio=1.0)}
-    parts = [measure_quality(capture, recipes, [layer], **options) for layer in (1, 2)]
-    both = measure_quality(capture, recipes, [1, 2], **options)
+    parts = [measured(capture, INT8, [layer], (0.5,), num_sink=0, num_recent=0) for layer in (1, 2)]
+    both = measured(capture, INT8, [1, 2], (0.5,), num_sink=0, num_recent=0)
     torch.testing.assert_close(both, (parts[0] + parts[1]) / 2)
-    assert float(both[0, 0, 0]) == pytest.approx(float(both[0, 0, 1]), abs=5e-3)
+    assert float(both[0, 0]) == pytest.approx(float(both[0, 1]), abs=5e-3)
 
 
 def test_a_small_budget_is_raised_to_the_floor_of_serving():
     capture = make_capture(7)
-    whole = measure_quality(capture, {"int4": TokenIndexSpec()}, [1], keep_ratios=(0.001,), min_top_k=300)
-    assert float(whole[0, 0, 0]) == pytest.approx(1.0, abs=1e-5)
-    assert float(whole[0, 0, 2]) < 1e-4
-    assert float(whole[0, 0, 5]) == 1.0, "never more than the prefix"
-    floor = measure_quality(capture, {"int4": TokenIndexSpec()}, [1], keep_ratios=(0.01, 0.3), min_top_k=64)
-    assert floor[0, :, 5].tolist() == [64 / 256, 76 / 256]
+    recall, _, error, _, _, kept = measured(capture, TokenIndexSpec(), [1], (0.001,), min_top_k=300)[0].tolist()
+    assert recall == pytest.approx(1.0, abs=1e-5)
+    assert error < 1e-4
+    assert kept == 1.0, "never more than the prefix"
+    floor = measured(capture, TokenIndexSpec(), [1], (0.01, 0.3), min_top_k=64)
+    assert floor[:, 5].tolist() == [64 / 256, 76 / 256]
 
 
 @pytest.mark.parametrize(("budget", "sink", "recent"), [(8, 8, 0), (20, 16, 4), (90, 16, 64)])
 def test_windows_fit_into_the_budget_as_in_serving(budget, sink, recent):
     """A budget that the windows fill selects nothing else: the recall is the windows' own."""
     capture = make_capture(8, asked=1)
-    found = measure_quality(
-        capture, {"int8": TokenIndexSpec(bits=8, channel_ratio=1.0)}, [0], keep_ratios=(0.001,), min_top_k=budget
-    )
+    found = measured(capture, INT8, [0], (0.001,), min_top_k=budget)
     q, keys = capture.queries[0][-1:], capture.keys[0]
     mass = dense_mass(q, keys, capture.sm_scale)
     held = mass[:, :sink].sum(dim=1) + mass[:, 256 - recent :].sum(dim=1)
-    assert float(found[0, 0, 5]) == budget / 256
+    assert float(found[0, 5]) == budget / 256
     if sink + recent == budget:
-        assert float(found[0, 0, 0]) == pytest.approx(float(held.mean()), abs=1e-5)
+        assert float(found[0, 0]) == pytest.approx(float(held.mean()), abs=1e-5)
     else:
-        assert float(found[0, 0, 0]) > float(held.mean())
+        assert float(found[0, 0]) > float(held.mean())
 
 
 def dense_mass(q, keys, sm_scale):
@@ -320,18 +303,18 @@ def dense_mass(q, keys, sm_scale):
 def test_bytes_read_are_the_mean_over_tokens():
     capture = make_capture(9, asked=6)
     spec = CSAttentionSpec()
-    found = measure_quality(capture, {"csattention": spec}, [1], keep_ratios=(0.5,), min_top_k=1)
+    found = measured(capture, spec, [1], (0.5,))
     arrays = make_builder(spec).build_layer(capture.keys[1], capture.samples()[1])
     each = [index_read_bytes(spec, arrays, row[None], 256, 128) for row in capture.queries[1][40:46]]
     assert len(set(each)) > 1, "tokens read different numbers of lists"
-    assert float(found[0, 0, 3]) == pytest.approx(sum(each) / 6 / kv_bytes(256, 16) + 0.5)
+    assert float(found[0, 3]) == pytest.approx(sum(each) / 6 / kv_bytes(256, 16) + 0.5)
 
 
 def test_tokens_inside_the_prefix_are_not_tried():
     capture = make_capture(3, asked=0)
     assert len(quality_tokens(capture)) == 0
     with pytest.raises(ValueError, match="expected a captured token behind the prefix, got none"):
-        measure_quality(capture, {"int4": TokenIndexSpec()}, [1], min_top_k=1)
+        measured(capture, TokenIndexSpec(), [1], KEEP_RATIOS)
     # Two tokens of the sample stand behind a shorter prefix, more inside it.
     place = int(capture.positions[-2])
     shorter = replace(capture.behind(place), sampled=torch.ones(40, dtype=torch.bool))

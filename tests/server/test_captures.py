@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.calibration.importance import attention_importance
-from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture
+from sglang_ext.calibration.prompt_capture import PromptCapture, attention_importance, load_capture
 from sglang_ext.quality.tasks import make_document
 from tests.server.capture_job import DECODE_STEPS
 from tests.server.harness import MODEL, rendezvous

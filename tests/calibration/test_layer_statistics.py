@@ -1,0 +1,230 @@
+"""Recall, sparsity, similarity and recovery against plain loops in fp64 and against serving's own selection."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefix_kernels.block_scores import block_scores_mean
+from prefix_kernels.pooling import Pooling, pool_scores
+from prefix_kernels.testing import attention_recall
+from prefix_kernels.top_k_selection import top_k_selection
+from sglang_ext.calibration import prompt_capture
+from sglang_ext.calibration.layer_statistics import (
+    MeasureSetting,
+    best_recall,
+    keys_for_mass,
+    prompt_similarity,
+    recall_by_block_size,
+    reuse_recovery,
+    served_budget,
+)
+from sglang_ext.calibration.prompt_capture import LayerCapture
+from sglang_ext.config import SparseAttnConfig
+from sglang_ext.methods.ab_sparse import BLOCK_SIZES, block_representation
+from tests.calibration.captures import attention, make_layers, softmax
+from tests.examples import examples
+
+SM_SCALE = 0.5
+
+
+def budget_of(keep_ratio, num_sink=0, num_recent=0, min_top_k=0):
+    return MeasureSetting(keep_ratio=keep_ratio, num_sink=num_sink, num_recent=num_recent, min_top_k=min_top_k)
+
+
+def recalls(layer, setting, sm_scale=SM_SCALE, by="mean"):
+    """Of blocks [size, head, token], and of the best tokens [head, token]."""
+    (best,) = best_recall(layer, sm_scale, setting, [setting.keep_ratio])
+    return recall_by_block_size(layer, sm_scale, setting, by), best
+
+
+def recall_by_loops(layer, setting, size):
+    """Recall [kv_head, token] of one block size; 0 stands for the best tokens. Everything in loops and fp64."""
+    q, k = layer.queries.double().numpy(), layer.keys.double().numpy()
+    gqa = q.shape[1] // k.shape[1]
+    masses = attention(layer, SM_SCALE)
+    out = np.zeros((k.shape[1], len(q)))
+    for head, token in np.ndindex(out.shape):
+        mass = masses[head][token]
+        seen = len(mass)
+        budget = min(max(1, int(setting.keep_ratio * seen), setting.min_top_k), seen)
+        taken = {n for n in range(seen) if n < setting.num_sink or n >= seen - setting.num_recent}
+        if size == 0:
+            order = np.argsort(-mass).tolist()
+        else:
+            starts = range(0, seen, size)
+            means = np.array([k[start : start + size, head].mean(axis=0) for start in starts])
+            weights = softmax(q[token, head * gqa : (head + 1) * gqa] @ means.T * SM_SCALE)
+            order = [
+                n for block in np.argsort(-weights.max(axis=0)) for n in range(starts[block], starts[block] + size)
+            ]
+        for n in order:
+            if len(taken) < budget and n < seen:
+                taken.add(n)
+        out[head, token] = mass[sorted(taken)].sum()
+    return out
+
+
+@settings(max_examples=examples(40))
+@given(
+    num_tokens=st.integers(1, 4),
+    prefix_len=st.integers(1, 150),
+    gqa=st.integers(1, 3),
+    keep_ratio=st.sampled_from([0.01, 0.1, 0.35, 1.0]),
+    num_sink=st.integers(0, 3),
+    num_recent=st.integers(0, 5),
+    min_top_k=st.sampled_from([0, 40]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_recall_against_plain_loops(num_tokens, prefix_len, gqa, keep_ratio, num_sink, num_recent, min_top_k, seed):
+    (layer,) = make_layers(1, num_tokens=num_tokens, prefix_len=prefix_len, gqa=gqa, seed=seed)
+    setting = budget_of(keep_ratio, num_sink, num_recent, min_top_k)
+    recall, best = recalls(layer, setting)
+    for i, size in enumerate(BLOCK_SIZES):
+        np.testing.assert_allclose(recall[i].numpy(), recall_by_loops(layer, setting, size), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(best.numpy(), recall_by_loops(layer, setting, 0), rtol=1e-5, atol=1e-6)
+    assert bool((recall <= best + 1e-6).all())
+
+
+def test_is_the_recall_of_servings_own_selection():
+    (layer,) = make_layers(1, prefix_len=277, positions=torch.tensor([280]))
+    recall, _ = recalls(layer, budget_of(0.3, 3, 5))
+    for i, size in enumerate(BLOCK_SIZES):
+        (mean,) = block_representation(layer.keys, size, "mean")
+        scores = pool_scores(block_scores_mean(layer.queries, mean), SM_SCALE, Pooling.MAX)
+        selection = top_k_selection(scores, int(0.3 * 277), 3, 5, size, 277)
+        expected = attention_recall(layer.queries, layer.keys, selection, SM_SCALE).view(2, 2).mean(dim=1)
+        torch.testing.assert_close(recall[i, :, 0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_scattered_keys_need_small_blocks_and_clustered_ones_do_not():
+    """Head 0: one critical key every 64; head 1: 16 critical keys in a row."""
+    keys = torch.zeros(1024, 2, 4)
+    keys[::64, 0, 0] = 12.0
+    keys[512:576, 1, 0] = 12.0
+    noise = torch.randn(keys.shape, generator=torch.Generator().manual_seed(0))
+    layer = LayerCapture(torch.ones(1, 2, 4), keys + 1e-3 * noise, torch.tensor([2000]))
+    recall, best = recalls(layer, budget_of(0.25), 1.0)
+    scattered, clustered = recall[:, 0, 0].tolist(), recall[:, 1, 0].tolist()
+    assert clustered == pytest.approx([1.0, 1.0, 1.0], abs=1e-2)
+    assert scattered[0] > 0.9
+    assert scattered[0] > scattered[1] + 0.3
+    assert scattered[1] > scattered[2] + 0.15
+    assert best.min() > 0.95
+
+
+@pytest.mark.parametrize(("prefix_len", "keep_ratio"), [(1000, 0.1), (100, 0.29)])
+def test_uniform_attention_reaches_the_keep_ratio_rounded_as_in_serving(prefix_len, keep_ratio):
+    """0.29 * 100 is 28.999999999999996 in fp64 and 29 in fp32."""
+    (layer,) = make_layers(1, prefix_len=prefix_len, positions=torch.tensor([prefix_len]))
+    recall, best = recalls(layer._replace(keys=torch.ones(prefix_len, 2, 8)), budget_of(keep_ratio), 1.0)
+    for found in (recall, best):
+        torch.testing.assert_close(found, torch.full_like(found, int(keep_ratio * prefix_len) / prefix_len))
+
+
+@pytest.mark.parametrize("prefix_len", [1, 100, 1024, 1300, 8191])
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.2, 1.0])
+def test_budgets_are_those_of_serving(prefix_len, ratio):
+    config = SparseAttnConfig(keep_ratio=ratio)
+    assert served_budget(prefix_len, ratio, config.min_top_k) == config.budget(prefix_len)
+
+
+@pytest.mark.parametrize("mass", [0.5, 0.95])
+def test_sparsity_counts_the_fewest_keys(mass):
+    (layer,) = make_layers(1)
+    found = keys_for_mass(layer, SM_SCALE, mass)
+    for head, tokens in enumerate(attention(layer, SM_SCALE)):
+        for token, weight in enumerate(tokens):
+            held = np.cumsum(np.sort(weight)[::-1])
+            expected = int((held < mass).sum() + 1) / len(weight)
+            assert float(found[head, token]) == pytest.approx(expected, abs=1.01 / len(weight))
+
+
+def pairs_by_loops(layers, sm_scale, top_k):
+    """Similarity and recovery, [a, b, h, g]."""
+    mass = [attention(layer, sm_scale) for layer in layers]
+    num_layers, heads, tokens = len(layers), layers[0].num_kv_heads, range(layers[0].num_tokens)
+    worst, mean = np.zeros((2, num_layers, num_layers, heads, heads))
+    for a, b, h, g in np.ndindex(worst.shape):
+        if a <= b:
+            order = [np.argsort(-mass[a][g][t])[:top_k] for t in tokens]
+            kept = [mass[b][h][t][order[t]].sum() for t in tokens]
+            own = [np.sort(mass[b][h][t])[::-1][:top_k].sum() for t in tokens]
+            worst[a, b, h, g], mean[a, b, h, g] = np.min(np.divide(kept, own)), np.mean(kept)
+    return worst, mean
+
+
+@settings(max_examples=examples(30))
+@given(
+    num_layers=st.integers(1, 4),
+    num_tokens=st.integers(1, 6),
+    prefix_len=st.integers(1, 40),
+    kv_heads=st.integers(1, 3),
+    gqa=st.integers(1, 3),
+    top_k=st.integers(1, 20),
+    seed=st.integers(0, 1 << 20),
+)
+def test_similarity_and_recovery_against_plain_loops(num_layers, num_tokens, prefix_len, kv_heads, gqa, top_k, seed):
+    sizes = {"num_tokens": num_tokens, "prefix_len": prefix_len, "kv_heads": kv_heads, "gqa": gqa}
+    layers = make_layers(num_layers, **sizes, seed=seed)
+    worst, mean = pairs_by_loops(layers, 0.4, top_k)
+    np.testing.assert_allclose(prompt_similarity(iter(layers), 0.4, top_k).numpy(), worst, rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(reuse_recovery(iter(layers), 0.4, top_k).numpy(), mean, rtol=2e-5, atol=1e-7)
+
+
+def test_equation_3_by_hand():
+    """One head, attention known: layer 0 prefers keys 0 and 1, layer 1 keys 1 and 2."""
+    first, second = [0.5, 0.3, 0.15, 0.05], [0.1, 0.4, 0.3, 0.2]
+    one = torch.ones(1, 1, 1)
+    layers = [
+        LayerCapture(one, torch.tensor(probabilities).log().view(4, 1, 1), torch.tensor([3]))
+        for probabilities in (first, second)
+    ]
+    sim = prompt_similarity(layers, 1.0, top_k=2)[..., 0, 0]
+    assert sim.tolist() == [[pytest.approx(1.0), pytest.approx((0.1 + 0.4) / (0.4 + 0.3))], [0.0, pytest.approx(1.0)]]
+    assert float(reuse_recovery(layers, 1.0, top_k=2)[0, 1]) == pytest.approx(0.1 + 0.4)
+
+
+def test_future_keys_are_not_seen():
+    layers = make_layers(2, prefix_len=30, positions=torch.tensor([4, 11, 20]))
+    changed = [layer._replace(keys=layer.keys.clone()) for layer in layers]
+    for layer in changed:
+        layer.keys[21:] = 1e4
+    assert torch.equal(prompt_similarity(layers, 0.4, 3), prompt_similarity(changed, 0.4, 3))
+
+
+def test_vanishing_probabilities_still_rank():
+    """All mass on key 0; the ranks behind it come from the log, so equal layers stay alike."""
+    (layer,) = make_layers(1, scale=300.0, positions=torch.full((5,), 99))
+    sim = prompt_similarity([layer, layer], 1.0, 10)
+    torch.testing.assert_close(sim[0, 1].diagonal(), torch.ones(2, dtype=torch.float64))
+    flat = [layer._replace(keys=torch.ones_like(layer.keys))] * 2
+    torch.testing.assert_close(prompt_similarity(flat, 0.4, 4)[0, 1], torch.ones(2, 2, dtype=torch.float64))
+
+
+def test_chunks_change_nothing(monkeypatch):
+    layers = make_layers(3, num_tokens=9)
+
+    def everything():
+        return (
+            *recalls(layers[0], budget_of(0.2, 2, 2)),
+            keys_for_mass(layers[0], SM_SCALE, 0.9),
+            prompt_similarity(layers, SM_SCALE, 5),
+            reuse_recovery(layers, SM_SCALE, 20),
+        )
+
+    whole = everything()
+    for elements in (1, 1000):
+        monkeypatch.setattr(prompt_capture, "ELEMENTS_PER_CHUNK", elements)
+        # A product's last bit may depend on how many rows are multiplied at once.
+        torch.testing.assert_close(everything(), whole, rtol=1e-6, atol=1e-6)
+
+
+def test_representations_differ():
+    (layer,) = make_layers(1, prefix_len=150)
+    by = {name: recalls(layer, budget_of(0.2), by=name)[0] for name in ("mean", "minmax")}
+    assert not torch.equal(by["mean"], by["minmax"])
+    assert not math.isnan(float(by["minmax"].sum()))
