@@ -18,7 +18,7 @@ from torch import Tensor
 from sglang_ext.calibration.block_size import Average, average_block_size, block_sizes_by_budget, block_sizes_by_tau
 from sglang_ext.calibration.fit import CRITERIA, FitSetting, best_anchors, criterion_table, plan_recovery
 from sglang_ext.calibration.layer_statistics import SCORES
-from sglang_ext.calibration.measurement import Averages, PromptMeasurement, average
+from sglang_ext.calibration.measurement import PromptMeasurement, average
 from sglang_ext.calibration.plans import anchor_total, evenly_spaced_anchors, layer_similarity
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
@@ -47,17 +47,13 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Recall of block sizes per head against one size, at the same token budget.
+    """Held-out recall of block sizes per head (adaptive) against one size (uniform), at the same token budget.
 
     Attributes:
-        representation: of the blocks.
         average: what is equal: harmonic (index bytes) or arithmetic (the paper's).
-        uniform_size: tokens per block of the rival.
         adaptive_average: of the adaptive sizes, at least `uniform_size`.
-        uniform, adaptive: recall on the held-out prompts, mean over heads.
-        difference: adaptive - uniform.
         by_task: task -> (uniform, adaptive).
-        sizes: [num_layers][num_kv_heads] adaptive sizes of the layers that take part.
+        sizes: [num_layers][num_kv_heads] adaptive sizes of the layers that take part, tokens per block.
     """
 
     representation: str
@@ -83,17 +79,12 @@ class TauComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnchorComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Anchors of the programme against evenly spaced ones.
+    """Anchors of the programme, which maximizes the criterion, against evenly spaced ones, held out.
 
     Attributes:
-        criterion: what the programme maximizes, see `CRITERIA`.
-        num_anchors: of both.
-        programme, even: layers.
-        objective_programme, objective_even: on the held-out tables.
-        recovery_programme, recovery_even: attention mass kept at the budget, held out, with head maps.
+        recovery_programme, recovery_even: attention mass kept at the budget, with head maps; `difference` is theirs.
         recovery_best: of the best anchors that exist, found on the held-out prompts themselves; None where there
             are too many choices.
-        difference: in recovery.
     """
 
     criterion: str
@@ -109,14 +100,8 @@ class AnchorComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadMapComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Head maps against the identity with the programme's anchors.
-
-    Attributes:
-        criterion: what the maps are chosen by.
-        anchors: of the programme.
-        remapped, identity: attention mass kept at the budget, held out, over all layers that take part.
-        difference: remapped - identity.
-    """
+    """Head maps, chosen by the criterion, against the identity with the programme's anchors: attention mass kept at the
+    budget, held out, over all layers that take part."""
 
     criterion: str
     anchors: tuple[int, ...]
@@ -126,13 +111,8 @@ class HeadMapComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The held-out comparison.
-
-    Attributes:
-        fitted, held_out: numbers of prompts.
-        first_layer: layers before it are dense and take no part.
-        num_heads: KV heads that take part.
-    """
+    """The held-out comparison; `fitted` and `held_out` are numbers of prompts, `num_heads` KV heads that take part.
+    Layers before `first_layer` are dense and take none."""
 
     fitted: int
     held_out: int
@@ -151,14 +131,12 @@ def compare(
     groups: Sequence[str],
     setting: FitSetting,
 ) -> HeldOut:
-    """Fit on one half, compare on the other.
+    """Fit on one half, compare on the other; at least one prompt in each.
 
     Args:
-        fitted: prompts to choose by, at least one.
-        held: prompts to compare on, at least one.
-        tasks: of the held-out prompts.
-        groups: of the held-out prompts: those with the same prefix are not independent, and intervals draw them
-            together.
+        fitted, held: prompts to choose by, and to compare on.
+        tasks, groups: of the held-out prompts. Those with the same prefix are one group: they are not independent, and
+            intervals draw them together.
         setting: how the profile is fitted.
 
     Raises:
@@ -194,10 +172,7 @@ def compare(
 def paired(differences: Tensor, reason: str, groups: Tensor) -> Difference:
     """Mean and 95% bootstrap interval of [num_prompts] differences; the reason is kept where they do not win.
 
-    Args:
-        differences: calibrated less rival.
-        reason: why they do not win.
-        groups: [num_prompts] int64, 0, 1, ...; prompts of one number are drawn together.
+    Prompts of one group ([num_prompts] int64: 0, 1, ...) are drawn together.
     """
     mean = float(differences.mean())
     low = high = None
@@ -259,12 +234,12 @@ def _by_tau(name: str, fitted: Tensor, held: Tensor, tau: float) -> TauCompariso
 
 
 def _anchors(
-    count: int, fit: Averages, rest: Averages, recovery: Tensor, setting: FitSetting, groups: Tensor
+    count: int, fit: PromptMeasurement, rest: PromptMeasurement, recovery: Tensor, setting: FitSetting, groups: Tensor
 ) -> AnchorComparison:
     num_layers = fit.oracle.shape[0]
     first = setting.first_layer(num_layers)
     table, held_table = (criterion_table(part, setting.criterion) for part in (fit, rest))
-    programme = best_anchors(fit, setting, count).anchors
+    programme = best_anchors(fit, setting, count)
     even = evenly_spaced_anchors(num_layers, count, first)
     kept, kept_even = (plan_recovery(recovery, anchors, table) for anchors in (programme, even))
     free = num_layers - first - 1
@@ -301,7 +276,7 @@ def _anchor_reason(count: int, free: int, same: bool, criterion: str) -> str:
 
 
 def _head_maps(
-    anchors: tuple[int, ...], fit: Averages, recovery: Tensor, criterion: str, groups: Tensor
+    anchors: tuple[int, ...], fit: PromptMeasurement, recovery: Tensor, criterion: str, groups: Tensor
 ) -> HeadMapComparison:
     table = criterion_table(fit, criterion)
     remapped = plan_recovery(recovery, anchors, table)

@@ -14,11 +14,10 @@ from sglang_ext.calibration.block_size import (
     block_sizes_by_tau,
     near_uniform_heads,
 )
-from sglang_ext.calibration.channels import NUM_CHANNELS_GQA, top_channels
+from sglang_ext.calibration.channels import NUM_CHANNELS_GQA, channel_contribution, top_channels
 from sglang_ext.calibration.layer_statistics import SCORES
-from sglang_ext.calibration.measurement import Averages
+from sglang_ext.calibration.measurement import PromptMeasurement
 from sglang_ext.calibration.plans import (
-    AnchorChoice,
     assigned_anchors,
     best_head_map,
     choose_anchors,
@@ -87,7 +86,7 @@ class Fit:
     """
 
     block_sizes: Tensor
-    anchors: AnchorChoice
+    anchors: tuple[int, ...]
     plan: LayerPlan
     channels: Tensor
     flat_heads: Tensor
@@ -104,7 +103,7 @@ class Fit:
         return tuple(layer for layer, heads in enumerate(self.dense_heads) if heads)
 
 
-def fit_settings(averages: Averages, setting: FitSetting) -> Fit:
+def fit_settings(averages: PromptMeasurement, setting: FitSetting) -> Fit:
     """Choose everything by the averages.
 
     Raises:
@@ -122,17 +121,17 @@ def fit_settings(averages: Averages, setting: FitSetting) -> Fit:
         anchors = fewest_anchors(averages, setting)
     else:
         anchors = best_anchors(averages, setting, setting.num_anchors)
-    head_dim = averages.contribution.shape[-1]
+    contribution = channel_contribution(averages.q_max, averages.k_max)
     return Fit(
         block_sizes=sizes,
         anchors=anchors,
-        plan=make_layer_plan(anchors.anchors, criterion_table(averages, setting.criterion), setting.dense_layers),
-        channels=top_channels(averages.contribution, min(setting.num_channels, head_dim)),
+        plan=make_layer_plan(anchors, criterion_table(averages, setting.criterion), setting.dense_layers),
+        channels=top_channels(contribution, min(setting.num_channels, contribution.shape[-1])),
         flat_heads=torch.zeros_like(averages.oracle, dtype=torch.bool),
     )
 
 
-def with_flat_heads(fit: Fit, averages: Averages, setting: FitSetting, budget: int) -> Fit:
+def with_flat_heads(fit: Fit, averages: PromptMeasurement, setting: FitSetting, budget: int) -> Fit:
     """The fit with near-uniform heads judged at the budget that is recommended. Their layers attend everything. Where
     no layer would be left that selects, the plan stays.
 
@@ -145,23 +144,23 @@ def with_flat_heads(fit: Fit, averages: Averages, setting: FitSetting, budget: i
     flat[list(fit.plan.dense_layers)] = False
     layers = flat.any(dim=1).nonzero().flatten().tolist()
     table = criterion_table(averages, setting.criterion)
-    plan = make_layer_plan(fit.anchors.anchors, table, (*fit.plan.dense_layers, *layers))
+    plan = make_layer_plan(fit.anchors, table, (*fit.plan.dense_layers, *layers))
     return replace(fit, plan=plan if plan.anchor_layers else fit.plan, flat_heads=flat)
 
 
-def criterion_table(averages: Averages, criterion: str) -> Tensor:
+def criterion_table(averages: PromptMeasurement, criterion: str) -> Tensor:
     """[num_layers a, num_layers b, num_kv_heads of b, of a], what anchors and head maps are chosen by."""
     return averages.recovery if criterion == "recovery" else averages.similarity
 
 
-def best_anchors(averages: Averages, setting: FitSetting, num_anchors: int) -> AnchorChoice:
+def best_anchors(averages: PromptMeasurement, setting: FitSetting, num_anchors: int) -> tuple[int, ...]:
     """The programme's anchors. Raises ValueError where there are not so many layers."""
     num_layers = averages.oracle.shape[0]
     similarity = layer_similarity(criterion_table(averages, setting.criterion))
     return choose_anchors(similarity, averages.importance, num_anchors, setting.first_layer(num_layers))
 
 
-def fewest_anchors(averages: Averages, setting: FitSetting) -> AnchorChoice:
+def fewest_anchors(averages: PromptMeasurement, setting: FitSetting) -> tuple[int, ...]:
     """The smallest number of anchors whose reuse keeps `REUSE_RETENTION` of the layers' own attention mass."""
     num_layers = averages.oracle.shape[0]
     first = setting.first_layer(num_layers)
@@ -169,7 +168,7 @@ def fewest_anchors(averages: Averages, setting: FitSetting) -> AnchorChoice:
     wanted = REUSE_RETENTION * float(plan_recovery(averages.recovery, tuple(range(first, num_layers)), table))
     for num_anchors in range(1, num_layers - first):
         choice = best_anchors(averages, setting, num_anchors)
-        if float(plan_recovery(averages.recovery, choice.anchors, table)) >= wanted:
+        if float(plan_recovery(averages.recovery, choice, table)) >= wanted:
             return choice
     return best_anchors(averages, setting, num_layers - first)
 

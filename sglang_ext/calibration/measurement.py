@@ -15,7 +15,7 @@ from typing import NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from sglang_ext.calibration.channels import channel_contribution, channel_maxima
+from sglang_ext.calibration.channels import channel_maxima
 from sglang_ext.calibration.layer_statistics import (
     SCORES,
     MeasureSetting,
@@ -39,7 +39,7 @@ MEASUREMENT_VERSION = 4
 
 @dataclass(frozen=True, eq=False)
 class PromptMeasurement:
-    """One prompt's. CPU tensors, fp64; means are over the measured tokens.
+    """One prompt's, or the mean over several. CPU tensors, fp64; means are over the measured tokens.
 
     Attributes:
         recall: [num_representations (`SCORES`), num_layers, num_kv_heads, num_block_sizes] of block selection.
@@ -69,8 +69,6 @@ class PromptInfo(NamedTuple):
     """Which prompt was measured.
 
     Attributes:
-        id: of the prompt.
-        task: what kind of prompt it is.
         held_out: not fitted in the held-out comparison.
         prompt_tokens: with the question.
         prefix_tokens: whose keys were measured.
@@ -160,35 +158,20 @@ def measure_prompt(
     )
 
 
-class Averages(NamedTuple):
-    """Means over prompts; every prompt weighs the same. Fields as in `PromptMeasurement`, but for `contribution`, see
-    `channel_contribution`."""
-
-    recall: Tensor
-    oracle: Tensor
-    best: Tensor
-    sparsity: Tensor
-    similarity: Tensor
-    recovery: Tensor
-    importance: Tensor
-    contribution: Tensor
-
-
-def average(measurements: Sequence[PromptMeasurement]) -> Averages:
-    """Means over at least one prompt; channels by their maxima.
+def average(measurements: Sequence[PromptMeasurement]) -> PromptMeasurement:
+    """Means over at least one prompt, every one weighs the same; of channels the maxima, of `quality` nothing.
 
     Raises:
         ValueError: prompts of different models.
     """
     if len({(one.q_max.shape, one.k_max.shape) for one in measurements}) != 1:
         raise ValueError("expected prompts of one model, got different numbers of layers or heads; measure them again")
-
-    def stacked(name: str) -> Tensor:
-        return torch.stack([getattr(one, name) for one in measurements])
-
-    means = {name: stacked(name).mean(dim=0) for name in Averages._fields if name != "contribution"}
-    contribution = channel_contribution(*(stacked(name).amax(dim=0) for name in ("q_max", "k_max")))
-    return Averages(**means, contribution=contribution)
+    means = {}
+    for field in fields(PromptMeasurement):
+        if field.name != "quality":
+            stacked = torch.stack([getattr(one, field.name) for one in measurements])
+            means[field.name] = stacked.amax(dim=0) if field.name in ("q_max", "k_max") else stacked.mean(dim=0)
+    return PromptMeasurement(**means, quality=torch.empty(0, dtype=torch.float64))
 
 
 def save_measurement(measurement: PromptMeasurement, info: PromptInfo, path: str | Path) -> None:

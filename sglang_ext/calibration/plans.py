@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,18 +19,6 @@ from sglang_ext.methods.layer_plan import LayerMode, LayerPlan, LayerRole
 
 HeadMap = tuple[int, ...]
 """[num_kv_heads of the reuse layer], the KV head of the anchor that each takes."""
-
-
-class AnchorChoice(NamedTuple):
-    """Anchors and what they are worth.
-
-    Attributes:
-        anchors: layer numbers, ascending, the first is `first_layer`.
-        total: the objective, see `anchor_total`.
-    """
-
-    anchors: tuple[int, ...]
-    total: float
 
 
 def layer_similarity(head_similarity: Tensor) -> Tensor:
@@ -48,11 +35,11 @@ def layer_similarity(head_similarity: Tensor) -> Tensor:
     return head_similarity.amax(dim=3).mean(dim=2)
 
 
-def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, first_layer: int = 0) -> AnchorChoice:
+def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, first_layer: int = 0) -> tuple[int, ...]:
     """The best `num_anchors` anchors, in O(num_layers^2 * num_anchors) steps.
 
     The paper's base case adds S[1][1] once more to every choice (dp[1][1] = S[1][1], and the first sum begins
-    with it again); the constant changes no choice and is left out of the total here.
+    with it again); the constant changes no choice and is left out here.
 
     Args:
         similarity: [num_layers a, num_layers b], how well layer a selects for layer b; entries a > b are not read.
@@ -63,8 +50,7 @@ def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, fir
             dense and selects nothing, as in `LayerPlan`, it is 1.
 
     Returns:
-        The anchors and the total over layers first_layer..num_layers - 1. Of equal choices that with the
-        earliest last anchor.
+        Layer numbers, ascending, the first is `first_layer`. Of equal choices that with the earliest last anchor.
 
     Raises:
         ValueError: more anchors than layers, or values that are NaN or infinite.
@@ -86,15 +72,11 @@ def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, fir
     for last in reversed(path):
         end = int(last[end])
         anchors.append(end + first_layer)
-    return AnchorChoice(tuple(reversed(anchors)), float(best[size]))
+    return tuple(reversed(anchors))
 
 
 def anchor_total(similarity: Tensor, importance: Tensor, anchors: Sequence[int]) -> float:
-    """The programme's objective for any anchors: sum over layers j of w_j * S[anchor of j, j], from the first one on.
-
-    Args:
-        similarity, importance: as in `choose_anchors`.
-        anchors: ascending.
+    """The programme's objective for any ascending anchors: sum over layers j from the first on of w_j * S[anchor of j, j].
 
     Raises:
         ValueError: anchors that break a rule, or values that are NaN or infinite.

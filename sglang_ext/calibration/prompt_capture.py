@@ -93,11 +93,7 @@ class LayerCapture(NamedTuple):
 
 
 def check_capture(capture: LayerCapture) -> None:
-    """Raise unless shapes belong together and every value can be used.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit, NaN or infinity, or a negative position.
-    """
+    """Raise ValueError where shapes or dtypes do not fit, a value is NaN or infinite, or a position is negative."""
     queries, keys, positions = capture
     check_keys(keys)
     num_kv_heads, head_dim = keys.shape[1:]
@@ -236,11 +232,8 @@ class PromptCapture:
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, str], *, private: bool) -> None:
     """Write one safetensors file: all of it or nothing.
 
-    Args:
-        path: of the file.
-        tensors: by name, on any device.
-        meta: beside them.
-        private: readable for this user alone; else all of it or nothing also when the machine stops meanwhile.
+    A private one is for this user alone, and for a process that runs now; another one is whole also when the machine
+    stops meanwhile.
 
     Raises:
         OSError: the folder is missing or full.
@@ -271,15 +264,11 @@ def read_tensors(
     if_damaged: str,
     device: torch.device | str = "cpu",
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a file of `write_tensors`.
+    """Tensors of these names and metadata of a file of `write_tensors`.
 
     Args:
-        path: of the file.
-        names: of the tensors.
-        version: that its metadata must have.
         what: the file is, for messages.
         if_other, if_damaged: what to do with one of another version, and with one that cannot be read.
-        device: where the tensors go.
 
     Raises:
         OSError: it cannot be read.
@@ -307,11 +296,8 @@ def save_capture(capture: PromptCapture, path: str | Path) -> None:
 
 
 def load_capture(path: str | Path, device: torch.device | str = "cpu") -> PromptCapture:
-    """Read a file of `save_capture`.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no capture, or one of another version.
+    """Read a file of `save_capture`. Raises OSError where it cannot be read, ValueError where it is no capture, or one
+    of another version.
     """
     tensors, meta = read_tensors(
         path,

@@ -30,17 +30,19 @@ def load_published_plan(
     anchors: Sequence[int] | None = None,
     dense_layers: Sequence[int] = (0,),
 ) -> LayerPlan:
-    """Read a published head map file.
+    """A layer plan from a published head map file.
 
     Args:
         path: the file.
         num_layers, num_kv_heads: of the model that the plan is for, before tensor parallelism.
-        anchors: layers that select; None reads them from the file's name.
-        dense_layers: see `plan_from_published`.
+        anchors: layers that select, ascending, the first is 0; None reads them from the file's name.
+        dense_layers: layers that read the whole prefix. A layer whose anchor is dense becomes an anchor, see
+            `plan_from_maps`: with layer 0 dense that is layer 1 of the published Llama and Qwen3 maps.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: no anchors in the name, no array in the file, or see `plan_from_published`.
+        ValueError: no anchors in the name, no array in the file, one of another shape or dtype, a head out of range, an
+            anchor whose row is not the identity, or anchors that break a rule.
     """
     path = Path(path)
     if anchors is None:
@@ -58,32 +60,12 @@ def load_published_plan(
             raise ValueError(
                 f"expected a .npy array of integers in {path.name}, got something else ({error}); download it again"
             ) from error
-    return plan_from_published(
-        head_map, anchors, num_layers=num_layers, num_kv_heads=num_kv_heads, dense_layers=dense_layers
-    )
+    _check(head_map, anchors, num_layers, num_kv_heads)
+    maps = {layer: tuple(row) for layer, row in enumerate(head_map.tolist())}
+    return plan_from_maps(anchors, maps, num_layers, num_kv_heads, dense_layers)
 
 
-def plan_from_published(
-    head_map: npt.NDArray[Any],
-    anchors: Sequence[int],
-    *,
-    num_layers: int,
-    num_kv_heads: int,
-    dense_layers: Sequence[int] = (0,),
-) -> LayerPlan:
-    """A layer plan from a published head map.
-
-    Args:
-        head_map: [num_layers, num_kv_heads] of an integer dtype, see the module.
-        anchors: ascending, the first is 0.
-        num_layers, num_kv_heads: of the model that the plan is for.
-        dense_layers: layers that read the whole prefix. A layer whose anchor is dense becomes an anchor, see
-            `plan_from_maps`: with layer 0 dense that is layer 1 of the published Llama and Qwen3 maps.
-
-    Raises:
-        ValueError: another shape or dtype, a head out of range, an anchor whose row is not the identity, or
-            anchors that break a rule.
-    """
+def _check(head_map: npt.NDArray[Any], anchors: Sequence[int], num_layers: int, num_kv_heads: int) -> None:
     if head_map.ndim != 2 or head_map.dtype.kind not in "iu":
         raise ValueError(
             "expected an integer array [num_layers, num_kv_heads], got "
@@ -101,7 +83,7 @@ def plan_from_published(
             f"layer {layer}, KV head {head}: expected a KV head in 0..{num_kv_heads - 1}, got "
             f"{int(head_map[layer, head])}; the file is damaged or of another model"
         )
-    rows: list[list[int]] = head_map.tolist()
+    rows = head_map.tolist()
     for anchor in anchors:
         if 0 <= anchor < num_layers and rows[anchor] != list(range(num_kv_heads)):
             raise ValueError(
@@ -110,5 +92,3 @@ def plan_from_published(
             )
     if not len(anchors) or anchors[0] != 0:
         raise ValueError(f"expected layer 0 among the anchors, got {list(anchors)}; published maps begin with it")
-    maps = {layer: tuple(row) for layer, row in enumerate(rows)}
-    return plan_from_maps(anchors, maps, num_layers, num_kv_heads, dense_layers)

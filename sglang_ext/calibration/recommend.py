@@ -58,8 +58,6 @@ class RecipeQuality(msgspec.Struct, frozen=True, kw_only=True):
     """One recipe at one budget; means over prompts, tokens and the layers that are not dense, but for `worst_error`.
 
     Attributes:
-        name: of the recipe.
-        keep_ratio: budget as a fraction of the prefix.
         recall: attention mass that the selection holds.
         oracle_recall: what the best tokens of that budget hold.
         error: relative error of the attention output over the prefix.
@@ -86,14 +84,7 @@ class RecipeQuality(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """What is recommended and why.
-
-    Attributes:
-        name: of the recipe.
-        spec: its parameters.
-        keep_ratio: recommended budget.
-        reason: one sentence.
-    """
+    """The recommended recipe, its parameters, its budget, and why: one sentence."""
 
     name: str
     spec: dict[str, Any]
@@ -142,7 +133,7 @@ def measure_quality(
         recipes: by name.
         layers: to measure.
         setting: budgets, and windows: always attended, as far as the budget has room for them.
-        device: where.
+        device: where to measure.
 
     Returns:
         [num_recipes, num_keep_ratios, 6] fp64 on the CPU: `FIGURES`; means over tokens and layers.

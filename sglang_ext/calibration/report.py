@@ -16,8 +16,8 @@ import msgspec
 from sglang_ext.calibration.comparison import BlockComparison, Difference, HeldOut
 from sglang_ext.calibration.fit import Fit, FitSetting, criterion_table
 from sglang_ext.calibration.layer_statistics import SCORES, MeasureSetting
-from sglang_ext.calibration.measurement import Averages, PromptInfo
-from sglang_ext.calibration.plans import layer_similarity
+from sglang_ext.calibration.measurement import PromptInfo, PromptMeasurement
+from sglang_ext.calibration.plans import anchor_total, layer_similarity
 from sglang_ext.calibration.recommend import Choice, RecipeQuality
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.profile import Profile
@@ -47,7 +47,7 @@ class Result:
     """
 
     profile: Profile
-    averages: Averages
+    averages: PromptMeasurement
     fit: Fit
     held_out: HeldOut
     quality: list[RecipeQuality]
@@ -75,7 +75,8 @@ def write_report(shown: Result, folder: str | Path) -> None:
 
 def report_values(shown: Result) -> dict[str, Any]:
     """Every figure of the report, plain values."""
-    means = shown.averages
+    means, anchors = shown.averages, shown.fit.anchors
+    chosen_by = layer_similarity(criterion_table(means, shown.settings.criterion))
     return {
         "profile": shown.profile,
         "profile_digest": shown.profile.digest(),
@@ -91,7 +92,7 @@ def report_values(shown: Result) -> dict[str, Any]:
         "similarity": layer_similarity(means.similarity).tolist(),
         "recovery": layer_similarity(means.recovery).tolist(),
         "importance": means.importance.tolist(),
-        "anchors": {"layers": shown.fit.anchors.anchors, "objective": shown.fit.anchors.total},
+        "anchors": {"layers": anchors, "objective": anchor_total(chosen_by, means.importance, anchors)},
         "held_out": shown.held_out,
         "selection_quality": shown.quality,
         "recommended": shown.choice,
@@ -107,7 +108,7 @@ def _plots(shown: Result) -> dict[str, bytes]:
     return {
         "sparsity": plots.sparsity_plot(means.sparsity, means.oracle, setting.mass, setting.keep_ratio),
         "block_recall": plots.block_recall_plot(means.recall, means.oracle, first),
-        "similarity": plots.similarity_plot(matrix, shown.fit.anchors.anchors, shown.settings.criterion),
+        "similarity": plots.similarity_plot(matrix, shown.fit.anchors, shown.settings.criterion),
         "importance": plots.importance_plot(means.importance),
         "held_out": plots.comparison_plot(shown.held_out),
         "selection_quality": plots.quality_plot(shown.quality),

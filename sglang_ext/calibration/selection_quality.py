@@ -40,14 +40,6 @@ class FullAttention:
     values: Tensor
 
     @property
-    def num_tokens(self) -> int:
-        return self.mass.shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.mass.shape[1]
-
-    @property
     def prefix_len(self) -> int:
         return self.mass.shape[3]
 
@@ -156,12 +148,8 @@ def joined_selections(selections: Sequence[Selection]) -> Selection:
 
 
 def selection_quality(attention: FullAttention, selection: Selection, oracle: Oracle) -> SelectionQuality:
-    """Compare selections with the full attention and with the oracle.
-
-    Args:
-        attention: of the tokens.
-        selection: a row for each token and KV head, see `joined_selections`; of one token simply its selection.
-        oracle: at the same budget and windows.
+    """Compare selections, a row for each token and KV head (`joined_selections`), with the full attention and with the
+    oracle at the same budget and windows.
 
     Raises:
         ValueError: another number of rows, or positions outside the prefix.
@@ -181,11 +169,12 @@ def selection_quality(attention: FullAttention, selection: Selection, oracle: Or
 
 def _taken(attention: FullAttention, selection: Selection) -> Tensor:
     """bool [num_tokens, num_kv_heads, prefix_len]."""
-    rows = attention.num_tokens * attention.num_kv_heads
+    num_tokens, num_kv_heads = attention.mass.shape[:2]
+    rows = num_tokens * num_kv_heads
     if selection.num_kv_heads != rows:
         raise ValueError(
-            f"expected selections of {attention.num_tokens} tokens x {attention.num_kv_heads} KV heads = {rows} rows, "
-            f"got {selection.num_kv_heads}; join the selections of all tokens"
+            f"expected selections of {num_tokens} tokens x {num_kv_heads} KV heads = {rows} rows, got "
+            f"{selection.num_kv_heads}; join the selections of all tokens"
         )
     column = torch.arange(selection.max_count, device=selection.positions.device)
     valid = column < selection.counts[:, None]
@@ -198,7 +187,7 @@ def _taken(attention: FullAttention, selection: Selection) -> Tensor:
     taken = attention.mass.new_zeros(rows, attention.prefix_len + 1, dtype=torch.bool)
     # Padding goes to a column of its own.
     taken.scatter_(1, torch.where(valid, selection.positions, attention.prefix_len).long(), True)
-    return taken[:, :-1].view(attention.num_tokens, attention.num_kv_heads, -1)
+    return taken[:, :-1].view(num_tokens, num_kv_heads, -1)
 
 
 def _outputs(weight: Tensor, values: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class SelectionTime(NamedTuple):
 
     Attributes:
         least_us, most_us: bounds; equal where this recipe itself was timed, `most_us` infinite where nothing says.
-        cases: rows that it comes from.
+        cases: of the rows.
         how: where the recipe was not timed itself, how the bounds follow; else empty.
         most_keep: `most_us` holds up to this share of the prefix kept.
     """
@@ -52,56 +52,37 @@ class SelectionTime(NamedTuple):
         return self.least_us == self.most_us
 
 
-_TOKENS, _BLOCKS, _BLOCKS_OF_16 = 57.904, 34.976, 40.736
-_LISTS, _TOP_K = 460.144, 34.272
-_TWO_LEVEL_CSA, _TWO_LEVEL_BLOCKS = 558.64, 114.144
-_CANDIDATES = "timed with 56.6% of the prefix as candidates, 4 times the budget; a smaller budget has fewer"
+_TOKENS, _LISTS, _TOP_K = 57.904, 460.144, 34.272
+
+
+def _measured(us: float, *cases: str) -> SelectionTime:
+    return SelectionTime(us, us, cases)
+
+
+def _candidates(least_us: float, most_us: float, *cases: str) -> SelectionTime:
+    how = "timed with 56.6% of the prefix as candidates, 4 times the budget; a smaller budget has fewer"
+    return SelectionTime(least_us, most_us, cases, how, TIMED_BUDGET / PREFIX_LEN)
+
+
+_PART = "timed on 75% of the channels: at least that, at most in proportion"
+_SHORTER = "timed with lists of 2% of the prefix: at least that"
+_CSA = ("csa/ours", "top_k/ours")
 
 TIMES: tuple[tuple[IndexSpec, SelectionTime], ...] = (
-    (TokenIndexSpec(channel_ratio=0.75), SelectionTime(_TOKENS, _TOKENS, ("anchor/tokens_index_joined",))),
+    (TokenIndexSpec(channel_ratio=0.75), _measured(_TOKENS, "anchor/tokens_index_joined")),
     (
         TokenIndexSpec(channel_ratio=1.0),
-        SelectionTime(
-            _TOKENS,
-            _TOKENS / 0.75,
-            ("anchor/tokens_index_joined",),
-            "timed on 75% of the channels: at least that, at most in proportion",
-        ),
+        SelectionTime(_TOKENS, _TOKENS / 0.75, ("anchor/tokens_index_joined",), _PART),
     ),
-    (TokenIndexSpec(channel_ratio=0.25), SelectionTime(67.008, 67.008, ("anchor/tokens",))),
-    (
-        ABSparseSpec(representation="minmax"),
-        SelectionTime(_BLOCKS_OF_16, _BLOCKS_OF_16, ("anchor/blocks16_joined",)),
-    ),
-    (
-        TwoLevelSpec(),
-        SelectionTime(
-            _LISTS, _TWO_LEVEL_CSA, ("csa/ours", "anchor/two_level_csa"), _CANDIDATES, TIMED_BUDGET / PREFIX_LEN
-        ),
-    ),
+    (TokenIndexSpec(channel_ratio=0.25), _measured(67.008, "anchor/tokens")),
+    (ABSparseSpec(representation="minmax"), _measured(40.736, "anchor/blocks16_joined")),
+    (TwoLevelSpec(), _candidates(_LISTS, 558.64, "csa/ours", "anchor/two_level_csa")),
     (
         TwoLevelSpec(first=ABSparseSpec(representation="minmax")),
-        SelectionTime(
-            _BLOCKS,
-            _TWO_LEVEL_BLOCKS,
-            ("anchor/blocks_joined", "anchor/two_level_blocks"),
-            _CANDIDATES,
-            TIMED_BUDGET / PREFIX_LEN,
-        ),
+        _candidates(34.976, 114.144, "anchor/blocks_joined", "anchor/two_level_blocks"),
     ),
-    (
-        CSAttentionSpec(list_ratio=0.02),
-        SelectionTime(_LISTS + _TOP_K, _LISTS + _TOP_K, ("csa/ours", "top_k/ours")),
-    ),
-    (
-        CSAttentionSpec(),
-        SelectionTime(
-            _LISTS + _TOP_K,
-            math.inf,
-            ("csa/ours", "top_k/ours"),
-            "timed with lists of 2% of the prefix: at least that",
-        ),
-    ),
+    (CSAttentionSpec(list_ratio=0.02), _measured(_LISTS + _TOP_K, *_CSA)),
+    (CSAttentionSpec(), SelectionTime(_LISTS + _TOP_K, math.inf, _CSA, _SHORTER)),
 )
 """Recipes and their times. `_TOP_K` is the selection of tokens behind CSAttention's scores."""
 
@@ -122,9 +103,7 @@ tokens (the kernel reads only what was selected), then `exact`."""
 def selection_time(spec: IndexSpec, head_dim: int = HEAD_DIM) -> SelectionTime | None:
     """What a recipe's selection takes at the reference point; None where nothing was measured that says it.
 
-    Args:
-        spec: of the recipe. Channels count as a share of the head's.
-        head_dim: of the model that the spec was made for.
+    Channels count as a share of those of the head, of the model that the spec was made for.
     """
     for timed, time in TIMES:
         if spec == timed or _same_channels(spec, timed, head_dim):
@@ -135,13 +114,10 @@ def selection_time(spec: IndexSpec, head_dim: int = HEAD_DIM) -> SelectionTime |
 def attention_us(keep_ratio: float) -> float:
     """What attention of a selection takes at the reference point: a line between neighbouring measured points.
 
-    Fewer tokens than the least measured ones take as long as those.
-
-    Args:
-        keep_ratio: tokens that the group attends over those of the prefix, above 0 and at most 1.
+    Fewer tokens than the least measured ones take as long as those. The ratio is of the tokens that the group attends.
 
     Raises:
-        ValueError: no such ratio.
+        ValueError: a ratio that is not above 0 and at most 1.
     """
     if not 0.0 < keep_ratio <= 1.0:
         raise ValueError(f"expected a keep ratio above 0 and at most 1, got {keep_ratio}; choose one")

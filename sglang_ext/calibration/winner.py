@@ -55,14 +55,11 @@ class Timed(NamedTuple):
 
 
 def keep_for_error(points: Sequence[tuple[float, float]], error: float = TARGET_ERROR) -> float:
-    """The least keep ratio that reaches an error.
+    """The least keep ratio that reaches an error; infinite where no measured one does.
 
     Args:
         points: (keep ratio, error of the worst prompt) as measured, keep ratio ascending.
         error: to be reached, above 0.
-
-    Returns:
-        Between the first and the last measured keep ratio; infinite where no measured one reaches the error.
     """
     if points and points[0][1] <= error:
         return points[0][0]

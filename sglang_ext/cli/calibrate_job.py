@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -33,7 +33,6 @@ from sglang_ext.calibration.measurement import (
     measured_tokens,
     save_measurement,
 )
-from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.prompts import (
     CalibrationPrompt,
     held_out_ids,
@@ -51,6 +50,7 @@ from sglang_ext.calibration.recommend import (
     recommend,
 )
 from sglang_ext.calibration.report import Result, write_report
+from sglang_ext.cli.capturing import CaptureSession
 from sglang_ext.cli.checks import check_writable
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.ops import graph_refusal
@@ -58,7 +58,6 @@ from sglang_ext.fingerprint import weights_digest
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.base import METHODS, did_you_mean
 from sglang_ext.methods.profile import CalibrationData, Profile, ProfiledModel, Recommendation
-from sglang_ext.prefill.prompt_tokens import TokenSource
 from sglang_ext.profiles import local_folder
 
 SETTINGS_FILE = "settings.json"
@@ -67,18 +66,6 @@ _MEASUREMENT = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 class StateError(ValueError):
     """Measurements that cannot be used; says what was expected, what came, what to do."""
-
-
-class Session(Protocol):
-    """What is needed of `CaptureSession`."""
-
-    @property
-    def model(self) -> ModelFingerprint: ...
-    @property
-    def tokens(self) -> TokenSource: ...
-    def capture(
-        self, name: str, input_ids: Sequence[int], *, prefix_len: int | None = None, decode_steps: int = 16
-    ) -> PromptCapture: ...
 
 
 class CalibrateJob:
@@ -138,7 +125,7 @@ class CalibrateJob:
             self._check_weights(self._model)
             print("every prompt is measured already; the profile is fitted without running the model", file=sys.stderr)
 
-    def measure(self, session: Session) -> None:
+    def measure(self, session: CaptureSession) -> None:
         """Run and measure every prompt that is missing. What cannot be measured is left out, with its reason.
 
         Raises:
@@ -209,7 +196,7 @@ class CalibrateJob:
         self._say(fit, choice, len(infos))
         return 1 if self._left_out else 0
 
-    def _measure_one(self, session: Session, prompt: CalibrationPrompt) -> None:
+    def _measure_one(self, session: CaptureSession, prompt: CalibrationPrompt) -> None:
         setting = self._measure
         (ids, warnings), prefix_len = prompt_tokens(prompt, session.tokens)
         for warning in warnings:

@@ -36,7 +36,6 @@ class CaptureSession:
         query_samples: sampled query rows per KV head over the whole prompt.
         tail_tokens: last tokens of a prompt that are kept beside the sample.
         max_decode_steps: decode steps that can be kept.
-        seed: of the sample.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class CaptureSession:
         query_samples: int = 2048,
         tail_tokens: int = 64,
         max_decode_steps: int = 64,
-        seed: int = 0,
     ) -> None:
         self._model_path = model_path
         self._given_flags = list(sglang_flags)
@@ -58,7 +56,6 @@ class CaptureSession:
             "query_samples": query_samples,
             "capture_tail": tail_tokens,
             "capture_steps": max_decode_steps,
-            "seed": seed,
         }
         self._count = 0
 

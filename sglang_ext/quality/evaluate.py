@@ -43,32 +43,6 @@ def post(url: str, path: str, body: dict[str, Any], timeout: float = 600.0) -> A
         raise OSError(f"{path}: HTTP {error.code}: {error.read()[:500].decode(errors='replace')}") from error
 
 
-def ask(url: str, prompt: str, *, sparse: bool, max_new_tokens: int = 64, rid: str | None = None) -> Reply:
-    """One greedy answer.
-
-    Args:
-        url: of the server.
-        prompt: text.
-        sparse: False makes this request decode dense on a server with --sparse-attn.
-        max_new_tokens: of the answer, at most.
-        rid: id of the request; None: the server makes one.
-    """
-    sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
-    if not sparse:
-        sampling["custom_params"] = {"sparse_attn": False}
-    begun = time.perf_counter()
-    body = {"text": prompt, "sampling_params": sampling, **({"rid": rid} if rid else {})}
-    reply = post(url, "/generate", body)
-    meta = reply["meta_info"]
-    return Reply(
-        text=reply["text"],
-        cached_tokens=meta.get("cached_tokens", 0),
-        prompt_tokens=meta["prompt_tokens"],
-        completion_tokens=meta["completion_tokens"],
-        seconds=time.perf_counter() - begun,
-    )
-
-
 def ask_many(
     url: str,
     prompts: Sequence[str],
@@ -78,13 +52,29 @@ def ask_many(
     max_new_tokens: int = 64,
     on_reply: Callable[[], None] | None = None,
 ) -> list[Reply]:
-    """Answers in the order of the prompts, `concurrency` of them in flight."""
+    """Greedy answers in the order of the prompts.
+
+    Args:
+        url: of the server.
+        prompts: texts.
+        sparse: False makes these requests decode dense on a server with --sparse-attn.
+        concurrency: requests in flight.
+        max_new_tokens: of an answer, at most.
+        on_reply: called behind each.
+    """
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
+    if not sparse:
+        sampling["custom_params"] = {"sparse_attn": False}
 
     def one(prompt: str) -> Reply:
-        reply = ask(url, prompt, sparse=sparse, max_new_tokens=max_new_tokens)
+        begun = time.perf_counter()
+        reply = post(url, "/generate", {"text": prompt, "sampling_params": sampling})
+        meta = reply["meta_info"]
+        seconds = time.perf_counter() - begun
         if on_reply:
             on_reply()
-        return reply
+        cached = meta.get("cached_tokens", 0)
+        return Reply(reply["text"], cached, meta["prompt_tokens"], meta["completion_tokens"], seconds)
 
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(one, prompts))

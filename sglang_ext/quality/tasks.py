@@ -47,31 +47,18 @@ class Task:
     num_facts: int
     any_order: bool = False
     keys_per_question: tuple[int, int] = (1, 1)
-    description: str = ""
 
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("single_needle", "note", 16, description="one of a few notes of three numbers"),
-        Task("many_keys", "note", 256, description="one of hundreds of notes"),
-        Task(
-            "multi_value",
-            "list",
-            16,
-            any_order=True,
-            description="all two to four numbers of a key, each on a line of its own",
-        ),
-        Task(
-            "multi_query",
-            "note",
-            64,
-            keys_per_question=(2, 4),
-            description="two to four notes asked at once, answered in order",
-        ),
-        Task("variable_tracking", "link", 16, description="a chain of two to four links"),
-        Task("frequent_word", "vote", 8, description="the word with the most votes in a poll"),
-        Task("copy_span", "quote", 12, description="a quote of 12 to 16 words, word for word"),
+        Task("single_needle", "note", 16),  # one of a few notes of three numbers
+        Task("many_keys", "note", 256),  # one of hundreds of notes
+        Task("multi_value", "list", 16, any_order=True),  # all two to four numbers of a key, each on a line of its own
+        Task("multi_query", "note", 64, keys_per_question=(2, 4)),  # several notes asked at once, answered in order
+        Task("variable_tracking", "link", 16),  # a chain of two to four links
+        Task("frequent_word", "vote", 8),  # the word with the most votes in a poll
+        Task("copy_span", "quote", 12),  # a quote of 12 to 16 words, word for word
     )
 }
 
@@ -84,13 +71,11 @@ class Question:
     """One question about a document.
 
     `text` follows the document after one space. `answer` holds the expected words, without
-    `<end>`; `answer[0]` stands in `text`. `retrieved[i]` says whether `answer[i]` has to be found
-    in the document. `max_new_tokens` = len(answer) + 1 leaves room for `<end>`.
+    `<end>`; `answer[0]` stands in `text`.
     """
 
     text: str
     answer: tuple[str, ...]
-    retrieved: tuple[bool, ...]
     any_order: bool = False
 
     @property
@@ -104,19 +89,6 @@ class Question:
         if self.any_order:
             return _pairs(words) == _pairs(self.answer)
         return tuple(words) == self.answer
-
-    def recall(self, output: str) -> float:
-        """Share in [0, 1] of the retrieved words that `output` gives where they belong.
-
-        With `any_order`, the share of expected (key, value) pairs that stand in `output`.
-        """
-        words = _words(output)
-        if self.any_order:
-            expected = _pairs(self.answer)
-            return len(set(expected) & set(_pairs(words))) / len(expected)
-        padded = words + [""] * len(self.answer)
-        hits = [padded[i] == word for i, word in enumerate(self.answer) if self.retrieved[i]]
-        return sum(hits) / len(hits)
 
 
 def _words(output: str) -> list[str]:
@@ -197,6 +169,5 @@ def _to_question(exchange: Exchange, any_order: bool) -> Question:
     return Question(
         text=vocab.decode(exchange.question),
         answer=tuple(vocab.VOCABULARY[i] for i in exchange.answer[:-1]),
-        retrieved=exchange.retrieved[:-1],
         any_order=any_order,
     )

@@ -18,7 +18,7 @@ from sglang_ext.calibration.plans import (
     make_layer_plan,
     plan_from_maps,
 )
-from sglang_ext.calibration.published import load_published_plan, plan_from_published
+from sglang_ext.calibration.published import load_published_plan
 from sglang_ext.methods import LayerPlan
 from tests.examples import examples
 
@@ -48,9 +48,10 @@ ALIKE = torch.ones(6)
     ],
 )
 def test_anchors_by_hand(num_anchors, first, importance, anchors, total):
-    assert choose_anchors(BLOCKS, importance, num_anchors, first) == (anchors, pytest.approx(total))
+    assert choose_anchors(BLOCKS, importance, num_anchors, first) == anchors
+    assert anchor_total(BLOCKS, importance, anchors) == pytest.approx(total)
     unread = BLOCKS.masked_fill(torch.ones(6, 6).tril(-1).bool(), torch.nan)
-    assert choose_anchors(unread, importance, num_anchors, first).anchors == anchors
+    assert choose_anchors(unread, importance, num_anchors, first) == anchors
 
 
 @settings(max_examples=examples(80))
@@ -70,8 +71,7 @@ def test_anchors_against_exhaustive_search(data, size):
     choice = choose_anchors(*tensors, count, first)
     choices = [(first, *rest) for rest in itertools.combinations(range(first + 1, size), count - 1)]
     best = pytest.approx(max(map(objective, choices)), abs=1e-6)
-    assert (len(choice.anchors), choice.anchors[0]) == (count, first)
-    assert (choice.total, objective(choice.anchors)) == (best, best)
+    assert (len(choice), choice[0], objective(choice)) == (count, first, best)
     even = evenly_spaced_anchors(size, count, first)
     assert anchor_total(*tensors, even) == pytest.approx(objective(even), abs=1e-6)
 
@@ -79,10 +79,10 @@ def test_anchors_against_exhaustive_search(data, size):
 def test_a_large_model_is_quick_enough_and_right_at_the_ends():
     matrix, weights = torch.rand(126, 126, generator=torch.Generator().manual_seed(0)), torch.ones(126)
     matrix.fill_diagonal_(1.0)
-    assert choose_anchors(matrix, weights, 126).total == pytest.approx(126)
-    assert choose_anchors(matrix, weights, 1).total == pytest.approx(float(matrix[0].double().sum()))
-    totals = [choose_anchors(matrix, weights, count).total for count in (2, 9, 30)]
+    counts = (1, 2, 9, 30, 126)
+    totals = [anchor_total(matrix, weights, choose_anchors(matrix, weights, count)) for count in counts]
     assert totals == sorted(totals)
+    assert (totals[0], totals[-1]) == (pytest.approx(float(matrix[0].double().sum())), pytest.approx(126))
 
 
 @pytest.mark.parametrize(
@@ -189,18 +189,14 @@ def test_a_published_file_and_its_name(tmp_path):
         {"reuse": 3, "head_map": [1, 0]},
         {"reuse": 3, "head_map": [1, 1]},
     ]
-    assert plan == plan_from_published(HEAD_MAP, ANCHORS, **SIZES)
     np.save(tmp_path / "map.npy", HEAD_MAP.astype(np.int64))
     assert load_published_plan(tmp_path / "map.npy", **SIZES, anchors=ANCHORS) == plan
     tricky = tmp_path / "odd_layers_9_x_layers_0_2_3.npy"
     np.save(tricky, HEAD_MAP)
     assert load_published_plan(tricky, **SIZES) == plan
-
-
-def test_with_a_selecting_layer_0_the_published_plan_is_complete():
-    plan = plan_from_published(HEAD_MAP, ANCHORS, **SIZES, dense_layers=())
-    assert plan.anchor_layers == ANCHORS
-    assert (plan[1].anchor_layer, plan[1].head_map) == (0, (0, 0))
+    whole = load_published_plan(tmp_path / NAME, **SIZES, dense_layers=())
+    assert whole.anchor_layers == ANCHORS
+    assert (whole[1].anchor_layer, whole[1].head_map) == (0, (0, 0))
 
 
 def changed(layer, head, value):
@@ -226,9 +222,10 @@ def changed(layer, head, value):
         (HEAD_MAP, (0, 9), r"in 0\.\.5, got \[0, 9\]"),
     ],
 )
-def test_published_maps_that_are_refused(head_map, anchors, message):
+def test_published_maps_that_are_refused(head_map, anchors, message, tmp_path):
+    np.save(tmp_path / NAME, head_map)
     with pytest.raises(ValueError, match=message):
-        plan_from_published(head_map, anchors, **SIZES)
+        load_published_plan(tmp_path / NAME, **SIZES, anchors=anchors)
 
 
 @pytest.mark.parametrize("name", ["map.npy", "Model_layers_.npy", "Model_layers_0_2_3.npz", "Model_layers_0_a.npy"])

@@ -67,7 +67,6 @@ def test_every_answer_follows_from_the_document(task: str, num_tokens: int) -> N
         for question in document.questions:
             expected = " ".join(oracle(document, question))
             assert question.score(expected)
-            assert question.recall(expected) == 1.0
             if not question.any_order:
                 assert expected == " ".join(question.answer)
 
@@ -88,8 +87,6 @@ def test_length_is_exact_and_every_word_is_known(task: str, num_tokens: int) -> 
 def test_first_answer_word_stands_in_the_question(task: str) -> None:
     for question in make_document(task, 2, 4096, 16).questions:
         assert question.answer[0] in question.text.split()
-        assert not question.retrieved[0]
-        assert any(question.retrieved)
         assert question.max_new_tokens == len(question.answer) + 1
 
 
@@ -128,50 +125,34 @@ def test_tasks_need_neither_torch_nor_sglang() -> None:
     assert done.stdout.strip() == "set()"
 
 
-ORDERED = Question("ask bold-newt answer", ("bold-newt", "001", "002"), (False, True, True))
-PAIRS = Question(
-    "gather two bold-newt answer",
-    ("bold-newt", "001", "bold-newt", "002"),
-    (False, True, False, True),
-    any_order=True,
-)
+ORDERED = Question("ask bold-newt answer", ("bold-newt", "001", "002"))
+PAIRS = Question("gather two bold-newt answer", ("bold-newt", "001", "bold-newt", "002"), any_order=True)
 
 
 @pytest.mark.parametrize(
-    ("output", "right", "recall"),
+    ("question", "output", "right"),
     [
-        ("bold-newt 001 002", True, 1.0),
-        ("bold-newt 001 002 <end> more words", True, 1.0),
-        ("  bold-newt   001 002\n", True, 1.0),
-        ("bold-newt 001", False, 0.5),
-        ("bold-newt 002 001", False, 0.0),
-        ("bold-newt 001 002 003", False, 1.0),
-        ("calm-newt 001 002", False, 1.0),
-        ("001 002", False, 0.0),
-        ("", False, 0.0),
-        ("<end>", False, 0.0),
+        (ORDERED, "bold-newt 001 002", True),
+        (ORDERED, "bold-newt 001 002 <end> more words", True),
+        (ORDERED, "  bold-newt   001 002\n", True),
+        (ORDERED, "bold-newt 001", False),
+        (ORDERED, "bold-newt 002 001", False),
+        (ORDERED, "bold-newt 001 002 003", False),
+        (ORDERED, "calm-newt 001 002", False),
+        (ORDERED, "001 002", False),
+        (ORDERED, "", False),
+        (ORDERED, "<end>", False),
+        (PAIRS, "bold-newt 001 bold-newt 002", True),
+        (PAIRS, "bold-newt 002 bold-newt 001 <end>", True),
+        (PAIRS, "bold-newt 001 bold-newt 001", False),
+        (PAIRS, "bold-newt 001", False),
+        (PAIRS, "bold-newt 001 bold-newt 002 bold-newt 003", False),
+        (PAIRS, "bold-newt 001 002", False),
+        (PAIRS, "", False),
     ],
 )
-def test_scoring_in_order(output: str, right: bool, recall: float) -> None:
-    assert ORDERED.score(output) is right
-    assert ORDERED.recall(output) == recall
-
-
-@pytest.mark.parametrize(
-    ("output", "right", "recall"),
-    [
-        ("bold-newt 001 bold-newt 002", True, 1.0),
-        ("bold-newt 002 bold-newt 001 <end>", True, 1.0),
-        ("bold-newt 001 bold-newt 001", False, 0.5),
-        ("bold-newt 001", False, 0.5),
-        ("bold-newt 001 bold-newt 002 bold-newt 003", False, 1.0),
-        ("bold-newt 001 002", False, 0.5),
-        ("", False, 0.0),
-    ],
-)
-def test_scoring_in_any_order(output: str, right: bool, recall: float) -> None:
-    assert PAIRS.score(output) is right
-    assert PAIRS.recall(output) == recall
+def test_scoring(question: Question, output: str, right: bool) -> None:
+    assert question.score(output) is right
 
 
 @pytest.mark.parametrize(
