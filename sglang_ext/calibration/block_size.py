@@ -42,11 +42,9 @@ def block_sizes_by_tau(recall: Tensor, tau: float = TAU) -> Tensor:
         [...] int64, tokens per block. As in Eq. 2, a size may be taken even though a smaller one falls below tau.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: recall out of range.
     """
-    _check_recall(recall)
-    if not 0.0 <= tau <= 1.0:
-        raise ValueError(f"expected tau in 0..1, got {tau}; 0.98 keeps 98% of the recall")
+    _check_range(recall, "recall")
     kept = recall >= tau * recall[..., :1]
     last = (kept * torch.arange(1, len(BLOCK_SIZES) + 1)).amax(dim=-1) - 1
     return torch.tensor(BLOCK_SIZES)[last]
@@ -69,7 +67,7 @@ def block_sizes_by_budget(recall: Tensor, target: float, average: Average) -> Te
     Raises:
         ValueError: a value out of range.
     """
-    _check_recall(recall)
+    _check_range(recall, "recall")
     smallest, largest = BLOCK_SIZES[0], BLOCK_SIZES[-1]
     if not 1.0 <= target <= largest:
         raise ValueError(
@@ -107,27 +105,11 @@ def average_block_size(assigned: Tensor, average: Average) -> float:
 
 
 def near_uniform_heads(oracle_recall: Tensor) -> Tensor:
-    """Heads that no selection serves: even the best one keeps less than `MIN_ORACLE_RECALL` of the attention.
-
-    Args:
-        oracle_recall: [...] floating, recall of the best tokens at the budget.
-
-    Returns:
-        [...] bool: the head attends densely in the profile.
-
-    Raises:
-        ValueError: a value out of range or NaN.
+    """[...] bool: heads that no selection serves. Even that of the best tokens at the budget keeps less than
+    `MIN_ORACLE_RECALL` of their attention (`oracle_recall` [...]). Raises ValueError where that is out of range or NaN.
     """
     _check_range(oracle_recall, "oracle recall")
     return oracle_recall < MIN_ORACLE_RECALL
-
-
-def _check_recall(recall: Tensor) -> None:
-    if recall.dim() < 1 or recall.shape[-1] != len(BLOCK_SIZES) or recall.numel() == 0:
-        raise ValueError(
-            f"expected recall [..., num_block_sizes={len(BLOCK_SIZES)}] of at least one head, got {tuple(recall.shape)}"
-        )
-    _check_range(recall, "recall")
 
 
 def _check_range(values: Tensor, name: str) -> None:

@@ -22,15 +22,10 @@ HeadMap = tuple[int, ...]
 
 
 def layer_similarity(head_similarity: Tensor) -> Tensor:
-    """From heads to layers: each KV head of layer b takes its best one of layer a, then the mean over b's heads.
+    """[num_layers a, num_layers b, num_kv_heads of b, of a] -> [num_layers a, num_layers b]: each KV head of layer b
+    takes its best one of layer a, then the mean over b's heads.
 
     Source: Kascade, 3.3: the matrix that the anchors are chosen by incorporates pooling and remapping (3.5).
-
-    Args:
-        head_similarity: [num_layers a, num_layers b, num_kv_heads of b, num_kv_heads of a].
-
-    Returns:
-        [num_layers a, num_layers b], new.
     """
     return head_similarity.amax(dim=3).mean(dim=2)
 
@@ -76,11 +71,8 @@ def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, fir
 
 
 def anchor_total(similarity: Tensor, importance: Tensor, anchors: Sequence[int]) -> float:
-    """The programme's objective for any ascending anchors: sum over layers j from the first on of w_j * S[anchor of j, j].
-
-    Raises:
-        ValueError: anchors that break a rule, or values that are NaN or infinite.
-    """
+    """The programme's objective for any ascending anchors: the sum of w_j * S[anchor of j, j] over the layers from the
+    first anchor on."""
     weighted = _weighted(similarity, importance)
     nearest = assigned_anchors(anchors, weighted.shape[0])
     return sum(float(weighted[anchor, layer]) for layer, anchor in nearest.items())
@@ -102,24 +94,14 @@ def assigned_anchors(anchors: Sequence[int], num_layers: int) -> dict[int, int]:
 
 
 def evenly_spaced_anchors(num_layers: int, num_anchors: int, first_layer: int = 0) -> tuple[int, ...]:
-    """`num_anchors` anchors with equal distances, up to rounding, from `first_layer` on: the rival.
-
-    Raises:
-        ValueError: more anchors than layers.
-    """
+    """`num_anchors` anchors with equal distances, up to rounding, from `first_layer` on: the rival."""
     _check_count(num_anchors, num_layers, first_layer)
     return tuple(first_layer + i * (num_layers - first_layer) // num_anchors for i in range(num_anchors))
 
 
 def best_head_map(similarity: Tensor) -> HeadMap:
-    """For each head of the reuse layer the anchor head with the best similarity.
-
-    Args:
-        similarity: [num_kv_heads of the reuse layer, num_kv_heads of the anchor].
-
-    Returns:
-        The map; of equal heads that of the same number if it is among them, else the first.
-    """
+    """For each head of the reuse layer the anchor head with the best similarity [heads of the reuse layer, of the
+    anchor]; of equal ones that of the same number if it is among them, else the first."""
     heads = []
     for head, row in enumerate(similarity):
         tied = (row == row.max()).nonzero().flatten().tolist()
@@ -131,13 +113,8 @@ def make_layer_plan(anchors: Sequence[int], head_similarity: Tensor, dense_layer
     """The plan in which every layer reuses the nearest anchor before it, each head the most similar one.
 
     Args:
-        anchors: ascending, as `choose_anchors` returns them; the first is layer 0, or the first layer that is not
-            dense.
+        anchors, dense_layers: see `plan_from_maps`.
         head_similarity: [num_layers a, num_layers b, num_kv_heads of b, num_kv_heads of a].
-        dense_layers: layers that read the whole prefix, anchors or not.
-
-    Returns:
-        A valid plan, see `plan_from_maps` for anchors that are dense.
 
     Raises:
         ValueError: anchors or dense layers break a rule.

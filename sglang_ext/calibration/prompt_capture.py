@@ -66,8 +66,8 @@ class LayerCapture(NamedTuple):
     Attributes:
         queries: [num_tokens >= 1, num_qo_heads, head_dim] post-RoPE, floating.
         keys: [prefix_len >= 1, num_kv_heads, head_dim] post-RoPE, floating.
-        positions: [num_tokens] int, position of each query's token. It attends the keys 0..position; a position
-            of prefix_len or more (a decode step, or a question behind the prefix) attends the whole prefix.
+        positions: [num_tokens] int >= 0, of each query's token. It attends the keys 0..position; a position of
+            prefix_len or more (a decode step, or a question behind the prefix) attends the whole prefix.
     """
 
     queries: Tensor
@@ -93,8 +93,8 @@ class LayerCapture(NamedTuple):
 
 
 def check_capture(capture: LayerCapture) -> None:
-    """Raise ValueError where shapes or dtypes do not fit, a value is NaN or infinite, or a position is negative."""
-    queries, keys, positions = capture
+    """Raise ValueError where shapes or dtypes of queries and keys do not fit, or a value is NaN or infinite."""
+    queries, keys, _ = capture
     check_keys(keys)
     num_kv_heads, head_dim = keys.shape[1:]
     fits = queries.dim() == 3 and 0 not in queries.shape and queries.dtype.is_floating_point
@@ -106,14 +106,6 @@ def check_capture(capture: LayerCapture) -> None:
         )
     if not bool(torch.isfinite(queries).all()):
         raise ValueError("expected finite queries, got NaN or infinity; the capture is unusable, take it again")
-    integer = not positions.dtype.is_floating_point and positions.dtype is not torch.bool
-    if positions.shape != queries.shape[:1] or not integer:
-        raise ValueError(
-            f"expected positions [num_tokens={queries.shape[0]}] of an integer dtype, got "
-            f"{tuple(positions.shape)} {positions.dtype}; one position for each query's token"
-        )
-    if bool((positions < 0).any()):
-        raise ValueError(f"expected positions >= 0, got {int(positions.min())}; count from the prompt's first token")
 
 
 def attention_chunks(
@@ -202,10 +194,6 @@ class PromptCapture:
                 "prompt that contains the prefix"
             )
         return replace(self, keys=self.keys[:, :prefix_len], values=self.values[:, :prefix_len])
-
-    def to(self, device: torch.device | str) -> PromptCapture:
-        """The same on another device."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
     def samples(self) -> Tensor:
         """Sampled queries of the prefix's own prefill, [num_layers, num_kv_heads, num_samples, head_dim].

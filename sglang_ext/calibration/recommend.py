@@ -211,11 +211,11 @@ def recommend(
     Args:
         table: of `quality_table`.
         recipes: by name, the default one first.
-        anchor_share: layers that select under the plan, of those that select or reuse.
+        anchor_share: layers that select under the plan, of those that select or reuse; above 0 and at most 1.
         head_dim: of the model.
 
     Raises:
-        ValueError: a figure that is no finite number, or no such share.
+        ValueError: a figure that is no finite number.
     """
     default = next(iter(recipes))
     rows = {name: _usable(table, name) for name in recipes}
@@ -246,12 +246,12 @@ def _usable(table: Sequence[RecipeQuality], name: str) -> list[RecipeQuality]:
     """A recipe's rows, keep ratio ascending, without those at the floor; where all are, the nearest to its ratio."""
     own = sorted((row for row in table if row.name == name), key=lambda row: row.keep_ratio)
     for row in own:
-        for figure in (*FIGURES, "worst_error"):
-            if not math.isfinite(getattr(row, figure)):
-                raise ValueError(
-                    f"expected a finite {figure} of {name} at {row.keep_ratio:.0%}, got {getattr(row, figure)}; "
-                    "measure the held-out prompts again"
-                )
+        # Of all figures this one decides.
+        if not math.isfinite(row.worst_error):
+            raise ValueError(
+                f"expected a finite output error of {name} at {row.keep_ratio:.0%}, got {row.worst_error}; measure the "
+                "held-out prompts again"
+            )
     return [row for row in own if not row.at_floor] or own[-1:]
 
 

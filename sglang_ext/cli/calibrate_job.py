@@ -69,13 +69,7 @@ class StateError(ValueError):
 
 
 class CalibrateJob:
-    """One run: `measure` what is missing, then `finish`.
-
-    Args:
-        args: of the command line.
-
-    Attributes:
-        missing: prompts that are not measured yet.
+    """One run of the command line's `args`: `measure` what is `missing`, then `finish`.
 
     Raises:
         PromptError: the data cannot be used.
@@ -111,7 +105,7 @@ class CalibrateJob:
         self._held_out = held_out_ids(self._prompts)
         self._recipes = default_recipes(self._method)
         self._left_out: dict[str, str] = {}
-        out = Path(args.out).absolute()
+        out = Path(os.path.abspath(args.out))
         self._folder = Path(args.state or f"{out}.state")
         if out.is_dir():
             raise IsADirectoryError(f"{out} is a folder; name a file in it with --out")

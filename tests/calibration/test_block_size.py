@@ -91,7 +91,6 @@ def test_near_uniform_heads():
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda: block_sizes_by_tau(torch.ones(2, 2)), r"expected recall \[\.\.\., num_block_sizes=3\]"),
         (lambda: block_sizes_by_tau(torch.full((1, 3), torch.nan)), "expected recall in 0..1"),
         (lambda: block_sizes_by_budget(torch.ones(1, 3), 65.0, Average.HARMONIC), r"size in 1\.\.64 tokens, got 65"),
         (lambda: block_sizes_by_budget(torch.ones(1, 3), float("nan"), Average.HARMONIC), "expected an average block"),

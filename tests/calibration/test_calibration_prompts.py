@@ -65,11 +65,6 @@ def test_bad_data_is_refused_with_its_line(tmp_path, lines, message):
         read_calibration_prompts(write(tmp_path / "d.jsonl", *lines))
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(PromptError, match=r"expected a readable JSONL file.*check --data"):
-        read_calibration_prompts(tmp_path / "none.jsonl")
-
-
 def test_every_second_prompt_of_each_task_is_held_out():
     prompts = [CalibrationPrompt(id=f"{task}{i}", text=f"{task}{i}", task=task) for i in range(5) for task in "abc"]
     held = held_out_ids(prompts)
@@ -93,18 +88,20 @@ def test_questions_about_one_text_stay_together():
     assert held_out_ids(shared) == {"a1", "b1"}, "also over tasks"
 
 
-def test_a_question_follows_its_prompt():
-    one = CalibrationPrompt(input_ids=[1, 2, 3], question=[4, 5])
-    assert tokens(one) == ([1, 2, 3, 4, 5], 3)
-    text = CalibrationPrompt(text="one two", question="three")
-    assert tokens(text) == (words("one two three"), 2)
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ({"input_ids": [1, 2, 3], "question": [4, 5]}, ([1, 2, 3, 4, 5], 3)),
+        ({"text": "one two", "question": "three"}, (words("one two three"), 2)),
+        # Without a question the whole prompt is the prefix.
+        ({"text": "one two"}, (words("one two"), None)),
+        ({"input_ids": [7, 8]}, ([7, 8], None)),
+    ],
+)
+def test_a_question_follows_its_prompt(prompt, expected):
+    assert tokens(CalibrationPrompt(**prompt)) == expected
     spaced = CalibrationPrompt(text="one two", question="\nthree")
     assert tokens(spaced, list) == (list("one two\nthree"), 7)
-
-
-def test_without_a_question_the_whole_prompt_is_the_prefix():
-    assert tokens(CalibrationPrompt(text="one two")) == (words("one two"), None)
-    assert tokens(CalibrationPrompt(input_ids=[7, 8])) == ([7, 8], None)
 
 
 def test_the_prefix_ends_where_tokens_merge():

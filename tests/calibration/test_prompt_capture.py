@@ -93,9 +93,6 @@ def test_a_file_that_is_no_capture_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("positions", lambda p: p[:-1], r"expected positions \[num_tokens=5\]"),
-        ("positions", lambda p: p.float(), "of an integer dtype"),
-        ("positions", lambda p: p - 100, "expected positions >= 0"),
         ("queries", lambda q: q[..., :4], "head_dim=8"),
         ("queries", lambda q: q[:, :3], "a multiple of num_kv_heads=2"),
         ("queries", lambda q: q.long(), "in a floating dtype"),

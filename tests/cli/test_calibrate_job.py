@@ -105,20 +105,12 @@ def profile_path(tmp_path: Path) -> Path:
     return tmp_path / "out" / "profile.json"
 
 
-def test_a_run_writes_a_profile_of_this_model(calibrate: Any, profile_path: Path) -> None:
-    status, said = calibrate("--anchors", "1", "--num-channels", "4", "--description", "made up")
-    assert status == 0, said
-    profile = load_profile(profile_path)
-    profile.check_model(num_layers=3, num_kv_heads=2, head_dim=16, config_digest=MODEL.config_digest)
-    assert profile.plan().anchor_layers == (1,)
-    assert len(profile.channels[2][1]) == 4
-    assert profile.recommended.method in ("token_index", "ab_sparse")
-    assert (profile.calibration.prompts, profile.calibration.description) == (4, "made up")
-    assert profile.calibration.tokens == 4 * 3
-    assert "4 measured, 0 left out; anchors 1; recommended" in said
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "profile.json.state"
 
 
-def test_the_recipe_is_chosen_by_the_plans_share_of_anchors(calibrate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_writes_a_profile_of_this_model(calibrate: Any, profile_path: Path, monkeypatch: Any) -> None:
     given: list[dict[str, Any]] = []
 
     def recorded(*arguments: Any, **options: Any) -> Any:
@@ -126,13 +118,28 @@ def test_the_recipe_is_chosen_by_the_plans_share_of_anchors(calibrate: Any, monk
         return recommend(*arguments, **options)
 
     monkeypatch.setattr("sglang_ext.cli.calibrate_job.recommend", recorded)
-    status, said = calibrate("--anchors", "1")
+    # Nearly uniform attention: of 288 tokens the best 14 hold little, and the served 128 most.
+    words = ("--anchors", "1", "--num-channels", "4", "--keep-ratio", "0.05", "--description", "made up")
+    status, said = calibrate(*words)
     assert status == 0, said
+    assert "4 measured, 0 left out; anchors 1; recommended" in said
+    assert "uses no index with this profile" not in said
+    profile = load_profile(profile_path)
+    profile.check_model(num_layers=3, num_kv_heads=2, head_dim=16, config_digest=MODEL.config_digest)
+    assert profile.plan().anchor_layers == (1,)
+    assert len(profile.channels[2][1]) == 4
+    assert not any(profile.dense_heads)
+    assert profile.recommended.method == "token_index", "what decode graphs hold"
+    assert graph_refusal("token_index") is None
+    assert (profile.calibration.prompts, profile.calibration.description) == (4, "made up")
+    assert profile.calibration.tokens == 4 * 3
     # Layer 0 is dense, layer 1 selects, layer 2 reuses.
     assert given == [{"anchor_share": 0.5, "head_dim": 16}]
 
 
-def test_an_interrupted_run_goes_on_where_it_was(calibrate: Any, profile_path: Path, monkeypatch: Any) -> None:
+def test_an_interrupted_run_goes_on_where_it_was(
+    calibrate: Any, profile_path: Path, state: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(Engine, "interrupted_at", "needle-1")
     status, said = calibrate()
     assert (status, Engine.captured) == (INTERRUPTED, ["copy-1", "copy-2"])
@@ -142,17 +149,11 @@ def test_an_interrupted_run_goes_on_where_it_was(calibrate: Any, profile_path: P
     status, said = calibrate()
     assert (status, Engine.captured) == (0, list(NAMES))
     resumed = profile_path.read_bytes()
-    assert calibrate("--no-resume")[0] == 0
-    assert Engine.captured == [*NAMES, *NAMES]
-    assert profile_path.read_bytes() == resumed, "a resumed run measures what a whole one does"
-
-
-def test_measuring_anew_removes_nothing_else(calibrate: Any, tmp_path: Path) -> None:
-    assert calibrate()[0] == 0
-    note = tmp_path / "out" / "profile.json.state" / "note.txt"
+    note = state / "note.txt"
     note.write_text("keep")
     assert calibrate("--no-resume")[0] == 0
-    assert (note.read_text(), len(Engine.captured)) == ("keep", 8)
+    assert (Engine.captured, note.read_text()) == ([*NAMES, *NAMES], "keep"), "nothing else is removed"
+    assert profile_path.read_bytes() == resumed, "a resumed run measures what a whole one does"
 
 
 def test_a_complete_state_is_fitted_without_the_engine(calibrate: Any, profile_path: Path) -> None:
@@ -209,11 +210,22 @@ def test_prompts_that_cannot_be_measured_are_left_out_by_name(calibrate: Any, tm
     assert "refused by SGLang" in (tmp_path / "report" / "report.html").read_text()
 
 
-def test_too_few_prompts_make_no_profile(calibrate: Any, profile_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(Engine, "broken", frozenset(NAMES[1:]))
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"broken": frozenset(NAMES[1:])}, "got 1 and 0; no profile is written"),
+        ({"silent": frozenset(NAMES)}, "expected a held-out prompt with a token behind its prefix"),
+    ],
+    ids=["too few prompts", "none to try recipes on"],
+)
+def test_what_makes_no_profile(
+    calibrate: Any, profile_path: Path, monkeypatch: Any, wrong: dict[str, Any], message: str
+) -> None:
+    for name, prompts in wrong.items():
+        monkeypatch.setattr(Engine, name, prompts)
     status, said = calibrate()
     assert (status, profile_path.exists()) == (1, False)
-    assert "got 1 and 0; no profile is written" in said
+    assert message in said
 
 
 def test_recipes_are_tried_behind_the_prefix_only(
@@ -231,13 +243,6 @@ def test_recipes_are_tried_behind_the_prefix_only(
     assert {row["kept_share"] for row in first} == {128 / 288}, "the floor of serving"
 
 
-def test_no_prompt_to_try_recipes_on_makes_no_profile(calibrate: Any, profile_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(Engine, "silent", frozenset(NAMES))
-    status, said = calibrate()
-    assert (status, profile_path.exists()) == (1, False)
-    assert "expected a held-out prompt with a token behind its prefix" in said
-
-
 @pytest.mark.parametrize("layers", ["1", "0,2"])
 def test_dense_layers_behind_a_sparse_one_are_refused(calibrate: Any, capsys: Any, layers: str) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -246,31 +251,27 @@ def test_dense_layers_behind_a_sparse_one_are_refused(calibrate: Any, capsys: An
     assert f"expected the first layers (0, or 0,1, ..., or nothing), got '{layers}'" in capsys.readouterr().err
 
 
-def test_a_damaged_measurement_is_made_again(calibrate: Any, tmp_path: Path) -> None:
+def test_a_damaged_measurement_is_made_again(calibrate: Any, state: Path) -> None:
     assert calibrate()[0] == 0
-    file = sorted((tmp_path / "out" / "profile.json.state").glob("*.safetensors"))[0]
-    file.write_bytes(b"torn")
+    sorted(state.glob("*.safetensors"))[0].write_bytes(b"torn")
     status, said = calibrate()
     assert (status, len(Engine.captured)) == (0, 5)
     assert "measured again: expected a measurement" in said
 
 
-def test_measurements_without_their_settings_are_refused(calibrate: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "expected settings.json beside the measurements"), ("{}", "expected settings in")]
+)
+def test_measurements_without_their_settings_are_refused(
+    calibrate: Any, state: Path, content: str | None, message: str
+) -> None:
     assert calibrate()[0] == 0
-    (tmp_path / "out" / "profile.json.state" / "settings.json").unlink()
+    (state / "settings.json").unlink() if content is None else (state / "settings.json").write_text(content)
     status, said = calibrate()
     assert status == 2
-    assert "expected settings.json beside the measurements" in said
+    assert message in said
     assert calibrate("--no-resume")[0] == 0
     assert len(Engine.captured) == 8
-
-
-def test_damaged_settings_are_refused(calibrate: Any, tmp_path: Path) -> None:
-    assert calibrate()[0] == 0
-    (tmp_path / "out" / "profile.json.state" / "settings.json").write_text("{}")
-    status, said = calibrate()
-    assert status == 2
-    assert "expected settings in" in said
 
 
 def test_too_many_anchors_are_refused_before_the_first_prompt(calibrate: Any) -> None:
@@ -290,14 +291,12 @@ def test_what_does_not_fit_the_models_config_is_refused_before_the_model_is_load
     assert Engine.starts == 0
 
 
-def test_no_measurement_is_removed_for_a_run_that_cannot_start(
-    calibrate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_measurement_is_removed_for_a_run_that_cannot_start(calibrate: Any, tmp_path: Path, state: Path) -> None:
     assert calibrate()[0] == 0
     status, said = calibrate("--no-resume", model=str(tmp_path / "nowhere"))
     assert (status, Engine.starts) == (2, 1)
     assert "expected --model-path to be a folder" in said
-    assert len(list((tmp_path / "out" / "profile.json.state").glob("*.safetensors"))) == 4
+    assert len(list(state.glob("*.safetensors"))) == 4
     assert calibrate(model=str(tmp_path / "nowhere"))[0] == 0, "what is measured is fitted without the model"
 
 
@@ -313,23 +312,18 @@ def test_what_cannot_be_written_is_refused_before_the_model_is_loaded(
     assert str(target) in said
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
-def test_a_device_that_is_not_there_is_refused_before_the_model_is_loaded(calibrate: Any, device: str) -> None:
-    status, said = calibrate("--device", device)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--device", "cuda:99"), "sglang-ext calibrate: expected --device"),
+        (("--device", "gpu"), "sglang-ext calibrate: expected --device"),
+        (("--method", "exact"), "expected --method to be one of"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_model_is_loaded(calibrate: Any, words: Any, message: str) -> None:
+    status, said = calibrate(*words)
     assert (status, Engine.starts) == (2, 0)
-    assert "sglang-ext calibrate: expected --device" in said
-
-
-def test_what_is_recommended_is_what_decode_graphs_hold(calibrate: Any, profile_path: Path) -> None:
-    """In these prompts attention is nearly uniform: of 288 tokens the best 14 hold little, and the served 128 most."""
-    status, said = calibrate("--keep-ratio", "0.05")
-    assert status == 0, said
-    profile = load_profile(profile_path)
-    assert profile.recommended.method == "token_index"
-    assert graph_refusal(profile.recommended.method) is None
-    assert profile.plan().anchor_layers
-    assert not any(profile.dense_heads)
-    assert "uses no index with this profile" not in said
+    assert message in said
 
 
 def test_a_profile_that_decode_graphs_do_not_hold_says_so(calibrate: Any) -> None:
@@ -337,12 +331,6 @@ def test_a_profile_that_decode_graphs_do_not_hold_says_so(calibrate: Any) -> Non
     assert status == 0, said
     expected = "inside decode graphs a server uses no index with this profile: method ab_sparse has no kernels"
     assert [line for line in said.splitlines() if line.startswith(expected)]
-
-
-def test_an_unknown_method_is_refused(calibrate: Any) -> None:
-    status, said = calibrate("--method", "exact")
-    assert status == 2
-    assert "expected --method to be one of" in said
 
 
 def test_a_report_without_matplotlib_is_refused_first(calibrate: Any, tmp_path: Path, monkeypatch: Any) -> None:
