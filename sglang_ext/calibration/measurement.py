@@ -6,12 +6,11 @@ and gives intervals over prompts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple, get_type_hints
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -65,7 +64,7 @@ class PromptMeasurement:
     quality: Tensor
 
 
-class PromptInfo(NamedTuple):
+class PromptInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which prompt was measured.
 
     Attributes:
@@ -181,7 +180,7 @@ def save_measurement(measurement: PromptMeasurement, info: PromptInfo, path: str
         OSError: the folder is missing or full.
     """
     tensors = {field.name: getattr(measurement, field.name) for field in fields(PromptMeasurement)}
-    meta = {"version": str(MEASUREMENT_VERSION), "info": json.dumps(info._asdict())}
+    meta = {"version": str(MEASUREMENT_VERSION), "info": msgspec.json.encode(info).decode()}
     write_tensors(path, tensors, meta, private=False)
 
 
@@ -200,23 +199,11 @@ def load_measurement(path: str | Path) -> tuple[PromptMeasurement, PromptInfo]:
         if_other="remove the state folder and calibrate again",
         if_damaged="remove it, and the prompt is measured again",
     )
-    return PromptMeasurement(**tensors), _read_info(meta.get("info", ""), path)
-
-
-def _read_info(text: str, path: str | Path) -> PromptInfo:
-    """Inverse of what `save_measurement` writes. Raises ValueError where it is something else."""
-    kinds = get_type_hints(PromptInfo)
+    text = meta.get("info", "")
     try:
-        values = json.loads(text)
-    except ValueError:
-        values = None
-    if (
-        not isinstance(values, dict)
-        or values.keys() != kinds.keys()
-        or any(type(values[name]) is not kind for name, kind in kinds.items())
-    ):
+        return PromptMeasurement(**tensors), msgspec.json.decode(text, type=PromptInfo)
+    except msgspec.DecodeError as error:
         raise ValueError(
-            f"expected a measurement with the fields {', '.join(kinds)} of its prompt in {path}, got {text!r}; remove "
-            "it, and the prompt is measured again"
-        )
-    return PromptInfo(**values)
+            f"expected a measurement with the fields {', '.join(PromptInfo.__struct_fields__)} of its prompt in "
+            f"{path}, got {text!r}; remove it, and the prompt is measured again"
+        ) from error

@@ -83,7 +83,7 @@ def report_values(shown: Result) -> dict[str, Any]:
         "measured": {
             "setting": {**asdict(shown.measure), "block_sizes": BLOCK_SIZES},
             "fit": shown.settings,
-            "prompts": [info._asdict() for info in shown.infos],
+            "prompts": shown.infos,
             "left_out": shown.left_out,
         },
         "sparsity": means.sparsity.tolist(),

@@ -85,21 +85,21 @@ def comparison_plot(held_out: HeldOut) -> bytes:
     """Held-out figures of the calibrated choices beside their rivals'."""
     figure = Figure(figsize=(9.5, 3.8))
     blocks_axes, anchor_axes, map_axes = figure.subplots(1, 3)
-    blocks = [row for row in held_out.blocks if row.uniform_size == 32] or held_out.blocks[:4]
+    blocks = [row for row in held_out.blocks if row.uniform_size == 32]
     _pairs(
         blocks_axes,
         [f"{row.representation}\n{row.average[:5]}." for row in blocks],
         [(row.uniform, row.adaptive) for row in blocks],
-        (f"uniform {blocks[0].uniform_size}", "adaptive, equal average"),
+        ("uniform 32", "adaptive, equal average"),
     )
     blocks_axes.set(title="block sizes", ylabel="attention recall, held out")
-    anchors = [row for row in held_out.anchors if row.criterion == "similarity"] or held_out.anchors
+    anchors = [row for row in held_out.anchors if row.criterion == "similarity"]
     xs = [row.num_anchors for row in anchors]
     anchor_axes.plot(xs, [row.recovery_even for row in anchors], "o--", color=RIVAL, label="evenly spaced")
     anchor_axes.plot(xs, [row.recovery_programme for row in anchors], "o-", color=CALIBRATED, label="programme")
     anchor_axes.set(title="anchors", xlabel="number of anchors", ylabel="attention kept by reuse")
     anchor_axes.legend(fontsize=8)
-    maps = [row for row in held_out.head_maps if row.criterion == "similarity"] or held_out.head_maps
+    maps = [row for row in held_out.head_maps if row.criterion == "similarity"]
     if maps:
         pairs = [(row.identity, row.remapped) for row in maps]
         _pairs(map_axes, [str(len(row.anchors)) for row in maps], pairs, ("identity", "head maps"))

@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields, replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -130,7 +131,7 @@ def test_a_damaged_or_newer_file_is_refused(tmp_path, monkeypatch):
         load_measurement(path)
 
 
-GOOD_INFO = INFO._asdict()
+GOOD_INFO = msgspec.to_builtins(INFO)
 
 
 @pytest.mark.parametrize(
