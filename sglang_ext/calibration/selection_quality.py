@@ -40,6 +40,10 @@ class FullAttention:
     values: Tensor
 
     @property
+    def num_kv_heads(self) -> int:
+        return self.mass.shape[1]
+
+    @property
     def prefix_len(self) -> int:
         return self.mass.shape[3]
 
@@ -169,7 +173,7 @@ def selection_quality(attention: FullAttention, selection: Selection, oracle: Or
 
 def _taken(attention: FullAttention, selection: Selection) -> Tensor:
     """bool [num_tokens, num_kv_heads, prefix_len]."""
-    num_tokens, num_kv_heads = attention.mass.shape[:2]
+    num_tokens, num_kv_heads = attention.mass.shape[0], attention.num_kv_heads
     rows = num_tokens * num_kv_heads
     if selection.num_kv_heads != rows:
         raise ValueError(
