@@ -17,8 +17,7 @@ from prefix_index import IndexEntry
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import Selection
 from sglang_ext.config import parse_profiled
-from sglang_ext.decode.budget import group_budget, selection_group
-from sglang_ext.decode.select_op import ReferenceOp
+from sglang_ext.decode.select_op import ReferenceOp, group_budget, selection_group
 from sglang_ext.decode.trace import Selected
 from sglang_ext.methods import make_selector, method_specs
 from sglang_ext.methods.layer_plan import LayerPlan

@@ -20,8 +20,7 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.grouping import SlotTracker
-from sglang_ext.decode.ops import op_maker
-from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
+from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp, op_maker
 from sglang_ext.decode.sparse import SparseDecode
 from sglang_ext.decode.types import DecodeBatch, GroupRead, StepPath
 from sglang_ext.methods import make_selector

@@ -277,7 +277,7 @@ class Method(Generic[S]):
         builder: called with a spec and, where it is known, a `LayerProfile`.
         selector: called with a spec. The reference of the decode operation.
         decode_op: `module:function` that makes the operation which decode graphs hold, imported where one is made (see
-            `decode.ops`). None: the method has none, and its indexes are used without decode graphs only.
+            `decode.select_op`). None: the method has none, and its indexes are used without decode graphs only.
     """
 
     spec: type[S]
