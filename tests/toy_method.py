@@ -13,7 +13,7 @@ import torch
 from prefix_kernels.types import Selection
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
-from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.base import IndexBuilder, IndexSpec, SelectArgs
 from sglang_ext.methods.contents import Form
 
 
@@ -25,13 +25,8 @@ class EveryNthSpec(IndexSpec):
         return {"first": Form("int32", (1,), 0, PAGE_TOKENS - 1)}
 
 
-@dataclass
-class EveryNthBuilder:
-    spec: EveryNthSpec
-    profile: Any = None
-    needs_queries: ClassVar[bool] = False
-
-    def build_layer(self, keys: torch.Tensor, queries: Any) -> dict[str, torch.Tensor]:
+class EveryNthBuilder(IndexBuilder[EveryNthSpec]):
+    def build_layer(self, keys: torch.Tensor, queries: Any, prepared: Any = None) -> dict[str, torch.Tensor]:
         return {"first": torch.zeros(keys.shape[1], 1, dtype=torch.int32, device=keys.device)}
 
 
@@ -39,10 +34,10 @@ class EveryNthBuilder:
 class EveryNthSelector:
     spec: EveryNthSpec
 
-    def select(self, arrays: Any, q: torch.Tensor, *, prefix_len: int, budget: int, **_: Any) -> Selection:
+    def select(self, arrays: Any, q: torch.Tensor, args: SelectArgs) -> Selection:
         heads = len(arrays["first"])
-        return Selection(positions_of(prefix_len, budget).to(q.device).expand(heads, -1).contiguous(),
-                         torch.full((heads,), budget, dtype=torch.int32, device=q.device))  # fmt: skip
+        return Selection(positions_of(args.prefix_len, args.budget).to(q.device).expand(heads, -1).contiguous(),
+                         torch.full((heads,), args.budget, dtype=torch.int32, device=q.device))  # fmt: skip
 
 
 def positions_of(prefix_len: int, budget: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import Selection
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.base import Selector
+from sglang_ext.methods.base import SelectArgs, Selector
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class ReferenceOp(SelectOp):
 
     nbytes = 0
 
-    def __init__(self, selector: Selector, pooling: Pooling) -> None:
+    def __init__(self, selector: Selector[Any], pooling: Pooling) -> None:
         self._selector, self._pooling = selector, pooling
         self._numbers = itertools.count()
         self._known: weakref.WeakKeyDictionary[Index, int] = weakref.WeakKeyDictionary()
@@ -164,9 +165,7 @@ class ReferenceOp(SelectOp):
         """The positions of one group at one layer; all where the budget covers them."""
         if group.budget >= group.prefix_len:
             return Selection.all(group.prefix_len, num_kv_heads, q.device)
-        return self._selector.select(
-            index.layers[layer],
-            q,
+        args = SelectArgs(
             prefix_len=group.prefix_len,
             budget=group.budget,
             num_sink=group.num_sink,
@@ -174,6 +173,7 @@ class ReferenceOp(SelectOp):
             sm_scale=sm_scale,
             pooling=self._pooling,
         )
+        return self._selector.select(index.layers[layer], q, args)
 
     def plan_probe(self, size: int, group: SelectionGroup) -> None:
         """See the base.

@@ -11,13 +11,14 @@ import hashlib
 import itertools
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
-from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.base import NO_PROFILE, IndexSpec, LayerProfile
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.methods.registry import parse_spec
 
@@ -189,6 +190,46 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def layer_profile(profile: Profile | None, layer: int, heads: range | None = None) -> LayerProfile:
+    """What the builders of one layer may use.
+
+    Args:
+        profile: of the model; None where there is none.
+        layer: layer number.
+        heads: KV heads of this tensor-parallel rank (`layer_plan.heads_of_rank`); None for all.
+    """
+    if profile is None:
+        return NO_PROFILE
+    own = slice(None) if heads is None else slice(heads.start, heads.stop)
+    channels = profile.channels[layer][own] if profile.channels else ()
+    return LayerProfile(profile.block_sizes[layer][own], channels)
+
+
+def stacked_profile(profile: Profile | None, layers: Iterable[int], heads: range | None = None) -> LayerProfile:
+    """The same of several layers that are built at once: as if they were one layer with the KV heads of each."""
+    parts = [layer_profile(profile, layer, heads) for layer in layers]
+    return LayerProfile(
+        tuple(size for part in parts for size in part.block_sizes),
+        tuple(chosen for part in parts for chosen in part.channels),
+    )
+
+
+def used_by_builders(specs: Iterable[IndexSpec], profile: Profile | None) -> dict[str, Any]:
+    """The part of a profile that builds by these specs depend on, see `IndexSpec.profile_part`.
+
+    Raises:
+        ProfileError: a spec needs a profile and there is none, or it does not fit.
+    """
+    layers = [] if profile is None else [layer_profile(profile, layer) for layer in range(profile.model.num_layers)]
+    used: dict[str, Any] = {}
+    try:
+        for spec in specs:
+            used |= spec.profile_part(layers)
+    except ValueError as error:
+        raise ProfileError(str(error)) from error
+    return used
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.methods.csattention.top_lists import top_lists
+from sglang_ext.methods.csattention.lists import top_lists
 from tests.examples import examples
 
 

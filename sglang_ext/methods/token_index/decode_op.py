@@ -20,7 +20,7 @@ from prefix_kernels.top_k_selection.plan import SelectionGroup
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes, SelectOp
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.token_index import TokenIndexSpec
+from sglang_ext.methods.token_index.spec import TokenIndexSpec
 from sglang_ext.prefix.residency import LayerArrays
 
 _ALIGNED = 4
