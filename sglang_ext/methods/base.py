@@ -26,6 +26,8 @@ from sglang_ext.methods.contents import Form, IndexSize
 from sglang_ext.methods.heads import stored_bytes
 
 S = TypeVar("S", bound="IndexSpec")
+Arrays = Mapping[str, Tensor]
+"""A layer's arrays by name."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class IndexSpec(ABC):
     def forms(self, size: IndexSize) -> dict[str, Form]:
         """What the arrays of one KV head must be, by name: all that a builder of this spec makes."""
 
-    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
+    def check(self, arrays: Arrays, size: IndexSize) -> None:
         """Look at what the ranges of the forms cannot say; see `contents.check_layer`.
 
         Raises:
@@ -124,7 +126,7 @@ class IndexSpec(ABC):
             used |= part.profile_part(layers)
         return used
 
-    def read_bytes(self, arrays: Mapping[str, Tensor], q: Tensor, prefix_len: int, budget: int) -> float:
+    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
         """Bytes of the index that one decode step reads for one KV head, mean over the heads of the arrays.
 
         A step reads an index once for the whole group. The default: all of it.
@@ -140,7 +142,7 @@ class IndexSpec(ABC):
         """
         return stored_bytes(arrays)
 
-    def candidate_bytes(self, arrays: Mapping[str, Tensor], q: Tensor, prefix_len: int, candidates: int) -> float:
+    def candidate_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, candidates: int) -> float:
         """`read_bytes` where only so many tokens are scored. The default: the upper bound, as tokens are not apart."""
         return self.read_bytes(arrays, q, prefix_len, candidates)
 
@@ -259,9 +261,7 @@ class IndexBuilder(ABC, Generic[S]):
         return {}
 
     @abstractmethod
-    def build_layer(
-        self, keys: Tensor, queries: Tensor | None, prepared: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
         """Arrays of one layer.
 
         Args:
@@ -315,7 +315,7 @@ class Selector(ABC, Generic[S]):
 
     spec: S
 
-    def select(self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs) -> Selection:
+    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
         """Score the prefix for all rows of the group, pool, take the best. The default: the best of `token_scores`.
 
         Args:
@@ -333,9 +333,7 @@ class Selector(ABC, Generic[S]):
         return args.top_k(self.token_scores(arrays, q, args))
 
     @abstractmethod
-    def token_scores(
-        self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs, candidates: Tensor | None = None
-    ) -> Tensor:
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """One pooled score per position: what combined methods compare and rank.
 
         Args:
@@ -468,7 +466,7 @@ def to_half(x: Tensor, name: str) -> Tensor:
     return half
 
 
-def require_arrays(arrays: Mapping[str, Tensor], names: Sequence[str], method: str) -> list[Tensor]:
+def require_arrays(arrays: Arrays, names: Sequence[str], method: str) -> list[Tensor]:
     """The arrays of these names.
 
     Raises:

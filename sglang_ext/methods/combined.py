@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from sglang_ext.methods.base import IndexBuilder, IndexSpec, make_builder
+from sglang_ext.methods.base import Arrays, IndexBuilder, IndexSpec, make_builder
 from sglang_ext.methods.contents import Form, IndexSize
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class CombinedSpec(IndexSpec):
         """See the base."""
         return named({name: part.forms(size) for name, part in self.nested.items()})
 
-    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
+    def check(self, arrays: Arrays, size: IndexSize) -> None:
         """See the base."""
         for name, part in self.nested.items():
             part.check(part_arrays(arrays, name), size)
@@ -57,9 +57,7 @@ class CombinedBuilder(IndexBuilder[C]):
         """See the base."""
         return named({name: builder.prepare(queries) for name, builder in self._parts().items()})
 
-    def build_layer(
-        self, keys: Tensor, queries: Tensor | None, prepared: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
         """See the base."""
         known = {name: part_arrays(prepared or {}, name) for name in self.spec.nested}
         return named({name: one.build_layer(keys, queries, known[name]) for name, one in self._parts().items()})

@@ -11,9 +11,9 @@ import hashlib
 import itertools
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from sglang_ext.methods.base import NO_PROFILE, IndexSpec, LayerProfile
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.methods.registry import parse_spec
 
+T = TypeVar("T")
 PROFILE_VERSION = 1
 
 
@@ -58,12 +59,7 @@ class Recommendation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     keep_ratio: float
 
     def index_spec(self) -> IndexSpec:
-        """The parsed spec.
-
-        Raises:
-            ValueError: an unknown method or parameter, or a value out of range.
-            TypeError: a value of another type.
-        """
+        """The parsed spec. Raises what `parse_spec` does, and ValueError where it is another method's."""
         named = self.spec.get("method", self.method)
         if named != self.method:
             raise ValueError(
@@ -120,10 +116,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:
             raise _version_error(self.version)
-        _check_sizes(self)
-        _check_block_sizes(self)
-        _check_channels(self)
-        _check_dense_heads(self)
+        _check(self)
         try:
             self.plan()
             self.recommended.index_spec()
@@ -237,7 +230,7 @@ def load_profile(path: str | Path) -> Profile:
 
     Raises:
         OSError: the file cannot be read.
-        ProfileError: it is no profile, is of another version, or breaks a rule.
+        ProfileError: see `decode_profile`.
     """
     return decode_profile(Path(path).read_bytes())
 
@@ -246,7 +239,7 @@ def decode_profile(text: bytes) -> Profile:
     """Parse the JSON text of a profile.
 
     Raises:
-        ProfileError: see `load_profile`.
+        ProfileError: it is no profile, is of another version, or breaks a rule.
     """
     try:
         raw = msgspec.json.decode(text)
@@ -278,71 +271,60 @@ def decode_profile(text: bytes) -> Profile:
 
 
 def _version_error(version: int) -> ProfileError:
-    if version > PROFILE_VERSION:
-        todo = "it was made by a newer sglang-ext: update this one, or calibrate again"
-    else:
-        todo = "calibrate again"
-    return ProfileError(f"profile: expected version {PROFILE_VERSION}, got {version}; {todo}")
+    newer = "it was made by a newer sglang-ext: update this one, or " if version > PROFILE_VERSION else ""
+    return ProfileError(f"profile: expected version {PROFILE_VERSION}, got {version}; {newer}calibrate again")
 
 
-def _check_sizes(profile: Profile) -> None:
-    model, data = profile.model, profile.calibration
-    for name, value, least in (
-        ("model.num_layers", model.num_layers, 1),
-        ("model.num_kv_heads", model.num_kv_heads, 1),
-        ("model.head_dim", model.head_dim, 1),
-        ("calibration.prompts", data.prompts, 1),
-        ("calibration.tokens", data.tokens, 1),
+def _check(profile: Profile) -> None:
+    model, data, ratio = profile.model, profile.calibration, profile.recommended.keep_ratio
+    for name, value in (
+        ("model.num_layers", model.num_layers),
+        ("model.num_kv_heads", model.num_kv_heads),
+        ("model.head_dim", model.head_dim),
+        ("calibration.prompts", data.prompts),
+        ("calibration.tokens", data.tokens),
     ):
-        if value < least:
-            raise ProfileError(f"profile: expected {name} >= {least}, got {value}; calibrate again")
-    ratio = profile.recommended.keep_ratio
+        if value < 1:
+            raise ProfileError(f"profile: expected {name} >= 1, got {value}; calibrate again")
     if not 0.0 < ratio <= 1.0:
         raise ProfileError(f"profile: expected keep_ratio above 0 and at most 1, got {ratio}; correct it")
-
-
-def _check_count(name: str, came: int, expected: int, what: str) -> None:
-    if came != expected:
-        raise ProfileError(
-            f"profile: expected {name} of {expected} {what}, got {came}; the file is damaged or of another model, "
-            "calibrate again"
-        )
-
-
-def _check_block_sizes(profile: Profile) -> None:
-    _check_count("block_sizes", len(profile.block_sizes), profile.model.num_layers, "layers")
-    for layer, row in enumerate(profile.block_sizes):
-        _check_count(f"block_sizes[{layer}]", len(row), profile.model.num_kv_heads, "KV heads")
-        for size in row:
+    for layer, sizes in _layers("block_sizes", profile.block_sizes, model):
+        _check_count(f"block_sizes[{layer}]", sizes, model.num_kv_heads, "KV heads")
+        for size in sizes:
             if size not in BLOCK_SIZES:
                 raise ProfileError(
                     f"profile: expected block_sizes[{layer}] of {', '.join(map(str, BLOCK_SIZES))} tokens, got "
                     f"{size}; choose one of them"
                 )
-
-
-def _check_channels(profile: Profile) -> None:
-    if not profile.channels:
-        return
-    _check_count("channels", len(profile.channels), profile.model.num_layers, "layers")
-    num_channels = len(profile.channels[0][0]) if profile.channels[0] else 0
-    for layer, heads in enumerate(profile.channels):
-        _check_count(f"channels[{layer}]", len(heads), profile.model.num_kv_heads, "KV heads")
+    for layer, heads in _layers("channels", profile.channels, model) if profile.channels else ():
+        _check_count(f"channels[{layer}]", heads, model.num_kv_heads, "KV heads")
         for head, chosen in enumerate(heads):
-            name = f"channels[{layer}][{head}]"
-            _check_count(name, len(chosen), num_channels, "channels (as many as the first head has)")
-            _check_ascending(name, chosen, profile.model.head_dim, "head_dim")
-    if num_channels == 0:
-        raise ProfileError("profile: expected at least one channel per head, got none; leave channels empty instead")
+            name, first = f"channels[{layer}][{head}]", len(profile.channels[0][0])
+            _check_count(name, chosen, first, "channels (as many as the first head has)")
+            _check_ascending(name, chosen, model.head_dim, "head_dim")
+            if first == 0:
+                raise ProfileError(
+                    "profile: expected at least one channel per head, got none; leave channels empty instead"
+                )
+    for layer, dense in _layers("dense_heads", profile.dense_heads, model):
+        _check_ascending(f"dense_heads[{layer}]", dense, model.num_kv_heads, "num_kv_heads")
 
 
-def _check_dense_heads(profile: Profile) -> None:
-    _check_count("dense_heads", len(profile.dense_heads), profile.model.num_layers, "layers")
-    for layer, heads in enumerate(profile.dense_heads):
-        _check_ascending(f"dense_heads[{layer}]", heads, profile.model.num_kv_heads, "num_kv_heads")
+def _layers(name: str, values: Sequence[T], model: ProfiledModel) -> Iterable[tuple[int, T]]:
+    """Number and value of each layer."""
+    _check_count(name, values, model.num_layers, "layers")
+    return enumerate(values)
 
 
-def _check_ascending(name: str, values: tuple[int, ...], end: int, what: str) -> None:
+def _check_count(name: str, values: Sequence[object], expected: int, what: str) -> None:
+    if len(values) != expected:
+        raise ProfileError(
+            f"profile: expected {name} of {expected} {what}, got {len(values)}; the file is damaged or of another "
+            "model, calibrate again"
+        )
+
+
+def _check_ascending(name: str, values: Sequence[int], end: int, what: str) -> None:
     inside = all(0 <= value < end for value in values)
     if not inside or any(left >= right for left, right in itertools.pairwise(values)):
         raise ProfileError(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from prefix_kernels.low_bit import dequantize, quantize
 from sglang_ext.methods.ab_sparse.spec import BITS, BLOCK_SIZES, ABSparseSpec, ragged_name
-from sglang_ext.methods.base import IndexBuilder, check_keys, to_half
+from sglang_ext.methods.base import Arrays, IndexBuilder, check_keys, to_half
 from sglang_ext.methods.heads import join_heads
 
 
@@ -26,9 +24,7 @@ class ABSparseBuilder(IndexBuilder[ABSparseSpec]):
     [num_kv_heads + 1] int32 says where each head's begin and `block_sizes` [num_kv_heads] int32 is B_h.
     """
 
-    def build_layer(
-        self, keys: Tensor, queries: Tensor | None, prepared: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
         """See the base."""
         check_keys(keys)
         if self.spec.sizes == "uniform":

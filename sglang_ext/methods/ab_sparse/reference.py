@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -12,14 +10,14 @@ from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.pooling import pool_scores
 from prefix_kernels.types import Selection
 from sglang_ext.methods.ab_sparse.spec import BLOCK_SIZES, CHANNELWISE, ABSparseSpec
-from sglang_ext.methods.base import SelectArgs, Selector, pool_candidates, require_arrays
+from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates, require_arrays
 from sglang_ext.methods.heads import RAGGED, ROW_INDPTR, is_ragged
 
 
 class ABSparseSelector(Selector[ABSparseSpec]):
     """Scores blocks, pools after the softmax over blocks, takes the best blocks within the token budget."""
 
-    def select(self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs) -> Selection:
+    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
         """See the base. No array's values are read on the host."""
         raw, sizes = self._block_scores(arrays, q, args.prefix_len)
         scores = pool_scores(raw, args.sm_scale, args.pooling)
@@ -33,9 +31,7 @@ class ABSparseSelector(Selector[ABSparseSpec]):
         turn = rank.gather(1, token // sizes[:, None]) * sizes[:, None] + token % sizes[:, None]
         return args.top_k(-turn.double())
 
-    def token_scores(
-        self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs, candidates: Tensor | None = None
-    ) -> Tensor:
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base. Without candidates the softmax is over blocks, as in `select`."""
         raw, sizes = self._block_scores(arrays, q, args.prefix_len)
         token = torch.arange(args.prefix_len, device=q.device)
@@ -45,7 +41,7 @@ class ABSparseSelector(Selector[ABSparseSpec]):
         tokens = raw.gather(3, block[:, None, None].expand(-1, *raw.shape[1:3], -1))
         return pool_candidates(tokens, args, candidates)
 
-    def _block_scores(self, arrays: Mapping[str, Tensor], q: Tensor, prefix_len: int) -> tuple[Tensor, Tensor | None]:
+    def _block_scores(self, arrays: Arrays, q: Tensor, prefix_len: int) -> tuple[Tensor, Tensor | None]:
         """Raw scores [num_kv_heads, num_rows, gqa, most blocks] and block sizes [num_kv_heads] int64 where they differ.
 
         With sizes per head a head of fewer blocks has -inf in the rest.
@@ -76,7 +72,7 @@ class ABSparseSelector(Selector[ABSparseSpec]):
                 padded[name.removeprefix(RAGGED)] = array[rows]
         return self._score(q, padded).masked_fill(~exists[:, None, None], -torch.inf), sizes
 
-    def _score(self, q: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
+    def _score(self, q: Tensor, arrays: Arrays) -> Tensor:
         parts = [self._read(arrays, part) for part in self.spec.parts]
         if self.spec.representation == "ball":
             return block_scores_ball(q, parts[0], *require_arrays(arrays, ("radius",), self.spec.method))
@@ -84,7 +80,7 @@ class ABSparseSelector(Selector[ABSparseSpec]):
             return block_scores_minmax(q, parts[0], parts[1])
         return block_scores_mean(q, parts[0])
 
-    def _read(self, arrays: Mapping[str, Tensor], part: str) -> Tensor:
+    def _read(self, arrays: Arrays, part: str) -> Tensor:
         if self.spec.quantization == "none":
             return require_arrays(arrays, (part,), self.spec.method)[0]
         names = [f"{part}_{name}" for name in LowBitTensor._fields]

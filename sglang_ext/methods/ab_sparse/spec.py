@@ -7,13 +7,11 @@ bound are Quest's (2406.10774, 3.2), the ball and its upper bound ArkVale's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from sglang_ext.methods.base import IndexSpec, LayerProfile, check_choice
+from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, check_choice
 from sglang_ext.methods.contents import LARGEST, ContentError, Form, IndexSize, low_bit_forms
 from sglang_ext.methods.heads import RAGGED, ROW_INDPTR
 
@@ -78,7 +76,7 @@ class ABSparseSpec(IndexSpec):
         forms |= {ragged_name(name): form._replace(shape=(None, *form.shape[1:])) for name, form in ragged.items()}
         return {**forms, "block_sizes": Form("int32", (), min(BLOCK_SIZES), max(BLOCK_SIZES))}
 
-    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
+    def check(self, arrays: Arrays, size: IndexSize) -> None:
         """See the base."""
         if self.sizes == "uniform":
             return

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from sglang_ext.methods.base import (
+    Arrays,
     IndexBuilder,
     check_finite,
     check_keys,
@@ -47,9 +46,7 @@ class CSAttentionBuilder(IndexBuilder[CSAttentionSpec]):
         check_finite(queries=queries)
         return {"centroids": self._clustered(queries)}
 
-    def build_layer(
-        self, keys: Tensor, queries: Tensor | None, prepared: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
         """See the base; waits for the device once."""
         spec = self.spec
         require_keys(keys)
@@ -98,9 +95,7 @@ class CSAttentionBuilder(IndexBuilder[CSAttentionSpec]):
         return queries.view(*queries.shape[:-1], spec.num_subspaces, -1).transpose(-3, -2)
 
 
-def insert_keys(
-    spec: CSAttentionSpec, arrays: Mapping[str, Tensor], new_keys: Tensor, first_position: int
-) -> dict[str, Tensor]:
+def insert_keys(spec: CSAttentionSpec, arrays: Arrays, new_keys: Tensor, first_position: int) -> dict[str, Tensor]:
     """Lists of the same length after new keys were tried in each: every one that exceeds the minimum replaces it.
 
     Source: CSAttention, 3.3 (5). Centroids and baselines stay those of the build, so with `baseline="tail_mean"` a

@@ -12,7 +12,6 @@ either, 4 bytes a list keep the baseline that streaming insert needs; searches d
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from prefix_kernels.csa_scores import (
     decode_lists,
     encode_lists,
 )
-from sglang_ext.methods.base import require_arrays, to_half
+from sglang_ext.methods.base import Arrays, require_arrays, to_half
 from sglang_ext.methods.contents import LARGEST, ContentError, Form
 
 CODECS = ("compact", "paper")
@@ -230,7 +229,7 @@ def table_forms(lead: tuple[int, int], list_len: int, prefix_len: int, codec: st
     return forms
 
 
-def check_tables(arrays: Mapping[str, Tensor], list_len: int, prefix_len: int, codec: str) -> None:
+def check_tables(arrays: Arrays, list_len: int, prefix_len: int, codec: str) -> None:
     """Raise ContentError unless each list names `list_len` positions of the prefix, ascending; forms are right."""
     if codec == "compact":
         try:
@@ -242,7 +241,7 @@ def check_tables(arrays: Mapping[str, Tensor], list_len: int, prefix_len: int, c
 
 
 def decode_tables(
-    arrays: Mapping[str, Tensor], list_len: int, prefix_len: int, codec: str, score_bits: int, method: str
+    arrays: Arrays, list_len: int, prefix_len: int, codec: str, score_bits: int, method: str
 ) -> CentroidLists:
     """The lists that arrays of `encode_tables` hold, with the scores as they are stored.
 
@@ -271,7 +270,7 @@ def decode_tables(
     return CentroidLists(positions.int(), scores, baseline)
 
 
-def compact_lists(arrays: Mapping[str, Tensor], method: str) -> CompactLists:
+def compact_lists(arrays: Arrays, method: str) -> CompactLists:
     """The lists of a compact index; shapes are checked where they are read, by `csa_scores_compact`.
 
     Raises:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from prefix_kernels.csa_scores import csa_scores, csa_scores_compact
-from sglang_ext.methods.base import SelectArgs, Selector, pool_candidates, require_arrays
+from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates, require_arrays
 from sglang_ext.methods.csattention.lists import compact_lists
 from sglang_ext.methods.csattention.spec import CSAttentionSpec, subspace_channels
 
@@ -16,9 +14,7 @@ from sglang_ext.methods.csattention.spec import CSAttentionSpec, subspace_channe
 class CSAttentionSelector(Selector[CSAttentionSpec]):
     """Token scores from the tables, pooled after the softmax."""
 
-    def token_scores(
-        self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs, candidates: Tensor | None = None
-    ) -> Tensor:
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base: -inf for a position that no fetched list holds."""
         spec, prefix_len = self.spec, args.prefix_len
         (centroids,) = require_arrays(arrays, ("centroids",), spec.method)
@@ -46,7 +42,7 @@ class CSAttentionSelector(Selector[CSAttentionSpec]):
         raw = csa_scores(q, centroids, positions, scores, channels, prefix_len, weights)
         return pool_candidates(raw, args, candidates)
 
-    def _weights(self, arrays: Mapping[str, Tensor], centroids: Tensor) -> Tensor | None:
+    def _weights(self, arrays: Arrays, centroids: Tensor) -> Tensor | None:
         """The w_b of the sum, times |q|; equal ones have the length of a unit query's equal parts."""
         if self.spec.weighting == "projection":
             return None

@@ -25,14 +25,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sglang_ext.methods.base import IndexSpec, check_choice, check_range, check_share, require_arrays
+from sglang_ext.methods.base import Arrays, IndexSpec, check_choice, check_range, check_share, require_arrays
 from sglang_ext.methods.contents import Form, IndexSize
 from sglang_ext.methods.csattention.lists import CODECS, LIST_ARRAYS, SCORE_BITS, check_tables, table_forms
 from sglang_ext.methods.heads import nbytes
@@ -120,11 +119,11 @@ class CSAttentionSpec(IndexSpec):
             forms["weights"] = Form("float32", (self.num_subspaces,), 0.0, _UNIT)
         return forms
 
-    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
+    def check(self, arrays: Arrays, size: IndexSize) -> None:
         """See the base."""
         check_tables(arrays, self.list_len(size.prefix_len), size.prefix_len, self.codec)
 
-    def read_bytes(self, arrays: Mapping[str, Tensor], q: Tensor, prefix_len: int, budget: int) -> float:
+    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
         """See the base: all centroids and weights, and the lists of each row's nearest centroids, each once."""
         (centroids,) = require_arrays(arrays, ("centroids",), self.method)
         lists = nbytes({name: array for name, array in arrays.items() if name in LIST_ARRAYS})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
 from sglang_ext.methods.base import (
+    Arrays,
     IndexBuilder,
     IndexSpec,
     SelectArgs,
@@ -32,7 +32,7 @@ class ExactSpec(IndexSpec):
         """See the base."""
         return {"keys": Form("float32", (size.prefix_len, size.head_dim), -LARGEST, LARGEST)}
 
-    def candidate_bytes(self, arrays: Mapping[str, Tensor], q: Tensor, prefix_len: int, candidates: int) -> float:
+    def candidate_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, candidates: int) -> float:
         """See the base: the candidates' keys."""
         return row_bytes(arrays, prefix_len, candidates)
 
@@ -40,9 +40,7 @@ class ExactSpec(IndexSpec):
 class ExactBuilder(IndexBuilder[ExactSpec]):
     """Keeps the keys themselves: `keys` [num_kv_heads, prefix_len, head_dim] fp32."""
 
-    def build_layer(
-        self, keys: Tensor, queries: Tensor | None, prepared: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
         """See the base."""
         check_keys(keys)
         return {"keys": keys.transpose(0, 1).float().contiguous()}
@@ -51,9 +49,7 @@ class ExactBuilder(IndexBuilder[ExactSpec]):
 class ExactSelector(Selector[ExactSpec]):
     """Token scores q.k, pooled after the softmax."""
 
-    def token_scores(
-        self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs, candidates: Tensor | None = None
-    ) -> Tensor:
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base."""
         (keys,) = require_arrays(arrays, ("keys",), ExactSpec.method)
         if keys.shape[1] != args.prefix_len:

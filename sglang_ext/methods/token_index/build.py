@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from prefix_kernels.low_bit import LowBitTensor, quantize
-from sglang_ext.methods.base import IndexBuilder, check_finite, check_keys, require_arrays, require_samples
+from sglang_ext.methods.base import Arrays, IndexBuilder, check_finite, check_keys, require_arrays, require_samples
 from sglang_ext.methods.token_index.spec import TokenIndexSpec
 
 ARRAYS = ("channels", *(f"keys_{name}" for name in LowBitTensor._fields))
@@ -31,9 +29,7 @@ class TokenIndexBuilder(IndexBuilder[TokenIndexSpec]):
         profiled = bool(self.spec.num_channels and self.layer.channels)
         return self.spec.selects_channels and not profiled
 
-    def build_layer(
-        self, keys: Tensor, queries: Tensor | None, prepared: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
         """See the base."""
         check_keys(keys)
         unit, head_dim = 8 // self.spec.bits, keys.shape[2]
@@ -63,7 +59,7 @@ class TokenIndexBuilder(IndexBuilder[TokenIndexSpec]):
         return torch.arange(head_dim).expand(num_kv_heads, -1).contiguous()
 
 
-def index_behind(arrays: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
+def index_behind(arrays: Arrays, keys: Tensor) -> dict[str, Tensor]:
     """Token index of keys that follow a prefix, on the channels and with the bits of the prefix's: no query is needed.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.pooling import pool_scores
-from sglang_ext.methods.base import SelectArgs, Selector, pool_candidates, require_arrays
+from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates, require_arrays
 from sglang_ext.methods.token_index.build import ARRAYS
 from sglang_ext.methods.token_index.spec import TokenIndexSpec
 
@@ -25,9 +24,7 @@ class TokenIndexSelector(Selector[TokenIndexSpec]):
 
     sum_every: int = 1
 
-    def token_scores(
-        self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs, candidates: Tensor | None = None
-    ) -> Tensor:
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base."""
         channels, *parts = require_arrays(arrays, ARRAYS, self.spec.method)
         quantized = LowBitTensor(*parts)

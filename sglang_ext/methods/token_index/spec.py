@@ -9,14 +9,14 @@ default method (docs/selection.md); as the second level of `two_level` it is rea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from prefix_kernels.low_bit import BITS
-from sglang_ext.methods.base import IndexSpec, LayerProfile, check_choice, check_range, check_share
+from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, check_choice, check_range, check_share
 from sglang_ext.methods.contents import ContentError, Form, IndexSize, low_bit_forms
 from sglang_ext.methods.heads import row_bytes
 
@@ -80,7 +80,7 @@ class TokenIndexSpec(IndexSpec):
             **low_bit_forms("keys", size.prefix_len, kept, self.bits),
         }
 
-    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
+    def check(self, arrays: Arrays, size: IndexSize) -> None:
         """See the base."""
         channels = arrays["channels"]
         if not bool((channels[:, 1:] > channels[:, :-1]).all()):
@@ -98,7 +98,7 @@ class TokenIndexSpec(IndexSpec):
             )
         return {"channels": [[list(head) for head in layer.channels] for layer in layers]}
 
-    def candidate_bytes(self, arrays: Mapping[str, Tensor], q: Tensor, prefix_len: int, candidates: int) -> float:
+    def candidate_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, candidates: int) -> float:
         """See the base: the candidates' codes."""
         return row_bytes(arrays, prefix_len, candidates)
 

@@ -7,7 +7,6 @@ the second one's for the candidates only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.types import Selection
-from sglang_ext.methods.base import IndexSpec, SelectArgs, Selector, check_share, make_selector
+from sglang_ext.methods.base import Arrays, IndexSpec, SelectArgs, Selector, check_share, make_selector
 from sglang_ext.methods.combined import CombinedSpec, part_arrays
 from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.token_index import TokenIndexSpec
@@ -61,7 +60,7 @@ class TwoLevelSpec(CombinedSpec):
         wanted = max(self.candidate_ratio * prefix_len, self.candidate_factor * budget)
         return min(prefix_len, max(1, math.ceil(round(wanted, 6))))
 
-    def read_bytes(self, arrays: Mapping[str, Tensor], q: Tensor, prefix_len: int, budget: int) -> float:
+    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
         """See the base: the first part, and the candidates of the second."""
         candidates = self.num_candidates(prefix_len, budget)
         first = self.first.read_bytes(part_arrays(arrays, "first"), q, prefix_len, candidates)
@@ -71,20 +70,18 @@ class TwoLevelSpec(CombinedSpec):
 class TwoLevelSelector(Selector[TwoLevelSpec]):
     """The first method's best positions, ranked by the second one's scores among them."""
 
-    def select(self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs) -> Selection:
+    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
         """See the base. Sink and recent window are candidates."""
         first = replace(args, budget=self.spec.num_candidates(args.prefix_len, args.budget))
         return args.top_k(self._ranked(arrays, q, args, self._candidates(arrays, q, first)))
 
-    def token_scores(
-        self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs, candidates: Tensor | None = None
-    ) -> Tensor:
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base: the second method's scores, -inf outside the first one's candidates."""
         first = replace(args, budget=self.spec.num_candidates(args.prefix_len), num_sink=0, num_recent=0)
         chosen = self._candidates(arrays, q, first)
         return self._ranked(arrays, q, args, chosen if candidates is None else chosen & candidates)
 
-    def _candidates(self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs) -> Tensor:
+    def _candidates(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
         """bool [num_kv_heads, prefix_len]: what the first method selects."""
         chosen = make_selector(self.spec.first).select(part_arrays(arrays, "first"), q, args)
         mask = torch.zeros(chosen.num_kv_heads, args.prefix_len + 1, dtype=torch.bool, device=q.device)
@@ -92,7 +89,7 @@ class TwoLevelSelector(Selector[TwoLevelSpec]):
         index = torch.where(chosen.positions < 0, args.prefix_len, chosen.positions).long()
         return mask.scatter_(1, index, True)[:, :-1]
 
-    def _ranked(self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs, candidates: Tensor) -> Tensor:
+    def _ranked(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor) -> Tensor:
         """[num_kv_heads, prefix_len] fp32: the second method's scores of the candidates."""
         second = make_selector(self.spec.second)
         scores = second.token_scores(part_arrays(arrays, "second"), q, args, candidates)

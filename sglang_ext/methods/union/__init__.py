@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from prefix_kernels.types import Selection
 from sglang_ext.methods.ab_sparse import ABSparseSpec
-from sglang_ext.methods.base import IndexSpec, SelectArgs, Selector, make_selector
+from sglang_ext.methods.base import Arrays, IndexSpec, SelectArgs, Selector, make_selector
 from sglang_ext.methods.combined import CombinedSpec, part_arrays
 from sglang_ext.methods.csattention import CSAttentionSpec
 
@@ -28,7 +27,7 @@ class UnionSpec(CombinedSpec):
     first: IndexSpec = field(default_factory=CSAttentionSpec)
     second: IndexSpec = field(default_factory=ABSparseSpec)
 
-    def read_bytes(self, arrays: Mapping[str, Tensor], q: Tensor, prefix_len: int, budget: int) -> float:
+    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
         """See the base: both parts."""
         parts = self.nested.items()
         return sum(part.read_bytes(part_arrays(arrays, name), q, prefix_len, budget) for name, part in parts)
@@ -40,21 +39,19 @@ class UnionSelector(Selector[UnionSpec]):
     A position that both name takes one place, so each method hands in half of the budget or more, equally deep.
     """
 
-    def select(self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs) -> Selection:
+    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
         """See the base. Positions of the windows are not counted as a method's."""
         token = torch.arange(args.prefix_len, device=q.device)
         free = (token >= args.num_sink) & (token < args.prefix_len - args.num_recent)
         return args.top_k(self._turns(arrays, q, args, None, free))
 
-    def token_scores(
-        self, arrays: Mapping[str, Tensor], q: Tensor, args: SelectArgs, candidates: Tensor | None = None
-    ) -> Tensor:
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """The turn at which a position comes, negated, instead of a probability; -inf where neither method has it."""
         return self._turns(arrays, q, args, candidates, None)
 
     def _turns(
         self,
-        arrays: Mapping[str, Tensor],
+        arrays: Arrays,
         q: Tensor,
         args: SelectArgs,
         candidates: Tensor | None,
