@@ -17,7 +17,7 @@ from sglang_ext.options import SparseAttnConfig
 
 __all__ = ["METHODS", "make_builder", "make_selector", "method_specs", "parse_spec"]
 
-_TOKEN_OP = "sglang_ext.methods.token_index.decode_op:make_op"
+_TOKEN_OP = "sglang_ext.methods.token_index.decode_op:TokenIndexOp"
 
 METHODS.update(
     {
