@@ -75,9 +75,8 @@ class IndexSpec(ABC):
                 f'{{"method": "{cls.method}", ...}}'
             )
         values = dict(data)
-        named = values.pop("method", cls.method)
-        if named != cls.method:
-            raise ValueError(f"expected parameters of method {cls.method!r}, got those of {named!r}")
+        if values.pop("method", cls.method) != cls.method:
+            raise ValueError(f"expected parameters of method {cls.method!r}, got those of {data['method']!r}")
         hints = typing.get_type_hints(cls)
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(str(name) for name in values if name not in known)
@@ -90,15 +89,13 @@ class IndexSpec(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """All parameters and the method's name, plain values; `from_dict` reads it back to an equal spec."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = {name: v.to_dict() if isinstance(v, IndexSpec) else v for name, v in values.items()}
-        return {"method": self.method, **plain}
+        nested = {name: part.to_dict() for name, part in self.nested.items()}
+        return {"method": self.method, **vars(self), **nested}
 
     @property
     def nested(self) -> dict[str, IndexSpec]:
         """The specs that this one is made of, by field."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, IndexSpec)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, IndexSpec)}
 
     @abstractmethod
     def forms(self, size: IndexSize) -> dict[str, Form]:
@@ -175,10 +172,7 @@ def _nested(name: str, value: object) -> IndexSpec:
 
 
 def parse_spec(data: Mapping[str, Any]) -> IndexSpec:
-    """The spec of whichever method `data["method"]` names.
-
-    Args:
-        data: {"method": name, parameter: value, ...}.
+    """The spec of whichever method `data["method"]` names; see `IndexSpec.from_dict`.
 
     Raises:
         ValueError: no or an unknown method, an unknown parameter, or a value out of range.
@@ -419,27 +413,25 @@ def check_finite(**tensors: Tensor) -> dict[str, float]:
     return largest
 
 
-def require_keys(keys: Tensor) -> None:
-    """Raise ValueError unless `keys` is [prefix_len >= 1, num_kv_heads, head_dim] and floating. Reads no value."""
-    if keys.dim() != 3 or 0 in keys.shape or not keys.dtype.is_floating_point:
-        raise ValueError(
-            "expected keys [prefix_len >= 1, num_kv_heads, head_dim] in a floating dtype, got "
-            f"{tuple(keys.shape)} {keys.dtype}"
-        )
-
-
 def check_keys(keys: Tensor) -> None:
     """Raise ValueError unless `keys` is [prefix_len >= 1, num_kv_heads, head_dim], floating and finite."""
-    require_keys(keys)
+    check_shape(keys, "keys [prefix_len >= 1, num_kv_heads, head_dim]", 3)
     check_finite(keys=keys)
 
 
-def require_samples(queries: Tensor | None, keys: Tensor, method: str) -> Tensor:
-    """The sampled queries, if they are there and fit the keys. Reads no value.
+def check_shape(tensor: Tensor, wanted: str, dim: int) -> None:
+    """Raise ValueError unless the tensor is floating and has so many dimensions, none of size 0. Reads no value."""
+    if tensor.dim() != dim or 0 in tensor.shape or not tensor.dtype.is_floating_point:
+        raise ValueError(f"expected {wanted} in a floating dtype, got {tuple(tensor.shape)} {tensor.dtype}")
+
+
+def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> tuple[Tensor, float]:
+    """The sampled queries and the largest absolute value in the keys; waits for the device once.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: there are no queries, they do not fit the keys, or a value of either is NaN or infinite.
     """
+    check_shape(keys, "keys [prefix_len >= 1, num_kv_heads, head_dim]", 3)
     if queries is None:
         raise ValueError(
             f"{method} needs queries of the prefix's prefill, got none; record them, or choose a method that "
@@ -451,7 +443,7 @@ def require_samples(queries: Tensor | None, keys: Tensor, method: str) -> Tensor
             f"expected queries [num_kv_heads={expected[0]}, num_samples >= 1, head_dim={expected[1]}], got "
             f"{tuple(queries.shape)}"
         )
-    return queries
+    return queries, check_finite(keys=keys, queries=queries)["keys"]
 
 
 def to_half(x: Tensor, name: str) -> Tensor:

@@ -9,6 +9,7 @@ the `row_indptr` with that part. The pieces of a head carry no `row_indptr`: the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,8 +29,7 @@ def is_ragged(name: str) -> bool:
 
 def indptr_name(name: str) -> str:
     """Name of the `row_indptr` of a ragged array."""
-    path, dot, _ = name.rpartition(".")
-    return f"{path}{dot}{ROW_INDPTR}"
+    return "".join((*name.rpartition(".")[:2], ROW_INDPTR))
 
 
 def split_heads(arrays: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -77,9 +77,7 @@ def join_heads(heads: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             joined[name] = torch.stack(pieces)
             continue
         joined[name] = torch.cat(pieces)
-        bounds = [0]
-        for piece in pieces:
-            bounds.append(bounds[-1] + piece.shape[0])
+        bounds = list(itertools.accumulate((piece.shape[0] for piece in pieces), initial=0))
         indptr = torch.tensor(bounds, dtype=torch.int32, device=first.device)
         known = joined.setdefault(indptr_name(name), indptr)
         if not torch.equal(known, indptr):

@@ -60,17 +60,10 @@ class LayerPlan:
             self._check(layer, role)
 
     @classmethod
-    def default(cls, num_layers: int, num_kv_heads: int, dense_layers: Sequence[int] = (0,)) -> LayerPlan:
-        """Layer 0 dense (its attention is flat: Kascade, 3.1), every other layer an anchor.
-
-        Raises:
-            ValueError: a dense layer that the model does not have.
-        """
-        for layer in dense_layers:
-            if not 0 <= layer < num_layers:
-                raise ValueError(f"expected dense layers in 0..{num_layers - 1}, got {layer}")
-        modes = (LayerMode.DENSE if layer in dense_layers else LayerMode.ANCHOR for layer in range(num_layers))
-        return cls(tuple(map(LayerRole, modes)), num_kv_heads)
+    def default(cls, num_layers: int, num_kv_heads: int) -> LayerPlan:
+        """Layer 0 dense (its attention is flat: Kascade, 3.1), every other layer an anchor."""
+        modes = [LayerMode.DENSE, *[LayerMode.ANCHOR] * (num_layers - 1)]
+        return cls(tuple(map(LayerRole, modes[:num_layers])), num_kv_heads)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, num_layers: int, num_kv_heads: int) -> LayerPlan:

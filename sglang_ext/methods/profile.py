@@ -6,7 +6,6 @@ per layer of the whole model, lists over KV heads one per KV head before tensor 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -141,12 +140,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         Raises:
             ProfileError: naming the first field that differs.
         """
-        own = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        if config_digest is not None:
-            own["config_digest"] = config_digest  # type: ignore[assignment]
-        for name, value in own.items():
+        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, value in {**sizes, "config_digest": config_digest}.items():
             profiled = getattr(self.model, name)
-            if profiled != value:
+            if value is not None and profiled != value:
                 raise ProfileError(
                     f"profile: expected {name}={value!r} (the model's), got {profiled!r}; it is of another model: "
                     "calibrate this one, or name its profile"
@@ -174,10 +171,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            raise
+        finally:
+            partial.unlink(missing_ok=True)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -186,13 +181,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def layer_profile(profile: Profile | None, layer: int, heads: range | None = None) -> LayerProfile:
-    """What the builders of one layer may use.
-
-    Args:
-        profile: of the model; None where there is none.
-        layer: layer number.
-        heads: KV heads of this tensor-parallel rank (`layer_plan.heads_of_rank`); None for all.
-    """
+    """What the builders of one layer may use, for the KV heads of a rank (`layer_plan.heads_of_rank`; None: all)."""
     if profile is None:
         return NO_PROFILE
     own = slice(None) if heads is None else slice(heads.start, heads.stop)
@@ -259,8 +248,6 @@ def decode_profile(text: bytes) -> Profile:
         raise ProfileError("profile: expected a version, got none; name a file that calibrate has written")
     try:
         return msgspec.convert(raw, Profile)
-    except ProfileError:
-        raise
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ProfileError):
             raise error.__cause__ from None

@@ -41,7 +41,7 @@ def test_compact_tables_hold_the_paper_tables():
         compact = build(CSAttentionSpec(score_bits=bits), keys, samples)
         assert torch.equal(compact["centroids"], paper["centroids"])
         list_len = paper["positions"].shape[3]
-        positions, scores = decode_lists(compact_lists(compact, "csattention"), list_len, bits)
+        positions, scores = decode_lists(compact_lists(compact), list_len, bits)
         assert torch.equal(positions.int(), paper["positions"])
         span = paper["scores"].float().amax(-1) - paper["scores"].float().amin(-1)
         error = (scores - paper["scores"].float()).abs().amax(-1)
@@ -156,10 +156,10 @@ def test_insert_into_compact_lists(ratio, built_len, bits, pieces):
     arrays, at = build(plain, keys[:built_len], samples), built_len
     for count in pieces:
         before = {name: array.clone() for name, array in arrays.items()}
-        old_positions, old_scores = decode_lists(compact_lists(arrays, "csattention"), list_len, bits)
+        old_positions, old_scores = decode_lists(compact_lists(arrays), list_len, bits)
         grown = insert_keys(spec, arrays, keys[at : at + count], at)
         assert all(torch.equal(arrays[name], array) for name, array in before.items())
-        lists = compact_lists(grown, "csattention")
+        lists = compact_lists(grown)
         check_lists(lists, (1, 4, 3), list_len, at + count, bits)
         positions, scores = decode_lists(lists, list_len, bits)
         changed = 0

@@ -102,8 +102,6 @@ def test_default_plan():
     assert plan.anchor_layers == (1, 2, 3)
     assert len(plan) == 4
     assert plan[0].mode is LayerMode.DENSE
-    with pytest.raises(ValueError, match=r"dense layers in 0..3, got 4"):
-        LayerPlan.default(4, 2, dense_layers=(4,))
 
 
 def test_plan_round_trip():

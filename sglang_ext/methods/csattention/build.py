@@ -10,12 +10,12 @@ from sglang_ext.methods.base import (
     IndexBuilder,
     check_finite,
     check_keys,
+    check_samples,
+    check_shape,
     require_arrays,
-    require_keys,
-    require_samples,
 )
 from sglang_ext.methods.csattention.kmeans import cosine_kmeans
-from sglang_ext.methods.csattention.lists import centroid_lists, decode_tables, encode_tables, grown_lists
+from sglang_ext.methods.csattention.lists import centroid_lists, grown_lists
 from sglang_ext.methods.csattention.spec import CSAttentionSpec, subspace_channels
 
 
@@ -38,20 +38,14 @@ class CSAttentionBuilder(IndexBuilder[CSAttentionSpec]):
         """See the base: `centroids` [num_layers, num_kv_heads, m, C, head_dim / m] fp16; nothing without queries."""
         if queries is None:
             return {}
-        if queries.dim() != 4 or 0 in queries.shape or not queries.dtype.is_floating_point:
-            raise ValueError(
-                "expected queries [num_layers, num_kv_heads, num_samples >= 1, head_dim] in a floating dtype, got "
-                f"{tuple(queries.shape)} {queries.dtype}"
-            )
+        check_shape(queries, "queries [num_layers, num_kv_heads, num_samples >= 1, head_dim]", 4)
         check_finite(queries=queries)
         return {"centroids": self._clustered(queries)}
 
     def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
         """See the base; waits for the device once."""
         spec = self.spec
-        require_keys(keys)
-        samples = require_samples(queries, keys, spec.method)
-        largest = check_finite(keys=keys, queries=samples)["keys"]
+        samples, largest = check_samples(queries, keys, spec.method)
         prefix_len, num_kv_heads, head_dim = keys.shape
         shape = (num_kv_heads, spec.num_subspaces, spec.num_centroids, head_dim // spec.num_subspaces)
         channels = _channel_order(head_dim, spec.num_subspaces, spec.layout, keys.device)
@@ -66,7 +60,7 @@ class CSAttentionBuilder(IndexBuilder[CSAttentionSpec]):
         lists = centroid_lists(
             centroids, keys, channels, spec.list_len(prefix_len), spec.baseline == "tail_mean", largest
         )
-        arrays = {"centroids": centroids, **encode_tables(lists, prefix_len, spec.codec, spec.score_bits)}
+        arrays = {"centroids": centroids, **spec.tables(prefix_len).encode(lists)}
         if spec.weighting == "contribution":
             length = self._parts(samples).float().norm(dim=3)
             share = length / length.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -121,8 +115,7 @@ def insert_keys(spec: CSAttentionSpec, arrays: Arrays, new_keys: Tensor, first_p
     Raises:
         ValueError: an array is missing or of another shape, or the keys do not fit.
     """
-    list_len = spec.list_len(first_position)
-    lists = decode_tables(arrays, list_len, first_position, spec.codec, spec.score_bits, spec.method)
+    lists = spec.tables(first_position).decode(arrays)
     check_keys(new_keys)
     centroids = arrays["centroids"]
     num_kv_heads, m, _, subspace_dim = centroids.shape
@@ -133,7 +126,7 @@ def insert_keys(spec: CSAttentionSpec, arrays: Arrays, new_keys: Tensor, first_p
         )
     channels = _channel_order(m * subspace_dim, m, spec.layout, new_keys.device)
     grown = grown_lists(lists, centroids, new_keys, channels, first_position)
-    built = encode_tables(grown, first_position + new_keys.shape[0], spec.codec, spec.score_bits)
+    built = spec.tables(first_position + len(new_keys)).encode(grown)
     if spec.codec == "compact":
         same = grown.positions[..., -1] < first_position
         for name in ("codes", "scale", "zero"):

@@ -188,93 +188,88 @@ def _last_tie(tied: Tensor, wanted: Tensor) -> Tensor:
     return at * block + torch.searchsorted(inside, wanted - before)
 
 
-def encode_tables(lists: CentroidLists, prefix_len: int, codec: str, score_bits: int) -> dict[str, Tensor]:
-    """The arrays that hold the lists of a layer.
+class TableLayout(NamedTuple):
+    """How the lists of a layer are kept as arrays.
 
-    Args:
-        lists: of list_len entries.
-        prefix_len: tokens of the prefix.
-        codec: "paper" or "compact".
+    Attributes:
+        codec: "paper": `positions`, `scores` (fp16) and `baseline`. "compact": the fields of `CompactLists` by name,
+            `counts` only with offsets, and `baseline`.
         score_bits: of the compact codec, 4 or 8.
-
-    Returns:
-        paper: `positions`, `scores` (fp16) and `baseline`. compact: the fields of `CompactLists` by name, `counts` only
-        with offsets, and `baseline`.
-    """
-    if codec == "paper":
-        return {"positions": lists.positions, "scores": lists.scores.half(), "baseline": lists.baseline}
-    compact = encode_lists(lists.positions, lists.scores, prefix_len, score_bits)
-    parts = {name: part for name, part in compact._asdict().items() if part is not None}
-    return {**parts, "baseline": lists.baseline}
-
-
-def table_forms(lead: tuple[int, int], list_len: int, prefix_len: int, codec: str, score_bits: int) -> dict[str, Form]:
-    """What the arrays of `encode_tables` must be, of one KV head; `lead` is (num_subspaces, num_centroids)."""
-    baseline = {"baseline": Form("float32", lead, -LARGEST, LARGEST)}
-    if codec == "paper":
-        listed = (*lead, list_len)
-        positions, scores = Form("int32", listed, 0, prefix_len - 1), Form("float16", listed, -LARGEST, LARGEST)
-        return {"positions": positions, "scores": scores, **baseline}
-    forms = {
-        "places": Form("uint8", (*lead, list_len)),
-        "counts": Form("int16", (*lead, -(-prefix_len // BLOCK_POSITIONS)), 0, BLOCK_POSITIONS),
-        "codes": Form("uint8", (*lead, -(-list_len * score_bits // 8))),
-        "scale": Form("float16", lead, 0.0, LARGEST),
-        "zero": Form("float16", lead, -LARGEST, LARGEST),
-        **baseline,
-    }
-    if bitmap_is_smaller(list_len, prefix_len):
-        del forms["counts"]
-        forms["places"] = Form("uint8", (*lead, -(-prefix_len // 8)))
-    return forms
-
-
-def check_tables(arrays: Arrays, list_len: int, prefix_len: int, codec: str) -> None:
-    """Raise ContentError unless each list names `list_len` positions of the prefix, ascending; forms are right."""
-    if codec == "compact":
-        try:
-            check_entries(compact_lists(arrays, "csattention"), list_len, prefix_len)
-        except ValueError as error:
-            raise ContentError("lists", f"{list_len} ascending positions in each", error) from None
-    elif not bool((arrays["positions"].diff(dim=-1) > 0).all()):
-        raise ContentError("positions", "ascending positions", "others")
-
-
-def decode_tables(
-    arrays: Arrays, list_len: int, prefix_len: int, codec: str, score_bits: int, method: str
-) -> CentroidLists:
-    """The lists that arrays of `encode_tables` hold, with the scores as they are stored.
-
-    Args:
-        arrays: of one layer, `centroids` among them.
         list_len: entries of a list.
-        prefix_len, codec, score_bits: as in `encode_tables`.
-        method: to name in errors.
-
-    Raises:
-        ValueError: an array is missing or of another shape.
+        prefix_len: tokens of the prefix.
     """
-    centroids, baseline = require_arrays(arrays, ("centroids", "baseline"), method)
-    lead = tuple(centroids.shape[:3])
-    if codec == "paper":
-        positions, scores = require_arrays(arrays, ("positions", "scores"), method)
-        if tuple(positions.shape) != (*lead, list_len):
-            raise ValueError(
-                f"expected positions {(*lead, list_len)} for prefix_len={prefix_len}, got {tuple(positions.shape)}; is "
-                "the index of another prefix or spec? After a streaming insert use CSAttentionSpec.fixed"
-            )
-        return CentroidLists(positions, scores.float(), baseline)
-    lists = compact_lists(arrays, method)
-    check_lists(lists, lead, list_len, prefix_len, score_bits)
-    positions, scores = decode_lists(lists, list_len, score_bits)
-    return CentroidLists(positions.int(), scores, baseline)
+
+    codec: str
+    score_bits: int
+    list_len: int
+    prefix_len: int
+
+    def encode(self, lists: CentroidLists) -> dict[str, Tensor]:
+        """The arrays that hold these lists."""
+        if self.codec == "paper":
+            return {"positions": lists.positions, "scores": lists.scores.half(), "baseline": lists.baseline}
+        compact = encode_lists(lists.positions, lists.scores, self.prefix_len, self.score_bits)
+        parts = {name: part for name, part in compact._asdict().items() if part is not None}
+        return {**parts, "baseline": lists.baseline}
+
+    def forms(self, lead: tuple[int, int]) -> dict[str, Form]:
+        """What the arrays of one KV head must be; `lead` is (num_subspaces, num_centroids)."""
+        n, listed = self.prefix_len, (*lead, self.list_len)
+        baseline = {"baseline": Form("float32", lead, -LARGEST, LARGEST)}
+        if self.codec == "paper":
+            positions, scores = Form("int32", listed, 0, n - 1), Form("float16", listed, -LARGEST, LARGEST)
+            return {"positions": positions, "scores": scores, **baseline}
+        forms = {
+            "places": Form("uint8", listed),
+            "counts": Form("int16", (*lead, -(-n // BLOCK_POSITIONS)), 0, BLOCK_POSITIONS),
+            "codes": Form("uint8", (*lead, -(-self.list_len * self.score_bits // 8))),
+            "scale": Form("float16", lead, 0.0, LARGEST),
+            "zero": Form("float16", lead, -LARGEST, LARGEST),
+            **baseline,
+        }
+        if bitmap_is_smaller(self.list_len, n):
+            del forms["counts"]
+            forms["places"] = Form("uint8", (*lead, -(-n // 8)))
+        return forms
+
+    def check(self, arrays: Arrays) -> None:
+        """Raise ContentError unless each list names `list_len` positions of the prefix, ascending; forms are right."""
+        if self.codec == "compact":
+            try:
+                check_entries(compact_lists(arrays), self.list_len, self.prefix_len)
+            except ValueError as error:
+                raise ContentError("lists", f"{self.list_len} ascending positions in each", error) from None
+        elif not bool((arrays["positions"].diff(dim=-1) > 0).all()):
+            raise ContentError("positions", "ascending positions", "others")
+
+    def decode(self, arrays: Arrays) -> CentroidLists:
+        """The lists of a layer, with the scores as they are stored.
+
+        Raises:
+            ValueError: an array is missing or of another shape.
+        """
+        centroids, baseline = require_arrays(arrays, ("centroids", "baseline"), "csattention")
+        lead = tuple(centroids.shape[:3])
+        if self.codec == "paper":
+            positions, scores = require_arrays(arrays, ("positions", "scores"), "csattention")
+            wanted = (*lead, self.list_len)
+            if tuple(positions.shape) != wanted:
+                raise ValueError(
+                    f"expected positions {wanted} for prefix_len={self.prefix_len}, got {tuple(positions.shape)}; is "
+                    "the index of another prefix or spec? After a streaming insert use CSAttentionSpec.fixed"
+                )
+            return CentroidLists(positions, scores.float(), baseline)
+        lists = compact_lists(arrays)
+        check_lists(lists, lead, self.list_len, self.prefix_len, self.score_bits)
+        positions, scores = decode_lists(lists, self.list_len, self.score_bits)
+        return CentroidLists(positions.int(), scores, baseline)
 
 
-def compact_lists(arrays: Arrays, method: str) -> CompactLists:
+def compact_lists(arrays: Arrays) -> CompactLists:
     """The lists of a compact index; shapes are checked where they are read, by `csa_scores_compact`.
 
     Raises:
         ValueError: an array is missing.
     """
-    places, codes, scale, zero = require_arrays(arrays, ("places", "codes", "scale", "zero"), method)
+    places, codes, scale, zero = require_arrays(arrays, ("places", "codes", "scale", "zero"), "csattention")
     return CompactLists(places, arrays.get("counts"), codes, scale, zero)

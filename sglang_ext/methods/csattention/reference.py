@@ -28,7 +28,7 @@ class CSAttentionSelector(Selector[CSAttentionSpec]):
         list_len = spec.list_len(prefix_len)
         weights = self._weights(arrays, centroids)
         if spec.codec == "compact":
-            lists = compact_lists(arrays, spec.method)
+            lists = compact_lists(arrays)
             raw = csa_scores_compact(
                 q, centroids, lists, list_len, spec.score_bits, channels, prefix_len, subspace_weights=weights
             )

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sglang_ext.methods.base import Arrays, IndexSpec, check_choice, check_range, check_share, require_arrays
 from sglang_ext.methods.contents import Form, IndexSize
-from sglang_ext.methods.csattention.lists import CODECS, LIST_ARRAYS, SCORE_BITS, check_tables, table_forms
+from sglang_ext.methods.csattention.lists import CODECS, LIST_ARRAYS, SCORE_BITS, TableLayout
 from sglang_ext.methods.heads import nbytes
 
 _UNIT = 1.01
@@ -108,12 +108,16 @@ class CSAttentionSpec(IndexSpec):
         """The same for an index that is built at `prefix_len` and then grows: its lists keep their length."""
         return dataclasses.replace(self, list_entries=self.list_len(prefix_len))
 
+    def tables(self, prefix_len: int) -> TableLayout:
+        """How the lists of such a prefix are kept."""
+        return TableLayout(self.codec, self.score_bits, self.list_len(prefix_len), prefix_len)
+
     def forms(self, size: IndexSize) -> dict[str, Form]:
         """See the base."""
-        lead, n = (self.num_subspaces, self.num_centroids), size.prefix_len
+        lead = (self.num_subspaces, self.num_centroids)
         forms = {
             "centroids": Form("float16", (*lead, size.head_dim // self.num_subspaces), -_UNIT, _UNIT),
-            **table_forms(lead, self.list_len(n), n, self.codec, self.score_bits),
+            **self.tables(size.prefix_len).forms(lead),
         }
         if self.weighting == "contribution":
             forms["weights"] = Form("float32", (self.num_subspaces,), 0.0, _UNIT)
@@ -121,7 +125,7 @@ class CSAttentionSpec(IndexSpec):
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
         """See the base."""
-        check_tables(arrays, self.list_len(size.prefix_len), size.prefix_len, self.codec)
+        self.tables(size.prefix_len).check(arrays)
 
     def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
         """See the base: all centroids and weights, and the lists of each row's nearest centroids, each once."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.low_bit import LowBitTensor, quantize
-from sglang_ext.methods.base import Arrays, IndexBuilder, check_finite, check_keys, require_arrays, require_samples
+from sglang_ext.methods.base import Arrays, IndexBuilder, check_keys, check_samples, require_arrays
 from sglang_ext.methods.token_index.spec import TokenIndexSpec
 
 ARRAYS = ("channels", *(f"keys_{name}" for name in LowBitTensor._fields))
@@ -31,7 +31,10 @@ class TokenIndexBuilder(IndexBuilder[TokenIndexSpec]):
 
     def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
         """See the base."""
-        check_keys(keys)
+        if self.needs_queries:
+            queries, _ = check_samples(queries, keys, self.spec.method)
+        else:
+            check_keys(keys)
         unit, head_dim = 8 // self.spec.bits, keys.shape[2]
         if not self.spec.num_channels and self.spec.kept_channels(head_dim) > head_dim - head_dim % unit:
             raise ValueError(
@@ -51,9 +54,8 @@ class TokenIndexBuilder(IndexBuilder[TokenIndexSpec]):
         if self.spec.num_channels and self.layer.channels:
             return _profiled(self.layer.channels, num_kv_heads, wanted, head_dim)
         if self.spec.selects_channels:
-            samples = require_samples(queries, keys, self.spec.method)
-            check_finite(queries=samples)
-            contribution = _largest(samples, 1) * _largest(keys, 0)
+            assert queries is not None
+            contribution = _largest(queries, 1) * _largest(keys, 0)
             order = contribution.argsort(dim=1, descending=True, stable=True)
             return order[:, :wanted].sort(dim=1).values
         return torch.arange(head_dim).expand(num_kv_heads, -1).contiguous()
