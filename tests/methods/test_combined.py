@@ -115,12 +115,6 @@ def test_candidates_grow_with_the_budget(budget, expected):
     assert parse_spec({"method": "two_level"}).num_candidates(300, budget) == expected
 
 
-@pytest.mark.parametrize("factor", [0.9, 0, -1.0])
-def test_fewer_candidates_than_the_budget_are_refused(factor):
-    with pytest.raises(ValueError, match=r"candidate_factor of at least 1, got .*; the budget is chosen among"):
-        parse_spec({"method": "two_level", "candidate_factor": factor})
-
-
 def test_combinations_nest():
     inner = {"method": "union", "first": PARTS[0], "second": PARTS[1]}
     data = {"method": "two_level", "first": inner, "second": PARTS[4], "candidate_ratio": 0.3, "candidate_factor": 2}

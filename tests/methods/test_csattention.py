@@ -13,9 +13,8 @@ from tests.methods.common import randn, scores, select
 
 
 def build(keys, samples, **parameters):
-    return make_builder(CSAttentionSpec(**{"codec": "paper", "num_subspaces": 8, **parameters})).build_layer(
-        keys, samples
-    )
+    spec = CSAttentionSpec(**{"codec": "paper", "num_subspaces": 8, **parameters})
+    return make_builder(spec).build_layer(keys, samples)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "rope_pairs", "strided"])
@@ -34,16 +33,11 @@ def test_lists_hold_the_best_keys_of_each_centroid(layout, chunk, monkeypatch):
             order = arrays["scores"][head, b].argsort(descending=True)
             got = arrays["positions"][head, b].gather(1, order).sort().values
             assert torch.equal(got.long(), best.indices.sort().values)
-            torch.testing.assert_close(
-                arrays["scores"][head, b].gather(1, order).float(), best.values, atol=2e-3, rtol=2e-3
-            )
+            listed = arrays["scores"][head, b].gather(1, order).float()
+            torch.testing.assert_close(listed, best.values, atol=2e-3, rtol=2e-3)
             tail = (partial.sum(1) - best.values.sum(1)) / (101 - 11)
-            torch.testing.assert_close(
-                centered["scores"][head, b].sort(descending=True).values.float(),
-                best.values - tail[:, None],
-                atol=4e-3,
-                rtol=4e-3,
-            )
+            less = centered["scores"][head, b].sort(descending=True).values.float()
+            torch.testing.assert_close(less, best.values - tail[:, None], atol=4e-3, rtol=4e-3)
 
 
 def test_full_lists_of_exact_centroids_give_exact_scores():
@@ -233,19 +227,6 @@ def test_degenerate_inputs_make_finite_tables(kind, prefix_len, codec):
         assert bool(array.isfinite().all())
     chosen = select(spec, arrays, randn(2, 4, 16, seed=2), prefix_len, 8, 1, 1)
     assert chosen.counts.tolist() == [min(8, prefix_len)] * 2
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_values_that_are_not_finite_are_refused(bad, dtype):
-    keys, samples = randn(40, 2, 16).to(dtype), randn(2, 30, 16, seed=1).to(dtype)
-    for name, tensor in (("keys", keys), ("queries", samples)):
-        before = tensor[1, 1, 7].clone()
-        tensor[1, 1, 7] = bad
-        with pytest.raises(ValueError, match=f"finite {name}, got NaN or infinity; .* take it again"):
-            build(keys, samples)
-        tensor[1, 1, 7] = before
-    build(keys, samples)
 
 
 def test_large_keys_fit_as_long_as_their_scores_do():

@@ -128,22 +128,6 @@ def test_channels_that_fill_no_bytes_are_refused(head_dim, ratio, bits):
         builder.build_layer(randn(20, 2, head_dim), randn(2, 9, head_dim, seed=1))
 
 
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"channel_ratio": 0.0}, r"channel_ratio above 0 and at most 1, got 0.0"),
-        ({"channel_ratio": 1.5}, r"channel_ratio above 0 and at most 1, got 1.5"),
-        (
-            {"channel_ratio": 0.5, "num_channels": 8},
-            r"or token_index.channel_ratio, got both \(8 and 0.5\); remove one",
-        ),
-    ],
-)
-def test_a_bad_part_of_the_head_is_refused(parameters, message):
-    with pytest.raises(ValueError, match=message):
-        token_spec(**parameters)
-
-
 def test_the_default_keeps_three_quarters_of_the_channels():
     assert token_spec() == token_spec(channel_ratio=0.75)
     assert [token_spec().kept_channels(dim) for dim in (64, 80, 128)] == [48, 60, 96]
