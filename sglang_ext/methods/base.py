@@ -50,9 +50,8 @@ NO_PROFILE = LayerProfile()
 class IndexSpec(ABC):
     """Base of the methods' parameter sets.
 
-    A subclass is a frozen dataclass whose fields are int, float, bool, str or `IndexSpec` (the spec of any method,
-    for methods made of others) and have defaults; its `__post_init__` checks ranges. `method` is the name under
-    which it stands in `METHODS`.
+    A subclass is a frozen dataclass whose fields are int, float, bool, str or `IndexSpec` (for methods made of others)
+    and have defaults; its `__post_init__` checks ranges. `method` is its name in `METHODS`.
     """
 
     method: ClassVar[str] = ""
@@ -62,8 +61,8 @@ class IndexSpec(ABC):
         """Parse parameters as they stand in a configuration or in an index file.
 
         Args:
-            data: field name -> value; missing fields take their defaults. `method` may be given and must then
-                be this class's. An int is accepted for a float field; a spec is an object that names its method.
+            data: field name -> value; missing fields take their defaults. `method` may be given. An int is accepted
+                for a float field; a spec is an object that names its method.
 
         Raises:
             ValueError: an unknown key, another method's name, or a value out of range.
@@ -102,11 +101,7 @@ class IndexSpec(ABC):
         """What the arrays of one KV head must be, by name: all that a builder of this spec makes."""
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
-        """Look at what the ranges of the forms cannot say; see `contents.check_layer`.
-
-        Raises:
-            ContentError: values that no builder makes.
-        """
+        """Raise ContentError for values that no builder makes and that the forms' ranges let pass."""
         return
 
     def profile_part(self, layers: Sequence[LayerProfile]) -> dict[str, Any]:
@@ -124,23 +119,20 @@ class IndexSpec(ABC):
         return used
 
     def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
-        """Bytes of the index that one decode step reads for one KV head, mean over the heads of the arrays.
-
-        A step reads an index once for the whole group. The default: all of it.
+        """Bytes of the index that a decode step of one group reads for one KV head, mean over the heads of the arrays.
 
         Args:
-            arrays: of one layer, or of some of its KV heads.
-            q: [num_rows, num_qo_heads, head_dim] queries of the group's rows; their heads are those of `arrays`.
+            arrays, q: as in `Selector.select`.
             prefix_len: tokens of the prefix.
             budget: tokens per KV head that are attended, at most prefix_len.
 
-        Raises:
-            ValueError: an array is missing or does not fit.
+        Returns:
+            By default all of the index.
         """
         return stored_bytes(arrays)
 
     def candidate_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, candidates: int) -> float:
-        """`read_bytes` where only so many tokens are scored. The default: the upper bound, as tokens are not apart."""
+        """`read_bytes` where only so many tokens are scored; by default the upper bound."""
         return self.read_bytes(arrays, q, prefix_len, candidates)
 
     def same_at(self, other: IndexSpec, head_dim: int) -> bool:
@@ -172,12 +164,7 @@ def _nested(name: str, value: object) -> IndexSpec:
 
 
 def parse_spec(data: Mapping[str, Any]) -> IndexSpec:
-    """The spec of whichever method `data["method"]` names; see `IndexSpec.from_dict`.
-
-    Raises:
-        ValueError: no or an unknown method, an unknown parameter, or a value out of range.
-        TypeError: `data` is no mapping or a value has another type.
-    """
+    """The spec of whichever method `data["method"]` names. Raises as `IndexSpec.from_dict` does."""
     if not isinstance(data, Mapping):
         raise TypeError(f'expected an object like {{"method": "csattention"}}, got {type(data).__name__}')
     name = data.get("method")
@@ -219,10 +206,9 @@ def did_you_mean(word: object, known: Iterable[object]) -> str:
 
 @dataclass(frozen=True)
 class IndexBuilder(ABC, Generic[S]):
-    """Builds the parts of an index layer by layer. Holds no state between layers.
+    """Builds an index layer by layer. Holds no state between layers.
 
-    KV heads do not depend on each other. So several layers may be built at once, as one layer with the KV heads of all
-    of them (`heads.layer_batches`).
+    KV heads do not depend on each other, so several layers may be built at once (`heads.layer_batches`).
 
     Attributes:
         spec: parameters.
@@ -243,14 +229,10 @@ class IndexBuilder(ABC, Generic[S]):
         A layer is the same with this step and without: see `cosine_kmeans` for how equal on a GPU.
 
         Args:
-            queries: [num_layers, num_kv_heads, num_samples, head_dim] as in `build_layer`; None without a sample. Read
-                only.
+            queries: [num_layers, num_kv_heads, num_samples, head_dim], else as in `build_layer`.
 
         Returns:
             Name -> [num_layers, num_kv_heads, ...]. Empty: the method has no such step.
-
-        Raises:
-            ValueError: shapes do not fit, or a value is NaN or infinite.
         """
         return {}
 
@@ -262,8 +244,7 @@ class IndexBuilder(ABC, Generic[S]):
             keys: [prefix_len, num_kv_heads, head_dim] post-RoPE keys, floating, finite, prefix_len >= 1. Read only.
             queries: [num_kv_heads, num_samples, head_dim] post-RoPE queries of the prefix's own prefill, those of all
                 query heads of a KV head's group together; None if no sample exists. Read only.
-            prepared: what `prepare` computed, of this layer or of those built at once (`heads.at_layers`). None or
-                empty: the builder does that step itself.
+            prepared: what `prepare` computed, at these layers (`heads.at_layers`); empty: the builder does that, too.
 
         Returns:
             Name -> new array, on the keys' device, in a dtype that numpy has (uint8, int16, int32, fp16, fp32).
@@ -373,14 +354,10 @@ def make_builder(spec: S, layer: LayerProfile = NO_PROFILE) -> IndexBuilder[S]:
 
 
 def make_selector(spec: S, sum_every: int = 1) -> Selector[S]:
-    """The selector of a spec's method.
-
-    Args:
-        spec: of any method.
-        sum_every: how few tokens enter the sums of its softmax, see `pooling.pool_scores`; 1: all.
+    """The selector of a spec's method; `sum_every` as `pooling.pool_scores` says.
 
     Raises:
-        ValueError: a method that has no such sample.
+        ValueError: less than all tokens, for a method that has no such sample.
     """
     method = METHODS[spec.method]
     if method.samples_sums:
@@ -401,8 +378,7 @@ def pool_candidates(raw: Tensor, args: SelectArgs, candidates: Tensor | None) ->
 def check_finite(**tensors: Tensor) -> dict[str, float]:
     """The largest absolute value of each tensor, by name; one pass over each, no copy, one wait for the device.
 
-    Raises:
-        ValueError: a value is NaN or infinite.
+    Raises ValueError where a value is NaN or infinite.
     """
     # The norm is NaN where a value is.
     norms = [torch.linalg.vector_norm(tensor, torch.inf).double() for tensor in tensors.values()]
@@ -447,11 +423,7 @@ def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> tuple[Te
 
 
 def to_half(x: Tensor, name: str) -> Tensor:
-    """`x` in fp16.
-
-    Raises:
-        ValueError: a value does not fit into fp16.
-    """
+    """`x` in fp16. Raises ValueError where a value does not fit."""
     half = x.half()
     if not bool(torch.isfinite(half).all()):
         raise ValueError(f"{name} reaches {float(x.abs().max()):.3g}, more than fp16 holds (65504)")
@@ -459,11 +431,7 @@ def to_half(x: Tensor, name: str) -> Tensor:
 
 
 def require_arrays(arrays: Arrays, names: Sequence[str], method: str) -> list[Tensor]:
-    """The arrays of these names.
-
-    Raises:
-        ValueError: one is missing.
-    """
+    """The arrays of these names. Raises ValueError where one is missing."""
     missing = [name for name in names if name not in arrays]
     if missing:
         raise ValueError(

@@ -63,8 +63,7 @@ def split_heads(arrays: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 def join_heads(heads: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The inverse of `split_heads`, for any of its heads in any order; new memory.
 
-    Raises:
-        ValueError: no head, heads with different arrays, or ragged arrays of a head with different lengths.
+    Raises ValueError for no head, heads with different arrays, or ragged arrays of a head with different lengths.
     """
     if not heads or any(pieces.keys() != heads[0].keys() for pieces in heads):
         raise ValueError(
@@ -89,11 +88,7 @@ def join_heads(heads: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def num_heads(arrays: Mapping[str, Tensor]) -> int:
-    """KV heads that the arrays of a layer hold.
-
-    Raises:
-        ValueError: only ragged arrays or none, which do not tell.
-    """
+    """KV heads that the arrays of a layer hold. Raises ValueError where all are ragged, or there is none."""
     for name, array in arrays.items():
         if not is_ragged(name):
             return array.shape[0] - (name.rpartition(".")[2] == ROW_INDPTR)

@@ -86,7 +86,7 @@ class CalibrationData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A calibration result. Plain values only; every instance is valid, see `__post_init__`.
+    """A calibration result. Plain values only; every instance is valid.
 
     Attributes:
         version: of this format.
@@ -131,14 +131,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def check_model(
         self, *, num_layers: int, num_kv_heads: int, head_dim: int, config_digest: str | None = None
     ) -> None:
-        """Raise unless the profile belongs to this model.
+        """Raise ProfileError, naming the first field that differs, unless the profile belongs to this whole model.
 
-        Args:
-            num_layers, num_kv_heads, head_dim: of the whole model, before tensor parallelism.
-            config_digest: of the model's configuration; None skips that comparison.
-
-        Raises:
-            ProfileError: naming the first field that differs.
+        A digest of None is not compared.
         """
         sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, value in {**sizes, "config_digest": config_digest}.items():
@@ -215,12 +210,7 @@ def used_by_builders(specs: Iterable[IndexSpec], profile: Profile | None) -> dic
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read a profile file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ProfileError: see `decode_profile`.
-    """
+    """Read a profile file. Raises OSError, or ProfileError as `decode_profile` does."""
     return decode_profile(Path(path).read_bytes())
 
 
@@ -233,9 +223,7 @@ def decode_profile(text: bytes) -> Profile:
     try:
         raw = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProfileError(
-            f"profile: expected a JSON object, got something else ({error}); the file is damaged, calibrate again"
-        ) from error
+        raise ProfileError(f"profile: expected JSON, got {error}; the file is damaged, calibrate again") from error
     if not isinstance(raw, dict):
         raise ProfileError(
             f"profile: expected a JSON object, got {type(raw).__name__}; name a file that calibrate has written"

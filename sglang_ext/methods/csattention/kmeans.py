@@ -34,9 +34,8 @@ def cosine_kmeans(
             of length 0 have no direction and are ignored. Read only.
         num_centroids: at least 1. Where a group has fewer distinct directions, centroids repeat.
         iterations: Lloyd iterations after seeding.
-        batch_size: points of an iteration; 0 for all. Smaller batches follow each other through the points in a
-            random order, and a centroid is the direction of the sum of what it was given so far (that is Sculley's
-            update, whose step is one over the cluster's count).
+        batch_size: points of an iteration; 0 for all. Batches follow each other through the points in a random order,
+            and a centroid is the direction of the sum of what it was given so far (Sculley's update).
         seed: of the random numbers. They are drawn on the CPU, the same ones for every leading index (layers, heads):
             clustering some of them alone gives what clustering all at once gives; on a GPU up to rounding, as the
             products' order of summation may depend on how many there are.

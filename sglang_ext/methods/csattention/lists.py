@@ -115,11 +115,7 @@ def _score_dtype(keys: Tensor, largest: float) -> torch.dtype:
 def grown_lists(
     lists: CentroidLists, centroids: Tensor, new_keys: Tensor, channels: Tensor | None, first_position: int
 ) -> CentroidLists:
-    """Lists of the same length after new keys were tried in each: one that exceeds the minimum replaces it.
-
-    Source: CSAttention, 3.3 (5). Trying keys at once is trying them one by one; of equal scores the earlier position
-    stays. Centroids and baselines stay those of the build, so a baseline that is the mean of the positions a list
-    lacked is their mean then.
+    """Lists of the same length after new keys were tried in each, see `build.insert_keys`.
 
     Args:
         lists: their positions are below first_position.
@@ -243,11 +239,7 @@ class TableLayout(NamedTuple):
             raise ContentError("positions", "ascending positions", "others")
 
     def decode(self, arrays: Arrays) -> CentroidLists:
-        """The lists of a layer, with the scores as they are stored.
-
-        Raises:
-            ValueError: an array is missing or of another shape.
-        """
+        """The lists of a layer, with the scores as they are stored. Raises ValueError for arrays of another shape."""
         centroids, baseline = require_arrays(arrays, ("centroids", "baseline"), "csattention")
         lead = tuple(centroids.shape[:3])
         if self.codec == "paper":
@@ -266,10 +258,6 @@ class TableLayout(NamedTuple):
 
 
 def compact_lists(arrays: Arrays) -> CompactLists:
-    """The lists of a compact index; shapes are checked where they are read, by `csa_scores_compact`.
-
-    Raises:
-        ValueError: an array is missing.
-    """
+    """The lists of a compact index; shapes are checked where they are read, by `csa_scores_compact`."""
     places, codes, scale, zero = require_arrays(arrays, ("places", "codes", "scale", "zero"), "csattention")
     return CompactLists(places, arrays.get("counts"), codes, scale, zero)
