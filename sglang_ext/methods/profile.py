@@ -223,7 +223,9 @@ def decode_profile(text: bytes) -> Profile:
     try:
         raw = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProfileError(f"profile: expected JSON, got {error}; the file is damaged, calibrate again") from error
+        raise ProfileError(
+            f"profile: expected a JSON object, got something else ({error}); the file is damaged, calibrate again"
+        ) from error
     if not isinstance(raw, dict):
         raise ProfileError(
             f"profile: expected a JSON object, got {type(raw).__name__}; name a file that calibrate has written"
