@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from prefix_kernels.types import Selection
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.decode.types import Index
 from sglang_ext.methods import METHODS, make_selector
-from sglang_ext.methods.base import IndexSpec, Selector
+from sglang_ext.methods.base import IndexSpec, SelectArgs, Selector
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class ReferenceOp(SelectOp):
 
     nbytes = 0
 
-    def __init__(self, selector: Selector, pooling: Pooling) -> None:
+    def __init__(self, selector: Selector[Any], pooling: Pooling) -> None:
         self._selector, self._pooling = selector, pooling
         self._numbers = itertools.count()
         self._known: weakref.WeakKeyDictionary[Index, int] = weakref.WeakKeyDictionary()
@@ -170,9 +171,7 @@ class ReferenceOp(SelectOp):
         """The positions of one group at one layer; all where the budget covers them."""
         if group.budget >= group.prefix_len:
             return Selection.all(group.prefix_len, num_kv_heads, q.device)
-        return self._selector.select(
-            index.layers[layer],
-            q,
+        args = SelectArgs(
             prefix_len=group.prefix_len,
             budget=group.budget,
             num_sink=group.num_sink,
@@ -180,6 +179,7 @@ class ReferenceOp(SelectOp):
             sm_scale=sm_scale,
             pooling=self._pooling,
         )
+        return self._selector.select(index.layers[layer], q, args)
 
     def plan_probe(self, size: int, group: SelectionGroup) -> None:
         """See the base.

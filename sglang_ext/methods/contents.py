@@ -17,12 +17,7 @@ LARGEST = float(1 << 17)
 
 
 class IndexSize(NamedTuple):
-    """Of what an index was built.
-
-    Attributes:
-        prefix_len: tokens.
-        head_dim: channels of a key.
-    """
+    """Of what an index was built: tokens of the prefix, channels of a key."""
 
     prefix_len: int
     head_dim: int
@@ -70,27 +65,19 @@ class ContentError(ValueError):
 
 
 class Checked(Protocol):
-    """A spec, as far as its arrays are concerned."""
+    """A spec, as far as its arrays are concerned: see `base.IndexSpec`."""
 
-    def forms(self, size: IndexSize) -> dict[str, Form]:
-        """The arrays of each KV head by name."""
-        ...
-
-    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
-        """Raise ContentError for values that cannot be; forms and ranges are right."""
-        ...
+    def forms(self, size: IndexSize) -> dict[str, Form]: ...
+    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None: ...
 
 
 def check_forms(forms: Mapping[str, Form], found: Mapping[str, tuple[str, tuple[int, ...]]], where: str) -> None:
-    """Raise unless one KV head has these arrays and no others, each in its form. Values are not looked at.
+    """Raise ContentError unless one KV head has these arrays and no others, each in its form. Reads no value.
 
     Args:
-        forms: from `Checked.forms`.
+        forms: of the spec.
         found: name -> (dtype, shape).
         where: which layer and head, for the message.
-
-    Raises:
-        ContentError: otherwise.
     """
     if found.keys() != forms.keys():
         raise ContentError(f"arrays of {where}", ", ".join(sorted(forms)), ", ".join(sorted(found)) or "none")
@@ -104,25 +91,23 @@ def check_forms(forms: Mapping[str, Form], found: Mapping[str, tuple[str, tuple[
 
 
 def check_layer(spec: Checked, arrays: Mapping[str, Tensor], size: IndexSize, where: str) -> None:
-    """Raise unless the values of a layer's arrays can be: some passes over those that name positions, none over codes.
+    """Raise ContentError unless the values of a layer's arrays can be.
+
+    Takes some passes over the arrays that name positions, none over codes.
 
     Args:
         spec: of the method.
         arrays: with leading dim num_kv_heads, as `heads.join_heads` makes them, in their forms. On any device; waits.
         size: of the prefix and the model.
         where: which layer, for the message.
-
-    Raises:
-        ContentError: otherwise.
     """
     for name, form in spec.forms(size).items():
         if form.least is None or form.most is None:
             continue
         low, high = (float(bound) for bound in arrays[name].aminmax())
         if not (form.least <= low and high <= form.most):  # NaN, too: both bounds are NaN where a value is
-            raise ContentError(
-                f"{name} of {where}", f"values of {form.least:g} to {form.most:g}", f"{low:g} to {high:g}"
-            )
+            wanted = f"values of {form.least:g} to {form.most:g}"
+            raise ContentError(f"{name} of {where}", wanted, f"{low:g} to {high:g}")
     try:
         spec.check(arrays, size)
     except ContentError as error:
