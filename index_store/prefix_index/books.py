@@ -441,10 +441,8 @@ class FolderBooks:
 def _unlisted(err: OSError, path: str) -> StoreFolderError:
     found = err.strerror or str(err)
     remedy = "check its permissions and the disk; until then it counts as it was"
-    return StoreFolderError(
-        "folder of indexes", expected="one that can be listed", found=found, remedy=remedy, path=path
-    )
+    return StoreFolderError("folder of indexes", "one that can be listed", found, remedy, path)
 
 
 def _foreign(expected: str, found: str) -> IndexForeign:
-    return IndexForeign("name in the store's folder", expected=expected, found=found[:100], remedy="move it elsewhere")
+    return IndexForeign("name in the store's folder", expected, found[:100], "move it elsewhere")

@@ -196,7 +196,7 @@ class CatalogStore(ABC):
 
     def _check_open(self) -> None:
         if not self._is_open:
-            raise StoreClosed(f"{self.kind} store", expected="open", found="closed", remedy="call open() first")
+            raise StoreClosed(f"{self.kind} store", "open", "closed", "call open() first")
 
     def list(self) -> Sequence[IndexEntry]:
         self._check_open()
@@ -240,7 +240,7 @@ class CatalogStore(ABC):
 
 def inconsistent(what: str, expected: object, found: object) -> StoreInconsistent:
     remedy = "this is a defect of prefix_index: report it, and open the store anew"
-    return StoreInconsistent(what, expected=str(expected), found=str(found), remedy=remedy)
+    return StoreInconsistent(what, str(expected), str(found), remedy)
 
 
 def _difference(model: ModelFingerprint, profile_digest: str, identity: IndexIdentity) -> str | None:

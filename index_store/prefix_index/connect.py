@@ -128,9 +128,9 @@ def open_store(
     if not isinstance(local, FileStore):
         raise InvalidPayload(
             "first of several addresses",
-            expected="a folder, or a service's ipc://SOCKET",
-            found=repr(first)[:200],
-            remedy="name this machine's own store first",
+            "a folder, or a service's ipc://SOCKET",
+            repr(first)[:200],
+            "name this machine's own store first",
         )
     return SharedStore(local, [_remote(remote, timeout_s) for remote in remotes], timeout_s=timeout_s)
 
@@ -146,6 +146,4 @@ def _remote(address: StoreAddress, timeout_s: float) -> FileStore | RemoteStore:
 
 
 def _no_address(found: object) -> InvalidPayload:
-    return InvalidPayload(
-        "index store's address", expected=ADDRESS_FORMS, found=repr(found)[:200], remedy="correct the address"
-    )
+    return InvalidPayload("index store's address", ADDRESS_FORMS, repr(found)[:200], "correct the address")

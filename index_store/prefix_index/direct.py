@@ -138,8 +138,7 @@ def run(plan: ReadPlan, fetch: Fetch, buffer: memoryview, *, threads: int, verif
         try:
             got = fetch(buffer[piece.at : piece.at + piece.nbytes], piece.offset)
             if got != piece.nbytes:
-                found = f"{got}: somebody cut the file"
-                raise corrupt(f"bytes from {piece.offset} on", piece.nbytes, found)
+                raise corrupt(f"bytes from {piece.offset} on", piece.nbytes, f"{got}: somebody cut the file")
             if verify:
                 piece.check(buffer)
         except BaseException:

@@ -37,7 +37,7 @@ class IndexStoreError(Exception):
     reason: ClassVar[str] = "no_index"
 
     def __init__(
-        self, what: str, *, expected: str, found: str, remedy: str, path: str | os.PathLike[str] | None = None
+        self, what: str, expected: str, found: str, remedy: str, path: str | os.PathLike[str] | None = None
     ) -> None:
         self.what, self.expected, self.found, self.remedy = what, expected, found, remedy
         self.path = None if path is None else os.fspath(path)
@@ -46,9 +46,8 @@ class IndexStoreError(Exception):
 
     def at(self, path: str | os.PathLike[str]) -> IndexStoreError:
         """The same error, saying which file it is about."""
-        return type(self)(
-            self.what, expected=self.expected, found=self.found, remedy=self.remedy, path=path
-        ).with_traceback(self.__traceback__)
+        error = type(self)(self.what, self.expected, self.found, self.remedy, path)
+        return error.with_traceback(self.__traceback__)
 
 
 class InvalidPayload(IndexStoreError, ValueError):
@@ -74,8 +73,7 @@ class OutOfMemory(IndexUnreadable):
 def out_of_memory(error: BaseException, expected: str) -> OutOfMemory:
     """For what the operating system says of this process."""
     found = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    remedy = "free memory or descriptors on this machine"
-    return OutOfMemory("this process", expected=expected, found=found, remedy=remedy)
+    return OutOfMemory("this process", expected, found, "free memory or descriptors on this machine")
 
 
 class IndexFormatError(IndexStoreError):

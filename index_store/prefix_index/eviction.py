@@ -51,8 +51,7 @@ def policy_of(name: str) -> EvictionPolicy:
     try:
         return POLICIES[name]
     except (KeyError, TypeError):
-        remedy = "choose one of them"
-        raise InvalidPayload("eviction", expected=" or ".join(POLICIES), found=repr(name), remedy=remedy) from None
+        raise InvalidPayload("eviction", " or ".join(POLICIES), repr(name), "choose one of them") from None
 
 
 def choose_victims(

@@ -199,8 +199,7 @@ class FileStore(CatalogStore):
             self.catalog.gave(digest, signature)
         if self._has_expired(digest):
             index.close()
-            remedy = "build it again"
-            raise IndexNotFound("index", expected="one in time", found="one that expired", remedy=remedy, path=path)
+            raise IndexNotFound("index", "one in time", "one that expired", "build it again", path)
         if self.copies is not None and self.copies.served(digest, copy=copy is not None):
             self._prefetches.request(digest)
         return index
@@ -245,7 +244,7 @@ class FileStore(CatalogStore):
             unread = self._books.unread(digest)
         if entry is None:
             path = self.path_of(digest)
-            raise unread or IndexNotFound("index", expected="a usable file", found="none", remedy="build it", path=path)
+            raise unread or IndexNotFound("index", "a usable file", "none", "build it", path)
         return entry
 
     def lease(self, key: IndexLookup) -> BuildLease | None:

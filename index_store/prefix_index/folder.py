@@ -81,12 +81,11 @@ class Access(NamedTuple):
             bits = 0
         if bits & 0o700 != 0o700 or bits & ~0o777:
             expected, found = "0700 to 0777, such as 0750", repr(mode) if isinstance(mode, str) else f"{mode:04o}"
-            raise InvalidPayload("mode of the store's folder", expected=expected, found=found, remedy="correct it")
+            raise InvalidPayload("mode of the store's folder", expected, found, "correct it")
         try:
             number = grp.getgrnam(group).gr_gid if isinstance(group, str) else group
         except KeyError:
-            remedy = "name one of `getent group`"
-            raise InvalidPayload("group of the store", expected="a group", found=repr(group), remedy=remedy) from None
+            raise InvalidPayload("group of the store", "a group", repr(group), "name one of `getent group`") from None
         return cls(bits, number)
 
     @classmethod
@@ -134,11 +133,11 @@ def check_folder(folder: Path, *, create: bool, write: bool = True, access: Acce
     if not is_folder:
         found = "something that is not a folder" if there else "nothing"
         remedy = "create it, or correct the path" if found == "nothing" else "give another path"
-        raise StoreFolderError("index store", expected="an existing folder", found=found, remedy=remedy, path=folder)
+        raise StoreFolderError("index store", "an existing folder", found, remedy, folder)
     if not os.access(folder, os.R_OK | os.X_OK | (os.W_OK if write else 0)):
         remedy = "change its owner or mode, or give another folder"
         expected = "a writable folder" if write else "a readable folder"
-        raise StoreFolderError("index store", expected=expected, found="no permission", remedy=remedy, path=folder)
+        raise StoreFolderError("index store", expected, "no permission", remedy, folder)
 
 
 def come_back(folder: Path) -> bool:
@@ -153,9 +152,8 @@ def come_back(folder: Path) -> bool:
         os.makedirs(parent, mode=0o700, exist_ok=True)
         owner = parent.stat().st_uid
         if owner not in (os.geteuid(), 0):
-            expected, found = f"one of user {os.geteuid()}", f"user {owner}'s"
             remedy = "give another folder, and start the service again"
-            raise StoreFolderError("folder's parent", expected=expected, found=found, remedy=remedy, path=parent)
+            raise StoreFolderError("folder's parent", f"one of user {os.geteuid()}", f"user {owner}'s", remedy, parent)
         try:
             PRIVATE.make(folder)
         except FileExistsError:
@@ -170,9 +168,8 @@ def check_apart(folders: Iterable[Path]) -> None:
     for folder in folders:
         place = os.path.realpath(folder)
         if place in seen:
-            remedy = "give each tier a folder of its own"
             found = f"{place} twice"
-            raise StoreFolderError("tiers of a store", expected="different folders", found=found, remedy=remedy)
+            raise StoreFolderError("tiers of a store", "different folders", found, "give each tier a folder of its own")
         seen.add(place)
 
 
@@ -195,10 +192,10 @@ def os_errors(folder: Path) -> Iterator[None]:
         error: IndexStoreError
         if err.errno in _FULL:
             remedy = "free disk space or delete indexes"
-            error = StoreFull("disk", expected="room for the index", found=found, remedy=remedy, path=folder)
+            error = StoreFull("disk", "room for the index", found, remedy, folder)
         else:
             remedy = "check that the folder exists and is writable"
-            error = StoreFolderError("index store", expected="a usable folder", found=found, remedy=remedy, path=folder)
+            error = StoreFolderError("index store", "a usable folder", found, remedy, folder)
         raise error from err
 
 
@@ -395,10 +392,8 @@ def open_named(folder: Path, digest: str) -> int:
             raise unreadable(err, "folder of the index").at(path) from err
         if err.errno == errno.ELOOP:
             expected, found, remedy = "a folder", "a symbolic link", "replace the link by the folder"
-            raise IndexForeign(
-                "folder of the index", expected=expected, found=found, remedy=remedy, path=path
-            ) from None
-        raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
+            raise IndexForeign("folder of the index", expected, found, remedy, path) from None
+        raise IndexNotFound("index", "a file", found, "build it", path) from None
 
 
 def open_in(folder: Path, digest: str, expected: IndexIdentity | None) -> IndexFile:
@@ -412,8 +407,7 @@ def open_in(folder: Path, digest: str, expected: IndexIdentity | None) -> IndexF
 
 
 def renamed(digest: str, found: IndexIdentity) -> IndexMismatch:
-    remedy = "delete the file: it was renamed or misplaced"
-    return IndexMismatch("identity digest", expected=digest, found=found.digest, remedy=remedy)
+    return IndexMismatch("identity digest", digest, found.digest, "delete the file: it was renamed or misplaced")
 
 
 def is_damaged(folder: Path, digest: str) -> bool:

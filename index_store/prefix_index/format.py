@@ -161,11 +161,11 @@ def xxh3_hex(data: Any) -> str:
 
 
 def corrupt(what: str, expected: object, found: object) -> IndexCorrupt:
-    return IndexCorrupt(what, expected=str(expected), found=_clip(str(found)), remedy=_REBUILD)
+    return IndexCorrupt(what, str(expected), _clip(str(found)), _REBUILD)
 
 
 def invalid(what: str, expected: object, found: object, remedy: str) -> InvalidPayload:
-    return InvalidPayload(what, expected=str(expected), found=_clip(str(found)), remedy=remedy)
+    return InvalidPayload(what, str(expected), _clip(str(found)), remedy)
 
 
 def _clip(text: str) -> str:
@@ -266,9 +266,7 @@ def encode_footer(prelude: bytes, total_nbytes: int) -> bytes:
 def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:
     """Checks the first 64 bytes of ``actual_nbytes``. Raises IndexForeign, IndexTooNew or IndexCorrupt."""
     if raw[:8] != MAGIC[: len(raw)]:
-        raise IndexForeign(
-            "file type", expected=f"a prefix index ({MAGIC!r})", found=repr(raw[:8]), remedy="move the file elsewhere"
-        )
+        raise IndexForeign("file type", f"a prefix index ({MAGIC!r})", repr(raw[:8]), "move the file elsewhere")
     if len(raw) < PRELUDE.size:
         raise corrupt("file length", f"at least {PRELUDE.size} bytes", len(raw))
     _, version, entry_nbytes, table_nbytes, _, total, entry_xxh3, table_xxh3, _, checksum = PRELUDE.unpack(raw)
@@ -277,9 +275,9 @@ def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:
     if version > FORMAT_VERSION:
         raise IndexTooNew(
             "format version",
-            expected=f"at most {FORMAT_VERSION}",
-            found=f"{version} (written by a newer version)",
-            remedy="upgrade sglang-ext, or build the index again with this version",
+            f"at most {FORMAT_VERSION}",
+            f"{version} (written by a newer version)",
+            "upgrade sglang-ext, or build the index again with this version",
         )
     if version != FORMAT_VERSION:
         raise corrupt("format version", FORMAT_VERSION, version)

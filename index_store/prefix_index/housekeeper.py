@@ -75,10 +75,10 @@ class FolderLimits:
         )
         return StoreFull(
             "index store",
-            expected=f"room for {nbytes} bytes (max_bytes={self.max_bytes}, min_free_bytes={self.min_free_bytes})",
-            found=f"{short} bytes too few and {evictable} to evict",
-            remedy="raise the limit, free disk space, or delete what problems() lists",
-            path=folder,
+            f"room for {nbytes} bytes (max_bytes={self.max_bytes}, min_free_bytes={self.min_free_bytes})",
+            f"{short} bytes too few and {evictable} to evict",
+            "raise the limit, free disk space, or delete what problems() lists",
+            folder,
         )
 
 
@@ -241,7 +241,7 @@ class Housekeeper:
 def _unremovable(err: OSError, path: str) -> StoreFolderError:
     found = err.strerror or str(err)
     remedy = "remove it, or change the owner or mode of its folder"
-    return StoreFolderError("index that must leave", expected="a file to remove", found=found, remedy=remedy, path=path)
+    return StoreFolderError("index that must leave", "a file to remove", found, remedy, path)
 
 
 def _last_used(candidate: Candidate) -> float:

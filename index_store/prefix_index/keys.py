@@ -52,9 +52,7 @@ def page_hashes(token_ids: Sequence[int] | NDArray[Any], page_tokens: int = PAGE
     Raises InvalidPayload for anything but a flat sequence of int64 integers.
     """
     if page_tokens < 1:
-        raise InvalidPayload(
-            "page_tokens", expected="1 or more", found=str(page_tokens), remedy="use SGLang's page of 16 tokens"
-        )
+        raise InvalidPayload("page_tokens", "1 or more", str(page_tokens), "use SGLang's page of 16 tokens")
     raw = _int64_le(token_ids).view(np.uint8).data
     step = page_tokens * 8
     sha256 = hashlib.sha256
@@ -80,9 +78,7 @@ def _int64_le(token_ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     if fits and tokens.dtype == np.uint64:
         fits = bool(tokens.max() <= np.iinfo(np.int64).max)
     if not fits:
-        raise InvalidPayload(
-            "token ids", expected="a flat sequence of int64 integers", found=found, remedy="pass the prompt's ids"
-        )
+        raise InvalidPayload("token ids", "a flat sequence of int64 integers", found, "pass the prompt's ids")
     return np.ascontiguousarray(tokens, dtype="<i8")
 
 
@@ -164,9 +160,7 @@ class IndexIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ) -> IndexIdentity:
         """The identity of the prefix that ends with the last of ``page_hashes`` (at least one)."""
         if not page_hashes:
-            raise InvalidPayload(
-                "prefix", expected="at least one full page", found="none", remedy="index longer prefixes only"
-            )
+            raise InvalidPayload("prefix", "at least one full page", "none", "index longer prefixes only")
         return cls(
             namespace=namespace,
             prefix_hash=page_hashes[-1].hex(),

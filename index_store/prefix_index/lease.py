@@ -128,8 +128,7 @@ class FolderLeases:
 
     def _planted(self, name: str) -> StoreFolderError:
         path = self._folder / shard_of(name.removeprefix(LEASE)) / name
-        found = "a link, pipe, socket or folder"
-        return StoreFolderError("lease", expected="a regular file", found=found, remedy="remove it", path=path)
+        return StoreFolderError("lease", "a regular file", "a link, pipe, socket or folder", "remove it", path)
 
 
 class _FileLease(_Lease):

@@ -153,4 +153,4 @@ class Leases:
 
 def unavailable(found: str, *, expected: str = "an answer") -> StoreUnavailable:
     remedy = "look at the remote store; what is in the folder is served meanwhile"
-    return StoreUnavailable("remote store", expected=expected, found=found, remedy=remedy)
+    return StoreUnavailable("remote store", expected, found, remedy)

@@ -72,7 +72,7 @@ class Promoter:
         self, work: Callable[[str, Check], object], *, workers: int = 1, on_drop: Callable[[], None] = lambda: None
     ) -> None:
         if workers < 1:
-            raise InvalidPayload("workers", expected="1 or more", found=str(workers), remedy="correct it")
+            raise InvalidPayload("workers", "1 or more", str(workers), "correct it")
         self._work = work
         self._on_drop = on_drop
         self._workers = workers

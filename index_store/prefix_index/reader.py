@@ -129,9 +129,7 @@ class IndexFile:
             return self._records[key]
         except KeyError:
             remedy = "the index was built by another method or profile: build it again"
-            raise self._named(
-                IndexNotFound("array", expected=str(tuple(key)), found="no such array", remedy=remedy)
-            ) from None
+            raise self._named(IndexNotFound("array", str(tuple(key)), "no such array", remedy)) from None
 
     def array(self, name: str, layer: int = -1, kv_head: int = -1, *, verify: bool = True) -> NDArray[Any]:
         """A read-only view [shape] of one array in the stored dtype of its tag (``format.DTYPES``).
@@ -263,9 +261,7 @@ class IndexFile:
 
     def _open(self) -> Source:
         if self._source is None:
-            raise self._named(
-                StoreClosed("index file", expected="open", found="closed", remedy="get it from the store again")
-            )
+            raise self._named(StoreClosed("index file", "open", "closed", "get it from the store again"))
         return self._source
 
     def _verify(self, record: ArrayRecord) -> None:
@@ -322,8 +318,7 @@ def check_identity(expected: IndexIdentity, found: IndexIdentity) -> None:
     if difference is not None:
         what, _, values = difference.partition(": expected ")
         left, _, right = values.rpartition(", found ")
-        remedy = "build an index for this model, prefix and profile"
-        raise IndexMismatch(what, expected=left, found=right, remedy=remedy)
+        raise IndexMismatch(what, left, right, "build an index for this model, prefix and profile")
 
 
 def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: bool = True) -> int:
@@ -335,12 +330,12 @@ def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: 
         return os.open(path, flags, dir_fd=dir_fd)
     except (FileNotFoundError, NotADirectoryError):
         remedy = "build the index, or rescan the store"
-        raise IndexNotFound("index", expected="a file", found="none", remedy=remedy, path=path) from None
+        raise IndexNotFound("index", "a file", "none", remedy, path) from None
     except OSError as err:
         if err.errno != errno.ELOOP:
             raise unreadable(err).at(path) from err
         remedy = "replace the link by the file"
-        raise IndexForeign("file type", expected="a file", found="a symbolic link", remedy=remedy, path=path) from None
+        raise IndexForeign("file type", "a file", "a symbolic link", remedy, path) from None
 
 
 def read_entry(fd: int) -> tuple[Entry, int]:

@@ -42,24 +42,24 @@ def read_retention(dir_fd: int, digest: str) -> Retention:
     try:
         status = os.stat(digest + KEEP_SUFFIX, dir_fd=dir_fd, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
-            raise IndexForeign(what, expected="a regular file", found="a link, folder, pipe or device", remedy=remedy)
+            raise IndexForeign(what, "a regular file", "a link, folder, pipe or device", remedy)
         fd = os.open(digest + KEEP_SUFFIX, flags, dir_fd=dir_fd)
     except FileNotFoundError:
         return DEFAULT
     except OSError as err:
         found = err.strerror or str(err)
-        raise IndexUnreadable(what, expected="readable bytes", found=found, remedy="check its permissions") from None
+        raise IndexUnreadable(what, "readable bytes", found, "check its permissions") from None
     try:
         raw = pread(fd, _MAX_NBYTES + 1, 0)
         if len(raw) > _MAX_NBYTES:
-            raise IndexCorrupt(what, expected=f"at most {_MAX_NBYTES} bytes", found="more", remedy=remedy)
+            raise IndexCorrupt(what, f"at most {_MAX_NBYTES} bytes", "more", remedy)
         kept, _, checksum = raw.rstrip(b"\n").partition(b"\n")
         if checksum.decode("ascii", "replace") != _checksum(digest, kept):
             found = repr(checksum[:32])
-            raise IndexCorrupt(what, expected=f"checksum {_checksum(digest, kept)}", found=found, remedy=remedy)
+            raise IndexCorrupt(what, f"checksum {_checksum(digest, kept)}", found, remedy)
         return _RETENTION.decode(kept)
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
-        raise IndexCorrupt(what, expected="JSON of Retention", found=str(err)[:200], remedy=remedy) from None
+        raise IndexCorrupt(what, "JSON of Retention", str(err)[:200], remedy) from None
     finally:
         os.close(fd)
 
@@ -146,7 +146,7 @@ def publish(
     except IndexUnreadable as err:
         remedy = "put it again; if that lasts, set the retention anew (index pin, unpin or expire) or remove the index"
         what = f"retention of index {digest[:12]}, which is to be replaced"
-        raise StoreFolderError(what, expected=err.expected, found=err.found, remedy=remedy) from err
+        raise StoreFolderError(what, err.expected, err.found, remedy) from err
     except IndexStoreError:
         before, damaged = DEFAULT, True
     there = _exists(dir_fd, digest + SUFFIX)

@@ -376,7 +376,7 @@ class SharedStore(CatalogStore):
         """Copies an index into the folder, unless that has one. Raises where nobody has it, and where the folder has
         one that the system does not give us now: that is not damage, and not replaced.
         """
-        error: IndexStoreError = IndexNotFound("index", expected=digest, found="none", remedy="build it")
+        error: IndexStoreError = IndexNotFound("index", digest, "none", "build it")
         with self._counting:
             self._fetching[digest] = True  # before the look: what comes after it ends this fetch
         try:
@@ -573,4 +573,4 @@ class SharedStore(CatalogStore):
 
 def _check_seconds(name: str, seconds: float) -> None:
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise InvalidPayload(name, expected="finite seconds, 0 or more", found=repr(seconds), remedy="correct it")
+        raise InvalidPayload(name, "finite seconds, 0 or more", repr(seconds), "correct it")

@@ -63,8 +63,7 @@ class BufferSource(Source):
 
     def bulk(self, direct: bool | None) -> AbstractContextManager[Fetch]:
         if direct:
-            remedy = "leave direct at None"
-            raise invalid("direct read", "a file", "an index in memory", remedy)
+            raise invalid("direct read", "a file", "an index in memory", "leave direct at None")
         return contextlib.nullcontext(self.read_into)
 
     def close(self) -> None:
@@ -171,9 +170,7 @@ def open_direct(fd: int) -> int:
     except OSError as err:
         found = f"{err.strerror or err}"
         remedy = "read without direct=True, or keep the store on another file system"
-        raise IndexUnreadable("O_DIRECT", expected="a file system with direct reads", found=found, remedy=remedy) from (
-            err
-        )
+        raise IndexUnreadable("O_DIRECT", "a file system with direct reads", found, remedy) from (err)
 
 
 def _read_full(fd: int, out: memoryview, offset: int) -> int:
@@ -221,10 +218,9 @@ def owned_file(fd: int, mode: str) -> io.FileIO:
 
 
 def not_regular() -> IndexForeign:
-    found = "a folder, pipe, socket or device"
-    return IndexForeign("file type", expected="a regular file", found=found, remedy="move it elsewhere")
+    return IndexForeign("file type", "a regular file", "a folder, pipe, socket or device", "move it elsewhere")
 
 
 def unreadable(err: OSError, what: str = "file") -> IndexUnreadable:
     found = err.strerror or str(err)
-    return IndexUnreadable(what, expected="readable bytes", found=found, remedy="check its permissions and the disk")
+    return IndexUnreadable(what, "readable bytes", found, "check its permissions and the disk")

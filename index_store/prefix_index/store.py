@@ -199,8 +199,8 @@ def digest_of(key: IndexLookup) -> str:
     if not is_digest(digest):
         raise InvalidPayload(
             "index key",
-            expected="an IndexIdentity or its digest (64 lower-case hex digits)",
-            found=repr(key)[:100],
-            remedy="take it from IndexEntry.digest",
+            "an IndexIdentity or its digest (64 lower-case hex digits)",
+            repr(key)[:100],
+            "take it from IndexEntry.digest",
         )
     return digest

@@ -167,7 +167,7 @@ class Calls:
 
     def _unavailable(self, expected: str, found: str, left: float) -> StoreUnavailable:
         remedy = f"check the store and the network; it is asked again in {left:.1f} s"
-        return StoreUnavailable(self.what, expected=expected, found=found, remedy=remedy)
+        return StoreUnavailable(self.what, expected, found, remedy)
 
 
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()

@@ -210,7 +210,7 @@ def _address(master: str) -> tuple[str, int]:
     host, _, port = master.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()):
         remedy = "give the master's address, for instance 10.0.0.1:50051"
-        raise InvalidPayload("Mooncake master", expected="host:port", found=repr(master)[:100], remedy=remedy)
+        raise InvalidPayload("Mooncake master", "host:port", repr(master)[:100], remedy)
     return host.strip("[]"), int(port)
 
 

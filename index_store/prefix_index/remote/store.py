@@ -135,7 +135,7 @@ class RemoteStore(CatalogStore):
             if not self._values.is_whole(manifest):
                 found = f"parts of its {manifest.nbytes} bytes evicted while the rest was written"
                 remedy = "add room to the store, or put smaller indexes"
-                raise StoreFull(self._blobs.name, expected="room for the index", found=found, remedy=remedy)
+                raise StoreFull(self._blobs.name, "room for the index", found, remedy)
         with self._swap:
             with self._undone(manifest):
                 old = self._current(digest)
@@ -430,5 +430,4 @@ class RemoteStore(CatalogStore):
 
 
 def _stray(name: str) -> IndexForeign:
-    remedy = "give the store a folder of its own"
-    return IndexForeign("name in the store's folder", expected="one of ours", found=name[:100], remedy=remedy)
+    return IndexForeign("name in the store's folder", "one of ours", name[:100], "give the store a folder of its own")

@@ -213,11 +213,11 @@ class Values:
             raise out_of_memory(err, "a request sent") from err
         except BlobsFull as err:
             remedy = "free room there, add machines, or raise its limit"
-            raise StoreFull(what, expected="room for the index", found=str(err), remedy=remedy) from err
+            raise StoreFull(what, "room for the index", str(err), remedy) from err
         except BlobsError as err:
             remedy = "check the store, the network and the permissions"
-            raise StoreUnavailable(what, expected="the request done", found=str(err), remedy=remedy) from err
+            raise StoreUnavailable(what, "the request done", str(err), remedy) from err
 
 
 def not_found(digest: str, found: str, remedy: str) -> IndexNotFound:
-    return IndexNotFound("index", expected=digest, found=found, remedy=remedy)
+    return IndexNotFound("index", digest, found, remedy)

@@ -117,7 +117,7 @@ def check_header(raw: bytes, kind: int, digest: str, generation: str | None, ind
     what = f"{KINDS[kind]} {index}" if kind == CHUNK else KINDS[kind]
     if raw[:8] != MAGIC[: len(raw)]:
         remedy = "delete the index, or give the store another folder"
-        raise IndexForeign(f"{what} value", expected=f"ours ({MAGIC!r})", found=repr(raw[:8]), remedy=remedy)
+        raise IndexForeign(f"{what} value", f"ours ({MAGIC!r})", repr(raw[:8]), remedy)
     if len(raw) < HEADER.size:
         raise corrupt(f"length of {what}", f"at least {HEADER.size}", len(raw))
     _, version, found_kind, found_index, prefix, number, length, checksum, header_sum = HEADER.unpack(raw)
@@ -125,8 +125,7 @@ def check_header(raw: bytes, kind: int, digest: str, generation: str | None, ind
         raise corrupt(f"header checksum of {what}", f"{header_sum:016x}", xxhash.xxh3_64_hexdigest(raw[:-8]))
     if version > VERSION:
         remedy = "upgrade sglang-ext, or build the index again with this version"
-        found = f"{version} (written by a newer version)"
-        raise IndexTooNew(f"version of {what}", expected=f"at most {VERSION}", found=found, remedy=remedy)
+        raise IndexTooNew(f"version of {what}", f"at most {VERSION}", f"{version} (written by a newer version)", remedy)
     expected = (VERSION, kind, index, digest[:32], generation or f"{number:016x}")
     found_all = (version, found_kind, found_index, prefix.hex(), f"{number:016x}")
     if found_all != expected:

@@ -38,17 +38,14 @@ def socket_path(endpoint: str) -> Path:
     remedy = "give ipc:///FOLDER/NAME, FOLDER being the owner's alone"
     if text.split("://", 1)[0] in ("tcp", "udp", "ws", "wss", "pgm", "epgm", "vmci"):
         found = f"{text[:100]!r}, a network address: the service knows no authentication"
-        raise InvalidPayload("service endpoint", expected="a Unix socket", found=found, remedy=remedy)
+        raise InvalidPayload("service endpoint", "a Unix socket", found, remedy)
     path = text.removeprefix(SCHEME)
     if not text.startswith(SCHEME) or not path.startswith("/") or path.endswith("/") or not path.isprintable():
-        expected = "ipc:// and an absolute path"
-        raise InvalidPayload("service endpoint", expected=expected, found=repr(text)[:200], remedy=remedy)
+        raise InvalidPayload("service endpoint", "ipc:// and an absolute path", repr(text)[:200], remedy)
     if len(os.fsencode(path)) > _LONGEST_PATH:
         found = f"{len(os.fsencode(path))} bytes"
         remedy = "use a shorter folder, such as $XDG_RUNTIME_DIR"
-        raise InvalidPayload(
-            "service endpoint", expected=f"a path of at most {_LONGEST_PATH} bytes", found=found, remedy=remedy
-        )
+        raise InvalidPayload("service endpoint", f"a path of at most {_LONGEST_PATH} bytes", found, remedy)
     return Path(path)
 
 
@@ -66,7 +63,7 @@ def check_place(path: Path) -> None:
         if mode & 0o022:
             expected, found = f"one that only user {os.geteuid()} can write to", f"mode {mode:04o}"
             remedy = f"chmod 700 {folder}, or give the socket of a service elsewhere"
-            raise StoreFolderError("socket's folder", expected=expected, found=found, remedy=remedy, path=folder)
+            raise StoreFolderError("socket's folder", expected, found, remedy, folder)
         _check_owner("service socket", path, path.lstat().st_uid)
     except FileNotFoundError:
         return
@@ -76,9 +73,8 @@ def check_place(path: Path) -> None:
 
 def _check_owner(what: str, path: Path, owner: int) -> None:
     if owner not in (os.geteuid(), 0):
-        remedy = "give the socket of your own service"
         expected, found = f"owner {os.geteuid()}", f"owner {owner}"
-        raise StoreFolderError(what, expected=expected, found=found, remedy=remedy, path=path)
+        raise StoreFolderError(what, expected, found, "give the socket of your own service", path)
 
 
 class SocketPlace:
@@ -103,8 +99,7 @@ class SocketPlace:
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             found = f"mode {stat.S_IMODE(status.st_mode):04o} of user {status.st_uid}"
             remedy = f"chmod 700 {folder}, or give another folder"
-            expected = f"mode 0700 of user {os.geteuid()}"
-            raise StoreFolderError("socket's folder", expected=expected, found=found, remedy=remedy, path=folder)
+            raise StoreFolderError("socket's folder", f"mode 0700 of user {os.geteuid()}", found, remedy, folder)
         lock_path = self.path.with_name(self.path.name + ".lock")
         try:
             fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -119,7 +114,7 @@ class SocketPlace:
                 os.close(fd)
             remedy = "use that one, end it, or give another endpoint"
             raise StoreFolderError(
-                "service socket", expected="no running service", found=f"process {pid}", remedy=remedy, path=self.path
+                "service socket", "no running service", f"process {pid}", remedy, self.path
             ) from None
         self._lock_fd = fd
         try:
@@ -148,17 +143,13 @@ class SocketPlace:
             return
         if not stat.S_ISSOCK(mode):
             remedy = "move it elsewhere, or give another endpoint"
-            raise StoreFolderError(
-                "service socket", expected="a socket or nothing", found="another file", remedy=remedy, path=self.path
-            )
+            raise StoreFolderError("service socket", "a socket or nothing", "another file", remedy, self.path)
         self.path.unlink()
 
 
 def _unusable(folder: Path, err: OSError) -> StoreFolderError:
     found = err.strerror or str(err)
-    return StoreFolderError(
-        "socket's folder", expected="a usable folder", found=found, remedy="give another endpoint", path=folder
-    )
+    return StoreFolderError("socket's folder", "a usable folder", found, "give another endpoint", folder)
 
 
 def raise_descriptor_limit() -> None:

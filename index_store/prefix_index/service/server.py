@@ -117,9 +117,7 @@ class StoreServer:
                 self._socket.bind(self.endpoint)
             except zmq.ZMQError as err:
                 expected, path = "a place that can be bound", self._place.path
-                raise StoreFolderError(
-                    "service socket", expected=expected, found=str(err), remedy="give another endpoint", path=path
-                ) from err
+                raise StoreFolderError("service socket", expected, str(err), "give another endpoint", path) from err
             finally:
                 os.umask(old)
         except BaseException:
@@ -132,7 +130,7 @@ class StoreServer:
         for folder in (self.store.folder, *memory):
             if not str(folder.absolute()).isprintable():
                 expected, remedy = "a printable path", "give a folder whose name is plain text"
-                raise StoreFolderError("index store", expected=expected, found=repr(str(folder)), remedy=remedy)
+                raise StoreFolderError("index store", expected, repr(str(folder)), remedy)
         check_apart([self.store.folder, *memory])
         self.store.open()
         self._look()
