@@ -25,10 +25,13 @@ from .errors import (
     StoreUnavailable,
 )
 from .file import FileStore
-from .format import DTYPES, ArrayKey, ArrayRecord, BuildInfo
-from .keys import (
+from .format import (
+    DTYPES,
     FORMAT_VERSION,
     PAGE_TOKENS,
+    ArrayKey,
+    ArrayRecord,
+    BuildInfo,
     IndexIdentity,
     ModelFingerprint,
     canonical_digest,
@@ -36,9 +39,9 @@ from .keys import (
     namespace_digest,
     page_hashes,
 )
-from .reader import IndexFile
+from .reader import IndexFile, IndexLookup
 from .shared import SharedCounters, SharedStore
-from .store import BuildLease, IndexEntry, IndexLookup, IndexStore, Problem, Retention
+from .store import BuildLease, IndexEntry, IndexStore, Problem, Retention
 from .text import printable, printable_values
 from .writer import IndexPayload, IndexWriter, LazyArray, write_index
 

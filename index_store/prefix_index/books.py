@@ -14,16 +14,12 @@ from typing import Final
 
 import msgspec
 
-from .catalog import Catalog, inconsistent
 from .errors import IndexForeign, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
-from .eviction import Candidate
-from .folder import GONE, PARTIAL, SUFFIX, Signature, is_shard, open_index, renamed, shard_fd, shard_of
-from .format import Entry
-from .keys import ModelFingerprint, is_digest
-from .reader import read_entry
+from .folder import GONE, PARTIAL, SUFFIX, Signature, is_shard, open_index, shard_fd, shard_of, status_of
+from .format import Entry, ModelFingerprint, is_digest
+from .reader import check_identity, read_entry
 from .retention import DEFAULT, KEEP_SUFFIX, read_retention
-from .source import status_of
-from .store import IndexEntry, Retention
+from .store import Catalog, IndexEntry, Retention, inconsistent
 
 _SETTLES_S: Final = 2.0
 MAX_FOREIGN: Final = 100
@@ -63,26 +59,20 @@ class Look:
     def __init__(self) -> None:
         self._seen: tuple[int, int] | None = None
         self._since = 0.0
-        self._settled = False
+        self.settled = False
+        """Whether the last listing holds until the folder's time changes; else the next scan lists it."""
 
     def is_current(self, status: os.stat_result) -> bool:
-        return self._settled and self._seen == (status.st_ino, status.st_mtime_ns)
+        return self.settled and self._seen == (status.st_ino, status.st_mtime_ns)
 
     def begin(self, status: os.stat_result) -> bool:
-        """The folder is about to be listed. Whether that listing holds until its time changes, for ``end()``."""
+        """The folder is about to be listed. What ``settled`` is to be after that."""
         seen, now = (status.st_ino, status.st_mtime_ns), time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
         age_s = (time.time_ns() - status.st_mtime_ns) / 1e9
-        self._settled = False
+        self.settled = False
         return max(age_s, now - self._since) > _SETTLES_S
-
-    def end(self, *, settled: bool) -> None:
-        self._settled = settled
-
-    def doubt(self) -> None:
-        """The next scan lists it, whatever its time says."""
-        self._settled = False
 
 
 def list_shard(dir_fd: int, shard: str, known: Listing) -> Listing:
@@ -191,18 +181,15 @@ class FolderBooks:
         shard = self._shards.get(shard_of(digest))
         return None if shard is None else shard.seen.indexes.get(digest)
 
-    def candidates(self) -> Iterator[tuple[str, Candidate]]:
-        """(digest, candidate) of every usable index, with the last use that is known: it may be more recent."""
+    def uses(self) -> Iterator[tuple[str, IndexEntry, float]]:
+        """(digest, entry, last use that is known, in seconds: it may be more recent) of every usable index."""
         for digest, entry in self.catalog.all_held():
-            yield digest, Candidate(entry, self._shards[shard_of(digest)].seen.used_ns.get(digest, 0) / 1e9)
+            yield digest, entry, self._shards[shard_of(digest)].seen.used_ns.get(digest, 0) / 1e9
 
-    def keeps(self, shard: str) -> tuple[str, ...]:
-        """Digests of all sidecars in a shard folder."""
-        return tuple(self._shards[shard].seen.keeps)
-
-    def indexes(self, shard: str) -> tuple[str, ...]:
-        """Digests of all index files in a shard folder, usable or not."""
-        return tuple(self._shards[shard].seen.indexes)
+    def names(self, shard: str) -> tuple[set[str], set[str]]:
+        """Digests of all sidecars in a shard folder, and of all index files, usable or not."""
+        seen = self._shards[shard].seen
+        return set(seen.keeps), set(seen.indexes)
 
     def report(self, digest: str, signature: Signature, error: IndexStoreError) -> None:
         """Hides an index for as long as its file is this version."""
@@ -229,7 +216,7 @@ class FolderBooks:
         self._clear_problem(digest)
         self.catalog.add(digest, listed)
         shard.seen.indexes[digest] = signature
-        shard.look.doubt()
+        shard.look.settled = False
         return listed
 
     def _clear_problem(self, digest: str) -> None:
@@ -266,7 +253,7 @@ class FolderBooks:
         if shard is not None:
             shard.seen.indexes.pop(digest, None)
             shard.seen.used_ns.pop(digest, None)
-            shard.look.doubt()
+            shard.look.settled = False
 
     def rescan(self, *, full: bool = False) -> None:
         """Reads the headers of files that are new since the last scan; a folder whose mtime stands is skipped.
@@ -277,7 +264,7 @@ class FolderBooks:
         if full or not self._root_look.is_current(status):
             settled = self._root_look.begin(status)
             self._list_root()
-            self._root_look.end(settled=settled)
+            self._root_look.settled = settled
         for name in sorted(self._shards):
             self.scan_shard(name, full=full)
 
@@ -310,7 +297,7 @@ class FolderBooks:
 
     def look_again(self, digest: str) -> None:
         """Lists the digest's shard folder now, whatever its mtime says."""
-        self._shards.setdefault(shard_of(digest), _Shard()).look.doubt()
+        self._shards.setdefault(shard_of(digest), _Shard()).look.settled = False
         self.scan_shard(shard_of(digest))
 
     def unread(self, digest: str) -> IndexUnreadable | None:
@@ -339,8 +326,12 @@ class FolderBooks:
                 self.problems.pop(path, None)
                 self._take_in(name, -1, Listing(), full=full)
             else:
-                self.problems[path] = _unlisted(err, path)
-        shard.look.end(settled=settled and not shard.unread)
+                remedy = "check its permissions and the disk; until then it counts as it was"
+                found_instead = err.strerror or str(err)
+                self.problems[path] = StoreFolderError(
+                    "folder of indexes", "one that can be listed", found_instead, remedy, path
+                )
+        shard.look.settled = settled and not shard.unread
 
     def _take_in(self, name: str, dir_fd: int, found: Listing, *, full: bool) -> None:
         shard = self._shards[name]
@@ -387,8 +378,7 @@ class FolderBooks:
                 signature = Signature.of(status_of(fd))
             finally:
                 os.close(fd)
-            if entry.identity.digest != digest:
-                raise renamed(digest, entry.identity)
+            check_identity(digest, entry.identity)
             # Thousands of indexes belong to a handful of models: one copy of those.
             model = self._models.setdefault(entry.identity.model, entry.identity.model)
             msgspec.structs.force_setattr(entry.identity, "model", model)
@@ -415,11 +405,8 @@ class FolderBooks:
             problem = self.problems.get(self.path_of(digest, KEEP_SUFFIX))
             if isinstance(problem, IndexUnreadable):
                 continue  # what was known stays
-            if problem is not None:
-                kept = DEFAULT
-            else:
-                with shard_fd(self._folder, shard_of(digest)) as fd:
-                    kept = read_retention(fd, digest)
+            with shard_fd(self._folder, shard_of(digest)) as fd:
+                kept = DEFAULT if problem is not None else read_retention(fd, digest)
             if entry.retention != kept:
                 raise inconsistent(f"retention of {digest}", kept, entry.retention)
 
@@ -430,18 +417,11 @@ class FolderBooks:
         """(path, bytes) of what has an index's name in a shard folder that is one (a link to a folder is not)."""
         with os.scandir(self._root) as shards:
             names = [item.name for item in shards if is_shard(item.name) and item.is_dir(follow_symlinks=False)]
-        names = [name for name in names if self._is_listed(name)]
-        for name in names:
+        for name in filter(self._is_listed, names):
             with os.scandir(f"{self._root}/{name}") as items:
                 for item in items:
                     if item.name.endswith(SUFFIX) and not item.name.startswith("."):
                         yield item.path, item.stat(follow_symlinks=False).st_size
-
-
-def _unlisted(err: OSError, path: str) -> StoreFolderError:
-    found = err.strerror or str(err)
-    remedy = "check its permissions and the disk; until then it counts as it was"
-    return StoreFolderError("folder of indexes", "one that can be listed", found, remedy, path)
 
 
 def _foreign(expected: str, found: str) -> IndexForeign:

@@ -15,12 +15,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from numpy.typing import NDArray
 
 from .errors import IndexStoreError, IndexUnreadable
-from .folder import is_damaged, open_named, path_in, touch
-from .format import PRELUDE
-from .keys import is_digest
+from .folder import open_named, path_in, pread, touch
+from .format import PRELUDE, is_digest
 from .prefetch import Cancelled, Check
-from .reader import IndexFile
-from .source import pread
+from .reader import IndexFile, is_damaged
 from .store import IndexEntry, IndexStore, Retention
 from .writer import IndexPayload, LazyArray
 
@@ -102,7 +100,7 @@ class Copies:
                     return None
                 touch(copy, used)
                 owned.pop_all()
-            return IndexFile.from_fd(copy, path=path)
+            return IndexFile.from_fd(copy, path=path, expected=digest)
         except IndexUnreadable:
             return None  # what the system refuses now it may give a moment later
         except IndexStoreError:

@@ -11,39 +11,34 @@ from pathlib import Path
 from typing import Final
 
 from .books import FolderBooks
-from .catalog import CatalogStore
 from .copies import Copies, TierCounters
 from .errors import IndexCorrupt, IndexFormatError, IndexNotFound, IndexStoreError, IndexUnreadable
-from .eviction import policy_of
+from .eviction import FolderLimits, Housekeeper, policy_of
 from .folder import (
     Access,
-    PartialFile,
     Signature,
     check_folder,
     exclusive,
     open_named,
     os_errors,
     read_ahead,
-    renamed,
     shard_fd,
     shard_of,
+    status_of,
     touch,
 )
 from .format import Entry
-from .housekeeper import FolderLimits, Housekeeper
-from .keys import IndexIdentity
 from .lease import FolderLeases
 from .prefetch import Check, Promoter
-from .reader import IndexFile, check_identity, read_entry
+from .reader import IndexFile, IndexLookup, read_entry
 from .retention import publish, write_retention
-from .source import status_of
-from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
-from .writer import IndexPayload, IndexWriter
+from .store import BuildLease, IndexEntry, IndexStore, Problem, Retention, digest_of
+from .writer import IndexPayload, IndexWriter, PartialFile
 
 _CLOSE_S: Final = 2.0
 
 
-class FileStore(CatalogStore):
+class FileStore(IndexStore):
     """An ``IndexStore`` in a folder (layout: ``folder.py``). Several processes may use one folder at a time.
 
     ``open()`` checks the folder, which must exist unless ``create``, removes partial files of dead writers
@@ -178,16 +173,14 @@ class FileStore(CatalogStore):
         path = self.path_of(digest)
         fd, status = self._open_offered(digest)
         signature = Signature.of(status)
-        copy = None
         try:
             used = self._touch(fd, status)
             copy = None if self.copies is None else self.copies.current(digest, fd, used)
             if copy is None:
-                index = IndexFile.from_fd(fd, path=path)
+                index = IndexFile.from_fd(fd, path=path, expected=key)
             else:
                 os.close(fd)
                 index = copy
-            self._check_opened(index, digest, key, path)
         except IndexUnreadable:
             raise  # what the system refuses now it may give a moment later
         except IndexStoreError as err:
@@ -404,17 +397,6 @@ class FileStore(CatalogStore):
         if stat.S_ISREG(status.st_mode) and used != before:
             touch(fd, used)
         return used
-
-    def _check_opened(self, index: IndexFile, digest: str, key: IndexLookup, path: Path) -> None:
-        """Closes what is another index than was asked for. Raises IndexMismatch."""
-        try:
-            if isinstance(key, IndexIdentity):
-                check_identity(key, index.identity)
-            elif index.identity.digest != digest:
-                raise renamed(digest, index.identity)
-        except IndexStoreError as err:
-            index.close()
-            raise err.at(path) from None
 
     def _has_expired(self, digest: str) -> bool:
         """Of an index whose file is there. What the books do not know, or know as expired, is looked up again."""

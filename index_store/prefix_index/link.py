@@ -11,9 +11,11 @@ from typing import Final, TypeAlias, TypeVar
 
 from .errors import IndexStoreError, StoreUnavailable, out_of_memory
 from .file import FileStore
+from .lease import Lease
 from .prefetch import Cancelled
+from .reader import IndexLookup
 from .remote import RemoteStore
-from .store import BuildLease, IndexLookup, Retention, digest_of
+from .store import BuildLease, Retention, digest_of
 
 FIRST_AWAY_S: Final = 1.0
 _LONGEST_AWAY_S: Final = 30.0
@@ -116,7 +118,7 @@ class Link:
         try:
             return self.ask(partial(self.store.lease, key))
         except IndexStoreError:
-            return Leases(digest_of(key))
+            return Lease(digest_of(key))
 
     def known(self, call: Callable[[], Sequence[_T]]) -> Sequence[_T]:
         """What the store knows without asking anybody."""
@@ -129,26 +131,6 @@ class Link:
         self._error = error
         self._resume = time.monotonic() + min(_LONGEST_AWAY_S, FIRST_AWAY_S * 2 ** min(self._failures, 10))
         self._failures += 1
-
-
-class Leases:
-    """Several leases of one index: released together, the last one first."""
-
-    def __init__(self, digest: str) -> None:
-        self.digest = digest
-        self.leases: list[BuildLease] = []
-
-    def release(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for lease in self.leases:
-                stack.callback(lease.release)
-            self.leases = []
-
-    def __enter__(self) -> BuildLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 def unavailable(found: str, *, expected: str = "an answer") -> StoreUnavailable:

@@ -20,12 +20,10 @@ from typing import Final
 import msgspec
 
 from .errors import IndexCorrupt, IndexForeign, IndexStoreError, IndexUnreadable, StoreFolderError
-from .eviction import has_expired
-from .folder import SUFFIX, PartialFile, Signature, create_partial, write_all
-from .format import xxh3_hex
-from .keys import is_digest
-from .source import pread
-from .store import Retention
+from .folder import SUFFIX, Signature, pread
+from .format import is_digest, xxh3_hex
+from .store import Retention, has_expired
+from .writer import PartialFile, create_partial, write_all
 
 KEEP_SUFFIX: Final = ".pfxkeep"
 DEFAULT: Final = Retention()
@@ -189,14 +187,13 @@ def _exists(dir_fd: int, name: str) -> bool:
     return True
 
 
-def remove_orphans(dir_fd: int, names: Iterable[str], indexes: Iterable[str], *, grace_s: float) -> int:
-    """Removes the sidecars among ``names`` (digests) whose index is not among ``indexes``, and is not there now either.
-    Returns how many.
+def remove_orphans(dir_fd: int, names: Iterable[str], *, grace_s: float) -> int:
+    """Removes the sidecars of ``names`` (digests) whose index is not there. Returns how many.
 
     One changed within ``grace_s`` seconds is left alone: its index may be about to get its name.
     """
     removed = 0
-    for digest in set(names) - set(indexes):
+    for digest in names:
         with contextlib.suppress(OSError):
             status = os.stat(digest + KEEP_SUFFIX, dir_fd=dir_fd, follow_symlinks=False)
             old = abs(time.time() - status.st_mtime) >= grace_s  # of the future: the clock was set back

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
+from weakref import WeakValueDictionary
 
-from .catalog import Catalog, CatalogStore
 from .copies import checked, digest_in
 from .errors import (
     IndexFormatError,
@@ -26,19 +26,16 @@ from .errors import (
     StoreUnavailable,
 )
 from .file import FileStore
-from .folder import check_apart, is_damaged, open_in
-from .keys import PAGE_TOKENS, ModelFingerprint
-from .link import Leases, Link, Source, unavailable
+from .folder import check_apart
+from .lease import Lease
+from .link import Link, Source, unavailable
 from .prefetch import Cancelled, Check, Promoter, Promotion
-from .reader import IndexFile
-from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
+from .reader import IndexFile, IndexLookup, is_damaged, open_in
+from .store import Ask, BuildLease, Catalog, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload
 
 _CLOSE_S: Final = 5.0
 _FETCH_AGAIN_S: Final = 30.0
-_ANOTHERS_S: Final = 1.0
-"""For which an index is read from where it is, while another one is put that shares its lock."""
-_STRIPES: Final = 256
 _EVERYTHING: Final = "everything"
 DAMAGE: Final = (IndexFormatError, IndexMismatch)
 _MISSES: Final = (IndexNotFound, *DAMAGE, IndexUnreadable, StoreUnavailable)
@@ -62,7 +59,7 @@ class SharedCounters(NamedTuple):
     dropped: int = 0
 
 
-class SharedStore(CatalogStore):
+class SharedStore(IndexStore):
     """An ``IndexStore`` of a folder and of remote stores, the fastest first. Owns them all.
 
     *The folder is the truth.* What it holds is what is served, and nothing that a remote store does, lacks or loses
@@ -106,7 +103,7 @@ class SharedStore(CatalogStore):
         self._counting = threading.Lock()
         self._fetching: dict[str, bool] = {}
         self._no_fetch: dict[str, tuple[float, Link | IndexStoreError]] = {}
-        self._stripes = tuple(threading.RLock() for _ in range(_STRIPES))
+        self._locks: WeakValueDictionary[str, threading.RLock] = WeakValueDictionary()
         self._next_rescan = 0.0
         self._numbers = itertools.count()
         self._begin()
@@ -222,18 +219,13 @@ class SharedStore(CatalogStore):
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
         self._check_open()
-        held = Leases(digest_of(key))
-        try:
+        with contextlib.ExitStack() as held:
             for ask in (self.local.lease, *(link.lease for link in self._links)):
                 lease = ask(key)
                 if lease is None:
-                    held.release()
                     return None
-                held.leases.append(lease)
-        except BaseException:
-            held.release()
-            raise
-        return held
+                held.callback(lease.release)
+            return Lease(digest_of(key), held.pop_all().close)
 
     def prefetch(self, key: IndexLookup) -> None:
         digest = digest_of(key)
@@ -298,21 +290,12 @@ class SharedStore(CatalogStore):
                 link.reports[digest], link.is_behind = error, True
                 self._post(digest)
 
-    def longest(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        model: ModelFingerprint,
-        profile_digest: str,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> IndexEntry | None:
-        ask = (namespace, page_hashes, model, profile_digest)
+    def _longest(self, ask: Ask) -> IndexEntry | None:
         if any(link.is_away() for link in self._links):
-            here = self.local.longest(*ask, page_tokens=page_tokens)
+            here = self.local._longest(ask)
             if here is not None:
                 return here
-        return super().longest(*ask, page_tokens=page_tokens)
+        return super()._longest(ask)
 
     def rescan(self, *, full: bool = False) -> None:
         """The folder's, whose errors are raised. Remote stores are listed behind it; ``full`` waits for that."""
@@ -407,11 +390,9 @@ class SharedStore(CatalogStore):
 
         with link.ask(partial(link.store.get, digest)) as source:
             entry = link.store.catalog.get(digest)
-            stripe = self._stripe(digest)
-            if not stripe.acquire(blocking=False):  # never wait for who holds it
-                still_wanted()
-                self._no_fetch[digest] = time.monotonic() + _ANOTHERS_S, link  # one that shares the lock is changed
-                return
+            changing = self._lock_of(digest)
+            if not changing.acquire(blocking=False):  # its holder has ended this fetch
+                raise Cancelled
             try:
                 still_wanted()
                 retention = Retention() if entry is None else entry.retention
@@ -424,7 +405,7 @@ class SharedStore(CatalogStore):
                 self._no_fetch[digest] = time.monotonic() + _FETCH_AGAIN_S, link
                 return
             finally:
-                stripe.release()
+                changing.release()
         self._no_fetch.pop(digest, None)
         self.count("fetched")
 
@@ -438,14 +419,15 @@ class SharedStore(CatalogStore):
             return False
         return True
 
-    def _stripe(self, digest: str) -> threading.RLock:
-        return self._stripes[int(digest[:8], 16) % _STRIPES]
+    def _lock_of(self, digest: str) -> threading.RLock:
+        with self._counting:
+            return self._locks.setdefault(digest, threading.RLock())
 
     @contextlib.contextmanager
     def _changing(self, digest: str) -> Iterator[None]:
         """One change of the folder's index at a time. A fetch of it that is under way gives up."""
         self._end_fetch(digest)
-        with self._stripe(digest):
+        with self._lock_of(digest):
             self._end_fetch(digest)
             yield
 
@@ -559,7 +541,7 @@ class SharedStore(CatalogStore):
         outdated = digest in link.store.catalog.hidden
         if not self._publish or (not outdated and link.ask(partial(link.store.contains, digest))):
             return
-        with open_in(self.local.folder, digest, None) as index:
+        with open_in(self.local.folder, digest) as index:
             payload = checked(index.payload(), check)
             retention = Retention() if entry is None else entry.retention
             link.ask(partial(link.store.put, payload, retention=retention))

@@ -8,8 +8,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .format import ArrayKey, BuildInfo
-from .keys import IndexIdentity, ModelFingerprint, canonical_digest, namespace_digest, page_hashes
+from .format import (
+    ArrayKey,
+    BuildInfo,
+    IndexIdentity,
+    ModelFingerprint,
+    canonical_digest,
+    namespace_digest,
+    page_hashes,
+)
 from .writer import IndexPayload
 
 

@@ -1,12 +1,15 @@
-"""Writing one index: a payload's arrays go out one at a time, none is copied as a whole set."""
+"""Writing one index: a payload's arrays go out one at a time, and a file gets its name when it is whole."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
+import secrets
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -15,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .folder import FULL, PARTIAL, LoadFailed, Signature, give_mode, owned_file, touch
 from .format import (
     ALIGN,
     DTYPES,
@@ -22,6 +26,7 @@ from .format import (
     ArrayRecord,
     BuildInfo,
     Entry,
+    IndexIdentity,
     Table,
     aligned,
     encode_footer,
@@ -31,7 +36,6 @@ from .format import (
     lay_out,
     xxh3_hex,
 )
-from .keys import IndexIdentity
 
 _WRITE_BACK_NBYTES: Final = 8 << 20
 _SMALL_NBYTES: Final = 64 << 10
@@ -243,3 +247,128 @@ def write_index(out: SeekableWriter, payload: IndexPayload) -> int:
     writer.begin(out)
     writer.write_all(payload)
     return writer.nbytes
+
+
+# ---- files ----
+
+
+class PartialFile:
+    """A container on its way into a shard folder, all or nothing: partial, fsync, rename, fsync of the folder.
+
+    ``reserve()`` makes the file and takes its space, ``write()`` fills it, ``publish()`` gives it its name. As a
+    context manager it leaves nothing behind that was not published.
+    """
+
+    def __init__(self, dir_fd: int, writer: IndexWriter, *, mode: int) -> None:
+        self._dir_fd = dir_fd
+        self._writer = writer
+        self._mode = mode
+        self._name = ""
+        self._out: io.FileIO | None = None
+        self._published = False
+
+    def __enter__(self) -> PartialFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._out is not None and not self._out.closed:  # as it is in a child that was forked meanwhile
+            if not self._published:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._name, dir_fd=self._dir_fd)
+            self._out.close()
+
+    def reserve(self) -> None:
+        """Raises OSError where the disk has no room: before gigabytes are written."""
+        self._name, fd = create_partial(self._dir_fd, mode=self._mode)
+        try:
+            self._out = owned_file(fd, "wb")
+        except OSError:
+            os.unlink(self._name, dir_fd=self._dir_fd)
+            raise
+        _being_written.add(self._out)
+        try:
+            # The space first, so that a full disk is noticed before gigabytes are written.
+            os.posix_fallocate(self._out.fileno(), 0, self._writer.nbytes)
+        except OSError as err:
+            if err.errno in FULL:
+                raise
+
+    def write(self, payload: IndexPayload) -> None:
+        """Raises OSError, and whatever the payload's lazy arrays raise (through ``os_errors``)."""
+        assert self._out is not None, "reserve() first"
+        self._writer.begin(self._out)
+        self._writer.write_all(payload, load=_load)
+        os.fsync(self._out.fileno())
+
+    @property
+    def is_published(self) -> bool:
+        return self._published
+
+    def publish(self, name: str, *, used: float) -> Signature:
+        """Gives the file its name; it counts as used at ``used`` (seconds). The caller syncs the folder."""
+        assert self._out is not None, "reserve() first"
+        touch(self._out.fileno(), used)
+        os.rename(self._name, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+        self._published = True
+        return Signature.of(os.fstat(self._out.fileno()))
+
+
+_being_written: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the lock is the parent's, and must end with it although the child lives on."""
+    for out in tuple(_being_written):
+        with contextlib.suppress(OSError):
+            out.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _load(array: LazyArray) -> NDArray[Any]:
+    try:
+        return array.load()
+    except OSError as err:
+        raise LoadFailed(err) from err
+
+
+def replace_file(dir_fd: int, name: str, writer: IndexWriter, payload: IndexPayload, *, mode: int) -> Signature:
+    """Writes a container and gives it its name, in one go. Raises as ``PartialFile``."""
+    with PartialFile(dir_fd, writer, mode=mode) as partial:
+        partial.reserve()
+        partial.write(payload)
+        signature = partial.publish(name, used=time.time())
+    os.fsync(dir_fd)
+    return signature
+
+
+def create_partial(dir_fd: int, *, mode: int, access: int = os.O_WRONLY, lock: int = fcntl.LOCK_EX) -> tuple[str, int]:
+    """(name, descriptor) of a new file that no reader looks at, locked by ``lock`` for as long as its writer lives.
+
+    Once it is locked nobody clears it away; what was cleared away before that is made anew. Raises OSError.
+    """
+    flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        name = f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
+        fd = os.open(name, flags, mode, dir_fd=dir_fd)
+        give_mode(fd, mode)
+        try:
+            fcntl.flock(fd, lock | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return name, fd
+        except BlockingIOError:
+            pass  # somebody is about to clear it away
+        except OSError:
+            return name, fd  # no locks here, so nobody clears away either
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Writes all of it from where the file stands. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        done = os.write(fd, left)
+        if not done:
+            raise OSError(errno.EIO, "wrote nothing")
+        left = left[done:]

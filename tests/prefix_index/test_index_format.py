@@ -147,34 +147,20 @@ def test_unverified_reading_gives_the_bytes_as_found(tiny_payload: IndexPayload)
         index.array("csa.ids", 0, 1)
 
 
-@pytest.mark.parametrize("where", ["file", "buffer"])
-def test_read_into(where: str, tiny_payload: IndexPayload, fixture_file: Path) -> None:
-    raw = fixture_file.read_bytes()
-    index = IndexFile.open(fixture_file) if where == "file" else IndexFile.from_buffer(raw)
-    with index:
-        for key, array in tiny_payload.arrays.items():
-            out = np.full(array.shape, 7, index.array(*key).dtype)
-            index.read_into(key, out)
-            assert np.array_equal(out, array)  # type: ignore[arg-type]
-        for out in (np.empty(5, np.int32), np.empty((2, 6), np.int32)[:, ::2]):
-            with pytest.raises(InvalidPayload, match="expected 24 bytes, contiguous, writable"):
-                index.read_into(ArrayKey("csa.ids", 0, 1), out)
-
-
-def test_read_into_checks_what_it_copied(fixture_file: Path, tmp_path: Path) -> None:
+def test_a_read_checks_what_it_copied(fixture_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(fixture_file.read_bytes())
-    out = np.empty((2, 3), np.int32)
+    keys = [ArrayKey("csa.ids", 0, 1)]
     with IndexFile.open(path) as index:
         with path.open("r+b") as file:
             file.seek(4100)
             file.write(b"\xff")
         with pytest.raises(IndexCorrupt, match=r"x: checksum of"):
-            index.read_into(ArrayKey("csa.ids", 0, 1), out)
+            index.read_many(keys, direct=False)
         with path.open("r+b") as file:
             file.truncate(4100)
-        with pytest.raises(IndexCorrupt, match=r"bytes of .* expected 24, found 4"):
-            index.read_into(ArrayKey("csa.ids", 0, 1), out)
+        with pytest.raises(IndexCorrupt, match=r"bytes from 4096 on: expected 4096, found 4"):
+            index.read_many(keys, direct=False)
         with pytest.raises(IndexCorrupt, match="somebody cut the file"):
             index.array("csa.ids", 0, 1)
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import prefix_index.direct as direct_module
+import prefix_index.reader as direct_module
 import prefix_index.reader as reader_module
 from prefix_index import (
     ArrayKey,
@@ -33,8 +33,8 @@ from prefix_index import (
     StoreClosed,
     write_index,
 )
-from prefix_index.direct import ReadPlan, fresh_buffer, run
-from prefix_index.source import open_direct
+from prefix_index.folder import open_direct
+from prefix_index.reader import ReadPlan, fresh_buffer, run
 from prefix_index.testing import sample_identity
 from tests.prefix_index.small_stores import resident_bytes
 

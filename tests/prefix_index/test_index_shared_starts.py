@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +13,7 @@ from prefix_index import BuildInfo, FileStore, IndexFormatError, Retention, link
 from prefix_index.remote import BlobsFull, RemoteStore
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.remote_stores import DIGEST, damage, flip
-from tests.prefix_index.shared_stores import LONG, Make, Shaky, eventually, fill_of, find, flushed, machines, shaky
+from tests.prefix_index.shared_stores import Make, Shaky, fill_of, flushed, machines, shaky
 
 
 @pytest.fixture
@@ -117,29 +116,6 @@ def test_a_newer_build_that_could_not_be_published_is_at_the_next_start(make: Ma
     assert flushed(store)
     with RemoteStore(blobs) as remote:
         assert fill_of_remote(remote) == 2
-
-
-def test_an_index_is_read_where_it_is_while_another_one_of_its_lock_is_put(make: Make, blobs: Shaky) -> None:
-    with RemoteStore(blobs) as other:
-        other.put(sample_payload(sample_identity(LONG), fill=9))
-    store = make()
-    eventually(lambda: find(store) == 64)
-    digest = sample_identity(LONG).digest
-    held, done = threading.Event(), threading.Event()
-
-    def change() -> None:
-        with store._stripe(digest):
-            held.set()
-            done.wait(60)
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    held.wait(60)
-    try:
-        assert fill_of(store, digest) == 9
-    finally:
-        done.set()
-        thread.join()
 
 
 def test_names_of_others_are_forgotten_when_they_are_gone(blobs: Shaky) -> None:

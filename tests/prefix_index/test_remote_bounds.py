@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from prefix_index import IndexCorrupt, OutOfMemory, link
-from prefix_index.remote import RemoteStore, transfer
+from prefix_index.remote import RemoteStore, values
 from prefix_index.remote.calls import Calls
 from prefix_index.remote.values import HEADER, value_header
 from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
@@ -74,7 +74,7 @@ def test_no_memory_here_is_not_an_absent_store(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(transfer.mmap, "mmap", none_left)
+        patched.setattr(values.mmap, "mmap", none_left)
         with pytest.raises(OutOfMemory, match="free memory") as raised:
             store.get(DIGEST)
     assert raised.value.reason == "index_memory"

@@ -4,9 +4,8 @@
 libraries are optional and imported on ``open()``.
 """
 
-from .blobs import BlobMissing, Blobs, BlobsError, BlobsFailed, BlobsFull, BlobTooShort
+from .blobs import BlobMissing, Blobs, BlobsError, BlobsFailed, BlobsFull, BlobTooShort, ObjectBlobs
 from .mooncake import MooncakeBlobs
-from .objects import ObjectBlobs
 from .store import RemoteStore
 
 __all__ = [

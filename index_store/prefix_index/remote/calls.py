@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final, Generic, TypeVar
 
 from ..errors import OutOfMemory, StoreUnavailable, out_of_memory
@@ -40,7 +40,6 @@ class Calls:
 
     def __init__(self, what: str, *, timeout_s: float, backoff_s: float, parallel: int = 4) -> None:
         self.what, self.timeout_s, self.backoff_s, self.parallel = what, timeout_s, backoff_s, parallel
-        self._slots = threading.BoundedSemaphore(_MAX_RUNNING)
         self._lock = threading.Condition()
         self._running = 0
         self._resume = 0.0
@@ -53,7 +52,7 @@ class Calls:
         """
         return self.run_all([call])[0]
 
-    def run_all(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+    def run_all(self, calls: Iterable[Callable[[], _T]]) -> list[_T]:
         """All results in order, ``parallel`` calls at a time, each with the whole ``timeout_s``.
 
         After an error no further call begins; those under way are waited for, then it is raised.
@@ -112,23 +111,23 @@ class Calls:
         left = self._resume - time.monotonic()
         if left > 0:
             raise self._unavailable(f"an answer within {self.timeout_s:g} s", "none at the last call", left)
-        if not self._slots.acquire(timeout=self.timeout_s):
-            raise self._overrun()
-        try:
-            with self._lock:
-                self._check_idle()
-                self._running += 1
-        except StoreUnavailable:
-            self._slots.release()
-            raise
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._running < _MAX_RUNNING, self.timeout_s):
+                raise self._overrun()
+            self._check_idle()
+            self._running += 1
         try:
             return self._spawn(_Job(call), counted=True)
         except RuntimeError as err:  # the system's limit of threads
-            with self._lock:
-                self._running -= 1
-                self._lock.notify_all()
-            self._slots.release()
+            self._leave()
             raise out_of_memory(err, "a thread for the request") from err
+
+    def _leave(self) -> bool:
+        """A call has come back. Whether it was the last one before ``close``."""
+        with self._lock:
+            self._running -= 1
+            self._lock.notify_all()
+            return self._last is not None and self._running == 0
 
     def _spawn(self, job: _Job[_T], *, counted: bool = False) -> _Job[_T]:
         threading.Thread(target=self._work, args=(job, counted), name=f"{self.what} call", daemon=True).start()
@@ -142,14 +141,8 @@ class Calls:
         except BaseException as err:
             job.error = err
         del call
-        if counted:
-            with self._lock:
-                self._running -= 1
-                self._lock.notify_all()
-                last = self._last is not None and self._running == 0
-            self._slots.release()
-            if last:
-                self._run_last()
+        if counted and self._leave():
+            self._run_last()
         job.done.set()
 
     def _run_last(self) -> None:

@@ -18,10 +18,9 @@ import time
 from typing import Final
 
 from ..errors import IndexFormatError, IndexStoreError
-from ..lease import LocalLeases
+from ..lease import Lease, LocalLeases
 from ..store import BuildLease
-from .transfer import Values
-from .values import LEASE, LEASES, LeaseRecord, new_generation, pack_record, unpack_record
+from .values import LEASE, LEASES, LeaseRecord, Values, new_generation, pack_record, unpack_record
 
 _GENERATION: Final = new_generation(0)
 
@@ -53,9 +52,9 @@ class SharedLeases:
 
     def remove_expired(self, digest: str, *, grace_s: float) -> None:
         """Removes a lease value whose time passed more than ``grace_s`` ago, and one that cannot be read."""
-        record = self._read(digest)
+        record = _holder_of(self._values, digest)
         if record is None or record.expires + grace_s < time.time():
-            self._values.remove([_name(digest)])
+            self._values.remove(_name(digest))
 
     def _claim(self, digest: str, holder: str) -> bool | None:
         """None where the store cannot arbitrate."""
@@ -63,14 +62,11 @@ class SharedLeases:
         created = self._values.create(_name(digest), raw)
         if created is not False:
             return created
-        record = self._read(digest)
+        record = _holder_of(self._values, digest)
         if record is not None and time.time() < record.expires < time.time() + 10 * self._ttl_s:
             return False
-        self._values.remove([_name(digest)])
+        self._values.remove(_name(digest))
         return self._values.create(_name(digest), raw)
-
-    def _read(self, digest: str) -> LeaseRecord | None:
-        return _holder_of(self._values, digest)
 
 
 class _Heart:
@@ -82,7 +78,7 @@ class _Heart:
         self._thread = threading.Thread(target=self._beat, name="build lease", daemon=True)
         self._thread.start()
 
-    def stop(self, *, wait: bool) -> None:
+    def stop(self, *, wait: bool = True) -> None:
         self._stop.set()
         if wait:
             self._thread.join()
@@ -98,23 +94,13 @@ class _Heart:
         with contextlib.suppress(IndexStoreError):
             record = _holder_of(self._values, self._digest)
             if record is not None and record.holder == self._holder:
-                self._values.remove([_name(self._digest)])
+                self._values.remove(_name(self._digest))
 
 
-class _SharedLease:
+class _SharedLease(Lease):
     def __init__(self, local: BuildLease, heart: _Heart) -> None:
-        self.digest = local.digest
-        self._local, self._heart = local, heart
-
-    def release(self) -> None:
-        self._heart.stop(wait=True)
-        self._local.release()
-
-    def __enter__(self) -> BuildLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+        super().__init__(local.digest, local.release, heart.stop)
+        self._heart = heart
 
     def __del__(self) -> None:
         self._heart.stop(wait=False)

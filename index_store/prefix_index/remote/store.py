@@ -14,19 +14,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..catalog import Catalog, CatalogStore, inconsistent
 from ..errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError, StoreFull, StoreUnavailable
-from ..eviction import has_expired
-from ..format import Entry
-from ..keys import IndexIdentity
-from ..reader import IndexFile, check_identity
-from ..store import BuildLease, IndexEntry, IndexLookup, Retention, digest_of
+from ..format import ALIGN, Entry, IndexIdentity, aligned
+from ..reader import IndexFile, IndexLookup, check_identity
+from ..store import BuildLease, Catalog, IndexEntry, IndexStore, Retention, digest_of, has_expired, inconsistent
 from ..writer import IndexPayload, IndexWriter
 from .blobs import Blobs
 from .calls import Calls
 from .claims import SharedLeases
-from .transfer import Found, Values, not_found
-from .values import ChunkedBuffer, Manifest, check_chunk_nbytes, generation_time, new_generation
+from .values import ChunkedBuffer, Found, Manifest, Outcome, Values, generation_time, new_generation, not_found
 
 _MAX_STRAYS = 100
 """Files of somebody else's that are named as problems."""
@@ -41,7 +37,7 @@ class _Bad(NamedTuple):
     reported: bool = False
 
 
-class RemoteStore(CatalogStore):
+class RemoteStore(IndexStore):
     """An ``IndexStore`` on a ``Blobs``. Any number of machines may use one ``folder`` of one store.
 
     ``timeout_s``     seconds that one request (at most one chunk) may take; after one that took longer, every call
@@ -76,7 +72,9 @@ class RemoteStore(CatalogStore):
         self.catalog = Catalog(clock)
         self._blobs = blobs
         self._timeout_s, self._grace_s, self._clock = timeout_s, grace_s, clock
-        self._chunk_nbytes = check_chunk_nbytes(chunk_nbytes)
+        if chunk_nbytes <= 0 or aligned(chunk_nbytes) != chunk_nbytes:
+            raise ValueError(f"chunk_nbytes: expected a positive multiple of {ALIGN}, found {chunk_nbytes}")
+        self._chunk_nbytes = chunk_nbytes
         self._calls = Calls(blobs.name, timeout_s=timeout_s, backoff_s=backoff_s)
         self._values = Values(blobs, self._calls, folder)
         self._leases = SharedLeases(self._values, ttl_s=lease_ttl_s)
@@ -96,8 +94,7 @@ class RemoteStore(CatalogStore):
                 return
             self._calls.check_idle()
             try:
-                with self._values.asking():
-                    self._calls.run(lambda: self._blobs.open(self._timeout_s))
+                self._values.ask([lambda: self._blobs.open(self._timeout_s)])
                 self._scan(full=True)
             except BaseException:
                 self._calls.close(self._blobs.close)
@@ -193,12 +190,13 @@ class RemoteStore(CatalogStore):
         with self._swap:
             old = self._current(digest)
             if old is not None:
-                self._values.remove_manifest(digest)
+                self._values.remove(f"{digest}.manifest")
             self._forget(digest)
         if isinstance(old, Manifest):
             self._drop_chunks(old)
-        elif old is not None:
-            self._drop_generations(digest, self._values.listing()[0].get(digest))
+        elif old is not None and (names := self._values.listing()[0].get(digest)) is not None:
+            for generation, indexes in names.chunks.items():
+                self._values.remove_chunks(digest, generation, indexes)
         return old is not None
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
@@ -244,7 +242,7 @@ class RemoteStore(CatalogStore):
                 manifest = self._current(digest)
                 if not isinstance(manifest, Manifest) or not is_due(manifest):
                     continue
-                self._values.remove_manifest(digest)
+                self._values.remove(f"{digest}.manifest")
                 self._forget(digest)
             self._drop_chunks(manifest)
             removed.append(manifest.listed)
@@ -372,10 +370,12 @@ class RemoteStore(CatalogStore):
                     self.catalog.problems.pop(name, None)
                 self._strays = set(sorted(strays)[:_MAX_STRAYS])
                 for name in self._strays:
-                    self.catalog.problems[name] = _stray(name)
+                    remedy = "give the store a folder of its own"
+                    stray = IndexForeign("name in the store's folder", "one of ours", name[:100], remedy)
+                    self.catalog.problems[name] = stray
         return found
 
-    def _take_in(self, digest: str, outcome: Manifest | IndexNotFound | IndexFormatError, names: Found) -> None:
+    def _take_in(self, digest: str, outcome: Outcome, names: Found) -> None:
         if isinstance(outcome, IndexNotFound):
             self._forget(digest)
         elif isinstance(outcome, IndexFormatError):
@@ -406,19 +406,15 @@ class RemoteStore(CatalogStore):
             digest = manifest.entry.identity.digest
             self._values.remove_chunks(digest, manifest.generation, range(len(manifest.chunks)))
 
-    def _drop_generations(self, digest: str, names: Found | None, *, keep: str | None = None) -> None:
-        for generation, indexes in {} if names is None else names.chunks.items():
-            if generation != keep:
-                self._values.remove_chunks(digest, generation, sorted(indexes))
-
     def _drop_orphans(self, digest: str, names: Found) -> None:
         before = self._clock() - self._grace_s
-        old = {g: indexes for g, indexes in names.chunks.items() if generation_time(g) < before}
-        if old:
-            current = self._current(digest)
-            if not isinstance(current, IndexFormatError):
-                keep = None if current is None else current.generation
-                self._drop_generations(digest, names._replace(chunks=old), keep=keep)
+        old = [generation for generation in names.chunks if generation_time(generation) < before]
+        current = self._current(digest) if old else None
+        if isinstance(current, IndexFormatError):
+            return
+        for generation in old:
+            if current is None or generation != current.generation:
+                self._values.remove_chunks(digest, generation, names.chunks[generation])
 
     @contextlib.contextmanager
     def _undone(self, manifest: Manifest) -> Iterator[None]:
@@ -427,7 +423,3 @@ class RemoteStore(CatalogStore):
         except BaseException:
             self._drop_chunks(manifest)
             raise
-
-
-def _stray(name: str) -> IndexForeign:
-    return IndexForeign("name in the store's folder", "one of ours", name[:100], "give the store a folder of its own")

@@ -19,8 +19,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import InvalidPayload, StoreFolderError
-from ..folder import write_all
-from ..source import pread
+from ..folder import pread
+from ..writer import write_all
 
 SCHEME: Final = "ipc://"
 _LONGEST_PATH: Final = 107

@@ -17,12 +17,12 @@ from typing import Final, NamedTuple
 
 import zmq
 
-from ..catalog import CatalogStore
 from ..copies import Copies
 from ..errors import IndexStoreError, StoreFolderError
 from ..file import FileStore
 from ..folder import check_apart, come_back, is_shard
 from ..lease import LEASE
+from ..store import IndexStore
 from ..text import printable
 from .endpoint import Admission, SocketPlace, socket_path
 from .messages import (
@@ -371,7 +371,7 @@ class _Seen(NamedTuple):
 
 
 def _held(store: object) -> tuple[int, int]:
-    entries = store.list() if isinstance(store, CatalogStore) else ()
+    entries = store.list() if isinstance(store, IndexStore) else ()
     return len(entries), sum(entry.nbytes for entry in entries)
 
 
