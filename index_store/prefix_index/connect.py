@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -25,14 +26,7 @@ ADDRESS_FORMS: Final = (
 )
 _OBJECT_SCHEMES: Final = frozenset(("s3", "gs", "az", "memory"))
 _MOONCAKE_OPTIONS: Final = {
-    "metadata": str,
-    "listing_url": str,
-    "host": str,
-    "protocol": str,
-    "devices": str,
-    "segment_nbytes": int,
-    "local_buffer_nbytes": int,
-    "replicas": int,
+    one.name: int if one.type == "int" else str for one in fields(MooncakeBlobs) if one.name != "master"
 }
 
 

@@ -204,13 +204,13 @@ class FileStore(IndexStore):
             fd, status = self._open_file(digest)
             try:
                 with self._lock:
-                    if self._books.verdict(digest, Signature.of(status)) is not None:
-                        return False
-                return read_entry(fd)[0].identity.digest == digest and not self._has_expired(digest)
+                    reported = self._books.verdict(digest, Signature.of(status))
+                entry = None if reported is not None else read_entry(fd)[0]
             finally:
                 os.close(fd)
         except IndexStoreError:
             return False
+        return entry is not None and entry.identity.digest == digest and not self._has_expired(digest)
 
     def delete(self, key: IndexLookup) -> bool:
         digest = digest_of(key)

@@ -123,7 +123,7 @@ def test_a_dram_tier_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: py
     assert copies is not None
 
     def tend() -> list[str | None]:
-        server._tend_copies(copies)
+        server._watch("memory", lambda: server._tend_copies(copies))
         server._watch("store", lambda: server._tend(collect=True))
         return [tier.error for tier in server.status().tiers]
 

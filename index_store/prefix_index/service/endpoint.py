@@ -7,11 +7,11 @@ the limit of descriptors, and a client beyond it is told so.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import resource
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import InvalidPayload, StoreFolderError
-from ..folder import pread
+from ..folder import pread, try_lock
 from ..writer import write_all
 
 SCHEME: Final = "ipc://"
@@ -55,7 +55,7 @@ def check_place(path: Path) -> None:
     socket. One that is not there yet is fine.
     """
     folder = path.parent
-    try:
+    with _usable(folder), contextlib.suppress(FileNotFoundError):
         _check_owner("socket's folder", folder, folder.lstat().st_uid)  # a link's, if it is one
         status = folder.stat()
         _check_owner("socket's folder", folder, status.st_uid)
@@ -65,10 +65,6 @@ def check_place(path: Path) -> None:
             remedy = f"chmod 700 {folder}, or give the socket of a service elsewhere"
             raise StoreFolderError("socket's folder", expected, found, remedy, folder)
         _check_owner("service socket", path, path.lstat().st_uid)
-    except FileNotFoundError:
-        return
-    except OSError as err:
-        raise _unusable(folder, err) from err
 
 
 def _check_owner(what: str, path: Path, owner: int) -> None:
@@ -91,39 +87,31 @@ class SocketPlace:
     def take(self) -> None:
         """Raises StoreFolderError: the folder is open to others, or a service listens there."""
         folder = self.path.parent
-        try:
+        with _usable(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.stat()
-        except OSError as err:
-            raise _unusable(folder, err) from err
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            found = f"mode {stat.S_IMODE(status.st_mode):04o} of user {status.st_uid}"
-            remedy = f"chmod 700 {folder}, or give another folder"
-            raise StoreFolderError("socket's folder", f"mode 0700 of user {os.geteuid()}", found, remedy, folder)
-        lock_path = self.path.with_name(self.path.name + ".lock")
-        try:
-            fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as err:
-            raise _unusable(folder, err) from err
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            mode, mine = stat.S_IMODE(status.st_mode), os.geteuid()
+            if status.st_uid != mine or mode & 0o077:
+                found, remedy = (
+                    f"mode {mode:04o} of user {status.st_uid}",
+                    f"chmod 700 {folder}, or give another folder",
+                )
+                raise StoreFolderError("socket's folder", f"mode 0700 of user {mine}", found, remedy, folder)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(self.path.with_name(self.path.name + ".lock"), flags, 0o600)
+        if not try_lock(fd):
             try:
                 pid = pread(fd, 20, 0).decode(errors="replace").strip()
             finally:
                 os.close(fd)
             remedy = "use that one, end it, or give another endpoint"
-            raise StoreFolderError(
-                "service socket", "no running service", f"process {pid}", remedy, self.path
-            ) from None
+            raise StoreFolderError("service socket", "no running service", f"process {pid}", remedy, self.path)
         self._lock_fd = fd
         try:
-            os.ftruncate(fd, 0)
-            write_all(fd, f"{os.getpid()}\n".encode())
-            self._remove_socket()
-        except OSError as err:
-            self.give_back()
-            raise _unusable(folder, err) from err
+            with _usable(folder):
+                os.ftruncate(self._lock_fd, 0)
+                write_all(self._lock_fd, f"{os.getpid()}\n".encode())
+                self._remove_socket()
         except BaseException:
             self.give_back()
             raise
@@ -147,9 +135,14 @@ class SocketPlace:
         self.path.unlink()
 
 
-def _unusable(folder: Path, err: OSError) -> StoreFolderError:
-    found = err.strerror or str(err)
-    return StoreFolderError("socket's folder", "a usable folder", found, "give another endpoint", folder)
+@contextlib.contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """An OSError of the socket's folder as a StoreFolderError."""
+    try:
+        yield
+    except OSError as err:
+        found = err.strerror or str(err)
+        raise StoreFolderError("socket's folder", "a usable folder", found, "give another endpoint", folder) from err
 
 
 def raise_descriptor_limit() -> None:

@@ -9,8 +9,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -66,10 +65,14 @@ class Limits(NamedTuple):
     finish_s: float = 10.0
 
 
-@dataclass
-class _Client:
-    name: str
-    seen: float
+class _Seen(NamedTuple):
+    """What ``status`` shows of the folders: (number, bytes) of indexes, copies and partial files; leases by digest."""
+
+    slow: tuple[int, int] = (0, 0)
+    memory: tuple[int, int] = (0, 0)
+    writing: tuple[int, int] = (0, 0)
+    problems: int = 0
+    leases: Sequence[str] = ()
 
 
 class StoreServer:
@@ -85,14 +88,14 @@ class StoreServer:
         self.store = store
         self._limits = limits or Limits()
         self._place = SocketPlace(socket_path(endpoint))
-        self._clients: OrderedDict[bytes, _Client] = OrderedDict()
+        self._clients: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         self._wanted: dict[str, float] = {}
         self._stopping = threading.Event()
         self._began = 0.0
         self._hits = [0, 0]
         self._evicted = 0
         self._complaints: dict[str, str] = {}
-        self._seen: _Seen = _Seen()
+        self._seen = _Seen()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._admission: Admission | None = None
 
@@ -129,8 +132,8 @@ class StoreServer:
         memory = [] if self.store.copies is None else [self.store.copies.folder]
         for folder in (self.store.folder, *memory):
             if not str(folder.absolute()).isprintable():
-                expected, remedy = "a printable path", "give a folder whose name is plain text"
-                raise StoreFolderError("index store", expected, repr(str(folder)), remedy)
+                remedy = "give a folder whose name is plain text"
+                raise StoreFolderError("index store", "a printable path", repr(str(folder)), remedy)
         check_apart([self.store.folder, *memory])
         self.store.open()
         self._look()
@@ -231,9 +234,8 @@ class StoreServer:
         )
 
     def _remember(self, client: bytes, name: str | None) -> None:
-        known = self._clients.pop(client, None)
-        name = name or (known.name if known is not None else "connected before this service started")
-        self._clients[client] = _Client(name, time.monotonic())
+        known, _ = self._clients.pop(client, ("connected before this service started", 0.0))
+        self._clients[client] = name or known, time.monotonic()
         while len(self._clients) > self._limits.clients:
             self._clients.popitem(last=False)  # the first is who was heard from least recently
 
@@ -271,7 +273,7 @@ class StoreServer:
             now = time.monotonic()
             try:
                 if self.store.copies is not None:
-                    self._tend_copies(self.store.copies)
+                    self._watch("memory", partial(self._tend_copies, self.store.copies))
                 self._watch("store", partial(self._tend, collect=now >= collect_at))
                 self._look()
             except Exception:
@@ -290,15 +292,11 @@ class StoreServer:
 
     def _tend_copies(self, copies: Copies) -> None:
         """Makes the copies' folder again where somebody removed it."""
-
-        def tend() -> None:
-            if come_back(copies.folder):
-                self._wanted.clear()
-                log.warning("%s: the DRAM tier's folder was gone, with all copies; it was made anew", copies.folder)
-            if copies.problem is not None:
-                raise copies.problem
-
-        self._watch("memory", tend)
+        if come_back(copies.folder):
+            self._wanted.clear()
+            log.warning("%s: the DRAM tier's folder was gone, with all copies; it was made anew", copies.folder)
+        if copies.problem is not None:
+            raise copies.problem
 
     def _watch(self, what: str, work: Callable[[], None]) -> None:
         """Logs an error once, and that it is over."""
@@ -313,11 +311,10 @@ class StoreServer:
 
     def _look(self) -> None:
         """What ``status`` shows of the folders, which takes a disk's time."""
-        listed = self.store.list()
-        writing = self.store.being_written
-        memory = _held(self.store.copies.keeper) if self.store.copies is not None else (0, 0)
-        slow = len(listed), sum(entry.nbytes for entry in listed)
-        self._seen = _Seen(slow, memory, len(self.store.problems()), writing, _leases(self.store.folder)[:1000])
+        copies = self.store.copies
+        memory = _held(copies.keeper) if copies is not None and copies.keeper is not None else (0, 0)
+        problems, leases = len(self.store.problems()), _leases(self.store.folder)[:1000]
+        self._seen = _Seen(_held(self.store), memory, self.store.being_written, problems, leases)
 
     def status(self) -> Status:
         """What `sglang-ext store status` shows."""
@@ -333,10 +330,10 @@ class StoreServer:
             tiers=tiers,
             indexes=self._seen.slow[0],
             problems=self._seen.problems,
-            clients=[f"{c.name}, idle {now - c.seen:.0f} s" for c in list(self._clients.values())][-1000:],
+            clients=[f"{name}, idle {now - seen:.0f} s" for name, seen in list(self._clients.values())[-1000:]],
             reserved_bytes=self._seen.writing[1],
             reservations=self._seen.writing[0],
-            leases=self._seen.leases,
+            leases=[*self._seen.leases],
             promoted=0 if copies is None else copies.counters.promotions,
             counts=dict(self.counts),
         )
@@ -360,18 +357,8 @@ class StoreServer:
         return f"{number} indexes of {nbytes / 1e6:.1f} MB, {len(self._clients)} connections; {counts or 'no requests'}"
 
 
-class _Seen(NamedTuple):
-    """(number, bytes) of indexes, copies and partial files."""
-
-    slow: tuple[int, int] = (0, 0)
-    memory: tuple[int, int] = (0, 0)
-    problems: int = 0
-    writing: tuple[int, int] = (0, 0)
-    leases: list[str] = []  # noqa: RUF012 (never changed)
-
-
-def _held(store: object) -> tuple[int, int]:
-    entries = store.list() if isinstance(store, IndexStore) else ()
+def _held(store: IndexStore) -> tuple[int, int]:
+    entries = store.list()
     return len(entries), sum(entry.nbytes for entry in entries)
 
 
