@@ -137,17 +137,17 @@ class FileStore(IndexStore):
 
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         self._check_open()
-        writer = IndexWriter.of(payload)
+        writer = IndexWriter(payload)
         digest = payload.identity.digest
         with (
             os_errors(self.folder),
             shard_fd(self.folder, shard_of(digest), create=self._access) as fd,
-            PartialFile(fd, writer, mode=self._access.file_mode) as partial,
+            PartialFile(fd, mode=self._access.file_mode) as partial,
         ):
             with exclusive(self.folder):
                 self._keeper.make_room(writer.nbytes, digest)
-                partial.reserve()
-            partial.write(payload)
+                partial.create(writer.nbytes)
+            partial.write(writer)
             with self._lock:
                 used = self._books.time_of_use()
             try:

@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import os
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,18 +137,6 @@ class IndexFile:
         """Addresses of all arrays, in file order."""
         return tuple(self._records)
 
-    def select(
-        self, name: str | None = None, *, layers: Container[int] | None = None, kv_heads: Container[int] | None = None
-    ) -> list[ArrayKey]:
-        """Addresses that match, in file order, for instance one layer or one rank's KV heads. None is all."""
-        return [
-            k
-            for k in self._records
-            if (name is None or k.name == name)
-            and (layers is None or k.layer in layers)
-            and (kv_heads is None or k.kv_head in kv_heads)
-        ]
-
     def record(self, key: ArrayKey) -> ArrayRecord:
         """Dtype tag, shape and place of one array. Raises IndexNotFound."""
         try:
@@ -157,16 +145,14 @@ class IndexFile:
             remedy = "the index was built by another method or profile: build it again"
             raise IndexNotFound("array", str(tuple(key)), "no such array", remedy, self.path) from None
 
-    def array(self, name: str, layer: int = -1, kv_head: int = -1, *, verify: bool = True) -> NDArray[Any]:
+    def array(self, name: str, layer: int = -1, kv_head: int = -1) -> NDArray[Any]:
         """A read-only view [shape] of one array in the stored dtype of its tag (``format.DTYPES``).
 
-        With ``verify`` the first call per array compares its checksum and raises IndexCorrupt; without, the
-        bytes are as found. Raises IndexNotFound for an address that is not there, StoreClosed after
-        ``close()``.
+        The first call per array compares its checksum and raises IndexCorrupt. Raises IndexNotFound for an address that
+        is not there, StoreClosed after ``close()``.
         """
         record = self.record(ArrayKey(name, layer, kv_head))
-        if verify:
-            self._verify(record)
+        self._verify(record)
         dtype = DTYPES[record.dtype]
         if not record.nbytes:
             view = np.empty(record.shape, dtype)
@@ -176,10 +162,6 @@ class IndexFile:
             view = np.frombuffer(self._open().mapping(), dtype, count, start).reshape(record.shape)
         view.flags.writeable = False
         return view
-
-    def load(self, keys: Iterable[ArrayKey], *, verify: bool = True) -> dict[ArrayKey, NDArray[Any]]:
-        """``array()`` of each address, usually of a ``select()``."""
-        return {key: self.array(*key, verify=verify) for key in keys}
 
     def read_many(
         self,

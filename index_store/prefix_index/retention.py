@@ -14,7 +14,8 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -23,7 +24,7 @@ from .errors import IndexCorrupt, IndexForeign, IndexStoreError, IndexUnreadable
 from .folder import SUFFIX, Signature, pread
 from .format import is_digest, xxh3_hex
 from .store import Retention, has_expired
-from .writer import PartialFile, create_partial, write_all
+from .writer import PartialFile
 
 KEEP_SUFFIX: Final = ".pfxkeep"
 DEFAULT: Final = Retention()
@@ -72,51 +73,24 @@ def write_retention(dir_fd: int, digest: str, retention: Retention, *, mode: int
 
     The caller syncs the folder.
     """
-    with _Sidecar(dir_fd, digest, retention, mode=mode) as sidecar:
-        sidecar.commit()
+    with _prepared(dir_fd, digest, retention, mode=mode) as commit:
+        commit()
 
 
-class _Sidecar:
-    """A retention about to be written: entering takes all that it takes, ``commit()`` only changes a name. The partial
-    file's lock is held until then, so that nobody clears it away.
+@contextlib.contextmanager
+def _prepared(dir_fd: int, digest: str, retention: Retention, *, mode: int) -> Iterator[Callable[[], object]]:
+    """All is done that writing a retention takes; what it gives only changes a name. It raises OSError, for a folder by
+    the sidecar's name for instance; then nothing changed.
     """
-
-    def __init__(self, dir_fd: int, digest: str, retention: Retention, *, mode: int) -> None:
-        self._dir_fd = dir_fd
-        self._digest = digest
-        self._retention = retention
-        self._mode = mode
-        self._partial = ""
-        self._fd = -1
-
-    def __enter__(self) -> _Sidecar:
-        if self._retention != DEFAULT:
-            self._partial, self._fd = create_partial(self._dir_fd, mode=self._mode)
-            try:
-                kept = msgspec.json.encode(self._retention)
-                write_all(self._fd, kept + b"\n" + _checksum(self._digest, kept).encode() + b"\n")
-                os.fsync(self._fd)
-            except BaseException:
-                self.__exit__()
-                raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._partial:
-            with contextlib.suppress(OSError):
-                os.unlink(self._partial, dir_fd=self._dir_fd)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def commit(self) -> None:
-        """Raises OSError, for a folder by the sidecar's name for instance; then nothing changed."""
-        if self._retention == DEFAULT:
-            remove_retention(self._dir_fd, self._digest)
-        elif self._partial:
-            name = self._digest + KEEP_SUFFIX
-            os.rename(self._partial, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
-            self._partial = ""
+    if retention == DEFAULT:
+        yield partial(remove_retention, dir_fd, digest)
+        return
+    kept = msgspec.json.encode(retention)
+    raw = kept + b"\n" + _checksum(digest, kept).encode() + b"\n"
+    with PartialFile(dir_fd, mode=mode) as sidecar:
+        sidecar.create(len(raw))
+        sidecar.write(raw)
+        yield partial(sidecar.publish, digest + KEEP_SUFFIX)
 
 
 def remove_retention(dir_fd: int, digest: str) -> None:
@@ -126,7 +100,7 @@ def remove_retention(dir_fd: int, digest: str) -> None:
 
 
 def publish(
-    dir_fd: int, digest: str, partial: PartialFile, retention: Retention | None, *, mode: int, now: float, used: float
+    dir_fd: int, digest: str, written: PartialFile, retention: Retention | None, *, mode: int, now: float, used: float
 ) -> tuple[Signature, Retention]:
     """Renames a written index into place, its retention with it; after an OSError neither has changed, unless it was
     the last rename of all that failed (of a retention that was shortened): then the index is new.
@@ -160,13 +134,13 @@ def publish(
             if kept != DEFAULT or not damaged:
                 raise  # else it counts as the default already: a folder by the sidecar's name, say
     try:
-        with _Sidecar(dir_fd, digest, kept, mode=mode) if kept != first else contextlib.nullcontext() as last:
-            signature = partial.publish(digest + SUFFIX, used=used)
-            if last is not None:
-                last.commit()
+        with _prepared(dir_fd, digest, kept, mode=mode) if kept != first else contextlib.nullcontext() as commit:
+            signature = written.publish(digest + SUFFIX, used=used)
+            if commit is not None:
+                commit()
             return signature, kept
     except BaseException:
-        if first != before and not partial.is_published:
+        if first != before and not written.is_published:
             with contextlib.suppress(OSError):
                 write_retention(dir_fd, digest, before, mode=mode)
         raise

@@ -158,7 +158,7 @@ def test_pinned_leaves_last_and_expired_first(folder: Path, clock: Clock) -> Non
 
 def test_replacing_needs_no_room_but_the_difference(folder: Path, clock: Clock) -> None:
     large = sample_payload(IDS[0], values_per_array=1 << 12)
-    nbytes = IndexWriter.of(large).nbytes
+    nbytes = IndexWriter(large).nbytes
     with opened(folder, max_bytes=nbytes + ONE, clock=clock) as store:
         for payload in (sample_payload(IDS[0]), sample_payload(IDS[1]), large, large):
             clock.now += 10

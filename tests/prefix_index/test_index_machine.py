@@ -18,7 +18,7 @@ from tests.prefix_index.machine import DEFAULT, FILL, PAGES, RETENTION, STEPS, T
 
 
 def nbytes_of_one() -> int:
-    return IndexWriter.of(sample_payload()).nbytes
+    return IndexWriter(sample_payload()).nbytes
 
 
 class FileMachine(StoreMachine):

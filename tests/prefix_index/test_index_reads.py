@@ -162,14 +162,14 @@ def test_addresses_come_back_in_the_order_asked_for(index: IndexFile, payload: I
 
 def test_one_layer_is_one_stretch(index: IndexFile) -> None:
     """Neighbours are fetched together; nothing is fetched that was not asked for."""
-    keys = index.select(layers=[2])
+    keys = [key for key in index.keys if key.layer == 2]
     plan = ReadPlan.of([index.record(k) for k in keys], 0)
     assert plan.nbytes == index.read_nbytes(keys) == sum(piece.nbytes for piece in plan.pieces)
     ends = [(piece.offset, piece.offset + piece.nbytes) for piece in plan.pieces]
     assert [end for _, end in ends[:-1]] == [start for start, _ in ends[1:]]
     assert max(piece.nbytes for piece in plan.pieces) == PIECE
     assert sum(len(piece.whole) for piece in plan.pieces) > len([p for p in plan.pieces if p.whole])
-    apart = ReadPlan.of([index.record(k) for k in index.select("a.x", kv_heads=[0])], 0)
+    apart = ReadPlan.of([index.record(k) for k in index.keys if (k.name, k.kv_head) == ("a.x", 0)], 0)
     assert len([p for p in apart.pieces if p.whole]) == 2
 
 

@@ -114,11 +114,10 @@ class RemoteStore(IndexStore):
         the new index is there afterwards.
         """
         self._check_open()
-        writer = IndexWriter.of(payload)
+        writer = IndexWriter(payload)
         digest, generation = payload.identity.digest, new_generation(self._clock())
         buffer = ChunkedBuffer(writer.nbytes, self._chunk_nbytes)
-        writer.begin(buffer)
-        writer.write_all(payload)
+        writer.write(buffer)
         manifest = Manifest(
             entry=Entry(payload.identity, payload.info),
             nbytes=writer.nbytes,
