@@ -23,6 +23,8 @@ from .errors import (
     StoreFull,
     StoreInconsistent,
     StoreUnavailable,
+    printable,
+    printable_values,
 )
 from .file import FileStore
 from .format import (
@@ -42,7 +44,6 @@ from .format import (
 from .reader import IndexFile, IndexLookup
 from .shared import SharedCounters, SharedStore
 from .store import BuildLease, IndexEntry, IndexStore, Problem, Retention
-from .text import printable, printable_values
 from .writer import IndexPayload, IndexWriter, LazyArray, write_index
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from .errors import IndexForeign, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
-from .folder import GONE, PARTIAL, SUFFIX, Signature, is_shard, open_index, shard_fd, shard_of, status_of
+from .folder import GONE, PARTIAL, SUFFIX, Signature, closing_fd, is_shard, open_index, shard_fd, shard_of, status_of
 from .format import Entry, ModelFingerprint, is_digest
 from .reader import check_identity, read_entry
 from .retention import DEFAULT, KEEP_SUFFIX, read_retention
@@ -87,19 +87,15 @@ def list_shard(dir_fd: int, shard: str, known: Listing) -> Listing:
                         seen.partials[name] = item.stat(follow_symlinks=False).st_size
                     continue
                 digest, suffix = name[:64], name[64:]
-                ours = suffix in (SUFFIX, KEEP_SUFFIX) and (
-                    digest in known.indexes or (is_digest(digest) and shard_of(digest) == shard)
-                )
-                if not ours:
+                known_or_ours = digest in known.indexes or (is_digest(digest) and shard_of(digest) == shard)
+                if suffix not in (SUFFIX, KEEP_SUFFIX) or not known_or_ours:
                     seen.take_foreign(name)
                     continue
                 status = item.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            if suffix == KEEP_SUFFIX:
-                seen.keeps[digest] = Signature.of(status)
-            else:
-                seen.indexes[digest] = Signature.of(status)
+            (seen.keeps if suffix == KEEP_SUFFIX else seen.indexes)[digest] = Signature.of(status)
+            if suffix == SUFFIX:
                 seen.used_ns[digest] = status.st_atime_ns
     return seen
 
@@ -141,8 +137,8 @@ class FolderBooks:
     @property
     def used_bytes(self) -> int:
         """Bytes of all index files, usable or not, and of those that are being written."""
-        listings = [shard.seen for shard in self._shards.values()]
-        return sum(s.nbytes for seen in listings for s in seen.indexes.values()) + sum(self.partials)
+        files = [s.nbytes for shard in self._shards.values() for s in shard.seen.indexes.values()]
+        return sum(files) + sum(self.partials)
 
     @property
     def partials(self) -> list[int]:
@@ -150,12 +146,9 @@ class FolderBooks:
         return [nbytes for shard in self._shards.values() for nbytes in shard.seen.partials.values()]
 
     def clear(self) -> None:
-        self.catalog.clear()
-        self.unremovable.clear()
-        self._reported.clear()
-        self._shards.clear()
+        for book in (self.catalog, self.unremovable, self._reported, self._shards, self._models):
+            book.clear()
         self._root_look = Look()
-        self._models.clear()
         self.latest_use = 0.0
 
     def time_of_use(self, before: float = 0.0) -> float:
@@ -203,14 +196,13 @@ class FolderBooks:
 
     def learn(self, digest: str, entry: Entry, signature: Signature) -> IndexEntry:
         """Takes in an index whose header was read, or just written. The next scan looks whether it is still there."""
-        path = self.path_of(digest)
         shard = self._shards.setdefault(shard_of(digest), _Shard())
         listed = IndexEntry(
             identity=entry.identity,
             nbytes=signature.nbytes,
             created=entry.info.created,
             build_seconds=entry.info.build_seconds,
-            path=path,
+            path=self.path_of(digest),
             retention=shard.retention.get(digest, DEFAULT),
         )
         self._clear_problem(digest)
@@ -372,12 +364,9 @@ class FolderBooks:
 
     def _read_header(self, dir_fd: int, digest: str) -> None:
         try:
-            fd = open_index(digest + SUFFIX, dir_fd)
-            try:
+            with closing_fd(open_index(digest + SUFFIX, dir_fd)) as fd:
                 entry, _ = read_entry(fd)
                 signature = Signature.of(status_of(fd))
-            finally:
-                os.close(fd)
             check_identity(digest, entry.identity)
             # Thousands of indexes belong to a handful of models: one copy of those.
             model = self._models.setdefault(entry.identity.model, entry.identity.model)

@@ -18,6 +18,7 @@ from .folder import (
     Access,
     Signature,
     check_folder,
+    closing_fd,
     exclusive,
     open_named,
     os_errors,
@@ -202,12 +203,10 @@ class FileStore(IndexStore):
         self._check_open()
         try:
             fd, status = self._open_file(digest)
-            try:
+            with closing_fd(fd):
                 with self._lock:
                     reported = self._books.verdict(digest, Signature.of(status))
                 entry = None if reported is not None else read_entry(fd)[0]
-            finally:
-                os.close(fd)
         except IndexStoreError:
             return False
         return entry is not None and entry.identity.digest == digest and not self._has_expired(digest)
@@ -255,11 +254,9 @@ class FileStore(IndexStore):
     def _bring(self, digest: str, check: Check) -> None:
         fd, status = self._open_offered(digest)
         if self.copies is None:
-            try:
+            with closing_fd(fd):
                 for _ in read_ahead(fd):
                     check()
-            finally:
-                os.close(fd)
             return
         with IndexFile.from_fd(fd, path=self.path_of(digest)) as index:
             copy = self.copies.current(digest, fd, status.st_atime_ns / 1e9)

@@ -126,10 +126,12 @@ def check_folder(folder: Path, *, create: bool, write: bool = True, access: Acce
             access.make(folder)
     with os_errors(folder):
         is_folder, there = folder.is_dir(), folder.exists()
+    if not is_folder and there:
+        found = "something that is not a folder"
+        raise StoreFolderError("index store", "an existing folder", found, "give another path", folder)
     if not is_folder:
-        found = "something that is not a folder" if there else "nothing"
-        remedy = "create it, or correct the path" if found == "nothing" else "give another path"
-        raise StoreFolderError("index store", "an existing folder", found, remedy, folder)
+        remedy = "create it, or correct the path"
+        raise StoreFolderError("index store", "an existing folder", "nothing", remedy, folder)
     if not os.access(folder, os.R_OK | os.X_OK | (os.W_OK if write else 0)):
         remedy = "change its owner or mode, or give another folder"
         expected = "a writable folder" if write else "a readable folder"
@@ -196,6 +198,15 @@ def os_errors(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """The descriptor, which is closed in the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
 def shard_fd(folder: Path, shard: str, *, create: Access | None = None) -> Iterator[int]:
     """A descriptor of one shard folder (made, for ``create``, where it is missing), never through a symbolic link.
     Raises OSError.
@@ -204,16 +215,10 @@ def shard_fd(folder: Path, shard: str, *, create: Access | None = None) -> Itera
     if create is not None:
         with contextlib.suppress(FileExistsError):
             create.make(path)
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
+            with closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
                 os.fsync(fd)
-            finally:
-                os.close(fd)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
         yield fd
-    finally:
-        os.close(fd)
 
 
 def give_mode(fd: int, mode: int) -> None:
@@ -566,14 +571,12 @@ def remove_unlocked(dir_fd: int, start: str, *, grace_s: float, access: int = os
         names = [item.name for item in items if item.name.startswith(start)]
     for name in names:
         with contextlib.suppress(OSError):
-            fd = os.open(name, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-            try:
+            flags = access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with closing_fd(os.open(name, flags, dir_fd=dir_fd)) as fd:
                 status = os.fstat(fd)
                 old = abs(time.time() - status.st_mtime) >= grace_s  # of the future: the clock was set back
                 ours = access == os.O_RDONLY or stat.S_ISREG(status.st_mode)
                 if old and ours and try_lock(fd) and is_named(fd, dir_fd, name):
                     os.unlink(name, dir_fd=dir_fd)
                     removed += 1
-            finally:
-                os.close(fd)
     return removed

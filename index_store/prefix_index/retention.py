@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from .errors import IndexCorrupt, IndexForeign, IndexStoreError, IndexUnreadable, StoreFolderError
-from .folder import SUFFIX, Signature, pread
+from .folder import SUFFIX, Signature, closing_fd, pread
 from .format import is_digest, xxh3_hex
 from .store import Retention, has_expired
 from .writer import PartialFile
@@ -46,21 +46,18 @@ def read_retention(dir_fd: int, digest: str) -> Retention:
     except FileNotFoundError:
         return DEFAULT
     except OSError as err:
-        found = err.strerror or str(err)
-        raise IndexUnreadable(what, "readable bytes", found, "check its permissions") from None
-    try:
+        raise IndexUnreadable(what, "readable bytes", err.strerror or str(err), "check its permissions") from None
+    with closing_fd(fd):
         raw = pread(fd, _MAX_NBYTES + 1, 0)
-        if len(raw) > _MAX_NBYTES:
-            raise IndexCorrupt(what, f"at most {_MAX_NBYTES} bytes", "more", remedy)
-        kept, _, checksum = raw.rstrip(b"\n").partition(b"\n")
-        if checksum.decode("ascii", "replace") != _checksum(digest, kept):
-            found = repr(checksum[:32])
-            raise IndexCorrupt(what, f"checksum {_checksum(digest, kept)}", found, remedy)
+    if len(raw) > _MAX_NBYTES:
+        raise IndexCorrupt(what, f"at most {_MAX_NBYTES} bytes", "more", remedy)
+    kept, _, checksum = raw.rstrip(b"\n").partition(b"\n")
+    if checksum.decode("ascii", "replace") != _checksum(digest, kept):
+        raise IndexCorrupt(what, f"checksum {_checksum(digest, kept)}", repr(checksum[:32]), remedy)
+    try:
         return _RETENTION.decode(kept)
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
         raise IndexCorrupt(what, "JSON of Retention", str(err)[:200], remedy) from None
-    finally:
-        os.close(fd)
 
 
 def _checksum(digest: str, kept: bytes) -> str:

@@ -13,10 +13,9 @@ from typing import TypeVar
 import zmq
 
 from ..copies import Copies
-from ..errors import IndexStoreError
+from ..errors import IndexStoreError, printable
 from ..file import FileStore
 from ..store import Problem
-from ..text import printable
 from .endpoint import check_place, socket_path
 from .messages import (
     ID_NBYTES,

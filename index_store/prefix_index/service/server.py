@@ -17,12 +17,11 @@ from typing import Final, NamedTuple
 import zmq
 
 from ..copies import Copies
-from ..errors import IndexStoreError, StoreFolderError
+from ..errors import IndexStoreError, StoreFolderError, printable
 from ..file import FileStore
 from ..folder import check_apart, come_back, is_shard
 from ..lease import LEASE
 from ..store import IndexStore
-from ..text import printable
 from .endpoint import Admission, SocketPlace, socket_path
 from .messages import (
     ID_NBYTES,
