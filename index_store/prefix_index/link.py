@@ -31,6 +31,9 @@ class Link:
 
     def __init__(self, store: Source) -> None:
         self.store = store
+        self._begin()
+
+    def _begin(self) -> None:
         self.is_open = False
         self.is_behind = False
         """Whether it may lack what the folder has, or have what was deleted."""
@@ -41,14 +44,13 @@ class Link:
         self.problem: IndexStoreError | None = None
         self.refusal: IndexStoreError | None = None
         """Why it could not be told something, since all was told last."""
-        self._catch_ups = 0
-        self._due = 0.0
+        self._catch_ups = self._failures = 0
+        self._due = self._resume = 0.0
         self._error: StoreUnavailable | None = None
-        self._failures = 0
-        self._resume = 0.0
 
     def open(self) -> None:
-        """Opens the store, or leaves why not in ``problem``."""
+        """Opens the store, or leaves why not in ``problem``. It may lack what the folder has."""
+        self.is_behind = True
         if not self.is_away():
             self.look(self.store.open, opening=True)
             self.is_open = self.problem is None
@@ -58,11 +60,7 @@ class Link:
         with contextlib.suppress(IndexStoreError):
             self.store.close()
         self.store.catalog.hidden.clear()
-        self.retention.clear()
-        self.reports.clear()
-        self.problem = self.refusal = self._error = None
-        self._failures, self._resume = 0, 0.0
-        self._catch_ups, self._due = 0, 0.0
+        self._begin()
 
     def is_due(self) -> bool:
         """Whether it is to be told now what it was not told yet."""

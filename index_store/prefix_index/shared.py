@@ -92,8 +92,9 @@ class SharedStore(IndexStore):
         rescan_s: float = 2.0,
     ) -> None:
         super().__init__()
-        _check_seconds("timeout_s", timeout_s)
-        _check_seconds("rescan_s", rescan_s)
+        for name, seconds in (("timeout_s", timeout_s), ("rescan_s", rescan_s)):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise InvalidPayload(name, "finite seconds, 0 or more", repr(seconds), "correct it")
         check_apart(store.folder for store in (local, *remotes) if type(store) is FileStore)
         self.local = local
         self.remotes = tuple(remotes)
@@ -130,7 +131,7 @@ class SharedStore(IndexStore):
             self.local.open()
             self._begin()
             for link in self._links:
-                self._open_link(link)
+                link.open()
             self._next_rescan = time.monotonic() + self._rescan_s
             self._is_open = True
         self._post(_EVERYTHING)
@@ -363,17 +364,19 @@ class SharedStore(IndexStore):
         with self._counting:
             self._fetching[digest] = True  # before the look: what comes after it ends this fetch
         try:
-            if self._is_here(digest):
-                self.local.prefetch(digest)
-                return
+            try:
+                self.local.get(digest).close()
+                return self.local.prefetch(digest)
+            except IndexUnreadable:
+                raise
+            except IndexStoreError:
+                pass  # a remote store's will do
             for link in self._links:
-                if digest in link.store.catalog.hidden:
-                    continue
-                try:
-                    self._fetch_from(link, digest, check)
-                    return
-                except IndexStoreError as err:
-                    error = err if isinstance(error, IndexNotFound) else error
+                if digest not in link.store.catalog.hidden:
+                    try:
+                        return self._fetch_from(link, digest, check)
+                    except IndexStoreError as err:
+                        error = err if isinstance(error, IndexNotFound) else error
         finally:
             with self._counting:
                 self._fetching.pop(digest, None)
@@ -409,16 +412,6 @@ class SharedStore(IndexStore):
         self._no_fetch.pop(digest, None)
         self.count("fetched")
 
-    def _is_here(self, digest: str) -> bool:
-        """Raises IndexUnreadable."""
-        try:
-            self.local.get(digest).close()
-        except IndexUnreadable:
-            raise
-        except IndexStoreError:
-            return False
-        return True
-
     def _lock_of(self, digest: str) -> threading.RLock:
         with self._counting:
             return self._locks.setdefault(digest, threading.RLock())
@@ -439,10 +432,6 @@ class SharedStore(IndexStore):
 
     # ---- to remote stores ----
 
-    def _open_link(self, link: Link) -> None:
-        link.open()
-        link.is_behind = True
-
     def _look(self, what: str, check: Check) -> None:
         """Lists the remote stores, or opens those that could not be."""
         for link in self._links:
@@ -450,7 +439,7 @@ class SharedStore(IndexStore):
             if link.is_open:
                 link.look(partial(link.store.rescan, full=what == "rescan fully"))
             else:
-                self._open_link(link)
+                link.open()
         if any(link.is_due() for link in self._links):
             self._post(_EVERYTHING)
 
@@ -551,8 +540,3 @@ class SharedStore(IndexStore):
         self.count("dropped")
         for link in self._links:
             link.is_behind = True
-
-
-def _check_seconds(name: str, seconds: float) -> None:
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise InvalidPayload(name, "finite seconds, 0 or more", repr(seconds), "correct it")
