@@ -1,8 +1,6 @@
-"""Where prefix indexes live: their identity, their file format, and the stores that keep them.
+"""Where prefix indexes live: their identity, their file format (docs/index-format.md), and the stores that keep them.
 
-Knows no torch, no GPU and no SGLang. Start with ``FileStore``; the format is on one page,
-docs/index-format.md. ``open_store`` makes any store of its address; the service is in ``prefix_index.service``, stores
-on other machines in ``prefix_index.remote``.
+Knows no torch, no GPU and no SGLang. ``open_store`` makes any store of its address; start with ``FileStore``.
 """
 
 from .connect import open_store

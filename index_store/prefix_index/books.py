@@ -1,7 +1,4 @@
-"""What a store's folder holds, as the last look at it saw: entries, retention, recency, and what is wrong there.
-
-``FileStore`` locks around it. Nothing here changes the folder.
-"""
+"""What a store's folder holds, as the last look at it saw. ``FileStore`` locks around it. Nothing changes there."""
 
 from __future__ import annotations
 
@@ -31,9 +28,7 @@ UNKNOWN: Final = Retention(pinned=True)
 
 @dataclass
 class Listing:
-    """One reading of a shard folder. ``used_ns`` are access times; ``foreign`` are names that mean nothing here, some
-    of them, and ``more`` how many others there are.
-    """
+    """One reading of a shard folder. ``used_ns`` are access times; ``more``: foreign names that ``foreign`` lacks."""
 
     indexes: dict[str, Signature] = field(default_factory=dict)
     keeps: dict[str, Signature] = field(default_factory=dict)
@@ -52,8 +47,8 @@ class Listing:
 class Look:
     """Whether a folder was listed since its last change, by its modification time.
 
-    That must have stood for a while before, since a second change in the same tick of the file system's clock leaves
-    it as it is. For how long is told by this machine's clock; for a time that lies in its future, by watching it stand.
+    That must have stood for a while before: a second change in the same tick of the file system's clock leaves it as it
+    is. A time that lies in this machine's future is watched instead.
     """
 
     def __init__(self) -> None:
@@ -102,9 +97,7 @@ def list_shard(dir_fd: int, shard: str, known: Listing) -> Listing:
 
 @dataclass
 class _Shard:
-    """What the last scan saw. ``unread`` are names of files whose bytes the system did not give us: the next scan asks
-    again.
-    """
+    """What the last scan saw. ``unread`` are files whose bytes the system did not give us: the next scan asks again."""
 
     look: Look = field(default_factory=Look)
     seen: Listing = field(default_factory=Listing)
@@ -152,11 +145,10 @@ class FolderBooks:
         self.latest_use = 0.0
 
     def time_of_use(self, before: float = 0.0) -> float:
-        """The time (seconds) to write down for a use now of what was last used at ``before``.
+        """The time (seconds) to write down for a use now of what was last used at ``before``: the clock's.
 
-        The clock's; but where that was set back behind the last use that is known, a second after that one, so that
-        the order of uses stays what it was. ``before`` itself where that is less than a second ago, or the last use:
-        uses within a second are one, and so are clocks.
+        ``before`` itself where that is less than a second ago. Where the clock was set back behind the last use that is
+        known, a second after that one: the order of uses stays what it was.
         """
         now = self._clock()
         if self.latest_use < now + _SAME_USE_S:
@@ -248,10 +240,7 @@ class FolderBooks:
             shard.look.settled = False
 
     def rescan(self, *, full: bool = False) -> None:
-        """Reads the headers of files that are new since the last scan; a folder whose mtime stands is skipped.
-
-        Raises OSError when the store's folder has gone.
-        """
+        """Reads headers of files that are new; a folder whose mtime stands is skipped. Raises OSError without one."""
         status = os.stat(self._root)
         if full or not self._root_look.is_current(status):
             settled = self._root_look.begin(status)
@@ -298,9 +287,7 @@ class FolderBooks:
         return problem if isinstance(problem, IndexUnreadable) else None
 
     def scan_shard(self, name: str, *, full: bool = False) -> None:
-        """Brings one shard folder's part of the books up to date. One that cannot be listed is a problem, and what was
-        known of it stays; the next scan tries again.
-        """
+        """Brings one shard's part up to date. One that cannot be listed is a problem, and stays as it was known."""
         shard = self._shards.setdefault(name, _Shard())
         path = f"{self._root}/{name}"
         try:

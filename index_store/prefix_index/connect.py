@@ -1,7 +1,4 @@
-"""From what a user writes to a store: a folder, a service's socket, an object store, Mooncake, or a folder that shares.
-
-Reading an address needs none of the optional packages; they are imported when a store that needs them is opened.
-"""
+"""From what a user writes to a store. Optional packages are imported when a store that needs them is opened."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ _MOONCAKE_OPTIONS: Final = {
 class Location(NamedTuple):
     """What an address means. ``value``: a folder's path, HOST:PORT of a Mooncake master, else the whole URL.
 
-    ``options``: what follows a question mark in a Mooncake address, by the names of ``MooncakeBlobs``' arguments.
+    ``options``: what follows a question mark, by the names of ``MooncakeBlobs``' arguments.
     """
 
     kind: Literal["file", "service", "objects", "mooncake"]
@@ -86,12 +83,8 @@ def open_store(
     """The store at an address, ready to be opened (``open()`` or ``with``).
 
     Of several addresses the first is a folder, or a service, and the others are remote stores, the fastest first, that
-    it shares its indexes with (``SharedStore``).
-
-    ``create``, ``max_bytes``, ``min_free_bytes``, ``eviction`` (``lru`` or ``cost_aware``), ``write``, ``mode`` and
-    ``group`` hold for the first address where that is a folder (``FileStore``); a service and a remote store have
-    limits of their own. ``timeout_s`` bounds each answer of a service or a remote store. Raises InvalidPayload for an
-    address or an option that is none.
+    it shares its indexes with (``SharedStore``). All options but ``timeout_s`` are those of ``FileStore``, for a first
+    address that is a folder. ``timeout_s`` bounds each answer of a service or a remote store. Raises InvalidPayload.
     """
     remotes: list[StoreAddress] = []
     if isinstance(address, (str, bytes)) or not isinstance(address, Sequence):

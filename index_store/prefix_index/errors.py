@@ -14,10 +14,7 @@ from typing import Any, ClassVar
 
 
 class IndexStoreError(Exception):
-    """Base of all errors. Owns the parts of its message as attributes: what, expected, found, remedy, path.
-
-    ``expected``, ``found`` and ``remedy`` are short phrases; ``path`` is the file or folder, if there is one.
-    """
+    """Base of all errors, whose message its attributes make up. ``path`` is the file or folder, if there is one."""
 
     reason: ClassVar[str] = "no_index"
 

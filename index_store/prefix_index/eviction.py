@@ -38,10 +38,7 @@ def lru(candidate: Candidate, now: float) -> Rank:
 
 
 def cost_aware(candidate: Candidate, now: float) -> Rank:
-    """First what costs least to build again, per byte held and per second since its last use.
-
-    The order of GreedyDual-Size-Frequency caches without the frequency: build_seconds / (nbytes * idle seconds).
-    """
+    """First what costs least to build again, per byte held and second since its last use (GreedyDual-Size)."""
     idle = max(now - candidate.last_used, _SHORTEST_IDLE_S)
     return candidate.entry.build_seconds / (max(candidate.entry.nbytes, 1) * idle), candidate.last_used
 
@@ -69,10 +66,9 @@ def choose_victims(
 ) -> Sequence[IndexEntry] | None:
     """The fewest first leavers that hold ``nbytes`` bytes together; None where all of them do not.
 
-    Order: expired, then not pinned, then pinned; within each by ``policy``. ``last_used`` looks up a candidate's
-    true last use, asked only of those about to leave: for a store that knows only at least how recent it is.
-    ``latest`` is when anything was used last; idle times count from it where it lies after ``now``, because the clock
-    was set back.
+    Order: expired, then not pinned, then pinned; within each by ``policy``. ``last_used`` looks up the true last use of
+    those about to leave, where a store knows only at least how recent it is. Idle times count from ``latest``, the last
+    use of all, where it lies after ``now``: the clock was set back.
     """
     present = now if latest is None else max(now, latest)
     heap = [(*_rank(c, policy, now, present), i, c) for i, c in enumerate(candidates)]
@@ -102,10 +98,7 @@ def _rank(candidate: Candidate, policy: EvictionPolicy, now: float, present: flo
 
 
 class FolderLimits(NamedTuple):
-    """``max_bytes`` for all index files together (None: any), ``min_free_bytes`` to leave free on the disk.
-
-    With neither, nothing is ever evicted. ``clock`` gives seconds since the Unix epoch.
-    """
+    """``max_bytes`` for all index files together (None: any), ``min_free_bytes`` to leave free on the disk."""
 
     max_bytes: int | None
     min_free_bytes: int
@@ -118,9 +111,9 @@ class FolderLimits(NamedTuple):
 
 
 class Housekeeper:
-    """Removes files, and says so in the books. ``lock`` is the books' own, held for each look at them.
+    """Removes files, and says so in the books, whose lock is ``lock``. Raises OSError.
 
-    But for ``clean_partials``, call it while nobody else changes the folder (``folder.exclusive``). Raises OSError.
+    But for ``clean_partials``, call it while nobody else changes the folder (``folder.exclusive``).
     """
 
     def __init__(self, folder: Path, books: FolderBooks, limits: FolderLimits, lock: RLock, *, grace_s: float) -> None:
@@ -143,9 +136,7 @@ class Housekeeper:
         return there
 
     def make_room(self, nbytes: int, replaced: str) -> None:
-        """Evicts until ``nbytes`` fit within the limits. Raises StoreFull: having evicted nothing, unless some of
-        those that could leave cannot be removed.
-        """
+        """Evicts until ``nbytes`` fit. Raises StoreFull, having evicted nothing unless some cannot be removed."""
         if not self._limits.any:
             return
         short = self._shortage(nbytes, replaced)
@@ -164,10 +155,7 @@ class Housekeeper:
             raise StoreFull("index store", f"room for {nbytes} bytes {limits}", found, remedy, self._folder)
 
     def collect(self, *, alone: bool) -> Sequence[IndexEntry]:
-        """Removes what the dead left, what has expired, and what exceeds the limits; returns those indexes.
-
-        ``alone``: nobody else changes the folder for certain.
-        """
+        """Removes what the dead left, what has expired, and what exceeds the limits; returns those indexes."""
         with self._lock:
             self._books.rescan()
         self._clean_leftovers(alone=alone)
@@ -192,7 +180,7 @@ class Housekeeper:
         return removed
 
     def _shortage(self, nbytes: int, replaced: str | None) -> int:
-        """How many bytes must go before ``nbytes`` may come; 0 or less: none. Raises OSError.
+        """How many bytes must go before ``nbytes`` may come. Raises OSError.
 
         The index to be replaced counts as gone, but the disk has to hold both for a while.
         """
@@ -232,9 +220,7 @@ class Housekeeper:
         return removed, nbytes
 
     def _remove_unchanged(self, entry: IndexEntry) -> bool:
-        """Removes what the books know, but not what has replaced it meanwhile, nor what is to stay otherwise than they
-        know: a folder that could not be listed is known as it was. Whether it is gone.
-        """
+        """Removes an index, if its file and its retention are those that the books know. Whether it is gone."""
         digest, path = entry.digest, self._books.path_of(entry.digest)
         with self._lock:
             known = self._books.signature(digest)

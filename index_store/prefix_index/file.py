@@ -42,21 +42,18 @@ _CLOSE_S: Final = 2.0
 class FileStore(IndexStore):
     """An ``IndexStore`` in a folder (layout: ``folder.py``). Several processes may use one folder at a time.
 
-    ``open()`` checks the folder, which must exist unless ``create``, removes partial files of dead writers
-    and reads the header of every index. Look-ups then do no I/O; ``rescan()`` learns of other processes'
-    changes. Folders are made with ``mode`` (a number or its octal digits), files too but not to be executed, and belong
-    to ``group`` (a name or number; None: the process's). An index may hold keys of a prompt: without a mode what is
-    made is as the folder that is there, and one that is made is its owner's alone. With ``write=False`` a folder that
-    cannot be written to (another user's, a disk mounted read-only) is opened all the same: whatever writes then raises
-    StoreFolderError. Two writers of one identity: the last rename wins, both files are valid.
+    ``open()`` checks the folder, which must exist unless ``create``, removes partial files of dead writers and reads
+    the header of every index. Look-ups then do no I/O; ``rescan()`` learns of other processes' changes. Of two writers
+    of one identity the last rename wins.
 
-    ``max_bytes`` bounds all index files together, those being written included (an index that is replaced counts as
-    gone, but stays until the new one is whole); ``min_free_bytes`` is left free on the disk. ``put`` and
-    ``collect`` evict for them in the order of ``eviction`` (``lru`` or ``cost_aware``, ``eviction.py``); with
-    neither, nothing is ever evicted. Evicted indexes that are open stay readable, and keep their disk space, until
-    they are closed. Recency is the files' access time, set by ``get``. ``clock`` gives seconds since the Unix epoch.
+    ``mode`` (a number or its octal digits) and ``group`` (a name or number) are those of folders that are made, and of
+    files, without execution; by default those of the folder that is there, else the owner's alone. With ``write=False``
+    a folder that cannot be written to is opened all the same: whatever writes then raises StoreFolderError.
 
-    ``copies`` are those of its hot indexes in DRAM, which it owns: ``get`` opens them where they are current.
+    ``max_bytes`` bounds all index files together, those being written included; ``min_free_bytes`` is left free on the
+    disk. ``put`` and ``collect`` evict for them in the order of ``eviction`` (``lru`` or ``cost_aware``); with neither,
+    nothing is evicted. Evicted indexes that are open stay readable. Recency is the files' access time, set by ``get``.
+    ``clock`` gives seconds since the Unix epoch. ``copies`` of hot indexes in DRAM belong to the store.
     """
 
     kind = "file"
@@ -273,9 +270,7 @@ class FileStore(IndexStore):
                 raise
 
     def collect(self) -> Sequence[IndexEntry]:
-        """As in the protocol; also clears away what dead writers, builders and deleters left. What should leave and
-        cannot be removed is a problem.
-        """
+        """As in the protocol; also clears away what the dead left. What cannot be removed is a problem."""
         self._check_open()
         with os_errors(self.folder), exclusive(self.folder) as alone:
             removed = self._keeper.collect(alone=alone)
@@ -325,11 +320,7 @@ class FileStore(IndexStore):
                         self._books.report(digest, signature, err)
 
     def rescan(self, *, full: bool = False) -> None:
-        """Reads the headers of files that are new since the last scan; a folder whose mtime stands is
-        skipped.
-
-        Raises StoreFolderError when the store's folder has gone.
-        """
+        """As in the protocol; a folder whose mtime stands is skipped. Raises StoreFolderError without a folder."""
         with self._lock:
             self._check_open()
             with os_errors(self.folder):

@@ -59,18 +59,14 @@ class Signature(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Who may use a store's folders: their ``mode``, which its files have without the right to execute, and the number
-    of their ``group``, which what is made in them inherits. By default they are the owner's alone.
-    """
+    """Who may use a store's folders, by default their owner alone: their ``mode``, their ``group``'s number."""
 
     mode: int = 0o700
     group: int | None = None
 
     @classmethod
     def of(cls, mode: int | str, group: str | int | None) -> Access:
-        """Of a number, or of one in octal digits. Raises InvalidPayload for a mode that keeps the owner out, or is
-        none, and for a group that is not there.
-        """
+        """Of a number, or of one in octal digits. Raises InvalidPayload for a mode or a group that is none."""
         try:
             bits = int(mode, 8) if isinstance(mode, str) else mode
         except ValueError:
@@ -117,9 +113,7 @@ def is_shard(name: str) -> bool:
 
 
 def check_folder(folder: Path, *, create: bool, write: bool = True, access: Access = PRIVATE) -> None:
-    """Raises StoreFolderError unless the folder is there (made, with ``create``) and can be read, and written to with
-    ``write``.
-    """
+    """Raises StoreFolderError unless the folder is there (or made: ``create``), readable, and for ``write`` writable."""
     if create:
         with os_errors(folder), contextlib.suppress(FileExistsError):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -139,9 +133,8 @@ def check_folder(folder: Path, *, create: bool, write: bool = True, access: Acce
 
 
 def come_back(folder: Path) -> bool:
-    """Makes a folder of the owner's alone again where it is gone; whether it was. Raises StoreFolderError.
-
-    Never where its own parent has become another user's, who could then swap its files.
+    """Makes an owner's folder again where it is gone; whether it was. Raises StoreFolderError, also where the folder's
+    parent has become another user's, who could swap its files.
     """
     with os_errors(folder):
         if folder.is_dir():
@@ -208,9 +201,7 @@ def closing_fd(fd: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def shard_fd(folder: Path, shard: str, *, create: Access | None = None) -> Iterator[int]:
-    """A descriptor of one shard folder (made, for ``create``, where it is missing), never through a symbolic link.
-    Raises OSError.
-    """
+    """A descriptor of a shard folder (made, for ``create``, if missing), never through a link. Raises OSError."""
     path = folder / shard
     if create is not None:
         with contextlib.suppress(FileExistsError):
@@ -229,10 +220,9 @@ def give_mode(fd: int, mode: int) -> None:
 
 
 def touch(fd: int, used: float) -> None:
-    """Records when an index was last used (seconds) as its access time; its modification time stays.
+    """Records when an index was last used (seconds) as its access time, if possible; its modification time stays.
 
-    The kernel's own access times will not do: they follow mounts' options, and a scan of headers is no use. Where
-    the file is not ours, or its disk not writable, it keeps the time it has.
+    The kernel's own access times will not do: they follow mounts' options, and a scan of headers is no use.
     """
     with contextlib.suppress(OSError):
         os.utime(fd, ns=(max(int(used * 1e9), 0), os.fstat(fd).st_mtime_ns))
@@ -242,9 +232,7 @@ def touch(fd: int, used: float) -> None:
 
 
 def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: bool = True) -> int:
-    """Opens a file for reading, never blocking on a pipe. Raises IndexNotFound, or IndexForeign for a
-    symbolic link when not ``follow``, IndexUnreadable for what else the system refuses.
-    """
+    """Opens a file, never blocking. Raises IndexNotFound, IndexForeign for a link (not ``follow``), IndexUnreadable."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
         return os.open(path, flags, dir_fd=dir_fd)
@@ -259,10 +247,7 @@ def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: 
 
 
 def open_index(name: str, dir_fd: int) -> int:
-    """Opens an index for reading, never through a link, never blocking, without making it look used.
-
-    Raises as ``reader.open_fd``.
-    """
+    """As ``open_fd``, never through a link, without making the index look used."""
     try:
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | _NOATIME, dir_fd=dir_fd)
     except OSError:
@@ -277,8 +262,8 @@ def path_in(folder: Path, digest: str) -> Path:
 def open_named(folder: Path, digest: str) -> int:
     """A descriptor of an index's file, never through a link, without making it look used. The error names the path.
 
-    Only a name that is not there is IndexNotFound. What else the system says no to (no descriptors left, an I/O
-    error) is IndexUnreadable: it says nothing about the index. Raises IndexForeign for a link.
+    Only a name that is not there is IndexNotFound. What else the system refuses is IndexUnreadable: it says nothing
+    about the index. Raises IndexForeign for a link.
     """
     path = path_in(folder, digest)
     try:
@@ -351,9 +336,7 @@ def read_full(fd: int, out: memoryview, offset: int) -> int:
 
 def read_ahead(fd: int) -> Iterator[int]:
     """Asks the kernel for the whole file, a step (of which it gives the offset) at a time: of one large request it
-    reads only the first few MiB.
-
-    Waits where the disk's queue is full. Raises OSError.
+    reads only the first few MiB. Waits where the disk's queue is full. Raises OSError.
     """
     for start in range(0, os.fstat(fd).st_size, _READ_AHEAD):
         os.posix_fadvise(fd, start, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
@@ -441,10 +424,7 @@ Source: TypeAlias = BufferSource | FileSource
 
 
 class _DirectReads:
-    """Bulk reads of one file: what the page cache holds comes from there, the rest past it (O_DIRECT).
-
-    Without ``direct_fd`` all comes through the page cache; with ``must`` nothing does.
-    """
+    """Bulk reads: what the page cache holds comes from there, the rest past it (O_DIRECT); with ``must`` all."""
 
     def __init__(self, fd: int, direct_fd: int | None, *, must: bool) -> None:
         self._fd, self._direct_fd, self._must = fd, direct_fd, must
@@ -469,9 +449,7 @@ class _DirectReads:
         return done + read_full(self._fd, out[done:], offset + done)
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
-        """Whether one page of the stretch is in the page cache. Which one is random, since asking for a page that
-        is not there makes the kernel fetch it: the same page would be there the next time.
-        """
+        """Whether a page of the stretch is in the page cache: a random one, since asking makes the kernel fetch it."""
         page = offset + random.randrange(-(-nbytes // ALIGN)) * ALIGN
         try:
             return os.preadv(self._fd, [bytearray(1)], page, os.RWF_NOWAIT) == 1
@@ -498,11 +476,10 @@ def open_direct(fd: int) -> int:
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[bool]:
-    """Keeps other processes, and other threads, from changing names in the folder meanwhile (flock of the folder).
+    """Keeps others from changing names in the folder meanwhile (flock of the folder). Gives whether it is locked.
 
-    Nothing hangs on it: after ``_EXCLUSIVE_WAIT_S``, or where the file system has no locks, the block runs without.
-    It then costs at most a cached index or a byte cap exceeded, never a wrong byte. Gives whether it is locked. Do
-    not nest.
+    After ``_EXCLUSIVE_WAIT_S``, or without locks, the block runs all the same. It then costs at most a cached index or
+    a byte cap exceeded, never a wrong byte. Do not nest.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -563,8 +540,8 @@ def is_named(fd: int, dir_fd: int, name: str) -> bool:
 def remove_unlocked(dir_fd: int, start: str, *, grace_s: float, access: int = os.O_RDONLY) -> int:
     """Removes files whose names begin with ``start`` and that nobody has locked: who made them died. Returns how many.
 
-    Process ids of another container mean nothing here. A file touched within ``grace_s`` seconds is left alone: whoever
-    made it may be about to lock it. With ``access`` os.O_RDWR only regular files are removed.
+    A file touched within ``grace_s`` seconds is left alone: whoever made it may be about to lock it. With ``access``
+    os.O_RDWR only regular files are removed.
     """
     removed = 0
     with os.scandir(dir_fd) as items:

@@ -1,8 +1,7 @@
 """What an index belongs to, and the bytes of its file: identities, layout, and every check on bytes from outside.
 
-``docs/index-format.md`` is the specification. Everything here is a pure function of its arguments, equal on every
-machine: ``writer.py`` writes, ``reader.py`` reads. One index is one container, the same bytes in a file, in memory and
-on another machine.
+``docs/index-format.md`` is the specification. Everything here is a pure function of its arguments. One index is one
+container, the same bytes in a file, in memory and on another machine.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ _HEX = frozenset(string.hexdigits.lower())
 
 
 def namespace_digest(fields: Mapping[str, str | None]) -> str:
-    """SHA-256 (64 hex digits) of everything in SGLang's ``RadixKey`` that is not tokens.
+    """SHA-256 (64 hex digits) of everything in SGLang's ``RadixKey`` that is not tokens, by field name.
 
-    ``fields`` maps field names (``extra_key``, ``cache_salt``) to values. Names and values are hashed with
-    their lengths, in the order of the names, so that no two different sets of fields meet. A field that is
-    None is the same as a field that does not exist ("no namespace" stays what it is when SGLang grows a
-    field), and is different from the empty string. The values do not appear in the result.
+    Names and values are hashed with their lengths, in the order of the names: no two sets of fields meet. A field that
+    is None is as one that does not exist, unlike an empty string. The values do not appear in the result.
     """
     h = hashlib.sha256(_NAMESPACE_TAG)
     for name, value in sorted(fields.items()):
@@ -53,9 +50,9 @@ def namespace_digest(fields: Mapping[str, str | None]) -> str:
 def page_hashes(token_ids: Sequence[int] | NDArray[Any], page_tokens: int = PAGE_TOKENS) -> list[bytes]:
     """Chained SHA-256 of each full page: ``digest[i] = sha256(digest[i-1] + int64_le(tokens of page i))``.
 
-    The parent of page 0 is 32 zero bytes. ``token_ids`` [num_tokens] integers; a last page that is not full
-    has no digest. Returns num_tokens // page_tokens digests of 32 bytes: digest n-1 names the first n pages.
-    Raises InvalidPayload for anything but a flat sequence of int64 integers.
+    The parent of page 0 is 32 zero bytes. ``token_ids`` [num_tokens] integers. Returns num_tokens // page_tokens
+    digests of 32 bytes: digest n-1 names the first n pages. Raises InvalidPayload for anything but a flat sequence of
+    int64 integers.
     """
     if page_tokens < 1:
         raise InvalidPayload("page_tokens", "1 or more", str(page_tokens), "use SGLang's page of 16 tokens")
@@ -85,10 +82,7 @@ def _int64_le(token_ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
 
 
 def canonical_digest(value: Any) -> str:
-    """SHA-256 (64 hex digits) of a JSON value with sorted keys: for a model config, a RoPE setting, a spec.
-
-    ``value`` is any nesting of dict, list, str, int, float, bool and None, or a msgspec Struct.
-    """
+    """SHA-256 (64 hex digits) of a JSON value, or a msgspec Struct, with sorted keys."""
     return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
 
 
@@ -178,10 +172,7 @@ class IndexIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return hashlib.sha256(_IDENTITY_TAG + msgspec.json.encode(self, order="sorted")).hexdigest()
 
     def mismatch(self, other: IndexIdentity) -> str | None:
-        """None when equal, else the first field that differs: "model.kv_dtype: expected A, found B".
-
-        ``self`` is what is expected, ``other`` what was found.
-        """
+        """None when equal, else the first field that differs from ``self``'s: "model.kv_dtype: expected A, found B"."""
         order = ("format_version", "namespace", "page_tokens", "num_tokens", "prefix_hash")
         return (
             _first_difference(self, other, order)
@@ -248,9 +239,9 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "float8_e5m2": np.dtype("u1"),
     "int4x2": np.dtype("u1"),
 }
-"""Dtype tag -> the little-endian numpy dtype that holds its bytes. A shape always counts these stored
-elements:
-``bfloat16`` is held as raw 16 bits, ``int4x2`` as bytes of two 4-bit values, the first in the low half."""
+"""Dtype tag -> the little-endian numpy dtype that holds its bytes. A shape always counts these stored elements:
+``bfloat16`` is held as raw 16 bits, ``int4x2`` as bytes of two 4-bit values, the first in the low half.
+"""
 
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
 _ADDRESS = attrgetter("name", "layer", "kv_head")
@@ -266,9 +257,7 @@ class ArrayKey(NamedTuple):
 
 
 class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When the index was built (seconds since the Unix epoch) and how long that took (seconds): 0 to 1e12, int or
-    float, held as a float: an int would come back as one, and give other bytes. Raises ValueError.
-    """
+    """When it was built (since the Unix epoch), and how long that took: seconds, 0 to 1e12. Raises ValueError."""
 
     created: float = 0.0
     build_seconds: float = 0.0
@@ -284,7 +273,7 @@ class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class ArrayRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One row of the array table. ``offset`` is from the first byte of data; ``xxh3`` is 16 hex digits.
 
-    Not tracked by the garbage collector: it cannot be part of a cycle, and an index may have 50,000 of them.
+    Not tracked by the garbage collector: an index may have 50,000 of them.
     """
 
     name: str
@@ -374,10 +363,7 @@ def _clip(text: str) -> str:
 
 
 def lay_out(shapes: Iterable[tuple[ArrayKey, str, Sequence[int]]]) -> list[ArrayRecord]:
-    """Places (key, dtype tag, shape) rows one after the other, 4 KiB apart; checksums are still zeros.
-
-    Raises InvalidPayload for a key, tag or shape that the format does not allow.
-    """
+    """Places (key, dtype tag, shape) rows one after the other, 4 KiB apart, unsummed. Raises InvalidPayload."""
     records: list[ArrayRecord] = []
     offset = 0
     for key, tag, shape in shapes:
@@ -412,9 +398,7 @@ def encode_sections(entry: Entry, table: Table) -> tuple[bytes, bytes]:
 
 
 def check_json(value: Any, where: str, depth: int = 0) -> None:
-    """Raises InvalidPayload for what would not come back from JSON as it went in (NaN, bytes, int keys, subclasses of
-    str, int and float, numpy's scalars among them, and text that is no Unicode).
-    """
+    """Raises InvalidPayload for what would not come back from JSON as it went in: NaN, int keys, numpy's scalars."""
     if depth > 32:
         raise invalid(where, "at most 32 levels of nesting", "more", "flatten it")
     if isinstance(value, dict):
@@ -530,8 +514,7 @@ def _decode(raw: bytes, checksum: int, decoder: msgspec.json.Decoder[_Section], 
 def table_problem(records: Sequence[ArrayRecord], data_nbytes: int) -> tuple[str, object, object] | None:
     """(what, expected, found) of the first row that breaks the format, or None.
 
-    Rows must lie one after the other, each on the next 4 KiB boundary, and together fill ``data_nbytes``:
-    then nothing overlaps, nothing is outside and nothing is hidden between them.
+    Rows must lie one after the other and together fill ``data_nbytes``: nothing overlaps, is outside or is hidden.
     """
     if len(records) > MAX_ARRAYS:
         return "number of arrays", f"at most {MAX_ARRAYS}", len(records)

@@ -1,8 +1,7 @@
 """The right to build an index while nobody else does: between processes by a locked file, within one by a table.
 
 The lock (flock) of ``.lease-<digest>`` in the index's shard folder is the lease. The kernel frees it when its holder
-dies, however it dies: no clock and no heartbeat is involved. The file itself says nothing; one that nobody has
-locked locked is free for the taking, and ``folder.remove_unlocked`` clears it away.
+dies. The file itself says nothing; ``folder.remove_unlocked`` clears it away.
 """
 
 from __future__ import annotations
@@ -59,9 +58,7 @@ class LocalLeases:
         self._held: dict[str, object] = {}
 
     def acquire(self, digest: str) -> BuildLease | None:
-        """None while the lease is held. ``setdefault`` is the arbiter: it needs no lock, so that a lease may end
-        anywhere, in a garbage collection too.
-        """
+        """None while it is held. ``setdefault`` arbitrates, without a lock: leases may end in a garbage collection."""
         ticket = object()
         if self._held.setdefault(digest, ticket) is not ticket:
             return None
@@ -73,10 +70,7 @@ class LocalLeases:
 
 
 class FolderLeases:
-    """Leases among all processes, and all stores of one process, that share a folder.
-
-    Where the file system has no locks, they hold among the threads that use this object only.
-    """
+    """Leases among all users of a folder; where the file system has no locks, among those of this object."""
 
     def __init__(self, folder: Path, access: Access) -> None:
         self._folder = folder
@@ -84,9 +78,7 @@ class FolderLeases:
         self._local = LocalLeases()
 
     def acquire(self, digest: str) -> BuildLease | None:
-        """None while somebody holds it. Raises StoreFolderError for a folder that cannot be written to, and for a
-        link, pipe or folder by the lease's name.
-        """
+        """None while somebody holds it. Raises StoreFolderError, also for a link or pipe by the lease's name."""
         name = LEASE + digest
         with os_errors(self._folder), shard_fd(self._folder, shard_of(digest), create=self._access) as dir_fd:
             for _ in range(_RACES):

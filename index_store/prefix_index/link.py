@@ -84,9 +84,7 @@ class Link:
             self.problem = err
 
     def ask(self, call: Callable[[], _T], *, opening: bool = False) -> _T:
-        """The call's result or its IndexStoreError; OutOfMemory where this process cannot ask; StoreUnavailable for
-        everything else, and at once while away.
-        """
+        """The call's result or IndexStoreError; OutOfMemory of this process; StoreUnavailable for all else."""
         if not (self.is_open or opening) or self.is_away():
             raise self._error or unavailable(str(self.problem or "one that could not be opened"))
         try:

@@ -1,7 +1,6 @@
 """Work per index in the background: one job per digest, one thread, a short queue, and an end that comes in time.
 
-Knows nothing of stores: ``FileStore`` gives it the copying to do, ``SharedStore`` what goes over the network. A forked
-child begins without jobs and without a thread.
+A forked child begins without jobs and without a thread.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ class Promotion:
         self._done = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it was done. Waits at most ``timeout_s`` seconds (None: until it ends, is dropped, or its store is
-        closed).
-        """
+        """Whether it was done. Waits up to ``timeout_s`` seconds, until it ends, is dropped, or the store is closed."""
         return self._ended.wait(timeout_s) and self._done
 
     def end(self, *, done: bool) -> None:
@@ -57,10 +54,9 @@ class Promoter:
     """Runs ``work(digest, check)`` on a thread of its own, one job after the other; a job that raises has failed.
 
     At most ``MAX_PENDING`` requests wait: the oldest that is not urgent makes room for a new one (``on_drop`` is
-    called, which must not block). The thread starts with a request and ends after some idle seconds, so a forgotten
-    promoter keeps nothing alive. It is a daemon: a tier that never answers must not keep the process from ending. Since
-    a daemon that wakes up in a dying interpreter may crash it, ``close()`` (and at the latest the exit of the
-    interpreter) asks it to stop and waits a bounded time.
+    called, which must not block). The thread ends after some idle seconds, so a forgotten promoter keeps nothing alive.
+    It is a daemon, since a tier may never answer. A daemon that wakes up in a dying interpreter may crash it:
+    ``close()``, or the interpreter's exit, asks it to stop and waits a bounded time.
     """
 
     def __init__(self, work: Callable[[str, Check], object], *, on_drop: Callable[[], None] = lambda: None) -> None:
@@ -78,9 +74,7 @@ class Promoter:
             return self._changed.wait_for(lambda: not self._jobs(), timeout_s)
 
     def request(self, digest: str, *, urgent: bool = False) -> Promotion:
-        """The job of this digest, a new one where there is none. Never blocks. ``urgent``: somebody waits for it,
-        so it goes before the others.
-        """
+        """The job of this digest, if need be a new one. Never blocks. ``urgent``: it goes before the others."""
         with self._changed:
             for job in self._jobs():
                 if job.digest == digest:
@@ -98,10 +92,7 @@ class Promoter:
             return job
 
     def close(self, timeout_s: float) -> bool:
-        """Cancels everything, lets all that wait go on, and joins the thread for ``timeout_s`` seconds.
-
-        Returns whether it ended. If not it is stuck in a tier; it stops at its next ``check``.
-        """
+        """Cancels everything, lets all that wait go on, and joins the thread. Returns whether it ended in time."""
         with self._changed:
             self._closed = True
             jobs, thread = self._jobs(), self._thread

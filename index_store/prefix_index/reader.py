@@ -1,8 +1,7 @@
 """Reading one index: header first, arrays on demand, nothing believed before its checksum was compared.
 
-A bulk read puts many arrays into one buffer, by several threads, each array checked as soon as its bytes are there. The
-plan cuts what was asked for into pieces: a run of whole neighbouring arrays, or a part of one long array. Each thread
-fetches a piece and then checks it while the other threads fetch theirs, so the disk does not wait for the checksums.
+A bulk read is cut into pieces: a run of whole neighbouring arrays, or a part of one long array. Each thread fetches a
+piece and then checks it while the other threads fetch theirs, so the disk does not wait for the checksums.
 """
 
 from __future__ import annotations
@@ -77,12 +76,12 @@ ReadAt = Callable[[int, int], bytes]
 class IndexFile:
     """One stored index, open for reading. Use as a context manager, or ``close()`` it.
 
-    Opening reads the header only. ``array()`` gives read-only views of a shared mapping and checks each array's
-    checksum the first time; the views stay valid after ``close()``. ``read_many()`` copies arrays with several threads,
-    without mapping the file: the fastest way to all of an index, one layer, or one rank's heads.
+    Opening reads the header only. ``array()`` gives read-only views of a shared mapping, which stay valid after
+    ``close()``. ``read_many()`` copies arrays with several threads, without mapping the file: the fastest way to all of
+    an index, one layer, or one rank's heads.
 
-    Stored files are never changed in place, only replaced and unlinked, which leaves open ones whole. Whoever truncates
-    a file under a mapping kills its readers (SIGBUS), as with every mapped file; ``read_many`` reports IndexCorrupt.
+    Stored files are never changed in place, only replaced and unlinked. Whoever truncates a file under a mapping kills
+    its readers (SIGBUS), as with every mapped file; ``read_many`` reports IndexCorrupt.
     """
 
     def __init__(self, source: Source, *, path: str | None = None) -> None:
@@ -146,10 +145,10 @@ class IndexFile:
             raise IndexNotFound("array", str(tuple(key)), "no such array", remedy, self.path) from None
 
     def array(self, name: str, layer: int = -1, kv_head: int = -1) -> NDArray[Any]:
-        """A read-only view [shape] of one array in the stored dtype of its tag (``format.DTYPES``).
+        """A read-only view [shape] of one array in the stored dtype of its tag (``format.DTYPES``), checked the first
+        time.
 
-        The first call per array compares its checksum and raises IndexCorrupt. Raises IndexNotFound for an address that
-        is not there, StoreClosed after ``close()``.
+        Raises IndexNotFound for an address that is not there, IndexCorrupt, StoreClosed.
         """
         record = self.record(ArrayKey(name, layer, kv_head))
         self._verify(record)
@@ -175,18 +174,16 @@ class IndexFile:
         """Copies of arrays (None: all), read and checked by several threads, without mapping the file.
 
         All lie in one buffer, each from a 4 KiB boundary: the caller's ``out`` (``read_nbytes()`` bytes or more,
-        contiguous, writable, page-aligned for the best speed), else new memory that lives as long as an array
-        that views it. The arrays are writable and the caller's own, in the order of ``keys``.
+        contiguous, writable, page-aligned for the best speed), else new memory. The arrays are writable and the
+        caller's own, in the order of ``keys``. Checksums and padding are compared while the next bytes arrive, unless
+        ``verify=False``.
 
-        ``direct``  None: O_DIRECT for what the page cache does not hold, where the file system has it; False:
-                    never; True: always, or an error
+        ``direct``  None: O_DIRECT for what the page cache does not hold, where possible; False: never; True: always
         ``threads`` at most this many at a time; a stretch of up to 4 MiB is read in the calling thread
 
-        Every array's checksum and padding are compared while the next bytes arrive (not with ``verify=False``).
-        Raises IndexNotFound for an address that is not there, IndexCorrupt for other bytes than were written and
-        for a file that somebody cut, IndexUnreadable for an I/O error and for a refused ``direct=True``,
-        InvalidPayload for an ``out`` that cannot take the bytes, StoreClosed, OutOfMemory. After an error
-        ``out`` holds garbage.
+        Raises IndexNotFound for an address that is not there, IndexCorrupt, also for a file that somebody cut,
+        IndexUnreadable, InvalidPayload for an ``out`` that cannot take the bytes, StoreClosed, OutOfMemory. ``out``
+        holds garbage then.
         """
         wanted = self._records if keys is None else {key: self.record(key) for key in keys}
         plan = ReadPlan.of(wanted.values(), self._data_offset)
@@ -212,18 +209,15 @@ class IndexFile:
         return sum(aligned(self.record(key).nbytes) for key in wanted)
 
     def payload(self) -> IndexPayload:
-        """This index as something to put into another store, checked while it is read. Written again, it gives the
-        same bytes. Use it while this file is open. A file is read, never mapped: a disk that fails is an error then;
-        up to 32 MiB at a time, in the order of the file.
+        """This index as something to put into another store while this file is open, checked while it is read. A file
+        is not mapped, so that a disk that fails is an error; up to 32 MiB are read at a time.
         """
         ahead = _ReadAhead(self, _READ_AHEAD_NBYTES)
         arrays = {key: LazyArray(r.dtype, r.shape, partial(ahead.load, key)) for key, r in self._records.items()}
         return IndexPayload(self.identity, arrays, spec=self.spec, stats=self.stats, info=self.info)
 
     def verify(self, *, threads: int = 1) -> None:
-        """Checks every array and the padding behind it, by bulk reads: nothing is mapped, the page cache stays as it
-        is. Holds up to 64 MiB, or the longest array. Raises as ``read_many``, for the first array that is wrong.
-        """
+        """Checks every array and its padding, by bulk reads of 64 MiB or the longest array. Raises as ``read_many``."""
         ahead = _ReadAhead(self, _VERIFY_NBYTES, threads)
         for key in self._records:
             if key not in self._verified:
@@ -267,9 +261,7 @@ class IndexFile:
 
 
 class _ReadAhead:
-    """An index's arrays in the order of the file, read when the first of a stretch of at most ``limit`` bytes (or one
-    array) is asked for. Used by one thread at a time.
-    """
+    """An index's arrays in the order of the file, read by stretches of at most ``limit`` bytes. For one thread."""
 
     def __init__(self, index: IndexFile, limit: int, threads: int = THREADS) -> None:
         self._index, self._limit, self._threads = index, limit, threads
@@ -441,10 +433,7 @@ class ReadPlan:
 
 
 def run(plan: ReadPlan, fetch: Fetch, buffer: memoryview, *, threads: int, verify: bool) -> None:
-    """Fetches all pieces into ``buffer``. Raises the first error; then no thread is at work any more.
-
-    Raises IndexCorrupt for a wrong checksum, padding or length, and what ``fetch`` raises.
-    """
+    """Fetches all pieces. Raises the first error, IndexCorrupt or ``fetch``'s; no thread is at work any more then."""
     stopped = threading.Event()
 
     def work(piece: Piece) -> None:

@@ -1,11 +1,8 @@
-"""How long an index should stay, and its name, on disk: a small file beside it, ``<digest>.pfxkeep``, where that is
-not the default.
+"""How long an index should stay, and its name, on disk: ``<digest>.pfxkeep`` beside it, where that is not the default.
 
-Two lines: the retention as JSON, and the xxh3 (16 hex digits) of the digest, a newline and that JSON.
-
-Replaced whole (partial, fsync, rename), never changed in place. One that is damaged, or is none of ours, counts as the
-default and as a problem: retention is advice, and never a reason to lose an index or to refuse one. One whose bytes the
-system does not give us now says what we do not know: it is left alone, and what it belongs to stays.
+Replaced whole, never changed in place. One that is damaged, or is none of ours, counts as the default and as a problem:
+retention is advice, and never a reason to lose an index or to refuse one. One whose bytes the system does not give us
+now is left alone, and what it belongs to stays.
 """
 
 from __future__ import annotations
@@ -33,9 +30,7 @@ _RETENTION: Final = msgspec.json.Decoder(Retention)
 
 
 def read_retention(dir_fd: int, digest: str) -> Retention:
-    """What the sidecar says; the default where there is none. Raises IndexForeign for what is not a file,
-    IndexCorrupt for one that does not parse, IndexUnreadable.
-    """
+    """The default where there is no sidecar. Raises IndexForeign for no file, IndexCorrupt, IndexUnreadable."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     what, remedy = "retention", "remove it, or set the retention again"
     try:
@@ -66,19 +61,14 @@ def _checksum(digest: str, kept: bytes) -> str:
 
 
 def write_retention(dir_fd: int, digest: str, retention: Retention, *, mode: int) -> None:
-    """Writes the sidecar, or removes it where the default says the same. Raises OSError; then nothing changed.
-
-    The caller syncs the folder.
-    """
+    """Writes the sidecar, or removes it for the default. The caller syncs. Raises OSError; then nothing changed."""
     with _prepared(dir_fd, digest, retention, mode=mode) as commit:
         commit()
 
 
 @contextlib.contextmanager
 def _prepared(dir_fd: int, digest: str, retention: Retention, *, mode: int) -> Iterator[Callable[[], object]]:
-    """All is done that writing a retention takes; what it gives only changes a name. It raises OSError, for a folder by
-    the sidecar's name for instance; then nothing changed.
-    """
+    """All is done that writing a retention takes; what it gives only changes a name, or raises OSError."""
     if retention == DEFAULT:
         yield partial(remove_retention, dir_fd, digest)
         return
@@ -99,16 +89,13 @@ def remove_retention(dir_fd: int, digest: str) -> None:
 def publish(
     dir_fd: int, digest: str, written: PartialFile, retention: Retention | None, *, mode: int, now: float, used: float
 ) -> tuple[Signature, Retention]:
-    """Renames a written index into place, its retention with it; after an OSError neither has changed, unless it was
-    the last rename of all that failed (of a retention that was shortened): then the index is new.
+    """Renames a written index into place, its retention with it. The caller syncs the folder. After an OSError neither
+    has changed, unless the last rename of all failed, of a retention that was shortened.
 
     Two names cannot change at once. Whoever dies in between leaves the old index or the new one with a retention that
-    keeps it as long as the longer of the two: what was acknowledged is never lost for what was not.
-
-    ``retention`` None keeps that of the index that is replaced, if there is one that has not expired. Call it while
-    nobody else changes the folder (``folder.exclusive``). The index counts as used at ``used``; ``now`` is what
-    expiry is compared with (both seconds). The caller syncs the folder. Raises StoreFolderError, having changed
-    nothing, where the retention of the index that is replaced cannot be read: nobody knows what would be lost.
+    keeps it as long as the longer of the two. ``retention`` None keeps that of the index that is replaced, if there is
+    one that has not expired at ``now``. The index counts as used at ``used`` (both seconds). Call it while nobody else
+    changes the folder. Raises StoreFolderError, having changed nothing, where the old retention cannot be read.
     """
     try:
         before, damaged = read_retention(dir_fd, digest), False

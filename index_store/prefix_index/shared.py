@@ -62,22 +62,20 @@ class SharedCounters(NamedTuple):
 class SharedStore(IndexStore):
     """An ``IndexStore`` of a folder and of remote stores, the fastest first. Owns them all.
 
-    *The folder is the truth.* What it holds is what is served, and nothing that a remote store does, lacks or loses
-    removes or replaces any of it. Its errors are the answer. A remote store is a source of what the folder lacks:
-    empty, wiped, damaged or away, it makes for misses only; ``open()`` succeeds without it, ``problems()`` says so.
+    *The folder is the truth.* What it holds is served, and nothing that a remote store does, lacks or loses changes
+    that. Its errors are the answer. A remote store is a source of what the folder lacks: empty, wiped, damaged or away,
+    it makes for misses only; ``open()`` succeeds without it, ``problems()`` says so.
 
-    *Writing.* ``put`` ends when the folder has the index. It is then published in the background to every remote store
-    that lacks it. What could not be published is tried again when that store answers again, and at the next start: no
-    list of it is kept. ``delete`` waits up to ``timeout_s`` for the remote stores; it may come back from another
-    machine that still holds it, and from a store that could not be told before this process ended.
+    *Writing.* ``put`` ends when the folder has the index, which is then published in the background. What could not be
+    is tried again when the store answers again, and at the next start: no list of it is kept. ``delete`` waits up to
+    ``timeout_s`` for the remote stores; the index may come back from another machine that still holds it.
 
     *Reading.* Look-ups are those of all catalogs, without I/O. An index that the folder lacks, or has damaged, is
     fetched into it; ``get`` waits up to ``timeout_s``, then raises StoreUnavailable while the fetch goes on. Where the
-    folder has no room the index is served from memory. A store that does not answer is asked again after 1 to 30 s, and
-    look-ups prefer what the folder has meanwhile, be it shorter.
+    folder has no room the index is served from memory. A store that does not answer is asked again after 1 to 30 s.
 
-    A build lease is the folder's and, where they answer, the remote stores'. Remote stores are listed in the
-    background, at most every ``rescan_s`` seconds.
+    A build lease is the folder's and, where they answer, the remote stores', which are listed every ``rescan_s``
+    seconds.
     """
 
     kind = "shared"
@@ -148,9 +146,7 @@ class SharedStore(IndexStore):
         self.local.close()
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits up to ``timeout_s`` seconds for what is being published. Returns whether every remote store has what
-        the folder has.
-        """
+        """Waits for what is being published. Returns whether every remote store has what the folder has."""
         self._check_open()
         return self._teller.settle(timeout_s) and not any(link.is_behind for link in self._links)
 
@@ -266,9 +262,7 @@ class SharedStore(IndexStore):
         return tuple(found)
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
-        """As in the protocol; but where only the folder's index is damaged (the error names its file, or a full check
-        of it fails), the remote stores' stay offered, and are fetched.
-        """
+        """As in the protocol; where only the folder's index is damaged, the remote stores' are fetched."""
         digest = digest_of(key)
         self._check_open()
         self._end_fetch(digest)
@@ -350,15 +344,13 @@ class SharedStore(IndexStore):
         raise error
 
     def _unfetched(self, digest: str) -> Link | IndexStoreError | None:
-        """Why an index is not fetched for a while: it is damaged there, or the folder cannot take what this store has.
-        It is not downloaded for nothing at each get.
-        """
+        """Why an index is not fetched for a while: damaged there, or the folder cannot take what this store has."""
         until, known = self._no_fetch.get(digest, (0.0, None))
         return known if time.monotonic() < until else None
 
     def _fetch(self, digest: str, check: Check) -> None:
-        """Copies an index into the folder, unless that has one. Raises where nobody has it, and where the folder has
-        one that the system does not give us now: that is not damage, and not replaced.
+        """Copies an index into the folder, unless that has one. Raises where nobody has it, and where the folder's
+        cannot be read now: that is not damage, and not replaced.
         """
         error: IndexStoreError = IndexNotFound("index", digest, "none", "build it")
         with self._counting:
@@ -492,9 +484,7 @@ class SharedStore(IndexStore):
         link.caught_up()
 
     def _tell_one(self, link: Link, digest: str, check: Check) -> bool:
-        """Makes a remote store's index what the folder's is, if that is known to differ, or missing there. Returns
-        whether one was deleted there.
-        """
+        """Makes a remote store's index what the folder's is. Returns whether one was deleted there."""
         check()
         store, entry, existed = link.store, self.local.catalog.get(digest), False
         outdated = store.catalog.hidden.get(digest)

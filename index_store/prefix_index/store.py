@@ -1,7 +1,6 @@
 """What every store can do, and what all kinds share: their life, and look-ups by prefix in a catalog in memory.
 
-A store maps an ``IndexIdentity`` to one container (``docs/index-format.md``). ``get`` gives an open ``IndexFile`` in
-every kind. All methods may be called from several threads.
+A store maps an ``IndexIdentity`` to one container. All methods may be called from several threads.
 """
 
 from __future__ import annotations
@@ -101,9 +100,9 @@ class Ask(NamedTuple):
 class Catalog:
     """Entries by digest and, per namespace, by the hash of the prefix's last page; and what is no usable index.
 
-    Its owner locks, but look-ups may be asked while another thread changes it: a rescan, which waits for a disk, holds
-    up none. ``clock`` gives the seconds since the Unix epoch by which entries expire. One that has expired is held
-    until it is removed, but no look-up of ``IndexStore`` shows it: those that do are ``held`` and ``all_held``.
+    Its owner locks, but look-ups may be asked while another thread changes it: a rescan holds up none. ``clock`` gives
+    the seconds since the Unix epoch by which entries expire. What has expired is shown by ``held`` and ``all_held``
+    only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -112,9 +111,7 @@ class Catalog:
         self._by_prefix: dict[str, dict[bytes, tuple[str, ...]]] = {}
         self._served: dict[str, object] = {}
         self.hidden: dict[str, int] = {}
-        """Digests that no listing and no look-up by prefix shows: what the store has of them is outdated. Outlives
-        ``clear()``.
-        """
+        """Digests of what is outdated: no listing and no look-up by prefix shows them. Outlives ``clear()``."""
         self.problems: dict[str, IndexStoreError] = {}
         """By path, or by digest in a store without files: what is not a usable index, and why."""
 
@@ -179,10 +176,7 @@ class Catalog:
         return self._served.get(digest, version) == version
 
     def matches(self, ask: Ask) -> Iterator[tuple[IndexEntry, str | None]]:
-        """Indexes of a prompt's prefixes, the longest first, each with the first field that is not what is asked for.
-
-        No I/O: one dict probe per page.
-        """
+        """Indexes of a prompt's prefixes, the longest first, each with the first field that differs. No I/O."""
         prefixes = self._by_prefix.get(ask.namespace)
         if prefixes is None:
             return
@@ -243,19 +237,19 @@ class IndexStore(ABC):
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         """Stores an index whole or not at all; an older one of the same identity is replaced.
 
-        ``retention`` None keeps that of the index it replaces, if there is one. When it returns the index is as
-        durable as the store is. Others may have been evicted to make room. Raises InvalidPayload, StoreFull,
-        StoreFolderError, StoreUnavailable, and what a ``LazyArray`` raises, as it is; after an error the index of
-        this identity is what it was before. One exception: where the disk fails after the new index got its name
-        (retention, sync of the folder), either version may be there, whole, kept at least as long as both should be.
+        ``retention`` None keeps that of the index it replaces. When it returns the index is as durable as the store is.
+        Others may have been evicted to make room. Raises InvalidPayload, StoreFull, StoreFolderError, StoreUnavailable,
+        and what a ``LazyArray`` raises; after an error the index of this identity is what it was before. One exception:
+        where the disk fails after the new index got its name, either version is there, whole, kept at least as long as
+        both should be.
         """
 
     @abstractmethod
     def get(self, key: IndexLookup) -> IndexFile:
         """Opens an index; the caller closes it. Its header is checked now, each array when it is first read.
 
-        Raises IndexNotFound (also when another process deleted it), IndexCorrupt, IndexTooNew, IndexForeign,
-        IndexUnreadable, IndexMismatch; for an index that was reported, the error of that report.
+        Raises IndexNotFound, IndexCorrupt, IndexTooNew, IndexForeign, IndexUnreadable, IndexMismatch, and what was
+        reported.
         """
 
     @abstractmethod
@@ -274,8 +268,7 @@ class IndexStore(ABC):
     def lease(self, key: IndexLookup) -> BuildLease | None:
         """The right to build this index, or None while somebody else holds it. Never blocks.
 
-        Whoever gets it looks first whether the index has come meanwhile (``contains``). A store that nobody else
-        can reach arbitrates within this process only.
+        Whoever gets it looks first whether the index has come meanwhile (``contains``).
         """
 
     @abstractmethod
@@ -288,10 +281,9 @@ class IndexStore(ABC):
 
     @abstractmethod
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
-        """Tells the store that reading an index failed after ``get``: it becomes a problem and is offered no
-        more, until it is replaced. Of a digest that the store does not have: nothing happens. Where this store
-        has handed out several versions, the report may be about an older one: then the one that is there is read
-        whole, and hidden only if it is damaged.
+        """Tells the store that reading an index failed after ``get``: it becomes a problem and is offered no more,
+        until it is replaced. A report that may be about an older version has the present one read whole, and hidden
+        only if it is damaged.
         """
 
     @abstractmethod
@@ -323,9 +315,7 @@ class IndexStore(ABC):
         *,
         page_tokens: int = PAGE_TOKENS,
     ) -> IndexEntry | None:
-        """The index of the longest prefix of a prompt: its prefix_hash is ``page_hashes[n-1]`` and its length
-        n * page_tokens. No I/O: one dict probe per page.
-        """
+        """The index of a prompt's longest prefix: of hash ``page_hashes[n-1]`` and n * page_tokens tokens. No I/O."""
         return self._longest(Ask(namespace, page_hashes, model, profile_digest, page_tokens))
 
     def near_miss(
@@ -337,7 +327,7 @@ class IndexStore(ABC):
         *,
         page_tokens: int = PAGE_TOKENS,
     ) -> str | None:
-        """Why ``longest`` found nothing although this prompt's prefix is indexed in this namespace: the first field
+        """Why ``longest`` found nothing although a prefix of this prompt is indexed in this namespace: the first field
         that differs, with both values. None where no such index exists.
         """
         ask = Ask(namespace, page_hashes, model, profile_digest, page_tokens)

@@ -53,8 +53,7 @@ class SeekableWriter(Protocol):
 class LazyArray:
     """An array that is made when it is written: of what fits in memory, only one at a time has to.
 
-    ``dtype`` is a tag of ``format.DTYPES``; ``load()`` returns an array of ``shape`` in the tag's stored
-    dtype.
+    ``dtype`` is a tag of ``format.DTYPES``; ``load()`` returns an array of ``shape`` in the tag's stored dtype.
     """
 
     dtype: str
@@ -67,9 +66,7 @@ class IndexPayload:
     """Everything of one index, to be stored. The arrays stay the caller's and are only read, during the put.
 
     ``arrays``  address -> numpy array, or LazyArray
-    ``dtypes``  tags of those arrays whose numpy dtype does not say it: ``bfloat16`` (held in uint16),
-    ``int4x2``,
-                ``float8_*`` (held in uint8)
+    ``dtypes``  tags of arrays whose dtype does not say it: ``bfloat16`` (in uint16), ``int4x2``, ``float8_*`` (in uint8)
     ``spec``    the build spec, a JSON object; ``stats`` what the build measured, likewise
     """
 
@@ -81,11 +78,7 @@ class IndexPayload:
     info: BuildInfo = field(default_factory=lambda: BuildInfo(created=time.time()))
 
     def records(self) -> list[ArrayRecord]:
-        """The array table in its canonical order: layer, name, KV head; so one layer is one stretch of the
-        file.
-
-        Raises InvalidPayload for what the format cannot hold.
-        """
+        """The array table in canonical order: layer, name, KV head. Raises InvalidPayload."""
         unknown = [tuple(key) for key in self.dtypes if key not in self.arrays]
         if unknown:
             raise invalid("dtypes", "keys of arrays only", unknown[0], "remove the tag or add the array")
@@ -108,10 +101,9 @@ def _check_key(key: ArrayKey) -> None:
 
 
 class IndexWriter:
-    """A payload on its way out. ``nbytes`` is the length of the whole container, known before the first byte goes.
+    """A payload on its way out. ``nbytes``, the container's length, is known before the first byte goes.
 
-    Owns nothing: the caller opens, syncs and closes what is written to. Raises InvalidPayload for what the format
-    cannot hold.
+    Owns nothing: the caller opens, syncs and closes what is written to. Raises InvalidPayload.
     """
 
     def __init__(self, payload: IndexPayload) -> None:
@@ -131,8 +123,7 @@ class IndexWriter:
     ) -> None:
         """Writes ``nbytes`` bytes from offset 0 of ``out``, header and footer last: until then they are no index.
 
-        ``load`` makes the lazy arrays. Raises InvalidPayload for an array that is not what the payload announced, and
-        whatever ``out`` and ``load`` raise.
+        ``load`` makes the lazy arrays. Raises InvalidPayload for an array that is not what the payload announced.
         """
         place = _Place(out)
         rows = [self._write_array(place, record, load) for record in self._records]
@@ -165,10 +156,8 @@ class IndexWriter:
 
 class _Place:
     """Where a container is written to. Has the kernel begin to write what is in the page cache, so that fsync finds
-    little left to do.
-
-    POSIX_FADV_DONTNEED on pages that were just written starts their write-back; it drops none of them, since they
-    are not clean yet. Measured for 512 MB on ext4: 2.3 GB/s with the fsync, 1.3 without this.
+    little left to do: POSIX_FADV_DONTNEED on pages that were just written starts their write-back, and drops none of
+    them. Measured for 512 MB on ext4: 2.3 GB/s with the fsync, 1.3 without this.
     """
 
     def __init__(self, out: SeekableWriter) -> None:
@@ -201,9 +190,10 @@ class _Place:
 
 
 def write_index(out: SeekableWriter, payload: IndexPayload) -> int:
-    """Writes the payload as one container from offset 0 of ``out``. Returns its length in bytes.
+    """Writes the payload as one container from offset 0 of ``out``; its length in bytes. Equal payloads give equal
+    bytes.
 
-    Equal payloads give equal bytes. Raises InvalidPayload before the first byte goes, and whatever ``out`` raises.
+    Raises InvalidPayload before the first byte goes, and whatever ``out`` raises.
     """
     writer = IndexWriter(payload)
     writer.write(out)
@@ -214,10 +204,11 @@ def write_index(out: SeekableWriter, payload: IndexPayload) -> int:
 
 
 class PartialFile:
-    """A file on its way into a shard folder, all or nothing: partial, fsync, rename; the caller syncs the folder.
+    """A file on its way into a shard folder, all or nothing: ``create()``, ``write()``, ``publish()``; then sync the
+    folder.
 
-    ``create()`` makes it, ``write()`` fills it, ``publish()`` gives it its name. Until then it is locked, so that
-    nobody clears it away. As a context manager it leaves nothing behind that was not published. All raise OSError.
+    Until it has its name it is locked, so that nobody clears it away. As a context manager it leaves nothing behind
+    that was not published. All raise OSError.
     """
 
     def __init__(self, dir_fd: int, *, mode: int) -> None:
@@ -302,9 +293,9 @@ def replace_file(dir_fd: int, name: str, payload: IndexPayload, *, mode: int) ->
 
 
 def _create_partial(dir_fd: int, *, mode: int) -> tuple[str, int]:
-    """(name, descriptor) of a new file that no reader looks at, locked for as long as its writer lives.
+    """(name, descriptor) of a new file that no reader looks at, locked while its writer lives. Raises OSError.
 
-    Once it is locked nobody clears it away; what was cleared away before that is made anew. Raises OSError.
+    What was cleared away before it was locked is made anew.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:

@@ -52,8 +52,8 @@ class BlobsFailed(BlobsError):
 class Blobs(Protocol):
     """Named values in a store of somebody else's. Names are ASCII, ``/`` parts them.
 
-    All methods may block, for as long as the store pleases: ``RemoteStore`` runs each on a thread of its own and
-    gives up waiting in time. They may be called from several threads, between ``open`` and ``close`` only.
+    All methods may block: ``RemoteStore`` runs each on a thread of its own and gives up waiting in time. They may be
+    called from several threads, between ``open`` and ``close`` only.
     """
 
     name: str
@@ -69,10 +69,7 @@ class Blobs(Protocol):
         """A whole small value. Raises BlobMissing; BlobTooShort for one of more than ``limit`` bytes."""
 
     def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
-        """Fills the writable ``parts``, one after the other, from ``offset`` of a value.
-
-        Raises BlobMissing, and BlobTooShort where the value ends before the parts are full.
-        """
+        """Fills ``parts``, one after the other, from ``offset`` on. Raises BlobMissing, and BlobTooShort at the end."""
 
     def size(self, name: str) -> int:
         """Length in bytes. Raises BlobMissing."""
@@ -87,9 +84,7 @@ class Blobs(Protocol):
         """Removes a value. One that is not there is no error."""
 
     def names(self, folder: str) -> Mapping[str, str]:
-        """All names that begin with ``folder`` + ``/``, each with a tag that changes when its value is written
-        ("" where the store tells none).
-        """
+        """All names below ``folder``, each with a tag that changes when its value is written (or "": none)."""
 
 
 def copy_bytes(out: memoryview, data: memoryview | bytes) -> None:
@@ -100,9 +95,8 @@ def copy_bytes(out: memoryview, data: memoryview | bytes) -> None:
 class ObjectBlobs:
     """A ``Blobs`` at ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder`` or ``memory:///``.
 
-    ``options`` go to ``obstore.store.from_url`` (``endpoint``, ``region``, ``client_options``, ...). A ``file``
-    address is for file systems that several machines share; it is not synced to the disk (obstore does not), so a
-    FileStore is the better store of one machine. What is at ``memory:///`` lives as long as this object.
+    ``options`` go to ``obstore.store.from_url``. A ``file`` address is for file systems that several machines share; it
+    is not synced to the disk. What is at ``memory:///`` lives as long as this object.
     """
 
     def __init__(self, url: str, **options: Any) -> None:

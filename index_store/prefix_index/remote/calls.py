@@ -1,8 +1,7 @@
 """Calls into somebody else's client library that may hang: each on a thread of its own, none waited for too long.
 
-A Mooncake client asks a dead machine for half a minute, and crashes the process when it is called after its end.
-So whoever waits gives up after ``timeout_s``; for ``backoff_s`` nobody asks again; and the client is closed only
-when the last call that is still inside has come back.
+A Mooncake client asks a dead machine for half a minute, and crashes the process when it is called after its end. So
+whoever waits gives up, for ``backoff_s`` nobody asks again, and the client is closed when the last call has come back.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class _Job(Generic[_T]):
 class Calls:
     """Runs calls with a deadline each. ``what`` names the store in messages; times are seconds.
 
-    A call that overran goes on in its thread, which keeps alive what the call refers to (a buffer that is being
-    written, above all); at most 16 can be under way, then the store counts as unavailable at once.
+    A call that overran goes on in its thread, which keeps alive what the call refers to. At most 16 can be under way.
     """
 
     def __init__(self, what: str, *, timeout_s: float, backoff_s: float, parallel: int = 4) -> None:
@@ -47,9 +45,7 @@ class Calls:
         _all.add(self)
 
     def run(self, call: Callable[[], _T]) -> _T:
-        """The call's result or its exception. Raises StoreUnavailable when it does not come in time, and at once
-        during the back-off after that.
-        """
+        """The call's result or exception; StoreUnavailable when it does not come in time, and in the back-off then."""
         return self.run_all([call])[0]
 
     def run_all(self, calls: Iterable[Callable[[], _T]]) -> list[_T]:
@@ -81,10 +77,7 @@ class Calls:
         return results
 
     def close(self, last: Callable[[], None]) -> None:
-        """Runs ``last`` once no call is inside any more: now, or after a call that overran has come back.
-
-        Returns within about twice the timeout. ``last`` must not raise.
-        """
+        """Runs ``last``, which must not raise, once no call is inside. Returns within about twice the timeout."""
         with self._lock:
             self._lock.wait_for(lambda: self._running == 0, self.timeout_s)
             self._last = last

@@ -1,10 +1,9 @@
 """Build leases between machines: a small value that only one can create, kept alive by its holder.
 
 The value says who holds the lease and until when by the holder's clock; a thread renews it every third of its
-``ttl_s``. One whose time has passed by *our* clock is taken over. So clocks should agree to within ``ttl_s`` / 3; where
-they do not, and in the moment of a takeover, two machines may build the same index: work is wasted, nothing is lost,
-since every put is whole by itself. Stores that cannot create a value only where there is none (Mooncake) arbitrate
-within this process.
+``ttl_s``. One whose time has passed by *our* clock is taken over. Where clocks are further apart than ``ttl_s`` / 3,
+and in the moment of a takeover, two machines may build the same index: work is wasted, nothing is lost. Stores that
+cannot create a value only where there is none (Mooncake) arbitrate within this process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Values in Mooncake Store, which SGLang's users run below HiCache.
+"""Values in Mooncake Store, which SGLang's users run below HiCache: without authentication, on trusted networks only.
 
-Mooncake has neither authentication nor encryption: use it, and this, on trusted networks only. What it holds may
-vanish at any time. Its client library hangs on a dead machine for up to 30 s and crashes when it is called after
-``close``; ``RemoteStore`` keeps both away from its callers.
+What it holds may vanish at any time. Its client library hangs on a dead machine for up to 30 s and crashes when it is
+called after ``close``; ``RemoteStore`` keeps both away from its callers.
 """
 
 from __future__ import annotations

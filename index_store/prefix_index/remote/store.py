@@ -1,7 +1,6 @@
 """Indexes in an existing distributed store, shared by a fleet: chunks under fresh names, a manifest last.
 
-A cache that may lose, never the only copy: keep what must not be lost in a ``FileStore`` (``SharedStore`` composes
-the two). What comes back is whole and checked, or it is a miss with a reason, within a bounded time.
+A cache that may lose, never the only copy. What comes back is whole and checked, or a miss with a reason, in time.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ _MAX_STRAYS = 100
 
 
 class _Bad(NamedTuple):
-    """The generation that a problem is about (None: look again whenever something changed). What a reader
-    ``reported`` stands; what ``get`` found itself it looks at again.
-    """
+    """The generation that a problem is about (None: look again). ``reported`` by a reader, or else found by ``get``."""
 
     generation: str | None
     reported: bool = False
@@ -110,9 +107,7 @@ class RemoteStore(IndexStore):
                 self._clear()
 
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
-        """As in the protocol, and: when the store stops answering while the manifest is written, either the old or
-        the new index is there afterwards.
-        """
+        """As in the protocol; when the store stops answering in the end, either the old or the new index is there."""
         self._check_open()
         writer = IndexWriter(payload)
         digest, generation = payload.identity.digest, new_generation(self._clock())
@@ -212,9 +207,7 @@ class RemoteStore(IndexStore):
         return manifest.listed
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
-        """As in the protocol: between machines where the store can create a value only if there is none. Raises
-        StoreUnavailable.
-        """
+        """As in the protocol: between machines where the store can create a value only if there is none."""
         digest = digest_of(key)
         self._check_open()
         return self._leases.acquire(digest)
@@ -225,9 +218,7 @@ class RemoteStore(IndexStore):
         self._check_open()
 
     def collect(self) -> Sequence[IndexEntry]:
-        """Removes what has expired, indexes of which chunks were lost, chunks that no manifest names and that are
-        older than the grace, leases whose holders died. Returns the indexes. Raises StoreUnavailable.
-        """
+        """As in the protocol; also removes indexes that lost chunks, chunks without a manifest, leases of the dead."""
         self._check_open()
         found = self._scan(full=False)
         with self._lock:
@@ -272,8 +263,8 @@ class RemoteStore(IndexStore):
                 self._hide(digest, error, _Bad(manifest.generation, reported=True))
 
     def rescan(self, *, full: bool = False) -> None:
-        """Lists the names; reads the manifests that are new, or all with ``full``. Raises StoreUnavailable; then the
-        books are what they were.
+        """Lists the names; reads the manifests that are new, or all with ``full``. Raises StoreUnavailable, having
+        changed nothing.
         """
         self._check_open()
         self._scan(full=full)

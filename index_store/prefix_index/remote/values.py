@@ -2,8 +2,7 @@
 
 A value is a 64-byte header that says what it is, then its body. A container is cut into chunks, each one value under
 ``<folder>/<digest>.<generation>.<index>``. A manifest under ``<folder>/<digest>.manifest`` names the generation. It is
-written last and removed first. A generation is new for every put, so that no name is ever written twice and bytes of
-two puts cannot be mixed.
+written last and removed first. A generation is new for every put: no chunk's name is ever written twice.
 """
 
 from __future__ import annotations
@@ -120,9 +119,7 @@ def value_header(kind: int, digest: str, generation: str, index: int, body: memo
 
 
 def check_header(raw: bytes, kind: int, digest: str, generation: str | None, index: int) -> tuple[int, int, str]:
-    """(length, xxh3, generation) that the header states. Raises IndexForeign, IndexTooNew or IndexCorrupt, also
-    for an intact value of another index, generation or place.
-    """
+    """(length, xxh3, generation) of a header. Raises IndexForeign, IndexTooNew, IndexCorrupt (or another index's)."""
     what = f"{KINDS[kind]} {index}" if kind == CHUNK else KINDS[kind]
     if raw[:8] != MAGIC[: len(raw)]:
         remedy = "delete the index, or give the store another folder"
@@ -183,7 +180,7 @@ def unpack_manifest(digest: str, raw: bytes) -> Manifest:
 class ChunkedBuffer:
     """A container in memory as the chunk values that go out, each with room for its header: no second copy.
 
-    A ``SeekableWriter``: write the container into it, ``seal()`` it, then take each ``value(i)``.
+    Write the container into it, ``seal()`` it, then take each ``value(i)``.
     """
 
     def __init__(self, nbytes: int, chunk_nbytes: int) -> None:
@@ -230,11 +227,7 @@ class Found(NamedTuple):
 
 
 class Values:
-    """The values of one store, below ``folder``.
-
-    Every method raises StoreUnavailable when the store does not answer in time, or says that it cannot; OutOfMemory
-    where nobody was asked.
-    """
+    """The values below ``folder``. Methods raise StoreUnavailable, and OutOfMemory where nobody was asked."""
 
     def __init__(self, blobs: Blobs, calls: Calls, folder: str) -> None:
         self._blobs, self._calls, self._folder = blobs, calls, folder

@@ -1,7 +1,6 @@
 """Where a service listens, a socket file of its owner's alone, one service per socket; and how many it lets in.
 
-Each connection is a descriptor, and libzmq ends the process that has none left for one more. So there is a bound below
-the limit of descriptors, and a client beyond it is told so.
+Each connection is a descriptor, and libzmq ends the process that has none left for one more: there is a bound below.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ def socket_path(endpoint: str) -> Path:
 
 
 def check_place(path: Path) -> None:
-    """Raises StoreFolderError where somebody else could answer in our name: whose the socket is, or who may write to
-    its folder and so swap it for another between any look at it and the connection; and where there cannot be a
-    socket. One that is not there yet is fine.
+    """Raises StoreFolderError where somebody else could answer in our name: who owns the socket, or may write to its
+    folder; and where there cannot be a socket. One that is not there yet is fine.
     """
     folder = path.parent
     with _usable(folder), contextlib.suppress(FileNotFoundError):
@@ -76,8 +74,7 @@ def _check_owner(what: str, path: Path, owner: int) -> None:
 class SocketPlace:
     """A service's hold on its socket file: the folder is private, the lock file beside it is ours.
 
-    The lock (flock) ends with the process, so a socket file without a locked lock file is a dead service's and is
-    replaced. The lock file itself stays.
+    A socket file without a locked lock file is a dead service's and is replaced. The lock file itself stays.
     """
 
     def __init__(self, path: Path) -> None:
@@ -205,8 +202,8 @@ class Admission:
 
 
 def _end(fd: int) -> None:
-    """Shuts a connection down, which libzmq then closes. It may have closed it already, and the number be another
-    file's by now, which is no socket: there are no others in this process but those of its clients.
+    """Shuts a connection down, which libzmq then closes. Its number may be another file's by now, which is no socket:
+    there are no others in this process but those of its clients.
     """
     with contextlib.suppress(OSError):
         connection = socket.socket(fileno=fd)

@@ -77,8 +77,7 @@ class _Seen(NamedTuple):
 class StoreServer:
     """Keeps ``store``, whose ``copies`` in DRAM are made here, for all clients at ``endpoint``. Owns it.
 
-    ``open()``, ``serve()`` until ``stop()``, ``close()``. ``serve`` runs in one thread; ``stop`` may be called from
-    any, and from a signal handler. A second thread looks after the folders.
+    ``open()``, ``serve()`` in one thread until ``stop()`` in any, ``close()``. A second thread looks after the folders.
     """
 
     def __init__(self, store: FileStore, endpoint: str, limits: Limits | None = None) -> None:
