@@ -189,14 +189,8 @@ class FolderBooks:
     def learn(self, digest: str, entry: Entry, signature: Signature) -> IndexEntry:
         """Takes in an index whose header was read, or just written. The next scan looks whether it is still there."""
         shard = self._shards.setdefault(shard_of(digest), _Shard())
-        listed = IndexEntry(
-            identity=entry.identity,
-            nbytes=signature.nbytes,
-            created=entry.info.created,
-            build_seconds=entry.info.build_seconds,
-            path=self.path_of(digest),
-            retention=shard.retention.get(digest, DEFAULT),
-        )
+        kept = shard.retention.get(digest, DEFAULT)
+        listed = IndexEntry.of(entry, signature.nbytes, kept, self.path_of(digest))
         self._clear_problem(digest)
         self.catalog.add(digest, listed)
         shard.seen.indexes[digest] = signature

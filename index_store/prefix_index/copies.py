@@ -89,7 +89,7 @@ class Copies:
         """The copy of the index that is open as ``fd``, used at ``used`` (seconds); None where there is none."""
         path = path_in(self.folder, digest)
         try:
-            copy = open_named(self.folder, digest)
+            copy, _ = open_named(self.folder, digest)
         except IndexStoreError:
             return None
         try:

@@ -25,7 +25,6 @@ from .folder import (
     read_ahead,
     shard_fd,
     shard_of,
-    status_of,
     touch,
 )
 from .format import Entry
@@ -199,7 +198,7 @@ class FileStore(IndexStore):
         digest = digest_of(key)
         self._check_open()
         try:
-            fd, status = self._open_file(digest)
+            fd, status = open_named(self.folder, digest)
             with closing_fd(fd):
                 with self._lock:
                     reported = self._books.verdict(digest, Signature.of(status))
@@ -309,7 +308,7 @@ class FileStore(IndexStore):
         """Reads all of the version that is there; hides it if it is damaged, whatever was said of an older one."""
         path = self.path_of(digest)
         with contextlib.suppress(IndexNotFound, IndexUnreadable):
-            fd, status = self._open_file(digest)
+            fd, status = open_named(self.folder, digest)
             signature = Signature.of(status)
             try:
                 with IndexFile.from_fd(fd, path=path) as index:
@@ -348,19 +347,10 @@ class FileStore(IndexStore):
         """Where the index is, or would be."""
         return Path(self._books.path_of(digest_of(key)))
 
-    def _open_file(self, digest: str) -> tuple[int, os.stat_result]:
-        """(descriptor, its status). Raises IndexStoreError."""
-        fd = open_named(self.folder, digest)
-        try:
-            return fd, status_of(fd)
-        except IndexStoreError as err:
-            os.close(fd)
-            raise err.at(self.path_of(digest)) from None
-
     def _open_offered(self, digest: str) -> tuple[int, os.stat_result]:
-        """As ``_open_file``; raises what was reported about this version. What was not found is known from then on."""
+        """As ``open_named``; raises what was reported about this version. What was not found is known from then on."""
         try:
-            fd, status = self._open_file(digest)
+            fd, status = open_named(self.folder, digest)
         except IndexUnreadable:
             raise
         except IndexStoreError as err:

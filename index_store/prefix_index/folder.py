@@ -259,16 +259,20 @@ def path_in(folder: Path, digest: str) -> Path:
     return folder / shard_of(digest) / (digest + SUFFIX)
 
 
-def open_named(folder: Path, digest: str) -> int:
-    """A descriptor of an index's file, never through a link, without making it look used. The error names the path.
+def open_named(folder: Path, digest: str) -> tuple[int, os.stat_result]:
+    """Descriptor and status of an index's file, not through a link, without making it look used. Errors name the path.
 
     Only a name that is not there is IndexNotFound. What else the system refuses is IndexUnreadable: it says nothing
     about the index. Raises IndexForeign for a link.
     """
     path = path_in(folder, digest)
     try:
-        with shard_fd(folder, shard_of(digest)) as dir_fd:
-            return open_index(path.name, dir_fd)
+        with shard_fd(folder, shard_of(digest)) as dir_fd, contextlib.ExitStack() as owned:
+            fd = open_index(path.name, dir_fd)
+            owned.callback(os.close, fd)
+            status = status_of(fd)
+            owned.pop_all()
+            return fd, status
     except IndexStoreError as err:
         raise err.at(path) from None
     except OSError as err:

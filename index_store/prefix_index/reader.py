@@ -286,7 +286,7 @@ class _ReadAhead:
 
 def open_in(folder: Path, digest: str, expected: IndexLookup | None = None) -> IndexFile:
     """Opens an index by its name, without making it look used. Raises as ``open_named`` and ``IndexStore.get``."""
-    return IndexFile.from_fd(open_named(folder, digest), path=path_in(folder, digest), expected=expected or digest)
+    return IndexFile.from_fd(open_named(folder, digest)[0], path=path_in(folder, digest), expected=expected or digest)
 
 
 def is_damaged(folder: Path, digest: str) -> bool:

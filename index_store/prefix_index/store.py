@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from .errors import IndexStoreError, InvalidPayload, StoreClosed, StoreInconsistent
-from .format import PAGE_TOKENS, IndexIdentity, ModelFingerprint, is_digest, model_mismatch
+from .format import PAGE_TOKENS, Entry, IndexIdentity, ModelFingerprint, is_digest, model_mismatch
 from .reader import IndexFile, IndexLookup
 from .writer import IndexPayload
 
@@ -74,6 +74,12 @@ class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     build_seconds: float
     path: str | None = None
     retention: Retention = Retention()
+
+    @classmethod
+    def of(cls, entry: Entry, nbytes: int, retention: Retention, path: str | None = None) -> IndexEntry:
+        """Of a container's first header section."""
+        times = {"created": entry.info.created, "build_seconds": entry.info.build_seconds}
+        return cls(identity=entry.identity, nbytes=nbytes, path=path, retention=retention, **times)
 
     @property
     def digest(self) -> str:

@@ -49,13 +49,6 @@ def fill_of(index: IndexFile) -> int:
         return int(index.array("channels")[0])
 
 
-def eventually(holds: Callable[[], object], seconds: float = SOON) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.005)
-
-
 def remove(folder: Path) -> None:
     while folder.exists():  # somebody may be writing there
         shutil.rmtree(folder, ignore_errors=True)

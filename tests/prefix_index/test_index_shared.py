@@ -26,30 +26,8 @@ from prefix_index import (
 )
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.remote_stores import DIGEST, chunks_of, damage, flip
-from tests.prefix_index.shared_stores import (
-    LONG,
-    SOON,
-    Make,
-    Shaky,
-    eventually,
-    fill_of,
-    find,
-    flushed,
-    machines,
-    shaky,
-)
-
-
-@pytest.fixture
-def blobs() -> Iterator[Shaky]:
-    with shaky() as blobs:
-        yield blobs
-
-
-@pytest.fixture
-def make(tmp_path: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    with machines(tmp_path, blobs, monkeypatch) as make:
-        yield make
+from tests.prefix_index.shared_stores import (LONG, SOON, Make, Shaky, fill_of, find, flushed)
+from tests.prefix_index.tiers import eventually
 
 
 # Between machines

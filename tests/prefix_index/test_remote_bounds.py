@@ -19,19 +19,7 @@ from prefix_index.remote.values import HEADER, value_header
 from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.remote_stores import DIGEST, MANIFEST
-from tests.prefix_index.shared_stores import LONG, Make, Shaky, fill_of, machines, shaky
-
-
-@pytest.fixture
-def blobs() -> Iterator[Shaky]:
-    with shaky() as blobs:
-        yield blobs
-
-
-@pytest.fixture
-def make(tmp_path: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    with machines(tmp_path, blobs, monkeypatch) as make:
-        yield make
+from tests.prefix_index.shared_stores import LONG, Make, Shaky, fill_of
 
 
 def say(blobs: Shaky, **changes: int) -> None:

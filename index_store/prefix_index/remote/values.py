@@ -73,14 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def listed(self) -> IndexEntry:
-        info = self.entry.info
-        return IndexEntry(
-            identity=self.entry.identity,
-            nbytes=self.nbytes,
-            created=info.created,
-            build_seconds=info.build_seconds,
-            retention=self.retention,
-        )
+        return IndexEntry.of(self.entry, self.nbytes, self.retention)
 
     def size_of(self, index: int) -> int:
         """Bytes of the container in one chunk; the value has 64 more."""
