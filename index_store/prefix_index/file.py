@@ -165,8 +165,7 @@ class FileStore(IndexStore):
         return entry
 
     def get(self, key: IndexLookup) -> IndexFile:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         path = self.path_of(digest)
         fd, status = self._open_offered(digest)
         signature = Signature.of(status)
@@ -195,8 +194,7 @@ class FileStore(IndexStore):
         return index
 
     def contains(self, key: IndexLookup) -> bool:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         try:
             fd, status = open_named(self.folder, digest)
             with closing_fd(fd):
@@ -208,8 +206,7 @@ class FileStore(IndexStore):
         return entry is not None and entry.identity.digest == digest and not self._has_expired(digest)
 
     def delete(self, key: IndexLookup) -> bool:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         with os_errors(self.folder), exclusive(self.folder):
             there = self._keeper.remove(digest, sync=True)
         if self.copies is not None:
@@ -217,8 +214,7 @@ class FileStore(IndexStore):
         return there
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         with os_errors(self.folder), exclusive(self.folder):
             with self._lock:
                 self._books.look_again(digest)
@@ -236,14 +232,12 @@ class FileStore(IndexStore):
         return entry
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         return self._leases.acquire(digest)
 
     def prefetch(self, key: IndexLookup) -> None:
         """Asks for a copy in DRAM; without ``copies`` has the kernel read the file into the page cache."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         if self.copies is None or self.copies.wanted(digest):
             self._prefetches.request(digest)
 
@@ -288,8 +282,7 @@ class FileStore(IndexStore):
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
         """As in the protocol; a copy in DRAM that alone is damaged is removed, and the index stays offered."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         if self.copies is not None and self.copies.blame(digest, error):
             return
         with self._lock:

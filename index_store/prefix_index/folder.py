@@ -113,7 +113,7 @@ def is_shard(name: str) -> bool:
 
 
 def check_folder(folder: Path, *, create: bool, write: bool = True, access: Access = PRIVATE) -> None:
-    """Raises StoreFolderError unless the folder is there (or made: ``create``), readable, and for ``write`` writable."""
+    """Raises StoreFolderError unless the folder is there (``create``: made), readable, and writable (``write``)."""
     if create:
         with os_errors(folder), contextlib.suppress(FileExistsError):
             folder.parent.mkdir(parents=True, exist_ok=True)

@@ -166,8 +166,7 @@ class SharedStore(IndexStore):
         return entry
 
     def get(self, key: IndexLookup) -> IndexFile:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         try:
             index, where = self.local.get(key), "hits_local"
         except _MISSES as missing:
@@ -176,15 +175,13 @@ class SharedStore(IndexStore):
         return index
 
     def contains(self, key: IndexLookup) -> bool:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         links = [link for link in self._links if digest not in link.store.catalog.hidden]
         return self.local.contains(digest) or any(link.contains(digest) for link in links)
 
     def delete(self, key: IndexLookup) -> bool:
         """As in the protocol, in all of them; the class says what becomes of it where one does not answer."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         offered = any(True for _ in self._offers(digest))
         with self._changing(digest):
             deleted = self.local.delete(digest)
@@ -195,8 +192,7 @@ class SharedStore(IndexStore):
         return deleted or (job.value is True if told else offered)
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         with self._changing(digest):
             try:
                 entry = self.local.retain(digest, retention)
@@ -225,8 +221,7 @@ class SharedStore(IndexStore):
             return Lease(digest_of(key), held.pop_all().close)
 
     def prefetch(self, key: IndexLookup) -> None:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         self._no_fetch.pop(digest, None)
         self._fetcher.request(digest)
 
@@ -263,8 +258,7 @@ class SharedStore(IndexStore):
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
         """As in the protocol; where only the folder's index is damaged, the remote stores' are fetched."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         self._end_fetch(digest)
         here = self.local.catalog.get(digest)
         if here is not None:

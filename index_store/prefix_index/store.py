@@ -358,6 +358,12 @@ class IndexStore(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _digest(self, key: IndexLookup) -> str:
+        """The lookup's digest, of a store that is open."""
+        digest = digest_of(key)
+        self._check_open()
+        return digest
+
     def _check_open(self) -> None:
         if not self._is_open:
             raise StoreClosed(f"{self.kind} store", "open", "closed", "call open() first")

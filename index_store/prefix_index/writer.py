@@ -66,7 +66,7 @@ class IndexPayload:
     """Everything of one index, to be stored. The arrays stay the caller's and are only read, during the put.
 
     ``arrays``  address -> numpy array, or LazyArray
-    ``dtypes``  tags of arrays whose dtype does not say it: ``bfloat16`` (in uint16), ``int4x2``, ``float8_*`` (in uint8)
+    ``dtypes``  tags of arrays whose dtype does not say it: ``bfloat16`` (in uint16), ``int4x2``, ``float8_*`` (uint8)
     ``spec``    the build spec, a JSON object; ``stats`` what the build measured, likewise
     """
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 

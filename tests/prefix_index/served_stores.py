@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from prefix_index import FileStore
-from prefix_index.service import Limits, StoreClient, StoreServer
+from prefix_index.service import Limits, StoreClient
 from tests.prefix_index.tiers import PATIENCE_S, copies_in, running
 
 PROMPT = tuple(range(64))

@@ -26,10 +26,20 @@ from prefix_index import (
 )
 from prefix_index.testing import sample_identity, sample_payload
 from tests.examples import examples
-from tests.prefix_index.copied_stores import SOON, array_offset, copied, copies, fill_of, flip, in_dram, opened, put_elsewhere, remove
-from tests.prefix_index.tiers import eventually
+from tests.prefix_index.copied_stores import (
+    SOON,
+    array_offset,
+    copied,
+    copies,
+    fill_of,
+    flip,
+    in_dram,
+    opened,
+    put_elsewhere,
+    remove,
+)
 from tests.prefix_index.machine import STEPS, StoreMachine
-from tests.prefix_index.tiers import copies_in
+from tests.prefix_index.tiers import copies_in, eventually
 
 OTHER = sample_identity(range(48))
 DIGEST = sample_identity().digest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,8 @@ from prefix_index import (
 )
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.remote_stores import DIGEST, chunks_of, damage, flip
-from tests.prefix_index.shared_stores import (LONG, SOON, Make, Shaky, fill_of, find, flushed)
+from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed
 from tests.prefix_index.tiers import eventually
-
 
 # Between machines
 

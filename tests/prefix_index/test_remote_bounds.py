@@ -6,8 +6,6 @@ import errno
 import json
 import mmap
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -16,10 +16,10 @@ from prefix_index.remote import ObjectBlobs, RemoteStore
 from prefix_index.remote import calls as calls_module
 from prefix_index.remote.calls import Calls
 from prefix_index.testing import sample_payload
-from tests.prefix_index.tiers import eventually
 from tests.prefix_index import s3_server
 from tests.prefix_index.machine import Clock
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST
+from tests.prefix_index.tiers import eventually
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,9 @@ from prefix_index.service.endpoint import SocketPlace, socket_path
 from prefix_index.service.server import _leases
 from prefix_index.testing import sample_identity, sample_payload
 from sglang_ext.cli.store import memory_name
-from tests.prefix_index.tiers import eventually
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.served_stores import PROMPT, patient, served
+from tests.prefix_index.tiers import eventually
 
 
 @pytest.fixture

@@ -18,10 +18,9 @@ from prefix_index.service import StoreClient, StoreServer
 from prefix_index.testing import sample_identity, sample_payload
 from tests.examples import examples
 from tests.prefix_index.copied_stores import flip, remove
-from tests.prefix_index.tiers import eventually
 from tests.prefix_index.machine import STEPS, StoreMachine
 from tests.prefix_index.served_stores import PROMPT, copied, patient, served, two_tiers
-from tests.prefix_index.tiers import serving
+from tests.prefix_index.tiers import eventually, serving
 
 
 @pytest.fixture

@@ -95,9 +95,11 @@ def serving(tmp_path: Path, fast_bytes: int = 150 << 10, **options: Any) -> Iter
     It collects nothing by itself: how long a test takes does not matter.
     """
     slow = FileStore(tmp_path / "store", create=True, copies=copies_in(tmp_path / "dram", fast_bytes), **options)
-    with tempfile.TemporaryDirectory(prefix="svc-") as folder:  # a socket's path must be short
-        with running(slow, f"ipc://{folder}/socket", Limits(collect_s=3600.0)) as endpoint:
-            yield endpoint
+    with (
+        tempfile.TemporaryDirectory(prefix="svc-") as folder,  # a socket's path must be short
+        running(slow, f"ipc://{folder}/socket", Limits(collect_s=3600.0)) as endpoint,
+    ):
+        yield endpoint
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import msgspec
 from ..errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError, StoreFull, StoreUnavailable
 from ..format import ALIGN, Entry, IndexIdentity, aligned
 from ..reader import IndexFile, IndexLookup, check_identity
-from ..store import BuildLease, Catalog, IndexEntry, IndexStore, Retention, digest_of, has_expired, inconsistent
+from ..store import BuildLease, Catalog, IndexEntry, IndexStore, Retention, has_expired, inconsistent
 from ..writer import IndexPayload, IndexWriter
 from .blobs import Blobs
 from .calls import Calls
@@ -140,8 +140,7 @@ class RemoteStore(IndexStore):
 
     def get(self, key: IndexLookup) -> IndexFile:
         """As in the protocol; the index is downloaded as a whole. Raises StoreUnavailable, too."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         manifest: Manifest | None = None
         try:
             manifest = self._values.manifest(digest)
@@ -169,8 +168,7 @@ class RemoteStore(IndexStore):
 
     def contains(self, key: IndexLookup) -> bool:
         """As in the protocol: manifest and lengths of all chunks are asked for. False, too, when nobody answers."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         try:
             manifest = self._values.manifest(digest)
             return not self._is_expired(manifest) and not self._is_bad(manifest) and self._values.is_whole(manifest)
@@ -179,8 +177,7 @@ class RemoteStore(IndexStore):
 
     def delete(self, key: IndexLookup) -> bool:
         """As in the protocol. Raises StoreUnavailable; then the index may be gone or not."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         with self._swap:
             old = self._current(digest)
             if old is not None:
@@ -195,8 +192,7 @@ class RemoteStore(IndexStore):
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
         """As in the protocol. Raises StoreUnavailable, IndexFormatError, too."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         with self._swap:
             manifest = self._values.manifest(digest)
             if self._is_expired(manifest):
@@ -208,14 +204,12 @@ class RemoteStore(IndexStore):
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
         """As in the protocol: between machines where the store can create a value only if there is none."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         return self._leases.acquire(digest)
 
     def prefetch(self, key: IndexLookup) -> None:
         """Nothing to do: a folder in front of this store brings indexes nearer."""
-        digest_of(key)
-        self._check_open()
+        self._digest(key)
 
     def collect(self) -> Sequence[IndexEntry]:
         """As in the protocol; also removes indexes that lost chunks, chunks without a manifest, leases of the dead."""
@@ -244,8 +238,7 @@ class RemoteStore(IndexStore):
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
         """As in the protocol. Where the index has to be read first and cannot be, the report is not believed."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         manifest = self._manifests.get(digest)
         if manifest is None or self._is_expired(manifest):
             return
