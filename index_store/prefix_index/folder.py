@@ -120,12 +120,10 @@ def check_folder(folder: Path, *, create: bool, write: bool = True, access: Acce
             access.make(folder)
     with os_errors(folder):
         is_folder, there = folder.is_dir(), folder.exists()
-    if not is_folder and there:
-        found = "something that is not a folder"
-        raise StoreFolderError("index store", "an existing folder", found, "give another path", folder)
     if not is_folder:
-        remedy = "create it, or correct the path"
-        raise StoreFolderError("index store", "an existing folder", "nothing", remedy, folder)
+        found = "something that is not a folder" if there else "nothing"
+        remedy = "give another path" if there else "create it, or correct the path"
+        raise StoreFolderError("index store", "an existing folder", found, remedy, folder)
     if not os.access(folder, os.R_OK | os.X_OK | (os.W_OK if write else 0)):
         remedy = "change its owner or mode, or give another folder"
         expected = "a writable folder" if write else "a readable folder"

@@ -36,6 +36,7 @@ from .writer import IndexPayload
 
 _CLOSE_S: Final = 5.0
 _FETCH_AGAIN_S: Final = 30.0
+_BEING_CHANGED_S: Final = 1.0
 _EVERYTHING: Final = "everything"
 DAMAGE: Final = (IndexFormatError, IndexMismatch)
 _MISSES: Final = (IndexNotFound, *DAMAGE, IndexUnreadable, StoreUnavailable)
@@ -380,8 +381,10 @@ class SharedStore(IndexStore):
         with link.ask(partial(link.store.get, digest)) as source:
             entry = link.store.catalog.get(digest)
             changing = self._lock_of(digest)
-            if not changing.acquire(blocking=False):  # its holder has ended this fetch
-                raise Cancelled
+            if not changing.acquire(blocking=False):  # never wait for who holds it: it is read from where it is
+                still_wanted()
+                self._no_fetch[digest] = time.monotonic() + _BEING_CHANGED_S, link
+                return
             try:
                 still_wanted()
                 retention = Retention() if entry is None else entry.retention

@@ -89,10 +89,8 @@ class SocketPlace:
             status = folder.stat()
             mode, mine = stat.S_IMODE(status.st_mode), os.geteuid()
             if status.st_uid != mine or mode & 0o077:
-                found, remedy = (
-                    f"mode {mode:04o} of user {status.st_uid}",
-                    f"chmod 700 {folder}, or give another folder",
-                )
+                found = f"mode {mode:04o} of user {status.st_uid}"
+                remedy = f"chmod 700 {folder}, or give another folder"
                 raise StoreFolderError("socket's folder", f"mode 0700 of user {mine}", found, remedy, folder)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             fd = os.open(self.path.with_name(self.path.name + ".lock"), flags, 0o600)
