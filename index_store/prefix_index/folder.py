@@ -83,9 +83,14 @@ class Access(NamedTuple):
     @classmethod
     def found(cls, folder: Path) -> Access:
         """That of a folder that is there; the default where none is."""
-        if not folder.is_dir():
+        try:
+            there = os.stat(folder)
+        except OSError as err:
+            if err.errno not in GONE:
+                raise
             return cls()
-        there = os.stat(folder)
+        if not stat.S_ISDIR(there.st_mode):
+            return cls()
         return cls(there.st_mode & 0o777 | 0o700, there.st_gid if there.st_mode & stat.S_ISGID else None)
 
     @property

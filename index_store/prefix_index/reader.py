@@ -46,7 +46,6 @@ from .format import (
     Entry,
     IndexIdentity,
     Prelude,
-    Table,
     aligned,
     check_footer,
     corrupt,
@@ -92,7 +91,10 @@ class IndexFile:
         prelude, entry = _read_head(source.read_at, source.nbytes)
         self.checksum = f"{prelude.prelude_xxh3:016x}"
         """xxh3-64 (16 hex digits) over length, header and so every array's checksum: equal for equal containers."""
-        table = _read_table(source.read_at, prelude)
+        raw = source.read_at(prelude.table_offset, prelude.data_offset - prelude.table_offset)
+        if raw.count(0, prelude.table_nbytes) != len(raw) - prelude.table_nbytes:
+            raise corrupt("padding after the header", "zeros", "other bytes")
+        table = parse_table(raw[: prelude.table_nbytes], prelude)
         self.identity: IndexIdentity = entry.identity
         self.info: BuildInfo = entry.info
         self.spec: dict[str, Any] = table.spec
@@ -326,13 +328,6 @@ def _read_head(read_at: ReadAt, nbytes: int) -> tuple[Prelude, Entry]:
         head += read_at(len(head), prelude.table_offset - len(head))
     check_footer(read_at(nbytes - ALIGN, ALIGN), prelude)
     return prelude, parse_entry(head[PRELUDE.size : prelude.table_offset], prelude)
-
-
-def _read_table(read_at: ReadAt, prelude: Prelude) -> Table:
-    raw = read_at(prelude.table_offset, prelude.data_offset - prelude.table_offset)
-    if raw.count(0, prelude.table_nbytes) != len(raw) - prelude.table_nbytes:
-        raise corrupt("padding after the header", "zeros", "other bytes")
-    return parse_table(raw[: prelude.table_nbytes], prelude)
 
 
 # ---- bulk reads ----

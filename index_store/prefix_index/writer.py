@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -83,21 +83,18 @@ class IndexPayload:
         if unknown:
             raise invalid("dtypes", "keys of arrays only", unknown[0], "remove the tag or add the array")
         for key in self.arrays:
-            _check_key(key)
-        order = sorted(self.arrays, key=lambda k: (k.layer, k.name, k.kv_head))
-        return lay_out((key, self._tag(key), self.arrays[key].shape) for key in order)
+            ok = isinstance(key, ArrayKey) and isinstance(key.name, str)
+            if not ok or type(key.layer) is not int or type(key.kv_head) is not int:
+                raise invalid(
+                    "array key", "ArrayKey(name: str, layer: int, kv_head: int)", repr(key), "build an ArrayKey"
+                )
 
-    def _tag(self, key: ArrayKey) -> str:
-        array = self.arrays[key]
-        if isinstance(array, LazyArray):
-            return array.dtype
-        return self.dtypes.get(key, array.dtype.name)
+        def row(key: ArrayKey) -> tuple[ArrayKey, str, Sequence[int]]:
+            array = self.arrays[key]
+            tag = array.dtype if isinstance(array, LazyArray) else self.dtypes.get(key, array.dtype.name)
+            return key, tag, array.shape
 
-
-def _check_key(key: ArrayKey) -> None:
-    ok = isinstance(key, ArrayKey) and isinstance(key.name, str)
-    if not ok or type(key.layer) is not int or type(key.kv_head) is not int:
-        raise invalid("array key", "ArrayKey(name: str, layer: int, kv_head: int)", repr(key), "build an ArrayKey")
+        return lay_out(map(row, sorted(self.arrays, key=lambda k: (k.layer, k.name, k.kv_head))))
 
 
 class IndexWriter:

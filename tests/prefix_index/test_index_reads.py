@@ -23,6 +23,7 @@ import prefix_index.reader as direct_module
 import prefix_index.reader as reader_module
 from prefix_index import (
     ArrayKey,
+    FileStore,
     IndexCorrupt,
     IndexFile,
     IndexFormatError,
@@ -30,12 +31,13 @@ from prefix_index import (
     IndexPayload,
     IndexUnreadable,
     InvalidPayload,
+    Retention,
     StoreClosed,
     write_index,
 )
 from prefix_index.folder import open_direct
 from prefix_index.reader import ReadPlan, fresh_buffer, run
-from prefix_index.testing import sample_identity
+from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.small_stores import resident_bytes
 
 PIECE = 16384
@@ -414,3 +416,39 @@ def test_what_the_page_cache_holds_is_known(index: IndexFile, path: Path) -> Non
                 break
             assert resident_bytes(path) < nbytes, "only what the kernel has dropped, short of memory, is not there"
         assert cached
+
+
+# First reads of a process
+
+
+READ_ALL_RECORDS = """
+import sys
+import prefix_index.remote
+from prefix_index import FileStore
+from prefix_index.remote.claims import LeaseRecord
+from prefix_index.remote.values import LEASE, LEASES, pack_record, unpack_record
+
+worked_out = set()
+
+def called(frame, event, arg):
+    if event == "call" and "msgspec" in frame.f_code.co_filename:
+        worked_out.add(frame.f_code.co_name)
+
+sys.setprofile(called)
+with FileStore(sys.argv[1]) as store:
+    (entry,) = store.list()
+    assert entry.retention.pinned
+    store.get(entry.digest).close()
+lease = pack_record(LEASE, entry.digest, "0" * 16, LeaseRecord(holder="me", expires=1.0))
+unpack_record(LEASE, entry.digest, lease, LEASES)
+sys.setprofile(None)
+print(*sorted(worked_out))
+"""
+
+
+def test_types_of_records_are_worked_out_before_any_thread_reads_one(tmp_path: Path) -> None:
+    """msgspec does so in Python at a type's first use; processes whose threads did it together died (SIGSEGV)."""
+    with FileStore(tmp_path / "store", create=True) as store:
+        store.put(sample_payload(sample_identity()), retention=Retention(pinned=True))
+    ran = subprocess.run([sys.executable, "-c", READ_ALL_RECORDS, tmp_path / "store"], capture_output=True, timeout=300)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"\n", b"")

@@ -93,10 +93,6 @@ class Calls:
 
     def check_idle(self) -> None:
         """Raises StoreUnavailable while an earlier ``close`` is not through."""
-        with self._lock:
-            self._check_idle()
-
-    def _check_idle(self) -> None:
         if self._last is not None:
             raise self._unavailable("a client that is open or closed", "one that is being closed", self.backoff_s)
 
@@ -107,7 +103,7 @@ class Calls:
         with self._lock:
             if not self._lock.wait_for(lambda: self._running < _MAX_RUNNING, self.timeout_s):
                 raise self._overrun()
-            self._check_idle()
+            self.check_idle()
             self._running += 1
         try:
             return self._spawn(_Job(call), counted=True)

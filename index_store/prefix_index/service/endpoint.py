@@ -172,11 +172,6 @@ class Admission:
     def count(self) -> int:
         return len(self._open)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether there are more connections than may be."""
-        return len(self._open) > self.most
-
     def update(self) -> int:
         """Takes in what happened; ends connections that are too many to be even told so. Returns how many."""
         ended = 0

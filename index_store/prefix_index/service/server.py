@@ -216,10 +216,11 @@ class StoreServer:
             self.counts["bad_messages"] += 1
             return Failed(expected=f"protocol version {PROTOCOL}", found=f"version {hello.version}")
         self._count_connections()  # this one too: libzmq told of it before its first message
-        if client not in self._clients and self._admission is not None and self._admission.is_full:
+        admission = self._admission
+        if client not in self._clients and admission is not None and admission.count > admission.most:
             self.counts["refused"] += 1
-            most = f"at most {self._admission.most} connections (its own limit, or `ulimit -n` of its process)"
-            return Failed(expected=most, found=f"{self._admission.count} of them")
+            most = f"at most {admission.most} connections (its own limit, or `ulimit -n` of its process)"
+            return Failed(expected=most, found=f"{admission.count} of them")
         self._remember(client, f"pid {hello.pid}" + (f" ({hello.name})" if hello.name else ""))
         limits, copies = self.store.limits, self.store.copies
         return Welcome(
