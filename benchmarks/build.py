@@ -169,7 +169,7 @@ def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
     import torch
 
     from sglang_ext.methods import make_builder, parse_spec
-    from sglang_ext.methods.heads import at_layers, layer_batches
+    from sglang_ext.methods.arrays import at_layers, layer_batches
 
     shape = SHAPES[args.shape]
     layers, heads, dim = shape["num_hidden_layers"], shape["num_key_value_heads"], shape["head_dim"]

@@ -18,8 +18,8 @@ from torch import Tensor
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import Selection
 from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods.arrays import join_heads, split_heads, stored_bytes
 from sglang_ext.methods.base import NO_PROFILE, IndexSpec, LayerProfile, SelectArgs, Selector
-from sglang_ext.methods.heads import join_heads, split_heads, stored_bytes
 
 
 class Budget(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from prefix_kernels.types import Selection
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp
+from sglang_ext.methods.arrays import Form
 from sglang_ext.methods.base import IndexBuilder, IndexSpec, SelectArgs
-from sglang_ext.methods.contents import Form
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from sglang_ext.calibration.selection_quality import (
 from sglang_ext.calibration.step_time import EXACT_US, HEAD_DIM, REFERENCE, selection_time
 from sglang_ext.calibration.winner import MAX_STORED_SHARE, TARGET_ERROR, TOLERANCE, Timed, timed
 from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.arrays import kv_bytes, stored_bytes
 from sglang_ext.methods.base import METHODS, IndexSpec, SelectArgs
-from sglang_ext.methods.heads import kv_bytes, stored_bytes
 from sglang_ext.methods.registry import make_builder, make_selector
 from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.methods.two_level import TwoLevelSpec

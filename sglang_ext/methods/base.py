@@ -1,7 +1,7 @@
 """What serving and prebuild know of a selection method: its spec, its builder, its selector.
 
 A *spec* is a frozen dataclass of the method's parameters. A *builder* turns one layer's keys (and sampled
-queries) into named arrays that can be cut per KV head (`heads`). A *selector* reads these arrays, for all or for some
+queries) into named arrays that can be cut per KV head (`arrays`). A *selector* reads these arrays, for all or for some
 of the KV heads, and names the positions to attend in one step.
 """
 
@@ -22,8 +22,7 @@ from torch import Tensor
 from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
-from sglang_ext.methods.contents import Form, IndexSize
-from sglang_ext.methods.heads import stored_bytes
+from sglang_ext.methods.arrays import Form, IndexSize, stored_bytes
 
 S = TypeVar("S", bound="IndexSpec")
 Arrays = Mapping[str, Tensor]
@@ -208,7 +207,7 @@ def did_you_mean(word: object, known: Iterable[object]) -> str:
 class IndexBuilder(ABC, Generic[S]):
     """Builds an index layer by layer. Holds no state between layers.
 
-    KV heads do not depend on each other, so several layers may be built at once (`heads.layer_batches`).
+    KV heads do not depend on each other, so several layers may be built at once (`arrays.layer_batches`).
 
     Attributes:
         spec: parameters.
@@ -244,11 +243,11 @@ class IndexBuilder(ABC, Generic[S]):
             keys: [prefix_len, num_kv_heads, head_dim] post-RoPE keys, floating, finite, prefix_len >= 1. Read only.
             queries: [num_kv_heads, num_samples, head_dim] post-RoPE queries of the prefix's own prefill, those of all
                 query heads of a KV head's group together; None if no sample exists. Read only.
-            prepared: what `prepare` computed, at these layers (`heads.at_layers`); empty: the builder does that, too.
+            prepared: what `prepare` computed, at these layers (`arrays.at_layers`); empty: the builder does that, too.
 
         Returns:
             Name -> new array, on the keys' device, in a dtype that numpy has (uint8, int16, int32, fp16, fp32).
-            Its leading dimension is num_kv_heads, but for the ragged arrays of `heads`.
+            Its leading dimension is num_kv_heads, but for the ragged arrays of `arrays`.
 
         Raises:
             ValueError: shapes do not fit, a value is NaN or infinite, or queries are needed and missing.

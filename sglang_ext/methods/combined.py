@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from sglang_ext.methods.arrays import Form, IndexSize
 from sglang_ext.methods.base import Arrays, IndexBuilder, IndexSpec, make_builder
-from sglang_ext.methods.contents import Form, IndexSize
 
 T = TypeVar("T")
 

@@ -21,9 +21,16 @@ from prefix_index import (
 )
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods import make_builder, make_selector, method_specs
+from sglang_ext.methods.arrays import (
+    IndexSize,
+    at_layers,
+    check_forms,
+    check_layer,
+    join_heads,
+    layer_batches,
+    split_heads,
+)
 from sglang_ext.methods.base import IndexBuilder, IndexSpec, SelectArgs
-from sglang_ext.methods.contents import IndexSize, check_forms, check_layer
-from sglang_ext.methods.heads import at_layers, join_heads, layer_batches, split_heads
 from sglang_ext.methods.profile import Profile, layer_profile, stacked_profile, used_by_builders
 
 #: Raised whenever a builder changes what its arrays mean: older indexes are then another profile's.

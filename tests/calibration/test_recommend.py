@@ -20,9 +20,9 @@ from sglang_ext.calibration.recommend import (
 from sglang_ext.calibration.step_time import EXACT_US, attention_us, selection_time
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.arrays import kv_bytes
 from sglang_ext.methods.base import SelectArgs
 from sglang_ext.methods.csattention import CSAttentionSpec
-from sglang_ext.methods.heads import kv_bytes
 from sglang_ext.methods.registry import make_builder, make_selector
 from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.methods.two_level import TwoLevelSpec

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.ops import Pooling, num_blocks_for_budget
 from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods.arrays import join_heads, split_heads
 from sglang_ext.methods.base import LayerProfile
-from sglang_ext.methods.heads import join_heads, split_heads
 from tests.examples import examples
 from tests.methods.common import randn, scores, select
 

@@ -5,8 +5,8 @@ import torch
 
 from prefix_kernels.testing import PlantedConfig, planted_prefix
 from sglang_ext.methods import make_builder, parse_spec
+from sglang_ext.methods.arrays import join_heads, split_heads
 from sglang_ext.methods.base import LayerProfile
-from sglang_ext.methods.heads import join_heads, split_heads
 from tests.methods.common import randn, recall, scores, select
 
 PARTS = [

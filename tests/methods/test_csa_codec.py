@@ -8,10 +8,9 @@ import torch
 from prefix_kernels.csa_scores import bitmap_is_smaller, check_lists, decode_lists
 from prefix_kernels.testing import PlantedConfig, planted_prefix
 from sglang_ext.methods import make_builder
-from sglang_ext.methods.contents import IndexSize
+from sglang_ext.methods.arrays import IndexSize, nbytes
 from sglang_ext.methods.csattention import CSAttentionSpec, insert_keys, subspace_channels
 from sglang_ext.methods.csattention.lists import compact_lists
-from sglang_ext.methods.heads import nbytes
 from tests.methods.common import randn, recall, scores, select
 
 

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefix_kernels.ops import csa_scores
 from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods.arrays import at_layers
 from sglang_ext.methods.csattention import CSAttentionSpec, subspace_channels
-from sglang_ext.methods.heads import at_layers
 from tests.methods.common import randn, scores, select
 
 

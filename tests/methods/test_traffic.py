@@ -3,8 +3,8 @@
 import pytest
 
 from sglang_ext.methods import make_builder, parse_spec
+from sglang_ext.methods.arrays import kv_bytes, num_heads, stored_bytes
 from sglang_ext.methods.base import LayerProfile
-from sglang_ext.methods.heads import kv_bytes, num_heads, stored_bytes
 from tests.methods.common import randn
 
 N, HEADS, DIM = 640, 2, 16

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from prefix_kernels.low_bit import dequantize, quantize
 from sglang_ext.methods.ab_sparse.spec import BITS, BLOCK_SIZES, ABSparseSpec, ragged_name
+from sglang_ext.methods.arrays import join_heads
 from sglang_ext.methods.base import Arrays, IndexBuilder, check_keys, to_half
-from sglang_ext.methods.heads import join_heads
 
 
 class ABSparseBuilder(IndexBuilder[ABSparseSpec]):
@@ -19,7 +19,7 @@ class ABSparseBuilder(IndexBuilder[ABSparseSpec]):
     [num_kv_heads, head_dim] fp32; none: `p` [num_kv_heads, num_blocks, head_dim] fp16. With balls also `radius`
     [num_kv_heads, num_blocks] fp16, rounded up.
 
-    With the profile's sizes the arrays of blocks are ragged (see `heads`): `ragged_p_packed`, `ragged_p` and
+    With the profile's sizes the arrays of blocks are ragged (see `arrays`): `ragged_p_packed`, `ragged_p` and
     `ragged_radius` have the rows of all heads one after the other, ceil(prefix_len / B_h) for head h; `row_indptr`
     [num_kv_heads + 1] int32 says where each head's begin and `block_sizes` [num_kv_heads] int32 is B_h.
     """

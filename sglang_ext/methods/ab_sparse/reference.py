@@ -10,8 +10,8 @@ from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.pooling import pool_scores
 from prefix_kernels.types import Selection
 from sglang_ext.methods.ab_sparse.spec import BLOCK_SIZES, CHANNELWISE, ABSparseSpec
+from sglang_ext.methods.arrays import RAGGED, ROW_INDPTR, is_ragged
 from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates, require_arrays
-from sglang_ext.methods.heads import RAGGED, ROW_INDPTR, is_ragged
 
 
 class ABSparseSelector(Selector[ABSparseSpec]):

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from sglang_ext.methods.arrays import LARGEST, RAGGED, ROW_INDPTR, ContentError, Form, IndexSize, low_bit_forms
 from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, check_choice
-from sglang_ext.methods.contents import LARGEST, ContentError, Form, IndexSize, low_bit_forms
-from sglang_ext.methods.heads import RAGGED, ROW_INDPTR
 
 BLOCK_SIZES = (16, 32, 64)
 BITS = {"int2": 2, "int4": 4, "int8": 8}

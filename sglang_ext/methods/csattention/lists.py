@@ -26,8 +26,8 @@ from prefix_kernels.csa_scores import (
     decode_lists,
     encode_lists,
 )
+from sglang_ext.methods.arrays import LARGEST, ContentError, Form
 from sglang_ext.methods.base import Arrays, require_arrays, to_half
-from sglang_ext.methods.contents import LARGEST, ContentError, Form
 
 CODECS = ("compact", "paper")
 SCORE_BITS = (4, 8)

@@ -31,10 +31,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sglang_ext.methods.arrays import Form, IndexSize, nbytes
 from sglang_ext.methods.base import Arrays, IndexSpec, check_choice, check_range, check_share, require_arrays
-from sglang_ext.methods.contents import Form, IndexSize
 from sglang_ext.methods.csattention.lists import CODECS, LIST_ARRAYS, SCORE_BITS, TableLayout
-from sglang_ext.methods.heads import nbytes
 
 _UNIT = 1.01
 """Bound of what has unit length, or is a share of it, rounded to fp16."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
+from sglang_ext.methods.arrays import LARGEST, Form, IndexSize, row_bytes
 from sglang_ext.methods.base import (
     Arrays,
     IndexBuilder,
@@ -18,8 +19,6 @@ from sglang_ext.methods.base import (
     pool_candidates,
     require_arrays,
 )
-from sglang_ext.methods.contents import LARGEST, Form, IndexSize
-from sglang_ext.methods.heads import row_bytes
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from prefix_kernels.low_bit import BITS
+from sglang_ext.methods.arrays import ContentError, Form, IndexSize, low_bit_forms, row_bytes
 from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, check_choice, check_range, check_share
-from sglang_ext.methods.contents import ContentError, Form, IndexSize, low_bit_forms
-from sglang_ext.methods.heads import row_bytes
 
 CHANNEL_RATIO = 0.75
 """Kept channels by default, as a fraction of head_dim."""
