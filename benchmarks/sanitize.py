@@ -39,7 +39,7 @@ from kernel_rows import driver, installed, origin
 from sanitize_races import races
 from tqdm import tqdm
 
-from prefix_kernels.digit_counts import COUNTS
+from prefix_kernels.kernels import COUNTS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUND = 86

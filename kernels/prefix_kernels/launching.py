@@ -82,7 +82,7 @@ def launch_behind(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, An
     """As `launch`, but always overlapped with the launch before it on the stream, on sm_90.
 
     That one lets this one's programs come when all of its own are on the GPU
-    (`dependent_launch.let_the_next_kernel_come`), so programs of either may wait for each other. Where CUDA refuses
+    (`kernels.let_the_next_kernel_come`), so programs of either may wait for each other. Where CUDA refuses
     a launch that is cooperative and overlapped, it is the former alone, and comes a microsecond later.
     """
     _start(kernel, grid, arguments, options, _can_overlap() and _can_overlap_cooperative())
@@ -120,7 +120,7 @@ def _can_overlap_cooperative() -> bool:
     """Whether a cooperative launch can be overlapped, too: tried once. CUDA 13.0 takes it; nobody says since when."""
     if not torch.cuda.is_available():
         return True
-    from prefix_kernels.dependent_launch import nothing
+    from prefix_kernels.kernels import nothing
 
     try:
         nothing[(1,)](OVERLAPPED=True, num_warps=1, launch_cooperative_grid=True, launch_pdl=True)
@@ -151,7 +151,7 @@ def block_of(size: int, least: int = 1) -> int:
 def overlapped_launches(overlapped: bool = True) -> Iterator[None]:
     """Within the block, in this thread, kernels are launched while the one before them on the stream still runs.
 
-    Each waits for it before it touches memory, see `dependent_launch`; what `launch_behind` starts is so in and out of
+    Each waits for it before it touches memory, see `kernels`; what `launch_behind` starts is so in and out of
     such a block. A graph that was captured so stays so; the run that compiles before a capture must be in such a block,
     too. Before sm_90 nothing is overlapped.
 

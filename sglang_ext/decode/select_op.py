@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import Selection
+from prefix_kernels.types import SelectedLists, Selection
 from sglang_ext.decode.types import Index
 from sglang_ext.indexing.base import Selector
 

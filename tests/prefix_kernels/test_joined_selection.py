@@ -12,8 +12,8 @@ import torch
 
 from prefix_kernels.anchor_selection import AnchorSelection, Form
 from prefix_kernels.pooled_scores import Source
-from prefix_kernels.pooled_scores.tables import ScoreInputs
-from prefix_kernels.top_k_selection import SelectedLists
+from prefix_kernels.pooled_scores.runner import ScoreInputs
+from prefix_kernels.types import SelectedLists
 from tests.prefix_kernels.triton.test_anchor_selection import CONFIG, SM_SCALE, problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

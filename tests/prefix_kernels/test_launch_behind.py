@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels import dependent_launch, launching
+from prefix_kernels import kernels, launching
 from prefix_kernels.launching import compiled
 
 from .test_triton_compiles import launches
@@ -46,7 +46,7 @@ def test_where_cuda_refuses_it_the_listing_waits(
             if refused:
                 raise RuntimeError("Triton Error [CUDA]: invalid argument")
 
-    monkeypatch.setattr(dependent_launch, "nothing", Nothing())
+    monkeypatch.setattr(kernels, "nothing", Nothing())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launching, "_can_overlap", lambda: True)
     launching._can_overlap_cooperative.cache_clear()

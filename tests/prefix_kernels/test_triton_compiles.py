@@ -15,27 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels import AttnState, PagedKV, Selection
+from prefix_kernels import PagedKV
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
-from prefix_kernels.csa_scores import encode_lists
-from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
+from prefix_kernels.csa_scores.runner import CsaScores, CsaShape
+from prefix_kernels.csa_scores.runner import default_config as csa_config
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, block_m_for
+from prefix_kernels.grouped_attention.tuned import own_config
 from prefix_kernels.launching import Launch, compiled, launch, overlapped_launches, recording
-from prefix_kernels.low_bit import LowBitTensor, quantize
-from prefix_kernels.ops import (
-    csa_scores_compact,
-    exact_scores,
-    low_bit_block_scores,
-    merge_state,
-    prefix_attention,
-    suffix_attention,
-    token_scores,
-    top_k_selection,
-)
-from prefix_kernels.pooled_scores import PooledScores, ScoreShape, Source
-from prefix_kernels.pooled_scores.tables import ScoreInputs
-from prefix_kernels.pooled_scores.triton import config_for
+from prefix_kernels.pooled_scores import PooledScores, ScoreInputs, ScoreShape, Source
+from prefix_kernels.pooled_scores.runner import default_config as config_for
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
-from prefix_kernels.top_k_selection import TopKSelection
+from prefix_kernels.top_k_selection.runner import TopKSelection
 from prefix_kernels.two_level_selection import JoinedTwoLevelSelection
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -52,15 +42,16 @@ def pool(dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> PagedKV:
     return PagedKV(cache, cache)
 
 
-def codes(channels: int, *lead: int) -> LowBitTensor:
-    return quantize(torch.zeros(*lead, channels), 4)
-
-
 def prefix(rows: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | None = None, dim: int = DIM) -> None:
-    everything = Selection.all(64, KV_HEADS)
-    prefix_attention(
-        q(rows, dtype, dim), pool(kv or dtype, dim), torch.arange(64), everything, 0.1, implementation="triton"
-    )
+    """A group on a list for each KV head, in what runs where nothing was tuned."""
+    queries, cache = q(rows, dtype, dim), pool(kv or dtype, dim)
+    shape = AttentionShape.of(queries, cache)
+    config = own_config(shape, block_m_for(rows, shape.gqa))
+    attention = GroupedAttention(shape, rows, [config], torch.device("cpu"))
+    attention.plan([Segment(tuple(range(rows)), 64, head_stride=64, list_id=0)])
+    slots, counts = torch.arange(64).repeat(KV_HEADS), torch.full((1, KV_HEADS), 64, dtype=torch.int32)
+    out, lse = torch.zeros(rows, HEADS, dim), torch.zeros(rows, HEADS)
+    attention.run(queries, cache, slots, 0.1, out, lse, counts=counts)
 
 
 def grouped(config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: int = DIM, passes: int = 2) -> None:
@@ -73,41 +64,27 @@ def grouped(config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: i
     attention.run(queries, pool(dtype, dim), torch.arange(64).int(), 0.1, torch.empty_like(queries), lse)
 
 
-def suffix() -> None:
-    suffix_attention(q(1), pool(), torch.tensor([0, 64]), torch.arange(64).int(), 0.1, implementation="triton")
-
-
-def merge() -> None:
-    state = AttnState(torch.zeros(2, HEADS, DIM), torch.zeros(2, HEADS))
-    merge_state(state, state, implementation="triton")
-
-
-def tokens(rows: int, kv_heads: int = KV_HEADS, count: int = 256) -> None:
-    channels = torch.arange(96).expand(kv_heads, -1)
-    token_scores(q(rows), codes(96, kv_heads, count), channels, 0.1, implementation="triton")
+def tokens(rows: int, kv_heads: int = KV_HEADS, num_chunks: int = 33) -> None:
+    pooled(ScoreShape(HEADS, kv_heads, Source.LOW_BIT, 96, 4, True), rows, num_chunks)
 
 
 def exact(rows: int) -> None:
-    exact_scores(q(rows), pool().k_cache, torch.arange(64), 0.1, implementation="triton")
-
-
-def blocks(parts: int) -> None:
-    part = LowBitTensor(codes(DIM, 64).packed, torch.zeros(KV_HEADS, DIM), torch.zeros(KV_HEADS, DIM))
-    low_bit_block_scores(q(1), (part,) * parts, torch.arange(0, 65, 8), 0.1, implementation="triton")
+    """Of one request raw scores are kept."""
+    raw = torch.zeros(1, KV_HEADS, 64, HEADS // KV_HEADS).transpose(2, 3) if rows == 1 else None
+    shape = ScoreShape(HEADS, KV_HEADS, Source.KEYS, DIM)
+    pooled(shape, rows, k_cache=pool().k_cache, lists=torch.arange(64), **({} if raw is None else {"raw": raw}))
 
 
 def csa(list_len: int) -> None:
     """16 subspaces of 16 centroids; a list of many entries is a bitmap."""
-    lists = torch.arange(list_len).expand(KV_HEADS, 16, 16, -1).contiguous()
-    compact = encode_lists(lists, torch.zeros(lists.shape), 600, 4)
-    centroids = torch.zeros(KV_HEADS, 16, 16, DIM // 16, dtype=torch.float16)
-    channels = torch.arange(DIM).view(16, -1)
-    csa_scores_compact(q(1), centroids, compact, list_len, 4, channels, 600, implementation="triton")
+    shape = CsaShape(HEADS, KV_HEADS, DIM, 16, 16, 4)
+    config, dims = csa_config(list_len / 600), torch.arange(DIM).view(16, -1)
+    CsaScores(shape, dims, 1, 600, config, bitmap=list_len == 120).run(q(1), torch.zeros(HEADS * 600))
 
 
 def top_k(block_size: int) -> None:
-    scores = torch.zeros(KV_HEADS, -(-600 // block_size))
-    top_k_selection(scores, 64, 4, 16, block_size, 600, implementation="triton")
+    runner = TopKSelection(1, KV_HEADS, 600, 64, torch.device("cpu"), max_block_size=block_size)
+    runner.run(torch.zeros(KV_HEADS * 600), runner.new_lists())
 
 
 def listed_top_k(max_candidates: int) -> None:
@@ -128,8 +105,8 @@ def raw_scores(rows: int) -> None:
     pooled(ScoreShape(HEADS, KV_HEADS, Source.RAW), rows, raw=torch.zeros(64))
 
 
-def pooled(shape: ScoreShape, rows: int, **options: torch.Tensor) -> None:
-    config = replace(config_for(shape, rows), num_chunks=33)
+def pooled(shape: ScoreShape, rows: int, num_chunks: int = 33, **options: torch.Tensor) -> None:
+    config = replace(config_for(shape, rows), num_chunks=num_chunks)
     scoring = PooledScores(shape, rows, 1, config, torch.device("cpu"), listed="lists" in options)
     scoring.run(q(rows), torch.zeros(64), 0.1, **options)
 
@@ -212,15 +189,13 @@ CASES: dict[str, Callable[[], None]] = {
     "specialized attention of 128 rows": lambda: grouped(AttentionConfig(128, 64, 4, 5, 1, None, True)),
     "specialized attention in three passes": lambda: grouped(SPECIALIZED, passes=3),
     "specialized attention with heads of 64": lambda: grouped(SPECIALIZED, torch.float16, 64),
-    "suffix_attention": suffix,
-    "merge_state": merge,
     "token_scores of 1 request": lambda: tokens(1),
     "token_scores of 32 requests": lambda: tokens(32),
-    "token_scores of one KV head in many chunks": lambda: tokens(1, 1, 40_000),
+    "token_scores of one KV head in many chunks": lambda: tokens(1, 1, 264),
     "exact_scores of 1 request": lambda: exact(1),
     "exact_scores of 32 requests": lambda: exact(32),
-    "mean block scores": lambda: blocks(1),
-    "min/max block scores": lambda: blocks(2),
+    "mean block scores": lambda: pooled(ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, DIM), 1),
+    "min/max block scores": lambda: pooled(ScoreShape(HEADS, KV_HEADS, Source.MINMAX, DIM), 1),
     "csa_scores_compact on offsets": lambda: csa(12),
     "csa_scores_compact on a bitmap": lambda: csa(120),
     "top_k_selection of tokens": lambda: top_k(1),

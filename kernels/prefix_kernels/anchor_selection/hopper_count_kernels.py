@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from prefix_kernels.anchor_selection.hopper_product_kernels import barrier
-from prefix_kernels.digit_counts import ADD, COUNTS, NUM_DIGITS, READ, RESET
+from prefix_kernels.kernels import ADD, COUNTS, NUM_DIGITS, READ, RESET
 
 
 @gluon.jit

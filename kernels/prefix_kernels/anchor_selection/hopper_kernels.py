@@ -1,6 +1,6 @@
 """Scores of an anchor layer's selection on Hopper, from codes of 4 bits: both passes in one launch.
 
-The scores of `pooled_scores.stretch_kernels` for INT4 tokens, for sm_90. Codes are loaded some steps ahead, and no
+The scores of `pooled_scores.kernels` for INT4 tokens, for sm_90. Codes are loaded some steps ahead, and no
 warp waits for another in a loop: warps drift apart, so that one loads while another multiplies.
 """
 
@@ -21,10 +21,8 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
 )
 from prefix_kernels.anchor_selection.hopper_sum_kernels import sum_item, sum_sample_item
 from prefix_kernels.anchor_selection.kernels import KEY_BITS
-from prefix_kernels.dependent_launch import let_the_next_kernel_come, wait_for_the_kernel_before
-from prefix_kernels.digit_counts import NUM_DIGITS
-from prefix_kernels.meetings import meet
-from prefix_kernels.pooled_scores.stretch_kernels import (
+from prefix_kernels.kernels import NUM_DIGITS, let_the_next_kernel_come, meet, wait_for_the_kernel_before
+from prefix_kernels.pooled_scores.kernels import (
     HEADROOM,
     LN2,
     LOG2E,

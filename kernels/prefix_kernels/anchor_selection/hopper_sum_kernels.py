@@ -16,7 +16,7 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
     put_queries,
     right_sides,
 )
-from prefix_kernels.pooled_scores.stretch_kernels import summed_candidate, summed_weight
+from prefix_kernels.pooled_scores.kernels import summed_candidate, summed_weight
 
 LOWEST = gl.constexpr(8388608.0)
 """WHOLE and a score that none is as low as."""

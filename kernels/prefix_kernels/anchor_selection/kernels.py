@@ -17,10 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.digit_counts import NUM_DIGITS, add_counts, begin_counts, end_counts
-from prefix_kernels.meetings import meet
-from prefix_kernels.pooled_scores.stretch_kernels import (
+from prefix_kernels.kernels import NUM_DIGITS, add_counts, begin_counts, end_counts, meet, wait_for_the_kernel_before
+from prefix_kernels.pooled_scores.kernels import (
     KEYS,
     RAW,
     addresses,

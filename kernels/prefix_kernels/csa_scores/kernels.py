@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.kernels import wait_for_the_kernel_before
 
 BLOCK = tl.constexpr(256)
 """Positions whose offset fits one byte: `compact.BLOCK_POSITIONS`."""
@@ -175,34 +175,17 @@ def score_tiles_kernel(
             if OFFSETS:
                 if tl.load(fields + COUNTS) != 0:
                     _add_offsets(
-                        fields,
-                        lists_ptr + pick,
-                        factors_ptr + pick * 2,
-                        starts_ptr + pick * starts_stride + tile * (TILE // BLOCK),
-                        out,
-                        tile,
-                        size,
-                        starts_stride,
-                        NUM_SUBSPACES,
-                        BITS,
-                        TILE,
-                        STEP,
-                    )
+                        fields, lists_ptr + pick, factors_ptr + pick * 2,
+                        starts_ptr + pick * starts_stride + tile * (TILE // BLOCK), out, tile, size, starts_stride,
+                        NUM_SUBSPACES, BITS, TILE, STEP,
+                    )  # fmt: skip
             if BITMAP:
                 if tl.load(fields + COUNTS) == 0:
                     _add_bitmaps(
-                        fields,
-                        lists_ptr + pick,
-                        factors_ptr + pick * 2,
-                        starts_ptr + pick * starts_stride + tile * (TILE // BLOCK),
-                        out,
-                        tile,
-                        size,
-                        starts_stride,
-                        NUM_SUBSPACES,
-                        BITS,
-                        TILE,
-                    )
+                        fields, lists_ptr + pick, factors_ptr + pick * 2,
+                        starts_ptr + pick * starts_stride + tile * (TILE // BLOCK), out, tile, size, starts_stride,
+                        NUM_SUBSPACES, BITS, TILE,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -226,18 +209,8 @@ def _entries(places, codes, list_len, one, begin, end, BITS: tl.constexpr, STEP:
 
 @triton.jit
 def _add_entries(
-    out,
-    starts,
-    place,
-    code,
-    begin,
-    end,
-    scale,
-    zero,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    out, starts, place, code, begin, end, scale, zero, BITS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Add entries [begin, begin + STEP) of a list to the tile at `out`; -inf is replaced."""
     entry = begin + tl.arange(0, STEP)
     there = entry < end
@@ -256,19 +229,9 @@ def _add_entries(
 
 @triton.jit
 def _add_offsets(
-    fields,
-    lists,
-    factors,
-    starts,
-    out,
-    tile,
-    prefix_len,
-    starts_stride,
-    NUM_SUBSPACES: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    fields, lists, factors, starts, out, tile, prefix_len, starts_stride, NUM_SUBSPACES: tl.constexpr,
+    BITS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Lists with offsets: read, add, write back; one list after the other.
 
     Reads run ahead, as each depends on the one before: spans by two lists, entries by one.
@@ -306,18 +269,9 @@ def _add_offsets(
 
 @triton.jit
 def _add_bitmaps(
-    fields,
-    lists,
-    factors,
-    starts,
-    out,
-    tile,
-    prefix_len,
-    starts_stride,
-    NUM_SUBSPACES: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    fields, lists, factors, starts, out, tile, prefix_len, starts_stride, NUM_SUBSPACES: tl.constexpr,
+    BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Lists with bitmaps: each position finds its entry by counting the bits before it; sums stay in registers."""
     places = tl.load(fields + PLACES).to(tl.pointer_type(tl.uint8))
     codes = tl.load(fields + CODES).to(tl.pointer_type(tl.uint8))

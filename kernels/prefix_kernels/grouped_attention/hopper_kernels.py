@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
 from prefix_kernels.grouped_attention.hopper_merge_kernels import LN2, merge_parts
+from prefix_kernels.kernels import wait_for_the_kernel_before
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.kernels import wait_for_the_kernel_before
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -17,26 +17,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _attend_block(
-    q,
-    k_base,
-    v_base,
-    list_ptr,
-    start,
-    end,
-    k_stride_slot,
-    v_stride_slot,
-    qk_scale,
-    acc,
-    total,
-    peak,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k_base, v_base, list_ptr, start, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One block of keys: q [BLOCK_M, BLOCK_D], acc [BLOCK_M, BLOCK_V], total and peak [BLOCK_M] (base 2)."""
     column = start + tl.arange(0, BLOCK_N)
     # Columns past the end read the last key again and are masked after the product: no load is predicated, and no
@@ -132,48 +116,14 @@ def attend_items_kernel(
         full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
             acc, total, peak = _attend_block(
-                q,
-                k_base,
-                v_base,
-                list_ptr,
-                start,
-                end,
-                k_stride_slot,
-                v_stride_slot,
-                qk_scale,
-                acc,
-                total,
-                peak,
-                HEAD_DIM,
-                BLOCK_D,
-                V_DIM,
-                BLOCK_V,
-                BLOCK_N,
-                False,
-                PRECISION,
-            )
+                q, k_base, v_base, list_ptr, start, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
+                HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, False, PRECISION,
+            )  # fmt: skip
         if full < end:
             acc, total, peak = _attend_block(
-                q,
-                k_base,
-                v_base,
-                list_ptr,
-                full,
-                end,
-                k_stride_slot,
-                v_stride_slot,
-                qk_scale,
-                acc,
-                total,
-                peak,
-                HEAD_DIM,
-                BLOCK_D,
-                V_DIM,
-                BLOCK_V,
-                BLOCK_N,
-                True,
-                PRECISION,
-            )
+                q, k_base, v_base, list_ptr, full, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
+                HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, True, PRECISION,
+            )  # fmt: skip
         empty = total == 0.0
         e = tl.arange(0, BLOCK_V)
         out = acc / tl.where(empty, 1.0, total)[:, None]

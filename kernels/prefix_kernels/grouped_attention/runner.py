@@ -12,19 +12,66 @@ from torch import Tensor
 from prefix_kernels.grouped_attention.config import (
     AttentionConfig,
     AttentionShape,
+    has_specialized,
     programs_at_once,
+    specialized_at_once,
 )
-from prefix_kernels.grouped_attention.items import DIRECT, SPAN_FIELDS, Segment, cut
+from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
-from prefix_kernels.grouped_attention.launches import AttentionLaunch, AttentionPass, joined
-from prefix_kernels.grouped_attention.specialized import check_fits, check_inputs, launch_specialized
-from prefix_kernels.grouped_attention.tuned import own_config
 from prefix_kernels.launching import block_of, launch, send
-from prefix_kernels.types import AttnState, PagedKV
+from prefix_kernels.types import PagedKV
 
 _MERGED_AT_ONCE = 64
 _LEAST_BLOCK = 16
 """Of a tensor core's operand."""
+
+
+class _Pass:
+    """Segments of one kind, as groups or single requests: at most one segment of a batch row.
+
+    Args:
+        config: tile and schedule.
+        max_batch: requests of a batch, at most.
+        target: items that fill the GPU once.
+    """
+
+    def __init__(self, config: AttentionConfig, max_batch: int, target: int) -> None:
+        self.config = config
+        self.target = target
+        self.max_items = target + max_batch
+
+    def partial_rows(self, num_kv_heads: int) -> int:
+        """Partial rows that its items may write."""
+        return self.max_items * num_kv_heads * self.config.block_m
+
+
+class _Launch:
+    """One launch of an attention kernel: the items of its passes, in fixed device buffers."""
+
+    def __init__(self, passes: Sequence[int], all_passes: Sequence[_Pass], max_batch: int, device: torch.device):
+        self.passes = passes
+        self.config = all_passes[passes[0]].config
+        self.target = all_passes[passes[0]].target
+        self.max_items = sum(all_passes[number].max_items for number in passes)
+        self.items = torch.zeros(self.max_items, ITEM_FIELDS, dtype=torch.int32, device=device)
+        self.rows = torch.zeros(len(passes) * max_batch, dtype=torch.int32, device=device)
+        self.num_items = torch.zeros(2, dtype=torch.int32, device=device)
+
+    @property
+    def programs(self) -> int:
+        """Programs per KV head: one an item, or, where each takes item after item, what fills the GPU."""
+        return self.target if self.config.specialized else self.max_items
+
+
+def _joined(passes: Sequence[AttentionConfig]) -> list[list[int]]:
+    """Numbers of the passes by launch: neighbours of one specialized configuration together, others alone."""
+    found: list[list[int]] = []
+    for number, config in enumerate(passes):
+        if found and config.specialized and config == passes[found[-1][0]]:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
 
 
 class GroupedAttention:
@@ -65,17 +112,15 @@ class GroupedAttention:
             raise ValueError(f"expected one pass or more and max_batch >= 1, got {len(passes)} and {max_batch}")
         for config in passes:
             if config.specialized:
-                check_fits(config, shape, device, num_programs)
+                _check_fits(config, shape, device, num_programs)
         self.shape = shape
         self.max_batch = max_batch
         self._chunk = chunk
         self.passes = [
-            AttentionPass(
-                config, max_batch, max(1, (num_programs or programs_at_once(device, config)) // shape.num_kv_heads)
-            )
+            _Pass(config, max_batch, max(1, (num_programs or programs_at_once(device, config)) // shape.num_kv_heads))
             for config in passes
         ]
-        self._launches = [AttentionLaunch(same, self.passes, max_batch, device) for same in joined(passes)]
+        self._launches = [_Launch(same, self.passes, max_batch, device) for same in _joined(passes)]
         self._merges_itself = len(self._launches) == 1 and passes[0].specialized
         self._arrived = torch.zeros(shape.num_kv_heads, dtype=torch.int64, device=device)
         num_rows = sum(one.partial_rows(shape.num_kv_heads) for one in self.passes)
@@ -204,7 +249,7 @@ class GroupedAttention:
         self._check_run(q, kv, slots, out, lse)
         self._check_lists(q, counts, head_map)
         if any(one.config.specialized for one in self._launches):
-            check_inputs(q, kv, sm_scale)
+            _check_inputs(q, kv, sm_scale)
         shape = self.shape
         counts = self._no_counts if counts is None else counts
         head_map = self._own_heads if head_map is None else head_map
@@ -214,7 +259,7 @@ class GroupedAttention:
             if one.config.specialized:
                 num_spans = len(self.passes) if self._merges_itself else 0
                 merging = {"spans_ptr": self._spans, "arrived_ptr": self._arrived, "NUM_SPANS": num_spans}
-                launch_specialized(one, {**arguments, **merging}, shape.num_kv_heads)
+                _launch_specialized(one, {**arguments, **merging}, shape.num_kv_heads)
                 continue
             launch(
                 attend_items_kernel,
@@ -256,7 +301,7 @@ class GroupedAttention:
 
     def _arguments(
         self,
-        one: AttentionLaunch,
+        one: _Launch,
         q: Tensor,
         kv: PagedKV,
         slots: Tensor,
@@ -339,32 +384,57 @@ class GroupedAttention:
                 )
 
 
-def attend_segments(
-    q: Tensor,
-    kv: PagedKV,
-    slots: Tensor,
-    segments: Sequence[Segment],
-    sm_scale: float,
-    block_m: int,
-    counts: Tensor | None = None,
-) -> AttnState:
-    """Plan and run once, in fp32 output: for callers that are not in a hurry.
-
-    Args:
-        q, kv, slots, sm_scale, counts: as in `GroupedAttention.run`; of any strides.
-        segments: of one pass.
-        block_m: rows of a tile.
-    """
-    shape = AttentionShape.of(q, kv)
-    attention = GroupedAttention(
-        shape,
-        max(q.shape[0], 1),
-        [own_config(shape, block_m)],
-        q.device,
+def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, num_programs: int | None) -> None:
+    """A specialized configuration; on a CPU, where it can be compiled only, the device is not asked."""
+    if not shape.fits_specialized(config.block_m):
+        raise ValueError(
+            "expected a shape that the specialized kernel has (bf16 or fp16, also the KV; 64 or 128 channels; "
+            f"at most {config.block_m} query heads to a KV head), got {shape}; use a portable configuration"
+        )
+    if device.type != "cuda":
+        return
+    properties = torch.cuda.get_device_properties(device)
+    if not has_specialized(device):
+        raise ValueError(f"expected sm_90 for the specialized kernel, got {properties.name}; use a portable one")
+    item = shape.dtype.itemsize
+    at_once = specialized_at_once(
+        config,
+        config.block_n * (shape.head_dim + shape.v_head_dim) * item,
+        config.block_m * shape.head_dim * item,
+        properties.shared_memory_per_multiprocessor,
     )
-    attention.plan(segments)
-    out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.v_head_dim, dtype=torch.float32)
-    lse = q.new_empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
-    counts = None if counts is None else counts.contiguous()
-    attention.run(q, kv, slots.contiguous(), sm_scale, out, lse, counts=counts)
-    return AttnState(out, lse)
+    most = at_once * properties.multi_processor_count
+    heads = shape.num_kv_heads
+    wanted = heads * max((num_programs or programs_at_once(device, config)) // heads, 1)
+    if wanted > most:
+        # They wait for each other.
+        raise ValueError(
+            f"expected at most {most} programs of {config} at a time on this GPU, got {wanted}; lower programs_per_sm, "
+            "num_programs or the ring, or use a portable configuration"
+        )
+
+
+def _check_inputs(q: Tensor, kv: PagedKV, scale: float) -> None:
+    """It copies 16 bytes at a time, and takes the largest score before it scales."""
+    if not scale > 0:
+        raise ValueError(f"expected a positive scale of the scores, got {scale}; use a portable configuration")
+    for name, tensor in (("q", q), ("k_cache", kv.k_cache), ("v_cache", kv.v_cache)):
+        if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
+            raise ValueError(
+                f"expected {name} aligned to 16 bytes with strides of multiples of 16 elements, got "
+                f"{tensor.data_ptr() % 16} bytes off and strides {tensor.stride()}; use a portable configuration"
+            )
+
+
+def _launch_specialized(one: _Launch, arguments: dict[str, Any], num_kv_heads: int) -> None:
+    from prefix_kernels.grouped_attention.hopper_kernels import attend_items_hopper_kernel
+
+    launch(
+        attend_items_hopper_kernel,
+        (num_kv_heads, one.programs),
+        {**arguments, "num_items_ptr": one.num_items, "RING": one.config.num_stages},
+        num_warps=one.config.num_warps,
+        maxnreg=one.config.max_registers,
+        # Its programs wait for each other: started together, or refused with an error where they do not fit.
+        launch_cooperative_grid=arguments["NUM_SPANS"] > 0,
+    )

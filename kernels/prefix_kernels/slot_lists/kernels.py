@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.kernels import wait_for_the_kernel_before
 
 
 @triton.jit

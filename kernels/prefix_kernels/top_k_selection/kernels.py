@@ -11,8 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.digit_counts import NUM_DIGITS, add_counts, begin_counts, end_counts
+from prefix_kernels.kernels import NUM_DIGITS, add_counts, begin_counts, end_counts, wait_for_the_kernel_before
 
 DIGIT_BITS = tl.constexpr(8)
 ALIGNED = tl.constexpr(4)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from prefix_kernels.launching import launch, send
 from prefix_kernels.top_k_selection.kernels import count_digits_kernel, list_selected_kernel
-from prefix_kernels.top_k_selection.lists import SelectedLists, check_lists, new_lists
 from prefix_kernels.top_k_selection.plan import NUM_FIELDS, SelectionGroup, cut_groups
+from prefix_kernels.types import SelectedLists, check_lists, new_lists
 
 _NUM_DIGITS = 256
 _DIGIT_BITS = 8

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
-from prefix_kernels.anchor_selection.items import share_programs
+from prefix_kernels.anchor_selection.runner import share_programs
 from prefix_kernels.launching import recording
 from prefix_kernels.low_bit import quantize
 from prefix_kernels.pooled_scores import PooledScores, ScoredGroup, ScoreShape, Source
-from prefix_kernels.pooled_scores.tables import ScoreInputs
+from prefix_kernels.pooled_scores.runner import ScoreInputs
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection import SelectedLists, SelectionGroup, TopKConfig, TopKSelection
+from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.runner import TopKConfig, TopKSelection
+from prefix_kernels.types import SelectedLists
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
 KV_HEADS, GQA, DIM = 2, 4, 64

@@ -77,19 +77,9 @@ def test_every_length_and_form(prefix_len: int, ratio: float, bits: int, weighte
     shape = CsaShape(2, 2, 64, 4, 4, bits, weighted)
     tables = tables_of(shape, prefix_len, max(1, int(ratio * prefix_len)), device, seed=prefix_len)
     dims, q = channels(shape, device), randn(1, 2, 64, seed=7).to(device)
-    got = csa_scores_compact(
-        q,
-        tables.centroids,
-        tables.lists,
-        tables.list_len,
-        bits,
-        dims,
-        prefix_len,
-        tables.subspace_weights,
-        implementation="triton",
-    )
-    assert got.shape == (2, 1, 1, prefix_len)
-    close(got.flatten(1, 2), expected(q, tables, shape, dims))
+    config, bitmap = default_config(tables.list_len / prefix_len), tables.lists.counts is None
+    scores = scores_of_one(shape, tables, dims, 1, config, bitmap)
+    close(run(scores, q)[0], expected(q, tables, shape, dims))
 
 
 @pytest.mark.parametrize("list_len", [9, 90], ids=["offsets", "bitmap"])
@@ -176,14 +166,6 @@ def test_scores_of_weight_zero_are_listed(device: torch.device) -> None:
         got = run(scores_of_one(shape, tables, dims, 1, SMALL), torch.zeros(1, 2, 64, device=device))[0]
         assert bool(((got == 0) | (got == -torch.inf)).all())
         assert bool((got == 0).any())
-
-
-def test_no_rows(device: torch.device) -> None:
-    shape = CsaShape(2, 1, 64, 4, 4, 4)
-    tables, dims = tables_of(shape, 300, 10, device), channels(shape, device)
-    q = torch.zeros(0, 2, 64, device=device)
-    got = csa_scores_compact(q, tables.centroids, tables.lists, 10, 4, dims, 300, implementation="triton")
-    assert got.shape == (1, 0, 2, 300)
 
 
 def test_default_configurations() -> None:

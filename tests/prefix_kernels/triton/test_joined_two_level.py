@@ -13,8 +13,8 @@ from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form
 from prefix_kernels.launching import recording
 from prefix_kernels.pooled_scores import PooledScores, ScoreShape, Source
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection import SelectedLists
 from prefix_kernels.two_level_selection import BlockFirstLevel, JoinedTwoLevelSelection, TwoLevelSelection
+from prefix_kernels.types import SelectedLists
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 from tests.prefix_kernels.triton.test_two_level_selection import (
     BATCH,
@@ -149,9 +149,9 @@ def test_stages_and_tables_that_do_not_fit() -> None:
     first, second = stage(blocks), stage(tokens)
     with pytest.raises(ValueError, match=r"stages of the same max_groups and num_kv_heads, got .*4, 2.*5, 2"):
         JoinedTwoLevelSelection(first, stage(tokens, max_groups=5), MAX_BLOCKS)
-    with pytest.raises(ValueError, match="got listed=True, and listed=True and LOW_BIT; the second level scores"):
+    with pytest.raises(ValueError, match="a first level of all rows, got listed=True"):
         JoinedTwoLevelSelection(second, second, MAX_BLOCKS)
-    with pytest.raises(ValueError, match="got listed=False, and listed=False and LOW_BIT"):
+    with pytest.raises(ValueError, match="got listed=False and LOW_BIT; it scores the candidates alone"):
         JoinedTwoLevelSelection(first, stage(tokens, listed=False), MAX_BLOCKS)
     with pytest.raises(ValueError, match="among 410 candidates, got one among 409; raise its max_prefix_len"):
         JoinedTwoLevelSelection(first, stage(tokens, max_prefix_len=409), MAX_BLOCKS)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.top_k_selection import SelectionGroup, TopKConfig, TopKSelection
+from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.runner import TopKConfig, TopKSelection
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -10,11 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefix_kernels.block_scores import block_scores_mean, block_scores_minmax
+from prefix_kernels.block_scores import (
+    block_scores_mean,
+    block_scores_minmax,
+    exact_scores,
+    low_bit_block_scores,
+    token_scores,
+)
 from prefix_kernels.launching import recording
 from prefix_kernels.low_bit import LowBitTensor, dequantize, quantize
-from prefix_kernels.ops import exact_scores, low_bit_block_scores, token_scores
 from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoredGroup, ScoreShape, Source
+from prefix_kernels.pooled_scores.runner import default_config
 from prefix_kernels.pooling import HEADROOM, Pooling, pool_scores
 from prefix_kernels.testing import paged_kv
 from tests.prefix_kernels.triton.conftest import INTERPRETED
@@ -326,28 +332,39 @@ def test_groups_ragged_heads_and_listed_candidates(device: torch.device) -> None
 
 @pytest.mark.parametrize("pooling", list(Pooling))
 @pytest.mark.parametrize("rows", [1, 3, 20])
-def test_one_group_s_forms_equal_their_references(rows: int, pooling: Pooling, device: torch.device) -> None:
-    """Token codes on all and on some channels, exact keys (kept raw and read twice), ragged blocks of both kinds."""
+def test_the_references_of_one_group(rows: int, pooling: Pooling, device: torch.device) -> None:
+    """In what runs where nothing was tuned: codes on some channels, exact keys, ragged blocks."""
     kv_heads, gqa, dim, count = 2, 4, 64, 150
     q = queries(rows, kv_heads * gqa, dim, torch.float32, device)
     keys = torch.randn(count, kv_heads, dim, generator=torch.Generator().manual_seed(rows)).to(device)
     order = torch.rand(kv_heads, dim, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
     channels = order[:, :24].sort(dim=1).values.to(device)
-    kept = keys.transpose(0, 1).gather(2, channels[:, None].expand(-1, count, -1))
+    kept = quantize(keys.transpose(0, 1).gather(2, channels[:, None].expand(-1, count, -1)), 4)
     indptr = torch.tensor([0, 37, 48], dtype=torch.int32, device=device)
     blocks = torch.randn(48, 16, dim, generator=torch.Generator().manual_seed(1)).to(device)
-    parts = [ragged(blocks.amax(dim=1) + 0.5, indptr), ragged(blocks.amin(dim=1) - 0.5, indptr)]
+    high, low = ragged(blocks.amax(dim=1) + 0.5, indptr), ragged(blocks.amin(dim=1) - 0.5, indptr)
     kv, slots = paged_kv(keys, keys)
-    for form, arguments in (
-        (token_scores, (quantize(keys.transpose(0, 1), 4), None)),
-        (token_scores, (quantize(kept, 4), channels)),
-        (exact_scores, (kv.k_cache, slots)),
-        (exact_scores, (kv.k_cache.transpose(1, 2).contiguous().transpose(1, 2), slots.repeat_interleave(2)[::2])),
-        (low_bit_block_scores, (tuple(parts), indptr)),
-        (low_bit_block_scores, (tuple(parts[:1]), indptr)),
+    every, nothing = uniform_group(rows, count, kv_heads), (0, 0)
+    of_blocks = ScoredGroup(every.rows, (37, 11), (0, 37), nothing, (0, 37), (None, high.packed, high.scale))
+    of_bounds = replace(of_blocks, arrays=(*of_blocks.arrays, low.packed, low.scale))
+    tokens = replace(every, arrays=(channels.short(), kept.packed, kept.scale))
+    both = low_bit_block_scores(q, (high, low), indptr, SM_SCALE, pooling)
+    mean = low_bit_block_scores(q, (high,), indptr, SM_SCALE, pooling)
+    assert bool((both[1, 11:] == -torch.inf).all())
+    exact = {"k_cache": kv.k_cache, "lists": slots}
+    for source, width, group, options, wanted in (
+        (Source.LOW_BIT, 24, tokens, {}, token_scores(q, kept, channels, SM_SCALE, pooling)),
+        (Source.KEYS, dim, every, exact, exact_scores(q, kv.k_cache, slots, SM_SCALE, pooling)),
+        (Source.LOW_BIT, dim, of_blocks, {}, torch.cat([mean[0], mean[1, :11]])),
+        (Source.MINMAX, dim, of_bounds, {}, torch.cat([both[0], both[1, :11]])),
     ):
-        ours = form(q, *arguments, SM_SCALE, pooling, implementation="triton")  # type: ignore[operator]
-        close(ours, form(q, *arguments, SM_SCALE, pooling), torch.float32)  # type: ignore[operator]
+        shape = ScoreShape(kv_heads * gqa, kv_heads, source, width, 4, width == 24, pooling)
+        config = replace(default_config(shape, rows), num_chunks=2)
+        scoring = PooledScores(shape, rows, 1, config, device)
+        scoring.plan([group])
+        scores = torch.full((wanted.numel(),), torch.nan, device=device)
+        scoring.run(q, scores, SM_SCALE, **options)
+        close(scores, wanted.flatten(), torch.float32)
 
 
 def ragged(rows: Tensor, indptr: Tensor) -> LowBitTensor:

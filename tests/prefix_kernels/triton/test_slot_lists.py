@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefix_kernels.slot_lists import (
-    common_slots,
-    common_slots_reference,
-    copy_slot_lists,
-    copy_slot_lists_reference,
-)
+from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 
 MAX_LEN = 5000
 
@@ -38,10 +33,10 @@ def test_lists_follow_the_lengths_on_the_device(dtype: torch.dtype, device: torc
         device=device,
     )
     results = []
-    for copy in (copy_slot_lists_reference, lambda *a: copy_slot_lists(*a, implementation="triton")):
+    for implementation in ("reference", "triton"):
         slots = torch.full((9000,), -7, dtype=torch.int32, device=device)
         counts = torch.full((8, 3), -7, dtype=torch.int32, device=device)
-        copy(table, rows, seq_lens, lists, slots, counts)
+        copy_slot_lists(table, rows, seq_lens, lists, slots, counts, implementation=implementation)
         results.append((slots, counts))
     (slots, counts), (wanted_slots, wanted_counts) = results[1], results[0]
     assert torch.equal(slots, wanted_slots)
@@ -61,7 +56,7 @@ def test_rows_are_compared_up_to_the_shorter_one(device: torch.device) -> None:
     seq_lens = torch.tensor([4800, 4700, 1, 4000, 4500, 4000], device=device)
     for which in range(len(rows)):
         wanted = torch.full((6,), -7, dtype=torch.int32, device=device)
-        common_slots_reference(table, rows, seq_lens, which, wanted)
+        common_slots(table, rows, seq_lens, which, wanted)
         out = torch.full((6,), -7, dtype=torch.int32, device=device)
         common_slots(table, rows, seq_lens, which, out, implementation="triton")
         assert torch.equal(out, wanted)

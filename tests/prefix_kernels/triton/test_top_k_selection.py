@@ -13,15 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.ops import top_k_selection
-from prefix_kernels.top_k_selection import (
-    SelectedLists,
-    SelectionGroup,
-    TopKConfig,
-    TopKSelection,
-    top_k_selection_reference,
-)
-from prefix_kernels.top_k_selection.runner import default_config
+from prefix_kernels.top_k_selection import SelectionGroup, top_k_selection
+from prefix_kernels.top_k_selection.runner import TopKConfig, TopKSelection, default_config
+from prefix_kernels.types import SelectedLists, Selection
 from tests.examples import examples
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
@@ -105,7 +99,7 @@ def kinds(kind: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
 KINDS = ["plain", "ties", "one_value", "nothing", "nan", "holes", "zeros", "extreme", "close"]
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize(
     ("prefix_len", "budget", "num_sink", "num_recent"),
     [(1, 1, 0, 0), (17, 5, 2, 1), (300, 299, 0, 3), (300, 64, 20, 33), (300, 400, 9, 9), (5000, 700, 16, 64)],
@@ -113,10 +107,13 @@ KINDS = ["plain", "ties", "one_value", "nothing", "nan", "holes", "zeros", "extr
 def test_equals_the_reference_by_score(
     block_size: int, prefix_len: int, budget: int, num_sink: int, num_recent: int
 ) -> None:
-    scores = kinds("plain", (2, -(-prefix_len // block_size)), prefix_len).to(DEVICE)
-    arguments = (scores, budget, num_sink, num_recent, block_size, prefix_len)
-    mine = top_k_selection(*arguments, implementation="triton")
-    theirs = top_k_selection_reference(*arguments)
+    num_blocks = -(-prefix_len // block_size)
+    scores = kinds("plain", (2, num_blocks + -num_blocks % 4), prefix_len).to(DEVICE)
+    runner = TopKSelection(1, 2, prefix_len, min(budget, prefix_len), DEVICE, max_block_size=block_size)
+    group = SelectionGroup(prefix_len, budget, 0, scores.shape[1], block_size, num_sink, num_recent)
+    lists = select(runner, [group], scores.flatten())
+    mine = Selection(lists.positions[0], lists.counts[0])
+    theirs = top_k_selection(scores[:, :num_blocks], budget, num_sink, num_recent, block_size, prefix_len)
     mine.check_integrity(prefix_len)
     assert torch.equal(mine.counts, theirs.counts)
     windows = [*range(num_sink), *range(prefix_len - num_recent, prefix_len)]
@@ -239,21 +236,6 @@ def test_blocks_of_a_long_prefix() -> None:
     check(select(runner, [group], scores), [group], scores, runner)
 
 
-def test_an_empty_prefix_and_no_head() -> None:
-    nothing = top_k_selection(torch.zeros(2, 0, device=DEVICE), 5, 1, 1, 16, 0, implementation="triton")
-    assert nothing.counts.tolist() == [0, 0]
-    assert nothing.positions.shape == (2, 0)
-    assert top_k_selection(torch.zeros(0, 4, device=DEVICE), 2, 0, 0, 1, 4, implementation="triton").num_kv_heads == 0
-
-
-def test_half_scores() -> None:
-    scores = kinds("plain", (2, 50), 1).to(DEVICE, torch.float16)
-    arguments = (scores, 13, 1, 2, 1, 50)
-    assert torch.equal(
-        top_k_selection(*arguments, implementation="triton").positions, top_k_selection_reference(*arguments).positions
-    )
-
-
 def test_default_config_fills_the_device() -> None:
     assert default_config(131072, 33) == TopKConfig(4096, 8)
     assert default_config(131072, 264) == TopKConfig(2048, 4)
@@ -330,12 +312,7 @@ def test_runners_that_cannot_be() -> None:
             TopKConfig(tile, 1)
 
 
-def test_the_package_is_imported_without_triton() -> None:
+def test_the_references_are_imported_without_triton() -> None:
     source = Path(__file__).parents[3] / "kernels"
-    code = (
-        "import sys, prefix_kernels.ops, prefix_kernels.top_k_selection as t; assert 'triton' not in sys.modules; "
-        "t.TopKSelection; assert 'triton' in sys.modules"
-    )
+    code = "import sys, prefix_kernels.ops, prefix_kernels.grouped_attention; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=source)
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        sys.modules["prefix_kernels.top_k_selection"].Nothing  # noqa: B018

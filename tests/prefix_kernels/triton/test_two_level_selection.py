@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from prefix_kernels.block_scores import low_bit_block_scores
 from prefix_kernels.csa_scores import csa_scores_compact, encode_lists
 from prefix_kernels.csa_scores.runner import CsaConfig, CsaScores, CsaShape, CsaTables
 from prefix_kernels.launching import recording
 from prefix_kernels.low_bit import LowBitTensor, quantize
-from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoreShape, Source, low_bit_block_scores
+from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoreShape, Source
 from prefix_kernels.pooling import Pooling, pool_scores
-from prefix_kernels.top_k_selection import SelectedLists, TopKConfig, TopKSelection
+from prefix_kernels.top_k_selection.runner import TopKConfig, TopKSelection
 from prefix_kernels.two_level_selection import (
     BlockFirstLevel,
     CsaFirstLevel,
@@ -26,6 +27,7 @@ from prefix_kernels.two_level_selection import (
     listed_token_scores_reference,
     two_level_selection_reference,
 )
+from prefix_kernels.types import SelectedLists
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
