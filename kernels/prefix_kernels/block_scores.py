@@ -129,11 +129,7 @@ def exact_scores(q: Tensor, k_cache: Tensor, slots: Tensor, sm_scale: float, poo
 
 
 def low_bit_block_scores(
-    q: Tensor,
-    parts: tuple[LowBitTensor, ...],
-    row_indptr: Tensor,
-    sm_scale: float,
-    pooling: Pooling = Pooling.MAX,
+    q: Tensor, parts: tuple[LowBitTensor, ...], row_indptr: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX
 ) -> Tensor:
     """Pooled share of attention of every block, from its codes, heads of different length without padding.
 

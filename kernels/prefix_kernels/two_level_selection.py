@@ -1,8 +1,8 @@
 """An anchor layer's selection in two levels: one index names candidates, another one ranks them.
 
-Source: AsyncTLS (coarse, then tokens), for any two forms of scores. `TwoLevelSelection` puts the planned stages one
-after the other, `JoinedTwoLevelSelection` two selections that score and choose in one launch each.
-`two_level_selection_reference` does the same in torch.
+Source: AsyncTLS (coarse, then tokens). `TwoLevelSelection` names candidates by CSAttention's lists and puts planned
+stages one after the other. `JoinedTwoLevelSelection` names them by blocks, in two selections that score and choose in
+one launch each. `two_level_selection_reference` does the same in torch.
 
 The stages are made by the caller, for the same groups and KV heads, and belong to the selection from then on: it plans
 and runs them. Scratch is shared by the layers, which run one after the other. A `run()` can be captured in a CUDA graph
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from prefix_kernels.pooled_scores.runner import (
     PooledScores,
     ScoredGroup,
     ScoreInputs,
-    ScoreShape,
     Source,
     array_addresses,
 )
@@ -39,8 +37,6 @@ from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.top_k_selection.runner import TopKSelection
 from prefix_kernels.types import SelectedLists, Selection
 
-Index = TypeVar("Index")
-"""What a first level reads of one prefix and layer, see its class."""
 Arrays = tuple[Tensor | None, ...]
 """Those of a `ScoredGroup`."""
 ALIGNED = 4
@@ -48,21 +44,22 @@ ALIGNED = 4
 
 
 @dataclass(frozen=True, eq=False)
-class LayerIndex(Generic[Index]):
+class LayerIndex:
     """Both levels' indexes of one prefix in one layer. Read in place: they must stay where they are.
 
     Attributes:
-        first: names the candidates.
+        first: names the candidates: CSAttention's tables, or the arrays of a `ScoredGroup` of blocks, with rows of all
+            KV heads one after the other, ceil(prefix_len / block_size) of each.
         second: ranks them: channels (int16 [num_kv_heads, channels]) or None, codes (uint8 [num_kv_heads, prefix_len,
             bytes of a token]), scale (fp32 [num_kv_heads, channels]).
     """
 
-    first: Index
+    first: CsaTables | Arrays
     second: Arrays
 
 
 @dataclass(frozen=True, eq=False)
-class TwoLevelGroup(Generic[Index]):
+class TwoLevelGroup:
     """Requests on one prefix, and what they select from it.
 
     Attributes:
@@ -86,7 +83,7 @@ class TwoLevelGroup(Generic[Index]):
     prefix_len: int
     num_candidates: int
     budget: int
-    layers: tuple[LayerIndex[Index], ...]
+    layers: tuple[LayerIndex, ...]
     block_size: int | tuple[int, ...] = 1
     num_sink: int = 0
     num_recent: int = 0
@@ -114,6 +111,11 @@ class TwoLevelGroup(Generic[Index]):
     def count(self) -> int:
         """Candidates of each KV head."""
         return min(self.num_candidates, self.prefix_len)
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """Of a `SelectionGroup`."""
+        return {"num_sink": self.num_sink, "num_recent": self.num_recent}
 
 
 def two_level_selection_reference(
@@ -149,182 +151,99 @@ def listed_token_scores_reference(
     return token_scores(q, listed, channels, sm_scale, pooling)
 
 
-class FirstLevel(Protocol[Index]):
-    """Scores of all blocks or tokens, planned and run as everything else.
+class TwoLevelSelection:
+    """From queries to the lists of an anchor layer: score all, choose candidates, score those, choose the budget.
 
-    Attributes:
-        num_kv_heads: KV heads.
-        max_groups: groups of a batch, at most.
-        num_layers: layers, each with indexes of its own.
-        scores: arena, written by `run`.
-        score_stride: room of one KV head.
-    """
-
-    num_kv_heads: int
-    max_groups: int
-    num_layers: int
-    scores: Tensor
-    score_stride: int
-
-    def plan(self, groups: Sequence[TwoLevelGroup[Index]]) -> None:
-        """Write the tables of all layers. Copies to the device, without a wait."""
-
-    def run(self, q: Tensor, sm_scale: float, layer: int) -> None:
-        """Score as planned; neither allocates nor waits."""
-
-
-class CsaFirstLevel:
-    """Scores of all tokens from CSAttention's compact lists (`CsaTables`), pooled over the rows of a group.
+    Everything is scored from CSAttention's compact lists, pooled over the rows of a group. How ties break is said by
+    `TopKSelection`, for both choices.
 
     Args:
-        csa: sums the lists.
-        pooling: of its raw scores: a `PooledScores` with `Source.RAW`.
+        csa: sums the lists of a layer's first index.
+        pooling: of these raw scores: a `PooledScores` with `Source.RAW`.
+        nominate: chooses the candidates. Its `max_budget` is the most candidates of a KV head.
+        second: scores the candidates: a listed `PooledScores` with `Source.LOW_BIT`.
+        select: chooses the budget among the candidates. Its `max_prefix_len` is at least `nominate.max_budget`.
 
     Raises:
-        ValueError: another source, or other heads.
+        ValueError: stages of other sizes or sources.
+
+    Attributes:
+        candidates: what `nominate` chose in the last run; the windows are the ends of each list.
+        first_scores, second_scores: arenas, of all positions and of the candidates, `first_stride` and `second_stride`
+            apart.
+        num_layers: of `csa`.
     """
 
-    def __init__(self, csa: CsaScores, pooling: PooledScores) -> None:
+    def __init__(
+        self,
+        csa: CsaScores,
+        pooling: PooledScores,
+        nominate: TopKSelection,
+        second: PooledScores,
+        select: TopKSelection,
+    ) -> None:
         heads = (csa.shape.num_qo_heads, csa.shape.num_kv_heads)
         if pooling.shape.source is not Source.RAW or heads != (pooling.shape.num_qo_heads, pooling.shape.num_kv_heads):
             raise ValueError(
                 f"expected a pooling of RAW scores of {heads[0]} query and {heads[1]} KV heads, got {pooling.shape}"
             )
-        self.num_kv_heads, self.max_groups, self.num_layers = heads[1], pooling.max_groups, csa.num_layers
-        self._csa, self._pooling = csa, pooling
-        self.score_stride = _aligned(csa.max_prefix_len)
-        self.scores = _arena(pooling, self.score_stride)
+        sizes = [(one.max_groups, one.shape.num_kv_heads) for one in (pooling, second)]
+        _check_stages([*sizes, *((one.max_groups, one.num_kv_heads) for one in (nominate, select))], second)
+        _check_room(nominate, select)
+        self.nominate, self.second, self.select, self.num_layers = nominate, second, select, csa.num_layers
+        self.candidates = nominate.new_lists()
+        self.first_stride, self.second_stride = _aligned(csa.max_prefix_len), _aligned(nominate.max_budget)
+        self.first_scores, self.second_scores = _arena(pooling, self.first_stride), _arena(second, self.second_stride)
+        self._csa, self._pooling, self._heads = csa, pooling, heads[1]
+        self._arrays = _LayerArrays(second, csa.num_layers)
         # Of the layer that runs: [KV head, row, position] of each group, one after the other.
         raw = csa.max_rows * heads[0] * csa.max_prefix_len
         self._raw = torch.empty(raw, dtype=torch.float32, device=pooling.device)
-
-    def plan(self, groups: Sequence[TwoLevelGroup[CsaTables]]) -> None:
-        """See `FirstLevel`. Raises ValueError where tables are of other prefixes or sizes."""
-        for group in groups:
-            lengths = {layer.first.prefix_len for layer in group.layers}
-            if lengths != {group.prefix_len}:
-                raise ValueError(
-                    f"expected tables of a prefix of {group.prefix_len} tokens, got {sorted(lengths)}; is the index of "
-                    "another prefix?"
-                )
-        for layer in range(self.num_layers):
-            self._csa.plan([CsaGroup(group.layers[layer].first, group.rows) for group in groups], layer)
-        scored = []
-        for number, (group, raw) in enumerate(zip(groups, self._csa.views(self._raw), strict=True)):
-            nothing = (0,) * self.num_kv_heads
-            raw_begins = tuple(int(raw[head].storage_offset()) for head in range(self.num_kv_heads))
-            counts = (group.prefix_len,) * self.num_kv_heads
-            begins = _begins_of(number, self.num_kv_heads, self.score_stride)
-            scored.append(ScoredGroup(group.rows, counts, nothing, raw_begins, begins, raw_stride=raw.stride(1)))
-        self._pooling.plan(scored)
-
-    def run(self, q: Tensor, sm_scale: float, layer: int) -> None:
-        """See `FirstLevel`: four launches."""
-        self._csa.run(q, self._raw, layer)
-        self._pooling.run(q, self.scores, sm_scale, raw=self._raw)
-
-
-class BlockFirstLevel:
-    """Scores of blocks from their minimum and maximum, or of blocks or tokens from their (mean) key, in codes.
-
-    A layer's index is the arrays of a `ScoredGroup`; rows of all KV heads one after the other, ceil(prefix_len /
-    block_size) of each.
-
-    Args:
-        blocks: a `PooledScores` with `Source.MINMAX` or `Source.LOW_BIT`, of all rows.
-        max_blocks: of one KV head, at most.
-        num_layers: layers, each with indexes of its own.
-
-    Raises:
-        ValueError: another source, or listed rows.
-    """
-
-    def __init__(self, blocks: PooledScores, max_blocks: int, *, num_layers: int = 1) -> None:
-        if blocks.shape.source not in (Source.MINMAX, Source.LOW_BIT) or blocks.listed:
-            raise ValueError(
-                f"expected scores of all rows from MINMAX or LOW_BIT, got {'listed ' * blocks.listed}"
-                f"{blocks.shape.source.name}; a first level reads all of its index"
-            )
-        self.num_kv_heads, self.max_groups, self.num_layers = blocks.shape.num_kv_heads, blocks.max_groups, num_layers
-        self._blocks = blocks
-        self.score_stride = _aligned(max_blocks)
-        self.scores = _arena(blocks, self.score_stride)
-        self._arrays = _LayerArrays(blocks, num_layers)
-
-    def plan(self, groups: Sequence[TwoLevelGroup[Arrays]]) -> None:
-        """See `FirstLevel`. Raises ValueError where there are more blocks than room, or fewer in an index."""
-        self._blocks.plan(_scored_blocks(groups, self.num_kv_heads, self.score_stride))
-        self._arrays.plan([[layer.first for layer in group.layers] for group in groups])
-
-    def run(self, q: Tensor, sm_scale: float, layer: int) -> None:
-        """See `FirstLevel`: two launches."""
-        self._blocks.run(q, self.scores, sm_scale, arrays=self._arrays.of(layer))
-
-
-class TwoLevelSelection(Generic[Index]):
-    """From queries to the lists of an anchor layer: score all, choose candidates, score those, choose the budget.
-
-    How ties break is said by `TopKSelection`, for both choices.
-
-    Args:
-        first: scores everything.
-        nominate: chooses the candidates by these scores. Its `max_budget` is the most candidates of a KV head.
-        second: scores the candidates: a listed `PooledScores` with `Source.LOW_BIT`.
-        select: chooses the budget among the candidates. Its `max_prefix_len` is at least `nominate.max_budget`.
-
-    Raises:
-        ValueError: stages of other sizes, or a second level that does not score what is listed.
-
-    Attributes:
-        candidates: what `nominate` chose in the last run; the windows are the ends of each list.
-        scores: arena, of the candidates, `score_stride` apart.
-        num_layers: of the first level.
-    """
-
-    def __init__(
-        self, first: FirstLevel[Index], nominate: TopKSelection, second: PooledScores, select: TopKSelection
-    ) -> None:
-        sizes = [(stage.max_groups, stage.num_kv_heads) for stage in (first, nominate, select)]
-        _check_stages([*sizes, (second.max_groups, second.shape.num_kv_heads)], second, nominate, select)
-        self.first, self.nominate, self.second, self.select = first, nominate, second, select
-        self.num_layers = first.num_layers
-        self.candidates = nominate.new_lists()
-        self.score_stride = _aligned(nominate.max_budget)
-        self.scores = _arena(second, self.score_stride)
-        self._arrays = _LayerArrays(second, first.num_layers)
 
     def new_lists(self, *, with_slots: bool = False) -> SelectedLists:
         """Buffers for `run()`, see `TopKSelection.new_lists`."""
         return self.select.new_lists(with_slots=with_slots)
 
-    def plan(self, groups: Sequence[TwoLevelGroup[Index]]) -> None:
+    def plan(self, groups: Sequence[TwoLevelGroup]) -> None:
         """Write the tables of all stages and layers. Copies to the device, without a wait.
 
         Args:
-            groups: row g of the lists is that of the group at place g; rows behind the last get counts of 0.
+            groups: row g of the lists is that of the group at place g; rows behind the last get counts of 0. A layer's
+                first index is `CsaTables`.
 
         Raises:
             ValueError: more groups, rows, tokens or candidates than the stages have room for, or indexes of another
                 shape. Stages may be planned for different groups then: plan again before the next run.
         """
-        heads = self.first.num_kv_heads
+        heads = self._heads
         _check_layers(groups, self.num_layers, heads)
-        self.first.plan(groups)
-        self.nominate.plan(_nominated(groups, heads, self.first.score_stride))
-        self.second.plan(_scored_candidates(groups, heads, self.nominate.max_budget, self.score_stride))
-        self.select.plan([self._selected(number, group) for number, group in enumerate(groups)])
+        tables = [[_tables_of(group, layer) for group in groups] for layer in range(self.num_layers)]
+        for layer, of_layer in enumerate(tables):
+            self._csa.plan([CsaGroup(one, group.rows) for one, group in zip(of_layer, groups, strict=True)], layer)
+        scored = []
+        for number, (group, raw) in enumerate(zip(groups, self._csa.views(self._raw), strict=True)):
+            raw_begins = tuple(int(raw[head].storage_offset()) for head in range(heads))
+            counts, begins = (group.prefix_len,) * heads, _begins_of(number, heads, self.first_stride)
+            scored.append(ScoredGroup(group.rows, counts, (0,) * heads, raw_begins, begins, raw_stride=raw.stride(1)))
+        self._pooling.plan(scored)
+        self.nominate.plan(_nominated(groups, heads, self.first_stride))
+        self.second.plan(_scored_candidates(groups, heads, self.nominate.max_budget, self.second_stride))
+        chosen = [
+            SelectionGroup(
+                *(group.prefix_len, group.budget, number * heads * self.second_stride, self.second_stride),
+                slot_start=group.slot_start,
+                num_candidates=group.count,
+                **group.windows,
+            )
+            for number, group in enumerate(groups)
+        ]
+        self.select.plan(chosen)
         self._arrays.plan([[layer.second for layer in group.layers] for group in groups])
 
     def run(
-        self,
-        q: Tensor,
-        lists: SelectedLists,
-        sm_scale: float,
-        *,
-        slot_table: Tensor | None = None,
-        layer: int = 0,
+        self, q: Tensor, lists: SelectedLists, sm_scale: float, *, slot_table: Tensor | None = None, layer: int = 0
     ) -> None:
-        """Select as planned. The launches of the first level, of two selections, and two for the candidates' scores.
+        """Select as planned: two launches for each of three scorings, and those of two selections.
 
         Args:
             q: [batch, num_qo_heads, head_dim] post-RoPE queries.
@@ -336,27 +255,16 @@ class TwoLevelSelection(Generic[Index]):
         Raises:
             ValueError: tensors of another shape or dtype than planned for.
         """
-        self.first.run(q, sm_scale, layer)
-        self.nominate.run(self.first.scores, self.candidates, pad=False)
+        self._csa.run(q, self._raw, layer)
+        self._pooling.run(q, self.first_scores, sm_scale, raw=self._raw)
+        self.nominate.run(self.first_scores, self.candidates, pad=False)
         positions = self.candidates.positions
-        self.second.run(q, self.scores, sm_scale, lists=positions, arrays=self._arrays.of(layer))
-        self.select.run(self.scores, lists, slot_table=slot_table, candidates=positions)
-
-    def _selected(self, number: int, group: TwoLevelGroup[Index]) -> SelectionGroup:
-        return SelectionGroup(
-            group.prefix_len,
-            group.budget,
-            number * self.first.num_kv_heads * self.score_stride,
-            self.score_stride,
-            num_sink=group.num_sink,
-            num_recent=group.num_recent,
-            slot_start=group.slot_start,
-            num_candidates=group.count,
-        )
+        self.second.run(q, self.second_scores, sm_scale, lists=positions, arrays=self._arrays.of(layer))
+        self.select.run(self.second_scores, lists, slot_table=slot_table, candidates=positions)
 
 
 class JoinedTwoLevelSelection:
-    """`TwoLevelSelection` with a `BlockFirstLevel` and keys of 16 bits, as two selections one after the other.
+    """Candidates by the scores of blocks, and the best of these, by keys of 16 bits: two selections in turn.
 
     Args:
         first: chooses the candidates from all blocks or tokens (`Source.MINMAX` or `Source.LOW_BIT`). Its `max_budget`
@@ -379,7 +287,8 @@ class JoinedTwoLevelSelection:
     def __init__(
         self, first: AnchorSelection, second: AnchorSelection, max_blocks: int, *, num_layers: int = 1
     ) -> None:
-        _check_stages([(one.max_groups, one.shape.num_kv_heads) for one in (first, second)], second, first, second)
+        _check_stages([(one.max_groups, one.shape.num_kv_heads) for one in (first, second)], second)
+        _check_room(first, second)
         if first.listed:
             raise ValueError("expected a first level of all rows, got listed=True; it names the candidates")
         self.first, self.second, self.num_layers = first, second, num_layers
@@ -393,24 +302,18 @@ class JoinedTwoLevelSelection:
         """Buffers for `run()`, see `AnchorSelection.new_lists`."""
         return self.second.new_lists(with_slots=with_slots)
 
-    def plan(self, groups: Sequence[TwoLevelGroup[Arrays]]) -> None:
-        """As `TwoLevelSelection.plan`; a layer's first index is as `BlockFirstLevel` says."""
+    def plan(self, groups: Sequence[TwoLevelGroup]) -> None:
+        """As `TwoLevelSelection.plan`; a layer's first index is the arrays of its blocks. Also raises ValueError where
+        there are more blocks than room, or fewer in an index."""
         heads, width = self.first.shape.num_kv_heads, self.first.max_budget
         _check_layers(groups, self.num_layers, heads)
         self.first.plan(_scored_blocks(groups, heads, self.first_stride), _nominated(groups, heads, self.first_stride))
         # To the second selection the candidates are all there is.
         chosen = [
-            SelectionGroup(
-                group.count,
-                group.budget,
-                num_sink=group.num_sink,
-                num_recent=group.num_recent,
-                slot_start=group.slot_start,
-            )
-            for group in groups
+            SelectionGroup(group.count, group.budget, slot_start=group.slot_start, **group.windows) for group in groups
         ]
         self.second.plan(_scored_candidates(groups, heads, width, self.second_stride), chosen)
-        self._first_arrays.plan([[layer.first for layer in group.layers] for group in groups])
+        self._first_arrays.plan([[_arrays_of(layer) for layer in group.layers] for group in groups])
         self._second_arrays.plan([[layer.second for layer in group.layers] for group in groups])
         self._slots_end = max((group.slot_start + group.prefix_len for group in groups), default=0)
 
@@ -439,21 +342,10 @@ class JoinedTwoLevelSelection:
         self.second.run(second, self.second_scores, lists, slot_table=slot_table)
 
 
-class _Scoring(Protocol):
-    """A `PooledScores` or an `AnchorSelection`."""
-
-    shape: ScoreShape
-    max_groups: int
-    device: torch.device
-
-    @property
-    def listed(self) -> bool: ...
-
-
 class _LayerArrays:
     """Addresses of every layer's arrays, for runs of `scoring`."""
 
-    def __init__(self, scoring: _Scoring, num_layers: int) -> None:
+    def __init__(self, scoring: PooledScores | AnchorSelection, num_layers: int) -> None:
         self._shape = scoring.shape
         self._table = torch.zeros(num_layers, scoring.max_groups, ARRAYS, dtype=torch.int64, device=scoring.device)
 
@@ -474,7 +366,7 @@ def _aligned(count: int) -> int:
     return -(-count // ALIGNED) * ALIGNED
 
 
-def _arena(scoring: _Scoring, stride: int) -> Tensor:
+def _arena(scoring: PooledScores | AnchorSelection, stride: int) -> Tensor:
     """Uninitialised scores of all groups and KV heads, `stride` apart."""
     size = scoring.max_groups * scoring.shape.num_kv_heads * stride
     return torch.empty(size, dtype=torch.float32, device=scoring.device)
@@ -485,12 +377,7 @@ def _begins_of(number: int, num_kv_heads: int, stride: int) -> tuple[int, ...]:
     return tuple((number * num_kv_heads + head) * stride for head in range(num_kv_heads))
 
 
-def _check_stages(
-    sizes: Sequence[tuple[int, int]],
-    second: _Scoring,
-    nominate: TopKSelection | AnchorSelection,
-    select: TopKSelection | AnchorSelection,
-) -> None:
+def _check_stages(sizes: Sequence[tuple[int, int]], second: PooledScores | AnchorSelection) -> None:
     if len(set(sizes)) > 1:
         raise ValueError(f"expected stages of the same max_groups and num_kv_heads, got {sizes}")
     if second.shape.source is not Source.LOW_BIT or not second.listed:
@@ -498,6 +385,9 @@ def _check_stages(
             f"expected a second level with listed=True and Source.LOW_BIT, got listed={second.listed} and "
             f"{second.shape.source.name}; it scores the candidates alone"
         )
+
+
+def _check_room(nominate: TopKSelection | AnchorSelection, select: TopKSelection | AnchorSelection) -> None:
     if select.max_prefix_len < nominate.max_budget:
         raise ValueError(
             f"expected a selection among {nominate.max_budget} candidates, got one among {select.max_prefix_len}; "
@@ -505,7 +395,7 @@ def _check_stages(
         )
 
 
-def _check_layers(groups: Sequence[TwoLevelGroup[Index]], num_layers: int, num_kv_heads: int) -> None:
+def _check_layers(groups: Sequence[TwoLevelGroup], num_layers: int, num_kv_heads: int) -> None:
     """Raise ValueError unless groups name the indexes of so many layers, with codes of so many KV heads."""
     for group in groups:
         if len(group.layers) != num_layers:
@@ -519,29 +409,42 @@ def _check_layers(groups: Sequence[TwoLevelGroup[Index]], num_layers: int, num_k
                 )
 
 
-def _nominated(groups: Sequence[TwoLevelGroup[Index]], num_kv_heads: int, score_stride: int) -> list[SelectionGroup]:
+def _tables_of(group: TwoLevelGroup, layer: int) -> CsaTables:
+    tables = group.layers[layer].first
+    if not isinstance(tables, CsaTables) or tables.prefix_len != group.prefix_len:
+        raise ValueError(
+            f"expected tables of a prefix of {group.prefix_len} tokens, got "
+            f"{tables.prefix_len if isinstance(tables, CsaTables) else 'arrays'}; is the index of another prefix?"
+        )
+    return tables
+
+
+def _arrays_of(layer: LayerIndex) -> Arrays:
+    if isinstance(layer.first, CsaTables):
+        raise ValueError("expected arrays of blocks as a layer's first index, got CsaTables; use TwoLevelSelection")
+    return layer.first
+
+
+def _nominated(groups: Sequence[TwoLevelGroup], num_kv_heads: int, score_stride: int) -> list[SelectionGroup]:
     """The choice of candidates, by scores that lie `score_stride` apart."""
     return [
         SelectionGroup(
-            group.prefix_len,
-            group.num_candidates,
-            number * num_kv_heads * score_stride,
-            score_stride,
-            group.block_size,
-            group.num_sink,
-            group.num_recent,
+            *(group.prefix_len, group.num_candidates, number * num_kv_heads * score_stride, score_stride),
+            block_size=group.block_size,
+            **group.windows,
         )
         for number, group in enumerate(groups)
     ]
 
 
-def _scored_blocks(groups: Sequence[TwoLevelGroup[Arrays]], num_kv_heads: int, score_stride: int) -> list[ScoredGroup]:
-    """All blocks of the groups, as scores are planned. Raises ValueError as `BlockFirstLevel.plan`."""
+def _scored_blocks(groups: Sequence[TwoLevelGroup], num_kv_heads: int, score_stride: int) -> list[ScoredGroup]:
+    """All blocks of the groups, as scores are planned. Raises ValueError where they do not fit."""
     scored = []
     for number, group in enumerate(groups):
         sizes = (group.block_size,) * num_kv_heads if isinstance(group.block_size, int) else group.block_size
         counts = tuple(-(-group.prefix_len // size) for size in sizes)
-        rows = {layer.first[1].shape[:-1].numel() for layer in group.layers if layer.first[1] is not None}
+        codes = (_arrays_of(layer)[1] for layer in group.layers)
+        rows = {one.shape[:-1].numel() for one in codes if one is not None}
         if max(counts) > score_stride or min(rows, default=0) < sum(counts):
             raise ValueError(
                 f"expected at most {score_stride} blocks a head and {sum(counts)} in each layer's index, got "
@@ -549,12 +452,12 @@ def _scored_blocks(groups: Sequence[TwoLevelGroup[Arrays]], num_kv_heads: int, s
             )
         first_rows = tuple(sum(counts[:head]) for head in range(len(counts)))
         nothing, begins = (0,) * len(counts), _begins_of(number, num_kv_heads, score_stride)
-        scored.append(ScoredGroup(group.rows, counts, first_rows, nothing, begins, group.layers[0].first))
+        scored.append(ScoredGroup(group.rows, counts, first_rows, nothing, begins, _arrays_of(group.layers[0])))
     return scored
 
 
 def _scored_candidates(
-    groups: Sequence[TwoLevelGroup[Index]], num_kv_heads: int, list_stride: int, score_stride: int
+    groups: Sequence[TwoLevelGroup], num_kv_heads: int, list_stride: int, score_stride: int
 ) -> list[ScoredGroup]:
     """The candidates, as scores are planned: lists and scores lie so far apart."""
     return [

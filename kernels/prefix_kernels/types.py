@@ -228,26 +228,32 @@ def check_lists(lists: SelectedLists, shape: tuple[int, int, int], slot_table: T
     Raises:
         ValueError: as said.
     """
-    for name, tensor, wanted in (
-        ("positions", lists.positions, shape),
-        ("counts", lists.counts, shape[:2]),
-        ("slots", lists.slots, shape),
-    ):
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != wanted or tensor.dtype is not torch.int32 or not tensor.is_contiguous():
-            raise ValueError(
-                f"expected {name} {wanted} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype}; use new_lists()"
-            )
+    check_int32("positions", lists.positions, shape)
+    check_int32("counts", lists.counts, shape[:2])
+    if lists.slots is not None:
+        check_int32("slots", lists.slots, shape)
     if (lists.slots is None) != (slot_table is None):
         raise ValueError("expected slots and slot_table both or none of them, got one; use new_lists(with_slots=...)")
     if slot_table is None:
         return
-    good = slot_table.dim() == 1 and slot_table.dtype in (torch.int32, torch.int64)
-    if not good or not slot_table.is_contiguous():
-        raise ValueError(
-            f"expected slot_table [arena] int32 or int64 contiguous, got {tuple(slot_table.shape)} "
-            f"{slot_table.dtype} of strides {slot_table.stride()}"
-        )
+    check_arena("slot_table", slot_table)
     if slot_table.shape[0] < slots_end:
         raise ValueError(f"expected a slot_table of {slots_end} entries, got {slot_table.shape[0]}")
+
+
+def check_int32(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a tensor is contiguous, in int32 and of this shape."""
+    if tuple(tensor.shape) != shape or tensor.dtype is not torch.int32 or not tensor.is_contiguous():
+        raise ValueError(
+            f"expected {name} {shape} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
+            f"{tensor.stride()}"
+        )
+
+
+def check_arena(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless a tensor is [arena], contiguous, in int32 or int64."""
+    if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64) or not tensor.is_contiguous():
+        raise ValueError(
+            f"expected {name} [arena] int32 or int64 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
+            f"{tensor.stride()}"
+        )

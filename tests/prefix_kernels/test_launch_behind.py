@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prefix_kernels import kernels, launching
-from prefix_kernels.launching import compiled
+from tests.prefix_kernels.compiling import compiled
 
 from .test_triton_compiles import launches
 

@@ -21,12 +21,13 @@ from prefix_kernels.csa_scores.runner import CsaScores, CsaShape
 from prefix_kernels.csa_scores.runner import default_config as csa_config
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, block_m_for
 from prefix_kernels.grouped_attention.tuned import own_config
-from prefix_kernels.launching import Launch, compiled, launch, overlapped_launches, recording
+from prefix_kernels.launching import Launch, launch, overlapped_launches, recording
 from prefix_kernels.pooled_scores import PooledScores, ScoreInputs, ScoreShape, Source
 from prefix_kernels.pooled_scores.runner import default_config as config_for
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from prefix_kernels.top_k_selection.runner import TopKSelection
 from prefix_kernels.two_level_selection import JoinedTwoLevelSelection
+from tests.prefix_kernels.compiling import compiled
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 HEADS, KV_HEADS, DIM = 32, 8, 128

@@ -22,14 +22,7 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
 from prefix_kernels.anchor_selection.hopper_sum_kernels import sum_item, sum_sample_item
 from prefix_kernels.anchor_selection.kernels import KEY_BITS
 from prefix_kernels.kernels import NUM_DIGITS, let_the_next_kernel_come, meet, wait_for_the_kernel_before
-from prefix_kernels.pooled_scores.kernels import (
-    HEADROOM,
-    LN2,
-    LOG2E,
-    num_summed,
-    stretch_of,
-    sum_step,
-)
+from prefix_kernels.pooled_scores.kernels import HEADROOM, LN2, LOG2E, num_summed, stretch_of, sum_step
 from prefix_kernels.top_k_selection.kernels import DIGIT_BITS, ordered_keys
 
 NEVER = gl.constexpr(2.0**30)
@@ -164,26 +157,13 @@ def score_items_hopper_kernel(
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `items.py`
     all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, 256]: of keys' upper bytes, written; of lower ones, 0
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
-    sm_scale,
-    q_stride_row,
-    q_stride_head,
-    max_rows,
-    max_items,
+    sm_scale, q_stride_row, q_stride_head, max_rows, max_items,
     num_totals,  # num_groups * num_kv_heads
-    ITEM_FIELDS: gl.constexpr,
-    GQA: gl.constexpr,
-    CHANNELS: gl.constexpr,
-    LISTED_CHANNELS: gl.constexpr,
-    SUM_EVERY: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_CHUNKS: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    FIRST_PHASE: gl.constexpr,
-    LAST_PHASE: gl.constexpr,
+    ITEM_FIELDS: gl.constexpr, GQA: gl.constexpr, CHANNELS: gl.constexpr, LISTED_CHANNELS: gl.constexpr,
+    SUM_EVERY: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_CHUNKS: gl.constexpr,
+    NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr,
     OVERLAPPED: gl.constexpr,
-):
+):  # fmt: skip
     """Program (place, KV head): the first two phases of its items, of which only the first may be shared."""
     _wait_for_the_kernel_before(OVERLAPPED)
     head = gl.program_id(1).to(gl.int64)

@@ -14,7 +14,7 @@ from triton import knobs
 
 from prefix_kernels.anchor_selection.kernels import select_kernel
 from prefix_kernels.grouped_attention.config import has_specialized
-from prefix_kernels.launching import block_of, launch, launch_behind, send
+from prefix_kernels.launching import block_of, check_power_of_2, launch, launch_behind, programs_at_once, send
 from prefix_kernels.pooled_scores.runner import (
     POOL,
     ScoreConfig,
@@ -86,9 +86,8 @@ class AnchorConfig:
     specialized: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, least in (("block_m", self.block_m, 8), ("block_n", self.block_n, 64)):
-            if value < least or value & (value - 1):
-                raise ValueError(f"expected {name} as a power of 2 of at least {least}, got {value}")
+        check_power_of_2("block_m", self.block_m, 8)
+        check_power_of_2("block_n", self.block_n, 64)
         whole_groups = self.num_warps in (4, 8) and self.block_n >= 16 * self.num_warps
         if self.specialized and not (whole_groups and self.block_m <= 128):
             raise ValueError(
@@ -256,9 +255,9 @@ class AnchorSelection:
         self._tables = ScoreTables(shape, max_batch, max_groups, device, listed=listed)
         heads = shape.num_kv_heads
         self._listing = _LISTING if config.specialized else config
-        at_once = num_programs or programs_at_once(device, self._listing)
+        at_once = num_programs or programs_at_once(device, self._listing.programs_per_sm)
         self.programs_of_a_head = _in_rounds(max(1, at_once // heads))
-        self._score_programs = max(1, (num_programs or programs_at_once(device, config)) // heads)
+        self._score_programs = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
         if config.block_m > _FEW_ROWS:
             self._score_programs = _in_rounds(self._score_programs)
         max_items = self.programs_of_a_head + max_groups
@@ -442,13 +441,6 @@ class AnchorSelection:
             raise ValueError(
                 f"expected scores of tokens to begin at multiples of {_ALIGNED}, got {of.score_begins}; pad the rows"
             )
-
-
-def programs_at_once(device: torch.device, config: AnchorConfig) -> int:
-    """Programs that run at the same time on a device; 1 where it is no GPU."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm
 
 
 def _in_rounds(programs: int) -> int:

@@ -39,24 +39,11 @@ def pick_lists_kernel(
     lists_ptr,  # int32 [max_rows * GQA, num_kv_heads, NUM_SUBSPACES], out: list among all the group's lists
     factors_ptr,  # fp32 [max_rows * GQA, num_kv_heads, NUM_SUBSPACES, 2], out: score = code * first + second
     starts_ptr,  # int32 [max_rows * GQA, num_kv_heads, NUM_SUBSPACES, starts_stride], out: entries before each block
-    q_stride_row,
-    q_stride_head,
-    starts_stride,
-    GQA: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_SUBSPACES: tl.constexpr,
-    SUB: tl.constexpr,
-    BLOCK_SUB: tl.constexpr,
-    NUM_CENTROIDS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BITMAP_N: tl.constexpr,
-    BITMAP: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    q_stride_row, q_stride_head, starts_stride, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_SUBSPACES: tl.constexpr, SUB: tl.constexpr, BLOCK_SUB: tl.constexpr, NUM_CENTROIDS: tl.constexpr,
+    BLOCK_C: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_N: tl.constexpr, BITMAP_N: tl.constexpr, BITMAP: tl.constexpr,
+    OFFSETS: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Program (subspace, KV head, tile row): nearest centroid, factors of its list, prefix sums of its counts."""
     wait_for_the_kernel_before(OVERLAPPED)
     subspace = tl.program_id(0)
@@ -146,16 +133,9 @@ def score_tiles_kernel(
     factors_ptr,  # fp32 [max_rows * GQA, num_kv_heads, NUM_SUBSPACES, 2]
     starts_ptr,  # int32 [max_rows * GQA, num_kv_heads, NUM_SUBSPACES, starts_stride]
     out_ptr,  # fp32, each group [num_kv_heads, num_rows * GQA, prefix_len] from its OUT_BEGIN on
-    starts_stride,
-    GQA: tl.constexpr,
-    NUM_SUBSPACES: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    BITMAP: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    starts_stride, GQA: tl.constexpr, NUM_SUBSPACES: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr, BITMAP: tl.constexpr, OFFSETS: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Program (tile of positions, KV head, tile row): the sum of that row's lists in that tile, -inf where none is."""
     wait_for_the_kernel_before(OVERLAPPED)
     tile = tl.program_id(0)

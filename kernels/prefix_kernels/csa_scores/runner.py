@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefix_kernels.csa_scores.compact import BLOCK_POSITIONS, CompactLists, check_lists
 from prefix_kernels.csa_scores.kernels import FIELDS, pick_lists_kernel, score_tiles_kernel
-from prefix_kernels.launching import block_of, launch, send
+from prefix_kernels.launching import block_of, check_power_of_2, launch, send
 
 _BITMAP_RATIO = 0.117
 """From here on lists of long prefixes are bitmaps, see `compact`."""
@@ -88,9 +88,7 @@ class CsaConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("tile", BLOCK_POSITIONS), ("step", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"expected {name} as a power of 2 of at least {least}, got {value}")
+            check_power_of_2(name, getattr(self, name), least)
 
 
 def default_config(list_ratio: float) -> CsaConfig:
@@ -229,12 +227,6 @@ class CsaScores:
         self._starts = torch.zeros(*picks, num_blocks + 1, dtype=torch.int32, device=device)
         self._centroid_type = torch.zeros(1, dtype=shape.centroid_dtype, device=device)
         self._planned: list[tuple[CsaGroup, ...]] = [()] * num_layers
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Device memory of the buffers."""
-        parts = (self._dims, self._rows, self._groups, self._lists, self._factors, self._starts)
-        return sum(part.nbytes for part in parts)
 
     def out_elements(self, layer: int = 0) -> int:
         """Scores that the layer's `run()` writes."""

@@ -61,25 +61,11 @@ def attend_items_kernel(
     sm_scale,  # fp32, times the scale of K
     v_scale,  # fp32, scale of V, of direct tiles
     batch,  # rows of q, out and lse: a plan for more of them reads and writes nothing there
-    q_stride_row,
-    q_stride_head,
-    k_stride_slot,
-    k_stride_head,
-    v_stride_slot,
-    v_stride_head,
-    out_stride_row,
-    out_stride_head,
-    GQA: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_stride_row, q_stride_head, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, out_stride_row,
+    out_stride_head, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPPED: tl.constexpr,
-):
+):  # fmt: skip
     """Program (KV head, item): one tile of rows over one stretch of one list; writes that part's state.
 
     Of a direct tile, whose rows have no other part, that is the result.
@@ -148,21 +134,14 @@ def attend_items_kernel(
 @triton.jit
 def merge_items_kernel(
     partial_out_ptr,  # fp32 [num_partials, V_DIM]
-    partial_lse_ptr,  # fp32 [num_partials], base 2, or natural log where NATURAL
+    partial_lse_ptr,  # fp32 [num_partials], base 2
     spans_ptr,  # int32 [batch, NUM_SPANS, 4], see `items.py`
     out_ptr,  # [batch, num_qo_heads, V_DIM]
     lse_ptr,  # fp32 [batch, num_qo_heads]
     v_scale,  # fp32, scale of V
-    out_stride_row,
-    out_stride_head,
-    GQA: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NUM_SPANS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    NATURAL: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    out_stride_row, out_stride_head, GQA: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    NUM_SPANS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Program (query head, batch row): merges the parts of that row's spans; an empty row gets 0 and -inf.
 
     A row of one part leaves with the bits that a direct tile would have written: its weight is 2^0. So no factor may
@@ -199,8 +178,6 @@ def merge_items_kernel(
                     mask=there[:, None] & (e < V_DIM)[None, :],
                     other=0.0,
                 )
-                if NATURAL:
-                    lse = lse * LOG2E
                 out = tl.where((lse > float("-inf"))[:, None], out, 0.0)
                 higher = tl.maximum(peak, tl.max(lse, axis=0))
                 safe = tl.where(higher == float("-inf"), 0.0, higher)

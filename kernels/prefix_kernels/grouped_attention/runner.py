@@ -13,13 +13,12 @@ from prefix_kernels.grouped_attention.config import (
     AttentionConfig,
     AttentionShape,
     has_specialized,
-    programs_at_once,
     specialized_at_once,
 )
 from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
-from prefix_kernels.launching import block_of, launch, send
-from prefix_kernels.types import PagedKV
+from prefix_kernels.launching import block_of, launch, programs_at_once, send
+from prefix_kernels.types import PagedKV, check_arena, check_int32
 
 _MERGED_AT_ONCE = 64
 _LEAST_BLOCK = 16
@@ -87,10 +86,10 @@ class GroupedAttention:
             Several passes serve tiles of different height, as a group's and a single request's.
         device: where everything lies.
         num_programs: thread blocks that fill the device, per pass; None asks the device.
+        chunk: tokens of a stretch, the same for every batch, so that a request's result does not depend on the rest of
+            the batch (with one `passes` of fixed height); 0: as the batch is best spread.
         scratch_of: another object of the same shape whose runs and these follow each other on one stream: its scratch
             serves both, where it is large enough.
-        chunk: tokens of a stretch, the same for every batch, so that a request's result does not depend on the rest
-            of the batch (give it one `passes` of fixed height, too); 0: as the batch is best spread.
 
     Raises:
         ValueError: no pass, a batch of no request, or a specialized configuration that does not fit the
@@ -117,7 +116,11 @@ class GroupedAttention:
         self.max_batch = max_batch
         self._chunk = chunk
         self.passes = [
-            _Pass(config, max_batch, max(1, (num_programs or programs_at_once(device, config)) // shape.num_kv_heads))
+            _Pass(
+                config,
+                max_batch,
+                max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // shape.num_kv_heads),
+            )
             for config in passes
         ]
         self._launches = [_Launch(same, self.passes, max_batch, device) for same in _joined(passes)]
@@ -292,7 +295,6 @@ class GroupedAttention:
                 "GQA": shape.gqa,
                 "V_DIM": shape.v_head_dim,
                 "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
-                "NATURAL": False,
                 "NUM_SPANS": len(self.passes),
                 "BLOCK_S": min(_MERGED_AT_ONCE, block_of(max(one.target for one in self.passes), _LEAST_BLOCK)),
             },
@@ -354,11 +356,7 @@ class GroupedAttention:
                 raise ValueError(f"expected {name} {wanted}, got {tuple(tensor.shape)}")
         if lse.dtype is not torch.float32 or not lse.is_contiguous():
             raise ValueError(f"expected lse contiguous in float32, got {lse.dtype}")
-        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
-            raise ValueError(
-                f"expected slots [arena] int32 or int64 contiguous, got {tuple(slots.shape)} {slots.dtype} of stride "
-                f"{slots.stride()}"
-            )
+        check_arena("slots", slots)
         for name, tensor in (("q", q), ("k_cache", kv.k_cache), ("v_cache", kv.v_cache), ("out", out)):
             if tensor.stride(2) != 1:
                 raise ValueError(f"expected {name} with adjacent channels, got strides {tensor.stride()}")
@@ -374,14 +372,10 @@ class GroupedAttention:
             raise ValueError(
                 f"expected counts of {self._most_lists} lists or more, as planned, got {lists}; hand in counts"
             )
-        for name, tensor, dims in (("counts", counts, (lists, heads)), ("head_map", head_map, (heads,))):
-            if tensor is not None and (
-                tuple(tensor.shape) != dims or tensor.dtype is not torch.int32 or not tensor.is_contiguous()
-            ):
-                raise ValueError(
-                    f"expected {name} {dims} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
-                    f"{tensor.stride()}"
-                )
+        if counts is not None:
+            check_int32("counts", counts, (lists, heads))
+        if head_map is not None:
+            check_int32("head_map", head_map, (heads,))
 
 
 def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, num_programs: int | None) -> None:
@@ -405,7 +399,7 @@ def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.de
     )
     most = at_once * properties.multi_processor_count
     heads = shape.num_kv_heads
-    wanted = heads * max((num_programs or programs_at_once(device, config)) // heads, 1)
+    wanted = heads * max((num_programs or programs_at_once(device, config.programs_per_sm)) // heads, 1)
     if wanted > most:
         # They wait for each other.
         raise ValueError(

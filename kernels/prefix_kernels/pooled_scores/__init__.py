@@ -13,12 +13,4 @@ from prefix_kernels.pooled_scores.runner import (
     array_addresses,
 )
 
-__all__ = [
-    "PooledScores",
-    "ScoreConfig",
-    "ScoreInputs",
-    "ScoreShape",
-    "ScoredGroup",
-    "Source",
-    "array_addresses",
-]
+__all__ = ["PooledScores", "ScoreConfig", "ScoreInputs", "ScoreShape", "ScoredGroup", "Source", "array_addresses"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import launch, send
+from prefix_kernels.launching import launch, programs_at_once, send
 from prefix_kernels.top_k_selection.kernels import count_digits_kernel, list_selected_kernel
 from prefix_kernels.top_k_selection.plan import NUM_FIELDS, SelectionGroup, cut_groups
 from prefix_kernels.types import SelectedLists, check_lists, new_lists
@@ -109,7 +109,7 @@ class TopKSelection:
         self.max_groups, self.num_kv_heads, self.max_prefix_len, self.max_budget = sizes
         self.key_bits, self.max_block_size = key_bits, max_block_size
         per_sm = 2 if config is None else config.programs_per_sm
-        self._target = max(1, (num_programs or _multiprocessors(device) * per_sm) // num_kv_heads)
+        self._target = max(1, (num_programs or programs_at_once(device, per_sm)) // num_kv_heads)
         self.config = config or default_config(max_prefix_len, self._target)
         self._max_items = self._target + max_groups
         num_passes = key_bits // _DIGIT_BITS
@@ -124,12 +124,6 @@ class TopKSelection:
         self._above = integers(num_passes, num_kv_heads, self._max_items)
         self._scores_end = self._slots_end = 0
         self.plan(())
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Device memory that a run needs, without scores and lists."""
-        buffers = (self._items, self._block_shifts, self._at_least, self._fixed, self._above)
-        return sum(buffer.nbytes for buffer in buffers)
 
     def new_lists(self, *, with_slots: bool = False) -> SelectedLists:
         """Buffers for `run()`, holding no selection. One for each layer whose lists must outlive the next run."""
@@ -285,8 +279,3 @@ class TopKSelection:
             raise ValueError(
                 "expected candidates apart from the lists that are written, got one tensor; use new_lists()"
             )
-
-
-def _multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 where the device is none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

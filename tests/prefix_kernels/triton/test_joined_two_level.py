@@ -1,4 +1,4 @@
-"""Two levels as two selections that score and choose at once: the positions of the stages one after the other."""
+"""Two levels as two selections that score and choose at once: against the references, by score."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form
-from prefix_kernels.launching import recording
-from prefix_kernels.pooled_scores import PooledScores, ScoreShape, Source
+from prefix_kernels.pooled_scores import ScoreShape, Source
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.two_level_selection import BlockFirstLevel, JoinedTwoLevelSelection, TwoLevelSelection
+from prefix_kernels.two_level_selection import JoinedTwoLevelSelection
 from prefix_kernels.types import SelectedLists
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 from tests.prefix_kernels.triton.test_two_level_selection import (
@@ -31,15 +30,14 @@ from tests.prefix_kernels.triton.test_two_level_selection import (
     SM_SCALE,
     TABLE,
     check,
+    check_replays,
     groups_of,
     randn,
-    select_of,
 )
 
 FORMS = pytest.mark.parametrize("form", [Form.SPLIT] if INTERPRETED else list(Form), ids=lambda form: form.name)
 CONFIG = AnchorConfig(block_n=64)
 MAX_BLOCKS = MAX_PREFIX // 16
-SOME = ["positions", "counts", "slots"]
 
 
 def shapes(pooling: Pooling) -> tuple[ScoreShape, ScoreShape]:
@@ -65,16 +63,6 @@ def joined(form: Form = Form.SPLIT, num_chunks: int = 1, pooling: Pooling = Pool
     return JoinedTwoLevelSelection(first, second, MAX_BLOCKS, num_layers=LAYERS)
 
 
-def apart(pooling: Pooling) -> TwoLevelSelection[Any]:
-    """Sums of exponentials in the order of one program of a group: the same bits."""
-    blocks, tokens = shapes(pooling)
-    first = PooledScores(blocks, BATCH, MAX_GROUPS, CONFIG.scoring(1), DEVICE)
-    second = PooledScores(tokens, BATCH, MAX_GROUPS, CONFIG.scoring(1), DEVICE, listed=True)
-    nominate = select_of(MAX_PREFIX, MAX_CANDIDATES, 16, max_block_size=32)
-    level = BlockFirstLevel(first, MAX_BLOCKS, num_layers=LAYERS)
-    return TwoLevelSelection(level, nominate, second, select_of(MAX_CANDIDATES, MAX_BUDGET, 16))
-
-
 def run(selection: Any, q: Tensor, layer: int, **options: Any) -> SelectedLists:
     lists = selection.new_lists(with_slots=True)
     for buffer in (lists.positions, lists.counts, lists.slots):
@@ -92,22 +80,16 @@ def poison(selection: JoinedTwoLevelSelection) -> None:
 
 @FORMS
 @pytest.mark.parametrize("pooling", [pytest.param(Pooling.MAX, marks=pytest.mark.full), Pooling.MEAN])
-def test_the_positions_of_the_stages_apart(pooling: Pooling, form: Form) -> None:
-    """Group by group, as many programs as groups; layer after layer, and plan after plan (the pooling is in none)."""
-    one, other, planned = joined(form, 1, pooling), apart(pooling), groups_of("blocks")
+def test_the_positions_of_the_stages(pooling: Pooling, form: Form) -> None:
+    """As the references choose by score: as many programs as groups; layer after layer, and plan after plan."""
+    selection, planned = joined(form, 1, pooling), groups_of("blocks")
     q = randn(BATCH, HEADS * GQA, DIM, seed=4)
     plans = (planned, planned[::-1], planned[1:2], [], planned[:1])
     for some in plans if pooling is Pooling.MAX else plans[:1]:
-        for selection in (one, other):
-            selection.plan([group for group, _ in some])
+        selection.plan([group for group, _ in some])
         for layer in range(LAYERS):
-            poison(one)
-            mine, theirs = run(one, q, layer), run(other, q, layer)
-            for g, (group, _) in enumerate(some):
-                named = [selection.candidates.positions[g, :, : group.count] for selection in (one, other)]
-                assert torch.equal(*named), (g, layer)
-            for name in SOME:
-                assert torch.equal(getattr(mine, name), getattr(theirs, name)), (name, layer)
+            poison(selection)
+            check(selection, run(selection, q, layer), some, q, layer, pooling, key_bits=16)
 
 
 @pytest.mark.full
@@ -128,20 +110,7 @@ def test_groups_shared_out_among_programs(kept: bool, form: Form) -> None:
 
 
 def test_a_replay_sees_the_plan() -> None:
-    q, selection = randn(BATCH, HEADS * GQA, DIM, seed=1), joined()
-    lists = selection.new_lists()
-    with recording() as empty:
-        selection.run(q, lists, SM_SCALE)
-    selection.plan([group for group, _ in groups_of("blocks")])
-    with recording() as full:
-        selection.run(q, lists, SM_SCALE)
-    assert len(full.launches) == 4 + 4
-    assert [one.grid for one in empty.launches] == [one.grid for one in full.launches]
-    for before, after in zip(empty.launches, full.launches, strict=True):
-        for name, value in before.arguments.items():
-            now = after.arguments[name]
-            same = value.data_ptr() == now.data_ptr() if isinstance(value, Tensor) else value == now
-            assert same, f"a replay of {before.kernel.__name__} would not see {name}"
+    check_replays(joined(), [group for group, _ in groups_of("blocks")], 4 + 4)
 
 
 def test_stages_and_tables_that_do_not_fit() -> None:
@@ -158,8 +127,11 @@ def test_stages_and_tables_that_do_not_fit() -> None:
     selection, (group, _) = joined(), groups_of("blocks")[0]
     with pytest.raises(ValueError, match="expected indexes of 2 layers, got 1; name every layer's"):
         selection.plan([dataclasses.replace(group, layers=group.layers[:1])])
-    with pytest.raises(ValueError, match="expected at most 48 blocks a head"):
-        selection.plan([dataclasses.replace(group, block_size=8)])
+    for size, message in ((8, "expected at most 48 blocks a head"), (16, "and 88 in each layer's index")):
+        with pytest.raises(ValueError, match=message):
+            selection.plan([dataclasses.replace(group, block_size=size)])
+    with pytest.raises(ValueError, match="expected arrays of blocks as a layer's first index, got CsaTables"):
+        selection.plan([groups_of("csa")[0][0]])
     selection.plan([group])
     lists, q = selection.new_lists(with_slots=True), randn(BATCH, HEADS * GQA, DIM, seed=1)
     with pytest.raises(ValueError, match="expected a slot_table of 703 entries, got 702"):

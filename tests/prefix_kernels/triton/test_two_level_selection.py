@@ -19,8 +19,6 @@ from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoreShape, 
 from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.top_k_selection.runner import TopKConfig, TopKSelection
 from prefix_kernels.two_level_selection import (
-    BlockFirstLevel,
-    CsaFirstLevel,
     LayerIndex,
     TwoLevelGroup,
     TwoLevelSelection,
@@ -48,7 +46,7 @@ def randn(*shape: int, seed: int) -> Tensor:
 class Index:
     """A prefix in one layer, and what its references are made of."""
 
-    layer: LayerIndex[Any]
+    layer: LayerIndex
     keys: LowBitTensor
     channels: Tensor
     first_scores: Callable[[Tensor, Pooling], Tensor]
@@ -114,18 +112,13 @@ def select_of(max_prefix_len: int, max_budget: int, key_bits: int, **options: An
     return TopKSelection(MAX_GROUPS, HEADS, max_prefix_len, max_budget, DEVICE, key_bits=key_bits, **options)
 
 
-def selection_of(first: str, key_bits: int = 32, pooling: Pooling = Pooling.MAX) -> TwoLevelSelection[Any]:
-    if first == "csa":
-        csa = CsaScores(
-            CSA, DIMS.to(DEVICE), BATCH, MAX_PREFIX, CsaConfig(256, 16, 1), max_groups=MAX_GROUPS, num_layers=LAYERS
-        )
-        level: Any = CsaFirstLevel(csa, pooled(Source.RAW, pooling))
-        nominate = select_of(MAX_PREFIX, MAX_CANDIDATES, key_bits)
-    else:
-        level = BlockFirstLevel(pooled(Source.MINMAX, pooling, DIM), MAX_PREFIX // 16, num_layers=LAYERS)
-        nominate = select_of(MAX_PREFIX, MAX_CANDIDATES, key_bits, max_block_size=32)
-    second = pooled(Source.LOW_BIT, pooling, KEPT, listed=True)
-    return TwoLevelSelection(level, nominate, second, select_of(MAX_CANDIDATES, MAX_BUDGET, key_bits))
+def selection_of(key_bits: int = 32, pooling: Pooling = Pooling.MAX) -> TwoLevelSelection:
+    csa = CsaScores(
+        CSA, DIMS.to(DEVICE), BATCH, MAX_PREFIX, CsaConfig(256, 16, 1), max_groups=MAX_GROUPS, num_layers=LAYERS
+    )
+    nominate = select_of(MAX_PREFIX, MAX_CANDIDATES, key_bits)
+    second, select = pooled(Source.LOW_BIT, pooling, KEPT, listed=True), select_of(MAX_CANDIDATES, MAX_BUDGET, key_bits)
+    return TwoLevelSelection(csa, pooled(Source.RAW, pooling), nominate, second, select)
 
 
 SIZES = {
@@ -151,7 +144,7 @@ SIZES = {
 TABLE = torch.randperm(2000, generator=torch.Generator().manual_seed(5)).int()
 
 
-def groups_of(first: str) -> list[tuple[TwoLevelGroup[Any], list[Index]]]:
+def groups_of(first: str) -> list[tuple[TwoLevelGroup, list[Index]]]:
     found = []
     for number, (rows, sizes) in enumerate(SIZES.items()):
         length, seeds = sizes["prefix_len"], range(100 * number, 100 * number + LAYERS)
@@ -163,17 +156,17 @@ def groups_of(first: str) -> list[tuple[TwoLevelGroup[Any], list[Index]]]:
     return found
 
 
-def run(selection: TwoLevelSelection[Any], q: Tensor, layer: int) -> SelectedLists:
+def run(selection: TwoLevelSelection, q: Tensor, layer: int) -> SelectedLists:
     lists = selection.new_lists(with_slots=True)
     for buffer in (lists.positions, lists.counts, lists.slots, selection.candidates.positions):
         assert buffer is not None
         buffer.fill_(1_000_007)
-    selection.first.scores.fill_(torch.nan)
+    selection.first_scores.fill_(torch.nan)
     selection.run(q, lists, SM_SCALE, slot_table=TABLE.to(DEVICE), layer=layer)
     return lists
 
 
-def best(scores: Tensor, group: TwoLevelGroup[Any], count: int, length: int) -> Tensor:
+def best(scores: Tensor, group: TwoLevelGroup, count: int, length: int) -> Tensor:
     """The scores of the best `count` of a list of `length`, outside of the windows, in descending order."""
     free = scores[:, group.num_sink : length - group.num_recent]
     return free.topk(max(0, min(count - group.num_sink - group.num_recent, free.shape[1])), dim=1).values
@@ -187,7 +180,7 @@ def close(got: Tensor, wanted: Tensor, key_bits: int) -> None:
 
 
 def check(
-    selection: TwoLevelSelection[Any], lists: SelectedLists, planned: list[Any], q: Tensor, layer: int,
+    selection: TwoLevelSelection, lists: SelectedLists, planned: list[Any], q: Tensor, layer: int,
     pooling: Pooling = Pooling.MAX, key_bits: int = 32,
 ) -> None:  # fmt: skip
     """Both choices by score, the second one among the candidates that were named; windows, counts, slots, padding."""
@@ -221,9 +214,8 @@ def check(
 @pytest.mark.parametrize(
     ("pooling", "key_bits"), [(Pooling.MAX, 16), pytest.param(Pooling.MEAN, 32, marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("first", [pytest.param("csa", marks=pytest.mark.full), "blocks"])
-def test_both_choices_are_the_references_by_score(first: str, pooling: Pooling, key_bits: int) -> None:
-    selection, planned = selection_of(first, key_bits, pooling), groups_of(first)
+def test_both_choices_are_the_references_by_score(pooling: Pooling, key_bits: int) -> None:
+    selection, planned = selection_of(key_bits, pooling), groups_of("csa")
     q = randn(BATCH, HEADS * GQA, DIM, seed=1)
     selection.plan([group for group, _ in planned])
     for layer in range(LAYERS):
@@ -231,9 +223,8 @@ def test_both_choices_are_the_references_by_score(first: str, pooling: Pooling, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", ["csa", "blocks"])
-def test_one_plan_after_another(first: str) -> None:
-    selection, planned = selection_of(first), groups_of(first)
+def test_one_plan_after_another() -> None:
+    selection, planned = selection_of(), groups_of("csa")
     q = randn(BATCH, HEADS * GQA, DIM, seed=2)
     for some in (planned, planned[::-1], planned[1:2], [], planned[:1]):
         selection.plan([group for group, _ in some])
@@ -243,7 +234,7 @@ def test_one_plan_after_another(first: str) -> None:
 @pytest.mark.full
 def test_the_positions_of_the_whole_reference() -> None:
     """Without near ties in the scores; candidates that no list holds are taken from the end, in both."""
-    selection, planned = selection_of("csa"), groups_of("csa")
+    selection, planned = selection_of(), groups_of("csa")
     q = randn(BATCH, HEADS * GQA, DIM, seed=3)
     selection.plan([group for group, _ in planned])
     lists = run(selection, q, 0)
@@ -259,40 +250,40 @@ def test_the_positions_of_the_whole_reference() -> None:
         assert torch.equal(lists.positions[g, :, : wanted.max_count], wanted.positions)
 
 
-def test_how_many_launches_and_that_a_run_allocates_nothing() -> None:
-    q = randn(BATCH, HEADS * GQA, DIM, seed=1)
-    for first, count in (("csa", 2 + 2 + 3 + 2 + 3), ("blocks", 2 + 3 + 2 + 3)):
-        selection = selection_of(first, 16)
-        lists = selection.new_lists()
-        with recording() as empty:
-            selection.run(q, lists, SM_SCALE)
-        selection.plan([group for group, _ in groups_of(first)])
-        with recording() as full:
-            selection.run(q, lists, SM_SCALE)
-        assert len(full.launches) == count
-        assert [one.grid for one in empty.launches] == [one.grid for one in full.launches]
-        for before, after in zip(empty.launches, full.launches, strict=True):
-            for name, value in before.arguments.items():
-                now = after.arguments[name]
-                same = value.data_ptr() == now.data_ptr() if isinstance(value, Tensor) else value == now
-                assert same, f"a replay of {before.kernel.__name__} would not see {name}"
+def check_replays(selection: Any, groups: list[TwoLevelGroup], num_launches: int) -> None:
+    """Launches are the same whatever is planned, with the same buffers: a run allocates nothing."""
+    q, lists = randn(BATCH, HEADS * GQA, DIM, seed=1), selection.new_lists()
+    with recording() as empty:
+        selection.run(q, lists, SM_SCALE)
+    selection.plan(groups)
+    with recording() as full:
+        selection.run(q, lists, SM_SCALE)
+    assert len(full.launches) == num_launches
+    assert [one.grid for one in empty.launches] == [one.grid for one in full.launches]
+    for before, after in zip(empty.launches, full.launches, strict=True):
+        for name, value in before.arguments.items():
+            now = after.arguments[name]
+            same = value.data_ptr() == now.data_ptr() if isinstance(value, Tensor) else value == now
+            assert same, f"a replay of {before.kernel.__name__} would not see {name}"
+
+
+def test_a_replay_sees_the_plan() -> None:
+    check_replays(selection_of(16), [group for group, _ in groups_of("csa")], 2 + 2 + 3 + 2 + 3)
 
 
 def test_stages_that_do_not_fit_each_other() -> None:
-    good = selection_of("blocks")
+    good = selection_of()
+    csa, pooling, nominate, second, select = good._csa, good._pooling, good.nominate, good.second, good.select
     other = TopKSelection(MAX_GROUPS, HEADS + 1, MAX_CANDIDATES, MAX_BUDGET, DEVICE, num_programs=6)
     with pytest.raises(ValueError, match="stages of the same max_groups and num_kv_heads, got"):
-        TwoLevelSelection(good.first, good.nominate, good.second, other)
+        TwoLevelSelection(csa, pooling, nominate, second, other)
     with pytest.raises(ValueError, match=r"listed=True and Source.LOW_BIT, got listed=False and LOW_BIT"):
-        TwoLevelSelection(good.first, good.nominate, pooled(Source.LOW_BIT, Pooling.MAX, KEPT), good.select)
+        TwoLevelSelection(csa, pooling, nominate, pooled(Source.LOW_BIT, Pooling.MAX, KEPT), select)
     short = select_of(MAX_CANDIDATES - 1, MAX_BUDGET, 32)
     with pytest.raises(ValueError, match="selection among 410 candidates, got one among 409; raise its max_prefix_len"):
-        TwoLevelSelection(good.first, good.nominate, good.second, short)
-    with pytest.raises(ValueError, match="of all rows from MINMAX or LOW_BIT, got listed LOW_BIT"):
-        BlockFirstLevel(good.second, 45)
-    csa = CsaScores(CSA, DIMS.to(DEVICE), BATCH, MAX_PREFIX, CsaConfig(256, 16, 1))
+        TwoLevelSelection(csa, pooling, nominate, second, short)
     with pytest.raises(ValueError, match="a pooling of RAW scores of 4 query and 2 KV heads"):
-        CsaFirstLevel(csa, good.second)
+        TwoLevelSelection(csa, second, nominate, second, select)
 
 
 def test_groups_that_cannot_be() -> None:
@@ -306,7 +297,7 @@ def test_groups_that_cannot_be() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(group, **changed)
-    selection = selection_of("csa")
+    selection = selection_of()
     with pytest.raises(ValueError, match="expected indexes of 2 layers, got 1; name every layer's"):
         selection.plan([dataclasses.replace(group, layers=group.layers[:1])])
     one_head = tuple(
@@ -315,9 +306,8 @@ def test_groups_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"expected codes of 2 KV heads as layer 0's second index, got .1, 700"):
         selection.plan([dataclasses.replace(group, layers=one_head)])
     mixed = tuple(LayerIndex(other.layers[0].first, layer.second) for layer in group.layers)
-    with pytest.raises(ValueError, match=r"expected tables of a prefix of 700 tokens, got .130."):
+    with pytest.raises(ValueError, match="expected tables of a prefix of 700 tokens, got 130"):
         selection.plan([dataclasses.replace(group, layers=mixed)])
     blocks, _ = groups_of("blocks")[0]
-    for size, message in ((8, "expected at most 48 blocks a head"), (16, "and 88 in each layer's index")):
-        with pytest.raises(ValueError, match=message):
-            selection_of("blocks").plan([dataclasses.replace(blocks, block_size=size)])
+    with pytest.raises(ValueError, match="expected tables of a prefix of 700 tokens, got arrays"):
+        selection.plan([blocks])
