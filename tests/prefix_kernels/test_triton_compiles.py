@@ -26,7 +26,7 @@ from prefix_kernels.pooled_scores import PooledScores, ScoreInputs, ScoreShape, 
 from prefix_kernels.pooled_scores.runner import default_config as config_for
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from prefix_kernels.top_k_selection.runner import TopKSelection
-from prefix_kernels.two_level_selection import JoinedTwoLevelSelection
+from prefix_kernels.two_level_selection import TwoLevelSelection
 from tests.prefix_kernels.compiling import compiled
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -170,7 +170,7 @@ def two_levels() -> None:
     first = AnchorSelection(blocks, 1, 1, 131072, 32768, default_config(blocks, 1), max_block_size=16, **how)
     config = default_config(tokens, 1)
     second = AnchorSelection(tokens, 1, 1, 32768, 6553, config, listed=True, max_block_size=1, **how)
-    selection = JoinedTwoLevelSelection(first, second, 8192)
+    selection = TwoLevelSelection(first, second, 8192)
     selection.run(q(1), selection.new_lists(with_slots=True), 0.1, slot_table=torch.arange(64).int())
 
 

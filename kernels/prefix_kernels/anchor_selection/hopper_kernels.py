@@ -9,17 +9,23 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_kernels.anchor_selection.hopper_count_kernels import add_counts, add_up_counts, begin_counts
-from prefix_kernels.anchor_selection.hopper_exchange_kernels import highest_of_columns, highest_of_two_steps
+from prefix_kernels.anchor_selection.hopper_exchange_kernels import (
+    add_counts,
+    add_up_counts,
+    barrier,
+    begin_counts,
+    highest_of_columns,
+    highest_of_two_steps,
+)
 from prefix_kernels.anchor_selection.hopper_product_kernels import (
     FEW_ROWS,
-    barrier,
     load_words,
     product,
     put_queries,
     right_sides,
+    sum_item,
+    sum_sample_item,
 )
-from prefix_kernels.anchor_selection.hopper_sum_kernels import sum_item, sum_sample_item
 from prefix_kernels.anchor_selection.kernels import KEY_BITS
 from prefix_kernels.kernels import NUM_DIGITS, let_the_next_kernel_come, meet, wait_for_the_kernel_before
 from prefix_kernels.pooled_scores.kernels import HEADROOM, LN2, LOG2E, num_summed, stretch_of, sum_step

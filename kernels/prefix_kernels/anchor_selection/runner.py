@@ -69,8 +69,8 @@ class AnchorConfig:
         num_stages: steps that are on their way at a time.
         halves: as `ScoreConfig` says.
         programs_per_sm: programs that a multiprocessor holds at a time. Registers are bounded so that it does.
-        specialized: scores by sm_90's own kernel, in a launch of its own before the others; `num_stages` and `halves`
-            then say nothing. For what `fits_specialized` names.
+        specialized: scores by sm_90's own kernel (`fits_specialized`), in a launch of its own before the others;
+            `num_stages` and `halves` then say nothing.
 
     Raises:
         ValueError: other tiles, or a program that has fewer than 64 registers a thread; with `specialized` also fewer
@@ -196,10 +196,9 @@ def make_items(groups: Sequence[SelectionGroup], max_groups: int, num_programs: 
 class AnchorSelection:
     """Scores of candidates, pooled over the rows of their group, and the positions of the best under a token budget.
 
-    Scores are those of `PooledScores`. Positions are those of `TopKSelection` with keys of 16 bits on these scores:
-    sink, recent window, then the best; among equal keys the most recent first. Where candidates are listed (`listed`),
-    tokens, sink and recent window are those of the list, and its entries are what is written as positions. (KEYS: the
-    list holds the slots of all positions.)
+    Scores are those of `PooledScores`. Positions are those of `TopKSelection` with keys of 16 bits on these scores.
+    Where candidates are listed (`listed`), tokens, sink and recent window are those of the list, and its entries are
+    what is written as positions. (KEYS: the list holds the slots of all positions.)
 
     Runs of one object follow each other on one stream. If a launch dies half-way, make a new object: its programs'
     counters are left behind.

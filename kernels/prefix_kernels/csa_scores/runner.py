@@ -92,12 +92,9 @@ class CsaConfig:
 
 
 def default_config(list_ratio: float) -> CsaConfig:
-    """What runs where nothing was tuned.
+    """What runs where nothing was tuned, by alpha: entries of a list per position of the prefix.
 
     With offsets one warp takes most of a list's share of a tile in one step; with bitmaps a thread has a byte of each.
-
-    Args:
-        list_ratio: alpha, entries of a list per position of the prefix.
     """
     if list_ratio >= _BITMAP_RATIO:
         return CsaConfig(1024, 128, 4)
@@ -172,9 +169,9 @@ class CsaGroup:
 class CsaScores:
     """Raw scores of every position for every query row of the batch's groups. Source: CSAttention, 3.3 (1)-(3).
 
-    The device buffers are made once, so that `run()` can be captured in a CUDA graph and replayed after another
-    `plan()`. Two launches: the lists that each row fetches, and their sums. The same bits in every run. The scratch is
-    shared by the layers, which run one after the other.
+    Two launches: the lists that each row fetches, and their sums. The same bits in every run. The device buffers are
+    made once: `run()` can be captured in a CUDA graph and replayed after another `plan()`. The scratch is shared by the
+    layers, which run one after the other.
 
     Args:
         shape: of the model and its index.
@@ -256,12 +253,8 @@ class CsaScores:
                 shape or form.
         """
         rows = [row for group in groups for row in group.rows]
-        if (
-            len(groups) > self._groups.shape[1]
-            or len(rows) > self.max_rows
-            or len(set(rows)) < len(rows)
-            or min(rows, default=0) < 0
-        ):
+        once = len(set(rows)) == len(rows) <= self.max_rows and min(rows, default=0) >= 0
+        if len(groups) > self._groups.shape[1] or not once:
             raise ValueError(
                 f"expected at most {self._groups.shape[1]} groups and {self.max_rows} rows, each once, got "
                 f"{len(groups)} groups with rows {rows}"

@@ -76,8 +76,7 @@ def _joined(passes: Sequence[AttentionConfig]) -> list[list[int]]:
 class GroupedAttention:
     """Attention of a batch: every request over its group's list, over its own list, or over both, merged.
 
-    The device buffers are made once, so that `run()` can be captured in a CUDA graph and replayed after another
-    `plan()`: counts and tables are read on the device, and items that a plan does not need leave at once.
+    The device buffers are made once: `run()` can be captured in a CUDA graph and replayed after another `plan()`.
 
     Args:
         shape: of the layers.
@@ -150,8 +149,7 @@ class GroupedAttention:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
 
         Args:
-            *segments: per pass. A batch row may stand in one segment of each pass, and must be a row of `run`'s q, of a
-                graph's replay, too.
+            *segments: per pass. A batch row stands in at most one segment of a pass, and is a row of `run`'s q.
 
         Raises:
             ValueError: more passes than there are, a row out of range or twice in a pass, or (with a fixed chunk)
@@ -226,25 +224,23 @@ class GroupedAttention:
     ) -> None:
         """Attend as planned. One launch per pass and one for the merge.
 
-        Neighbouring passes of one specialized configuration share a launch; where that is all, it merges, too.
-
-        Runs of one object follow each other on one stream: they share the parts' states. Run once before a capture, so
-        that the kernels are compiled; the pool's scales are constants of the captured graph.
+        Neighbouring passes of one specialized configuration share a launch; where that is all, it merges, too. Runs of
+        one object follow each other on one stream: they share the parts' states. Run once before a capture, so that the
+        kernels are compiled; the pool's scales are constants of the captured graph.
 
         Args:
             q: [batch, num_qo_heads, head_dim] post-RoPE queries.
             kv: the layer's pool buffers and scales; only listed slots are read.
-            slots: int32 or int64 arena in which the segments' lists lie. Listed slots must be in the pool (not checked:
-                that would wait for the device).
+            slots: int32 or int64 arena of the segments' lists. Slots must be in the pool (not checked: that would wait
+                for the device).
             sm_scale: multiplies q.k before the softmax; positive where a pass is specialized.
             out: [batch, num_qo_heads, v_head_dim], written: 0 where a row has nothing to attend.
             lse: [batch, num_qo_heads] fp32, written, natural log: -inf where a row has nothing to attend.
-            counts: int32 [num_lists, num_kv_heads], entries of the lists that segments name by `list_id`; needed
-                where one does.
-            head_map: int32 [num_kv_heads], for a reuse layer: KV head h reads the lists and counts of head
-                `head_map[h]`. None: its own. An entry of num_kv_heads or more reaches lists that no segment names: its
-                list begins `head_stride` times that entry behind the segment's, and its count lies as many entries
-                behind the first of its row. The caller sees to it that both are there.
+            counts: int32 [num_lists, num_kv_heads], entries of the lists that segments name by `list_id`.
+            head_map: int32 [num_kv_heads], for a reuse layer: KV head h reads the list and count of head `head_map[h]`;
+                None: its own. An entry of num_kv_heads or more reaches what no segment names: a list that begins
+                `head_stride` times that entry behind the segment's, and a count as many entries behind the first of its
+                row. The caller sees to it that both are there.
 
         Raises:
             ValueError: tensors of another shape than planned for, or what the specialized kernel cannot read.

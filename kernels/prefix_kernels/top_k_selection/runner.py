@@ -64,9 +64,8 @@ def default_config(max_prefix_len: int, target: int) -> TopKConfig:
 class TopKSelection:
     """Exactly min(budget, prefix_len) positions per group and KV head: sink, recent window, then the best blocks.
 
-    Tokens rank by their block's score; among equal scores the most recent comes first, and -inf and NaN rank last, so
-    the result is one and the same whatever the chunks. The device buffers are made once, so that `run()` can be
-    captured in a CUDA graph and replayed after another `plan()`.
+    Tokens rank by their block's score; among equal scores the most recent comes first, and -inf and NaN rank last. The
+    device buffers are made once: `run()` can be captured in a CUDA graph and replayed after another `plan()`.
 
     Args:
         max_groups: groups of a batch, at most.
@@ -74,9 +73,9 @@ class TopKSelection:
         max_prefix_len: tokens of a prefix, or candidates where they are listed, at most.
         max_budget: tokens that are selected per group and KV head, at most: the width of the lists.
         device: where everything lies.
-        key_bits: how scores are told apart. 32: as they are. 24: by their sign, exponent and 15 bits of the mantissa
-            (a relative step of 2^-15), one launch less. 16: scores that are natural logarithms of probabilities, in
-            steps of 6.7e-4 from -44 to 0 (what is lower ties at -44, what is higher at 0), two launches less.
+        key_bits: how scores are told apart. 32: as they are. 24: in relative steps of 2^-15, one launch less. 16:
+            natural logarithms of probabilities, in steps of 6.7e-4 from -44 to 0 (what lies outside ties at the ends),
+            two launches less.
         config: None: `default_config`.
         num_programs: programs that fill the device; None asks it.
         max_block_size: tokens per score, at most. At 1, loads are wide, and scores must begin at multiples of 4.
@@ -196,9 +195,9 @@ class TopKSelection:
             lists: written; every entry, unless `pad` is off.
             slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
             candidates: int32 [max_groups, num_kv_heads, most candidates of a group, or more], adjacent entries: of each
-                KV head the ascending positions that its scores are of, where the plan has `num_candidates`. For
-                instance the `positions` of another selection. Not written; not `lists.positions`.
-            pad: write -1 behind the counts. Attention goes by the counts and does not need it.
+                KV head the ascending positions that its scores are of, where the plan has `num_candidates`. Not
+                written; not `lists.positions`.
+            pad: write -1 behind the counts, which attention does not need.
 
         Raises:
             ValueError: tensors of another shape or dtype than planned for, slots without a table, or candidates that
