@@ -79,7 +79,7 @@ CASES = (
     Case(
         ("attend_items_kernel", "merge_items_kernel"),
         "triton/test_grouped_attention.py",
-        "groups_and_suffixes or split_list or fp8 or merged_states or empty_selection",
+        "groups_and_suffixes or split_list or fp8 or own_lists",
     ),
     Case(("select_kernel",), "triton/test_anchor_selection.py", "test_tokens or groups_share or windows_that"),
     Case(("select_kernel",), "triton/test_joined_two_level.py", "positions_of_the_stages or groups_shared"),

@@ -5,6 +5,7 @@ The launches are those of the operations themselves, kept by `recording()`; noth
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 
-from prefix_kernels import PagedKV
+from prefix_kernels import PagedKV, kernels, launching
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.csa_scores.runner import CsaScores, CsaShape
 from prefix_kernels.csa_scores.runner import default_config as csa_config
@@ -262,14 +264,17 @@ def launches(case: str) -> list[Launch]:
     return kept.launches
 
 
-def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """STACK: bytes of local memory that a thread needs, for spilled registers; SHARED: what is laid out beforehand."""
-    from triton import knobs
-
+def dumped(what: str, cubin: bytes, folder: Path) -> str:
+    """What `cuobjdump` tells of a compiled kernel."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
-    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command = [knobs.nvidia.cuobjdump.path, f"--dump-{what}", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """STACK: bytes of local memory that a thread needs, for spilled registers; SHARED: what is laid out beforehand."""
+    told = dumped("resource-usage", cubin, folder)
     found = {name: int(number) for name, number in re.findall(r"(STACK|SHARED):(\d+)", told)}
     assert len(found) == 2, told
     return found
@@ -391,3 +396,104 @@ def test_nothing_runs_while_launches_are_recorded() -> None:
         launch(None, (1,), {"out_ptr": out})
     assert len(kept.launches) == 1
     assert bool(out.isnan().all())
+
+
+#: Case -> how many launches of it are overlapped.
+OVERLAPPED = {
+    "prefix_attention of 1 request": 2,
+    "token_scores of 1 request": 2,
+    "csa_scores_compact on offsets": 2,
+    "top_k_selection of tokens": 5,
+    "top_k_selection among 32,768 candidates": 3,
+    "raw scores of 1 request": 2,
+    "selection of blocks in four launches": 4,
+    "copy_slot_lists": 1,
+    "common_slots": 1,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "count"), OVERLAPPED.items())
+def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:
+    with overlapped_launches():
+        found = launches(case)
+    assert len(found) == count
+    for one in found:
+        assert one.options["launch_pdl"] is True
+        before, _, after = compiled(one, 90).asm["ptx"].partition("griddepcontrol.wait")
+        assert "griddepcontrol.launch_dependents" in after
+        assert re.search(_GLOBAL, after)
+        assert not re.search(_GLOBAL, before)
+    for one in launches(case):
+        assert "launch_pdl" not in one.options
+        assert one.arguments["OVERLAPPED"] is False
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("specialized selection")])
+def test_nothing_is_spilled_where_codes_are_multiplied(case: str, tmp_path: Path) -> None:
+    """Where few numbers of the tables are (`SPILLED`), they are written and read outside of these loops."""
+    scores, _ = launches(case)
+    sass = dumped("sass", compiled(scores, 90).asm["cubin"], tmp_path)
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(\S.*?);", sass, re.MULTILINE)
+    at = {int(address, 16): number for number, (address, _) in enumerate(lines)}
+    loops = []
+    for number, (_, text) in enumerate(lines):
+        target = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
+        begin = at[int(target[1], 16)] if target else number
+        if begin < number and any("MMA." in text for _, text in lines[begin : number + 1]):
+            loops.append((begin, number))
+    # Others go over these: over tiles of query rows, and over groups.
+    inner = [one for one in loops if not any(one != of and one[0] <= of[0] and of[1] <= one[1] for of in loops)]
+    assert len(inner) >= 2, "one sums, and one pools"
+    for begin, end in inner:
+        assert not [text for _, text in lines[begin : end + 1] if re.search(r"\b(STL|LDL)\b", text)]
+
+
+@pytest.mark.parametrize(
+    "case", ["specialized selection of tokens", "specialized selection by a sample's sums for 32 requests"]
+)
+def test_before_the_scores_are_made_only_tables_are_read(case: str) -> None:
+    _, listing = launches(case)
+    assert listing.options["launch_pdl"] is True
+    first, *others = compiled(listing, 90).asm["ptx"].split("griddepcontrol.wait")
+    assert not re.search(r"(st|red|atom|cp\.async\S*)\.global", first)
+    loads = re.findall(r"ld\.global\S*", first)
+    # Seven numbers of an item, three of a KV head and the size of its blocks, one by one; scores come four at a time.
+    assert len(loads) == 11
+    assert not any(".v" in load or ".cg" in load for load in loads)
+    assert len(others) == 2, "once where there is work, and once for all at the end"
+    assert not re.search(r"(ld|st|red|atom)\.global", others[-1]), "nothing is left to do"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_where_cuda_refuses_it_the_listing_waits(
+    refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[dict[str, Any]] = []
+
+    class Nothing:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self
+
+        def __call__(self, **options: Any) -> None:
+            tried.append(options)
+            if refused:
+                raise RuntimeError("Triton Error [CUDA]: invalid argument")
+
+    monkeypatch.setattr(kernels, "nothing", Nothing())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launching, "_can_overlap", lambda: True)
+    launching._can_overlap_cooperative.cache_clear()
+    try:
+        with launching.recording() as kept, caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                launching.launch_behind(None, (1,), {}, launch_cooperative_grid=True)
+    finally:
+        launching._can_overlap_cooperative.cache_clear()
+    assert len(tried) == 1
+    assert (tried[0]["launch_cooperative_grid"], tried[0]["launch_pdl"]) == (True, True)
+    for one in kept.launches:
+        assert (one.arguments["OVERLAPPED"], "launch_pdl" in one.options) == (not refused, not refused)
+        assert one.options["launch_cooperative_grid"] is True
+    assert ("invalid argument" in caplog.text) == refused
