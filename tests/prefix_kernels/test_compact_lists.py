@@ -150,13 +150,12 @@ def test_errors():
     with pytest.raises(ValueError, match="expected scale of compact lists"):
         check_lists(lists._replace(scale=lists.scale[0]), (2, 4, 5), 5, 600, 4)
     q, centroids, dims = randn(3, 8, 16), randn(2, 4, 5, 4), torch.arange(16).view(4, 4)
-    with pytest.raises(ValueError, match="expected counts of compact lists"):
-        csa_scores_compact(q, centroids, lists, 5, 4, dims, 900)
-    with pytest.raises(ValueError, match="expected codes of compact lists"):
-        csa_scores_compact(q, centroids, lists, 5, 8, dims, 600)
-    with pytest.raises(ValueError, match="expected places of compact lists"):
-        csa_scores_compact(q, centroids, lists, 6, 4, dims, 600)
-    with pytest.raises(ValueError, match="another prefix"):
-        csa_scores_compact(q, centroids, lists, 5, 4, dims, 2)
-    with pytest.raises(ValueError, match="subspace_weights"):
-        csa_scores_compact(q, centroids, lists, 5, 4, dims, 600, randn(2, 3))
+    for list_len, bits, prefix_len, weights, message in (
+        (5, 4, 900, None, "expected counts of compact lists"),
+        (5, 8, 600, None, "expected codes of compact lists"),
+        (6, 4, 600, None, "expected places of compact lists"),
+        (5, 4, 2, None, "another prefix"),
+        (5, 4, 600, randn(2, 3), "subspace_weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            csa_scores_compact(q, centroids, lists, list_len, bits, dims, prefix_len, weights)

@@ -126,14 +126,7 @@ class ScoreInputs:
 
 
 class ScoreTables:
-    """The tables of a plan in fixed device buffers.
-
-    Args:
-        shape: of heads and index.
-        max_batch: requests of a batch, at most.
-        max_groups: groups of a batch, at most.
-        device: where the buffers are made.
-        listed: whether candidates are named by a list (always with KEYS).
+    """The tables of a plan in fixed device buffers; arguments are those of `PooledScores`.
 
     Raises:
         ValueError: query heads that do not divide, bits that are no code's, or sums of nothing.
@@ -352,24 +345,19 @@ def _end(begins: Sequence[int], counts: Sequence[int]) -> int:
 def array_addresses(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> list[int]:
     """A group's row of the table of addresses that the kernel reads: 5 of them, 0 for what is not there.
 
+    Codes are read 16 bytes at a time: their memory must begin at a multiple of that.
+
     Raises:
-        ValueError: as `check_arrays`.
+        ValueError: another number of arrays than `ScoredGroup` names, another dtype or shape, strided, or codes that
+            begin elsewhere.
     """
-    check_arrays(shape, arrays)
+    if shape.source in (Source.LOW_BIT, Source.MINMAX):
+        _check_arrays(shape, arrays)
     addresses = [0 if array is None else array.data_ptr() for array in arrays]
     return addresses + [0] * (ARRAYS - len(addresses))
 
 
-def check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:
-    """Raise unless these are a group's arrays as `ScoredGroup` names them, and lie as the kernel reads them.
-
-    Codes are read 16 bytes at a time: their memory must begin at a multiple of that.
-
-    Raises:
-        ValueError: another number of arrays, another dtype or shape, strided, or codes that begin elsewhere.
-    """
-    if shape.source not in (Source.LOW_BIT, Source.MINMAX):
-        return
+def _check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:
     count = 5 if shape.source is Source.MINMAX else 3
     if len(arrays) != count:
         raise ValueError(
