@@ -153,7 +153,7 @@ class Machine:
 
     Args:
         launched: from `launching.recording()`, with tensors on the CPU.
-        kernel: what `launching.compiled()` made of it.
+        kernel: what `compiling.compiled` made of it.
         program: its place in the grid.
         tensors: more of them, which it reaches by addresses in tables.
     """

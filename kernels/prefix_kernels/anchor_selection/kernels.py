@@ -171,7 +171,7 @@ def select_kernel(
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
-    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `items.py`
+    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
     block_shifts_ptr,  # int32 [num_groups, num_kv_heads], log2 of the tokens of a candidate
     at_least_ptr,  # int32 [num_kv_heads, max_items, NUM_DIGITS], by lower bytes, at the threshold's upper one
     higher_ptr,  # int32 [num_kv_heads, max_items], tokens of a higher upper byte

@@ -33,6 +33,12 @@ def inputs(
     return q.to(device, dtype), keys.to(device, dtype), values.to(device, dtype)
 
 
+def paged(*sizes: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedKV, torch.Tensor]:
+    """`inputs`, and their pool and slots."""
+    q, keys, values = inputs(*sizes)
+    return q, keys, values, *paged_kv(keys, values)
+
+
 def close(out: torch.Tensor, lse: torch.Tensor, oracle: Any, dtype: torch.dtype) -> None:
     budget = ERROR_BUDGET[dtype]
     torch.testing.assert_close(out.double(), oracle.out, atol=budget, rtol=budget)
@@ -77,15 +83,13 @@ def attended(
 def test_every_group_size_head_width_and_batch(
     prefix_len: int, rows: int, kv_heads: int, gqa: int, dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    q, keys, values = inputs(prefix_len, rows, kv_heads, gqa, dim, v_dim, dtype, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(prefix_len, rows, kv_heads, gqa, dim, v_dim, dtype, device)
     found = attended(q, kv, slots, [Segment(tuple(range(rows)), prefix_len)], dim**-0.5)
     close(*found, dense_attention(q, keys, values, dim**-0.5), dtype)
 
 
 def test_heads_read_their_own_lists(device: torch.device) -> None:
-    q, keys, values = inputs(90, 3, 3, 4, 64, 64, torch.float32, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(90, 3, 3, 4, 64, 64, torch.float32, device)
     own = [[3, 7, *range(40, 90)], [0], []]  # positions up to the end, one alone, and none
     arena = torch.zeros(3, 52, dtype=torch.int32, device=device)
     for head, chosen in enumerate(own):
@@ -105,8 +109,7 @@ def test_heads_read_their_own_lists(device: torch.device) -> None:
 @pytest.mark.parametrize("lengths", [[0], [1, 0, 17], [65, 3, 64, 0, 63]], ids=lambda x: "-".join(map(str, x)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_suffixes(lengths: list[int], dtype: torch.dtype, device: torch.device) -> None:
-    q, keys, values = inputs(max(sum(lengths), 1), len(lengths), 2, 4, 64, 64, dtype, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(max(sum(lengths), 1), len(lengths), 2, 4, 64, 64, dtype, device)
     bounds = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
     segments = [Segment((row,), end - start, list_begin=start) for row, (start, end) in enumerate(bounds)]
     out, lse = attended(q, kv, slots.int(), segments, 0.125)
@@ -197,8 +200,7 @@ def test_a_row_s_result_does_not_depend_on_the_batch(device: torch.device) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_split_list_gives_what_an_unsplit_one_does(dtype: torch.dtype, device: torch.device) -> None:
-    q, keys, values = inputs(150, 5, 2, 4, 64, 64, dtype, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(150, 5, 2, 4, 64, 64, dtype, device)
     oracle = dense_attention(q, keys, values, 0.125)
     for num_programs in (2, 6, 40):
         attention = GroupedAttention(AttentionShape.of(q, kv), 5, [TALL], q.device, num_programs=num_programs)
@@ -210,8 +212,7 @@ def test_a_split_list_gives_what_an_unsplit_one_does(dtype: torch.dtype, device:
 def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(
     dtype: torch.dtype, device: torch.device
 ) -> None:
-    q, keys, values = inputs(50, 3, 2, 4, 64, 64, dtype, device)
-    kv, slots = paged_kv(keys, values)
+    q, _, _, kv, slots = paged(50, 3, 2, 4, 64, 64, dtype, device)
     attention = GroupedAttention(AttentionShape.of(q, kv), 3, [TALL, FLAT], q.device, num_programs=2)
     shared = Segment((0, 1, 2), 40)
     attention.plan([shared])
@@ -224,8 +225,7 @@ def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(
 
 
 def test_reuse_heads_read_another_head_s_list(device: torch.device) -> None:
-    q, keys, values = inputs(60, 2, 3, 2, 64, 64, torch.float32, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(60, 2, 3, 2, 64, 64, torch.float32, device)
     lists = torch.stack([slots[:20], slots[20:40], slots[40:60]]).flatten().int()
     attention = GroupedAttention(AttentionShape.of(q, kv), 2, [FLAT], q.device, num_programs=6)
     attention.plan([Segment((0, 1), 20, head_stride=20, list_id=1)])
@@ -252,8 +252,7 @@ def test_fp8_keys_and_values_with_scales(device: torch.device) -> None:
 
 
 def test_strided_pool_and_query(device: torch.device) -> None:
-    q, keys, values = inputs(40, 3, 2, 4, 64, 64, torch.float32, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(40, 3, 2, 4, 64, 64, torch.float32, device)
     both = torch.stack([kv.k_cache, kv.v_cache], dim=1)
     wide = torch.cat([q, q], dim=2)[:, :, :64]
     found = attended(wide, PagedKV(both[:, 0], both[:, 1]), slots, [Segment((0, 1, 2), 40)], 0.25)
@@ -290,8 +289,7 @@ def test_what_does_not_fit_the_plan_is_refused(device: torch.device) -> None:
 
 
 def test_a_replayed_plan_for_more_rows_than_were_captured_writes_nothing_behind_them(device: torch.device) -> None:
-    q, keys, values = inputs(40, 2, 2, 4, 64, 64, torch.float32, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(40, 2, 2, 4, 64, 64, torch.float32, device)
     attention = GroupedAttention(AttentionShape.of(q, kv), 8, [FLAT], q.device, num_programs=2)
     attention.plan([Segment((0, 5, 1), 40)])
     attention._most_rows = 0  # a replay checks nothing
