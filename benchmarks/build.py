@@ -168,8 +168,8 @@ def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
     """One method's builder on random keys and queries: a batch of layers, and its share of the step for all layers."""
     import torch
 
-    from sglang_ext.indexing import make_builder, parse_spec
-    from sglang_ext.indexing.preparation import at_layers, build_layer, layer_batches, prepare
+    from sglang_ext.methods import make_builder, parse_spec
+    from sglang_ext.methods.preparation import at_layers, build_layer, layer_batches, prepare
 
     shape = SHAPES[args.shape]
     layers, heads, dim = shape["num_hidden_layers"], shape["num_key_value_heads"], shape["head_dim"]
@@ -266,7 +266,7 @@ def measure(args: argparse.Namespace, part: str, folder: Path) -> None:
 
 def method_spec(text: str) -> Row:
     """argparse type: a method's name, or a JSON object with its parameters."""
-    from sglang_ext.indexing import parse_spec
+    from sglang_ext.methods import parse_spec
 
     try:
         spec: Row = json.loads(text) if text.startswith("{") else {"method": text}

@@ -72,7 +72,7 @@ SHAPES = {
 
 _FLAGS = ["--load-format", "dummy", "--random-seed", "0", "--sampling-backend", "pytorch"]
 _FLAGS += ["--grammar-backend", "none", "--log-level", "info"]
-_GPU_FLAGS = ["--disable-prefill-cuda-graph", "--chunked-prefill-size", "32768"]
+_GPU_FLAGS = ["--disable-prefill-cuda-graph", "--chunked-prefill-size", "32768", "--mem-fraction-static", "0.85"]
 _CPU_FLAGS = ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--disable-overlap-schedule"]
 
 

@@ -25,8 +25,8 @@ from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.runner import ScoreInputs
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import SelectionGroup
-from sglang_ext.indexing import make_builder, make_selector
-from sglang_ext.indexing.token_index import TokenIndexSpec
+from sglang_ext.methods import make_builder, make_selector
+from sglang_ext.methods.token_index import TokenIndexSpec
 
 NUM_SINK, NUM_RECENT = 16, 64
 _ALIGNED = 4

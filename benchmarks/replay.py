@@ -33,7 +33,7 @@ from verdicts import GOOD, TOO_FEW, chance, counted, detectable, excusing, verdi
 
 from scripts.needle_network import load
 from sglang_ext.decode.trace import Prefill, Record, Selected, Start, read_trace
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.methods.layer_plan import LayerPlan
 
 REQUESTS = "requests.jsonl"
 

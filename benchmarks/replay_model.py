@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scripts.needle_network import Needle, rms_norm
 from sglang_ext.decode.trace import Selected
-from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 
 
 @dataclass

@@ -20,8 +20,8 @@ from sglang_ext.config import parse_profiled
 from sglang_ext.decode.budget import group_budget, selection_group
 from sglang_ext.decode.select_op import ReferenceOp
 from sglang_ext.decode.trace import Selected
-from sglang_ext.indexing import make_selector, method_specs
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.methods import make_selector, method_specs
+from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 from sglang_ext.storage import configured_store
 

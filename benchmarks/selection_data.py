@@ -17,7 +17,7 @@ from prefix_kernels.testing import PLANTED, planted_config, planted_prefix
 from sglang_ext.calibration import ChannelAccumulator, top_channels
 from sglang_ext.calibration.capture import LayerCapture
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture, save_capture
-from sglang_ext.indexing.base import LayerProfile
+from sglang_ext.methods.base import LayerProfile
 from sglang_ext.quality.tasks import make_document
 
 

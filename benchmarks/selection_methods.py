@@ -18,13 +18,13 @@ from torch import Tensor
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
-from sglang_ext.indexing import make_builder, make_selector, parse_spec
-from sglang_ext.indexing.ab_sparse import ABSparseSpec
-from sglang_ext.indexing.base import NO_PROFILE, IndexSpec, LayerProfile
-from sglang_ext.indexing.combined import TwoLevelSpec, UnionSpec
-from sglang_ext.indexing.exact import ExactSpec
-from sglang_ext.indexing.heads import join_heads, split_heads
-from sglang_ext.indexing.traffic import index_read_bytes, stored_bytes
+from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.base import NO_PROFILE, IndexSpec, LayerProfile
+from sglang_ext.methods.combined import TwoLevelSpec, UnionSpec
+from sglang_ext.methods.exact import ExactSpec
+from sglang_ext.methods.heads import join_heads, split_heads
+from sglang_ext.methods.traffic import index_read_bytes, stored_bytes
 
 
 class Budget(NamedTuple):

@@ -20,7 +20,7 @@ from sglang_ext.calibration.winner import (
     keep_for_error,
     timed,
 )
-from sglang_ext.indexing import parse_spec
+from sglang_ext.methods import parse_spec
 
 ANCHOR_SHARES = (ANCHOR_SHARE, 1.0)
 """Where the table shows the time: the rule's own, and every layer selects. The first one decides."""

@@ -20,7 +20,7 @@ from sglang_ext.cli import COMMANDS
 from sglang_ext.cli.arguments import Parser
 from sglang_ext.cli.store import default_endpoint
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.indexing import METHODS
+from sglang_ext.methods import METHODS
 from sglang_ext.storage import default_store
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"

@@ -16,8 +16,8 @@ import prefix_index
 from prefix_index.connect import locate
 from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
-from sglang_ext.indexing.base import did_you_mean
-from sglang_ext.indexing.profile import Profile, ProfileError
+from sglang_ext.methods.base import did_you_mean
+from sglang_ext.methods.profile import Profile, ProfileError
 from sglang_ext.options import Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
 from sglang_ext.storage import ENV_STORE, default_store, make_folder, remote_addresses
@@ -131,7 +131,7 @@ def _check_ranges(config: SparseAttnConfig) -> None:
 
 
 def _check_methods(config: SparseAttnConfig) -> None:
-    from sglang_ext.indexing import METHODS
+    from sglang_ext.methods import METHODS
 
     for name, spec in config.methods.items():
         if name not in METHODS:
@@ -299,8 +299,8 @@ def parse_profiled(config_text: str | None, model_folder: str | None) -> tuple[S
         ConfigError: see `parse_config`; or the profile cannot be used.
     """
     raw = _decoded(config_text)
-    from sglang_ext.indexing.profile_use import used_by_builders
-    from sglang_ext.indexing.registry import method_specs
+    from sglang_ext.methods.profile_use import used_by_builders
+    from sglang_ext.methods.registry import method_specs
 
     given = _converted(raw)
     calibrating = given.build is Build.CAPTURE  # what is measured must not depend on what was measured before

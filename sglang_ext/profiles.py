@@ -12,8 +12,8 @@ from typing import Any
 
 from prefix_index import ModelFingerprint
 from sglang_ext.fingerprint import resolve_folder
-from sglang_ext.indexing.layer_plan import LayerPlan
-from sglang_ext.indexing.profile import Profile, ProfileError, load_profile
+from sglang_ext.methods.layer_plan import LayerPlan
+from sglang_ext.methods.profile import Profile, ProfileError, load_profile
 
 #: A profile that is shipped with its model: this file in the model's folder.
 PROFILE_FILE = "sparse_attn_profile.json"

@@ -21,8 +21,8 @@ from sglang_ext.config import Settings
 from sglang_ext.decode.planner import DecodePlanner, DecodeView, PlannedStep
 from sglang_ext.decode.trace import StepTrace
 from sglang_ext.decode.types import StepPath
-from sglang_ext.indexing import method_specs
-from sglang_ext.indexing.layer_plan import heads_of_rank
+from sglang_ext.methods import method_specs
+from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.metrics import Counters
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.captures import PrefillCaptures

@@ -12,8 +12,8 @@ from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
-from sglang_ext.indexing.base import Selector
-from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+from sglang_ext.methods.base import Selector
+from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 
 
 @dataclass(eq=False)

@@ -120,7 +120,7 @@ def walk_decode_step() -> set[str]:
         with entered() as found:
             step(70)
     # On a CPU the reference selects: of this step only files of the plugin count, and the kernels of another one.
-    found = {name for name in found if name.startswith("sglang_ext") and "/indexing/" not in name}
+    found = {name for name in found if name.startswith("sglang_ext") and "/methods/" not in name}
     server = Server(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     server.join(1, *server.prefix(300), 5)
     for _ in range(4):

@@ -24,11 +24,11 @@ from sglang_ext.decode.ops import op_maker
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
 from sglang_ext.decode.sparse import SparseDecode
 from sglang_ext.decode.types import DecodeBatch, GroupRead, StepPath
-from sglang_ext.indexing import make_selector
-from sglang_ext.indexing.base import IndexSpec
-from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
-from sglang_ext.indexing.registry import make_builder
-from sglang_ext.indexing.token_index import TokenIndexSelector, TokenIndexSpec
+from sglang_ext.methods import make_selector
+from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
+from sglang_ext.methods.registry import make_builder
+from sglang_ext.methods.token_index import TokenIndexSelector, TokenIndexSpec
 from sglang_ext.prefix.private_index import PrivateIndex, PrivateRules
 from sglang_ext.prefix.residency import ResidentIndex, State
 from tests.decode_oracle import Oracle, OracleGroup

@@ -190,7 +190,7 @@ def test_the_reference_page_is_what_the_sources_say() -> None:
 
 
 def test_every_method_is_documented() -> None:
-    from sglang_ext.indexing import METHODS
+    from sglang_ext.methods import METHODS
 
     for name in METHODS:
         assert f"`{name}`" in text_of("docs/selection.md")

@@ -13,8 +13,8 @@ import torch
 from prefix_kernels.types import Selection
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
-from sglang_ext.indexing.base import IndexSpec
-from sglang_ext.indexing.contents import Form
+from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.contents import Form
 
 
 @dataclass(frozen=True)

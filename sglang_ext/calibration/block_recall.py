@@ -26,7 +26,7 @@ from sglang_ext.calibration.capture import (
     take_layers,
     token_chunks,
 )
-from sglang_ext.indexing.ab_sparse import BLOCK_SIZES, block_representation
+from sglang_ext.methods.ab_sparse import BLOCK_SIZES, block_representation
 
 BlockScorer = Callable[[Tensor, int], Callable[[Tensor], Tensor]]
 """(keys [prefix_len, num_kv_heads, head_dim], block_size) -> (q [num_tokens, num_qo_heads, head_dim] -> raw scores

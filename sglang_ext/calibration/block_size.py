@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sglang_ext.calibration.block_recall import check_block_sizes
-from sglang_ext.indexing.ab_sparse import BLOCK_SIZES
+from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
 TAU = 0.98
 """Recall retention of the paper's study (AB-Sparse, Figure 4)."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.pooling import Pooling, pool_scores
-from sglang_ext.indexing.base import check_keys
+from sglang_ext.methods.base import check_keys
 
 ELEMENTS_PER_CHUNK = 1 << 24
 """Upper bound, in elements, of the largest temporary (64 MiB in fp32): queries are taken in chunks below it."""

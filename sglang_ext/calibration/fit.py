@@ -19,8 +19,8 @@ from sglang_ext.calibration.channels import NUM_CHANNELS_GQA, top_channels
 from sglang_ext.calibration.head_map import best_head_map, identity_head_map, make_layer_plan
 from sglang_ext.calibration.measurement import SCORERS, Averages
 from sglang_ext.calibration.similarity import layer_similarity
-from sglang_ext.indexing.ab_sparse import BLOCK_SIZES
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.methods.ab_sparse import BLOCK_SIZES
+from sglang_ext.methods.layer_plan import LayerPlan
 
 REUSE_RETENTION = 0.98
 """Without a given number of anchors: the fewest that keep this share of the attention mass that every layer's own

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sglang_ext.calibration.anchors import assigned_anchors
 from sglang_ext.calibration.similarity import check_head_similarity
-from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan, LayerRole
+from sglang_ext.methods.layer_plan import LayerMode, LayerPlan, LayerRole
 
 MIN_TOP_K = 128
 """Fewest keys that a layer attends (Kascade, 4.1: k = min(max(0.1 L, 128), L))."""

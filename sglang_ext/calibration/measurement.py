@@ -25,7 +25,7 @@ from sglang_ext.calibration.channels import ChannelAccumulator
 from sglang_ext.calibration.head_map import MIN_TOP_K, kascade_budget
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.similarity import TOP_K, prompt_similarity
-from sglang_ext.indexing.ab_sparse import BLOCK_SIZES
+from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
 MEASUREMENT_VERSION = 4
 

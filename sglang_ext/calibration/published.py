@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.calibration.head_map import plan_from_maps
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.methods.layer_plan import LayerPlan
 
 _NAME = re.compile(r"_layers_(\d+(?:_\d+)*)\.npy")
 

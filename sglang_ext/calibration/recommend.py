@@ -31,12 +31,12 @@ from sglang_ext.calibration.selection_quality import (
 )
 from sglang_ext.calibration.step_time import EXACT_US, HEAD_DIM, REFERENCE, selection_time
 from sglang_ext.calibration.winner import MAX_STORED_SHARE, TARGET_ERROR, TOLERANCE, Timed, timed
-from sglang_ext.indexing.ab_sparse import ABSparseSpec
-from sglang_ext.indexing.base import METHODS, IndexSpec
-from sglang_ext.indexing.combined import TwoLevelSpec
-from sglang_ext.indexing.registry import make_builder, make_selector
-from sglang_ext.indexing.token_index import TokenIndexSpec
-from sglang_ext.indexing.traffic import index_read_bytes, kv_bytes, stored_bytes
+from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.base import METHODS, IndexSpec
+from sglang_ext.methods.combined import TwoLevelSpec
+from sglang_ext.methods.registry import make_builder, make_selector
+from sglang_ext.methods.token_index import TokenIndexSpec
+from sglang_ext.methods.traffic import index_read_bytes, kv_bytes, stored_bytes
 
 NUM_TOKENS = 8
 """Tokens of a prompt that recipes are tried on."""

@@ -16,7 +16,7 @@ from sglang_ext.calibration.fit import Fit, FitSetting, criterion_table
 from sglang_ext.calibration.measurement import SCORERS, Averages, MeasureSetting, PromptInfo
 from sglang_ext.calibration.recommend import Choice, RecipeQuality
 from sglang_ext.calibration.similarity import layer_similarity
-from sglang_ext.indexing.profile import Profile
+from sglang_ext.methods.profile import Profile
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1f2937 }

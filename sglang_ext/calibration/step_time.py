@@ -15,11 +15,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from sglang_ext.indexing.ab_sparse import ABSparseSpec
-from sglang_ext.indexing.base import IndexSpec
-from sglang_ext.indexing.combined import TwoLevelSpec
-from sglang_ext.indexing.csattention import CSAttentionSpec
-from sglang_ext.indexing.token_index import TokenIndexSpec
+from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.combined import TwoLevelSpec
+from sglang_ext.methods.csattention import CSAttentionSpec
+from sglang_ext.methods.token_index import TokenIndexSpec
 
 REFERENCE = "131,072 tokens, 8 requests, 32 query heads and 8 KV heads of 128, NVIDIA H200"
 """Where the times were taken, for people."""

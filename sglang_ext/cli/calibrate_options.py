@@ -11,7 +11,7 @@ import torch
 from sglang_ext.calibration.fit import FitSetting
 from sglang_ext.calibration.measurement import MeasureSetting
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.indexing.base import METHODS, did_you_mean
+from sglang_ext.methods.base import METHODS, did_you_mean
 
 
 @dataclass(frozen=True)

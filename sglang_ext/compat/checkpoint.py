@@ -11,7 +11,7 @@ import msgspec
 from prefix_index import ModelFingerprint
 from sglang_ext.config import Settings
 from sglang_ext.fingerprint import model_fingerprint, resolve_folder
-from sglang_ext.indexing.profile import ProfileError
+from sglang_ext.methods.profile import ProfileError
 from sglang_ext.profiles import check_profile, layer_plan_of_rank
 
 #: In place of what is known only when the model is loaded; a profile is not compared by it.

@@ -9,7 +9,7 @@ from typing import Any
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.config import Build, DecodePath, SparseAttnConfig
 from sglang_ext.decode.buffers import KEPT_BYTES
-from sglang_ext.indexing import METHODS
+from sglang_ext.methods import METHODS
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from prefix_index import ModelFingerprint, canonical_digest
 from prefix_kernels.types import PagedKV
 from sglang_ext.compat.checkpoint import checkpoint_fingerprint
 from sglang_ext.fingerprint import resolve_folder, weights_digest
-from sglang_ext.indexing.layer_plan import heads_of_rank
+from sglang_ext.methods.layer_plan import heads_of_rank
 
 _FP8 = torch.float8_e4m3fn
 _KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, _FP8)

@@ -13,7 +13,7 @@ from prefix_kernels.launching import send
 from prefix_kernels.slot_lists import copy_slot_lists
 from prefix_kernels.types import SelectedLists
 from sglang_ext.decode.types import DecodeBatch, PrefixGroup
-from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 
 _LIST_FIELDS = 5
 _SHORT = 4096

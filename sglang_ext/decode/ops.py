@@ -11,8 +11,8 @@ from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
-from sglang_ext.indexing import METHODS, make_selector
-from sglang_ext.indexing.base import IndexSpec
+from sglang_ext.methods import METHODS, make_selector
+from sglang_ext.methods.base import IndexSpec
 
 
 def graph_refusal(method: str) -> str | None:

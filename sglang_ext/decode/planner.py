@@ -22,8 +22,8 @@ from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.ops import graph_refusal, op_maker
 from sglang_ext.decode.sparse import SparseDecode, SparsePlan
 from sglang_ext.decode.types import DecodeBatch, StepPath
-from sglang_ext.indexing.base import IndexSpec
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.private_index import PrivateRules
 from sglang_ext.prefix.requests import ALONE, Attachment, RequestTable

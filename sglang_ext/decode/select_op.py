@@ -14,7 +14,7 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import SelectedLists, Selection
 from sglang_ext.decode.types import Index
-from sglang_ext.indexing.base import Selector
+from sglang_ext.methods.base import Selector
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from sglang_ext.decode.search_turns import SearchTurns
 from sglang_ext.decode.select_op import ListSizes, SelectOp
 from sglang_ext.decode.trace import SelectionCopies
 from sglang_ext.decode.types import DecodeBatch, GroupRead, Index, PrefixGroup, StepPath
-from sglang_ext.indexing.layer_plan import LayerMode, LayerPlan
+from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.ranks import OneRank, Ranks
 

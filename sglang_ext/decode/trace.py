@@ -22,7 +22,7 @@ from torch import Tensor
 from prefix_index import printable
 from prefix_kernels.types import SelectedLists
 from sglang_ext.decode.types import StepPath
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.methods.layer_plan import LayerPlan
 
 logger = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from prefix_index import (
 )
 from prefix_kernels.pooling import Pooling
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.indexing import make_builder, make_selector, method_specs
-from sglang_ext.indexing.base import IndexBuilder, IndexSpec
-from sglang_ext.indexing.contents import IndexSize, check_forms, check_layer
-from sglang_ext.indexing.heads import join_heads, split_heads
-from sglang_ext.indexing.preparation import Prepared, at_layers, build_layer, layer_batches, prepare
-from sglang_ext.indexing.profile import Profile
-from sglang_ext.indexing.profile_use import layer_profile, stacked_profile, used_by_builders
+from sglang_ext.methods import make_builder, make_selector, method_specs
+from sglang_ext.methods.base import IndexBuilder, IndexSpec
+from sglang_ext.methods.contents import IndexSize, check_forms, check_layer
+from sglang_ext.methods.heads import join_heads, split_heads
+from sglang_ext.methods.preparation import Prepared, at_layers, build_layer, layer_batches, prepare
+from sglang_ext.methods.profile import Profile
+from sglang_ext.methods.profile_use import layer_profile, stacked_profile, used_by_builders
 
 #: Raised whenever a builder changes what its arrays mean: older indexes are then another profile's.
 _BUILDERS_VERSION = 3

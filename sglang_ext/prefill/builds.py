@@ -11,7 +11,7 @@ import torch
 
 from prefix_index import IndexIdentity, IndexStore, IndexStoreError, ModelFingerprint, namespace_digest, page_hashes
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
-from sglang_ext.indexing.profile import Profile
+from sglang_ext.methods.profile import Profile
 from sglang_ext.prefill.builder import IndexFactory, covered_tokens, profile_digest
 from sglang_ext.prefill.claims import Claim, ClaimDesk
 from sglang_ext.prefill.handover import Inputs, OwnInputs, gathered

@@ -9,7 +9,7 @@ import torch
 
 from prefix_index import IndexStore, ModelFingerprint
 from sglang_ext.config import Build, SparseAttnConfig
-from sglang_ext.indexing.profile import Profile
+from sglang_ext.methods.profile import Profile
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.handover import PrefillHelp

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_digest, page_hashes
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
-from sglang_ext.indexing.layer_plan import heads_of_rank
-from sglang_ext.indexing.profile import Profile
+from sglang_ext.methods.layer_plan import heads_of_rank
+from sglang_ext.methods.profile import Profile
 from sglang_ext.prefill.background_build import IDLE_S, BackgroundBuilder, Build, Piece, side_stream
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefill.hits import HitCounter

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
-from sglang_ext.indexing.token_index import index_behind
+from sglang_ext.methods.token_index import index_behind
 from sglang_ext.prefix.residency import LayerArrays, ResidentIndex
 
 

@@ -26,9 +26,9 @@ from prefix_index import (
     IndexStore,
     IndexStoreError,
 )
-from sglang_ext.indexing.base import IndexSpec
-from sglang_ext.indexing.contents import ContentError, IndexSize, check_forms, check_layer
-from sglang_ext.indexing.heads import join_heads
+from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.contents import ContentError, IndexSize, check_forms, check_layer
+from sglang_ext.methods.heads import join_heads
 
 logger = logging.getLogger(__name__)
 

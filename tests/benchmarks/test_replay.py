@@ -15,7 +15,7 @@ import torch
 
 from scripts.needle_network import Needle, load, rms_norm
 from sglang_ext.decode.trace import Prefill, Selected, SparseStep, Start
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.methods.layer_plan import LayerPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX, PROMPT, TOKENS = 128, 150, 12

@@ -16,9 +16,9 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.testing import PlantedConfig, planted_prefix
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture, save_capture
 from sglang_ext.calibration.selection_quality import joined_selections
-from sglang_ext.indexing import make_selector
-from sglang_ext.indexing.ab_sparse import ABSparseSpec
-from sglang_ext.indexing.base import NO_PROFILE
+from sglang_ext.methods import make_selector
+from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.base import NO_PROFILE
 from tests.token_sources import word_lengths
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

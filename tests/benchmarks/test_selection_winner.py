@@ -18,7 +18,7 @@ import pytest
 from sglang_ext.calibration.step_time import attention_us
 from sglang_ext.calibration.winner import TARGET_ERROR
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.indexing import METHODS, method_specs, parse_spec
+from sglang_ext.methods import METHODS, method_specs, parse_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = METHODS["token_index"].spec().to_dict()

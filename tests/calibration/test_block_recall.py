@@ -12,7 +12,7 @@ from prefix_kernels.testing import attention_recall
 from prefix_kernels.top_k_selection import top_k_selection
 from sglang_ext.calibration import BlockRecallAccumulator, LayerCapture, capture, recall_by_block_size
 from sglang_ext.calibration.block_recall import RecallSetting, mean_scorer, minmax_scorer
-from sglang_ext.indexing.ab_sparse import block_representation
+from sglang_ext.methods.ab_sparse import block_representation
 from tests.examples import examples
 
 SIZES = (2, 4, 8)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.calibration import best_head_map, identity_head_map, kascade_budget, make_layer_plan
 from sglang_ext.calibration.head_map import plan_from_maps
-from sglang_ext.indexing import LayerPlan
+from sglang_ext.methods import LayerPlan
 
 
 @given(st.integers(1, 6).flatmap(lambda n: st.lists(st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=1)))

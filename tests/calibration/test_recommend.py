@@ -20,12 +20,12 @@ from sglang_ext.calibration.recommend import (
 )
 from sglang_ext.calibration.step_time import EXACT_US, attention_us, selection_time
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.indexing.ab_sparse import ABSparseSpec
-from sglang_ext.indexing.combined import TwoLevelSpec, UnionSpec
-from sglang_ext.indexing.csattention import CSAttentionSpec
-from sglang_ext.indexing.registry import make_builder, make_selector
-from sglang_ext.indexing.token_index import TokenIndexSpec
-from sglang_ext.indexing.traffic import index_read_bytes, kv_bytes
+from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.combined import TwoLevelSpec, UnionSpec
+from sglang_ext.methods.csattention import CSAttentionSpec
+from sglang_ext.methods.registry import make_builder, make_selector
+from sglang_ext.methods.token_index import TokenIndexSpec
+from sglang_ext.methods.traffic import index_read_bytes, kv_bytes
 from tests.calibration.captures import make_capture
 
 RECIPES = {

@@ -16,7 +16,7 @@ from sglang_ext.calibration.selection_quality import (
     oracle_selection,
     selection_quality,
 )
-from sglang_ext.indexing import make_builder, make_selector, parse_spec
+from sglang_ext.methods import make_builder, make_selector, parse_spec
 from tests.examples import examples
 
 TOKENS, KV_HEADS, GQA, DIM, SCALE = 3, 2, 2, 8, 0.7

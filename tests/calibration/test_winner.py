@@ -22,10 +22,10 @@ from sglang_ext.calibration.step_time import (
     selection_time,
 )
 from sglang_ext.calibration.winner import TARGET_ERROR, Timed, keep_for_error, timed
-from sglang_ext.indexing.ab_sparse import ABSparseSpec
-from sglang_ext.indexing.combined import TwoLevelSpec, UnionSpec
-from sglang_ext.indexing.csattention import CSAttentionSpec
-from sglang_ext.indexing.token_index import TokenIndexSpec
+from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.combined import TwoLevelSpec, UnionSpec
+from sglang_ext.methods.csattention import CSAttentionSpec
+from sglang_ext.methods.token_index import TokenIndexSpec
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.indexing.profile import load_profile
+from sglang_ext.methods.profile import load_profile
 from sglang_ext.quality.tasks import make_document
 from tests.server.harness import JOB_SECONDS, MODEL, flags_of, rendezvous
 from tests.server.jobs import run_job

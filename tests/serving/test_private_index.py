@@ -16,8 +16,8 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS, ConfigError, Settings, config_from_dict
 from sglang_ext.decode.grouping import StepGroups
 from sglang_ext.decode.types import PrefixGroup
-from sglang_ext.indexing import METHODS
-from sglang_ext.indexing.token_index import TokenIndexSpec, index_behind
+from sglang_ext.methods import METHODS
+from sglang_ext.methods.token_index import TokenIndexSpec, index_behind
 from sglang_ext.prefix.private_index import PrivateIndex, PrivateRules
 from sglang_ext.prefix.residency import ResidentIndex
 from tests.serving.admitting import Runtime

@@ -14,10 +14,10 @@ import torch
 from prefix_index import ArrayKey, ModelFingerprint
 from prefix_index.testing import sample_model
 from sglang_ext.config import ConfigError, Settings, make_settings, settings_from_env
-from sglang_ext.indexing import make_builder, method_specs
-from sglang_ext.indexing.exact import ExactSpec
-from sglang_ext.indexing.profile import Profile, ProfileError
-from sglang_ext.indexing.profile_use import layer_profile
+from sglang_ext.methods import make_builder, method_specs
+from sglang_ext.methods.exact import ExactSpec
+from sglang_ext.methods.profile import Profile, ProfileError
+from sglang_ext.methods.profile_use import layer_profile
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefix.residency import Residency, State
 from sglang_ext.profiles import (
@@ -317,7 +317,7 @@ def test_an_index_is_built_with_each_layers_part_of_the_profile(settle: Settle, 
 def test_the_step_for_all_layers_runs_once_and_changes_nothing(
     make_bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_ext.indexing.csattention import CSAttentionBuilder
+    from sglang_ext.methods.csattention import CSAttentionBuilder
 
     tables = {"num_subspaces": 4, "num_centroids": 4}
     bench = make_bench(method="csattention", methods={"csattention": tables})

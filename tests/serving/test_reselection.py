@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sglang_ext.decode.trace import Selected
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.methods.layer_plan import LayerPlan
 from tests.serving.conftest import GQA, HEAD_DIM, KV_HEADS, LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefix_index import IndexCorrupt, IndexUnreadable
-from sglang_ext.indexing import METHODS
+from sglang_ext.methods import METHODS
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sglang_ext.prefix.residency as module
-from sglang_ext.indexing.exact import ExactSpec
+from sglang_ext.methods.exact import ExactSpec
 from sglang_ext.prefix.residency import Residency, State, _batches
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prefix_index import ArrayKey, IndexEntry, IndexPayload, IndexStoreError
-from sglang_ext.indexing import method_specs
+from sglang_ext.methods import method_specs
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 
 PROMPT = list(range(64))

@@ -17,8 +17,8 @@ import torch
 from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import Settings
-from sglang_ext.indexing import METHODS, make_selector
-from sglang_ext.indexing.token_index import TokenIndexSelector
+from sglang_ext.methods import METHODS, make_selector
+from sglang_ext.methods.token_index import TokenIndexSelector
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import Runtime
 

@@ -15,7 +15,7 @@ import torch
 
 from prefix_index import page_hashes
 from sglang_ext.config import Settings
-from sglang_ext.indexing import METHODS, method_specs
+from sglang_ext.methods import METHODS, method_specs
 from sglang_ext.prefill import background_build, shared_builds
 from sglang_ext.prefill.background_build import Build
 from sglang_ext.prefill.hits import Prefix

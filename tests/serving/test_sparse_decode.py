@@ -14,8 +14,8 @@ from sglang_ext.decode.budget import group_budget
 from sglang_ext.decode.buffers import KEPT_BYTES, ListsTooLargeError, groups_that_fit, num_sets
 from sglang_ext.decode.ops import graph_refusal
 from sglang_ext.decode.types import GroupRead, StepPath
-from sglang_ext.indexing import parse_spec
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.methods import parse_spec
+from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.prefix.residency import ResidentIndex
 from tests.sparse_server import KV_HEADS, LAYERS, ROLES, Server, searches, until_search, walk_groups, walk_own_tokens
 

@@ -17,8 +17,8 @@ from sglang_ext.config import config_from_dict
 from sglang_ext.decode.costs import Line, StepCosts
 from sglang_ext.decode.planner import DecodePlanner
 from sglang_ext.decode.types import StepPath
-from sglang_ext.indexing.layer_plan import LayerPlan
-from sglang_ext.indexing.token_index import TokenIndexSpec
+from sglang_ext.methods.layer_plan import LayerPlan
+from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex, State

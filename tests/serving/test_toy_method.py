@@ -10,7 +10,7 @@ import torch
 
 from sglang_ext.config import Settings
 from sglang_ext.decode.types import DecodeBatch, StepPath
-from sglang_ext.indexing.base import METHODS, Method
+from sglang_ext.methods.base import METHODS, Method
 from tests.decode_oracle import OracleGroup
 from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch

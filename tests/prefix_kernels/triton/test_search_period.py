@@ -14,7 +14,7 @@ from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
 from sglang_ext.decode.buffers import AnchorLists, StepBuffers
 from sglang_ext.decode.trace import StepTrace, read_trace
-from sglang_ext.indexing.layer_plan import LayerPlan
+from sglang_ext.methods.layer_plan import LayerPlan
 from tests.sparse_server import FIRST, Server, searches, until_search
 
 FLAT = AttentionConfig(16, 16, 4, 3, 2)

@@ -1,0 +1,167 @@
+"""AB-Sparse: block sizes per head, ragged arrays, balls, budgets in tokens; against loops over blocks."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefix_kernels.low_bit import LowBitTensor, dequantize
+from prefix_kernels.ops import Pooling, num_blocks_for_budget
+from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods.base import LayerProfile
+from sglang_ext.methods.heads import join_heads, split_heads
+from tests.examples import examples
+
+FORMS = ("mean", "minmax", "ball")
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def profiled(**parameters):
+    return parse_spec({"method": "ab_sparse", "sizes": "profile", **parameters})
+
+
+def select(spec, arrays, q, prefix_len, budget, num_sink=2, num_recent=3, pooling=Pooling.MAX):
+    chosen = make_selector(spec).select(
+        arrays,
+        q,
+        prefix_len=prefix_len,
+        budget=budget,
+        num_sink=num_sink,
+        num_recent=num_recent,
+        sm_scale=0.25,
+        pooling=pooling,
+    )
+    chosen.check_integrity(prefix_len)
+    return chosen
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.lists(st.sampled_from([16, 32, 64]), min_size=1, max_size=4),
+    st.integers(1, 700),
+    st.integers(6, 300),
+    st.sampled_from(FORMS),
+    st.sampled_from(["int4", "none"]),
+    st.sampled_from(list(Pooling)),
+)
+def test_each_head_selects_as_alone_with_its_block_size(sizes, prefix_len, budget, form, bits, pooling):
+    """Against the uniform index of each head's size, head by head."""
+    heads = len(sizes)
+    keys, q = randn(prefix_len, heads, 8), randn(2, 2 * heads, 8, seed=1)
+    spec = profiled(representation=form, quantization=bits)
+    arrays = make_builder(spec, LayerProfile(block_sizes=tuple(sizes))).build_layer(keys, None)
+    got = select(spec, arrays, q, prefix_len, budget, pooling=pooling)
+    for head, size in enumerate(sizes):
+        alone = parse_spec({"method": "ab_sparse", "block_size": size, "representation": form, "quantization": bits})
+        own = make_builder(alone).build_layer(keys[:, head : head + 1], None)
+        expected = select(alone, own, q[:, 2 * head : 2 * head + 2], prefix_len, budget, pooling=pooling)
+        assert torch.equal(got.positions[head], expected.positions[0])
+
+
+def test_ragged_arrays_have_no_padding():
+    """Rows: ceil(N / B_h) per head, in the order of the heads; row_indptr their prefix sums."""
+    keys = randn(100, 4, 8)
+    arrays = make_builder(profiled(), LayerProfile(block_sizes=(64, 16, 32, 16))).build_layer(keys, None)
+    assert arrays["block_sizes"].tolist() == [64, 16, 32, 16]
+    assert arrays["row_indptr"].tolist() == [0, 2, 9, 13, 20]
+    assert arrays["ragged_mean_packed"].shape == (20, 4)
+    for head, size in enumerate((64, 16, 32, 16)):
+        rows = slice(int(arrays["row_indptr"][head]), int(arrays["row_indptr"][head + 1]))
+        packed = arrays["ragged_mean_packed"][rows]
+        stored = dequantize(LowBitTensor(packed, arrays["mean_scale"][head], arrays["mean_zero"][head]))
+        blocks = torch.stack([keys[i : i + size, head].mean(0) for i in range(0, 100, size)])
+        assert bool(((stored - blocks).abs() <= arrays["mean_scale"][head] / 2 + 1e-6).all())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_are_cut_and_joined(form):
+    keys, q = randn(333, 3, 8), randn(2, 6, 8, seed=1)
+    spec = profiled(representation=form)
+    arrays = make_builder(spec, LayerProfile(block_sizes=(64, 16, 32))).build_layer(keys, None)
+    pieces = split_heads(arrays)
+    for name, array in join_heads(pieces).items():
+        assert torch.equal(array, arrays[name])
+    whole = select(spec, arrays, q, 333, 60)
+    for order in ([0], [2], [2, 0], [1, 2]):
+        part = select(spec, join_heads([pieces[h] for h in order]), q.view(2, 3, 2, 8)[:, order].flatten(1, 2), 333, 60)
+        assert torch.equal(part.positions, whole.positions[order])
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 16), (32, 64)])
+def test_blocks_within_the_budget(sizes):
+    """K_h = ceil(T / B_h) blocks hold T tokens; without windows exactly the best ones are taken, the last cut."""
+    keys, q = randn(640, 2, 8), randn(1, 2, 8, seed=1)
+    spec = profiled(quantization="none")
+    arrays = make_builder(spec, LayerProfile(block_sizes=sizes)).build_layer(keys, None)
+    for budget in (16, 40, 64, 200):
+        chosen = select(spec, arrays, q, 640, budget, 0, 0)
+        for head, size in enumerate(sizes):
+            means = torch.stack([keys[i : i + size, head].mean(0) for i in range(0, 640, size)]).half().float()
+            best = (means @ q[0, head]).argsort(descending=True)
+            assert num_blocks_for_budget(budget, size) == math.ceil(budget / size)
+            tokens = [int(b) * size + i for b in best[: math.ceil(budget / size)] for i in range(size)][:budget]
+            assert chosen.positions[head].tolist() == sorted(tokens)
+
+
+@pytest.mark.parametrize("bits", ["int2", "int4", "int8", "none"])
+@pytest.mark.parametrize("prefix_len", [1, 40, 64, 101])
+def test_balls_hold_their_keys(prefix_len, bits):
+    """Also around a quantized center: the score bounds q.k from above."""
+    keys, q = 3 * randn(prefix_len, 2, 8), randn(2, 4, 8, seed=1)
+    spec = parse_spec({"method": "ab_sparse", "block_size": 32, "representation": "ball", "quantization": bits})
+    arrays = make_builder(spec).build_layer(keys, None)
+    selector = make_selector(spec)
+    raw, _ = selector._block_scores(arrays, q, prefix_len)
+    centers = selector._read(arrays, "center")
+    for head in range(2):
+        true = torch.einsum("rgd,nd->rgn", q.view(2, 2, 2, 8)[:, head], keys[:, head])
+        for block in range(-(-prefix_len // 32)):
+            own = slice(block * 32, block * 32 + 32)
+            distance = (keys[own, head] - centers[head, block]).norm(dim=1).amax()
+            radius = arrays["radius"][head, block].float()
+            assert distance <= radius <= 1.002 * distance + 1e-6
+            assert bool((raw[head, ..., block] >= true[..., own].amax(-1) - 1e-4).all())
+
+
+def test_token_scores_are_the_blocks():
+    keys, q = randn(101, 2, 8), randn(2, 4, 8, seed=1)
+    for spec, layer in (
+        (parse_spec({"method": "ab_sparse", "block_size": 32}), LayerProfile()),
+        (profiled(), LayerProfile(block_sizes=(32, 16))),
+    ):
+        arrays = make_builder(spec, layer).build_layer(keys, None)
+        selector = make_selector(spec)
+        scores = selector.token_scores(arrays, q, prefix_len=101, sm_scale=0.3, pooling=Pooling.MAX)
+        assert scores.shape == (2, 101)
+        assert [len(set(row.tolist())) for row in scores] == [4, 7 if layer.block_sizes else 4]
+        allowed = randn(2, 101, seed=5) > 0
+        some = selector.token_scores(arrays, q, prefix_len=101, sm_scale=0.3, pooling=Pooling.MEAN, candidates=allowed)
+        assert torch.equal(some > -torch.inf, allowed)
+        torch.testing.assert_close(some.exp().sum(1), torch.ones(2))
+
+
+def test_errors():
+    keys = randn(100, 2, 8)
+    for sizes in ((), (16,), (16, 16, 16), (16, 24)):
+        with pytest.raises(ValueError, match=r"for each of 2 KV heads from the profile, got .*calibrate"):
+            make_builder(profiled(), LayerProfile(block_sizes=sizes)).build_layer(keys, None)
+    arrays = make_builder(profiled(), LayerProfile(block_sizes=(16, 64))).build_layer(keys, None)
+    with pytest.raises(ValueError, match="expected 14 to 50 blocks in 2 KV heads for prefix_len=400, got 9"):
+        select(profiled(), arrays, randn(1, 2, 8), 400, 30)
+    with pytest.raises(ValueError, match="build it again"):
+        select(parse_spec({"method": "ab_sparse"}), arrays, randn(1, 2, 8), 100, 30)
+    with pytest.raises(ValueError, match="without row_indptr"):
+        split_heads({"a": keys, "ragged_b": keys})
+    with pytest.raises(ValueError, match="one number of KV heads"):
+        split_heads({"a": keys, "b": keys[:3]})
+    with pytest.raises(ValueError, match="all with the same arrays"):
+        join_heads([{"a": keys}, {"b": keys}])
+    with pytest.raises(ValueError, match="at least one KV head"):
+        join_heads([])
+    with pytest.raises(ValueError, match="rows up to each KV head"):
+        join_heads([{"ragged_a": keys, "ragged_b": keys[1:]}])

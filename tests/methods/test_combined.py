@@ -1,0 +1,195 @@
+"""Two-level selection and union against sets built by hand from the parts' own selections."""
+
+import pytest
+import torch
+
+from prefix_kernels.ops import Pooling
+from prefix_kernels.testing import PlantedConfig, attention_recall, planted_prefix
+from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods.base import LayerProfile
+from sglang_ext.methods.heads import join_heads, split_heads
+
+PARTS = [
+    {"method": "csattention", "num_subspaces": 4, "num_centroids": 8, "list_ratio": 0.05},
+    {"method": "ab_sparse", "block_size": 16},
+    {"method": "ab_sparse", "sizes": "profile"},
+    {"method": "token_index", "num_channels": 8},
+    {"method": "exact"},
+]
+LAYER = LayerProfile(block_sizes=(32, 16))
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def name_of(value):
+    return value.get("sizes", value["method"]) if isinstance(value, dict) else str(value)
+
+
+KEYS, SAMPLES, Q = randn(300, 2, 16), randn(2, 90, 16, seed=1), randn(3, 8, 16, seed=2)
+
+
+def built(data):
+    spec = parse_spec(data)
+    return spec, make_builder(spec, LAYER).build_layer(KEYS, SAMPLES)
+
+
+def choose(data, arrays=None, q=Q, budget=40, num_sink=3, num_recent=5):
+    spec = parse_spec(data)
+    arrays = built(data)[1] if arrays is None else arrays
+    chosen = make_selector(spec).select(
+        arrays,
+        q,
+        prefix_len=300,
+        budget=budget,
+        num_sink=num_sink,
+        num_recent=num_recent,
+        sm_scale=0.3,
+        pooling=Pooling.MAX,
+    )
+    chosen.check_integrity(300)
+    return [set(row.tolist()) for row in chosen.positions]
+
+
+def scores(data, candidates=None):
+    spec, arrays = built(data)
+    return make_selector(spec).token_scores(
+        arrays, Q, prefix_len=300, sm_scale=0.3, pooling=Pooling.MAX, candidates=candidates
+    )
+
+
+WINDOWS = set(range(3)) | set(range(295, 300))
+
+
+@pytest.mark.parametrize("second", PARTS, ids=name_of)
+@pytest.mark.parametrize("first", PARTS, ids=name_of)
+@pytest.mark.parametrize("ratio", [0.05, 0.3, 1.0])
+def test_two_levels_by_hand(first, second, ratio):
+    data = {"method": "two_level", "first": first, "second": second, "candidate_ratio": ratio, "candidate_factor": 2}
+    got = choose(data)
+    count = max(40 * 2, round(300 * ratio))
+    candidates = choose(first, budget=count)
+    mask = torch.zeros(2, 300, dtype=torch.bool)
+    for head, allowed in enumerate(candidates):
+        mask[head, sorted(allowed)] = True
+    ranked = scores(second, mask)
+    for head, allowed in enumerate(candidates):
+        assert WINDOWS <= got[head] <= allowed
+        assert len(got[head]) == 40
+        inside = [float(ranked[head, p]) for p in got[head] - WINDOWS]
+        outside = [float(ranked[head, p]) for p in allowed - got[head] - WINDOWS]
+        assert not outside or min(inside) >= max(outside)
+
+
+@pytest.mark.parametrize("second", PARTS, ids=name_of)
+@pytest.mark.parametrize("first", PARTS, ids=name_of)
+@pytest.mark.parametrize("budget", [8, 40, 41, 250, 300])
+def test_union_by_hand(first, second, budget):
+    """The methods take turns; a position that the other has taken already costs no place."""
+    got = choose({"method": "union", "first": first, "second": second}, budget=budget)
+    for head in range(2):
+        taken = set(WINDOWS)
+        turns = []
+        for part in (first, second):
+            row = scores(part)[head].tolist()
+            free = [p for p in range(300) if p not in WINDOWS and row[p] > -torch.inf]
+            turns.append(sorted(free, key=lambda p, row=row: (-row[p], p)))
+        for depth in range(300):
+            for order in turns:
+                if depth < len(order) and len(taken) < budget:
+                    taken.add(order[depth])
+        if len(taken) == budget:
+            assert got[head] == taken
+        else:
+            assert taken <= got[head]
+        assert len(got[head]) == budget
+
+
+def test_a_union_holds_half_a_budget_of_each():
+    first, second = PARTS[0], PARTS[1]
+    got = choose({"method": "union", "first": first, "second": second}, budget=48)
+    for part in (first, second):
+        for head, half in enumerate(choose(part, budget=28)):
+            assert half <= got[head]
+
+
+def test_parts_keep_their_arrays_and_heads():
+    data = {"method": "two_level", "first": PARTS[2], "second": PARTS[3], "candidate_ratio": 0.3}
+    _, arrays = built(data)
+    for name, part in (("first", PARTS[2]), ("second", PARTS[3])):
+        _, own = built(part)
+        assert {n.removeprefix(f"{name}.") for n in arrays if n.startswith(name)} == set(own)
+        for array, tensor in own.items():
+            assert torch.equal(arrays[f"{name}.{array}"], tensor)
+    assert "first.row_indptr" in arrays
+    whole = choose(data, arrays)
+    pieces = split_heads(arrays)
+    assert choose(data, join_heads(pieces)) == whole
+    for head in (0, 1):
+        assert choose(data, join_heads(pieces[head : head + 1]), Q[:, 4 * head : 4 * head + 4]) == [whole[head]]
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"), [(0, 75), (18, 75), (19, 76), (50, 200), (75, 300), (300, 300)], ids=str
+)
+def test_candidates_grow_with_the_budget(budget, expected):
+    assert parse_spec({"method": "two_level"}).num_candidates(300, budget) == expected
+
+
+@pytest.mark.parametrize("factor", [0.9, 0, -1.0])
+def test_fewer_candidates_than_the_budget_are_refused(factor):
+    with pytest.raises(ValueError, match=r"candidate_factor of at least 1, got .*; the budget is chosen among"):
+        parse_spec({"method": "two_level", "candidate_factor": factor})
+
+
+def test_combinations_nest():
+    inner = {"method": "union", "first": PARTS[0], "second": PARTS[1]}
+    data = {"method": "two_level", "first": inner, "second": PARTS[4], "candidate_ratio": 0.3, "candidate_factor": 2}
+    candidates = choose(inner, budget=90)
+    for got, allowed in zip(choose(data), candidates, strict=True):
+        assert got <= allowed
+    outer = {"method": "union", "first": data, "second": PARTS[3]}
+    assert all(len(got) == 40 for got in choose(outer))
+
+
+def test_who_needs_queries():
+    def needs(first, second):
+        return make_builder(parse_spec({"method": "two_level", "first": first, "second": second})).needs_queries
+
+    assert not needs(PARTS[1], {"method": "token_index", "channel_ratio": 1.0})
+    assert needs(PARTS[1], {"method": "token_index"})
+    assert needs(PARTS[1], PARTS[3])
+    assert needs(PARTS[0], PARTS[1])
+    spec = parse_spec({"method": "two_level", "first": PARTS[1], "second": PARTS[3]})
+    assert not make_builder(spec, LayerProfile(channels=((0,) * 8,) * 2)).needs_queries
+
+
+def test_the_second_level_repairs_the_first():
+    """A few badly ranked candidates at the first level, INT4 scores at the second: close to the oracle."""
+    planted = planted_prefix(PlantedConfig(prefix_len=4096, num_topics=16, rope_base=1e6))
+    coarse = {"method": "csattention", "num_subspaces": 8, "num_centroids": 16, "list_ratio": 0.05}
+    recall = {}
+    for name, data in {
+        "coarse": coarse,
+        "two_level": {"method": "two_level", "first": coarse, "candidate_ratio": 0.25},
+        "exact": {"method": "exact"},
+    }.items():
+        spec = parse_spec(data)
+        arrays = make_builder(spec).build_layer(planted.keys, planted.samples)
+        rows = []
+        for q in planted.queries.split(1):
+            chosen = make_selector(spec).select(
+                arrays,
+                q,
+                prefix_len=4096,
+                budget=123,
+                num_sink=4,
+                num_recent=32,
+                sm_scale=planted.sm_scale,
+                pooling=Pooling.MAX,
+            )
+            rows.append(attention_recall(q, planted.keys, chosen, planted.sm_scale).mean())
+        recall[name] = float(torch.stack(rows).mean())
+    assert recall["two_level"] > recall["coarse"] + 0.05
+    assert recall["exact"] >= recall["two_level"] > 0.9 * recall["exact"]

@@ -1,0 +1,274 @@
+"""CSAttention's build and search against brute force in numpy, the step for all layers, degenerate inputs, layouts."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prefix_kernels.ops import Pooling, csa_scores
+from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods.csattention import CSAttentionSpec, subspace_channels
+from sglang_ext.methods.preparation import at_layers, build_layer, prepare
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def build(keys, samples, **parameters):
+    return make_builder(CSAttentionSpec(**{"codec": "paper", "num_subspaces": 8, **parameters})).build_layer(
+        keys, samples
+    )
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "rope_pairs", "strided"])
+@pytest.mark.parametrize("chunk", [1 << 26, 1])
+def test_lists_hold_the_best_keys_of_each_centroid(layout, chunk, monkeypatch):
+    monkeypatch.setattr("sglang_ext.methods.csattention.lists.SCORES_PER_CHUNK", chunk)
+    keys, samples = randn(101, 2, 16), randn(2, 60, 16, seed=1)
+    arrays = build(keys, samples, num_subspaces=4, num_centroids=5, list_ratio=0.1, layout=layout, baseline="none")
+    centered = build(keys, samples, num_subspaces=4, num_centroids=5, list_ratio=0.1, layout=layout)
+    channels = subspace_channels(16, 4, layout)
+    assert arrays["positions"].shape == (2, 4, 5, 11)
+    for head in range(2):
+        for b in range(4):
+            partial = arrays["centroids"][head, b].float() @ keys[:, head, channels[b]].T
+            best = partial.topk(11)
+            order = arrays["scores"][head, b].argsort(descending=True)
+            got = arrays["positions"][head, b].gather(1, order).sort().values
+            assert torch.equal(got.long(), best.indices.sort().values)
+            torch.testing.assert_close(
+                arrays["scores"][head, b].gather(1, order).float(), best.values, atol=2e-3, rtol=2e-3
+            )
+            tail = (partial.sum(1) - best.values.sum(1)) / (101 - 11)
+            torch.testing.assert_close(
+                centered["scores"][head, b].sort(descending=True).values.float(),
+                best.values - tail[:, None],
+                atol=4e-3,
+                rtol=4e-3,
+            )
+
+
+def test_full_lists_of_exact_centroids_give_exact_scores():
+    """With every query direction a centroid and every key listed, CSA is exact up to fp16."""
+    keys, samples = randn(33, 1, 16), randn(1, 6, 16, seed=1)
+    arrays = build(keys, samples, num_subspaces=4, num_centroids=6, list_ratio=1.0)
+    q = samples.transpose(0, 1).contiguous()
+    channels = subspace_channels(16, 4, "contiguous")
+    scores = csa_scores(q, arrays["centroids"], arrays["positions"], arrays["scores"], channels, 33)
+    torch.testing.assert_close(scores[0, :, 0], q[:, 0] @ keys[:, 0].T, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "rope_pairs", "strided"])
+def test_layouts_partition_the_channels(layout):
+    channels = subspace_channels(64, 8, layout)
+    assert channels.shape == (8, 8)
+    assert channels.flatten().sort().values.tolist() == list(range(64))
+    if layout == "rope_pairs":
+        for row in channels.tolist():
+            assert {(c + 32) % 64 for c in row} == set(row)
+    with pytest.raises(ValueError, match="lower num_subspaces"):
+        subspace_channels(64, 7, layout)
+
+
+def test_list_len_is_a_ceiling():
+    spec = CSAttentionSpec(list_ratio=0.1)
+    assert [spec.list_len(n) for n in (1, 10, 11, 8192, 30)] == [1, 1, 2, 820, 3]
+    assert CSAttentionSpec(list_ratio=1.0).list_len(7) == 7
+
+
+def test_seed_decides():
+    keys, samples = randn(200, 2, 16), randn(2, 300, 16, seed=1)
+    first, again = (build(keys, samples, seed=3, max_samples=100) for _ in range(2))
+    for name in first:
+        assert torch.equal(first[name], again[name])
+    other = build(keys, samples, seed=4, max_samples=100)
+    assert not torch.equal(first["centroids"], other["centroids"])
+
+
+def by_hand(arrays, q, spec, prefix_len):
+    """3.3 (1)-(3) of the paper with numpy loops: nearest centroid per subspace, its list, the weighted sum."""
+    named = {name: array.double().numpy() for name, array in arrays.items()}
+    heads, m, _, _ = named["centroids"].shape
+    channels = subspace_channels(q.shape[2], m, spec.layout).numpy()
+    q, gqa = q.double().numpy(), q.shape[1] // heads
+    scores = np.full((heads, q.shape[0], gqa, prefix_len), -np.inf)
+    for head, row, part in np.ndindex(heads, q.shape[0], gqa):
+        query = q[row, head * gqa + part]
+        for b in range(m):
+            cosine = [query[channels[b]] @ c / np.linalg.norm(query[channels[b]]) for c in named["centroids"][head, b]]
+            nearest = int(np.argmax(cosine))
+            weight = {
+                "projection": cosine[nearest] * np.linalg.norm(query[channels[b]]),
+                "uniform": np.linalg.norm(query) / np.sqrt(m),
+                "contribution": np.linalg.norm(query) * named["weights"][head, b] if "weights" in named else None,
+            }[spec.weighting]
+            entries = zip(named["positions"][head, b, nearest], named["scores"][head, b, nearest], strict=True)
+            for position, score in entries:
+                at = (head, row, part, int(position))
+                scores[at] = (0.0 if np.isinf(scores[at]) else scores[at]) + weight * score
+    return scores
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "rope_pairs", "strided"])
+@pytest.mark.parametrize("weighting", ["projection", "contribution", "uniform"])
+def test_search_is_that_of_the_paper(weighting, layout):
+    spec = CSAttentionSpec(
+        num_subspaces=4, num_centroids=6, list_ratio=0.2, codec="paper", weighting=weighting, layout=layout
+    )
+    keys, samples, q = randn(77, 2, 16), randn(2, 60, 16, seed=1), randn(2, 6, 16, seed=2)
+    arrays = make_builder(spec).build_layer(keys, samples)
+    expected = by_hand(arrays, q, spec, 77)
+    assert np.isinf(expected).any()
+    assert np.isfinite(expected).any()
+    weights = make_selector(spec)._weights(arrays, arrays["centroids"])
+    channels = subspace_channels(16, 4, layout)
+    got = csa_scores(q, arrays["centroids"], arrays["positions"], arrays["scores"], channels, 77, weights)
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-4, atol=1e-4)
+    # One query head per KV head: its probabilities are the softmax of what was summed up.
+    alone = (
+        make_selector(spec).token_scores(arrays, q[:1, ::3], prefix_len=77, sm_scale=0.3, pooling=Pooling.MAX).double()
+    )
+    top = 0.3 * torch.from_numpy(expected[:, 0, 0])
+    torch.testing.assert_close(alone, top - top.logsumexp(1, keepdim=True), rtol=1e-3, atol=1e-3)
+
+
+PREPARED = [
+    {"method": "csattention", "num_subspaces": 4, "layout": "rope_pairs", "codec": "paper"},
+    {"method": "csattention", "num_subspaces": 4, "weighting": "contribution", "max_samples": 40},
+    {"method": "csattention", "num_subspaces": 4, "batch_size": 16},
+    {"method": "union", "first": {"method": "csattention", "num_subspaces": 4}},
+    {"method": "two_level", "second": {"method": "union", "second": {"method": "csattention", "num_subspaces": 4}}},
+    {"method": "ab_sparse"},
+]
+
+
+@pytest.mark.parametrize("data", PREPARED, ids=lambda data: data["method"])
+def test_layers_prepared_together_are_those_built_alone(data):
+    """Centroids of three layers at once: every array is the same, and those of the parts are really used."""
+    builder = make_builder(parse_spec(data))
+    keys, queries = randn(3, 200, 2, 16), randn(3, 2, 70, 16, seed=1)
+    prepared = prepare(builder, queries)
+    assert bool(prepared) == builder.needs_queries
+    for layer in range(3):
+        alone = builder.build_layer(keys[layer], queries[layer])
+        own, wrong = (at_layers(prepared, range(one, one + 1)) for one in (layer, (layer + 1) % 3))
+        together = build_layer(builder, keys[layer], queries[layer], own)
+        assert alone.keys() == together.keys()
+        for name, array in alone.items():
+            assert torch.equal(array, together[name])
+        if prepared:
+            other = build_layer(builder, keys[layer], queries[layer], wrong)
+            assert any(not torch.equal(array, other[name]) for name, array in alone.items())
+
+
+def test_heads_of_a_rank_get_the_centroids_of_the_whole():
+    """Random numbers do not depend on how many heads there are."""
+    builder = make_builder(CSAttentionSpec(num_subspaces=4))
+    keys, queries = randn(100, 4, 16), randn(4, 70, 16, seed=1)
+    whole, part = builder.build_layer(keys, queries), builder.build_layer(keys[:, 2:], queries[2:])
+    for name, array in part.items():
+        assert torch.equal(array, whole[name][2:])
+
+
+def test_preparation_errors():
+    builder = make_builder(CSAttentionSpec(num_subspaces=4))
+    keys, queries = randn(50, 2, 16), randn(1, 2, 30, 16, seed=1)
+    assert prepare(builder, None) == {}
+    with pytest.raises(ValueError, match=r"queries \[num_layers, num_kv_heads, num_samples >= 1"):
+        prepare(builder, queries[0])
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        broken = queries.clone()
+        broken[0, 1, 5, 3] = bad
+        with pytest.raises(ValueError, match="finite queries"):
+            prepare(builder, broken)
+    other = at_layers(prepare(make_builder(CSAttentionSpec(num_subspaces=8)), queries), range(1))
+    with pytest.raises(ValueError, match=r"expected prepared centroids .* are they of this spec"):
+        build_layer(builder, keys, queries[0], other)
+    with pytest.raises(ValueError, match="build it again"):
+        build_layer(builder, keys, queries[0], {"centers": queries})
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations after which the host waits for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.__name__.split(".")[0] in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("data", PREPARED[:3], ids=str)
+def test_building_does_not_wait_for_the_device(data):
+    """But for one transfer of the largest values, which is no operation of its own on the CPU."""
+    spec = parse_spec(data)
+    keys, queries = randn(300, 2, 16).round(), randn(2, 70, 16, seed=1)
+    with Waits() as seen:
+        bool(torch.ones(3).all())
+        queries[queries > 0].nonzero()
+    assert seen.count >= 2
+    with Waits() as seen:
+        make_builder(spec).build_layer(keys, queries)
+    assert seen.count == 0
+
+
+def test_constant_keys_and_fewer_queries_than_centroids():
+    arrays = build(torch.ones(40, 2, 16), randn(2, 3, 16), num_centroids=64)
+    assert parse_spec({"method": "csattention"}).list_len(40) == arrays["positions"].shape[3]
+    for lists in arrays["positions"].flatten(0, 2):
+        assert lists.tolist() == list(range(lists.numel()))  # ties: the first positions
+
+
+@pytest.mark.parametrize("codec", ["paper", "compact"])
+@pytest.mark.parametrize("prefix_len", [1, 16, 1009])
+@pytest.mark.parametrize("kind", ["random", "constant", "zero", "one-sample"])
+def test_degenerate_inputs_make_finite_tables(kind, prefix_len, codec):
+    """One page, a prime length, keys or queries without any difference between them."""
+    keys, samples = randn(prefix_len, 2, 16), randn(2, 40, 16, seed=1)
+    if kind in ("constant", "zero"):
+        keys, samples = torch.full_like(keys, 1.5 * (kind == "constant")), torch.zeros_like(samples)
+    if kind == "one-sample":
+        samples = samples[:, :1]
+    spec = CSAttentionSpec(num_subspaces=4, codec=codec)
+    arrays = make_builder(spec).build_layer(keys, samples)
+    for array in arrays.values():
+        assert bool(array.isfinite().all())
+    chosen = make_selector(spec).select(
+        arrays,
+        randn(2, 4, 16, seed=2),
+        prefix_len=prefix_len,
+        budget=8,
+        num_sink=1,
+        num_recent=1,
+        sm_scale=0.25,
+        pooling=Pooling.MAX,
+    )
+    chosen.check_integrity(prefix_len)
+    assert chosen.counts.tolist() == [min(8, prefix_len)] * 2
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values_that_are_not_finite_are_refused(bad, dtype):
+    keys, samples = randn(40, 2, 16).to(dtype), randn(2, 30, 16, seed=1).to(dtype)
+    for name, tensor in (("keys", keys), ("queries", samples)):
+        before = tensor[1, 1, 7].clone()
+        tensor[1, 1, 7] = bad
+        with pytest.raises(ValueError, match=f"finite {name}, got NaN or infinity; .* take it again"):
+            build(keys, samples)
+        tensor[1, 1, 7] = before
+    build(keys, samples)
+
+
+def test_large_keys_fit_as_long_as_their_scores_do():
+    """The bound that spares the check is not the limit itself."""
+    samples = randn(2, 30, 16)
+    for codec in ("paper", "compact"):
+        arrays = build(torch.full((40, 2, 16), 40000.0), samples, codec=codec, baseline="none")
+        assert bool(arrays["centroids"].isfinite().all())
+        for scale in (1e6, 1e30):
+            with pytest.raises(ValueError, match="more than fp16 holds"):
+                build(scale * randn(40, 2, 16), samples, codec=codec)

@@ -1,0 +1,176 @@
+"""Cosine k-means: planted directions, Lloyd's step by hand, batching, mini-batches, degenerate points."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_ext.methods.csattention.kmeans import _lloyd_step, cosine_kmeans
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quality(points, centroids):
+    """Mean cosine of every point to its nearest centroid."""
+    unit = torch.nn.functional.normalize(points, dim=-1)
+    return float((unit @ centroids.transpose(-1, -2)).amax(-1).mean())
+
+
+def test_kmeans_finds_planted_directions():
+    centers = torch.nn.functional.normalize(randn(4, 12, 32), dim=-1)
+    label = torch.randint(12, (4, 600), generator=torch.Generator().manual_seed(1))
+    points = centers.gather(1, label[..., None].expand(-1, -1, 32)) * (1 + randn(4, 600, 1, seed=2).abs())
+    found = cosine_kmeans(points + 0.02 * randn(4, 600, 32, seed=3), 12)
+    torch.testing.assert_close(found.norm(dim=-1), torch.ones(4, 12))
+    assert bool(((centers @ found.transpose(1, 2)).amax(-1) > 0.99).all())
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        randn(2, 3, 4),
+        torch.ones(2, 20, 4),
+        torch.zeros(2, 20, 4),
+        torch.cat([torch.zeros(1, 19, 4), randn(1, 1, 4)], dim=1),
+        torch.tensor([1.0, -1.0]).repeat(10)[None, :, None].expand(1, 20, 4),
+        1e-30 * randn(1, 20, 4),
+        1e15 * randn(1, 20, 4),
+    ],
+    ids=["few", "equal", "zero", "one-direction", "opposite", "tiny", "huge"],
+)
+def test_kmeans_on_degenerate_points(points):
+    found = cosine_kmeans(points, 8)
+    assert found.shape == (points.shape[0], 8, 4)
+    torch.testing.assert_close(found.norm(dim=-1), torch.ones(found.shape[:2]))
+    unit = torch.nn.functional.normalize(points.double(), dim=-1, eps=1e-300).float()
+    served = (unit @ found.transpose(1, 2)).amax(-1)
+    if unit[0].unique(dim=0).shape[0] <= 8:
+        torch.testing.assert_close(served, (unit.norm(dim=-1) > 0).float())
+
+
+@pytest.mark.full
+def test_kmeans_splits_what_seeding_missed():
+    """An empty cluster moves to a point that is served badly."""
+    points = torch.eye(8)[None].repeat(1, 5, 1)
+    for seed in range(20):
+        found = cosine_kmeans(points, 8, seed=seed)
+        assert bool(((points @ found.transpose(1, 2)).amax(-1) > 0.999).all())
+
+
+def test_kmeans_errors():
+    with pytest.raises(ValueError, match="num_points >= 1"):
+        cosine_kmeans(torch.zeros(2, 0, 4), 3)
+    with pytest.raises(ValueError, match="num_points >= 1"):
+        cosine_kmeans(torch.zeros(7, 4), 3)
+    with pytest.raises(ValueError, match="batch_size >= 0"):
+        cosine_kmeans(torch.zeros(2, 3, 4), 2, batch_size=-1)
+    with pytest.raises(ValueError, match="num_centroids >= 1"):
+        cosine_kmeans(torch.zeros(2, 3, 4), 0)
+
+
+def lloyd_by_hand(points, centroids):
+    """One iteration for one group, point by point."""
+    total = np.zeros_like(centroids)
+    for point in points / np.linalg.norm(points, axis=1, keepdims=True):
+        total[int(np.argmax(centroids @ point))] += point
+    return total / np.linalg.norm(total, axis=1, keepdims=True)
+
+
+def test_iterations_are_those_of_lloyd():
+    points = randn(3, 200, 6)
+    found = [cosine_kmeans(points, 5, iterations=i).double().numpy() for i in range(4)]
+    for group in range(3):
+        for before, after in itertools.pairwise(found):
+            expected = lloyd_by_hand(points[group].double().numpy(), before[group])
+            np.testing.assert_allclose(after[group], expected, atol=1e-5)
+    assert not np.allclose(found[2], found[3])
+
+
+def test_mini_batches_are_sculleys():
+    """One at a time over shuffled points: centre += (point - centre) / count, direction only."""
+    points = randn(1, 30, 4)
+    seeds = cosine_kmeans(points, 3, iterations=0, batch_size=1, seed=5)[0].double().numpy()
+    found = cosine_kmeans(points, 3, iterations=30, batch_size=1, seed=5)[0].double().numpy()
+    generator = torch.Generator().manual_seed(5)
+    torch.rand(1, 3, 3, generator=generator)
+    order = torch.randperm(30, generator=generator)
+    unit = torch.nn.functional.normalize(points[0, order].double(), dim=-1).numpy()
+    count, mean = np.zeros(3), seeds.copy()
+    now = seeds.copy()
+    for point in unit:
+        j = int(np.argmax(now @ point))
+        count[j] += 1
+        mean[j] += (point - mean[j]) / count[j]
+        now[j] = mean[j] / np.linalg.norm(mean[j])
+    assert (count > 1).all()
+    np.testing.assert_allclose(found, now, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [100, 256])
+def test_mini_batches_are_nearly_as_good(batch_size):
+    points = randn(2, 4, 1000, 8)
+    seeds, full, batches = (
+        quality(points, cosine_kmeans(points, 16, iterations=i, batch_size=size))
+        for i, size in ((0, 0), (10, 0), (10, batch_size))
+    )
+    assert seeds + 0.5 * (full - seeds) < batches < full
+
+
+@pytest.mark.parametrize("size", [500, 501, 1 << 20])
+def test_a_batch_of_all_points_is_no_batch(size):
+    """But for the order of summation, as points are shuffled; seeds are drawn from another order too."""
+    points = torch.nn.functional.normalize(randn(4, 8, 6), dim=-1).repeat_interleave(63, dim=1)[:, :500]
+    full, batch = cosine_kmeans(points, 8), cosine_kmeans(points, 8, batch_size=size)
+    assert quality(points, full) == pytest.approx(1.0, abs=1e-5)
+    assert quality(points, batch) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [0, 64])
+def test_groups_together_or_alone(batch_size, monkeypatch):
+    """Layers and heads in one call, each alone, and in chunks: the same centroids, bit for bit on the CPU."""
+    points = randn(3, 2, 4, 150, 8)
+    together = cosine_kmeans(points, 6, batch_size=batch_size)
+    assert together.shape == (3, 2, 4, 6, 8)
+    for layer in range(3):
+        assert torch.equal(cosine_kmeans(points[layer], 6, batch_size=batch_size), together[layer])
+        for head in range(2):
+            assert torch.equal(cosine_kmeans(points[layer, head], 6, batch_size=batch_size), together[layer, head])
+    monkeypatch.setattr("sglang_ext.methods.csattention.kmeans.BYTES_PER_CHUNK", 1)
+    assert torch.equal(cosine_kmeans(points, 6, batch_size=batch_size), together)
+    strided = points.transpose(2, 3).contiguous().transpose(2, 3)
+    assert torch.equal(cosine_kmeans(strided, 6, batch_size=batch_size), together)
+
+
+def test_points_are_read_only_and_their_length_does_not_matter():
+    points = randn(2, 3, 90, 4)
+    before = points.clone()
+    first = cosine_kmeans(points, 5)
+    assert torch.equal(points, before)
+    torch.testing.assert_close(cosine_kmeans(points * 2.0**40, 5), first)
+
+
+def test_zero_points_change_nothing():
+    """They are neither seeds nor members: the centroids serve the others as well as without them."""
+    points = torch.nn.functional.normalize(randn(2, 6, 4), dim=-1).repeat_interleave(10, dim=1)
+    mixed = torch.cat([torch.zeros(2, 50, 4), points, torch.zeros(2, 50, 4)], dim=1)
+    for batch_size in (0, 40):
+        found = cosine_kmeans(mixed, 6, batch_size=batch_size)
+        assert quality(points, found) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("start", [[0, 0, 0, 0], [0, 1, 1, 1], [3, 2, 2, 3]])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_clusters_that_serve_nobody_move(start, sign):
+    """Four orthogonal points, centroids that coincide or (with sign -1) look away: each point gets its own."""
+    unit = torch.eye(4)[None]
+    centroids = sign * torch.eye(4)[start][None]
+    served = [float((centroids @ unit).amax(1).sum())]
+    for _ in range(6):
+        centroids, _ = _lloyd_step(unit, torch.ones(1, 4), centroids, None)
+        torch.testing.assert_close(centroids.norm(dim=2), torch.ones(1, 4))
+        served.append(float((centroids @ unit).amax(1).sum()))
+    assert served[0] < 3.0
+    assert served[-1] == pytest.approx(4.0)

@@ -1,0 +1,212 @@
+"""Every method through the same matrix: sizes, heads alone, group pooling, recall on planted data."""
+
+import pytest
+import torch
+
+from prefix_kernels.ops import Pooling, top_k_selection
+from prefix_kernels.testing import PlantedConfig, attention_mass, attention_recall, planted_prefix
+from sglang_ext.methods import METHODS, make_builder, make_selector, parse_spec
+from sglang_ext.methods.ab_sparse import block_representation
+
+SPECS = [
+    {"method": "exact"},
+    {"method": "csattention", "num_subspaces": 4, "num_centroids": 8},
+    {"method": "csattention", "num_subspaces": 2, "num_centroids": 4, "list_ratio": 1.0, "baseline": "none"},
+    {"method": "csattention", "num_subspaces": 8, "layout": "rope_pairs", "list_ratio": 0.02, "codec": "paper"},
+    {"method": "csattention", "layout": "strided", "weighting": "contribution", "score_bits": 8},
+    {"method": "csattention", "codec": "paper", "weighting": "uniform"},
+    {"method": "token_index", "num_channels": 8},
+    {"method": "token_index", "bits": 2, "symmetric": True},
+    {"method": "two_level", "first": {"method": "csattention"}, "candidate_ratio": 0.2},
+    {"method": "two_level", "first": {"method": "ab_sparse"}, "second": {"method": "csattention"}},
+    {"method": "union"},
+    *(
+        {"method": "ab_sparse", "block_size": size, "representation": form, "quantization": bits}
+        for size, bits in ((16, "int4"), (64, "none"))
+        for form in ("mean", "minmax", "ball")
+    ),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def choose(spec, arrays, q, prefix_len, budget, num_sink=2, num_recent=5, pooling=Pooling.MAX, sm_scale=0.25):
+    return make_selector(spec).select(
+        arrays,
+        q,
+        prefix_len=prefix_len,
+        budget=budget,
+        num_sink=num_sink,
+        num_recent=num_recent,
+        sm_scale=sm_scale,
+        pooling=pooling,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("prefix_len", [1, 17, 65, 1025])
+@pytest.mark.parametrize("data", SPECS, ids=str)
+def test_build_and_select(data, prefix_len, dtype, device):
+    spec = parse_spec(data)
+    keys = randn(prefix_len, 2, 16).to(device, dtype)
+    samples = randn(2, 50, 16, seed=1).to(device, dtype)
+    q = randn(3, 8, 16, seed=2).to(device, dtype)
+    arrays = make_builder(spec).build_layer(keys, samples)
+    for array in arrays.values():
+        assert array.shape[0] == 2
+        assert array.is_contiguous()
+        assert array.device.type == device
+        array.cpu().numpy()
+    for budget in (8, 40, prefix_len, prefix_len + 1):
+        if budget < min(prefix_len, 7):
+            continue
+        for pooling in Pooling:
+            selection = choose(spec, arrays, q, prefix_len, budget, pooling=pooling)
+            selection.check_integrity(prefix_len)
+            assert selection.counts.tolist() == [min(budget, prefix_len)] * 2
+            for row in selection.positions.tolist():
+                assert {*range(min(2, prefix_len)), *range(max(prefix_len - 5, 0), prefix_len)} <= set(row)
+
+
+@pytest.mark.parametrize("data", SPECS[:14], ids=str)
+def test_kv_heads_are_independent(data):
+    spec = parse_spec(data)
+    keys, samples, q = randn(300, 2, 16), randn(2, 90, 16, seed=1), randn(3, 8, 16, seed=2)
+    arrays = make_builder(spec).build_layer(keys, samples)
+    whole = choose(spec, arrays, q, 300, 30)
+    for head in range(2):
+        part = {name: array[head : head + 1] for name, array in arrays.items()}
+        alone = choose(spec, part, q[:, head * 4 : head * 4 + 4], 300, 30)
+        assert torch.equal(alone.positions[0], whole.positions[head])
+
+
+def test_ragged_tail_block():
+    keys = randn(37, 2, 8)
+    (mean,) = block_representation(keys, 16, "mean")
+    low, high = block_representation(keys, 16, "minmax")
+    tail = keys[32:]
+    torch.testing.assert_close(mean[:, 2], tail.mean(0))
+    assert torch.equal(low[:, 2], tail.amin(0))
+    assert torch.equal(high[:, 2], tail.amax(0))
+    torch.testing.assert_close(mean[:, 0], keys[:16].mean(0))
+
+
+def test_group_selection_holds_the_top_block_of_every_row():
+    """Rows of very different scales with one clear block each: all of these blocks are taken."""
+    prefix_len, rows = 1600, 12
+    keys = 0.1 * randn(prefix_len, 1, 16)
+    directions = torch.nn.functional.one_hot(torch.arange(rows), 16).float()
+    top_blocks = torch.arange(rows) * 7 + 5
+    for row in range(rows):
+        keys[top_blocks[row] * 16 : top_blocks[row] * 16 + 16, 0] += 8 * directions[row]
+    strength = torch.logspace(0.3, 1.5, rows)
+    q = (directions * strength[:, None])[:, None]
+    for form in ("mean", "minmax"):
+        spec = parse_spec({"method": "ab_sparse", "representation": form})
+        arrays = make_builder(spec).build_layer(keys, None)
+        chosen = choose(spec, arrays, q, prefix_len, rows * 16 + 16, 0, 0, sm_scale=1.0)
+        blocks = set((chosen.positions[0] // 16).tolist())
+        assert set(top_blocks.tolist()) <= blocks
+
+
+def test_exact_selects_the_true_top():
+    planted = planted_prefix(PlantedConfig(prefix_len=2048, num_topics=8, hits_per_topic=8))
+    spec = parse_spec({"method": "exact"})
+    arrays = make_builder(spec).build_layer(planted.keys, None)
+    mass = attention_mass(planted.queries, planted.keys, planted.sm_scale)
+    pooled = mass.view(8, 2, 4, 2048).amax(dim=(0, 2))
+    chosen = choose(spec, arrays, planted.queries, 2048, 100, 0, 0, sm_scale=planted.sm_scale)
+    assert torch.equal(chosen.positions.long(), pooled.topk(100).indices.sort().values)
+
+
+@pytest.mark.parametrize(
+    ("config", "least"),
+    [(PlantedConfig(), (0.80, 0.88, 0.92)), (PlantedConfig(rope_base=1e6), (0.65, 0.83, 0.89))],
+    ids=["shift", "rope"],
+)
+def test_csattention_recalls_under_query_key_shift(config, least):
+    """Per request at 2, 5 and 10% keep, default parameters: near the oracle (0.92, 0.96, 0.97 and 0.89, 0.96,
+    0.98), far above random and sink + recent (below 0.15)."""
+    planted = planted_prefix(config)
+    spec = parse_spec({"method": "csattention"})
+    arrays = make_builder(spec).build_layer(planted.keys, planted.samples)
+    prefix_len = config.prefix_len
+    for keep, wanted in zip((0.02, 0.05, 0.1), least, strict=True):
+        budget = int(keep * prefix_len)
+        recalls, windows = [], []
+        noise = torch.rand(2, prefix_len, generator=torch.Generator().manual_seed(0))
+        for q in planted.queries.split(1):
+            chosen = choose(spec, arrays, q, prefix_len, budget, 4, 64, sm_scale=planted.sm_scale)
+            recalls.append(attention_recall(q, planted.keys, chosen, planted.sm_scale).mean())
+            trivial = top_k_selection(noise, budget, 4, 64, 1, prefix_len)
+            windows.append(attention_recall(q, planted.keys, trivial, planted.sm_scale).mean())
+        assert float(torch.stack(recalls).mean()) > wanted
+        assert float(torch.stack(windows).mean()) < 0.2
+
+
+def test_int4_blocks_rank_like_fp16():
+    planted = planted_prefix(PlantedConfig(span=16, strength=9.5))
+    recall = {}
+    for bits in ("int2", "int4", "int8", "none"):
+        spec = parse_spec({"method": "ab_sparse", "quantization": bits})
+        arrays = make_builder(spec).build_layer(planted.keys, None)
+        chosen = [
+            choose(spec, arrays, q, 8192, 410, 4, 64, sm_scale=planted.sm_scale) for q in planted.queries.split(1)
+        ]
+        recall[bits] = torch.stack(
+            [
+                attention_recall(q, planted.keys, s, planted.sm_scale).mean()
+                for q, s in zip(planted.queries.split(1), chosen, strict=True)
+            ]
+        ).mean()
+    assert recall["none"] > 0.8
+    assert recall["int4"] > 0.98 * recall["none"]
+    assert recall["int8"] > 0.995 * recall["none"]
+    assert recall["int2"] < recall["int4"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_unusable_captures_are_refused(name):
+    builder = make_builder(parse_spec({"method": name}))
+    good, samples = randn(40, 2, 16), randn(2, 30, 16)
+    bad = good.clone()
+    bad[3, 1, 2] = torch.nan
+    with pytest.raises(ValueError, match="finite keys"):
+        builder.build_layer(bad, samples)
+    with pytest.raises(ValueError, match="prefix_len >= 1"):
+        builder.build_layer(good[:0], samples)
+    if not builder.needs_queries:
+        builder.build_layer(good, None)
+        return
+    with pytest.raises(ValueError, match="needs queries"):
+        builder.build_layer(good, None)
+    with pytest.raises(ValueError, match="num_samples >= 1"):
+        builder.build_layer(good, samples[:, :0])
+    with pytest.raises(ValueError, match="finite queries"):
+        builder.build_layer(good, samples.log())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_arrays_of_another_index_are_refused(name):
+    spec = parse_spec({"method": name})
+    arrays = make_builder(spec).build_layer(randn(40, 2, 16), randn(2, 30, 16))
+    q = randn(1, 8, 16)
+    with pytest.raises(ValueError, match="prefix_len=400"):
+        choose(spec, arrays, q, 400, 30)
+    with pytest.raises(ValueError, match="build it again"):
+        choose(spec, {}, q, 40, 30)
+
+
+def test_values_beyond_fp16_are_refused():
+    keys = 1e6 * randn(40, 2, 16)
+    for data in (
+        {"method": "csattention"},
+        {"method": "ab_sparse", "quantization": "none"},
+        {"method": "ab_sparse", "representation": "ball"},
+    ):
+        with pytest.raises(ValueError, match="more than fp16 holds"):
+            make_builder(parse_spec(data)).build_layer(keys, randn(2, 30, 16))

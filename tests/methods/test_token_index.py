@@ -1,0 +1,177 @@
+"""The token index against scores of dequantized keys, and its choice of channels against sorting."""
+
+import pytest
+import torch
+
+from prefix_kernels.low_bit import LowBitTensor, dequantize
+from prefix_kernels.ops import Pooling
+from prefix_kernels.testing import PlantedConfig, attention_recall, planted_prefix
+from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods.base import LayerProfile
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def token_spec(**parameters):
+    return parse_spec({"method": "token_index", **parameters})
+
+
+#: All channels; by default 75% are kept.
+ALL = token_spec(channel_ratio=1.0)
+
+
+def scores_of(spec, arrays, q, prefix_len, candidates=None):
+    return make_selector(spec).token_scores(
+        arrays, q, prefix_len=prefix_len, sm_scale=0.3, pooling=Pooling.MAX, candidates=candidates
+    )
+
+
+@pytest.mark.parametrize("num_channels", [0, 8, 16])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_scores_by_loop(bits, symmetric, num_channels):
+    spec = token_spec(bits=bits, symmetric=symmetric, num_channels=num_channels)
+    keys, samples, q = randn(70, 2, 16), randn(2, 50, 16, seed=1), randn(3, 4, 16, seed=2)
+    arrays = make_builder(spec).build_layer(keys, samples)
+    got = scores_of(spec, arrays, q, 70)
+    for head in range(2):
+        parts = (arrays[f"keys_{name}"][head] for name in LowBitTensor._fields)
+        stored = dequantize(LowBitTensor(*parts))
+        channels = arrays["channels"][head].long()
+        error = (stored - keys[:, head, channels]).abs()
+        assert bool((error <= arrays["keys_scale"][head] / 2 + 1e-6).all())
+        rows = [(stored @ q[row, 2 * head + g, channels] * 0.3).log_softmax(0) for row in range(3) for g in range(2)]
+        torch.testing.assert_close(got[head], torch.stack(rows).amax(0), atol=1e-4, rtol=1e-4)
+
+
+def test_eight_bits_of_all_channels_are_the_true_scores():
+    keys, q = randn(300, 2, 16), randn(1, 4, 16, seed=2)
+    spec, exact = token_spec(bits=8, channel_ratio=1.0), parse_spec({"method": "exact"})
+    got = scores_of(spec, make_builder(spec).build_layer(keys, None), q, 300)
+    true = scores_of(exact, make_builder(exact).build_layer(keys, None), q, 300)
+    torch.testing.assert_close(got, true, atol=0.05, rtol=0)
+
+
+def test_channels_have_the_greatest_contribution():
+    keys, samples = randn(70, 2, 16), randn(2, 50, 16, seed=1) * randn(2, 1, 16, seed=3)
+    arrays = make_builder(token_spec(num_channels=6)).build_layer(keys, samples)
+    for head in range(2):
+        share = [(float(samples[head, :, c].abs().max() * keys[:, head, c].abs().max()), c) for c in range(16)]
+        assert arrays["channels"][head].tolist() == sorted(c for _, c in sorted(share)[-6:])
+
+
+def test_channels_of_the_profile():
+    spec = token_spec(num_channels=4)
+    layer = LayerProfile(channels=((0, 1, 5, 15), (2, 3, 4, 6)))
+    builder = make_builder(spec, layer)
+    assert not builder.needs_queries
+    assert make_builder(spec).needs_queries
+    keys = randn(70, 2, 16)
+    assert builder.build_layer(keys, None)["channels"].tolist() == [[0, 1, 5, 15], [2, 3, 4, 6]]
+    whole = make_builder(ALL, layer).build_layer(keys, None)
+    assert whole["channels"].tolist() == [list(range(16))] * 2
+
+
+def test_candidates_share_the_softmax():
+    spec = ALL
+    keys, q = randn(70, 2, 16), randn(3, 4, 16, seed=2)
+    arrays = make_builder(spec).build_layer(keys, None)
+    allowed = randn(2, 70, seed=4) > 0
+    got = scores_of(spec, arrays, q, 70, allowed)
+    assert torch.equal(got > -torch.inf, allowed)
+    alone = make_builder(spec).build_layer(keys, None)
+    for head in range(2):
+        kept = {n: a[head : head + 1] for n, a in alone.items()}
+        kept["keys_packed"] = kept["keys_packed"][:, allowed[head]]
+        expected = scores_of(spec, kept, q[:, 2 * head : 2 * head + 2], int(allowed[head].sum()))
+        torch.testing.assert_close(got[head, allowed[head]], expected[0])
+
+
+@pytest.mark.parametrize("rope_base", [0.0, 1e6], ids=["shift", "rope"])
+def test_int4_recalls_the_planted_keys(rope_base):
+    planted = planted_prefix(PlantedConfig(prefix_len=4096, num_topics=16, rope_base=rope_base))
+    recall = {}
+    for name, spec in {"int4": ALL, "75%": token_spec(), "exact": parse_spec({"method": "exact"})}.items():
+        arrays = make_builder(spec).build_layer(planted.keys, planted.samples)
+        rows = []
+        for q in planted.queries.split(1):
+            chosen = make_selector(spec).select(
+                arrays,
+                q,
+                prefix_len=4096,
+                budget=205,
+                num_sink=4,
+                num_recent=32,
+                sm_scale=planted.sm_scale,
+                pooling=Pooling.MAX,
+            )
+            rows.append(attention_recall(q, planted.keys, chosen, planted.sm_scale).mean())
+        recall[name] = float(torch.stack(rows).mean())
+    assert recall["int4"] >= 0.9
+    assert recall["int4"] > recall["exact"] - 0.005
+    assert recall["int4"] >= recall["75%"] > recall["exact"] - 0.05
+
+
+def test_errors():
+    keys, samples = randn(70, 2, 16), randn(2, 50, 16, seed=1)
+    with pytest.raises(ValueError, match="at most head_dim=16, got 32"):
+        make_builder(token_spec(num_channels=32)).build_layer(keys, samples)
+    with pytest.raises(ValueError, match="head_dim to be a multiple of 4 for 2 bits, got 6"):
+        make_builder(token_spec(bits=2)).build_layer(keys[..., :6], None)
+    for channels in (((0, 1),), ((0, 1), (2, 3, 4)), ((0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3))):
+        with pytest.raises(ValueError, match=r"4 \(token_index.num_channels\) for each of 2 KV"):
+            make_builder(token_spec(num_channels=4), LayerProfile(channels=channels)).build_layer(keys, None)
+    beyond = make_builder(token_spec(num_channels=2), LayerProfile(channels=((0, 16), (1, 2))))
+    with pytest.raises(ValueError, match=r"0\.\.15 \(below head_dim\), got 0 to 16"):
+        beyond.build_layer(keys, None)
+    arrays = make_builder(ALL).build_layer(keys, None)
+    with pytest.raises(ValueError, match="70 positions and 8 bits, got 70 and 4"):
+        scores_of(token_spec(bits=8), arrays, randn(1, 2, 16), 70)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bits", "head_dim", "kept"),
+    [(0.75, 4, 64, 48), (0.75, 4, 128, 96), (0.5, 4, 18, 10), (0.01, 2, 64, 4), (1.0, 4, 64, 64), (0.3, 8, 10, 3)],
+)
+def test_channels_as_a_part_of_the_head(ratio, bits, head_dim, kept):
+    spec = token_spec(channel_ratio=ratio, bits=bits)
+    keys, samples = randn(40, 2, head_dim), randn(2, 50, head_dim, seed=1)
+    builder = make_builder(spec)
+    assert builder.needs_queries == (ratio < 1)
+    arrays = builder.build_layer(keys, samples)
+    assert arrays["channels"].shape == (2, kept)
+    same = make_builder(token_spec(num_channels=kept, bits=bits)).build_layer(keys, samples)
+    assert all(torch.equal(arrays[name], same[name]) for name in same)
+
+
+@pytest.mark.parametrize(("head_dim", "ratio", "bits"), [(65, 0.99, 4), (66, 0.99, 2), (65, 1.0, 4)])
+def test_channels_that_fill_no_bytes_are_refused(head_dim, ratio, bits):
+    builder = make_builder(token_spec(channel_ratio=ratio, bits=bits))
+    with pytest.raises(ValueError, match=rf"head_dim to be a multiple of {8 // bits} for {bits} bits, got {head_dim}"):
+        builder.build_layer(randn(20, 2, head_dim), randn(2, 9, head_dim, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"channel_ratio": 0.0}, r"channel_ratio above 0 and at most 1, got 0.0"),
+        ({"channel_ratio": 1.5}, r"channel_ratio above 0 and at most 1, got 1.5"),
+        (
+            {"channel_ratio": 0.5, "num_channels": 8},
+            r"or token_index.channel_ratio, got both \(8 and 0.5\); remove one",
+        ),
+    ],
+)
+def test_a_bad_part_of_the_head_is_refused(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        token_spec(**parameters)
+
+
+def test_the_default_keeps_three_quarters_of_the_channels():
+    assert token_spec() == token_spec(channel_ratio=0.75)
+    assert [token_spec().kept_channels(dim) for dim in (64, 80, 128)] == [48, 60, 96]
+    # Where the number is given, the part does not count: neither the default nor that of all channels.
+    for named in ({}, {"channel_ratio": 0.75}, {"channel_ratio": 1.0}):
+        assert token_spec(num_channels=32, **named).kept_channels(64) == 32
