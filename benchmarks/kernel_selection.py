@@ -22,7 +22,7 @@ from prefix_kernels.anchor_selection import AnchorSelection, Form, default_confi
 from prefix_kernels.budget import budget_for_group
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
-from prefix_kernels.pooled_scores.tables import ScoreInputs
+from prefix_kernels.pooled_scores.runner import ScoreInputs
 from prefix_kernels.top_k_selection import SelectionGroup
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
 from sglang_ext.methods.token_index import TokenIndexSpec

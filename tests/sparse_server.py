@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.anchor_selection.config import fits_specialized
+from prefix_kernels.anchor_selection.runner import fits_specialized
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoreShape, Source
 from prefix_kernels.pooling import Pooling

@@ -16,9 +16,8 @@ from torch import Tensor
 from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import Selection
+from prefix_kernels.types import SelectedLists, Selection
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.decode.types import Index
 from sglang_ext.methods import METHODS, make_selector

@@ -13,10 +13,10 @@ from prefix_kernels.anchor_selection import AnchorSelection, Form, default_confi
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.launching import send
 from prefix_kernels.pooled_scores import ScoreShape, Source
-from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, array_addresses
+from prefix_kernels.pooled_scores.runner import ScoredGroup, ScoreInputs, array_addresses
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.types import SelectedLists
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes, SelectOp
 from sglang_ext.decode.types import Index
