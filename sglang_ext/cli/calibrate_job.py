@@ -53,7 +53,7 @@ from sglang_ext.calibration.report import Result, write_report
 from sglang_ext.cli.capturing import CaptureSession
 from sglang_ext.cli.checks import check_writable
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.decode.ops import graph_refusal
+from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.fingerprint import weights_digest
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.base import METHODS, did_you_mean

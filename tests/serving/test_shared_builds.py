@@ -104,9 +104,9 @@ def test_the_channels_are_those_of_the_queries_of_the_prefix(start: Any, monkeyp
     builder = METHODS["token_index"].builder
     build_layer = builder.build_layer
 
-    def spy(self: Any, keys: torch.Tensor, queries: torch.Tensor) -> Any:
+    def spy(self: Any, keys: torch.Tensor, queries: torch.Tensor, *prepared: Any) -> Any:
         seen.append(queries)
-        return build_layer(self, keys, queries)
+        return build_layer(self, keys, queries, *prepared)
 
     monkeypatch.setattr(builder, "build_layer", spy)
     runtime = start(query_samples=4096)

@@ -11,11 +11,12 @@ from typing import Final, NamedTuple
 
 from prefix_index import FileStore, IndexEntry, IndexStoreError
 from prefix_index.connect import locate
-from prefix_index.eviction import POLICIES, Candidate, choose_victims, has_expired, policy_of
+from prefix_index.eviction import POLICIES, Candidate, choose_victims, policy_of
 from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, open_index, shard_fd
 from prefix_index.lease import LEASE
 from prefix_index.reader import read_entry
 from prefix_index.retention import KEEP_SUFFIX, read_retention
+from prefix_index.store import has_expired
 from sglang_ext.cli.arguments import parse_bytes
 from sglang_ext.cli.index.listing import count
 from sglang_ext.cli.index.targets import HEADER, RIGHT, fields, opened, row, store_address
