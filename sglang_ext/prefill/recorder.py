@@ -99,9 +99,7 @@ class Capture:
         return offsets[keep], rows[keep]
 
     def queries(self, num_kv_heads: int) -> Tensor:
-        """[num_kv_heads, num_samples, head_dim] per layer, stacked over layers in dim 0.
-
-        The query heads of a KV head's group stand together, as the builders expect.
+        """The sample: [num_layers, num_kv_heads, num_samples, head_dim], as `queries_by_head`.
 
         Raises:
             ValueError: the capture is not complete; the message says what is missing.
@@ -109,10 +107,7 @@ class Capture:
         problem = self.problem()
         if problem or self.samples is None:
             raise ValueError(problem or "nothing was recorded")
-        kept = self.reservoir_rows
-        layers, _, heads, dim = self.samples.shape
-        grouped = self.samples[:, :kept].reshape(layers, kept, num_kv_heads, heads // num_kv_heads, dim)
-        return grouped.permute(0, 2, 1, 3, 4).reshape(layers, num_kv_heads, -1, dim)
+        return queries_by_head(self.samples[:, : self.reservoir_rows], num_kv_heads)
 
     def scale(self, head_dim: int) -> float:
         """Attention scale of the layers: the one they recorded, or the usual one where none did."""
@@ -129,6 +124,15 @@ class Capture:
                 f"{wrong[0]}: the capture is rejected"
             )
         return None
+
+
+def queries_by_head(samples: Tensor, num_kv_heads: int) -> Tensor:
+    """[num_layers, tokens, num_qo_heads, head_dim] as [num_layers, num_kv_heads, tokens * group, head_dim]: the query
+    heads of a KV head's group stand together, as the builders expect.
+    """
+    layers, tokens, heads, dim = samples.shape
+    grouped = samples.reshape(layers, tokens, num_kv_heads, heads // num_kv_heads, dim)
+    return grouped.permute(0, 2, 1, 3, 4).reshape(layers, num_kv_heads, -1, dim)
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,9 @@ class QueryRecorder:
         seed: reservoir seed; with the request's prompt it decides everything.
         late: kept in any case: so many of the prompt's last tokens, and so many tokens behind it.
         max_captures: requests recorded at a time.
+
+    Attributes:
+        capacity: tokens sampled of a prompt, at most.
     """
 
     def __init__(
@@ -172,7 +179,7 @@ class QueryRecorder:
     ) -> None:
         self._num_layers = num_layers
         self._num_qo_heads = num_qo_heads
-        self._capacity = max(1, query_samples // gqa)
+        self.capacity = max(1, query_samples // gqa)
         self._seed = seed
         self._late = late
         self._max_captures = max_captures
@@ -194,7 +201,7 @@ class QueryRecorder:
         rng = np.random.default_rng(self._seed)
         before, behind = min(self._late[0], prompt_len), self._late[1]
         late = (prompt_len - before, before + behind)
-        self._captures[rid] = Capture(rid, prompt_len, self._capacity, self._num_layers, rng, *late, begin)
+        self._captures[rid] = Capture(rid, prompt_len, self.capacity, self._num_layers, rng, *late, begin)
         return True
 
     def allocate(self, rid: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:

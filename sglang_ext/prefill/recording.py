@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,8 +13,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from prefix_index import printable_values
 from prefix_kernels.types import PagedKV
-from sglang_ext.prefill.recorder import Chunk, QueryRecorder
+from sglang_ext.config import SparseAttnConfig
+from sglang_ext.prefill.recorder import MAX_CAPTURES, Chunk, QueryRecorder
+
+logger = logging.getLogger(__name__)
 
 
 class BuildView(Protocol):
@@ -23,6 +29,7 @@ class BuildView(Protocol):
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    device: torch.device
 
     @property
     def req_to_token(self) -> Tensor: ...
@@ -60,13 +67,31 @@ class Recording(ABC):
 
     By default everything but `admit` and `finish` records no more than queries.
 
+    Args:
+        config: checked configuration.
+        view: the target model runner.
+        late, max_captures: of the `QueryRecorder`.
+
     Attributes:
         recorder: of queries.
         records_decode: whether decode steps leave queries, too.
     """
 
     records_decode: ClassVar[bool] = False
-    recorder: QueryRecorder
+
+    def __init__(
+        self,
+        config: SparseAttnConfig,
+        view: BuildView,
+        *,
+        late: tuple[int, int] = (0, 0),
+        max_captures: int = MAX_CAPTURES,
+    ) -> None:
+        self._config, self._view = config, view
+        heads, gqa = view.num_qo_heads, view.num_qo_heads // view.num_kv_heads
+        self.recorder = QueryRecorder(
+            view.num_layers, heads, config.query_samples, gqa, config.seed, late, max_captures=max_captures
+        )
 
     @abstractmethod
     def admit(self, request: Admission) -> None:
@@ -98,12 +123,7 @@ class Recording(ABC):
 
     @abstractmethod
     def finish(self, rid: str, row: int) -> None:
-        """A request gives its slot back: finished, aborted or retracted.
-
-        Args:
-            rid: its id.
-            row: its row of `req_to_token`, still filled.
-        """
+        """A request gives its slot back: finished, aborted or retracted. Its row of `req_to_token` is still filled."""
 
     def discard(self, rid: str) -> None:
         """Forget a request."""
@@ -117,15 +137,29 @@ class Recording(ABC):
         """Forget all requests, and end threads."""
         return
 
+    def _report(self, rid: str, /, **fields: Any) -> None:
+        """Append a JSON line about a request to the file `build_report`, if there is one; in any thread.
+
+        A file that cannot be written is logged: the server must live on.
+        """
+        if not self._config.build_report:
+            return
+        try:
+            with open(self._config.build_report, "a") as file:
+                file.write(json.dumps(printable_values({"rid": rid, **fields})) + "\n")
+        except OSError as error:
+            logger.error("sparse attention: build_report cannot be written (%s): %s %s", error, rid, fields)
+
 
 def prefill_chunks(recording: Recording, forward_batch: Any, device: torch.device) -> list[Chunk]:
     """Of a prefill step, from SGLang's forward batch."""
     if not forward_batch.rids:
         recording.settle()
         return []
-    counts, firsts = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-    counts = counts if isinstance(counts, list) else torch.as_tensor(counts).tolist()
-    firsts = firsts if isinstance(firsts, list) else torch.as_tensor(firsts).tolist()
+    counts, firsts = (
+        given if isinstance(given, list) else torch.as_tensor(given).tolist()
+        for given in (forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
+    )
     return recording.begin_prefill(forward_batch.rids, firsts, counts, device)
 
 
@@ -139,5 +173,4 @@ def decode_chunks(recording: Recording | None, forward_batch: Any, device: torch
         return ()
     lens = forward_batch.seq_lens_cpu
     lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
-    firsts = [length - 1 for length in lens]
-    return recording.recorder.begin_step(rids, firsts, [1] * len(firsts), device)
+    return recording.recorder.begin_step(rids, [length - 1 for length in lens], [1] * len(lens), device)

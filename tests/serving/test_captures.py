@@ -27,6 +27,7 @@ def _view() -> SimpleNamespace:
         num_kv_heads=KV_HEADS,
         head_dim=DIM,
         dtype=torch.float32,
+        device=torch.device("cpu"),
         req_to_token=table,
         kv=lambda layer: pools[layer],
     )

@@ -18,6 +18,7 @@ from prefix_index import ArrayKey, page_hashes
 from prefix_kernels.types import PagedKV
 from sglang_ext.prefill import background_build, parts
 from sglang_ext.prefill.background_build import pieces_of
+from sglang_ext.prefill.builds import gathered, hand_over
 from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
 from sglang_ext.prefill.recording import Admission
 from sglang_ext.prefill.shared_builds import SharedBuilds
@@ -133,11 +134,11 @@ class Rank:
             num_kv_heads=len(heads),
             head_dim=DIM,
             dtype=torch.float32,
+            device=torch.device("cpu"),
             req_to_token=torch.arange(200).repeat(3, 1),
             kv=lambda layer: PagedKV(*pools[layer]),
         )
-        device = torch.device("cpu")
-        self.builds = SharedBuilds(bench.store, bench.config, self.view, bench.model, None, device, of_server)
+        self.builds = SharedBuilds(bench.store, bench.config, self.view, bench.model, None, of_server)
 
     def prefill(self, rid: str, prompt: list[int], cached: int) -> None:
         self.builds.admit(Admission(rid, prompt, NAMESPACE, None, hashes=tuple(page_hashes(prompt, 16))))
@@ -276,6 +277,43 @@ def test_a_part_that_never_comes_ends_the_build(start: Callable[..., list[Rank]]
     (line,) = Path(first.builds._config.build_report or "").read_text().splitlines()
     assert '"status": "failed"' in line
     assert "rank" in line
+
+
+@pytest.mark.parametrize("taken", [1, 2, 4])
+def test_rank_0_gets_the_inputs_of_all_ranks_and_leaves_none_of_them(taken: int) -> None:
+    """Queries, then the keys of three layers, each with one of two KV heads; rank 0 may stop in the middle."""
+    given = [[torch.full((LAYERS, 1, 5), 10.0 * rank + n) for n in range(1 + LAYERS)] for rank in range(2)]
+
+    def work(ranks: Any) -> Any:
+        own = (tensor for tensor in given[ranks.rank])
+        if ranks.rank:
+            hand_over(ranks, own)
+            return None
+        inputs = gathered(ranks, own, torch.device("cpu"))
+        assert inputs is not None
+        found = [next(inputs) for _ in range(taken)]
+        inputs.close()
+        return found
+
+    found, _ = Meeting(2).run(work)
+    for place, tensor in enumerate(found):
+        assert torch.equal(tensor, torch.cat([given[rank][place] for rank in range(2)], dim=1))
+
+
+@pytest.mark.parametrize("missing", ["nothing recorded", "no memory"])
+def test_where_one_rank_has_no_inputs_none_are_exchanged(missing: str) -> None:
+    def failing() -> Any:
+        yield torch.zeros(1)
+        raise torch.OutOfMemoryError("no memory")
+
+    def work(ranks: Any) -> Any:
+        own: Any = (torch.zeros(1) for _ in range(3))
+        if ranks.rank == 1:
+            hand_over(ranks, None if missing == "nothing recorded" else failing())
+            return None
+        return gathered(ranks, own, torch.device("cpu"))
+
+    assert Meeting(2).run(work) == [None, None]
 
 
 @pytest.mark.parametrize(("heads", "length"), [(range(4, 8), 128), (range(2, 4), 1 << 17), (range(3, 4), 64)])

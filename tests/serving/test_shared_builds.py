@@ -18,7 +18,7 @@ from sglang_ext.config import Settings
 from sglang_ext.methods import METHODS, method_specs
 from sglang_ext.prefill import background_build, shared_builds
 from sglang_ext.prefill.background_build import Build
-from sglang_ext.prefill.hits import Prefix
+from sglang_ext.prefill.prefixes import Prefix
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import Runtime
@@ -283,8 +283,8 @@ def test_a_device_without_memory_ends_builds_and_not_the_server(
 def test_samples_on_their_way_are_few(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = start()
     samples, gate = runtime.builds._samples, threading.Event()
-    add = samples.add
-    monkeypatch.setattr(samples, "add", lambda kept: (gate.wait(30), add(kept)))
+    arrived = samples._arrived
+    monkeypatch.setattr(samples, "_arrived", lambda kept: (gate.wait(30), arrived(kept)))
     traffic = Traffic(runtime)
     for number in range(8):
         traffic.prefill(str(number), [1000 * number + i for i in range(80)], 0)
