@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prefix_index import IndexIdentity, IndexStore, IndexStoreError
+from prefix_index import BuildLease, IndexIdentity, IndexStore, IndexStoreError
 from sglang_ext.prefill.builder import IndexAssembly, IndexFactory
-from sglang_ext.prefill.claims import Claim
+from sglang_ext.prefill.claims import take_lease
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.prefixes import Prefix, QuerySamples, recorded_event, side_stream
 
@@ -69,7 +69,7 @@ class Build:
         self.given = 0
         self.closed = False
         self.begun = self.latest = time.monotonic()
-        self.claim: Claim | None = None
+        self.lease: BuildLease | None = None
         self.assembly: IndexAssembly | None = None
         self.queries: Tensor | None = None
         self.built = 0
@@ -161,10 +161,6 @@ class BackgroundBuilder:
         """Forget builds that ended."""
         self.open = [one for one in self.open if not one.closed]
 
-    def by_hits(self) -> list[Build]:
-        """Those that may get a piece, the one with the most hits first: its index is of use to most."""
-        return sorted((one for one in self.open if one.wanted), key=lambda one: -one.prefix.hits)
-
     def hand_over(self, build: Build, piece: Piece, keys: Tensor) -> None:
         """Give a piece to a builder that is ready. Waits for nothing.
 
@@ -216,22 +212,22 @@ class BackgroundBuilder:
                 detail = f"no request that begins with the prefix decoded for {IDLE_S:g} s"
                 if build in self._waiting:
                     detail = f"expected every rank's part of it within {IDLE_S:g} s, some left none"
-                self._end(build, {"status": "failed", "reason": "abandoned", "detail": detail})
+                self._failed(build, CannotBuildError(detail))
 
     def _take(self, handed: _Handed, stream: torch.cuda.Stream | None) -> None:
-        build = handed.build
+        build, piece, keys, event = handed
         if build.closed:
             return
         try:
-            if handed.piece is None or handed.keys is None:
+            if piece is None or keys is None:
                 raise CannotBuildError(f"{MAX_OPEN} others had more hits")
             if build.assembly is None and (refusal := self._begin(build)) is not None:
                 self._end(build, refusal)
                 return
-            if handed.event is not None and stream is not None:
-                stream.wait_event(handed.event)
-                handed.keys.record_stream(stream)
-            self._add(build, handed.piece, handed.keys)
+            if event is not None and stream is not None:
+                stream.wait_event(event)
+                keys.record_stream(stream)
+            self._add(build, piece, keys)
             if build.built == len(build.pieces):
                 self._whole(build)
         except Exception as error:  # one prefix must not end the others
@@ -275,12 +271,10 @@ class BackgroundBuilder:
     def _begin(self, build: Build) -> dict[str, Any] | None:
         """Take the lease (rank 0, for all ranks) and the queries; what to report where there is nothing to build."""
         if self._parts is None or self._parts.rank == 0:
-            build.claim = Claim(build.identity)
-            build.claim.settle(self._store)
-            if isinstance(build.claim.refusal, Exception):
-                raise build.claim.refusal
-            if build.claim.refusal is not None:
-                return dict(build.claim.refusal)
+            found = take_lease(self._store, build.identity)
+            if isinstance(found, dict):
+                return found
+            build.lease = found
         elif self._store.contains(build.identity):
             return {"status": "exists"}
         elif self._parts.has_left(build.identity.digest):
@@ -328,9 +322,10 @@ class BackgroundBuilder:
     @staticmethod
     def _close(build: Build) -> None:
         build.assembly = build.queries = None
+        lease, build.lease = build.lease, None
         try:
-            if build.claim is not None:
-                build.claim.release()
+            if lease is not None:
+                lease.release()
         except Exception:
             logger.exception("sparse attention: a build lease could not be given back")
         build.closed = True  # last: whoever sees it finds the lease given back

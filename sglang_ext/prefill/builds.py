@@ -91,7 +91,7 @@ class PrefillBuilds(Recording):
             profile_digest=self._profile,
         )
         claim = self._desk.claim(identity)
-        if claim.known and self._refused(rid, claim):
+        if claim.known.is_set() and self._refused(rid, claim):
             return
         if self.recorder.start(rid, len(prompt)):
             self._pending[rid] = claim
@@ -111,7 +111,7 @@ class PrefillBuilds(Recording):
     def settle(self) -> None:
         """Stop recording the prompts that turned out to be indexed already, or to be built elsewhere."""
         for rid, claim in list(self._pending.items()):
-            if claim.known and self._refused(rid, claim):
+            if claim.known.is_set() and self._refused(rid, claim):
                 self.discard(rid)
 
     def discard(self, rid: str) -> None:
@@ -161,7 +161,7 @@ class PrefillBuilds(Recording):
     def _missing(self, rid: str, capture: Capture | None, claim: Claim) -> dict[str, Any] | None:
         """Why no index can be built of a prompt, to report, if it was not yet; None where it can."""
         seconds = self._config.store_timeout_s
-        if not claim.wait(seconds):
+        if not claim.known.wait(seconds):
             detail = f"expected the store to give the lease within {seconds:g} s, it did not; send the prompt again"
             return {"status": "failed", "reason": "store_unavailable", "detail": detail}
         if self._refused(rid, claim) or capture is None:

@@ -16,83 +16,64 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 0.02
 
 
+def take_lease(store: IndexStore, identity: IndexIdentity) -> BuildLease | dict[str, Any]:
+    """The lease to build an index under, or why not: fields of a report's line. May block until the store's time
+    limits; raises what the store raises.
+    """
+    exists = {"status": "exists", "digest": identity.digest, "num_tokens": identity.num_tokens}
+    if store.contains(identity):
+        return exists
+    lease = store.lease(identity)
+    if lease is None:
+        detail = "expected nobody else to build this index, found its lease held; wait for it, or ask again"
+        return {"status": "skipped", "reason": "building_elsewhere", "digest": identity.digest, "detail": detail}
+    try:
+        if not store.contains(identity):
+            return lease
+    except BaseException:
+        lease.release()
+        raise
+    lease.release()  # its last holder was done a moment ago
+    return exists
+
+
 class Claim:
     """Whether this process builds one index: not known yet, then a lease, or why not.
 
     Attributes:
         identity: of the index.
-        refusal: once known, what to report where there is no lease to build under: the fields of a report's line, or
-            the error. None with a lease.
+        known: set once the store has answered.
+        refusal: once known, what to report where there is no lease: the fields of a report's line, or the error. None
+            with a lease.
     """
 
     def __init__(self, identity: IndexIdentity) -> None:
         self.identity = identity
+        self.known = threading.Event()
         self.refusal: dict[str, Any] | Exception | None = None
         self._lease: BuildLease | None = None
-        self._given_up = False
-        self._lock = threading.Lock()
-        self._known = threading.Event()
-
-    @property
-    def known(self) -> bool:
-        """Whether the store has answered."""
-        return self._known.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        """Waits for the store's answer; whether it came."""
-        return self._known.wait(seconds)
 
     def settle(self, store: IndexStore) -> None:
-        """Asks the store; may block until its time limits. A lease that nobody waits for any more goes back."""
+        """Asks the store; may block until its time limits."""
         try:
-            lease = self._ask(store)
+            found = take_lease(store, self.identity)
+            if isinstance(found, dict):
+                self.refusal = found
+            else:
+                self._lease = found
         except Exception as error:  # whatever a store raises, the server must live on
             self.refusal = error
-            lease = None
-        with self._lock:
-            self._lease = lease
-            given_up = self._given_up
-        self._known.set()
-        if given_up:
-            self.release()
-
-    def _ask(self, store: IndexStore) -> BuildLease | None:
-        identity = self.identity
-        exists = {"status": "exists", "digest": identity.digest, "num_tokens": identity.num_tokens}
-        if store.contains(identity):
-            self.refusal = exists
-            return None
-        lease = store.lease(identity)
-        if lease is None:
-            detail = "expected nobody else to build this index, found its lease held; wait for it, or ask again"
-            self.refusal = {
-                "status": "skipped",
-                "reason": "building_elsewhere",
-                "digest": identity.digest,
-                "detail": detail,
-            }
-            return None
-        try:
-            if not store.contains(identity):
-                return lease
-        except BaseException:
-            lease.release()
-            raise
-        lease.release()  # its last holder was done a moment ago
-        self.refusal = exists
-        return None
+        self.known.set()
 
     def release(self) -> None:
-        """Gives the lease back, now or as soon as it comes. Twice does nothing; in any thread."""
-        with self._lock:
-            self._given_up = True
-            lease, self._lease = self._lease, None
-            if lease is not None:
-                lease.release()
+        """Gives the lease of a settled claim back. Twice does nothing."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
 
 
 class ClaimDesk:
-    """Makes claims: at once in a folder, else on a thread of its own.
+    """Makes claims: at once in a folder, else on a thread of its own, which also gives them back, in the order of calls.
 
     Args:
         store: open store; not owned.
@@ -114,8 +95,8 @@ class ClaimDesk:
             return claim
         self._last = claim
         self._jobs.put(lambda: claim.settle(self._store))
-        if last is None or last.known:
-            claim.wait(_PATIENCE_S)
+        if last is None or last.known.is_set():
+            claim.known.wait(_PATIENCE_S)
         return claim
 
     def give_back(self, claim: Claim) -> None:
@@ -131,10 +112,7 @@ class ClaimDesk:
 
 
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    while True:
-        job = jobs.get()
-        if job is None:
-            return
+    while (job := jobs.get()) is not None:
         try:
             job()
         except Exception:  # one lease that cannot be given back must not keep the others

@@ -40,9 +40,6 @@ class Parts:
     Args:
         rank, size: its place among the ranks.
         folder: of this server alone, readable and writable by all ranks; exists.
-
-    Attributes:
-        rank, size: as given.
     """
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
@@ -80,14 +77,8 @@ class Parts:
         return cls(ranks.rank, ranks.size, Path(made))
 
     def leave(self, digest: str, arrays: Mapping[ArrayKey, NDArray[Any]]) -> None:
-        """Hand a part over; replaces one of the same index.
-
-        Args:
-            digest: of the index.
-            arrays: of all layers, of this rank's KV heads.
-
-        Raises:
-            OSError: it could not be written; nothing is left then.
+        """Hand over this rank's KV heads of all layers; replaces a part of the same index. Raises OSError where it could
+        not be written; nothing is left then.
         """
         path = self._path(digest, self.rank)
         unfinished = path.with_suffix(".unfinished")
@@ -100,8 +91,8 @@ class Parts:
         finally:
             unfinished.unlink(missing_ok=True)
         mine = sorted((_left_at(one), one) for one in self._folder.glob(f"*.{self.rank}.npz"))
-        self._remove(one for at, one in mine[:-MAX_KEPT])
-        self._remove(one for at, one in mine if at < time.time() - KEPT_S)
+        _remove(one for at, one in mine[:-MAX_KEPT])
+        _remove(one for at, one in mine if at < time.time() - KEPT_S)
 
     def has_left(self, digest: str) -> bool:
         """Whether this rank's part is still there."""
@@ -126,20 +117,20 @@ class Parts:
         except FileNotFoundError:  # its rank has left newer ones meanwhile
             return None
         except (zipfile.BadZipFile, ValueError, EOFError, KeyError) as error:
-            self._remove(paths)
+            _remove(paths)
             raise ValueError(
                 f"expected a rank's part of an index in {path}, got: {error}; a later attempt makes it anew"
             ) from error
-        self._remove(paths)
+        _remove(paths)
         return found
-
-    @staticmethod
-    def _remove(paths: Iterable[Path]) -> None:
-        for path in paths:
-            path.unlink(missing_ok=True)
 
     def _path(self, digest: str, rank: int) -> Path:
         return self._folder / f"{digest}.{rank}.npz"
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _left_at(path: Path) -> float:

@@ -24,7 +24,6 @@ class Capture:
     """What was recorded of one request.
 
     Attributes:
-        rid: request id.
         prompt_len: position behind the last token that a complete capture has seen.
         capacity: tokens kept per layer.
         late_from: position from which on tokens are kept in any case, beside the sample.
@@ -69,12 +68,6 @@ class Capture:
         """Position behind the last token that may be kept."""
         return max(self.prompt_len, self.late_from + self.num_late)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every layer saw the whole prompt: decode rows of mixed batches, and the prefill after a
-        retraction, then change nothing."""
-        return self.problem() is None
-
     def decide(self, count: int, already: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which of the next `count` tokens are kept, and where: (offsets, rows of samples), rows unique."""
         offsets, rows = self._sample(min(count, self.prompt_len - already), already)
@@ -115,15 +108,20 @@ class Capture:
 
     def problem(self) -> str | None:
         """None when every layer saw every token of the prompt once."""
-        if self.broken:
+        short = [(layer, seen) for layer, seen in enumerate(self.seen) if seen < self.prompt_len]
+        if self.broken or not short:
             return self.broken
-        wrong = [layer for layer, seen in enumerate(self.seen) if seen < self.prompt_len]
-        if wrong:
-            return (
-                f"expected {self.prompt_len} recorded tokens in every layer, got {self.seen[wrong[0]]} in layer "
-                f"{wrong[0]}: the capture is rejected"
-            )
-        return None
+        layer, seen = short[0]
+        return (
+            f"expected {self.prompt_len} recorded tokens in every layer, got {seen} in layer {layer}: the capture is "
+            "rejected"
+        )
+
+    def make_samples(self, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Device memory for `samples`, zeros."""
+        shape = (self.num_layers, len(self.positions), num_heads, head_dim)
+        self.samples = torch.zeros(shape, dtype=dtype, device=device)
+        return self.samples
 
 
 def queries_by_head(samples: Tensor, num_kv_heads: int) -> Tensor:
@@ -177,24 +175,15 @@ class QueryRecorder:
         late: tuple[int, int] = (0, 0),
         max_captures: int = MAX_CAPTURES,
     ) -> None:
-        self._num_layers = num_layers
-        self._num_qo_heads = num_qo_heads
+        self._num_layers, self._num_qo_heads = num_layers, num_qo_heads
         self.capacity = max(1, query_samples // gqa)
-        self._seed = seed
-        self._late = late
-        self._max_captures = max_captures
+        self._seed, self._late, self._max_captures = seed, late, max_captures
         self._captures: dict[str, Capture] = {}
 
     def start(self, rid: str, prompt_len: int, begin: int = 0) -> bool:
-        """Record this request from its first computed token on. Starting again forgets what was recorded.
-
-        Args:
-            rid: request id.
-            prompt_len: tokens of its prompt.
-            begin: first token that its prefill computes.
-
-        Returns:
-            False, and nothing is recorded, while as many others as may be are: their samples lie in device memory.
+        """Record this request from the first token that its prefill computes (`begin`) on. Starting again forgets what
+        was recorded. False, and nothing is recorded, while as many others as may be are: their samples lie in device
+        memory.
         """
         if rid not in self._captures and len(self._captures) >= self._max_captures:
             return False
@@ -206,9 +195,7 @@ class QueryRecorder:
 
     def allocate(self, rid: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make a capture's device memory now, not in the middle of a forward."""
-        capture = self._captures[rid]
-        shape = (self._num_layers, len(capture.positions), self._num_qo_heads, head_dim)
-        capture.samples = torch.zeros(shape, dtype=dtype, device=device)
+        self._captures[rid].make_samples(self._num_qo_heads, head_dim, dtype, device)
 
     def discard_broken(self) -> None:
         """Forget captures that cannot become complete any more."""
@@ -228,11 +215,7 @@ class QueryRecorder:
         return self._captures.pop(rid, None)
 
     def begin_step(
-        self,
-        rids: Sequence[str],
-        first_positions: Sequence[int],
-        num_tokens: Sequence[int],
-        device: torch.device,
+        self, rids: Sequence[str], first_positions: Sequence[int], num_tokens: Sequence[int], device: torch.device
     ) -> list[Chunk]:
         """Decide, before the layers run, what this prefill step leaves behind.
 
@@ -286,10 +269,10 @@ class QueryRecorder:
                 continue
             capture.sm_scale = sm_scale
             try:
-                if capture.samples is None:
-                    shape = (self._num_layers, len(capture.positions), *q.shape[1:])
-                    capture.samples = torch.zeros(shape, dtype=q.dtype, device=q.device)
-                capture.samples[layer].index_copy_(0, chunk.rows, q[chunk.offsets])
+                samples = capture.samples
+                if samples is None:
+                    samples = capture.make_samples(self._num_qo_heads, q.shape[-1], q.dtype, q.device)
+                samples[layer].index_copy_(0, chunk.rows, q[chunk.offsets])
             except torch.OutOfMemoryError as error:  # the forward goes on
                 capture.broken, capture.samples = f"no device memory for queries: {error}", None
                 continue

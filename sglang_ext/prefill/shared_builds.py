@@ -179,7 +179,7 @@ class SharedBuilds(Recording):
             for chunk in chunks:
                 capture = chunk.capture
                 request = self._requests.get(capture.rid)
-                if not capture.complete or self.recorder.take(capture.rid) is None or request is None:
+                if capture.problem() or self.recorder.take(capture.rid) is None or request is None:
                     continue
                 queries, capture.samples = capture.samples, None
                 assert queries is not None
@@ -204,7 +204,7 @@ class SharedBuilds(Recording):
         if not self._builder.ready or not self._builder.open or self._in_vain == (rids, self._builder.open):
             return
         found: tuple[Build, Piece, int] | None = None
-        for build in self._builder.by_hits():
+        for build in sorted(self._builder.open, key=lambda one: -one.prefix.hits):  # of use to most
             holders = (place for place, one in settled if build.prefix.begins(one.namespace, one.hashes))
             holder, piece = next(holders, None), build.wanted
             if holder is not None and piece is not None:

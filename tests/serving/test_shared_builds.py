@@ -242,14 +242,14 @@ def test_a_build_with_a_piece_on_its_way_is_not_idle(begun: tuple[Traffic, Build
 
 def test_who_sees_a_closed_build_finds_its_lease_given_back(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
-    claim, seen = build.claim, []
-    assert claim is not None
+    lease, seen = build.lease, []
+    assert lease is not None
 
     def release() -> None:
         seen.append(build.closed)
-        claim.release()
+        lease.release()
 
-    build.claim = SimpleNamespace(release=release)
+    build.lease = SimpleNamespace(release=release)
     traffic.runtime.builds._builder._close(build)
     assert (seen, build.closed, leased(traffic.runtime, build)) == ([False], True, False)
 
