@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +47,7 @@ def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> 
         ProfileError: the methods do not go with this profile.
     """
     specs = method_specs(config)
-    sampled = any(make_builder(spec, layer_profile(profile, 0)).needs_queries for spec in specs.values())
+    sampled = _need_queries(specs, profile)
     content: dict[str, Any] = {
         "builders": _BUILDERS_VERSION,
         "methods": {name: spec.to_dict() for name, spec in specs.items()},
@@ -55,6 +55,10 @@ def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> 
     }
     used = used_by_builders(specs.values(), profile)
     return canonical_digest({**content, "profile": used} if used else content)
+
+
+def _need_queries(specs: Mapping[str, IndexSpec], profile: Profile | None) -> bool:
+    return any(make_builder(spec, layer_profile(profile, 0)).needs_queries for spec in specs.values())
 
 
 class IndexFactory:
@@ -67,16 +71,13 @@ class IndexFactory:
     """
 
     def __init__(self, store: IndexStore, config: SparseAttnConfig, profile: Profile | None = None) -> None:
-        self._store = store
-        self._config = config
-        self._profile = profile
+        self._store, self._config, self._profile = store, config, profile
         self.specs = method_specs(config)
 
     @property
     def needs_queries(self) -> bool:
         """Whether one of the methods is built from sampled queries."""
-        builders = (make_builder(spec, layer_profile(self._profile, 0)) for spec in self.specs.values())
-        return any(builder.needs_queries for builder in builders)
+        return _need_queries(self.specs, self._profile)
 
     def builder(self, name: str, layers: range, heads: range | None = None) -> IndexBuilder:
         """Of one method, for the given KV heads (None: all) of the given layers as if they were one layer's."""
@@ -115,7 +116,8 @@ class IndexFactory:
         recall = dict.fromkeys(self.specs, 0.0)
         num_layers = identity.model.num_layers
         for layers in layer_batches(num_layers, identity.num_tokens):
-            keys = _side_by_side([keys_of(layer) for layer in layers])
+            given = [keys_of(layer) for layer in layers]
+            keys = given[0] if len(given) == 1 else torch.cat(given, dim=1)
             own = None if queries is None else queries[layers.start : layers.stop].flatten(0, 1)
             of_layers = {name: at_layers(whole, layers) for name, whole in prepared.items()}
             built = assembly.add(layers, None, keys, own, of_layers)
@@ -285,11 +287,6 @@ def _itemsize(dtype: str) -> int:
     found = getattr(torch, dtype)
     assert isinstance(found, torch.dtype)
     return found.itemsize
-
-
-def _side_by_side(keys: Sequence[Tensor]) -> Tensor:
-    """Keys of some layers as one layer's, with the KV heads of all of them."""
-    return keys[0] if len(keys) == 1 else torch.cat(list(keys), dim=1)
 
 
 def covered_tokens(prompt_len: int, align: int) -> int:

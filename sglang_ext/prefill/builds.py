@@ -3,8 +3,8 @@ of it.
 
 With tensor parallelism rank 0 builds of all KV heads, and the others hand theirs over. For every request that ends,
 every rank says whether it has its part, whatever it knows of the request. Where all have, each copies it to host memory
-and says so. Only then are the parts exchanged: in one order, of sizes that all know. What can fail on one rank alone was
-done before.
+and says so. Only then are the parts exchanged: in one order, of sizes that all know. So what can fail on one rank alone
+was done before.
 """
 
 from __future__ import annotations

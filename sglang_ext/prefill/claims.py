@@ -73,7 +73,7 @@ class Claim:
 
 
 class ClaimDesk:
-    """Makes claims: at once in a folder, else on a thread of its own, which also gives them back, in the order of calls.
+    """Makes claims: at once in a folder, else on a thread of its own. That gives them back, too, in the order of calls.
 
     Args:
         store: open store; not owned.

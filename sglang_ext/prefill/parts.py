@@ -77,8 +77,8 @@ class Parts:
         return cls(ranks.rank, ranks.size, Path(made))
 
     def leave(self, digest: str, arrays: Mapping[ArrayKey, NDArray[Any]]) -> None:
-        """Hand over this rank's KV heads of all layers; replaces a part of the same index. Raises OSError where it could
-        not be written; nothing is left then.
+        """Hand over this rank's KV heads of all layers; replaces a part of the same index. Raises OSError where
+        that cannot be written; nothing is left then.
         """
         path = self._path(digest, self.rank)
         unfinished = path.with_suffix(".unfinished")

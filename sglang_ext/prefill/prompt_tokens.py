@@ -35,7 +35,7 @@ class TokenSource(Protocol):
 
 
 class PrefixTokens(NamedTuple):
-    """Token ids of a prompt, and what its author should know of them: sentences, none where all is well."""
+    """Token ids of a prompt, and sentences on what its author should know of them."""
 
     ids: list[int]
     warnings: tuple[str, ...] = ()
