@@ -15,7 +15,7 @@ import msgspec
 from prefix_index import IndexEntry, IndexFile, IndexStore, canonical_digest
 from prefix_index.keys import is_digest
 from sglang_ext.cli.index.targets import digest_in, fields, find, listing, open_unused, opened, store_address
-from sglang_ext.cli.index.text import TAG, emit, retention, size, span, table, wrapped
+from sglang_ext.cli.index.text import TAG, count, emit, retention, size, span, table, wrapped
 
 
 def run_ls(args: argparse.Namespace) -> int:
@@ -37,11 +37,6 @@ def run_ls(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         print(f"{damaged} more cannot be used: see sglang-ext index verify", file=sys.stderr)
     return 0
-
-
-def count(number: int) -> str:
-    """`1 index`, `2 indexes`."""
-    return f"{number} index" if number == 1 else f"{number} indexes"
 
 
 def run_show(args: argparse.Namespace) -> int:
