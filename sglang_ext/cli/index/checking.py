@@ -68,23 +68,18 @@ def check_arrays(index: IndexFile, add: Callable[[int], None], stop: threading.E
     By reads, not by a mapping: a disk that fails, or somebody who cuts the file, is then an error and no signal.
     Raises what is wrong with the first bad array.
     """
-    batch: list[ArrayKey] = []
+    batches: list[list[ArrayKey]] = [[]]
     nbytes = 0
     for key in index.keys:
-        batch.append(key)
+        batches[-1].append(key)
         nbytes += index.record(key).nbytes
         if nbytes >= _BATCH_NBYTES:
-            _check_batch(index, batch, add, stop, threads)
-            batch, nbytes = [], 0
-    _check_batch(index, batch, add, stop, threads)
-
-
-def _check_batch(
-    index: IndexFile, keys: Sequence[ArrayKey], add: Callable[[int], None], stop: threading.Event, threads: int
-) -> None:
-    if not stop.is_set():
-        index.read_many(keys, threads=threads)
-        add(index.read_nbytes(keys))
+            batches.append([])
+            nbytes = 0
+    for batch in batches:
+        if not stop.is_set():
+            index.read_many(batch, threads=threads)
+            add(index.read_nbytes(batch))
 
 
 def sample_size(text: str, entries: int) -> int:
@@ -110,7 +105,7 @@ def run_verify(args: argparse.Namespace) -> int:
     """Checks the chosen indexes; 1 when any cannot be used."""
     begun = time.perf_counter()
     with opened(args) as store:
-        entries: list[IndexEntry] = list(store.list())
+        entries = list(store.list())
         bad = [Verdict(digest_in(path), path, 0, status_of(error), str(error)) for path, error in store.problems()]
         if args.index:
             targets = find(store, args.index)

@@ -143,12 +143,8 @@ def _import_one(
                 return digest, "exists", "give --replace to take this one", index.nbytes
             kept = _retention_beside(path, digest)
             if kept is not None and has_expired(kept, time.time()):
-                return (
-                    digest,
-                    "expired",
-                    f"remove the {KEEP_SUFFIX} file beside it to take it all the same",
-                    index.nbytes,
-                )
+                why = f"remove the {KEEP_SUFFIX} file beside it to take it all the same"
+                return digest, "expired", why, index.nbytes
             check_arrays(index, add, threading.Event())
             return digest, "imported", None, store.put(index.payload(), retention=kept).nbytes
     except StoreUnavailable:
