@@ -19,6 +19,7 @@ from prefix_index import BuildInfo, FileStore, IndexEntry
 from prefix_index.connect import open_store
 from prefix_index.testing import sample_identity, sample_model, sample_payload
 from sglang_ext.cli import main
+from sglang_ext.storage import ENV_STORE
 from tests.serving.test_store_in_serving import Service
 
 PROGRAM = [sys.executable, "-m", "sglang_ext.cli"]
@@ -76,8 +77,10 @@ def fill(folder: Path, count: int, values: int = 2048) -> list[IndexEntry]:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    """Five indexes, in the store that commands take unless they are told another one."""
     folder = tmp_path / "store"
+    monkeypatch.setenv(ENV_STORE, str(folder))
     return Shelf(folder, fill(folder, 5))
 
 

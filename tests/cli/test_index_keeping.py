@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,22 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_rm_removes_good_and_damaged_ones(shelf: Any, index: Callable[..., Any]) -> None:
+def test_rm_removes_good_and_damaged_ones(shelf: Any, index: Any) -> None:
     shelf.flip(1, at=70)
-    said = index("rm", "--yes", "--store", shelf.folder, shelf.entries[0].digest[:8], shelf.entries[1].digest[:8])
+    said = index("rm", "--yes", shelf.entries[0].digest[:8], shelf.entries[1].digest[:8])
     assert said.status == 0
     assert said.out.count("removed") == 2
     assert not shelf.path(0).exists()
     assert not shelf.path(1).exists()
     assert len(shelf.digests()) == 3
-    lines = index("rm", "--yes", "--json", "--store", shelf.folder, shelf.entries[2].digest).lines
+    lines = index("rm", "--yes", "--json", shelf.entries[2].digest).lines
     assert lines == [{"digest": shelf.entries[2].digest, "removed": True, "detail": None}]
 
 
-def test_rm_without_a_terminal_needs_yes_and_lists_what_would_go(shelf: Any, index: Callable[..., Any]) -> None:
+def test_rm_without_a_terminal_needs_yes_and_lists_what_would_go(shelf: Any, index: Any) -> None:
     shelf.flip(1, at=70)
     words = [entry.digest for entry in shelf.entries[:2]]
-    said = index("rm", "--store", shelf.folder, *words)
+    said = index("rm", *words)
     assert (said.status, said.out) == (2, "")
     assert "expected --yes" in said.err
     for digest in words:
@@ -55,10 +54,10 @@ def test_rm_without_a_terminal_needs_yes_and_lists_what_would_go(shelf: Any, ind
 
 @pytest.mark.parametrize(("answer", "left", "status"), [("y\n", 4, 0), ("yes\n", 4, 0), ("\n", 5, 1), ("n\n", 5, 1)])
 def test_rm_asks_on_a_terminal(
-    answer: str, left: int, status: int, shelf: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    answer: str, left: int, status: int, shelf: Any, index: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
-    said = index("rm", "--store", shelf.folder, shelf.entries[0].digest)
+    said = index("rm", shelf.entries[0].digest)
     assert said.status == status
     assert "remove 1 index," in said.err
     assert len(shelf.digests()) == left
@@ -72,44 +71,44 @@ def retention_of(shelf: Any, number: int) -> Retention:
         return {entry.digest: entry.retention for entry in store.list()}[shelf.entries[number].digest]
 
 
-def test_pin_and_expiry_do_not_undo_each_other(shelf: Any, index: Callable[..., Any]) -> None:
+def test_pin_and_expiry_do_not_undo_each_other(shelf: Any, index: Any) -> None:
     digest = shelf.entries[0].digest
-    assert index("pin", "--store", shelf.folder, digest).out == f"{digest[:12]}  pin\n"
+    assert index("pin", digest).out == f"{digest[:12]}  pin\n"
     begun = time.time()
-    (line,) = index("expire", "--after", "2h", "--json", "--store", shelf.folder, digest).lines
+    (line,) = index("expire", "--after", "2h", "--json", digest).lines
     assert line["pinned"] is True
     assert 7200 <= line["expires"] - begun < 7260
-    index("unpin", "--store", shelf.folder, digest)
+    index("unpin", digest)
     assert retention_of(shelf, 0) == Retention(pinned=False, expires=line["expires"])
-    index("expire", "--never", "--store", shelf.folder, digest)
+    index("expire", "--never", digest)
     assert retention_of(shelf, 0) == Retention()
 
 
-def test_a_name_stays_whatever_else_changes(shelf: Any, index: Callable[..., Any]) -> None:
+def test_a_name_stays_whatever_else_changes(shelf: Any, index: Any) -> None:
     digest = shelf.entries[0].digest
     with FileStore(shelf.folder) as store:
         store.retain(digest, Retention(name="tools"))
     for words in (["pin"], ["expire", "--after", "2h"], ["unpin"], ["expire", "--never"]):
-        assert index(*words, "--store", shelf.folder, "tools").status == 0
+        assert index(*words, "tools").status == 0
         assert retention_of(shelf, 0).name == "tools"
     assert retention_of(shelf, 0) == Retention(name="tools")
 
 
-def test_a_damaged_index_cannot_be_pinned(shelf: Any, index: Callable[..., Any]) -> None:
+def test_a_damaged_index_cannot_be_pinned(shelf: Any, index: Any) -> None:
     shelf.flip(0, at=70)
-    said = index("pin", "--store", shelf.folder, shelf.entries[0].digest, shelf.entries[1].digest)
+    said = index("pin", shelf.entries[0].digest, shelf.entries[1].digest)
     assert said.status == 1
     assert "is damaged" in said.err
     assert retention_of(shelf, 1).pinned, "the good one is"
 
 
-def test_gc_removes_what_has_expired(shelf: Any, index: Callable[..., Any]) -> None:
-    index("expire", "--after", "0", "--store", shelf.folder, *(entry.digest for entry in shelf.entries[:2]))
+def test_gc_removes_what_has_expired(shelf: Any, index: Any) -> None:
+    index("expire", "--after", "0", *(entry.digest for entry in shelf.entries[:2]))
     assert len(shelf.digests()) == 3, "an expired index is a miss already"
-    (plan,) = index("gc", "--dry-run", "--json", "--store", shelf.folder).lines
+    (plan,) = index("gc", "--dry-run", "--json").lines
     assert (plan["dry_run"], {entry["why"] for entry in plan["removed"]}) == (True, {"expired"})
     assert shelf.path(0).exists()
-    (done,) = index("gc", "--json", "--store", shelf.folder).lines
+    (done,) = index("gc", "--json").lines
     gone = {entry.digest for entry in shelf.entries[:2]}
     assert {entry["digest"] for entry in plan["removed"]} == {entry["digest"] for entry in done["removed"]} == gone
     assert done["nbytes"] == sum(entry.nbytes for entry in shelf.entries[:2])
@@ -117,14 +116,14 @@ def test_gc_removes_what_has_expired(shelf: Any, index: Callable[..., Any]) -> N
 
 
 @pytest.mark.parametrize("eviction", ["lru", "cost_aware"])
-def test_gc_over_a_limit_does_what_its_dry_run_says(eviction: str, shelf: Any, index: Callable[..., Any]) -> None:
+def test_gc_over_a_limit_does_what_its_dry_run_says(eviction: str, shelf: Any, index: Any) -> None:
     now = time.time()
     for number in range(5):  # the first one was used last, and was the cheapest to build
         used = now - 1000 * (number + 1)
         os.utime(shelf.path(number), (used, shelf.path(number).stat().st_mtime))
-    index("pin", "--store", shelf.folder, shelf.entries[4].digest)
+    index("pin", shelf.entries[4].digest)
     limit = sum(entry.nbytes for entry in shelf.entries[:3])
-    flags = ["--max-bytes", str(limit), "--eviction", eviction, "--store", shelf.folder]
+    flags = ["--max-bytes", str(limit), "--eviction", eviction]
     (plan,) = index("gc", "--dry-run", "--json", *flags).lines
     text = index("gc", "--dry-run", *flags)
     assert "over limit" in text.out
@@ -136,7 +135,7 @@ def test_gc_over_a_limit_does_what_its_dry_run_says(eviction: str, shelf: Any, i
     assert len(shelf.digests()) == 3
 
 
-def test_gc_clears_what_dead_writers_left(shelf: Any, index: Callable[..., Any]) -> None:
+def test_gc_clears_what_dead_writers_left(shelf: Any, index: Any) -> None:
     shard = shelf.path(0).parent
     old = time.time() - 3600
     for name in (".partial-1-0000000000000000", f".lease-{shelf.entries[0].digest}", f"{'0' * 64}.pfxkeep"):
@@ -144,23 +143,23 @@ def test_gc_clears_what_dead_writers_left(shelf: Any, index: Callable[..., Any])
         folder.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"{}")
         os.utime(folder / name, (old, old))
-    assert len(index("gc", "--dry-run", "--json", "--store", shelf.folder).lines[0]["leftovers"]) == 3
-    (done,) = index("gc", "--json", "--store", shelf.folder).lines
+    assert len(index("gc", "--dry-run", "--json").lines[0]["leftovers"]) == 3
+    (done,) = index("gc", "--json").lines
     assert (len(done["leftovers"]), done["removed"]) == (3, [])
     assert [path.name for path in shelf.folder.rglob("*") if path.is_file() and path.suffix != ".pfxindex"] == []
 
 
-def test_gc_says_nothing_of_a_build_under_way(shelf: Any, index: Callable[..., Any]) -> None:
+def test_gc_says_nothing_of_a_build_under_way(shelf: Any, index: Any) -> None:
     with FileStore(shelf.folder) as store:
         lease = store.lease("0" * 64)
         assert lease is not None
-        assert index("gc", "--dry-run", "--json", "--store", shelf.folder).lines[0]["leftovers"] == []
-        assert index("gc", "--json", "--store", shelf.folder).lines[0]["leftovers"] == []
+        assert index("gc", "--dry-run", "--json").lines[0]["leftovers"] == []
+        assert index("gc", "--json").lines[0]["leftovers"] == []
         assert store.lease("0" * 64) is None
         lease.release()
 
 
-def test_gc_of_a_remote_store_takes_no_limits(index: Callable[..., Any]) -> None:
+def test_gc_of_a_remote_store_takes_no_limits(index: Any) -> None:
     said = index("gc", "--max-bytes", "1G", "--store", "memory:///")
     assert said.status == 2
     assert "it has limits of its own" in " ".join(said.err.split())
@@ -169,11 +168,9 @@ def test_gc_of_a_remote_store_takes_no_limits(index: Callable[..., Any]) -> None
 # -- export and import -------------------------------------------------------------------------------------------------
 
 
-def test_a_store_survives_export_and_import_byte_for_byte(
-    shelf: Any, index: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_store_survives_export_and_import_byte_for_byte(shelf: Any, index: Any, tmp_path: Path) -> None:
     out, other = tmp_path / "out", tmp_path / "other"
-    said = index("export", "--all", "--to", out, "--store", shelf.folder)
+    said = index("export", "--all", "--to", out)
     assert (said.status, said.out.splitlines()[-1]) == (0, "5 exported")
     assert sorted(path.name for path in out.iterdir()) == sorted(f"{e.digest}.pfxindex" for e in shelf.entries)
     lines = index("import", "--json", out, "--store", other).lines
@@ -185,41 +182,37 @@ def test_a_store_survives_export_and_import_byte_for_byte(
     assert (again.status, again.out.splitlines()[-1]) == (0, "10 exists")
 
 
-def test_one_index_goes_to_one_file_which_is_not_overwritten(
-    shelf: Any, index: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_one_index_goes_to_one_file_which_is_not_overwritten(shelf: Any, index: Any, tmp_path: Path) -> None:
     file, digest = tmp_path / "tools.pfxindex", shelf.entries[0].digest
-    assert index("export", digest[:8], "--to", file, "--store", shelf.folder).status == 0
+    assert index("export", digest[:8], "--to", file).status == 0
     assert file.read_bytes() == shelf.path(0).read_bytes()
     file.write_bytes(b"somebody's")
-    said = index("export", digest, "--to", file, "--store", shelf.folder)
+    said = index("export", digest, "--to", file)
     assert (said.status, file.read_bytes()) == (1, b"somebody's")
     assert "--replace" in said.err
-    assert index("export", digest, "--replace", "--to", file, "--store", shelf.folder).status == 0
+    assert index("export", digest, "--replace", "--to", file).status == 0
     assert file.read_bytes() == shelf.path(0).read_bytes()
 
 
-def test_a_damaged_index_is_not_exported_and_leaves_no_file(
-    shelf: Any, index: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_damaged_index_is_not_exported_and_leaves_no_file(shelf: Any, index: Any, tmp_path: Path) -> None:
     shelf.flip(0)
     shelf.flip(1, at=70)
     words = [entry.digest for entry in shelf.entries[:3]]
-    said = index("export", *words, "--to", f"{tmp_path}/out/", "--store", shelf.folder)
+    said = index("export", *words, "--to", f"{tmp_path}/out/")
     assert said.status == 1
     assert said.out.splitlines()[-1] == "1 damaged, 1 exported, 1 failed"
     assert "checksum of ('csa." in " ".join(said.out.split())
     assert [path.name for path in (tmp_path / "out").iterdir()] == [f"{words[2]}.pfxindex"]
 
 
-def test_export_needs_indexes_or_all(index: Callable[..., Any], shelf: Any, tmp_path: Path) -> None:
+def test_export_needs_indexes_or_all(index: Any, shelf: Any, tmp_path: Path) -> None:
     for words in ([], ["--all", shelf.entries[0].digest]):
-        said = index("export", *words, "--to", tmp_path / "out", "--store", shelf.folder)
+        said = index("export", *words, "--to", tmp_path / "out")
         assert (said.status, (tmp_path / "out").exists()) == (2, False)
 
 
 def test_import_refuses_what_is_not_whole_by_name_and_goes_on(
-    shelf: Any, index: Callable[..., Any], tmp_path: Path, fixture_too_new: Path
+    shelf: Any, index: Any, tmp_path: Path, fixture_too_new: Path
 ) -> None:
     files = {}
     for number, name in enumerate(("good", "flipped", "cut", "header")):
@@ -266,9 +259,7 @@ def fixture_too_new(tmp_path: Path) -> Path:
     return path
 
 
-def test_import_keeps_what_is_there_unless_told_to_replace(
-    shelf: Any, index: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_import_keeps_what_is_there_unless_told_to_replace(shelf: Any, index: Any, tmp_path: Path) -> None:
     other = tmp_path / "other"
     with FileStore(other, create=True) as store:
         store.put(sample_payload(shelf.entries[0].identity, fill=99))
@@ -279,18 +270,18 @@ def test_import_keeps_what_is_there_unless_told_to_replace(
     assert stats() == {"fill": 0}
 
 
-def test_a_damaged_file_does_not_replace_a_good_index(shelf: Any, index: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_damaged_file_does_not_replace_a_good_index(shelf: Any, index: Any, tmp_path: Path) -> None:
     file = tmp_path / "copy.pfxindex"
     raw = bytearray(shelf.path(0).read_bytes())
     raw[-5000] ^= 1
     file.write_bytes(raw)
     before = shelf.path(0).read_bytes()
-    assert index("import", "--replace", file, "--store", shelf.folder).status == 1
+    assert index("import", "--replace", file).status == 1
     assert shelf.path(0).read_bytes() == before
 
 
 def test_an_index_that_the_system_does_not_give_is_not_said_to_be_gone(
-    shelf: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    shelf: Any, index: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest, real = shelf.entries[0].digest, targets.open_in
 
@@ -299,15 +290,15 @@ def test_an_index_that_the_system_does_not_give_is_not_said_to_be_gone(
         return real(*args)
 
     monkeypatch.setattr(targets, "open_in", refused)
-    said = index("verify", "--json", digest, "--store", shelf.folder)
+    said = index("verify", "--json", digest)
     assert (said.status, [line["status"] for line in said.lines]) == (1, ["unreadable"])
     assert "expected readable bytes, found Input/output error" in said.lines[0]["detail"]
 
 
 def test_import_does_not_lose_a_pin_that_cannot_be_read(
-    shelf: Any, index: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Any, index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index("pin", shelf.entries[0].digest, "--store", shelf.folder)
+    index("pin", shelf.entries[0].digest)
     with monkeypatch.context() as patch:
         refuse(patch, shelf.path(0).with_suffix(".pfxkeep"), errno.EMFILE)
         (line,) = index("import", "--json", shelf.path(0), "--store", tmp_path / "other").lines
@@ -318,7 +309,7 @@ def test_import_does_not_lose_a_pin_that_cannot_be_read(
         assert [entry.retention.pinned for entry in store.list()] == [True]
 
 
-def test_import_into_a_store_that_cannot_be_made_ends_with_1(index: Callable[..., Any], tmp_path: Path) -> None:
+def test_import_into_a_store_that_cannot_be_made_ends_with_1(index: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said = index("import", tmp_path / "x.pfxindex", "--store", tmp_path / "file" / "store")
     assert said.status == 1

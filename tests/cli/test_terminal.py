@@ -7,7 +7,6 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from sglang_ext.cli.index.text import retention, size, span
 from tests.cli.conftest import fill
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path, program: Callable[..., Any]) -> None:
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path, program: Any) -> None:
     fill(tmp_path / "store", 200, values=2)
     read, write = os.pipe()
     ran = program("index", "ls", "--json", "--store", tmp_path / "store", stdout=write, stderr=subprocess.PIPE)
@@ -34,10 +33,10 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path, program: Callable[...,
     ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
 def test_ctrl_c_and_sigterm_end_with_one_line(
-    number: signal.Signals, status: int, word: str, shelf: Any, program: Callable[..., Any]
+    number: signal.Signals, status: int, word: str, shelf: Any, program: Any
 ) -> None:
     master, slave = pty.openpty()  # a terminal, so that rm asks, and waits
-    ran = program("index", "rm", "--store", shelf.folder, shelf.entries[0].digest, stdin=slave, stderr=subprocess.PIPE)
+    ran = program("index", "rm", shelf.entries[0].digest, stdin=slave, stderr=subprocess.PIPE)
     asked = b""
     while b"[y/N]" not in asked:
         said = ran.stderr.read(1)

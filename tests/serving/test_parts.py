@@ -195,7 +195,7 @@ def _built(state: dict[str, Any]) -> bool:
     return int(state["built"]) == 1
 
 
-def test_two_ranks_build_the_very_index_that_one_builds(start: Callable[..., list[Rank]], tmp_path: Path) -> None:
+def test_two_ranks_build_the_very_index_that_one_builds(start: Any, tmp_path: Path) -> None:
     (alone,) = start(1)
     assert alone.decode_until("c", _built)
     first, second = start(2)
@@ -213,7 +213,7 @@ def test_two_ranks_build_the_very_index_that_one_builds(start: Callable[..., lis
     assert list((tmp_path / "parts-2").iterdir()) == []
 
 
-def test_the_other_rank_may_be_first(start: Callable[..., list[Rank]]) -> None:
+def test_the_other_rank_may_be_first(start: Any) -> None:
     first, second = start(2)
     assert second.decode_until("c", lambda state: state["left"] == 1)
     for number in range(3):  # rank 0 is late: what was left is not built again, also if it should be due
@@ -222,7 +222,7 @@ def test_the_other_rank_may_be_first(start: Callable[..., list[Rank]]) -> None:
     assert first.decode_until("c", _built)
 
 
-def test_a_part_that_is_still_there_is_not_built_again(start: Callable[..., list[Rank]]) -> None:
+def test_a_part_that_is_still_there_is_not_built_again(start: Any) -> None:
     first, second = start(2)
     assert second.decode_until("c", lambda state: state["left"] == 1)
     second.builds._requests.clear()
@@ -240,7 +240,7 @@ def test_a_part_that_is_still_there_is_not_built_again(start: Callable[..., list
     assert build.given == 1, "it is in the store"
 
 
-def test_parts_of_other_heads_are_refused(start: Callable[..., list[Rank]]) -> None:
+def test_parts_of_other_heads_are_refused(start: Any) -> None:
     first, second = start(2)
     assert second.decode_until("c", lambda state: state["left"] == 1)
     parts_of_second = second.builds._parts
@@ -251,7 +251,7 @@ def test_parts_of_other_heads_are_refused(start: Callable[..., list[Rank]]) -> N
     assert list(first.store.list()) == []  # type: ignore[attr-defined]
 
 
-def test_a_part_of_wrong_content_is_not_stored(start: Callable[..., list[Rank]], tmp_path: Path) -> None:
+def test_a_part_of_wrong_content_is_not_stored(start: Any, tmp_path: Path) -> None:
     """Its arrays are of the right heads; a server would refuse to load what they are part of."""
     first, second = start(2)
     assert second.decode_until("c", lambda state: state["left"] == 1)
@@ -269,7 +269,7 @@ def test_a_part_of_wrong_content_is_not_stored(start: Callable[..., list[Rank]],
     assert "channels of layer 0: expected values of 0 to" in (tmp_path / "report-2.jsonl").read_text()
 
 
-def test_a_part_that_never_comes_ends_the_build(start: Callable[..., list[Rank]], monkeypatch: Any) -> None:
+def test_a_part_that_never_comes_ends_the_build(start: Any, monkeypatch: Any) -> None:
     first, _ = start(2)
     assert first.decode_until("c", lambda state: state["open"] and state["open"][0]["pieces"] == LAYERS)
     monkeypatch.setattr(background_build, "IDLE_S", 0.05)

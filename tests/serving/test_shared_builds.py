@@ -33,7 +33,7 @@ def hashes(tokens: list[int]) -> tuple[bytes, ...]:
 
 
 @pytest.fixture
-def start(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
+def start(make_bench: Any, tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
     started: list[SparseRuntime] = []
 
     def make(**fields: Any) -> SparseRuntime:

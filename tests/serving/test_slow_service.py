@@ -27,7 +27,7 @@ OTHER = list(range(2000, 2064))
 
 
 @pytest.fixture
-def service(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Service]:
+def service(make_bench: Any, tmp_path: Path) -> Iterator[Service]:
     """A running service whose folder holds an index of PROMPT."""
     bench = make_bench()
     bench.put(PROMPT)
@@ -38,7 +38,7 @@ def service(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Service]
 
 
 @pytest.fixture
-def start(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
+def start(make_bench: Any, tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
     """Runtimes that build, and report to `tmp_path / "report"`."""
     started: list[SparseRuntime] = []
 
@@ -97,9 +97,7 @@ def late(runtime: SparseRuntime) -> Iterator[threading.Event]:
         answer.set()
 
 
-def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(
-    service: Service, start: Callable[..., SparseRuntime]
-) -> None:
+def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(service: Service, start: Any) -> None:
     runtime = start(service.url)
     assert runtime.snapshot()["indexes_in_store"] == 1
     service.signal(signal.SIGSTOP)
@@ -116,7 +114,7 @@ def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(
 
 
 def test_what_is_admitted_while_the_store_hangs_is_built_once_it_answers(
-    service: Service, start: Callable[..., SparseRuntime], tmp_path: Path
+    service: Service, start: Any, tmp_path: Path
 ) -> None:
     runtime, request = start(service.folder, store_remote="memory:///"), Request()
     with late(runtime):
@@ -129,9 +127,7 @@ def test_what_is_admitted_while_the_store_hangs_is_built_once_it_answers(
         assert len(store.list()) == 2
 
 
-def test_what_turns_out_to_be_stored_is_recorded_no_longer(
-    service: Service, start: Callable[..., SparseRuntime], tmp_path: Path
-) -> None:
+def test_what_turns_out_to_be_stored_is_recorded_no_longer(service: Service, start: Any, tmp_path: Path) -> None:
     runtime, request = start(service.folder, store_remote="memory:///"), Request()
     builds = runtime.builds
     assert builds is not None
@@ -143,9 +139,7 @@ def test_what_turns_out_to_be_stored_is_recorded_no_longer(
     assert builds.recorder.take("a") is None
 
 
-def test_a_lease_that_comes_after_its_request_went_is_given_back(
-    service: Service, start: Callable[..., SparseRuntime]
-) -> None:
+def test_a_lease_that_comes_after_its_request_went_is_given_back(service: Service, start: Any) -> None:
     runtime, request = start(service.folder, store_remote="memory:///"), Request()
     builds = runtime.builds
     assert builds is not None
@@ -162,9 +156,7 @@ def test_a_lease_that_comes_after_its_request_went_is_given_back(
     assert _eventually(free)
 
 
-def test_a_request_in_the_queue_of_an_idle_server_holds_no_lease(
-    make_bench: Callable[..., Any], start: Callable[..., Runtime]
-) -> None:
+def test_a_request_in_the_queue_of_an_idle_server_holds_no_lease(make_bench: Any, start: Any) -> None:
     runtime, request = start(make_bench().store.folder), Request()
     builds = runtime.builds
     assert builds is not None
@@ -178,7 +170,7 @@ def test_a_request_in_the_queue_of_an_idle_server_holds_no_lease(
         assert other.lease(identity) is not None, "it waits again"
 
 
-def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[..., Any]) -> None:
+def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Any) -> None:
     """The store fails between the lease and the last check: as any error, and the lease does not stay."""
     bench = make_bench()
     answers = [False]
@@ -198,7 +190,7 @@ def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[.
 
 
 def test_a_damaged_index_whose_report_fails_is_a_fallback_and_is_tried_again(
-    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], monkeypatch: pytest.MonkeyPatch
+    make_bench: Any, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench()
     bench.put(PROMPT)
@@ -223,7 +215,7 @@ def test_a_damaged_index_whose_report_fails_is_a_fallback_and_is_tried_again(
 
 
 def test_a_load_that_ends_in_an_unknown_way_does_not_end_the_scheduler(
-    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], monkeypatch: pytest.MonkeyPatch
+    make_bench: Any, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench()
     bench.put(PROMPT)
