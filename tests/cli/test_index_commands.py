@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import subprocess
@@ -16,20 +15,8 @@ from sglang_ext.cli import main
 from sglang_ext.cli.index.checking import sample_size
 from sglang_ext.cli.index.text import size
 
-ENTRY_KEYS = {
-    "digest",
-    "name",
-    "num_tokens",
-    "nbytes",
-    "created",
-    "build_seconds",
-    "namespace",
-    "model",
-    "profile",
-    "pinned",
-    "expires",
-    "path",
-}
+ENTRY_KEYS = {"digest", "name", "num_tokens", "nbytes", "created", "build_seconds"}
+ENTRY_KEYS |= {"namespace", "model", "profile", "pinned", "expires", "path"}
 
 
 def narrow(text: str) -> bool:
@@ -84,10 +71,7 @@ def test_the_store_is_named_in_several_ways(
 ) -> None:
     monkeypatch.delenv("SGLANG_SPARSE_ATTN_STORE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    named: dict[str, list[object]] = {
-        "path": ["--store", shelf.folder],
-        "file URL": ["--store", f"file://{shelf.folder}"],
-    }
+    named = {"path": ["--store", shelf.folder], "file URL": ["--store", f"file://{shelf.folder}"]}
     if form == "environment":
         monkeypatch.setenv("SGLANG_SPARSE_ATTN_STORE", str(shelf.folder))
     if form == "default":
@@ -139,8 +123,7 @@ def test_show_of_a_damaged_index_says_why_and_ends_with_1(shelf: Any, index: Any
 
 def test_du_sums_by_model_profile_and_namespace(shelf: Any, index: Any) -> None:
     shelf.flip(4, at=70)
-    said = index("du", "--json")
-    (usage,) = said.lines
+    (usage,) = index("du", "--json").lines
     good = shelf.entries[:4]
     assert (usage["indexes"], usage["nbytes"]) == (4, sum(entry.nbytes for entry in good))
     assert (usage["unusable"], usage["unusable_nbytes"]) == (1, shelf.entries[4].nbytes)
@@ -252,10 +235,8 @@ def test_verify_names_each_damaged_one_with_its_reason(shelf: Any, index: Any) -
     assert said.out.endswith(": 3 corrupt, 2 foreign, 1 good\n")
     found = {line["digest"]: line for line in index("verify", "--json").lines}
     statuses = {digest: line["status"] for digest, line in found.items()}
-    wanted = dict(
-        zip((e.digest for e in shelf.entries), ("corrupt", "corrupt", "corrupt", "foreign", "good"), strict=True)
-    )
-    assert statuses == {**wanted, None: "foreign"}
+    wanted = ("corrupt", "corrupt", "corrupt", "foreign", "good", "foreign")
+    assert statuses == dict(zip([*(entry.digest for entry in shelf.entries), None], wanted, strict=True))
     assert "checksum of ('csa." in found[shelf.entries[0].digest]["detail"]
     assert "notes.txt" in found[None]["detail"]
     for entry in shelf.entries[:4]:
@@ -318,26 +299,17 @@ def test_verify_shows_its_progress_on_a_terminal(shelf: Any, program: Any) -> No
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def test_json_is_valid_on_every_command(shelf: Any, index: Any, tmp_path: Path) -> None:
-    digest, store = shelf.entries[0].digest, ["--json"]
-    for words in (
-        ["ls"],
-        ["show", digest],
-        ["du"],
-        ["verify"],
-        ["pin", digest],
-        ["expire", "--never", digest],
-        ["unpin", digest],
-        ["gc", "--dry-run"],
-        ["gc"],
-        ["export", "--all", "--to", tmp_path / "out"],
-        ["import", tmp_path / "out"],
-        ["rm", "--yes", digest],
-    ):
-        said = index(*words, *store)
+def test_json_is_valid_on_every_command(
+    shelf: Any, index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    digest = shelf.entries[0].digest
+    looking = ("ls", f"show {digest}", "du", "verify")
+    keeping = (f"pin {digest}", f"expire --never {digest}", f"unpin {digest}", "gc --dry-run", "gc")
+    for words in (*looking, *keeping, "export --all --to out", "import out", f"rm --yes {digest}"):
+        said = index(*words.split(), "--json")
         assert said.status == 0, said
-        assert said.out
-        for line in said.out.splitlines():
-            assert isinstance(json.loads(line), dict)
+        assert said.lines
+        assert all(isinstance(line, dict) for line in said.lines)
     with FileStore(shelf.folder) as left:
         assert len(left.list()) == 4
