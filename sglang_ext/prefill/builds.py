@@ -35,15 +35,8 @@ post-RoPE keys [prefix_len, num_kv_heads, head_dim]."""
 class PrefillBuilds(Recording):
     """All builds of one process. Used by the scheduler thread only.
 
-    Nothing here waits for the store but `finish`, which writes the index.
-
-    Args:
-        store: open store; not owned.
-        config: checked configuration.
-        view: the target model runner.
-        model: its fingerprint.
-        profile: the model's profile, where there is one.
-        ranks: of this process, the first of them; the others have a `PrefillHelp` each.
+    Nothing here waits for the store but `finish`, which writes the index. Arguments are those of `make_recording`; of
+    several ranks this is the first, the others have a `PrefillHelp` each.
     """
 
     def __init__(
@@ -188,13 +181,7 @@ class PrefillBuilds(Recording):
 
 
 class PrefillHelp(Recording):
-    """What a rank but the first does while indexes are built: record its heads' queries, and hand over.
-
-    Args:
-        config: checked configuration.
-        view: the target model runner.
-        ranks: of this process.
-    """
+    """What a rank but the first does while indexes are built: record its heads' queries, and hand over."""
 
     def __init__(self, config: SparseAttnConfig, view: BuildView, ranks: Ranks) -> None:
         super().__init__(config, view)

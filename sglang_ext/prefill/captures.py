@@ -20,12 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillCaptures(Recording):
-    """All captures of one process; stands where `PrefillBuilds` does in one that builds. Scheduler thread only.
-
-    Args:
-        config: checked configuration, with a `capture_folder`.
-        view: the target model runner.
-    """
+    """All captures of one process, whose configuration has a `capture_folder`. Scheduler thread only."""
 
     records_decode = True
 

@@ -36,13 +36,9 @@ _SETTLED = 2
 
 @dataclass(eq=False)
 class _Request:
-    """One that may share a prefix.
+    """One that may share a prefix; fields as of `Admission`.
 
     Attributes:
-        namespace, hashes: of its prompt.
-        prompt_len: tokens.
-        indexed: tokens of the index that serves it.
-        admitted: monotonic seconds when that was looked up.
         counted: whether its prefill has begun, or did before a retraction, and with that its hit is counted.
         steps: decode steps since its last prefill.
     """
@@ -57,19 +53,13 @@ class _Request:
 
 
 class SharedBuilds(Recording):
-    """Builds indexes of prefixes that were hit often enough; stands where `PrefillBuilds` does. Scheduler thread only.
+    """Builds indexes of prefixes that were hit often enough. Scheduler thread only; arguments as of `make_recording`.
 
     A prefill that computes `min_sparse_prompt_len` tokens or more, and an eighth of its prompt, leaves a sample of its
     queries in host memory, where the methods need one and fewer than `MAX_CAPTURES` others are on their way. What a
     request finds in the prefix cache counts as a hit of that prefix.
 
-    Args:
-        store: open store; not owned.
-        config: checked configuration.
-        view: the target model runner.
-        model: its fingerprint.
-        profile: the model's profile, where there is one.
-        parts: with tensor parallelism: every rank builds its own KV heads, rank 0 stores and reports.
+    With tensor parallelism (`parts`) every rank builds its own KV heads; rank 0 stores and reports.
     """
 
     def __init__(
@@ -220,7 +210,7 @@ class SharedBuilds(Recording):
             self._in_vain = (list(rids), list(self._builder.open))
 
     def finish(self, rid: str, row: int) -> None:
-        """As in `Recording`. Nothing is built here: a build takes its keys from whoever has them."""
+        """Forget it: a build takes its keys from whoever has them."""
         self.discard(rid)
 
     def discard(self, rid: str) -> None:

@@ -162,7 +162,7 @@ def start(make_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(background_build, "PARTS_S", 0.01)
     made: list[Rank] = []
 
-    def make(size: int) -> list[Rank]:
+    def make(size: int, left: bool = False) -> list[Rank]:
         bench = make_bench(
             build="shared", method="token_index", build_align=16, build_share=1.0,
             build_report=str(tmp_path / f"report-{size}.jsonl"),
@@ -178,6 +178,8 @@ def start(make_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
             rank.prefill("b", [*SHARED, *range(200, 218)], 64)
             rank.prefill("c", [*SHARED, *range(300, 318)], 64)
         made.extend(ranks)
+        if left:
+            assert ranks[1].decode_until("c", lambda state: state["left"] == 1)
         return ranks
 
     yield make
@@ -214,8 +216,7 @@ def test_two_ranks_build_the_very_index_that_one_builds(start: Any, tmp_path: Pa
 
 
 def test_the_other_rank_may_be_first(start: Any) -> None:
-    first, second = start(2)
-    assert second.decode_until("c", lambda state: state["left"] == 1)
+    first, second = start(2, left=True)
     for number in range(3):  # rank 0 is late: what was left is not built again, also if it should be due
         second.prefill(f"again-{number}", [*SHARED, *range(400 + number, 418 + number)], 64)
         assert not second.builds.snapshot()["open"]
@@ -223,8 +224,7 @@ def test_the_other_rank_may_be_first(start: Any) -> None:
 
 
 def test_a_part_that_is_still_there_is_not_built_again(start: Any) -> None:
-    first, second = start(2)
-    assert second.decode_until("c", lambda state: state["left"] == 1)
+    first, second = start(2, left=True)
     second.builds._requests.clear()
     known = next(iter(second.builds._hits._known.values()))
     known.due, known.built_at = False, None  # as if its index had left the store
@@ -240,33 +240,23 @@ def test_a_part_that_is_still_there_is_not_built_again(start: Any) -> None:
     assert build.given == 1, "it is in the store"
 
 
-def test_parts_of_other_heads_are_refused(start: Any) -> None:
-    first, second = start(2)
-    assert second.decode_until("c", lambda state: state["left"] == 1)
-    parts_of_second = second.builds._parts
-    assert parts_of_second is not None
-    digest = next(parts_of_second._folder.glob("*.1.npz")).name.split(".")[0]
-    parts_of_second.leave(digest, {ArrayKey("token_index.keys", 0, 1): np.zeros(3)})
-    assert first.decode_until("c", lambda state: state["failed"] == 1)
-    assert list(first.store.list()) == []  # type: ignore[attr-defined]
-
-
-def test_a_part_of_wrong_content_is_not_stored(start: Any, tmp_path: Path) -> None:
-    """Its arrays are of the right heads; a server would refuse to load what they are part of."""
-    first, second = start(2)
-    assert second.decode_until("c", lambda state: state["left"] == 1)
-    parts_of_second = second.builds._parts
-    assert parts_of_second is not None
-    (path,) = parts_of_second._folder.glob("*.1.npz")
+@pytest.mark.parametrize("wrong", ["heads", "content"])
+def test_a_part_of_other_heads_or_of_wrong_content_is_not_stored(start: Any, tmp_path: Path, wrong: str) -> None:
+    """A server would refuse to load what such arrays are part of."""
+    first, _ = start(2, left=True)
+    (path,) = (tmp_path / "parts-2").glob("*.1.npz")
     with np.load(path) as part:
         arrays = dict(part)
+    if wrong == "heads":
+        arrays = {"0/1/token_index.keys": np.zeros(3)}
     for name in arrays:
         if name.endswith("channels"):
             arrays[name] = np.full_like(arrays[name], 32767)
     np.savez(path, **arrays)
     assert first.decode_until("c", lambda state: state["failed"] == 1)
-    assert list(first.store.list()) == []  # type: ignore[attr-defined]
-    assert "channels of layer 0: expected values of 0 to" in (tmp_path / "report-2.jsonl").read_text()
+    assert list(first.store.list()) == []
+    why = {"heads": "parts to be of KV heads [1]", "content": "channels of layer 0: expected values of 0 to"}
+    assert why[wrong] in (tmp_path / "report-2.jsonl").read_text()
 
 
 def test_a_part_that_never_comes_ends_the_build(start: Any, monkeypatch: Any) -> None:
