@@ -22,6 +22,7 @@ from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch, _prefill, planned
 from tests.serving.test_store_in_serving import Service
+from tests.serving.traffic import eventually
 
 OTHER = list(range(2000, 2064))
 
@@ -69,15 +70,6 @@ def _report(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _eventually(check: Callable[[], bool], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if check():
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def _seconds(work: Callable[[], object]) -> float:
     begun = time.monotonic()
     work()
@@ -110,7 +102,7 @@ def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(serv
     assert max(snapshots) < 60, snapshots
     assert runtime.snapshot()["indexes_in_store"] == 1
     service.signal(signal.SIGCONT)
-    assert _eventually(lambda: runtime.snapshot()["store_problems"] == [])
+    assert eventually(lambda: runtime.snapshot()["store_problems"] == [])
 
 
 def test_what_is_admitted_while_the_store_hangs_is_built_once_it_answers(
@@ -134,7 +126,7 @@ def test_what_turns_out_to_be_stored_is_recorded_no_longer(service: Service, sta
     with late(runtime):
         runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
         assert len(builds) == 1
-    assert _eventually(lambda: (builds.settle(), len(builds) == 0)[1])
+    assert eventually(lambda: (builds.settle(), len(builds) == 0)[1])
     assert [line["status"] for line in _report(tmp_path)] == ["exists"]
     assert builds.recorder.take("a") is None
 
@@ -153,7 +145,7 @@ def test_a_lease_that_comes_after_its_request_went_is_given_back(service: Servic
             lease = store.lease(identity)
             return lease is not None and (lease.release(), True)[1]
 
-    assert _eventually(free)
+    assert eventually(free)
 
 
 def test_a_request_in_the_queue_of_an_idle_server_holds_no_lease(make_bench: Any, start: Any) -> None:
@@ -189,46 +181,32 @@ def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Any) -> No
         desk.close()
 
 
-def test_a_damaged_index_whose_report_fails_is_a_fallback_and_is_tried_again(
-    make_bench: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["damaged, and the report fails", "unknown"])
+def test_a_load_that_fails_is_a_fallback_and_is_tried_again(
+    make_bench: Any, start: Any, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     bench = make_bench()
     bench.put(PROMPT)
     runtime = start(bench.store.folder, build="off", build_report=None, prefetch_policy="wait_complete")
 
-    def damaged(key: Any) -> Any:
-        raise IndexCorrupt("checksum", expected="a", found="b", remedy="c")
+    def failing(error: Exception) -> Callable[..., None]:
+        def call(*_: Any) -> None:
+            raise error
 
-    def read_only(key: Any, error: Any) -> None:
-        raise StoreFolderError("index store", expected="a usable folder", found="Read-only file system", remedy="r")
+        return call
 
-    monkeypatch.setattr(runtime.store, "get", damaged)
-    monkeypatch.setattr(runtime.store, "report", read_only)
+    if fault == "unknown":
+        monkeypatch.setattr(runtime.residency, "_load", failing(RuntimeError("the loader's own defect")))
+    else:
+        read_only = {"expected": "a usable folder", "found": "Read-only file system", "remedy": "r"}
+        damaged = IndexCorrupt("checksum", expected="a", found="b", remedy="c")
+        monkeypatch.setattr(runtime.store, "get", failing(damaged))
+        monkeypatch.setattr(runtime.store, "report", failing(StoreFolderError("index store", **read_only)))
     first, second = Request(), Request()
     runtime.admit(first, "a", [*PROMPT, 7], NAMESPACE)
     assert not planned(runtime, _decode_batch(runtime, ["a"], [66]))
-    assert runtime.counters.fallbacks == {"index_corrupt": 1}
+    assert runtime.counters.fallbacks == {"index_loading" if fault == "unknown" else "index_corrupt": 1}
     runtime.slot_freed(first, 0, finished=True)
-    monkeypatch.undo()
-    runtime.admit(second, "b", [*PROMPT, 7], NAMESPACE)
-    assert planned(runtime, _decode_batch(runtime, ["b"], [66]))
-
-
-def test_a_load_that_ends_in_an_unknown_way_does_not_end_the_scheduler(
-    make_bench: Any, start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = make_bench()
-    bench.put(PROMPT)
-    runtime = start(bench.store.folder, build="off", build_report=None, prefetch_policy="wait_complete")
-
-    def broken(index: Any) -> None:
-        raise RuntimeError("the loader's own defect")
-
-    monkeypatch.setattr(runtime.residency, "_load", broken)
-    request, second = Request(), Request()
-    runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
-    assert not planned(runtime, _decode_batch(runtime, ["a"], [66]))
-    assert runtime.counters.fallbacks == {"index_loading": 1}
     monkeypatch.undo()
     runtime.admit(second, "b", [*PROMPT, 8], NAMESPACE)
     assert planned(runtime, _decode_batch(runtime, ["b"], [66])), "loaded anew"
