@@ -1,4 +1,4 @@
-"""`sglang-ext index`: looking is no use, the same commands on a service, limits out of reach, one of many that fails."""
+"""`sglang-ext index`: looking is no use, commands on a service, limits out of reach, one of many that fails."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ import pytest
 
 from prefix_index import FileStore, Retention
 from prefix_index.testing import sample_payload
-from sglang_ext.cli import main
 from sglang_ext.cli.index import targets
 from tests.cli.conftest import fill
 from tests.prefix_index.test_index_passing import refuse
@@ -314,12 +313,3 @@ def test_import_into_a_store_that_cannot_be_made_ends_with_1(index: Any, tmp_pat
     said = index("import", tmp_path / "x.pfxindex", "--store", tmp_path / "file" / "store")
     assert said.status == 1
     assert "index store" in said.err
-
-
-def test_the_main_command_names_its_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    for name in ("prebuild", "index", "store"):
-        assert f"    {name} " in text
