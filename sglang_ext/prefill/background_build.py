@@ -51,8 +51,6 @@ class Build:
     """One index on its way.
 
     Attributes:
-        prefix: whose.
-        identity: of the index.
         heads: KV heads of the model that are built here.
         pieces: all of them, in their order.
         given: pieces handed over so far; the scheduler's thread counts.
@@ -102,12 +100,9 @@ class BackgroundBuilder:
     others, or have none for a while, as positions stay what they are.
 
     Args:
-        factory: of the configuration.
         store: open; not owned.
-        samples: of queries.
         rows: tokens of a sample, at most.
         share: of the GPU's time that building may take, above 0 and at most 1.
-        device: of the keys.
         done: called on the builder's thread with (build, fields of the report); a status of `built` means stored, of
             `left` that rank 0 may take the part.
         parts: with tensor parallelism: builds are of this rank's heads, and rank 0 puts them together.
@@ -162,13 +157,8 @@ class BackgroundBuilder:
         self.open = [one for one in self.open if not one.closed]
 
     def hand_over(self, build: Build, piece: Piece, keys: Tensor) -> None:
-        """Give a piece to a builder that is ready. Waits for nothing.
-
-        Args:
-            build: one of `open`.
-            piece: what it wanted.
-            keys: [prefix_len, number of heads, head_dim], memory of the builder's from now on, being written on the
-                current stream.
+        """Give a piece that one of `open` wanted to a builder that is ready. Waits for nothing. Its keys [prefix_len,
+        number of heads, head_dim] are the builder's memory from now on, being written on the current stream.
         """
         self.ready = False
         build.given += 1

@@ -37,14 +37,8 @@ _RECALL_ROWS = 4
 
 
 def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> str:
-    """Digest of how indexes are built: two configurations with equal digests build and read the same.
-
-    Args:
-        config: methods, sample sizes.
-        profile: the model's; of it counts only what the builders use (`used_by_builders`).
-
-    Raises:
-        ProfileError: the methods do not go with this profile.
+    """Digest of how indexes are built: two configurations with equal digests build and read the same. Of a profile
+    counts only what the builders use. Raises ProfileError where the methods do not go with it.
     """
     specs = method_specs(config)
     sampled = _need_queries(specs, profile)
@@ -62,12 +56,8 @@ def _need_queries(specs: Mapping[str, IndexSpec], profile: Profile | None) -> bo
 
 
 class IndexFactory:
-    """Builds and stores the indexes of one configuration.
-
-    Args:
-        store: open store; not owned.
-        config: methods, sample sizes.
-        profile: the model's; its block sizes and channels go to the builders that use them.
+    """Builds and stores the indexes of one configuration, with the block sizes and channels of a profile, if there is
+    one. The store is open, and not owned.
     """
 
     def __init__(self, store: IndexStore, config: SparseAttnConfig, profile: Profile | None = None) -> None:
@@ -99,10 +89,9 @@ class IndexFactory:
             sm_scale: attention scale of the layers, for the sampled recall.
 
         Returns:
-            The store's entry and what was measured (also kept in the index): seconds, bytes, and per method
-            the sampled recall: attention mass of recorded queries inside the selection at the configured
-            budget, mean over layers, rows and heads; queries later than a key cannot tell, so this is over
-            the whole prefix, as in decode.
+            The store's entry and what was measured (also kept in the index): seconds, bytes, and per method the sampled
+            recall: attention mass of recorded queries inside the selection at the configured budget, over the whole
+            prefix, as in decode; mean over layers, rows and heads.
 
         Raises:
             ValueError: a method needs queries and there are none, or the inputs are not finite.
@@ -127,14 +116,11 @@ class IndexFactory:
         return self.store(assembly, recall if queries is not None else {})
 
     def store(self, assembly: IndexAssembly, recall: Mapping[str, float]) -> tuple[IndexEntry, dict[str, Any]]:
-        """Store a whole index, read it back and verify it; may be called in any thread.
+        """Store a whole index, read it back and verify it; may be called in any thread. Returns what `build` does.
 
         Args:
             assembly: with all layers and KV heads.
             recall: by method, for the index's statistics; empty where it was not measured.
-
-        Returns:
-            As `build`.
 
         Raises:
             ContentError: it would not be loaded again; nothing was stored.
@@ -188,14 +174,10 @@ class IndexFactory:
 
 
 class IndexAssembly:
-    """An index while it is built: any layers, any KV heads, in any order. Its arrays lie in host memory.
-
-    Args:
-        factory: whose methods.
-        identity: of the prefix.
+    """An index while it is built, by a factory's methods: any layers, any KV heads, in any order.
 
     Attributes:
-        arrays: what is there.
+        arrays: what is there, in host memory.
         seconds: spent building, by method.
         kv_bytes: of the prefix's keys and values in the KV pool; 0 before the first piece.
     """
@@ -224,20 +206,15 @@ class IndexAssembly:
         queries: Tensor | None,
         prepared: Mapping[str, Prepared] | None = None,
     ) -> dict[str, dict[str, Tensor]]:
-        """Build some KV heads of some layers. Waits for the device.
+        """Build some KV heads (None: all) of some layers. Waits for the device.
 
         Args:
-            layers: whose.
-            heads: which of each layer; None: all.
             keys: [prefix_len, len(layers) * number of heads, head_dim] post-RoPE, layer by layer.
             queries: [len(layers) * number of heads, num_samples, head_dim]; None without a sample.
             prepared: by method, of these layers and heads; None to have each builder prepare them itself.
 
         Returns:
-            Per method what the builder made, on the keys' device.
-
-        Raises:
-            ValueError: as `IndexBuilder.build_layer`.
+            Per method what the builder made, on the keys' device. Raises as `IndexBuilder.build_layer`.
         """
         model = self.identity.model
         heads = heads or range(model.num_kv_heads)

@@ -21,8 +21,7 @@ from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.methods.profile import Profile
 from sglang_ext.prefill.builder import IndexFactory, covered_tokens, profile_digest
 from sglang_ext.prefill.claims import Claim, ClaimDesk
-from sglang_ext.prefill.recorder import Capture
-from sglang_ext.prefill.recording import Admission, BuildView, Recording
+from sglang_ext.prefill.recorder import Admission, BuildView, Capture, Recording
 from sglang_ext.ranks import OneRank, Ranks
 
 logger = logging.getLogger(__name__)
@@ -211,14 +210,7 @@ class PrefillHelp(Recording):
 
 
 def own_inputs(view: BuildView, capture: Capture, row: int, num_tokens: int) -> Inputs:
-    """Of the KV heads of this rank, on the device.
-
-    Args:
-        view: the target model runner.
-        capture: a complete one.
-        row: of `req_to_token`, still filled.
-        num_tokens: of the prefix.
-    """
+    """Of the KV heads of this rank, on the device: of a complete capture, and a row of `req_to_token`, still filled."""
     if capture.samples is not None and capture.samples.is_cuda:
         # A request may be retracted before the layers of its last prefill step have run.
         torch.cuda.synchronize(capture.samples.device)
@@ -229,16 +221,10 @@ def own_inputs(view: BuildView, capture: Capture, row: int, num_tokens: int) -> 
 
 
 def gathered(ranks: Ranks, own: Inputs | None, device: torch.device) -> Inputs | None:
-    """A request ended, on rank 0. A collective with several ranks, `hand_over` on the others.
+    """A request ended, on rank 0: inputs of all KV heads, on a device; None where some rank has no part of it (`own`).
 
-    Args:
-        ranks: rank 0's.
-        own: its part; None where no index is to be built.
-        device: where it is built.
-
-    Returns:
-        Of all KV heads; None where some rank has no part of it. With several ranks each item is a collective, and so is
-        `close`: take one item at least, then close.
+    With several ranks a collective: `hand_over` on the others. So is each item, and `close`: take one item at least,
+    then close.
     """
     if ranks.size == 1:
         return own

@@ -13,8 +13,7 @@ from torch import Tensor
 from sglang_ext.calibration.importance import attention_importance
 from sglang_ext.calibration.prompt_capture import PromptCapture, save_capture
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.prefill.recorder import MAX_CAPTURES, Capture, Chunk
-from sglang_ext.prefill.recording import Admission, BuildView, Recording
+from sglang_ext.prefill.recorder import MAX_CAPTURES, Admission, BuildView, Capture, Chunk, Recording
 
 logger = logging.getLogger(__name__)
 

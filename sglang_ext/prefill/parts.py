@@ -35,11 +35,8 @@ _BEGINNING_S = 60.0
 
 
 class Parts:
-    """Parts as one rank sees them. Used by its builder's thread.
-
-    Args:
-        rank, size: its place among the ranks.
-        folder: of this server alone, readable and writable by all ranks; exists.
+    """Parts as one rank sees them, in a folder of this server alone that all ranks write to. Used by its builder's
+    thread.
     """
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
@@ -47,14 +44,9 @@ class Parts:
 
     @classmethod
     def of_server(cls, ranks: Ranks) -> Parts | None:
-        """In a new folder for temporary files. A collective: rank 0 makes it. It is removed where the process ends in
-        order, else (SGLang kills its processes) when the next server of several ranks starts.
-
-        Returns:
-            None for a process without others.
-
-        Raises:
-            RuntimeError: on all ranks: the folder could not be made.
+        """In a new folder for temporary files; None for a process without others. A collective: rank 0 makes it, and
+        RuntimeError is raised on all ranks where it cannot. It is removed where the process ends in order, else (SGLang
+        kills its processes) when the next server of several ranks starts.
         """
         if ranks.size == 1:
             return None
@@ -100,9 +92,7 @@ class Parts:
 
     def taken(self, digest: str) -> dict[ArrayKey, NDArray[Any]] | None:
         """On rank 0: the arrays of all other ranks, whose files are removed; None while some have not left theirs.
-
-        Raises:
-            OSError, ValueError: a part cannot be read.
+        Raises OSError or ValueError where a part cannot be read.
         """
         paths = [self._path(digest, rank) for rank in range(self.size) if rank != self.rank]
         if not all(path.exists() for path in paths):

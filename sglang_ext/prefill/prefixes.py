@@ -44,8 +44,7 @@ class Prefix:
     """Leading tokens of some prompts.
 
     Attributes:
-        namespace: digest of everything that is not tokens.
-        hashes: of its pages, chained.
+        namespace, hashes: digest of everything that is not tokens; of its pages, chained.
         hits: requests that began with it; the first one, which only prefilled it, is not counted.
         due: whether its index is being built, or was.
         built_at: monotonic seconds when its index was stored here; None before.
@@ -97,17 +96,14 @@ class HitCounter:
     def hit(
         self, namespace: str, hashes: Sequence[bytes], cached: int, indexed: int, admitted: float = math.inf
     ) -> Prefix | None:
-        """Count one request.
+        """Count one request: the longest prefix of it that is worth an index now and was not before. It is `due` from
+        now on.
 
         Args:
-            namespace: its namespace's digest.
-            hashes: of its prompt's pages, chained.
+            namespace, hashes: of its prompt, as of a `Prefix`.
             cached: tokens of it that the prefix cache had.
             indexed: tokens of the index that serves it; 0 without one.
             admitted: monotonic seconds when that was looked up.
-
-        Returns:
-            The longest prefix of it that is worth an index now and was not before; it is `due` from now on.
         """
         found = [self._known.get((namespace, hashes[pages - 1])) for pages in self._pages if pages <= len(hashes)]
         met = [prefix for prefix in found if prefix is not None]
@@ -162,8 +158,7 @@ class QuerySample:
     """What one prefill left.
 
     Attributes:
-        namespace: digest of everything of the prompt that is not tokens.
-        hashes: of the prompt's pages, chained.
+        namespace, hashes: of the prompt, as of a `Prefix`.
         begin: first token that was computed.
         positions: [rows] int64, of tokens that were drawn evenly from those computed.
         queries: [num_layers, rows, num_qo_heads, head_dim] post-RoPE; in host memory once it is kept.
@@ -186,12 +181,8 @@ class QuerySample:
 
 
 class QuerySamples:
-    """Samples within a byte limit; those of no use for longest leave first. May be used in any thread. A thread of its
-    own brings them from the device.
-
-    Args:
-        max_bytes: of host memory.
-        device: of the model.
+    """Samples within a limit of bytes in host memory; those of no use for longest leave first. May be used in any
+    thread. A thread of its own brings them from the device.
     """
 
     def __init__(self, max_bytes: int, device: torch.device) -> None:
@@ -267,16 +258,9 @@ class QuerySamples:
                 left -= gone.queries.nbytes
 
     def of(self, prefix: Prefix, num_kv_heads: int, rows: int) -> Tensor | None:
-        """The sample of a prefix, evenly from all of its tokens that some sample covers. Waits for those on their way.
-
-        Args:
-            prefix: whose.
-            num_kv_heads: of the model.
-            rows: tokens, at most.
-
-        Returns:
-            [num_layers, num_kv_heads, samples, head_dim] in host memory, as `Capture.queries`; None where samples cover
-            less than half of the prefix's tokens.
+        """The sample of a prefix, evenly from all of its tokens that some sample covers, `rows` tokens at most:
+        [num_layers, num_kv_heads, samples, head_dim] in host memory, as `queries_by_head`. None where samples cover
+        less than half of the prefix's tokens. Waits for those on their way.
         """
         with self._lock:
             self._lock.wait_for(lambda: self._coming <= 0, PATIENCE_S)

@@ -10,7 +10,7 @@ from sglang_ext.methods.profile import Profile
 from sglang_ext.prefill.builds import PrefillBuilds, PrefillHelp
 from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.parts import Parts
-from sglang_ext.prefill.recording import BuildView, Recording
+from sglang_ext.prefill.recorder import BuildView, Recording
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.ranks import Ranks
 

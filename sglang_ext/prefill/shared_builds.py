@@ -21,8 +21,7 @@ from sglang_ext.prefill.background_build import IDLE_S, BackgroundBuilder, Build
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.prefixes import HitCounter, QuerySample, QuerySamples
-from sglang_ext.prefill.recorder import Chunk
-from sglang_ext.prefill.recording import Admission, BuildView, Recording
+from sglang_ext.prefill.recorder import Admission, BuildView, Chunk, Recording
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from sglang_ext.prefix.residency import ResidentIndex
 
 if TYPE_CHECKING:
     from prefix_index import IndexEntry
-    from sglang_ext.prefill.recording import Admission
+    from sglang_ext.prefill.recorder import Admission
 
 _serials = itertools.count()
 

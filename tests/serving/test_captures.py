@@ -12,7 +12,7 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.calibration.prompt_capture import load_capture
 from sglang_ext.config import config_from_dict
 from sglang_ext.prefill.captures import PrefillCaptures
-from sglang_ext.prefill.recording import Admission
+from sglang_ext.prefill.recorder import Admission
 
 LAYERS, HEADS, KV_HEADS, DIM, PROMPT = 2, 4, 2, 8, 12
 

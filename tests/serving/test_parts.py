@@ -20,7 +20,7 @@ from sglang_ext.prefill import background_build, parts
 from sglang_ext.prefill.background_build import pieces_of
 from sglang_ext.prefill.builds import gathered, hand_over
 from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
-from sglang_ext.prefill.recording import Admission
+from sglang_ext.prefill.recorder import Admission
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from tests.serving.meeting import Meeting
 
