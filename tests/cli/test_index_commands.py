@@ -12,7 +12,7 @@ import pytest
 
 from prefix_index import FileStore, Retention
 from sglang_ext.cli import main
-from sglang_ext.cli.index.checking import sample_size
+from sglang_ext.cli.index.containers import sample_size
 from sglang_ext.cli.index.text import size
 
 ENTRY_KEYS = {"digest", "name", "num_tokens", "nbytes", "created", "build_seconds"}

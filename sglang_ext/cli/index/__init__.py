@@ -9,7 +9,7 @@ from typing import Any
 from prefix_index import IndexStoreError
 from prefix_index.eviction import POLICIES
 from sglang_ext.cli.arguments import parse_bytes, parse_seconds
-from sglang_ext.cli.index import checking, keeping, listing, moving
+from sglang_ext.cli.index import containers, keeping, listing
 from sglang_ext.cli.index.targets import UnknownIndex
 from sglang_ext.cli.index.text import complain
 
@@ -101,11 +101,11 @@ _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
     "show": (listing.run_show, "show all that is known of an index", ["5ad40721", "tools"], _indexes("+")),
     "du": (listing.run_du, "sum bytes by model, profile and namespace", ["--store ./store"]),
     "verify": (
-        checking.run_verify,
+        containers.run_verify,
         "compare stored bytes with their checksums; status 1 if any index cannot be used",
         ["--store ./store", "--sample 5%"],
         _indexes("*"),
-        _argument("--sample", type=checking.sample_text, metavar="N|SHARE%", help="a random part: 20, or 5%%"),
+        _argument("--sample", type=containers.sample_text, metavar="N|SHARE%", help="a random part: 20, or 5%%"),
         _argument("--jobs", type=_positive, metavar="N", help="threads (default: cores, at most 4)"),
     ),
     "rm": (
@@ -138,7 +138,7 @@ _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
         _when,
     ),
     "export": (
-        moving.run_export,
+        containers.run_export,
         "write containers to a file or a folder",
         ["5ad40721 --to tools.pfxindex", "--all --to backup/"],
         _indexes("*"),
@@ -147,7 +147,7 @@ _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
         _flag("--replace", "overwrite files that are there"),
     ),
     "import": (
-        moving.run_import,
+        containers.run_import,
         "take containers in, each checked before it is stored",
         ["tools.pfxindex --store ./store", "backup/ other-store/"],
         _argument("file", nargs="+", metavar="FILE|FOLDER", help="containers, or folders of them"),
