@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from prefix_index import BuildInfo, FileStore, IndexEntry
+from prefix_index import BuildInfo, FileStore, IndexEntry, Retention
 from prefix_index.connect import open_store
 from prefix_index.testing import sample_identity, sample_model, sample_payload
 from sglang_ext.cli import main
@@ -51,13 +51,22 @@ class Shelf:
 
     def flip(self, number: int, at: int = 8192 + 5) -> None:
         """One byte of an array, or of the header, is no longer what was written."""
-        raw = bytearray(self.path(number).read_bytes())
-        raw[at] ^= 1
-        self.path(number).write_bytes(raw)
+        flip(self.path(number), at)
 
     def digests(self) -> list[str]:
-        with FileStore(self.folder) as store:
-            return [entry.digest for entry in store.list()]
+        return list(kept(self.folder))
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def kept(folder: Path) -> dict[str, Retention]:
+    """Retentions of a store's usable indexes, by digest."""
+    with FileStore(folder) as store:
+        return {entry.digest: entry.retention for entry in store.list()}
 
 
 def fill(folder: Path, count: int, values: int = 2048) -> list[IndexEntry]:

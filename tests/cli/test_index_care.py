@@ -16,6 +16,7 @@ import pytest
 from prefix_index import FileStore, Retention, StoreFolderError
 from prefix_index.testing import sample_identity, sample_payload
 from sglang_ext.cli import main
+from tests.cli.conftest import flip, kept
 from tests.serving.test_store_in_serving import Service
 
 # -- looking is no use; services ---------------------------------------------------------------------------------------
@@ -63,11 +64,7 @@ def test_verify_through_a_service_reads_the_disk_and_not_the_copy_in_memory(
                 time.sleep(0.02)
             (durable,) = (tmp_path / "ssd").glob("*/*.pfxindex")
             before = durable.stat()
-            with durable.open("r+b") as file:
-                file.seek(before.st_size // 2)
-                byte = file.read(1)
-                file.seek(before.st_size // 2)
-                file.write(bytes([byte[0] ^ 1]))
+            flip(durable, before.st_size // 2)
             os.utime(durable, ns=(before.st_atime_ns, before.st_mtime_ns))
             said = index("verify", "--json", "--store", url)
             assert (said.status, [line["status"] for line in said.lines]) == (1, ["corrupt"])
@@ -193,15 +190,13 @@ def test_import_of_a_stores_folder_keeps_pins_and_expiry(shelf: Any, index: Any,
     assert {line["digest"]: line["status"] for line in lines} == {
         entry.digest: "expired" if number == 2 else "imported" for number, entry in enumerate(shelf.entries)
     }
+    new = kept(tmp_path / "new")
     with FileStore(tmp_path / "new") as store:
-        kept = {entry.digest: entry.retention for entry in store.list()}
         store.retain(shelf.entries[4].digest, Retention(pinned=True))
     wanted = [Retention(pinned=True), Retention(expires=soon), None, Retention(), Retention()]
-    assert [kept.get(entry.digest) for entry in shelf.entries] == wanted
+    assert [new.get(entry.digest) for entry in shelf.entries] == wanted
     assert index("import", "--replace", shelf.path(4), "--store", tmp_path / "new").status == 0
-    with FileStore(tmp_path / "new") as store:
-        kept = {entry.digest: entry.retention for entry in store.list()}
-    assert kept[shelf.entries[4].digest].pinned, "a source that says nothing changes nothing"
+    assert kept(tmp_path / "new")[shelf.entries[4].digest].pinned, "a source that says nothing changes nothing"
 
 
 def test_import_goes_on_after_a_path_that_the_system_refuses(shelf: Any, index: Any, tmp_path: Path) -> None:

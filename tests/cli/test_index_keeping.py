@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
+import struct
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from prefix_index import FileStore, Retention
 from prefix_index.testing import sample_payload
 from sglang_ext.cli.index import targets
-from tests.cli.conftest import fill
+from tests.cli.conftest import flip, kept
 from tests.prefix_index.test_index_passing import refuse
 
 # -- rm ----------------------------------------------------------------------------------------------------------------
@@ -65,11 +66,6 @@ def test_rm_asks_on_a_terminal(
 # -- pin, expire, gc ---------------------------------------------------------------------------------------------------
 
 
-def retention_of(shelf: Any, number: int) -> Retention:
-    with FileStore(shelf.folder) as store:
-        return {entry.digest: entry.retention for entry in store.list()}[shelf.entries[number].digest]
-
-
 def test_pin_and_expiry_do_not_undo_each_other(shelf: Any, index: Any) -> None:
     digest = shelf.entries[0].digest
     assert index("pin", digest).out == f"{digest[:12]}  pin\n"
@@ -78,9 +74,9 @@ def test_pin_and_expiry_do_not_undo_each_other(shelf: Any, index: Any) -> None:
     assert line["pinned"] is True
     assert 7200 <= line["expires"] - begun < 7260
     index("unpin", digest)
-    assert retention_of(shelf, 0) == Retention(pinned=False, expires=line["expires"])
+    assert kept(shelf.folder)[shelf.entries[0].digest] == Retention(pinned=False, expires=line["expires"])
     index("expire", "--never", digest)
-    assert retention_of(shelf, 0) == Retention()
+    assert kept(shelf.folder)[shelf.entries[0].digest] == Retention()
 
 
 def test_a_name_stays_whatever_else_changes(shelf: Any, index: Any) -> None:
@@ -89,8 +85,8 @@ def test_a_name_stays_whatever_else_changes(shelf: Any, index: Any) -> None:
         store.retain(digest, Retention(name="tools"))
     for words in (["pin"], ["expire", "--after", "2h"], ["unpin"], ["expire", "--never"]):
         assert index(*words, "tools").status == 0
-        assert retention_of(shelf, 0).name == "tools"
-    assert retention_of(shelf, 0) == Retention(name="tools")
+        assert kept(shelf.folder)[shelf.entries[0].digest].name == "tools"
+    assert kept(shelf.folder)[shelf.entries[0].digest] == Retention(name="tools")
 
 
 def test_a_damaged_index_cannot_be_pinned(shelf: Any, index: Any) -> None:
@@ -98,7 +94,7 @@ def test_a_damaged_index_cannot_be_pinned(shelf: Any, index: Any) -> None:
     said = index("pin", shelf.entries[0].digest, shelf.entries[1].digest)
     assert said.status == 1
     assert "is damaged" in said.err
-    assert retention_of(shelf, 1).pinned, "the good one is"
+    assert kept(shelf.folder)[shelf.entries[1].digest].pinned, "the good one is"
 
 
 def test_gc_removes_what_has_expired(shelf: Any, index: Any) -> None:
@@ -210,29 +206,24 @@ def test_export_needs_indexes_or_all(index: Any, shelf: Any, tmp_path: Path) -> 
         assert (said.status, (tmp_path / "out").exists()) == (2, False)
 
 
-def test_import_refuses_what_is_not_whole_by_name_and_goes_on(
-    shelf: Any, index: Any, tmp_path: Path, fixture_too_new: Path
-) -> None:
-    files = {}
-    for number, name in enumerate(("good", "flipped", "cut", "header")):
-        files[name] = tmp_path / f"{name}.pfxindex"
-        files[name].write_bytes(shelf.path(number).read_bytes())
-    raw = bytearray(files["flipped"].read_bytes())
-    raw[-5000] ^= 4
-    files["flipped"].write_bytes(raw)
-    files["cut"].write_bytes(files["cut"].read_bytes()[:8192])
-    raw = bytearray(files["header"].read_bytes())
-    raw[20] ^= 1
-    files["header"].write_bytes(raw)
-    foreign = tmp_path / "notes.pfxindex"
-    foreign.write_text("shopping list")
-    missing, empty = tmp_path / "none.pfxindex", tmp_path / "empty"
-    empty.mkdir()
-    order = [foreign, fixture_too_new, files["flipped"], files["cut"], files["header"], missing, empty, files["good"]]
+def test_import_refuses_what_is_not_whole_by_name_and_goes_on(shelf: Any, index: Any, tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.pfxindex" for name in ("good", "flipped", "cut", "header", "newer", "notes", "none")]
+    for number, file in enumerate(files[:5]):
+        file.write_bytes(shelf.path(number).read_bytes())
+    flip(files[1], -5000)
+    files[2].write_bytes(files[2].read_bytes()[:8192])
+    flip(files[3], 20)
+    raw = bytearray(files[4].read_bytes())
+    raw[8:12] = struct.pack("<I", 2)
+    raw[56:64] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(raw[:56])))
+    files[4].write_bytes(raw)
+    files[5].write_text("shopping list")
+    (tmp_path / "empty").mkdir()
+    order = [*files[1:], tmp_path / "empty", files[0]]
     said = index("import", "--json", *order, "--store", tmp_path / "new")
     assert said.status == 1
     statuses = [line["status"] for line in said.lines]
-    assert statuses == ["foreign", "too_new", "corrupt", "corrupt", "corrupt", "missing", "missing", "imported"]
+    assert statuses == ["corrupt", "corrupt", "corrupt", "too_new", "foreign", "missing", "missing", "imported"]
     assert all(line["detail"] for line in said.lines[:-1])
     with FileStore(tmp_path / "new") as store:
         assert [entry.digest for entry in store.list()] == [shelf.entries[0].digest]
@@ -240,43 +231,19 @@ def test_import_refuses_what_is_not_whole_by_name_and_goes_on(
     text = index("import", *order, "--store", tmp_path / "new2")
     assert text.status == 1
     assert all(len(line) <= 80 for line in text.out.splitlines())
-
-
-@pytest.fixture
-def fixture_too_new(tmp_path: Path) -> Path:
-    """A whole file whose prelude says version 2, as a newer version would write it."""
-    import struct
-
-    import xxhash
-
-    path = tmp_path / "newer.pfxindex"
-    fill(tmp_path / "older", 1, values=16)
-    raw = bytearray(next((tmp_path / "older").rglob("*.pfxindex")).read_bytes())
-    raw[8:12] = struct.pack("<I", 2)
-    raw[56:64] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(raw[:56])))
-    path.write_bytes(raw)
-    return path
+    before = shelf.path(1).read_bytes()
+    assert index("import", "--replace", files[1]).status == 1
+    assert shelf.path(1).read_bytes() == before, "a good one is not replaced by a damaged one"
 
 
 def test_import_keeps_what_is_there_unless_told_to_replace(shelf: Any, index: Any, tmp_path: Path) -> None:
     other = tmp_path / "other"
     with FileStore(other, create=True) as store:
         store.put(sample_payload(shelf.entries[0].identity, fill=99))
-    stats = lambda: json.loads(index("show", "--json", shelf.entries[0].digest, "--store", other).out)["stats"]  # noqa: E731
-    assert index("import", shelf.path(0), "--store", other).out.startswith("exists")
-    assert stats() == {"fill": 99}
-    assert index("import", "--replace", shelf.path(0), "--store", other).out.startswith("imported")
-    assert stats() == {"fill": 0}
-
-
-def test_a_damaged_file_does_not_replace_a_good_index(shelf: Any, index: Any, tmp_path: Path) -> None:
-    file = tmp_path / "copy.pfxindex"
-    raw = bytearray(shelf.path(0).read_bytes())
-    raw[-5000] ^= 1
-    file.write_bytes(raw)
-    before = shelf.path(0).read_bytes()
-    assert index("import", "--replace", file).status == 1
-    assert shelf.path(0).read_bytes() == before
+    for flags, said, fill in (([], "exists", 99), (["--replace"], "imported", 0)):
+        assert index("import", *flags, shelf.path(0), "--store", other).out.startswith(said)
+        (shown,) = index("show", "--json", shelf.entries[0].digest, "--store", other).lines
+        assert shown["stats"] == {"fill": fill}
 
 
 def test_an_index_that_the_system_does_not_give_is_not_said_to_be_gone(
@@ -304,8 +271,7 @@ def test_import_does_not_lose_a_pin_that_cannot_be_read(
     assert line["status"] == "unreadable"
     assert ".pfxkeep: retention: expected readable bytes, found Too many open files" in line["detail"]
     assert index("import", shelf.path(0), "--store", tmp_path / "other").status == 0
-    with FileStore(tmp_path / "other") as store:
-        assert [entry.retention.pinned for entry in store.list()] == [True]
+    assert kept(tmp_path / "other") == {shelf.entries[0].digest: Retention(pinned=True)}
 
 
 def test_import_into_a_store_that_cannot_be_made_ends_with_1(index: Any, tmp_path: Path) -> None:
