@@ -110,13 +110,10 @@ def _queries_choosing(channels: torch.Tensor) -> torch.Tensor:
 def test_the_channels_are_those_of_the_queries_of_the_prefix(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
     builder = METHODS["token_index"].builder
-    build_layer = builder.build_layer
-
-    def spy(self: Any, keys: torch.Tensor, queries: torch.Tensor) -> Any:
-        seen.append(queries)
-        return build_layer(self, keys, queries)
-
-    monkeypatch.setattr(builder, "build_layer", spy)
+    real = builder.build_layer
+    monkeypatch.setattr(
+        builder, "build_layer", lambda self, keys, queries: (seen.append(queries), real(self, keys, queries))[1]
+    )
     runtime = start(query_samples=4096)
     traffic = sharing(runtime, "abc")
     assert traffic.decode_until("c", 83, lambda: counts(runtime)["built"] == 1)
@@ -240,12 +237,7 @@ def test_who_sees_a_closed_build_finds_its_lease_given_back(begun: tuple[Traffic
     traffic, build = begun
     lease, seen = build.lease, []
     assert lease is not None
-
-    def release() -> None:
-        seen.append(build.closed)
-        lease.release()
-
-    build.lease = SimpleNamespace(release=release)
+    build.lease = SimpleNamespace(release=lambda: (seen.append(build.closed), lease.release()))
     traffic.runtime.builds._builder._close(build)
     assert (seen, build.closed, leased(traffic.runtime, build)) == ([False], True, False)
 
@@ -291,10 +283,8 @@ def test_samples_on_their_way_are_few(start: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_a_capture_that_broke_leaves_room(start: Any) -> None:
     runtime = start()
-    traffic = Traffic(runtime)
     for rid in ("a", "b"):
         runtime.admit(Request(), rid, list(range(ord(rid), ord(rid) + 80)), NAMESPACE)
-        traffic.requests[rid] = (Request(), len(traffic.requests))
         for first in (0, 60):  # tokens 30 to 59 never come
             batch = SimpleNamespace(
                 forward_mode=_mode("extend"), rids=[rid], extend_seq_lens_cpu=[30], extend_prefix_lens_cpu=[first]
@@ -344,8 +334,7 @@ def test_no_queries_are_recorded_where_no_method_needs_them(start: Any) -> None:
 def test_requests_that_opted_out_are_neither_counted_nor_read(start: Any) -> None:
     runtime = start(build_after_hits=1)
     for number in range(3):
-        request = Request()
-        runtime.admit(request, str(number), [*SHARED, number], NAMESPACE, ("by_request", ""))
+        runtime.admit(Request(), str(number), [*SHARED, number], NAMESPACE, ("by_request", ""))
     assert (len(runtime.builds), counts(runtime)["prefixes"]) == (0, 0)
 
 

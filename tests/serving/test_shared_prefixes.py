@@ -96,28 +96,20 @@ def test_indexes_that_leave_a_small_store_before_they_have_paid_are_not_built_fo
     assert counter.evicted > 0
 
 
-def test_an_index_that_paid_before_it_left_is_built_again_as_soon_as_a_new_one() -> None:
+@pytest.mark.parametrize(("built_at", "served_at"), [(1.0, (2.0, 2.0)), (600.0, (1.0, 2.0))], ids=["known", "late"])
+def test_an_index_that_paid_before_it_left_is_built_again_as_soon_as_a_new_one(
+    built_at: float, served_at: tuple[float, float]
+) -> None:
+    """Also where a rank that left its part for another one learns late that the index is stored."""
     counter = HitCounter(after=2, least=16, align=16)
     prompt = hashes(SHARED)
     due = [counter.hit("", prompt, 64, 0) for _ in range(2)][1]
     assert due is not None
-    due.built_at = 1.0
-    assert [counter.hit("", prompt, 64, 64, admitted=2.0) for _ in range(2)] == [None, None]
-    assert counter.hit("", prompt, 64, 0, admitted=2.0) is None
-    assert counter.hit("", prompt, 64, 0, admitted=2.0) is due
-
-
-def test_what_an_index_serves_counts_as_soon_as_it_does() -> None:
-    """A rank that left its part for another one learns late that the index is stored."""
-    counter = HitCounter(after=2, least=16, align=16)
-    prompt = hashes(SHARED)
-    due = [counter.hit("", prompt, 64, 0) for _ in range(2)][1]
-    assert due is not None
-    due.built_at = 600.0
-    for now in (1.0, 2.0):
-        counter.hit("", prompt, 64, 64, admitted=now)
-    counter.hit("", prompt, 64, 0, admitted=601.0)
+    due.built_at = built_at
+    assert [counter.hit("", prompt, 64, 64, admitted=now) for now in served_at] == [None, None]
+    assert counter.hit("", prompt, 64, 0, admitted=built_at + 1) is None
     assert due.tries == 0
+    assert counter.hit("", prompt, 64, 0, admitted=built_at + 1) is due
 
 
 def test_prefixes_that_nobody_hits_are_forgotten() -> None:
