@@ -111,9 +111,7 @@ def test_the_channels_are_those_of_the_queries_of_the_prefix(start: Any, monkeyp
     seen: list[torch.Tensor] = []
     builder = METHODS["token_index"].builder
     real = builder.build_layer
-    monkeypatch.setattr(
-        builder, "build_layer", lambda self, keys, queries: (seen.append(queries), real(self, keys, queries))[1]
-    )
+    monkeypatch.setattr(builder, "build_layer", lambda self, k, q: (seen.append(q), real(self, k, q))[1])
     runtime = start(query_samples=4096)
     traffic = sharing(runtime, "abc")
     assert traffic.decode_until("c", 83, lambda: counts(runtime)["built"] == 1)
@@ -333,8 +331,9 @@ def test_no_queries_are_recorded_where_no_method_needs_them(start: Any) -> None:
 
 def test_requests_that_opted_out_are_neither_counted_nor_read(start: Any) -> None:
     runtime = start(build_after_hits=1)
-    for number in range(3):
-        runtime.admit(Request(), str(number), [*SHARED, number], NAMESPACE, ("by_request", ""))
+    requests = [Request() for _ in range(3)]  # held weakly
+    for number, request in enumerate(requests):
+        runtime.admit(request, str(number), [*SHARED, number], NAMESPACE, ("by_request", ""))
     assert (len(runtime.builds), counts(runtime)["prefixes"]) == (0, 0)
 
 
