@@ -94,12 +94,6 @@ def test_all_commands_work_through_the_socket(served: Service, shelf: Any, index
     assert index("gc", "--max-bytes", "1", *url).status == 2
 
 
-def test_a_service_that_is_not_there_ends_with_1_and_what_to_do(index: Any, tmp_path: Path) -> None:
-    said = index("ls", "--store", f"ipc://{tmp_path}/none")
-    assert said.status == 1
-    assert "sglang-ext store serve" in " ".join(said.err.split())
-
-
 # -- gc ----------------------------------------------------------------------------------------------------------------
 
 
@@ -129,18 +123,6 @@ def test_gc_with_a_limit_in_reach_removes_what_is_pinned_last(shelf: Any, index:
     assert removed == [entry["digest"] for entry in plan.lines[0]["removed"]]
     assert set(removed[3:]) == {entry.digest for entry in shelf.entries[:2]}
     assert shelf.digests() == []
-
-
-def test_gc_leaves_young_partials_in_both_modes(shelf: Any, index: Any) -> None:
-    young, old = (shelf.path(0).parent / f".partial-1-{number:016}" for number in range(2))
-    for path in (young, old):
-        path.write_bytes(b"x")
-    hour_ago = time.time() - 3600
-    os.utime(old, (hour_ago, hour_ago))
-    name = str(old.relative_to(shelf.folder))
-    assert index("gc", "--dry-run", "--json").lines[0]["leftovers"] == [name]
-    assert index("gc", "--json").lines[0]["leftovers"] == [name]
-    assert (young.exists(), old.exists()) == (True, False)
 
 
 def test_a_dry_run_lives_with_files_that_go_meanwhile(shelf: Any, index: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,7 @@ def test_the_store_is_named_in_several_ways(
     [
         ("s4://bucket", ["index store's address", "ipc://SOCKET", "s3://", "mooncake://HOST:PORT", "s4://bucket"]),
         ("/nowhere/at/all", ["/nowhere/at/all", "expected an existing folder", "found nothing"]),
+        ("ipc:///nowhere/none", ["sglang-ext store serve"]),
         ("file://host/folder", ["index store's address", "file:///FOLDER"]),
     ],
 )

@@ -66,27 +66,19 @@ def test_rm_asks_on_a_terminal(
 # -- pin, expire, gc ---------------------------------------------------------------------------------------------------
 
 
-def test_pin_and_expiry_do_not_undo_each_other(shelf: Any, index: Any) -> None:
+def test_name_pin_and_expiry_do_not_undo_each_other(shelf: Any, index: Any) -> None:
     digest = shelf.entries[0].digest
-    assert index("pin", digest).out == f"{digest[:12]}  pin\n"
+    with FileStore(shelf.folder) as store:
+        store.retain(digest, Retention(name="tools"))
+    assert index("pin", "tools").out == f"{digest[:12]}  pin\n"
     begun = time.time()
     (line,) = index("expire", "--after", "2h", "--json", digest).lines
     assert line["pinned"] is True
     assert 7200 <= line["expires"] - begun < 7260
     index("unpin", digest)
-    assert kept(shelf.folder)[shelf.entries[0].digest] == Retention(pinned=False, expires=line["expires"])
+    assert kept(shelf.folder)[digest] == Retention(name="tools", expires=line["expires"])
     index("expire", "--never", digest)
-    assert kept(shelf.folder)[shelf.entries[0].digest] == Retention()
-
-
-def test_a_name_stays_whatever_else_changes(shelf: Any, index: Any) -> None:
-    digest = shelf.entries[0].digest
-    with FileStore(shelf.folder) as store:
-        store.retain(digest, Retention(name="tools"))
-    for words in (["pin"], ["expire", "--after", "2h"], ["unpin"], ["expire", "--never"]):
-        assert index(*words, "tools").status == 0
-        assert kept(shelf.folder)[shelf.entries[0].digest].name == "tools"
-    assert kept(shelf.folder)[shelf.entries[0].digest] == Retention(name="tools")
+    assert kept(shelf.folder)[digest] == Retention(name="tools")
 
 
 def test_a_damaged_index_cannot_be_pinned(shelf: Any, index: Any) -> None:
@@ -130,18 +122,21 @@ def test_gc_over_a_limit_does_what_its_dry_run_says(eviction: str, shelf: Any, i
     assert len(shelf.digests()) == 3
 
 
-def test_gc_clears_what_dead_writers_left(shelf: Any, index: Any) -> None:
-    shard = shelf.path(0).parent
-    old = time.time() - 3600
-    for name in (".partial-1-0000000000000000", f".lease-{shelf.entries[0].digest}", f"{'0' * 64}.pfxkeep"):
-        folder = shelf.folder / "00" if name.startswith("0") else shard
-        folder.mkdir(exist_ok=True)
-        (folder / name).write_bytes(b"{}")
-        os.utime(folder / name, (old, old))
-    assert len(index("gc", "--dry-run", "--json").lines[0]["leftovers"]) == 3
-    (done,) = index("gc", "--json").lines
-    assert (len(done["leftovers"]), done["removed"]) == (3, [])
-    assert [path.name for path in shelf.folder.rglob("*") if path.is_file() and path.suffix != ".pfxindex"] == []
+def test_gc_clears_what_dead_writers_left_and_leaves_young_partials(shelf: Any, index: Any) -> None:
+    shard, old = shelf.path(0).parent, time.time() - 3600
+    dead = [shard / ".partial-1-0000000000000000", shard / f".lease-{shelf.entries[0].digest}"]
+    dead.append(shelf.folder / "00" / f"{'0' * 64}.pfxkeep")
+    young = shard / ".partial-1-0000000000000001"
+    dead[2].parent.mkdir(exist_ok=True)
+    for path in (*dead, young):
+        path.write_bytes(b"{}")
+        if path != young:
+            os.utime(path, (old, old))
+    names = sorted(str(path.relative_to(shelf.folder)) for path in dead)
+    for flags in (["--dry-run"], []):
+        (done,) = index("gc", "--json", *flags).lines
+        assert (done["leftovers"], done["removed"]) == (names, [])
+    assert [path for path in shelf.folder.rglob("*") if path.is_file() and path.suffix != ".pfxindex"] == [young]
 
 
 def test_gc_says_nothing_of_a_build_under_way(shelf: Any, index: Any) -> None:
