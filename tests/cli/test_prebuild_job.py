@@ -50,7 +50,7 @@ class Engine:
     def state(self) -> dict[str, Any]:
         return {"model": msgspec.to_builtins(sample_model())}
 
-    def prefill(self, rid: str, ids: list[int], extra_key: str | None, cache_salt: str | None) -> None:
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
         self.prefilled.append(rid)
         identity = identity_of(ids)
         lease = self.store.lease(identity)
@@ -70,18 +70,19 @@ class WithBos(Engine):
 
 
 class Refused(Engine):
-    """Its scheduler never gets the lease; `remove` goes when it first asks."""
+    """Its scheduler never gets the lease."""
 
-    made: Engine
-    remove: Path | None = None
-
-    def prefill(self, rid: str, ids: list[int], extra_key: str | None, cache_salt: str | None) -> None:
-        Refused.made = self
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
         with self.store.lease(identity_of(ids)):
-            super().prefill(rid, ids, extra_key, cache_salt)
-        if self.remove is not None:
-            shutil.rmtree(self.remove)
-            Refused.remove = None
+            super().prefill(rid, ids, *more)
+
+
+class Vanishing(Refused):
+    """The store's folder goes when it first asks for the lease."""
+
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
+        super().prefill(rid, ids, *more)
+        shutil.rmtree(self.store.folder)
 
 
 class Beside(Engine):
@@ -91,8 +92,8 @@ class Beside(Engine):
         super().__init__(store, events)
         self.other = other
 
-    def prefill(self, rid: str, ids: list[int], extra_key: str | None, cache_salt: str | None) -> None:
-        super().prefill(rid, ids, extra_key, cache_salt)
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
+        super().prefill(rid, ids, *more)
         if len(self.prefilled) == 2:
             self.other.start()
 
@@ -107,11 +108,9 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         prompts = [n if isinstance(n, Prompt) else Prompt(id=LineNumber(n), input_ids=prompt(n)) for n in names]
         args = argparse.Namespace(pin=pin, ttl=ttl, wait=wait, store=str(store.folder))
         report, events = io.StringIO(), tmp_path / f"events-{time.monotonic_ns()}.jsonl"
-        one = PrebuildJob(
-            job.engine(store, events), store, Settings(config=CONFIG, store=""), str(events), report, args
-        )
+        job.made, settings = job.engine(store, events), Settings(config=CONFIG, store="")
         try:
-            status = one.run(prompts)
+            status = PrebuildJob(job.made, store, settings, str(events), report, args).run(prompts)
         finally:
             job.lines = [json.loads(line) for line in report.getvalue().splitlines()]
         return status, job.lines, store
@@ -172,12 +171,11 @@ def test_a_lease_that_others_are_always_faster_to_take_is_given_up_after_the_wai
     status, lines, _ = job(1, wait=1.2)
     assert 1.2 <= time.monotonic() - begun < 60
     assert (status, lines[0]["status"], lines[0]["reason"]) == (1, "skipped", "building_elsewhere")
-    assert len(Refused.made.prefilled) <= 5, "it sleeps in between"
+    assert len(job.made.prefilled) <= 5, "it sleeps in between"
 
 
 def test_a_store_that_goes_away_while_the_job_waits_is_a_failed_line(job: Any) -> None:
-    job.engine = Refused
-    Refused.remove = job.store.folder
+    job.engine = Vanishing
     status, lines, _ = job(1, wait=60.0)
     assert (status, lines[0]["status"], lines[0]["reason"]) == (1, "failed", "StoreFolderError")
 
@@ -264,10 +262,10 @@ def test_token_ids_that_the_model_does_not_have_never_reach_the_engine(job: Any,
 class Dying(Engine):
     """Its scheduler dies of the second prompt."""
 
-    def prefill(self, rid: str, ids: list[int], extra_key: str | None, cache_salt: str | None) -> None:
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
         if len(self.prefilled) == 1:
             raise EngineDiedError("expected SGLang's processes to live, got the end of one")
-        super().prefill(rid, ids, extra_key, cache_salt)
+        super().prefill(rid, ids, *more)
 
 
 def test_the_prompt_that_an_engine_died_of_is_named(job: Any) -> None:
