@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from prefix_index import BuildLease, IndexIdentity, IndexStore, IndexStoreError
-from sglang_ext.prefill.builder import IndexAssembly, IndexFactory
-from sglang_ext.prefill.claims import take_lease
+from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, take_lease
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.prefixes import Prefix, QuerySamples, recorded_event, side_stream
 

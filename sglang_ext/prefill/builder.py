@@ -13,6 +13,7 @@ from torch import Tensor
 from prefix_index import (
     ArrayKey,
     BuildInfo,
+    BuildLease,
     IndexEntry,
     IndexIdentity,
     IndexPayload,
@@ -269,3 +270,24 @@ def _itemsize(dtype: str) -> int:
 def covered_tokens(prompt_len: int, align: int) -> int:
     """Tokens of a prompt that an index covers: the largest multiple of `align` (a multiple of a page)."""
     return prompt_len // align * align
+
+
+def take_lease(store: IndexStore, identity: IndexIdentity) -> BuildLease | dict[str, Any]:
+    """The lease to build an index under, or why not: fields of a report's line. May block until the store's time
+    limits; raises what the store raises.
+    """
+    exists = {"status": "exists", "digest": identity.digest, "num_tokens": identity.num_tokens}
+    if store.contains(identity):
+        return exists
+    lease = store.lease(identity)
+    if lease is None:
+        detail = "expected nobody else to build this index, found its lease held; wait for it, or ask again"
+        return {"status": "skipped", "reason": "building_elsewhere", "digest": identity.digest, "detail": detail}
+    try:
+        if not store.contains(identity):
+            return lease
+    except BaseException:
+        lease.release()
+        raise
+    lease.release()  # its last holder was done a moment ago
+    return exists

@@ -17,7 +17,7 @@ import pytest
 
 from prefix_index import FileStore, IndexCorrupt, StoreFolderError
 from sglang_ext.config import Settings, config_from_dict
-from sglang_ext.prefill.claims import ClaimDesk
+from sglang_ext.prefill.builds import ClaimDesk
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch, _prefill, planned
