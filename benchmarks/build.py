@@ -169,7 +169,7 @@ def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
     import torch
 
     from sglang_ext.methods import make_builder, parse_spec
-    from sglang_ext.methods.preparation import at_layers, build_layer, layer_batches, prepare
+    from sglang_ext.methods.arrays import at_layers, layer_batches
 
     shape = SHAPES[args.shape]
     layers, heads, dim = shape["num_hidden_layers"], shape["num_key_value_heads"], shape["head_dim"]
@@ -184,9 +184,9 @@ def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
     builder = make_builder(parsed)
     seconds, of_all = [], []
     for _ in range(args.layer_repeats + 1):
-        prepared, together = timed(lambda: prepare(builder, queries), cpu=args.cpu)
+        prepared, together = timed(lambda: builder.prepare(queries), cpu=args.cpu)
         known = at_layers(prepared, at_once)
-        built, alone = timed(lambda known=known: build_layer(builder, keys, own, known), cpu=args.cpu)
+        built, alone = timed(lambda known=known: builder.build_layer(keys, own, known), cpu=args.cpu)
         of_all.append(together)
         seconds.append(together / layers + alone / len(at_once))
     return {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefix_index.direct import fresh_buffer
+from prefix_index.reader import fresh_buffer
 
 Row = dict[str, Any]
 

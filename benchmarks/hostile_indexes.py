@@ -48,13 +48,12 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.grouping import SlotTracker
-from sglang_ext.decode.ops import graph_refusal, op_maker
-from sglang_ext.decode.select_op import ReferenceOp
+from sglang_ext.decode.select_op import ReferenceOp, graph_refusal, op_maker
 from sglang_ext.decode.sparse import SparseDecode
 from sglang_ext.decode.types import DecodeBatch
 from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods.arrays import split_heads
 from sglang_ext.methods.base import LayerProfile
-from sglang_ext.methods.heads import split_heads
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.prefix import residency
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State

@@ -12,8 +12,8 @@ from kernel_problem import Problem
 from torch import Tensor
 
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
-from prefix_kernels.grouped_attention.config import programs_at_once
 from prefix_kernels.grouped_attention.tuned import passes_of
+from prefix_kernels.launching import programs_at_once
 from prefix_kernels.types import PagedKV
 
 #: Launch parameters by shape and requests of a tile: `TunedConfigs`, or a sweep's candidate.
@@ -153,7 +153,7 @@ def _case(
 
     config: Mapping[str, Any] = {
         "passes": [dataclasses.asdict(one) for one in passes],
-        "programs": [programs_at_once(device, one) for one in passes],
+        "programs": [programs_at_once(device, one.programs_per_sm) for one in passes],
         "workspace_bytes": attention.workspace_bytes,
     }
     return Case(each_layer(problem, attend), out, lse, reads, dict(config), kept=(attention, slots, counts))

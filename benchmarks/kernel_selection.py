@@ -22,10 +22,9 @@ from prefix_kernels.anchor_selection import AnchorSelection, Form, default_confi
 from prefix_kernels.budget import budget_for_group
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
-from prefix_kernels.pooled_scores.tables import ScoreInputs
-from prefix_kernels.pooling import Pooling
+from prefix_kernels.pooled_scores.runner import ScoreInputs
 from prefix_kernels.top_k_selection import SelectionGroup
-from sglang_ext.methods import make_builder, make_selector
+from sglang_ext.methods import SelectArgs, make_builder, make_selector
 from sglang_ext.methods.token_index import TokenIndexSpec
 
 NUM_SINK, NUM_RECENT = 16, 64
@@ -70,13 +69,18 @@ class Prefix:
         wanted = max(NUM_SINK + NUM_RECENT + 16, round(keep * prefix_len))
         self.budget = min(budget_for_group(wanted, batch), prefix_len)
         self.selector = make_selector(spec, sum_every)
+        self.args = SelectArgs(
+            prefix_len=prefix_len,
+            budget=self.budget,
+            num_sink=NUM_SINK,
+            num_recent=NUM_RECENT,
+            sm_scale=self.sm_scale,
+        )
 
     @functools.cached_property
     def wanted(self) -> Tensor:
         """[num_kv_heads, prefix_len] fp32: pooled log-probabilities of the reference."""
-        return self.selector.token_scores(
-            self.arrays, self.q, prefix_len=self.prefix_len, sm_scale=self.sm_scale, pooling=Pooling.MAX
-        )
+        return self.selector.token_scores(self.arrays, self.q, self.args)
 
     def wrongly_chosen(self, scores: Tensor, positions: Tensor) -> float:
         """How many positions [num_kv_heads, budget] differ, by score, from the best ones; infinite for no positions.
@@ -117,17 +121,7 @@ class Torch:
     def run(self) -> None:
         """Scores, then the best."""
         prefix = self._prefix
-        found = prefix.selector.select(
-            prefix.arrays,
-            prefix.q,
-            prefix_len=prefix.prefix_len,
-            budget=prefix.budget,
-            num_sink=NUM_SINK,
-            num_recent=NUM_RECENT,
-            sm_scale=prefix.sm_scale,
-            pooling=Pooling.MAX,
-        )
-        self.positions.copy_(found.positions)
+        self.positions.copy_(prefix.selector.select(prefix.arrays, prefix.q, prefix.args).positions)
 
     def check(self) -> Gate:
         """The lists."""

@@ -17,10 +17,9 @@ from prefix_index import IndexEntry
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import Selection
 from sglang_ext.config import parse_profiled
-from sglang_ext.decode.budget import group_budget, selection_group
-from sglang_ext.decode.select_op import ReferenceOp
+from sglang_ext.decode.select_op import ReferenceOp, group_budget, selection_group
 from sglang_ext.decode.trace import Selected
-from sglang_ext.methods import make_selector, method_specs
+from sglang_ext.methods import SelectArgs, make_selector, method_specs
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 from sglang_ext.storage import configured_store
@@ -112,13 +111,8 @@ class Reselection:
                 verdicts.append("equal")
                 continue
             if scores is None:
-                scores = self._selector.token_scores(
-                    index.layers[layer],
-                    q,
-                    prefix_len=step.prefix_len,
-                    sm_scale=scale,
-                    pooling=Pooling(self._config.pooling),
-                )
+                args = SelectArgs(prefix_len=step.prefix_len, sm_scale=scale, pooling=Pooling(self._config.pooling))
+                scores = self._selector.token_scores(index.layers[layer], q, args)
             verdicts.append(_by_scores(scores[head], own, theirs))
         return verdicts
 

@@ -39,7 +39,7 @@ from kernel_rows import driver, installed, origin
 from sanitize_races import races
 from tqdm import tqdm
 
-from prefix_kernels.digit_counts import COUNTS
+from prefix_kernels.kernels import COUNTS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUND = 86
@@ -79,7 +79,7 @@ CASES = (
     Case(
         ("attend_items_kernel", "merge_items_kernel"),
         "triton/test_grouped_attention.py",
-        "groups_and_suffixes or split_list or fp8 or merged_states or empty_selection",
+        "groups_and_suffixes or split_list or fp8 or own_lists",
     ),
     Case(("select_kernel",), "triton/test_anchor_selection.py", "test_tokens or groups_share or windows_that"),
     Case(("select_kernel",), "triton/test_joined_two_level.py", "positions_of_the_stages or groups_shared"),

@@ -45,8 +45,8 @@ from prefix_kernels.pooling import Pooling, sum_step
 from prefix_kernels.testing import PLANTED
 from sglang_ext.calibration.selection_quality import FullAttention, Oracle, full_attention, oracle_at, selection_quality
 from sglang_ext.config import SparseAttnConfig
+from sglang_ext.methods.arrays import kv_bytes
 from sglang_ext.methods.base import LayerProfile
-from sglang_ext.methods.traffic import kv_bytes
 from sglang_ext.quality.tasks import TASKS
 
 KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)

@@ -16,15 +16,10 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
 from sglang_ext.methods import make_builder, make_selector, parse_spec
-from sglang_ext.methods.ab_sparse import ABSparseSpec
-from sglang_ext.methods.base import NO_PROFILE, IndexSpec, LayerProfile
-from sglang_ext.methods.combined import TwoLevelSpec, UnionSpec
-from sglang_ext.methods.exact import ExactSpec
-from sglang_ext.methods.heads import join_heads, split_heads
-from sglang_ext.methods.traffic import index_read_bytes, stored_bytes
+from sglang_ext.methods.arrays import join_heads, split_heads, stored_bytes
+from sglang_ext.methods.base import NO_PROFILE, IndexSpec, LayerProfile, SelectArgs, Selector
 
 
 class Budget(NamedTuple):
@@ -44,10 +39,10 @@ class Step(NamedTuple):
     pooling: Pooling
     budgets: tuple[Budget, ...]
 
-    @property
-    def common(self) -> dict[str, Any]:
+    def args(self, budget: Budget) -> SelectArgs:
         """As selectors take it."""
-        return {"prefix_len": self.prefix_len, "sm_scale": self.sm_scale, "pooling": self.pooling}
+        sizes = {"budget": budget.tokens, "num_sink": budget.num_sink, "num_recent": budget.num_recent}
+        return SelectArgs(prefix_len=self.prefix_len, sm_scale=self.sm_scale, pooling=self.pooling, **sizes)
 
 
 class LayerInput(NamedTuple):
@@ -100,38 +95,30 @@ class Method:
 
     def stored(self, arrays: Arrays) -> float:
         """Bytes of one KV head's index. The oracle's keys are those of the KV itself."""
-        return 0.0 if isinstance(self.way, ExactSpec) else stored_bytes(arrays)
+        return 0.0 if self.kind == "oracle" else stored_bytes(arrays)
 
     def index_read(self, arrays: Arrays, q: Tensor, step: Step, budget: Budget) -> float:
         """Bytes of the index that a step reads for one KV head, mean over tokens. `arrays`, `q`: see `as_heads`."""
         if self.way is None:
             return 0.0
-        if isinstance(self.way, ExactSpec):
+        if self.kind == "oracle":
             return float(step.prefix_len * q.shape[2] * 2)
-        return index_read_bytes(self.way, arrays, q, step.prefix_len, budget.tokens)
+        return self.way.read_bytes(arrays, q, step.prefix_len, budget.tokens)
 
     def select(self, arrays: Arrays, q: Tensor, num_rows: int, step: Step) -> list[Selection]:
         """A selection for each budget, with a row for each token and KV head. `arrays`, `q`: see `as_heads`.
 
-        Scores do not depend on the budget, so they are made once, except where a method looks at it.
+        Scores do not depend on the budget, so they are made once, except where a selector has a `select` of its own.
         """
-        scores: Tensor | None = None
-        chosen = []
-        for budget in step.budgets:
-            windows = (budget.num_sink, budget.num_recent)
-            # Of the block that the budget cuts, a selector takes the first tokens; equal scores would leave it to topk.
-            if isinstance(self.way, TwoLevelSpec | UnionSpec | ABSparseSpec):
-                sizes = {"budget": budget.tokens, "num_sink": budget.num_sink, "num_recent": budget.num_recent}
-                chosen.append(make_selector(self.way).select(arrays, q, **sizes, **step.common))
-                continue
-            scores = self._scores(arrays, q, num_rows, step) if scores is None else scores
-            chosen.append(top_k_selection(scores, budget.tokens, *windows, 1, step.prefix_len))
-        return chosen
-
-    def _scores(self, arrays: Arrays, q: Tensor, num_rows: int, step: Step) -> Tensor:
+        steps = [step.args(budget) for budget in step.budgets]
         if self.way is None:
-            return unread_scores(self.name, num_rows, step.prefix_len, self.generator).to(q.device)
-        return make_selector(self.way, self.sum_every).token_scores(arrays, q, **step.common)
+            scores = unread_scores(self.name, num_rows, step.prefix_len, self.generator).to(q.device)
+        else:
+            selector = make_selector(self.way, self.sum_every)
+            if type(selector).select is not Selector.select:
+                return [selector.select(arrays, q, args) for args in steps]
+            scores = selector.token_scores(arrays, q, steps[0])
+        return [args.top_k(scores) for args in steps]
 
 
 def unread_scores(name: str, num_rows: int, prefix_len: int, generator: torch.Generator | None) -> Tensor:

@@ -48,7 +48,7 @@ from prefix_index import (
     IndexUnreadable,
     write_index,
 )
-from prefix_index.direct import PIECE_NBYTES, THREADS, fresh_buffer
+from prefix_index.reader import PIECE_NBYTES, THREADS, fresh_buffer
 from prefix_index.testing import sample_identity
 
 LAYERS, HEADS, NAMES = 32, 8, 6

@@ -17,7 +17,7 @@ from prefix_index.connect import locate
 from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
 from sglang_ext.methods.base import did_you_mean
-from sglang_ext.methods.profile import Profile, ProfileError
+from sglang_ext.methods.profile import Profile, ProfileError, used_by_builders
 from sglang_ext.options import Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
 from sglang_ext.storage import ENV_STORE, default_store, make_folder, remote_addresses
@@ -147,7 +147,7 @@ def _check_methods(config: SparseAttnConfig) -> None:
             config.method,
             f"Name one of them; with 'methods' given, add its spec there{did_you_mean(config.method, METHODS)}",
         )
-    if config.sum_every not in (None, 1) and config.method != "token_index":
+    if config.sum_every not in (None, 1) and not METHODS[config.method].samples_sums:
         todo = f"Remove it; the method is {config.method!r}."
         raise _fail("sum_every 1 with a method other than token_index", config.sum_every, todo)
 
@@ -299,7 +299,6 @@ def parse_profiled(config_text: str | None, model_folder: str | None) -> tuple[S
         ConfigError: see `parse_config`; or the profile cannot be used.
     """
     raw = _decoded(config_text)
-    from sglang_ext.methods.profile_use import used_by_builders
     from sglang_ext.methods.registry import method_specs
 
     given = _converted(raw)

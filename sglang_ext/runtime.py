@@ -28,11 +28,9 @@ from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.recorder import Admission, Chunk, decode_chunks, prefill_chunks
 from sglang_ext.prefill.recordings import make_recording
-from sglang_ext.prefix.directory import PrefixDirectory, misfit
-from sglang_ext.prefix.readiness import Readiness
-from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.directory import PrefixDirectory, StoreWatch, misfit
+from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import Residency
-from sglang_ext.prefix.watch import StoreWatch
 from sglang_ext.profiles import check_profile, layer_plan_of_rank
 from sglang_ext.ranks import OneRank, Ranks, check_alike
 from sglang_ext.weights import ServedWeights

@@ -12,7 +12,7 @@ from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
-from sglang_ext.methods.base import Selector
+from sglang_ext.methods.base import SelectArgs, Selector
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 
 
@@ -32,7 +32,7 @@ class OracleGroup:
 
 
 class Oracle:
-    def __init__(self, config: SparseAttnConfig, selector: Selector, layer_plan: LayerPlan) -> None:
+    def __init__(self, config: SparseAttnConfig, selector: Selector[Any], layer_plan: LayerPlan) -> None:
         self.config, self.selector, self.plan = config, selector, layer_plan
 
     def budget(self, prefix_len: int, num_rows: int) -> int:
@@ -50,11 +50,12 @@ class Oracle:
             anchor, heads = group.selections[role.anchor_layer], list(role.head_map)
             return Selection(anchor.positions[heads], anchor.counts[heads])
         sink = min(config.num_sink_tokens, budget)
-        found = group.kept.get(layer) or self.selector.select(
-            group.index.layers[layer], q, prefix_len=group.prefix_len, budget=budget, num_sink=sink,
+        args = SelectArgs(
+            prefix_len=group.prefix_len, budget=budget, num_sink=sink,
             num_recent=min(config.num_recent_pages * PAGE_TOKENS, budget - sink), sm_scale=sm_scale,
             pooling=Pooling(config.pooling),
         )  # fmt: skip
+        found = group.kept.get(layer) or self.selector.select(group.index.layers[layer], q, args)
         group.selections[layer] = found
         return found
 

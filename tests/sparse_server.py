@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.anchor_selection.config import fits_specialized
+from prefix_kernels.anchor_selection.runner import fits_specialized
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoreShape, Source
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.grouping import SlotTracker
-from sglang_ext.decode.ops import op_maker
-from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
+from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp, op_maker
 from sglang_ext.decode.sparse import SparseDecode
 from sglang_ext.decode.types import DecodeBatch, GroupRead, StepPath
 from sglang_ext.methods import make_selector
@@ -66,14 +65,14 @@ CONFIG: dict[str, Any] = {
 class RoundedQueries(TokenIndexSelector):
     """With queries as sm_90's own kernel has them: times the channels' steps in INT8, one unit for a group's rows."""
 
-    def token_scores(self, arrays: Mapping[str, torch.Tensor], q: torch.Tensor, **options: Any) -> torch.Tensor:
+    def token_scores(self, arrays: Mapping[str, torch.Tensor], q: torch.Tensor, *options: Any) -> torch.Tensor:
         channels, steps = arrays["channels"].long(), arrays["keys_scale"][None, :, None]
         rows = q.float().unflatten(1, (KV_HEADS, GQA))
         index = channels[None, :, None].expand(len(q), -1, GQA, -1)
         products = rows.gather(3, index) * steps
         unit = products.abs().amax(dim=(0, 2, 3), keepdim=True) / 127
         rows = rows.scatter(3, index, (products / unit).round() * unit / steps)
-        return super().token_scores(arrays, rows.flatten(1, 2), **options)
+        return super().token_scores(arrays, rows.flatten(1, 2), *options)
 
 
 class Server:
@@ -114,12 +113,9 @@ class Server:
         kept = ScoreShape(KV_HEADS * GQA, KV_HEADS, Source.LOW_BIT, SPEC.kept_channels(dim))
         halves = kernels and device.type == "cuda" and dtype is not torch.float32
         specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept, False)
-        every = self.config.summed_every if isinstance(spec, TokenIndexSpec) else 1
-        selector = (
-            RoundedQueries(SPEC, every)
-            if specialized and isinstance(spec, TokenIndexSpec)
-            else make_selector(spec, every)
-        )
+        of_tokens = spec.method == SPEC.method
+        every = self.config.summed_every if of_tokens else 1
+        selector = RoundedQueries(SPEC, every) if specialized and of_tokens else make_selector(spec, every)
 
         def make_op(sizes: ListSizes) -> SelectOp:
             pooling = Pooling(self.config.pooling)

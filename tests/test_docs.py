@@ -215,7 +215,7 @@ def test_every_counter_is_documented() -> None:
 
 def test_every_figure_of_the_store_is_documented(tmp_path: Path) -> None:
     from sglang_ext.config import make_settings
-    from sglang_ext.prefix.watch import StoreWatch
+    from sglang_ext.prefix.directory import StoreWatch
 
     watch = StoreWatch(make_settings(None, str(tmp_path)), lambda _: None)
     documented = first_cells(table_with(text_of("docs/operating.md"), "hits"))

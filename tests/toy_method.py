@@ -1,6 +1,6 @@
 """A method in one file: every n-th page of a prefix. For tests of how methods are added.
 
-METHODS["every_nth"] = Method(EveryNthSpec, EveryNthBuilder, EveryNthSelector, "tests.toy_method:make_op")
+METHODS["every_nth"] = Method(EveryNthSpec, EveryNthBuilder, EveryNthSelector, "tests.toy_method:EveryNthOp")
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 
 from prefix_kernels.types import Selection
 from sglang_ext.config import PAGE_TOKENS
-from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp
-from sglang_ext.methods.base import IndexSpec
-from sglang_ext.methods.contents import Form
+from sglang_ext.decode.select_op import ListSizes, ReferenceOp
+from sglang_ext.methods.arrays import Form
+from sglang_ext.methods.base import IndexBuilder, IndexSpec, SelectArgs
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,8 @@ class EveryNthSpec(IndexSpec):
         return {"first": Form("int32", (1,), 0, PAGE_TOKENS - 1)}
 
 
-@dataclass
-class EveryNthBuilder:
-    spec: EveryNthSpec
-    profile: Any = None
-    needs_queries: ClassVar[bool] = False
-
-    def build_layer(self, keys: torch.Tensor, queries: Any) -> dict[str, torch.Tensor]:
+class EveryNthBuilder(IndexBuilder[EveryNthSpec]):
+    def build_layer(self, keys: torch.Tensor, queries: Any, prepared: Any = None) -> dict[str, torch.Tensor]:
         return {"first": torch.zeros(keys.shape[1], 1, dtype=torch.int32, device=keys.device)}
 
 
@@ -39,10 +34,10 @@ class EveryNthBuilder:
 class EveryNthSelector:
     spec: EveryNthSpec
 
-    def select(self, arrays: Any, q: torch.Tensor, *, prefix_len: int, budget: int, **_: Any) -> Selection:
+    def select(self, arrays: Any, q: torch.Tensor, args: SelectArgs) -> Selection:
         heads = len(arrays["first"])
-        return Selection(positions_of(prefix_len, budget).to(q.device).expand(heads, -1).contiguous(),
-                         torch.full((heads,), budget, dtype=torch.int32, device=q.device))  # fmt: skip
+        return Selection(positions_of(args.prefix_len, args.budget).to(q.device).expand(heads, -1).contiguous(),
+                         torch.full((heads,), args.budget, dtype=torch.int32, device=q.device))  # fmt: skip
 
 
 def positions_of(prefix_len: int, budget: int) -> torch.Tensor:
@@ -56,9 +51,9 @@ def positions_of(prefix_len: int, budget: int) -> torch.Tensor:
 class EveryNthOp(ReferenceOp):
     """Lists are written by `plan`; a captured `run` copies them, and looks the slots up in the arena."""
 
-    def __init__(self, sizes: ListSizes, num_kv_heads: int, device: torch.device) -> None:
-        super().__init__(EveryNthSelector(EveryNthSpec()), None)  # type: ignore[arg-type]
-        shape = (sizes.max_groups, num_kv_heads, sizes.max_budget)
+    def __init__(self, layer: Any, config: Any, spec: EveryNthSpec, num_layers: int, sizes: ListSizes, device: Any):
+        super().__init__(EveryNthSelector(spec), None)  # type: ignore[arg-type]
+        shape = (sizes.max_groups, layer.num_kv_heads, sizes.max_budget)
         self.positions, self.at = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2))
         self.counts = torch.zeros(shape[:2], dtype=torch.int32, device=device)
 
@@ -76,7 +71,3 @@ class EveryNthOp(ReferenceOp):
         lists.counts.copy_(self.counts)
         lists.positions.copy_(self.positions)
         lists.slots.copy_(slot_table[self.at.long()])
-
-
-def make_op(shape: Any, config: Any, spec: Any, num_layers: int, sizes: ListSizes, device: torch.device) -> SelectOp:
-    return EveryNthOp(sizes, shape.num_kv_heads, device)

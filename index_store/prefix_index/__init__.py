@@ -1,8 +1,6 @@
-"""Where prefix indexes live: their identity, their file format, and the stores that keep them.
+"""Where prefix indexes live: their identity, their file format (docs/index-format.md), and the stores that keep them.
 
-Knows no torch, no GPU and no SGLang. Start with ``FileStore``; the format is on one page,
-docs/index-format.md. ``open_store`` makes any store of its address; the service is in ``prefix_index.service``, stores
-on other machines in ``prefix_index.remote``.
+Knows no torch, no GPU and no SGLang. ``open_store`` makes any store of its address; start with ``FileStore``.
 """
 
 from .connect import open_store
@@ -23,12 +21,17 @@ from .errors import (
     StoreFull,
     StoreInconsistent,
     StoreUnavailable,
+    printable,
+    printable_values,
 )
 from .file import FileStore
-from .format import DTYPES, ArrayKey, ArrayRecord, BuildInfo
-from .keys import (
+from .format import (
+    DTYPES,
     FORMAT_VERSION,
     PAGE_TOKENS,
+    ArrayKey,
+    ArrayRecord,
+    BuildInfo,
     IndexIdentity,
     ModelFingerprint,
     canonical_digest,
@@ -36,10 +39,9 @@ from .keys import (
     namespace_digest,
     page_hashes,
 )
-from .reader import IndexFile
+from .reader import IndexFile, IndexLookup
 from .shared import SharedCounters, SharedStore
-from .store import BuildLease, IndexEntry, IndexLookup, IndexStore, Problem, Retention
-from .text import printable, printable_values
+from .store import BuildLease, IndexEntry, IndexStore, Problem, Retention
 from .writer import IndexPayload, IndexWriter, LazyArray, write_index
 
 __all__ = [

@@ -1,7 +1,4 @@
-"""What a store's folder holds, as the last look at it saw: entries, retention, recency, and what is wrong there.
-
-``FileStore`` locks around it. Nothing here changes the folder.
-"""
+"""What a store's folder holds, as the last look at it saw. ``FileStore`` locks around it. Nothing changes there."""
 
 from __future__ import annotations
 
@@ -14,16 +11,12 @@ from typing import Final
 
 import msgspec
 
-from .catalog import Catalog, inconsistent
 from .errors import IndexForeign, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
-from .eviction import Candidate
-from .folder import GONE, PARTIAL, SUFFIX, Signature, is_shard, open_index, renamed, shard_fd, shard_of
-from .format import Entry
-from .keys import ModelFingerprint, is_digest
-from .reader import read_entry
+from .folder import GONE, PARTIAL, SUFFIX, Signature, closing_fd, is_shard, open_index, shard_fd, shard_of, status_of
+from .format import Entry, ModelFingerprint, is_digest
+from .reader import check_identity, read_entry
 from .retention import DEFAULT, KEEP_SUFFIX, read_retention
-from .source import status_of
-from .store import IndexEntry, Retention
+from .store import Catalog, IndexEntry, Retention, inconsistent
 
 _SETTLES_S: Final = 2.0
 MAX_FOREIGN: Final = 100
@@ -35,9 +28,7 @@ UNKNOWN: Final = Retention(pinned=True)
 
 @dataclass
 class Listing:
-    """One reading of a shard folder. ``used_ns`` are access times; ``foreign`` are names that mean nothing here, some
-    of them, and ``more`` how many others there are.
-    """
+    """One reading of a shard folder. ``used_ns`` are access times; ``more``: foreign names that ``foreign`` lacks."""
 
     indexes: dict[str, Signature] = field(default_factory=dict)
     keeps: dict[str, Signature] = field(default_factory=dict)
@@ -56,33 +47,27 @@ class Listing:
 class Look:
     """Whether a folder was listed since its last change, by its modification time.
 
-    That must have stood for a while before, since a second change in the same tick of the file system's clock leaves
-    it as it is. For how long is told by this machine's clock; for a time that lies in its future, by watching it stand.
+    That must have stood for a while before: a second change in the same tick of the file system's clock leaves it as it
+    is. A time that lies in this machine's future is watched instead.
     """
 
     def __init__(self) -> None:
         self._seen: tuple[int, int] | None = None
         self._since = 0.0
-        self._settled = False
+        self.settled = False
+        """Whether the last listing holds until the folder's time changes; else the next scan lists it."""
 
     def is_current(self, status: os.stat_result) -> bool:
-        return self._settled and self._seen == (status.st_ino, status.st_mtime_ns)
+        return self.settled and self._seen == (status.st_ino, status.st_mtime_ns)
 
     def begin(self, status: os.stat_result) -> bool:
-        """The folder is about to be listed. Whether that listing holds until its time changes, for ``end()``."""
+        """The folder is about to be listed. What ``settled`` is to be after that."""
         seen, now = (status.st_ino, status.st_mtime_ns), time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
         age_s = (time.time_ns() - status.st_mtime_ns) / 1e9
-        self._settled = False
+        self.settled = False
         return max(age_s, now - self._since) > _SETTLES_S
-
-    def end(self, *, settled: bool) -> None:
-        self._settled = settled
-
-    def doubt(self) -> None:
-        """The next scan lists it, whatever its time says."""
-        self._settled = False
 
 
 def list_shard(dir_fd: int, shard: str, known: Listing) -> Listing:
@@ -97,28 +82,22 @@ def list_shard(dir_fd: int, shard: str, known: Listing) -> Listing:
                         seen.partials[name] = item.stat(follow_symlinks=False).st_size
                     continue
                 digest, suffix = name[:64], name[64:]
-                ours = suffix in (SUFFIX, KEEP_SUFFIX) and (
-                    digest in known.indexes or (is_digest(digest) and shard_of(digest) == shard)
-                )
-                if not ours:
+                known_or_ours = digest in known.indexes or (is_digest(digest) and shard_of(digest) == shard)
+                if suffix not in (SUFFIX, KEEP_SUFFIX) or not known_or_ours:
                     seen.take_foreign(name)
                     continue
                 status = item.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            if suffix == KEEP_SUFFIX:
-                seen.keeps[digest] = Signature.of(status)
-            else:
-                seen.indexes[digest] = Signature.of(status)
+            (seen.keeps if suffix == KEEP_SUFFIX else seen.indexes)[digest] = Signature.of(status)
+            if suffix == SUFFIX:
                 seen.used_ns[digest] = status.st_atime_ns
     return seen
 
 
 @dataclass
 class _Shard:
-    """What the last scan saw. ``unread`` are names of files whose bytes the system did not give us: the next scan asks
-    again.
-    """
+    """What the last scan saw. ``unread`` are files whose bytes the system did not give us: the next scan asks again."""
 
     look: Look = field(default_factory=Look)
     seen: Listing = field(default_factory=Listing)
@@ -151,8 +130,8 @@ class FolderBooks:
     @property
     def used_bytes(self) -> int:
         """Bytes of all index files, usable or not, and of those that are being written."""
-        listings = [shard.seen for shard in self._shards.values()]
-        return sum(s.nbytes for seen in listings for s in seen.indexes.values()) + sum(self.partials)
+        files = [s.nbytes for shard in self._shards.values() for s in shard.seen.indexes.values()]
+        return sum(files) + sum(self.partials)
 
     @property
     def partials(self) -> list[int]:
@@ -160,20 +139,16 @@ class FolderBooks:
         return [nbytes for shard in self._shards.values() for nbytes in shard.seen.partials.values()]
 
     def clear(self) -> None:
-        self.catalog.clear()
-        self.unremovable.clear()
-        self._reported.clear()
-        self._shards.clear()
+        for book in (self.catalog, self.unremovable, self._reported, self._shards, self._models):
+            book.clear()
         self._root_look = Look()
-        self._models.clear()
         self.latest_use = 0.0
 
     def time_of_use(self, before: float = 0.0) -> float:
-        """The time (seconds) to write down for a use now of what was last used at ``before``.
+        """The time (seconds) to write down for a use now of what was last used at ``before``: the clock's.
 
-        The clock's; but where that was set back behind the last use that is known, a second after that one, so that
-        the order of uses stays what it was. ``before`` itself where that is less than a second ago, or the last use:
-        uses within a second are one, and so are clocks.
+        ``before`` itself where that is less than a second ago. Where the clock was set back behind the last use that is
+        known, a second after that one: the order of uses stays what it was.
         """
         now = self._clock()
         if self.latest_use < now + _SAME_USE_S:
@@ -191,18 +166,15 @@ class FolderBooks:
         shard = self._shards.get(shard_of(digest))
         return None if shard is None else shard.seen.indexes.get(digest)
 
-    def candidates(self) -> Iterator[tuple[str, Candidate]]:
-        """(digest, candidate) of every usable index, with the last use that is known: it may be more recent."""
+    def uses(self) -> Iterator[tuple[str, IndexEntry, float]]:
+        """(digest, entry, last use that is known, in seconds: it may be more recent) of every usable index."""
         for digest, entry in self.catalog.all_held():
-            yield digest, Candidate(entry, self._shards[shard_of(digest)].seen.used_ns.get(digest, 0) / 1e9)
+            yield digest, entry, self._shards[shard_of(digest)].seen.used_ns.get(digest, 0) / 1e9
 
-    def keeps(self, shard: str) -> tuple[str, ...]:
-        """Digests of all sidecars in a shard folder."""
-        return tuple(self._shards[shard].seen.keeps)
-
-    def indexes(self, shard: str) -> tuple[str, ...]:
-        """Digests of all index files in a shard folder, usable or not."""
-        return tuple(self._shards[shard].seen.indexes)
+    def names(self, shard: str) -> tuple[set[str], set[str]]:
+        """Digests of all sidecars in a shard folder, and of all index files, usable or not."""
+        seen = self._shards[shard].seen
+        return set(seen.keeps), set(seen.indexes)
 
     def report(self, digest: str, signature: Signature, error: IndexStoreError) -> None:
         """Hides an index for as long as its file is this version."""
@@ -216,20 +188,13 @@ class FolderBooks:
 
     def learn(self, digest: str, entry: Entry, signature: Signature) -> IndexEntry:
         """Takes in an index whose header was read, or just written. The next scan looks whether it is still there."""
-        path = self.path_of(digest)
         shard = self._shards.setdefault(shard_of(digest), _Shard())
-        listed = IndexEntry(
-            identity=entry.identity,
-            nbytes=signature.nbytes,
-            created=entry.info.created,
-            build_seconds=entry.info.build_seconds,
-            path=path,
-            retention=shard.retention.get(digest, DEFAULT),
-        )
+        kept = shard.retention.get(digest, DEFAULT)
+        listed = IndexEntry.of(entry, signature.nbytes, kept, self.path_of(digest))
         self._clear_problem(digest)
         self.catalog.add(digest, listed)
         shard.seen.indexes[digest] = signature
-        shard.look.doubt()
+        shard.look.settled = False
         return listed
 
     def _clear_problem(self, digest: str) -> None:
@@ -266,18 +231,15 @@ class FolderBooks:
         if shard is not None:
             shard.seen.indexes.pop(digest, None)
             shard.seen.used_ns.pop(digest, None)
-            shard.look.doubt()
+            shard.look.settled = False
 
     def rescan(self, *, full: bool = False) -> None:
-        """Reads the headers of files that are new since the last scan; a folder whose mtime stands is skipped.
-
-        Raises OSError when the store's folder has gone.
-        """
+        """Reads headers of files that are new; a folder whose mtime stands is skipped. Raises OSError without one."""
         status = os.stat(self._root)
         if full or not self._root_look.is_current(status):
             settled = self._root_look.begin(status)
             self._list_root()
-            self._root_look.end(settled=settled)
+            self._root_look.settled = settled
         for name in sorted(self._shards):
             self.scan_shard(name, full=full)
 
@@ -310,7 +272,7 @@ class FolderBooks:
 
     def look_again(self, digest: str) -> None:
         """Lists the digest's shard folder now, whatever its mtime says."""
-        self._shards.setdefault(shard_of(digest), _Shard()).look.doubt()
+        self._shards.setdefault(shard_of(digest), _Shard()).look.settled = False
         self.scan_shard(shard_of(digest))
 
     def unread(self, digest: str) -> IndexUnreadable | None:
@@ -319,9 +281,7 @@ class FolderBooks:
         return problem if isinstance(problem, IndexUnreadable) else None
 
     def scan_shard(self, name: str, *, full: bool = False) -> None:
-        """Brings one shard folder's part of the books up to date. One that cannot be listed is a problem, and what was
-        known of it stays; the next scan tries again.
-        """
+        """Brings one shard's part up to date. One that cannot be listed is a problem, and stays as it was known."""
         shard = self._shards.setdefault(name, _Shard())
         path = f"{self._root}/{name}"
         try:
@@ -339,8 +299,12 @@ class FolderBooks:
                 self.problems.pop(path, None)
                 self._take_in(name, -1, Listing(), full=full)
             else:
-                self.problems[path] = _unlisted(err, path)
-        shard.look.end(settled=settled and not shard.unread)
+                remedy = "check its permissions and the disk; until then it counts as it was"
+                found_instead = err.strerror or str(err)
+                self.problems[path] = StoreFolderError(
+                    "folder of indexes", "one that can be listed", found_instead, remedy, path
+                )
+        shard.look.settled = settled and not shard.unread
 
     def _take_in(self, name: str, dir_fd: int, found: Listing, *, full: bool) -> None:
         shard = self._shards[name]
@@ -381,14 +345,10 @@ class FolderBooks:
 
     def _read_header(self, dir_fd: int, digest: str) -> None:
         try:
-            fd = open_index(digest + SUFFIX, dir_fd)
-            try:
+            with closing_fd(open_index(digest + SUFFIX, dir_fd)) as fd:
                 entry, _ = read_entry(fd)
                 signature = Signature.of(status_of(fd))
-            finally:
-                os.close(fd)
-            if entry.identity.digest != digest:
-                raise renamed(digest, entry.identity)
+            check_identity(digest, entry.identity)
             # Thousands of indexes belong to a handful of models: one copy of those.
             model = self._models.setdefault(entry.identity.model, entry.identity.model)
             msgspec.structs.force_setattr(entry.identity, "model", model)
@@ -415,11 +375,8 @@ class FolderBooks:
             problem = self.problems.get(self.path_of(digest, KEEP_SUFFIX))
             if isinstance(problem, IndexUnreadable):
                 continue  # what was known stays
-            if problem is not None:
-                kept = DEFAULT
-            else:
-                with shard_fd(self._folder, shard_of(digest)) as fd:
-                    kept = read_retention(fd, digest)
+            with shard_fd(self._folder, shard_of(digest)) as fd:
+                kept = DEFAULT if problem is not None else read_retention(fd, digest)
             if entry.retention != kept:
                 raise inconsistent(f"retention of {digest}", kept, entry.retention)
 
@@ -430,21 +387,12 @@ class FolderBooks:
         """(path, bytes) of what has an index's name in a shard folder that is one (a link to a folder is not)."""
         with os.scandir(self._root) as shards:
             names = [item.name for item in shards if is_shard(item.name) and item.is_dir(follow_symlinks=False)]
-        names = [name for name in names if self._is_listed(name)]
-        for name in names:
+        for name in filter(self._is_listed, names):
             with os.scandir(f"{self._root}/{name}") as items:
                 for item in items:
                     if item.name.endswith(SUFFIX) and not item.name.startswith("."):
                         yield item.path, item.stat(follow_symlinks=False).st_size
 
 
-def _unlisted(err: OSError, path: str) -> StoreFolderError:
-    found = err.strerror or str(err)
-    remedy = "check its permissions and the disk; until then it counts as it was"
-    return StoreFolderError(
-        "folder of indexes", expected="one that can be listed", found=found, remedy=remedy, path=path
-    )
-
-
 def _foreign(expected: str, found: str) -> IndexForeign:
-    return IndexForeign("name in the store's folder", expected=expected, found=found[:100], remedy="move it elsewhere")
+    return IndexForeign("name in the store's folder", expected, found[:100], "move it elsewhere")

@@ -1,12 +1,10 @@
-"""From what a user writes to a store: a folder, a service's socket, an object store, Mooncake, or a folder that shares.
-
-Reading an address needs none of the optional packages; they are imported when a store that needs them is opened.
-"""
+"""From what a user writes to a store. Optional packages are imported when a store that needs them is opened."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -25,21 +23,14 @@ ADDRESS_FORMS: Final = (
 )
 _OBJECT_SCHEMES: Final = frozenset(("s3", "gs", "az", "memory"))
 _MOONCAKE_OPTIONS: Final = {
-    "metadata": str,
-    "listing_url": str,
-    "host": str,
-    "protocol": str,
-    "devices": str,
-    "segment_nbytes": int,
-    "local_buffer_nbytes": int,
-    "replicas": int,
+    one.name: int if one.type == "int" else str for one in fields(MooncakeBlobs) if one.name != "master"
 }
 
 
 class Location(NamedTuple):
     """What an address means. ``value``: a folder's path, HOST:PORT of a Mooncake master, else the whole URL.
 
-    ``options``: what follows a question mark in a Mooncake address, by the names of ``MooncakeBlobs``' arguments.
+    ``options``: what follows a question mark, by the names of ``MooncakeBlobs``' arguments.
     """
 
     kind: Literal["file", "service", "objects", "mooncake"]
@@ -92,12 +83,8 @@ def open_store(
     """The store at an address, ready to be opened (``open()`` or ``with``).
 
     Of several addresses the first is a folder, or a service, and the others are remote stores, the fastest first, that
-    it shares its indexes with (``SharedStore``).
-
-    ``create``, ``max_bytes``, ``min_free_bytes``, ``eviction`` (``lru`` or ``cost_aware``), ``write``, ``mode`` and
-    ``group`` hold for the first address where that is a folder (``FileStore``); a service and a remote store have
-    limits of their own. ``timeout_s`` bounds each answer of a service or a remote store. Raises InvalidPayload for an
-    address or an option that is none.
+    it shares its indexes with (``SharedStore``). All options but ``timeout_s`` are those of ``FileStore``, for a first
+    address that is a folder. ``timeout_s`` bounds each answer of a service or a remote store. Raises InvalidPayload.
     """
     remotes: list[StoreAddress] = []
     if isinstance(address, (str, bytes)) or not isinstance(address, Sequence):
@@ -128,9 +115,9 @@ def open_store(
     if not isinstance(local, FileStore):
         raise InvalidPayload(
             "first of several addresses",
-            expected="a folder, or a service's ipc://SOCKET",
-            found=repr(first)[:200],
-            remedy="name this machine's own store first",
+            "a folder, or a service's ipc://SOCKET",
+            repr(first)[:200],
+            "name this machine's own store first",
         )
     return SharedStore(local, [_remote(remote, timeout_s) for remote in remotes], timeout_s=timeout_s)
 
@@ -146,6 +133,4 @@ def _remote(address: StoreAddress, timeout_s: float) -> FileStore | RemoteStore:
 
 
 def _no_address(found: object) -> InvalidPayload:
-    return InvalidPayload(
-        "index store's address", expected=ADDRESS_FORMS, found=repr(found)[:200], remedy="correct the address"
-    )
+    return InvalidPayload("index store's address", ADDRESS_FORMS, repr(found)[:200], "correct the address")

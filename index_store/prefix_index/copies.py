@@ -15,12 +15,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from numpy.typing import NDArray
 
 from .errors import IndexStoreError, IndexUnreadable
-from .folder import is_damaged, open_named, path_in, touch
-from .format import PRELUDE
-from .keys import is_digest
+from .folder import open_named, path_in, pread, touch
+from .format import PRELUDE, is_digest
 from .prefetch import Cancelled, Check
-from .reader import IndexFile
-from .source import pread
+from .reader import IndexFile, is_damaged
 from .store import IndexEntry, IndexStore, Retention
 from .writer import IndexPayload, LazyArray
 
@@ -52,10 +50,10 @@ class Copies:
     """Copies of a folder's indexes in another ``folder``, of the same names and bytes; the store says what is hot.
 
     A copy is served only where its first 64 bytes, which hold the checksums of all that follows, are those of the index
-    itself at this moment. So nobody has to be told when an index is replaced, deleted or expires, whoever does that.
+    itself at this moment. So nobody has to be told when an index is replaced, deleted or expires.
 
-    One process makes the copies: ``keeper`` is its store of ``folder``, with the folder's limits. The others read them,
-    and ``tell`` that process of each use. Errors of ``folder`` are never the store's: ``get`` is slower, that is all.
+    One process makes the copies: ``keeper`` is its store of ``folder``. The others read them, and ``tell`` that process
+    of each use. Errors of ``folder`` are never the store's: ``get`` is slower, that is all.
     """
 
     def __init__(self, folder: Path, *, keeper: IndexStore | None = None, tell: Tell | None = None) -> None:
@@ -91,7 +89,7 @@ class Copies:
         """The copy of the index that is open as ``fd``, used at ``used`` (seconds); None where there is none."""
         path = path_in(self.folder, digest)
         try:
-            copy = open_named(self.folder, digest)
+            copy, _ = open_named(self.folder, digest)
         except IndexStoreError:
             return None
         try:
@@ -102,7 +100,7 @@ class Copies:
                     return None
                 touch(copy, used)
                 owned.pop_all()
-            return IndexFile.from_fd(copy, path=path)
+            return IndexFile.from_fd(copy, path=path, expected=digest)
         except IndexUnreadable:
             return None  # what the system refuses now it may give a moment later
         except IndexStoreError:
@@ -141,9 +139,7 @@ class Copies:
         self.count("promotions")
 
     def blame(self, digest: str, error: IndexStoreError) -> bool:
-        """Whether an error after ``get`` was the copy's alone: it names the copy's file, or it names none and the copy
-        fails a full check. The copy is removed then.
-        """
+        """Whether an error after ``get`` was the copy's: it names it, or no file and the copy is damaged. Drops it."""
         mine = str(path_in(self.folder, digest))
         guilty = error.path == mine or (error.path is None and is_damaged(self.folder, digest))
         if guilty:

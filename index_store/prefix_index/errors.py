@@ -1,20 +1,4 @@
-"""Everything that this package raises.
-
-    IndexStoreError
-    ├── InvalidPayload         the caller's arrays, spec or keys cannot be stored (nothing was written)
-    ├── IndexNotFound          no index under that identity (any more)
-    ├── IndexUnreadable        bytes that the operating system does not give us (permission, I/O error)
-    │   └── OutOfMemory        this process has no memory, or no descriptor, for an index that is there
-    ├── IndexFormatError       a file or buffer that cannot be read as an index
-    │   ├── IndexForeign       not one of our files
-    │   ├── IndexTooNew        ours, whole, written by a newer version
-    │   └── IndexCorrupt       ours, but damaged or cut short
-    ├── IndexMismatch          a good index of something else (model, dtype, prefix, ...)
-    ├── StoreFolderError       folder missing, not a folder, not writable
-    ├── StoreFull              byte budget or disk exhausted
-    ├── StoreUnavailable       the service or the remote tier did not answer in time
-    ├── StoreClosed            used before open() or after close()
-    └── StoreInconsistent      check_integrity() found the two sides of an equation apart
+"""Everything that this package raises, and text from outside made printable where it leaves for a log or a terminal.
 
 Every message has the form "what: expected E, found F; remedy". ``reason`` is the word under which a serving
 process counts the dense fallback that the error leads to (docs/architecture.md, "Fallback reasons").
@@ -25,19 +9,17 @@ process counts the dense fallback that the error leads to (docs/architecture.md,
 from __future__ import annotations
 
 import os
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 
 class IndexStoreError(Exception):
-    """Base of all errors. Owns the parts of its message as attributes: what, expected, found, remedy, path.
-
-    ``expected``, ``found`` and ``remedy`` are short phrases; ``path`` is the file or folder, if there is one.
-    """
+    """Base of all errors, whose message its attributes make up. ``path`` is the file or folder, if there is one."""
 
     reason: ClassVar[str] = "no_index"
 
     def __init__(
-        self, what: str, *, expected: str, found: str, remedy: str, path: str | os.PathLike[str] | None = None
+        self, what: str, expected: str, found: str, remedy: str, path: str | os.PathLike[str] | None = None
     ) -> None:
         self.what, self.expected, self.found, self.remedy = what, expected, found, remedy
         self.path = None if path is None else os.fspath(path)
@@ -46,9 +28,8 @@ class IndexStoreError(Exception):
 
     def at(self, path: str | os.PathLike[str]) -> IndexStoreError:
         """The same error, saying which file it is about."""
-        return type(self)(
-            self.what, expected=self.expected, found=self.found, remedy=self.remedy, path=path
-        ).with_traceback(self.__traceback__)
+        error = type(self)(self.what, self.expected, self.found, self.remedy, path)
+        return error.with_traceback(self.__traceback__)
 
 
 class InvalidPayload(IndexStoreError, ValueError):
@@ -74,8 +55,7 @@ class OutOfMemory(IndexUnreadable):
 def out_of_memory(error: BaseException, expected: str) -> OutOfMemory:
     """For what the operating system says of this process."""
     found = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    remedy = "free memory or descriptors on this machine"
-    return OutOfMemory("this process", expected=expected, found=found, remedy=remedy)
+    return OutOfMemory("this process", expected, found, "free memory or descriptors on this machine")
 
 
 class IndexFormatError(IndexStoreError):
@@ -122,3 +102,31 @@ class StoreClosed(IndexStoreError):
 
 class StoreInconsistent(IndexStoreError):
     """A store's own books do not balance: a defect in this package, never the user's fault."""
+
+
+def printable(text: str) -> str:
+    r"""The same on one line, with every character that does not print, a space excepted, as Python would write it.
+
+    ``\n``, ``\x1b``, ``\u2028``; lone surrogates as ``\ud800``, those that stand for a byte of a file name as ``\xe9``.
+    """
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(char: str) -> str:
+    if char.isprintable():
+        return char
+    code = ord(char)
+    if 0xDC80 <= code <= 0xDCFF:  # os.fsdecode
+        return f"\\x{code - 0xDC00:02x}"
+    return char.encode("unicode_escape").decode()
+
+
+def printable_values(value: Any) -> Any:
+    """Plain values with every text in them printable; whatever else is there, keys too, as it is."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {printable_values(key): printable_values(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [printable_values(part) for part in value]
+    return value

@@ -11,56 +11,48 @@ from pathlib import Path
 from typing import Final
 
 from .books import FolderBooks
-from .catalog import CatalogStore
 from .copies import Copies, TierCounters
 from .errors import IndexCorrupt, IndexFormatError, IndexNotFound, IndexStoreError, IndexUnreadable
-from .eviction import policy_of
+from .eviction import FolderLimits, Housekeeper, policy_of
 from .folder import (
     Access,
-    PartialFile,
     Signature,
     check_folder,
+    closing_fd,
     exclusive,
     open_named,
     os_errors,
     read_ahead,
-    renamed,
     shard_fd,
     shard_of,
     touch,
 )
 from .format import Entry
-from .housekeeper import FolderLimits, Housekeeper
-from .keys import IndexIdentity
 from .lease import FolderLeases
 from .prefetch import Check, Promoter
-from .reader import IndexFile, check_identity, read_entry
+from .reader import IndexFile, IndexLookup, read_entry
 from .retention import publish, write_retention
-from .source import status_of
-from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
-from .writer import IndexPayload, IndexWriter
+from .store import BuildLease, IndexEntry, IndexStore, Problem, Retention, digest_of
+from .writer import IndexPayload, IndexWriter, PartialFile
 
 _CLOSE_S: Final = 2.0
 
 
-class FileStore(CatalogStore):
+class FileStore(IndexStore):
     """An ``IndexStore`` in a folder (layout: ``folder.py``). Several processes may use one folder at a time.
 
-    ``open()`` checks the folder, which must exist unless ``create``, removes partial files of dead writers
-    and reads the header of every index. Look-ups then do no I/O; ``rescan()`` learns of other processes'
-    changes. Folders are made with ``mode`` (a number or its octal digits), files too but not to be executed, and belong
-    to ``group`` (a name or number; None: the process's). An index may hold keys of a prompt: without a mode what is
-    made is as the folder that is there, and one that is made is its owner's alone. With ``write=False`` a folder that
-    cannot be written to (another user's, a disk mounted read-only) is opened all the same: whatever writes then raises
-    StoreFolderError. Two writers of one identity: the last rename wins, both files are valid.
+    ``open()`` checks the folder, which must exist unless ``create``, removes partial files of dead writers and reads
+    the header of every index. Look-ups then do no I/O; ``rescan()`` learns of other processes' changes. Of two writers
+    of one identity the last rename wins.
 
-    ``max_bytes`` bounds all index files together, those being written included (an index that is replaced counts as
-    gone, but stays until the new one is whole); ``min_free_bytes`` is left free on the disk. ``put`` and
-    ``collect`` evict for them in the order of ``eviction`` (``lru`` or ``cost_aware``, ``eviction.py``); with
-    neither, nothing is ever evicted. Evicted indexes that are open stay readable, and keep their disk space, until
-    they are closed. Recency is the files' access time, set by ``get``. ``clock`` gives seconds since the Unix epoch.
+    ``mode`` (a number or its octal digits) and ``group`` (a name or number) are those of folders that are made, and of
+    files, without execution; by default those of the folder that is there, else the owner's alone. With ``write=False``
+    a folder that cannot be written to is opened all the same: whatever writes then raises StoreFolderError.
 
-    ``copies`` are those of its hot indexes in DRAM, which it owns: ``get`` opens them where they are current.
+    ``max_bytes`` bounds all index files together, those being written included; ``min_free_bytes`` is left free on the
+    disk. ``put`` and ``collect`` evict for them in the order of ``eviction`` (``lru`` or ``cost_aware``); with neither,
+    nothing is evicted. Evicted indexes that are open stay readable. Recency is the files' access time, set by ``get``.
+    ``clock`` gives seconds since the Unix epoch. ``copies`` of hot indexes in DRAM belong to the store.
     """
 
     kind = "file"
@@ -142,17 +134,17 @@ class FileStore(CatalogStore):
 
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         self._check_open()
-        writer = IndexWriter.of(payload)
+        writer = IndexWriter(payload)
         digest = payload.identity.digest
         with (
             os_errors(self.folder),
             shard_fd(self.folder, shard_of(digest), create=self._access) as fd,
-            PartialFile(fd, writer, mode=self._access.file_mode) as partial,
+            PartialFile(fd, mode=self._access.file_mode) as partial,
         ):
             with exclusive(self.folder):
                 self._keeper.make_room(writer.nbytes, digest)
-                partial.reserve()
-            partial.write(payload)
+                partial.create(writer.nbytes)
+            partial.write(writer)
             with self._lock:
                 used = self._books.time_of_use()
             try:
@@ -173,21 +165,18 @@ class FileStore(CatalogStore):
         return entry
 
     def get(self, key: IndexLookup) -> IndexFile:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         path = self.path_of(digest)
         fd, status = self._open_offered(digest)
         signature = Signature.of(status)
-        copy = None
         try:
             used = self._touch(fd, status)
             copy = None if self.copies is None else self.copies.current(digest, fd, used)
             if copy is None:
-                index = IndexFile.from_fd(fd, path=path)
+                index = IndexFile.from_fd(fd, path=path, expected=key)
             else:
                 os.close(fd)
                 index = copy
-            self._check_opened(index, digest, key, path)
         except IndexUnreadable:
             raise  # what the system refuses now it may give a moment later
         except IndexStoreError as err:
@@ -199,30 +188,25 @@ class FileStore(CatalogStore):
             self.catalog.gave(digest, signature)
         if self._has_expired(digest):
             index.close()
-            remedy = "build it again"
-            raise IndexNotFound("index", expected="one in time", found="one that expired", remedy=remedy, path=path)
+            raise IndexNotFound("index", "one in time", "one that expired", "build it again", path)
         if self.copies is not None and self.copies.served(digest, copy=copy is not None):
             self._prefetches.request(digest)
         return index
 
     def contains(self, key: IndexLookup) -> bool:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         try:
-            fd, status = self._open_file(digest)
-            try:
+            fd, status = open_named(self.folder, digest)
+            with closing_fd(fd):
                 with self._lock:
-                    if self._books.verdict(digest, Signature.of(status)) is not None:
-                        return False
-                return read_entry(fd)[0].identity.digest == digest and not self._has_expired(digest)
-            finally:
-                os.close(fd)
+                    reported = self._books.verdict(digest, Signature.of(status))
+                entry = None if reported is not None else read_entry(fd)[0]
         except IndexStoreError:
             return False
+        return entry is not None and entry.identity.digest == digest and not self._has_expired(digest)
 
     def delete(self, key: IndexLookup) -> bool:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         with os_errors(self.folder), exclusive(self.folder):
             there = self._keeper.remove(digest, sync=True)
         if self.copies is not None:
@@ -230,8 +214,7 @@ class FileStore(CatalogStore):
         return there
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         with os_errors(self.folder), exclusive(self.folder):
             with self._lock:
                 self._books.look_again(digest)
@@ -245,29 +228,25 @@ class FileStore(CatalogStore):
             unread = self._books.unread(digest)
         if entry is None:
             path = self.path_of(digest)
-            raise unread or IndexNotFound("index", expected="a usable file", found="none", remedy="build it", path=path)
+            raise unread or IndexNotFound("index", "a usable file", "none", "build it", path)
         return entry
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         return self._leases.acquire(digest)
 
     def prefetch(self, key: IndexLookup) -> None:
         """Asks for a copy in DRAM; without ``copies`` has the kernel read the file into the page cache."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         if self.copies is None or self.copies.wanted(digest):
             self._prefetches.request(digest)
 
     def _bring(self, digest: str, check: Check) -> None:
         fd, status = self._open_offered(digest)
         if self.copies is None:
-            try:
+            with closing_fd(fd):
                 for _ in read_ahead(fd):
                     check()
-            finally:
-                os.close(fd)
             return
         with IndexFile.from_fd(fd, path=self.path_of(digest)) as index:
             copy = self.copies.current(digest, fd, status.st_atime_ns / 1e9)
@@ -284,9 +263,7 @@ class FileStore(CatalogStore):
                 raise
 
     def collect(self) -> Sequence[IndexEntry]:
-        """As in the protocol; also clears away what dead writers, builders and deleters left. What should leave and
-        cannot be removed is a problem.
-        """
+        """As in the protocol; also clears away what the dead left. What cannot be removed is a problem."""
         self._check_open()
         with os_errors(self.folder), exclusive(self.folder) as alone:
             removed = self._keeper.collect(alone=alone)
@@ -305,8 +282,7 @@ class FileStore(CatalogStore):
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
         """As in the protocol; a copy in DRAM that alone is damaged is removed, and the index stays offered."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         if self.copies is not None and self.copies.blame(digest, error):
             return
         with self._lock:
@@ -325,7 +301,7 @@ class FileStore(CatalogStore):
         """Reads all of the version that is there; hides it if it is damaged, whatever was said of an older one."""
         path = self.path_of(digest)
         with contextlib.suppress(IndexNotFound, IndexUnreadable):
-            fd, status = self._open_file(digest)
+            fd, status = open_named(self.folder, digest)
             signature = Signature.of(status)
             try:
                 with IndexFile.from_fd(fd, path=path) as index:
@@ -336,11 +312,7 @@ class FileStore(CatalogStore):
                         self._books.report(digest, signature, err)
 
     def rescan(self, *, full: bool = False) -> None:
-        """Reads the headers of files that are new since the last scan; a folder whose mtime stands is
-        skipped.
-
-        Raises StoreFolderError when the store's folder has gone.
-        """
+        """As in the protocol; a folder whose mtime stands is skipped. Raises StoreFolderError without a folder."""
         with self._lock:
             self._check_open()
             with os_errors(self.folder):
@@ -368,19 +340,10 @@ class FileStore(CatalogStore):
         """Where the index is, or would be."""
         return Path(self._books.path_of(digest_of(key)))
 
-    def _open_file(self, digest: str) -> tuple[int, os.stat_result]:
-        """(descriptor, its status). Raises IndexStoreError."""
-        fd = open_named(self.folder, digest)
-        try:
-            return fd, status_of(fd)
-        except IndexStoreError as err:
-            os.close(fd)
-            raise err.at(self.path_of(digest)) from None
-
     def _open_offered(self, digest: str) -> tuple[int, os.stat_result]:
-        """As ``_open_file``; raises what was reported about this version. What was not found is known from then on."""
+        """As ``open_named``; raises what was reported about this version. What was not found is known from then on."""
         try:
-            fd, status = self._open_file(digest)
+            fd, status = open_named(self.folder, digest)
         except IndexUnreadable:
             raise
         except IndexStoreError as err:
@@ -405,17 +368,6 @@ class FileStore(CatalogStore):
         if stat.S_ISREG(status.st_mode) and used != before:
             touch(fd, used)
         return used
-
-    def _check_opened(self, index: IndexFile, digest: str, key: IndexLookup, path: Path) -> None:
-        """Closes what is another index than was asked for. Raises IndexMismatch."""
-        try:
-            if isinstance(key, IndexIdentity):
-                check_identity(key, index.identity)
-            elif index.identity.digest != digest:
-                raise renamed(digest, index.identity)
-        except IndexStoreError as err:
-            index.close()
-            raise err.at(path) from None
 
     def _has_expired(self, digest: str) -> bool:
         """Of an index whose file is there. What the books do not know, or know as expired, is looked up again."""

@@ -1,8 +1,7 @@
-"""A store's folder on disk: names, partial files, durable replacement, and what the operating system says no
-to.
+"""Files and folders of a store: names, opening, reading, locks, and what the operating system says no to.
 
-Layout: ``FOLDER/<first two digits>/<digest>.pfxindex``; a file being written is ``.partial-<pid>-<random>``
-beside its final name, locked (flock) by its writer for as long as that lives.
+Layout: ``FOLDER/<first two digits>/<digest>.pfxindex``; a file being written is ``.partial-<pid>-<random>`` beside its
+final name, locked (flock) by its writer for as long as that lives.
 """
 
 from __future__ import annotations
@@ -12,42 +11,39 @@ import errno
 import fcntl
 import grp
 import io
+import mmap
 import os
-import secrets
+import random
 import stat
 import time
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-
-from numpy.typing import NDArray
+from typing import Final, NamedTuple, TypeAlias
 
 from .errors import (
     IndexForeign,
-    IndexFormatError,
-    IndexMismatch,
     IndexNotFound,
     IndexStoreError,
+    IndexUnreadable,
     InvalidPayload,
     StoreFolderError,
     StoreFull,
 )
-from .keys import IndexIdentity
-from .reader import IndexFile, open_fd
-from .source import owned_file, unreadable
-from .writer import IndexPayload, IndexWriter, LazyArray
+from .format import ALIGN, corrupt, invalid
 
 SUFFIX: Final = ".pfxindex"
 PARTIAL: Final = ".partial-"
-_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 GONE: Final = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP))
 """What the system says of a folder that is not there, or is no folder, or a link. Anything else may pass."""
 _HEX = "0123456789abcdef"
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NOATIME = getattr(os, "O_NOATIME", 0)
 _READ_AHEAD: Final = 2 << 20
 _EXCLUSIVE_WAIT_S: Final = 5.0
+
+Fetch: TypeAlias = Callable[[memoryview, int], int]
+"""(out, offset) -> bytes put into ``out``: all of them, or fewer where the container ends. Any thread may call it."""
 
 
 class Signature(NamedTuple):
@@ -63,38 +59,38 @@ class Signature(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Who may use a store's folders: their ``mode``, which its files have without the right to execute, and the number
-    of their ``group``, which what is made in them inherits. By default they are the owner's alone.
-    """
+    """Who may use a store's folders, by default their owner alone: their ``mode``, their ``group``'s number."""
 
     mode: int = 0o700
     group: int | None = None
 
     @classmethod
     def of(cls, mode: int | str, group: str | int | None) -> Access:
-        """Of a number, or of one in octal digits. Raises InvalidPayload for a mode that keeps the owner out, or is
-        none, and for a group that is not there.
-        """
+        """Of a number, or of one in octal digits. Raises InvalidPayload for a mode or a group that is none."""
         try:
             bits = int(mode, 8) if isinstance(mode, str) else mode
         except ValueError:
             bits = 0
         if bits & 0o700 != 0o700 or bits & ~0o777:
             expected, found = "0700 to 0777, such as 0750", repr(mode) if isinstance(mode, str) else f"{mode:04o}"
-            raise InvalidPayload("mode of the store's folder", expected=expected, found=found, remedy="correct it")
+            raise InvalidPayload("mode of the store's folder", expected, found, "correct it")
         try:
             number = grp.getgrnam(group).gr_gid if isinstance(group, str) else group
         except KeyError:
-            remedy = "name one of `getent group`"
-            raise InvalidPayload("group of the store", expected="a group", found=repr(group), remedy=remedy) from None
+            raise InvalidPayload("group of the store", "a group", repr(group), "name one of `getent group`") from None
         return cls(bits, number)
 
     @classmethod
     def found(cls, folder: Path) -> Access:
         """That of a folder that is there; the default where none is."""
-        if not folder.is_dir():
+        try:
+            there = os.stat(folder)
+        except OSError as err:
+            if err.errno not in GONE:
+                raise
             return cls()
-        there = os.stat(folder)
+        if not stat.S_ISDIR(there.st_mode):
+            return cls()
         return cls(there.st_mode & 0o777 | 0o700, there.st_gid if there.st_mode & stat.S_ISGID else None)
 
     @property
@@ -122,9 +118,7 @@ def is_shard(name: str) -> bool:
 
 
 def check_folder(folder: Path, *, create: bool, write: bool = True, access: Access = PRIVATE) -> None:
-    """Raises StoreFolderError unless the folder is there (made, with ``create``) and can be read, and written to with
-    ``write``.
-    """
+    """Raises StoreFolderError unless the folder is there (``create``: made), readable, and writable (``write``)."""
     if create:
         with os_errors(folder), contextlib.suppress(FileExistsError):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -133,18 +127,17 @@ def check_folder(folder: Path, *, create: bool, write: bool = True, access: Acce
         is_folder, there = folder.is_dir(), folder.exists()
     if not is_folder:
         found = "something that is not a folder" if there else "nothing"
-        remedy = "create it, or correct the path" if found == "nothing" else "give another path"
-        raise StoreFolderError("index store", expected="an existing folder", found=found, remedy=remedy, path=folder)
+        remedy = "give another path" if there else "create it, or correct the path"
+        raise StoreFolderError("index store", "an existing folder", found, remedy, folder)
     if not os.access(folder, os.R_OK | os.X_OK | (os.W_OK if write else 0)):
         remedy = "change its owner or mode, or give another folder"
         expected = "a writable folder" if write else "a readable folder"
-        raise StoreFolderError("index store", expected=expected, found="no permission", remedy=remedy, path=folder)
+        raise StoreFolderError("index store", expected, "no permission", remedy, folder)
 
 
 def come_back(folder: Path) -> bool:
-    """Makes a folder of the owner's alone again where it is gone; whether it was. Raises StoreFolderError.
-
-    Never where its own parent has become another user's, who could then swap its files.
+    """Makes an owner's folder again where it is gone; whether it was. Raises StoreFolderError, also where the folder's
+    parent has become another user's, who could swap its files.
     """
     with os_errors(folder):
         if folder.is_dir():
@@ -153,9 +146,8 @@ def come_back(folder: Path) -> bool:
         os.makedirs(parent, mode=0o700, exist_ok=True)
         owner = parent.stat().st_uid
         if owner not in (os.geteuid(), 0):
-            expected, found = f"one of user {os.geteuid()}", f"user {owner}'s"
             remedy = "give another folder, and start the service again"
-            raise StoreFolderError("folder's parent", expected=expected, found=found, remedy=remedy, path=parent)
+            raise StoreFolderError("folder's parent", f"one of user {os.geteuid()}", f"user {owner}'s", remedy, parent)
         try:
             PRIVATE.make(folder)
         except FileExistsError:
@@ -170,13 +162,12 @@ def check_apart(folders: Iterable[Path]) -> None:
     for folder in folders:
         place = os.path.realpath(folder)
         if place in seen:
-            remedy = "give each tier a folder of its own"
             found = f"{place} twice"
-            raise StoreFolderError("tiers of a store", expected="different folders", found=found, remedy=remedy)
+            raise StoreFolderError("tiers of a store", "different folders", found, "give each tier a folder of its own")
         seen.add(place)
 
 
-class _LoadFailed(Exception):  # noqa: N818 (carries an error, is none)
+class LoadFailed(Exception):  # noqa: N818 (carries an error, is none)
     """An OSError that a payload's own array raised: it says nothing about the store's folder."""
 
     def __init__(self, error: OSError) -> None:
@@ -188,150 +179,40 @@ def os_errors(folder: Path) -> Iterator[None]:
     """Turns an OSError of the file system into StoreFull or StoreFolderError; that of a payload's array stays."""
     try:
         yield
-    except _LoadFailed as failed:
+    except LoadFailed as failed:
         raise failed.error from failed.error.__cause__
     except OSError as err:
         found = err.strerror or str(err)
         error: IndexStoreError
-        if err.errno in _FULL:
+        if err.errno in FULL:
             remedy = "free disk space or delete indexes"
-            error = StoreFull("disk", expected="room for the index", found=found, remedy=remedy, path=folder)
+            error = StoreFull("disk", "room for the index", found, remedy, folder)
         else:
             remedy = "check that the folder exists and is writable"
-            error = StoreFolderError("index store", expected="a usable folder", found=found, remedy=remedy, path=folder)
+            error = StoreFolderError("index store", "a usable folder", found, remedy, folder)
         raise error from err
 
 
 @contextlib.contextmanager
-def shard_fd(folder: Path, shard: str, *, create: Access | None = None) -> Iterator[int]:
-    """A descriptor of one shard folder (made, for ``create``, where it is missing), never through a symbolic link.
-    Raises OSError.
-    """
-    path = folder / shard
-    if create is not None:
-        with contextlib.suppress(FileExistsError):
-            create.make(path)
-            _fsync_folder(folder)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def closing_fd(fd: int) -> Iterator[int]:
+    """The descriptor, which is closed in the end."""
     try:
         yield fd
     finally:
         os.close(fd)
 
 
-def _fsync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-class PartialFile:
-    """A container on its way into a shard folder, all or nothing: partial, fsync, rename, fsync of the folder.
-
-    ``reserve()`` makes the file and takes its space, ``write()`` fills it, ``publish()`` gives it its name. As a
-    context manager it leaves nothing behind that was not published.
-    """
-
-    def __init__(self, dir_fd: int, writer: IndexWriter, *, mode: int) -> None:
-        self._dir_fd = dir_fd
-        self._writer = writer
-        self._mode = mode
-        self._name = ""
-        self._out: io.FileIO | None = None
-        self._published = False
-
-    def __enter__(self) -> PartialFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._out is not None and not self._out.closed:  # as it is in a child that was forked meanwhile
-            if not self._published:
-                with contextlib.suppress(OSError):
-                    os.unlink(self._name, dir_fd=self._dir_fd)
-            self._out.close()
-
-    def reserve(self) -> None:
-        """Raises OSError where the disk has no room: before gigabytes are written."""
-        self._name, fd = create_partial(self._dir_fd, mode=self._mode)
-        try:
-            self._out = owned_file(fd, "wb")
-        except OSError:
-            os.unlink(self._name, dir_fd=self._dir_fd)
-            raise
-        _being_written.add(self._out)
-        _reserve(self._out.fileno(), self._writer.nbytes)
-
-    def write(self, payload: IndexPayload) -> None:
-        """Raises OSError, and whatever the payload's lazy arrays raise (through ``os_errors``)."""
-        assert self._out is not None, "reserve() first"
-        self._writer.begin(self._out)
-        self._writer.write_all(payload, load=_load)
-        os.fsync(self._out.fileno())
-
-    @property
-    def is_published(self) -> bool:
-        return self._published
-
-    def publish(self, name: str, *, used: float) -> Signature:
-        """Gives the file its name; it counts as used at ``used`` (seconds). The caller syncs the folder."""
-        assert self._out is not None, "reserve() first"
-        touch(self._out.fileno(), used)
-        os.rename(self._name, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
-        self._published = True
-        return Signature.of(os.fstat(self._out.fileno()))
-
-
-_being_written: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    """In a forked child: the lock is the parent's, and must end with it although the child lives on."""
-    for out in tuple(_being_written):
-        with contextlib.suppress(OSError):
-            out.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def _load(array: LazyArray) -> NDArray[Any]:
-    try:
-        return array.load()
-    except OSError as err:
-        raise _LoadFailed(err) from err
-
-
-def replace_file(dir_fd: int, name: str, writer: IndexWriter, payload: IndexPayload, *, mode: int) -> Signature:
-    """Writes a container and gives it its name, in one go. Raises as ``PartialFile``."""
-    with PartialFile(dir_fd, writer, mode=mode) as partial:
-        partial.reserve()
-        partial.write(payload)
-        signature = partial.publish(name, used=time.time())
-    os.fsync(dir_fd)
-    return signature
-
-
-def create_partial(dir_fd: int, *, mode: int, access: int = os.O_WRONLY, lock: int = fcntl.LOCK_EX) -> tuple[str, int]:
-    """(name, descriptor) of a new file that no reader looks at, locked by ``lock`` for as long as its writer lives.
-
-    Once it is locked nobody clears it away; what was cleared away before that is made anew. Raises OSError.
-    """
-    flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    while True:
-        name = f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}"
-        fd = os.open(name, flags, mode, dir_fd=dir_fd)
-        give_mode(fd, mode)
-        try:
-            fcntl.flock(fd, lock | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink:
-                return name, fd
-        except BlockingIOError:
-            pass  # somebody is about to clear it away
-        except OSError:
-            return name, fd  # no locks here, so nobody clears away either
-        os.close(fd)
+@contextlib.contextmanager
+def shard_fd(folder: Path, shard: str, *, create: Access | None = None) -> Iterator[int]:
+    """A descriptor of a shard folder (made, for ``create``, if missing), never through a link. Raises OSError."""
+    path = folder / shard
+    if create is not None:
+        with contextlib.suppress(FileExistsError):
+            create.make(path)
+            with closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+                os.fsync(fd)
+    with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
+        yield fd
 
 
 def give_mode(fd: int, mode: int) -> None:
@@ -341,33 +222,37 @@ def give_mode(fd: int, mode: int) -> None:
             os.fchmod(fd, mode)
 
 
-def write_all(fd: int, data: bytes) -> None:
-    """Writes all of it from where the file stands. Raises OSError."""
-    left = memoryview(data)
-    while left:
-        done = os.write(fd, left)
-        if not done:
-            raise OSError(errno.EIO, "wrote nothing")
-        left = left[done:]
-
-
 def touch(fd: int, used: float) -> None:
-    """Records when an index was last used (seconds) as its access time; its modification time stays.
+    """Records when an index was last used (seconds) as its access time, if possible; its modification time stays.
 
-    The kernel's own access times will not do: they follow mounts' options, and a scan of headers is no use. Where
-    the file is not ours, or its disk not writable, it keeps the time it has.
+    The kernel's own access times will not do: they follow mounts' options, and a scan of headers is no use.
     """
     with contextlib.suppress(OSError):
         os.utime(fd, ns=(max(int(used * 1e9), 0), os.fstat(fd).st_mtime_ns))
 
 
-def open_index(name: str, dir_fd: int) -> int:
-    """Opens an index for reading, never through a link, never blocking, without making it look used.
+# ---- opening ----
 
-    Raises as ``reader.open_fd``.
-    """
+
+def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: bool = True) -> int:
+    """Opens a file, never blocking. Raises IndexNotFound, IndexForeign for a link (not ``follow``), IndexUnreadable."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
-        return os.open(name, _READ | _NOATIME, dir_fd=dir_fd)
+        return os.open(path, flags, dir_fd=dir_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        remedy = "build the index, or rescan the store"
+        raise IndexNotFound("index", "a file", "none", remedy, path) from None
+    except OSError as err:
+        if err.errno != errno.ELOOP:
+            raise unreadable(err).at(path) from err
+        remedy = "replace the link by the file"
+        raise IndexForeign("file type", "a file", "a symbolic link", remedy, path) from None
+
+
+def open_index(name: str, dir_fd: int) -> int:
+    """As ``open_fd``, never through a link, without making the index look used."""
+    try:
+        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | _NOATIME, dir_fd=dir_fd)
     except OSError:
         return open_fd(name, dir_fd=dir_fd, follow=False)  # not the owner, or a real error: this one names it
 
@@ -377,16 +262,20 @@ def path_in(folder: Path, digest: str) -> Path:
     return folder / shard_of(digest) / (digest + SUFFIX)
 
 
-def open_named(folder: Path, digest: str) -> int:
-    """A descriptor of an index's file, never through a link, without making it look used. The error names the path.
+def open_named(folder: Path, digest: str) -> tuple[int, os.stat_result]:
+    """Descriptor and status of an index's file, not through a link, without making it look used. Errors name the path.
 
-    Only a name that is not there is IndexNotFound. What else the system says no to (no descriptors left, an I/O
-    error) is IndexUnreadable: it says nothing about the index. Raises IndexForeign for a link.
+    Only a name that is not there is IndexNotFound. What else the system refuses is IndexUnreadable: it says nothing
+    about the index. Raises IndexForeign for a link.
     """
     path = path_in(folder, digest)
     try:
-        with shard_fd(folder, shard_of(digest)) as dir_fd:
-            return open_index(path.name, dir_fd)
+        with shard_fd(folder, shard_of(digest)) as dir_fd, contextlib.ExitStack() as owned:
+            fd = open_index(path.name, dir_fd)
+            owned.callback(os.close, fd)
+            status = status_of(fd)
+            owned.pop_all()
+            return fd, status
     except IndexStoreError as err:
         raise err.at(path) from None
     except OSError as err:
@@ -395,57 +284,209 @@ def open_named(folder: Path, digest: str) -> int:
             raise unreadable(err, "folder of the index").at(path) from err
         if err.errno == errno.ELOOP:
             expected, found, remedy = "a folder", "a symbolic link", "replace the link by the folder"
-            raise IndexForeign(
-                "folder of the index", expected=expected, found=found, remedy=remedy, path=path
-            ) from None
-        raise IndexNotFound("index", expected="a file", found=found, remedy="build it", path=path) from None
+            raise IndexForeign("folder of the index", expected, found, remedy, path) from None
+        raise IndexNotFound("index", "a file", found, "build it", path) from None
 
 
-def open_in(folder: Path, digest: str, expected: IndexIdentity | None) -> IndexFile:
-    """Opens an index by its name, without making it look used. Raises as ``open_named`` and ``IndexStore.get``."""
-    path = path_in(folder, digest)
-    index = IndexFile.from_fd(open_named(folder, digest), path=path, expected=expected)
-    if index.identity.digest != digest:
-        index.close()
-        raise renamed(digest, index.identity).at(path)
-    return index
-
-
-def renamed(digest: str, found: IndexIdentity) -> IndexMismatch:
-    remedy = "delete the file: it was renamed or misplaced"
-    return IndexMismatch("identity digest", expected=digest, found=found.digest, remedy=remedy)
-
-
-def is_damaged(folder: Path, digest: str) -> bool:
-    """Whether reading all of an index finds damage; what the system does not give is none."""
+def status_of(fd: int) -> os.stat_result:
+    """Of an open file. Raises IndexUnreadable."""
     try:
-        with open_in(folder, digest, None) as index:
-            index.verify()
-    except (IndexFormatError, IndexMismatch):
-        return True
-    except IndexStoreError:
-        pass
-    return False
+        return os.fstat(fd)
+    except OSError as err:
+        raise unreadable(err) from err
+
+
+def regular_size(fd: int) -> int:
+    """Length of a regular file. Raises IndexForeign for anything else, IndexUnreadable."""
+    status = status_of(fd)
+    if not stat.S_ISREG(status.st_mode):
+        found = "a folder, pipe, socket or device"
+        raise IndexForeign("file type", "a regular file", found, "move it elsewhere")
+    return status.st_size
+
+
+def owned_file(fd: int, mode: str) -> io.FileIO:
+    """A file object that owns the descriptor, which is closed where none can be made. Raises OSError."""
+    try:
+        return io.FileIO(fd, mode, closefd=True)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def unreadable(err: OSError, what: str = "file") -> IndexUnreadable:
+    found = err.strerror or str(err)
+    return IndexUnreadable(what, "readable bytes", found, "check its permissions and the disk")
+
+
+# ---- reading ----
+
+
+def pread(fd: int, nbytes: int, offset: int) -> bytes:
+    """``nbytes`` bytes at ``offset``, fewer only where the file ends. Raises IndexUnreadable."""
+    out = bytearray(nbytes)
+    return bytes(out[: read_full(fd, memoryview(out), max(offset, 0))])
+
+
+def read_full(fd: int, out: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(out):
+        try:
+            got = os.preadv(fd, [out[done:]], offset + done)
+        except OSError as err:
+            raise unreadable(err) from err
+        if got == 0:
+            break
+        done += got
+    return done
 
 
 def read_ahead(fd: int) -> Iterator[int]:
     """Asks the kernel for the whole file, a step (of which it gives the offset) at a time: of one large request it
-    reads only the first few MiB.
-
-    Waits where the disk's queue is full. Raises OSError.
+    reads only the first few MiB. Waits where the disk's queue is full. Raises OSError.
     """
     for start in range(0, os.fstat(fd).st_size, _READ_AHEAD):
         os.posix_fadvise(fd, start, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
         yield start
 
 
+class BufferSource:
+    """A container in memory. The buffer is kept alive."""
+
+    def __init__(self, buffer: bytes | memoryview | mmap.mmap) -> None:
+        self._view = memoryview(buffer).cast("B").toreadonly()
+        self.nbytes = len(self._view)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self._view[offset : offset + nbytes])
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        part = self._view[offset : offset + len(out)]
+        out[: len(part)] = part
+        return len(part)
+
+    def mapping(self) -> memoryview:
+        return self._view
+
+    def bulk(self, direct: bool | None) -> AbstractContextManager[Fetch]:
+        if direct:
+            raise invalid("direct read", "a file", "an index in memory", "leave direct at None")
+        return contextlib.nullcontext(self.read_into)
+
+    def close(self) -> None:
+        """Views that were handed out keep the buffer; there is nothing else to release."""
+
+
+class FileSource:
+    """A container in a file, whose descriptor this object owns."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self.nbytes = regular_size(file.fileno())
+        self._mapping: mmap.mmap | None = None
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        return pread(self._file.fileno(), nbytes, offset)
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        return read_full(self._file.fileno(), out, offset)
+
+    def mapping(self) -> mmap.mmap:
+        if self._mapping is None:
+            try:
+                self._mapping = mmap.mmap(self._file.fileno(), self.nbytes, access=mmap.ACCESS_READ)
+            except ValueError:
+                found = regular_size(self._file.fileno())
+                raise corrupt("file length", self.nbytes, f"{found}: somebody cut the file") from None
+            except OSError as err:
+                raise unreadable(err) from err
+        return self._mapping
+
+    @contextlib.contextmanager
+    def bulk(self, direct: bool | None) -> Iterator[Fetch]:
+        # Descriptors of its own: a close() by another thread must not let them be reused for another file.
+        with contextlib.ExitStack() as opened:
+            try:
+                fd = os.dup(self._file.fileno())
+            except OSError as err:
+                raise unreadable(err) from err
+            opened.callback(os.close, fd)
+            direct_fd = None
+            if direct is not False:
+                try:
+                    direct_fd = open_direct(fd)
+                    opened.callback(os.close, direct_fd)
+                except IndexUnreadable:
+                    if direct:
+                        raise
+            yield _DirectReads(fd, direct_fd, must=direct is True)
+
+    def close(self) -> None:
+        """The mapping is not closed but dropped: it ends with the last array that views it."""
+        self._file.close()
+        self._mapping = None
+
+
+Source: TypeAlias = BufferSource | FileSource
+
+
+class _DirectReads:
+    """Bulk reads: what the page cache holds comes from there, the rest past it (O_DIRECT); with ``must`` all."""
+
+    def __init__(self, fd: int, direct_fd: int | None, *, must: bool) -> None:
+        self._fd, self._direct_fd, self._must = fd, direct_fd, must
+
+    def __call__(self, out: memoryview, offset: int) -> int:
+        direct_fd = self._direct_fd
+        if direct_fd is None or (not self._must and self._is_cached(offset, len(out))):
+            return read_full(self._fd, out, offset)
+        done = 0
+        while done < len(out) and done % ALIGN == 0:
+            try:
+                got = os.preadv(direct_fd, [out[done:]], offset + done)
+            except OSError as err:
+                if err.errno != errno.EINVAL or self._must:
+                    raise unreadable(err, "O_DIRECT read") from err
+                self._direct_fd = None  # this file system, or this disk's sectors: once is enough
+                break
+            if got == 0:
+                return done
+            done += got
+        # What is left begins inside a sector: the file ends here, or it has refused.
+        return done + read_full(self._fd, out[done:], offset + done)
+
+    def _is_cached(self, offset: int, nbytes: int) -> bool:
+        """Whether a page of the stretch is in the page cache: a random one, since asking makes the kernel fetch it."""
+        page = offset + random.randrange(-(-nbytes // ALIGN)) * ALIGN
+        try:
+            return os.preadv(self._fd, [bytearray(1)], page, os.RWF_NOWAIT) == 1
+        except OSError:  # not there, or a file system that cannot tell
+            return False
+
+
+def open_direct(fd: int) -> int:
+    """A second descriptor of the same open file, for O_DIRECT. Raises IndexUnreadable where that is refused."""
+    flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+    try:
+        try:
+            return os.open(f"/proc/self/fd/{fd}", flags | os.O_NOATIME)  # access times are the store's to set
+        except PermissionError:  # another user's file
+            return os.open(f"/proc/self/fd/{fd}", flags)
+    except OSError as err:
+        found = f"{err.strerror or err}"
+        remedy = "read without direct=True, or keep the store on another file system"
+        raise IndexUnreadable("O_DIRECT", "a file system with direct reads", found, remedy) from (err)
+
+
+# ---- locks ----
+
+
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[bool]:
-    """Keeps other processes, and other threads, from changing names in the folder meanwhile (flock of the folder).
+    """Keeps others from changing names in the folder meanwhile (flock of the folder). Gives whether it is locked.
 
-    Nothing hangs on it: after ``_EXCLUSIVE_WAIT_S``, or where the file system has no locks, the block runs without.
-    It then costs at most a cached index or a byte cap exceeded, never a wrong byte. Gives whether it is locked. Do
-    not nest.
+    After ``_EXCLUSIVE_WAIT_S``, or without locks, the block runs all the same. It then costs at most a cached index or
+    a byte cap exceeded, never a wrong byte. Do not nest.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -478,12 +519,6 @@ def _lock_soon(fd: int) -> bool:
             return False
 
 
-def free_bytes(folder: Path) -> int:
-    """What the file system has left for this user. Raises OSError."""
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
-
-
 def try_lock(fd: int) -> bool:
     """Whether this process could lock the file; a file system without locks says no."""
     try:
@@ -493,32 +528,39 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def _reserve(fd: int, nbytes: int) -> None:
-    """Takes the space first, so that a full disk is noticed before gigabytes are written."""
+def free_bytes(folder: Path) -> int:
+    """What the file system has left for this user. Raises OSError."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def is_named(fd: int, dir_fd: int, name: str) -> bool:
+    """Whether ``name`` is still the file that is open as ``fd``."""
+    ours = os.fstat(fd)
     try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as err:
-        if err.errno in _FULL:
-            raise
+        there = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
 
-def remove_partials(dir_fd: int, *, grace_s: float) -> int:
-    """Removes what writers left that died. Returns how many.
+def remove_unlocked(dir_fd: int, start: str, *, grace_s: float, access: int = os.O_RDONLY) -> int:
+    """Removes files whose names begin with ``start`` and that nobody has locked: who made them died. Returns how many.
 
-    Alive is who holds the lock (process ids of another container mean nothing here). A file touched within
-    ``grace_s`` seconds is left alone: a new writer then need not begin again (``create_partial``).
+    A file touched within ``grace_s`` seconds is left alone: whoever made it may be about to lock it. With ``access``
+    os.O_RDWR only regular files are removed.
     """
     removed = 0
     with os.scandir(dir_fd) as items:
-        names = [item.name for item in items if item.name.startswith(PARTIAL)]
+        names = [item.name for item in items if item.name.startswith(start)]
     for name in names:
         with contextlib.suppress(OSError):
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-            try:
-                age_s = abs(time.time() - os.fstat(fd).st_mtime)  # of the future: the clock was set back
-                if age_s >= grace_s and try_lock(fd):
+            flags = access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with closing_fd(os.open(name, flags, dir_fd=dir_fd)) as fd:
+                status = os.fstat(fd)
+                old = abs(time.time() - status.st_mtime) >= grace_s  # of the future: the clock was set back
+                ours = access == os.O_RDONLY or stat.S_ISREG(status.st_mode)
+                if old and ours and try_lock(fd) and is_named(fd, dir_fd, name):
                     os.unlink(name, dir_fd=dir_fd)
                     removed += 1
-            finally:
-                os.close(fd)
     return removed

@@ -1,14 +1,15 @@
-"""The bytes of an index file: constants, header records, layout, and every check on bytes that came from
-outside.
+"""What an index belongs to, and the bytes of its file: identities, layout, and every check on bytes from outside.
 
-``docs/index-format.md`` is the specification. This module does no I/O: ``writer.py`` writes, ``reader.py``
-reads. One index is one container, the same bytes in a file, in memory and on another machine.
+``docs/index-format.md`` is the specification. Everything here is a pure function of its arguments. One index is one
+container, the same bytes in a file, in memory and on another machine.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
+import string
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -17,9 +18,198 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from .errors import IndexCorrupt, IndexForeign, IndexTooNew, InvalidPayload
-from .keys import FORMAT_VERSION, IndexIdentity
+
+FORMAT_VERSION = 1
+PAGE_TOKENS = 16
+
+_NAMESPACE_TAG = b"prefix_index/namespace/1\0"
+_IDENTITY_TAG = b"prefix_index/identity/1\0"
+_HEX = frozenset(string.hexdigits.lower())
+
+
+def namespace_digest(fields: Mapping[str, str | None]) -> str:
+    """SHA-256 (64 hex digits) of everything in SGLang's ``RadixKey`` that is not tokens, by field name.
+
+    Names and values are hashed with their lengths, in the order of the names: no two sets of fields meet. A field that
+    is None is as one that does not exist, unlike an empty string. The values do not appear in the result.
+    """
+    h = hashlib.sha256(_NAMESPACE_TAG)
+    for name, value in sorted(fields.items()):
+        if value is None:
+            continue
+        for text in (name, value):
+            raw = text.encode("utf-8", "surrogatepass")
+            h.update(len(raw).to_bytes(8, "little"))
+            h.update(raw)
+    return h.hexdigest()
+
+
+def page_hashes(token_ids: Sequence[int] | NDArray[Any], page_tokens: int = PAGE_TOKENS) -> list[bytes]:
+    """Chained SHA-256 of each full page: ``digest[i] = sha256(digest[i-1] + int64_le(tokens of page i))``.
+
+    The parent of page 0 is 32 zero bytes. ``token_ids`` [num_tokens] integers. Returns num_tokens // page_tokens
+    digests of 32 bytes: digest n-1 names the first n pages. Raises InvalidPayload for anything but a flat sequence of
+    int64 integers.
+    """
+    if page_tokens < 1:
+        raise InvalidPayload("page_tokens", "1 or more", str(page_tokens), "use SGLang's page of 16 tokens")
+    raw, step, sha256 = _int64_le(token_ids).view(np.uint8).data, page_tokens * 8, hashlib.sha256
+    out = [bytes(32)]
+    for start in range(0, len(raw) // step * step, step):
+        out.append(sha256(out[-1] + raw[start : start + step]).digest())
+    return out[1:]
+
+
+def _int64_le(token_ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    try:
+        tokens = np.asarray(token_ids)
+    except (OverflowError, ValueError) as err:
+        tokens = np.empty(0, dtype=object)
+        found = str(err)
+    else:
+        found = f"dtype {tokens.dtype}, shape {tokens.shape}"
+        if tokens.size == 0 and tokens.ndim == 1:
+            return np.empty(0, dtype="<i8")
+    fits = tokens.dtype.kind in "iu" and tokens.ndim == 1
+    if fits and tokens.dtype == np.uint64:
+        fits = bool(tokens.max() <= np.iinfo(np.int64).max)
+    if not fits:
+        raise InvalidPayload("token ids", "a flat sequence of int64 integers", found, "pass the prompt's ids")
+    return np.ascontiguousarray(tokens, dtype="<i8")
+
+
+def canonical_digest(value: Any) -> str:
+    """SHA-256 (64 hex digits) of a JSON value, or a msgspec Struct, with sorted keys."""
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
+
+
+class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model that an index was built with. Two models with equal fingerprints have the same KV.
+
+    ``config_digest``   digest of the architecture's configuration
+    ``weights_digest``  digest or immutable revision of the weights
+    ``rope_digest``     digest of the RoPE settings in force (scaling included)
+    ``kv_dtype``        dtype of the KV cache, as SGLang says it (``bfloat16``, ``fp8_e4m3``, ...)
+    ``num_layers``, ``num_kv_heads``  of the whole model, not of one tensor-parallel rank
+    ``head_dim``, ``v_head_dim``      per head of K and of V
+    """
+
+    config_digest: str
+    weights_digest: str
+    rope_digest: str
+    kv_dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for name in ("config_digest", "weights_digest", "rope_digest", "kv_dtype"):
+            _check_text(f"model.{name}", getattr(self, name))
+        for name in ("num_layers", "num_kv_heads", "head_dim", "v_head_dim"):
+            _check_count(f"model.{name}", getattr(self, name))
+
+
+class IndexIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one index is the index of. A difference in any field is a miss, never a hit.
+
+    ``namespace``       from ``namespace_digest`` (64 hex digits)
+    ``page_tokens``     tokens per hashed page (not SGLang's page size: positions are logical)
+    ``num_tokens``      prefix length, a multiple of page_tokens
+    ``prefix_hash``     the chained hash of the last page (64 hex digits)
+    ``model``           the model
+    ``profile_digest``  of the profile or build spec: what was built, and how
+    """
+
+    namespace: str
+    prefix_hash: str
+    num_tokens: int
+    model: ModelFingerprint
+    profile_digest: str
+    page_tokens: int = PAGE_TOKENS
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("namespace", "prefix_hash"):
+            if not is_digest(getattr(self, name)):
+                raise ValueError(f"{name}: expected 64 lower-case hex digits, found {getattr(self, name)!r}")
+        _check_text("profile_digest", self.profile_digest)
+        for name in ("page_tokens", "num_tokens", "format_version"):
+            _check_count(name, getattr(self, name))
+        if self.num_tokens % self.page_tokens:
+            raise ValueError(
+                f"num_tokens: expected a multiple of page_tokens={self.page_tokens}, found {self.num_tokens}"
+            )
+
+    @classmethod
+    def for_prefix(
+        cls,
+        *,
+        namespace: str,
+        page_hashes: Sequence[bytes],
+        model: ModelFingerprint,
+        profile_digest: str,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> IndexIdentity:
+        """The identity of the prefix that ends with the last of ``page_hashes`` (at least one)."""
+        if not page_hashes:
+            raise InvalidPayload("prefix", "at least one full page", "none", "index longer prefixes only")
+        return cls(
+            namespace=namespace,
+            prefix_hash=page_hashes[-1].hex(),
+            num_tokens=len(page_hashes) * page_tokens,
+            model=model,
+            profile_digest=profile_digest,
+            page_tokens=page_tokens,
+        )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (64 hex digits) over all fields; the name of the index in every store."""
+        return hashlib.sha256(_IDENTITY_TAG + msgspec.json.encode(self, order="sorted")).hexdigest()
+
+    def mismatch(self, other: IndexIdentity) -> str | None:
+        """None when equal, else the first field that differs from ``self``'s: "model.kv_dtype: expected A, found B"."""
+        order = ("format_version", "namespace", "page_tokens", "num_tokens", "prefix_hash")
+        return (
+            _first_difference(self, other, order)
+            or model_mismatch(self.model, other.model)
+            or _first_difference(self, other, ("profile_digest",))
+        )
+
+
+def model_mismatch(expected: ModelFingerprint, found: ModelFingerprint) -> str | None:
+    """None when equal, else the first model field that differs, with both values."""
+    return _first_difference(expected, found, ModelFingerprint.__struct_fields__, prefix="model.")
+
+
+def is_digest(text: object) -> bool:
+    """Whether ``text`` is 64 lower-case hex digits: the only strings that ever become part of a path."""
+    return isinstance(text, str) and len(text) == 64 and _HEX.issuperset(text)
+
+
+def _first_difference(a: object, b: object, names: Sequence[str], prefix: str = "") -> str | None:
+    for name in names:
+        left, right = getattr(a, name), getattr(b, name)
+        if left != right:
+            return f"{prefix}{name}: expected {left}, found {right}"
+    return None
+
+
+def _check_text(name: str, value: object) -> None:
+    if type(value) is not str or not 1 <= len(value) <= 256 or not value.isprintable():
+        raise ValueError(f"{name}: expected 1 to 256 printable characters, found {value!r}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or not 1 <= value < 2**53:
+        raise ValueError(f"{name}: expected a positive integer below 2**53, found {value!r}")
+
+
+# ---- the file ----
 
 MAGIC: Final = b"\x89PFXIDX\n"
 END_MAGIC: Final = b"PFXEND\r\n"
@@ -49,12 +239,11 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "float8_e5m2": np.dtype("u1"),
     "int4x2": np.dtype("u1"),
 }
-"""Dtype tag -> the little-endian numpy dtype that holds its bytes. A shape always counts these stored
-elements:
-``bfloat16`` is held as raw 16 bits, ``int4x2`` as bytes of two 4-bit values, the first in the low half."""
+"""Dtype tag -> the little-endian numpy dtype that holds its bytes. A shape always counts these stored elements:
+``bfloat16`` is held as raw 16 bits, ``int4x2`` as bytes of two 4-bit values, the first in the low half.
+"""
 
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
-_HEX_DIGITS = "0123456789abcdef"
 _ADDRESS = attrgetter("name", "layer", "kv_head")
 _REBUILD = "delete the file and build the index again"
 
@@ -68,9 +257,7 @@ class ArrayKey(NamedTuple):
 
 
 class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When the index was built (seconds since the Unix epoch) and how long that took (seconds): 0 to 1e12, int or
-    float, held as a float: an int would come back as one, and give other bytes. Raises ValueError.
-    """
+    """When it was built (since the Unix epoch), and how long that took: seconds, 0 to 1e12. Raises ValueError."""
 
     created: float = 0.0
     build_seconds: float = 0.0
@@ -86,7 +273,7 @@ class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class ArrayRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One row of the array table. ``offset`` is from the first byte of data; ``xxh3`` is 16 hex digits.
 
-    Not tracked by the garbage collector: it cannot be part of a cycle, and an index may have 50,000 of them.
+    Not tracked by the garbage collector: an index may have 50,000 of them.
     """
 
     name: str
@@ -161,11 +348,11 @@ def xxh3_hex(data: Any) -> str:
 
 
 def corrupt(what: str, expected: object, found: object) -> IndexCorrupt:
-    return IndexCorrupt(what, expected=str(expected), found=_clip(str(found)), remedy=_REBUILD)
+    return IndexCorrupt(what, str(expected), _clip(str(found)), _REBUILD)
 
 
 def invalid(what: str, expected: object, found: object, remedy: str) -> InvalidPayload:
-    return InvalidPayload(what, expected=str(expected), found=_clip(str(found)), remedy=remedy)
+    return InvalidPayload(what, str(expected), _clip(str(found)), remedy)
 
 
 def _clip(text: str) -> str:
@@ -176,10 +363,7 @@ def _clip(text: str) -> str:
 
 
 def lay_out(shapes: Iterable[tuple[ArrayKey, str, Sequence[int]]]) -> list[ArrayRecord]:
-    """Places (key, dtype tag, shape) rows one after the other, 4 KiB apart; checksums are still zeros.
-
-    Raises InvalidPayload for a key, tag or shape that the format does not allow.
-    """
+    """Places (key, dtype tag, shape) rows one after the other, 4 KiB apart, unsummed. Raises InvalidPayload."""
     records: list[ArrayRecord] = []
     offset = 0
     for key, tag, shape in shapes:
@@ -214,9 +398,7 @@ def encode_sections(entry: Entry, table: Table) -> tuple[bytes, bytes]:
 
 
 def check_json(value: Any, where: str, depth: int = 0) -> None:
-    """Raises InvalidPayload for what would not come back from JSON as it went in (NaN, bytes, int keys, subclasses of
-    str, int and float, numpy's scalars among them, and text that is no Unicode).
-    """
+    """Raises InvalidPayload for what would not come back from JSON as it went in: NaN, int keys, numpy's scalars."""
     if depth > 32:
         raise invalid(where, "at most 32 levels of nesting", "more", "flatten it")
     if isinstance(value, dict):
@@ -266,9 +448,7 @@ def encode_footer(prelude: bytes, total_nbytes: int) -> bytes:
 def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:
     """Checks the first 64 bytes of ``actual_nbytes``. Raises IndexForeign, IndexTooNew or IndexCorrupt."""
     if raw[:8] != MAGIC[: len(raw)]:
-        raise IndexForeign(
-            "file type", expected=f"a prefix index ({MAGIC!r})", found=repr(raw[:8]), remedy="move the file elsewhere"
-        )
+        raise IndexForeign("file type", f"a prefix index ({MAGIC!r})", repr(raw[:8]), "move the file elsewhere")
     if len(raw) < PRELUDE.size:
         raise corrupt("file length", f"at least {PRELUDE.size} bytes", len(raw))
     _, version, entry_nbytes, table_nbytes, _, total, entry_xxh3, table_xxh3, _, checksum = PRELUDE.unpack(raw)
@@ -277,9 +457,9 @@ def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:
     if version > FORMAT_VERSION:
         raise IndexTooNew(
             "format version",
-            expected=f"at most {FORMAT_VERSION}",
-            found=f"{version} (written by a newer version)",
-            remedy="upgrade sglang-ext, or build the index again with this version",
+            f"at most {FORMAT_VERSION}",
+            f"{version} (written by a newer version)",
+            "upgrade sglang-ext, or build the index again with this version",
         )
     if version != FORMAT_VERSION:
         raise corrupt("format version", FORMAT_VERSION, version)
@@ -334,8 +514,7 @@ def _decode(raw: bytes, checksum: int, decoder: msgspec.json.Decoder[_Section], 
 def table_problem(records: Sequence[ArrayRecord], data_nbytes: int) -> tuple[str, object, object] | None:
     """(what, expected, found) of the first row that breaks the format, or None.
 
-    Rows must lie one after the other, each on the next 4 KiB boundary, and together fill ``data_nbytes``:
-    then nothing overlaps, nothing is outside and nothing is hidden between them.
+    Rows must lie one after the other and together fill ``data_nbytes``: nothing overlaps, is outside or is hidden.
     """
     if len(records) > MAX_ARRAYS:
         return "number of arrays", f"at most {MAX_ARRAYS}", len(records)
@@ -365,7 +544,7 @@ def table_problem(records: Sequence[ArrayRecord], data_nbytes: int) -> tuple[str
             return f"bytes of {key}", f"shape {r.shape} of {r.dtype}, at most {MAX_NBYTES}", nbytes
         if r.offset != offset:
             return f"offset of {key}", offset, r.offset
-        if len(r.xxh3) != 16 or r.xxh3.strip(_HEX_DIGITS):
+        if len(r.xxh3) != 16 or not _HEX.issuperset(r.xxh3):
             return f"checksum of {key}", "16 hex digits", repr(r.xxh3)
         offset += -(-nbytes // ALIGN) * ALIGN
     return None if offset == data_nbytes else ("bytes of data", offset, data_nbytes)

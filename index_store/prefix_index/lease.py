@@ -1,8 +1,7 @@
 """The right to build an index while nobody else does: between processes by a locked file, within one by a table.
 
 The lock (flock) of ``.lease-<digest>`` in the index's shard folder is the lease. The kernel frees it when its holder
-dies, however it dies: no clock and no heartbeat is involved. The file itself says nothing; one that nobody has
-locked is free for the taking, and ``remove_leases`` clears it away.
+dies. The file itself says nothing; ``folder.remove_unlocked`` clears it away.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ import errno
 import fcntl
 import os
 import stat
-import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from .errors import StoreFolderError
-from .folder import Access, give_mode, os_errors, shard_fd, shard_of, try_lock
+from .folder import Access, give_mode, is_named, os_errors, shard_fd, shard_of
 from .store import BuildLease
 
 LEASE: Final = ".lease-"
@@ -27,14 +27,18 @@ _PLANTED = frozenset((errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EMLINK))
 _RACES: Final = 100
 
 
-class _Lease:
-    """What both kinds share: a block, and an end when nobody refers to the object any more."""
+class Lease:
+    """A lease that ends by ``ends``, the last one first; also when nobody refers to it any more."""
 
-    def __init__(self, digest: str) -> None:
+    def __init__(self, digest: str, *ends: Callable[[], object]) -> None:
         self.digest = digest
+        self._ends = ends
 
     def release(self) -> None:
-        raise NotImplementedError
+        ends, self._ends = self._ends, ()
+        with contextlib.ExitStack() as stack:
+            for end in ends:
+                stack.callback(end)
 
     def __enter__(self) -> BuildLease:
         return self
@@ -54,30 +58,19 @@ class LocalLeases:
         self._held: dict[str, object] = {}
 
     def acquire(self, digest: str) -> BuildLease | None:
-        """None while the lease is held. ``setdefault`` is the arbiter: it needs no lock, so that a lease may end
-        anywhere, in a garbage collection too.
-        """
+        """None while it is held. ``setdefault`` arbitrates, without a lock: leases may end in a garbage collection."""
         ticket = object()
         if self._held.setdefault(digest, ticket) is not ticket:
             return None
-        return _LocalLease(digest, self._held, ticket)
+        return Lease(digest, partial(self._end, digest, ticket))
 
-
-class _LocalLease(_Lease):
-    def __init__(self, digest: str, held: dict[str, object], ticket: object) -> None:
-        super().__init__(digest)
-        self._held, self._ticket = held, ticket
-
-    def release(self) -> None:
-        if self._held.get(self.digest) is self._ticket:
-            del self._held[self.digest]
+    def _end(self, digest: str, ticket: object) -> None:
+        if self._held.get(digest) is ticket:
+            del self._held[digest]
 
 
 class FolderLeases:
-    """Leases among all processes, and all stores of one process, that share a folder.
-
-    Where the file system has no locks, they hold among the threads that use this object only.
-    """
+    """Leases among all users of a folder; where the file system has no locks, among those of this object."""
 
     def __init__(self, folder: Path, access: Access) -> None:
         self._folder = folder
@@ -85,16 +78,14 @@ class FolderLeases:
         self._local = LocalLeases()
 
     def acquire(self, digest: str) -> BuildLease | None:
-        """None while somebody holds it. Raises StoreFolderError for a folder that cannot be written to, and for a
-        link, pipe or folder by the lease's name.
-        """
+        """None while somebody holds it. Raises StoreFolderError, also for a link or pipe by the lease's name."""
         name = LEASE + digest
         with os_errors(self._folder), shard_fd(self._folder, shard_of(digest), create=self._access) as dir_fd:
             for _ in range(_RACES):
                 fd = self._open(dir_fd, name)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    ours = _is_named(fd, dir_fd, name)
+                    ours = is_named(fd, dir_fd, name)
                 except OSError as err:
                     os.close(fd)
                     if isinstance(err, BlockingIOError):
@@ -128,11 +119,10 @@ class FolderLeases:
 
     def _planted(self, name: str) -> StoreFolderError:
         path = self._folder / shard_of(name.removeprefix(LEASE)) / name
-        found = "a link, pipe, socket or folder"
-        return StoreFolderError("lease", expected="a regular file", found=found, remedy="remove it", path=path)
+        return StoreFolderError("lease", "a regular file", "a link, pipe, socket or folder", "remove it", path)
 
 
-class _FileLease(_Lease):
+class _FileLease(Lease):
     """Owns the descriptor whose lock is the lease."""
 
     def __init__(self, digest: str, folder: Path, fd: int) -> None:
@@ -148,22 +138,17 @@ class _FileLease(_Lease):
         name = LEASE + self.digest
         try:
             with contextlib.suppress(OSError), shard_fd(self._folder, shard_of(self.digest)) as dir_fd:
-                if _is_named(fd, dir_fd, name):
+                if is_named(fd, dir_fd, name):
                     os.unlink(name, dir_fd=dir_fd)
         finally:
-            self._let_go(fd, unlock=True)
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
 
     def forget(self) -> None:
         """In a forked child: the lease is the parent's, and must end with it although the child lives on."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            self._let_go(fd, unlock=False)
-
-    def _let_go(self, fd: int, *, unlock: bool) -> None:
-        with contextlib.suppress(OSError):
-            if unlock:
-                fcntl.flock(fd, fcntl.LOCK_UN)
-        with contextlib.suppress(OSError):
             os.close(fd)
 
 
@@ -172,40 +157,8 @@ _held: weakref.WeakSet[_FileLease] = weakref.WeakSet()
 
 def _forget_all() -> None:
     for lease in tuple(_held):
-        lease.forget()
+        with contextlib.suppress(OSError):
+            lease.forget()
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def remove_leases(dir_fd: int, *, grace_s: float) -> int:
-    """Removes lease files that nobody has locked. Returns how many.
-
-    One touched within ``grace_s`` seconds is left alone: whoever made it may be about to lock it, and would be told
-    that somebody else builds.
-    """
-    removed = 0
-    with os.scandir(dir_fd) as items:
-        names = [item.name for item in items if item.name.startswith(LEASE)]
-    for name in names:
-        with contextlib.suppress(OSError):
-            fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-            try:
-                status = os.fstat(fd)
-                old = abs(time.time() - status.st_mtime) >= grace_s  # the clock may have been set back
-                if stat.S_ISREG(status.st_mode) and old and try_lock(fd) and _is_named(fd, dir_fd, name):
-                    os.unlink(name, dir_fd=dir_fd)
-                    removed += 1
-            finally:
-                os.close(fd)
-    return removed
-
-
-def _is_named(fd: int, dir_fd: int, name: str) -> bool:
-    """Whether ``name`` is still the file that is open as ``fd``."""
-    ours = os.fstat(fd)
-    try:
-        there = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)

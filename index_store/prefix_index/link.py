@@ -11,9 +11,11 @@ from typing import Final, TypeAlias, TypeVar
 
 from .errors import IndexStoreError, StoreUnavailable, out_of_memory
 from .file import FileStore
+from .lease import Lease
 from .prefetch import Cancelled
+from .reader import IndexLookup
 from .remote import RemoteStore
-from .store import BuildLease, IndexLookup, Retention, digest_of
+from .store import BuildLease, Retention, digest_of
 
 FIRST_AWAY_S: Final = 1.0
 _LONGEST_AWAY_S: Final = 30.0
@@ -29,6 +31,9 @@ class Link:
 
     def __init__(self, store: Source) -> None:
         self.store = store
+        self._begin()
+
+    def _begin(self) -> None:
         self.is_open = False
         self.is_behind = False
         """Whether it may lack what the folder has, or have what was deleted."""
@@ -39,14 +44,13 @@ class Link:
         self.problem: IndexStoreError | None = None
         self.refusal: IndexStoreError | None = None
         """Why it could not be told something, since all was told last."""
-        self._catch_ups = 0
-        self._due = 0.0
+        self._catch_ups = self._failures = 0
+        self._due = self._resume = 0.0
         self._error: StoreUnavailable | None = None
-        self._failures = 0
-        self._resume = 0.0
 
     def open(self) -> None:
-        """Opens the store, or leaves why not in ``problem``."""
+        """Opens the store, or leaves why not in ``problem``. It may lack what the folder has."""
+        self.is_behind = True
         if not self.is_away():
             self.look(self.store.open, opening=True)
             self.is_open = self.problem is None
@@ -56,11 +60,7 @@ class Link:
         with contextlib.suppress(IndexStoreError):
             self.store.close()
         self.store.catalog.hidden.clear()
-        self.retention.clear()
-        self.reports.clear()
-        self.problem = self.refusal = self._error = None
-        self._failures, self._resume = 0, 0.0
-        self._catch_ups, self._due = 0, 0.0
+        self._begin()
 
     def is_due(self) -> bool:
         """Whether it is to be told now what it was not told yet."""
@@ -84,9 +84,7 @@ class Link:
             self.problem = err
 
     def ask(self, call: Callable[[], _T], *, opening: bool = False) -> _T:
-        """The call's result or its IndexStoreError; OutOfMemory where this process cannot ask; StoreUnavailable for
-        everything else, and at once while away.
-        """
+        """The call's result or IndexStoreError; OutOfMemory of this process; StoreUnavailable for all else."""
         if not (self.is_open or opening) or self.is_away():
             raise self._error or unavailable(str(self.problem or "one that could not be opened"))
         try:
@@ -116,7 +114,7 @@ class Link:
         try:
             return self.ask(partial(self.store.lease, key))
         except IndexStoreError:
-            return Leases(digest_of(key))
+            return Lease(digest_of(key))
 
     def known(self, call: Callable[[], Sequence[_T]]) -> Sequence[_T]:
         """What the store knows without asking anybody."""
@@ -131,26 +129,6 @@ class Link:
         self._failures += 1
 
 
-class Leases:
-    """Several leases of one index: released together, the last one first."""
-
-    def __init__(self, digest: str) -> None:
-        self.digest = digest
-        self.leases: list[BuildLease] = []
-
-    def release(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for lease in self.leases:
-                stack.callback(lease.release)
-            self.leases = []
-
-    def __enter__(self) -> BuildLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
 def unavailable(found: str, *, expected: str = "an answer") -> StoreUnavailable:
     remedy = "look at the remote store; what is in the folder is served meanwhile"
-    return StoreUnavailable("remote store", expected=expected, found=found, remedy=remedy)
+    return StoreUnavailable("remote store", expected, found, remedy)

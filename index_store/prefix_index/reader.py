@@ -1,20 +1,41 @@
-"""Reading one index: header first, arrays on demand, nothing believed before its checksum was compared."""
+"""Reading one index: header first, arrays on demand, nothing believed before its checksum was compared.
+
+A bulk read is cut into pieces: a run of whole neighbouring arrays, or a part of one long array. Each thread fetches a
+piece and then checks it while the other threads fetch theirs, so the disk does not wait for the checksums.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
-from collections.abc import Callable, Container, Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from .direct import THREADS, ReadPlan, flat_buffer, fresh_buffer, run
-from .errors import IndexForeign, IndexMismatch, IndexNotFound, IndexStoreError, StoreClosed, out_of_memory
+from .errors import IndexFormatError, IndexMismatch, IndexNotFound, IndexStoreError, StoreClosed, out_of_memory
+from .folder import (
+    BufferSource,
+    Fetch,
+    FileSource,
+    Source,
+    open_fd,
+    open_named,
+    owned_file,
+    path_in,
+    pread,
+    regular_size,
+    unreadable,
+)
 from .format import (
     ALIGN,
     DTYPES,
@@ -23,8 +44,8 @@ from .format import (
     ArrayRecord,
     BuildInfo,
     Entry,
+    IndexIdentity,
     Prelude,
-    Table,
     aligned,
     check_footer,
     corrupt,
@@ -35,12 +56,17 @@ from .format import (
     records_by_key,
     xxh3_hex,
 )
-from .keys import IndexIdentity
-from .source import BufferSource, FileSource, Source, owned_file, pread, regular_size, unreadable
 from .writer import IndexPayload, LazyArray
 
+PIECE_NBYTES: Final = 4 << 20
+THREADS: Final = 8
 _VERIFY_NBYTES: Final = 64 << 20
 _READ_AHEAD_NBYTES: Final = 32 << 20
+_ZEROS: Final = bytes(ALIGN)
+_OFFSET: Final = attrgetter("offset")
+
+IndexLookup: TypeAlias = str | IndexIdentity
+"""An identity, or its ``digest`` (64 hex digits)."""
 
 ReadAt = Callable[[int, int], bytes]
 """(offset, nbytes) -> that many bytes, fewer at the end."""
@@ -49,14 +75,12 @@ ReadAt = Callable[[int, int], bytes]
 class IndexFile:
     """One stored index, open for reading. Use as a context manager, or ``close()`` it.
 
-    Opening reads the header only. ``array()`` gives read-only views of a shared mapping and checks each
-    array's checksum the first time; the views stay valid after ``close()``. ``read_into()`` copies into
-    memory of the caller (a pinned staging buffer) without mapping the file, and ``read_many()`` does so for many
-    arrays with several threads: the fastest way to all of an index, one layer, or one rank's heads.
+    Opening reads the header only. ``array()`` gives read-only views of a shared mapping, which stay valid after
+    ``close()``. ``read_many()`` copies arrays with several threads, without mapping the file: the fastest way to all of
+    an index, one layer, or one rank's heads.
 
-    Stored files are never changed in place, only replaced and unlinked, which leaves open ones whole. Whoever
-    truncates a file under a mapping kills its readers (SIGBUS), as with every mapped file; ``read_into`` and
-    ``read_many`` report that as IndexCorrupt.
+    Stored files are never changed in place, only replaced and unlinked. Whoever truncates a file under a mapping kills
+    its readers (SIGBUS), as with every mapped file; ``read_many`` reports IndexCorrupt.
     """
 
     def __init__(self, source: Source, *, path: str | None = None) -> None:
@@ -67,7 +91,10 @@ class IndexFile:
         prelude, entry = _read_head(source.read_at, source.nbytes)
         self.checksum = f"{prelude.prelude_xxh3:016x}"
         """xxh3-64 (16 hex digits) over length, header and so every array's checksum: equal for equal containers."""
-        table = _read_table(source.read_at, prelude)
+        raw = source.read_at(prelude.table_offset, prelude.data_offset - prelude.table_offset)
+        if raw.count(0, prelude.table_nbytes) != len(raw) - prelude.table_nbytes:
+            raise corrupt("padding after the header", "zeros", "other bytes")
+        table = parse_table(raw[: prelude.table_nbytes], prelude)
         self.identity: IndexIdentity = entry.identity
         self.info: BuildInfo = entry.info
         self.spec: dict[str, Any] = table.spec
@@ -76,14 +103,14 @@ class IndexFile:
         self._records = records_by_key(table.arrays)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, expected: IndexIdentity | None = None) -> IndexFile:
+    def open(cls, path: str | os.PathLike[str], *, expected: IndexLookup | None = None) -> IndexFile:
         """Opens a file. Raises IndexNotFound, IndexUnreadable, IndexForeign, IndexTooNew, IndexCorrupt; and
-        IndexMismatch where its identity is not the ``expected`` one. Every error names the path.
+        IndexMismatch where it is not the ``expected`` one. Every error names the path.
         """
         return cls.from_fd(open_fd(path), path=path, expected=expected)
 
     @classmethod
-    def from_fd(cls, fd: int, *, path: str | os.PathLike[str], expected: IndexIdentity | None = None) -> IndexFile:
+    def from_fd(cls, fd: int, *, path: str | os.PathLike[str], expected: IndexLookup | None = None) -> IndexFile:
         """As ``open``, on a descriptor, which this object owns from now on (and closes when it raises)."""
         with contextlib.ExitStack() as owned:
             owned.callback(os.close, fd)
@@ -111,38 +138,22 @@ class IndexFile:
         """Addresses of all arrays, in file order."""
         return tuple(self._records)
 
-    def select(
-        self, name: str | None = None, *, layers: Container[int] | None = None, kv_heads: Container[int] | None = None
-    ) -> list[ArrayKey]:
-        """Addresses that match, in file order, for instance one layer or one rank's KV heads. None is all."""
-        return [
-            k
-            for k in self._records
-            if (name is None or k.name == name)
-            and (layers is None or k.layer in layers)
-            and (kv_heads is None or k.kv_head in kv_heads)
-        ]
-
     def record(self, key: ArrayKey) -> ArrayRecord:
         """Dtype tag, shape and place of one array. Raises IndexNotFound."""
         try:
             return self._records[key]
         except KeyError:
             remedy = "the index was built by another method or profile: build it again"
-            raise self._named(
-                IndexNotFound("array", expected=str(tuple(key)), found="no such array", remedy=remedy)
-            ) from None
+            raise IndexNotFound("array", str(tuple(key)), "no such array", remedy, self.path) from None
 
-    def array(self, name: str, layer: int = -1, kv_head: int = -1, *, verify: bool = True) -> NDArray[Any]:
-        """A read-only view [shape] of one array in the stored dtype of its tag (``format.DTYPES``).
+    def array(self, name: str, layer: int = -1, kv_head: int = -1) -> NDArray[Any]:
+        """A read-only view [shape] of one array in the stored dtype of its tag (``format.DTYPES``), checked the first
+        time.
 
-        With ``verify`` the first call per array compares its checksum and raises IndexCorrupt; without, the
-        bytes are as found. Raises IndexNotFound for an address that is not there, StoreClosed after
-        ``close()``.
+        Raises IndexNotFound for an address that is not there, IndexCorrupt, StoreClosed.
         """
         record = self.record(ArrayKey(name, layer, kv_head))
-        if verify:
-            self._verify(record)
+        self._verify(record)
         dtype = DTYPES[record.dtype]
         if not record.nbytes:
             view = np.empty(record.shape, dtype)
@@ -152,30 +163,6 @@ class IndexFile:
             view = np.frombuffer(self._open().mapping(), dtype, count, start).reshape(record.shape)
         view.flags.writeable = False
         return view
-
-    def load(self, keys: Iterable[ArrayKey], *, verify: bool = True) -> dict[ArrayKey, NDArray[Any]]:
-        """``array()`` of each address, usually of a ``select()``."""
-        return {key: self.array(*key, verify=verify) for key in keys}
-
-    def read_into(self, key: ArrayKey, out: NDArray[Any], *, verify: bool = True) -> None:
-        """Copies one array into ``out``: C-contiguous, writable, of as many bytes; any dtype and shape.
-
-        The copy itself is checksummed. After IndexCorrupt, ``out`` holds garbage.
-        """
-        record = self.record(key)
-        if out.nbytes != record.nbytes or not out.flags.c_contiguous or not out.flags.writeable:
-            found = f"{out.nbytes} bytes, contiguous {out.flags.c_contiguous}, writable {out.flags.writeable}"
-            raise invalid(
-                f"buffer for {tuple(key)}", f"{record.nbytes} bytes, contiguous, writable", found, "resize it"
-            )
-        if not record.nbytes:
-            return
-        raw = out.reshape(-1).view(np.uint8)
-        got = self._open().read_into(raw.data, self._data_offset + record.offset)
-        if got != record.nbytes:
-            raise self._named(corrupt(f"bytes of {tuple(key)}", record.nbytes, got))
-        if verify:
-            self._compare(record, raw)
 
     def read_many(
         self,
@@ -189,18 +176,16 @@ class IndexFile:
         """Copies of arrays (None: all), read and checked by several threads, without mapping the file.
 
         All lie in one buffer, each from a 4 KiB boundary: the caller's ``out`` (``read_nbytes()`` bytes or more,
-        contiguous, writable, page-aligned for the best speed), else new memory that lives as long as an array
-        that views it. The arrays are writable and the caller's own, in the order of ``keys``.
+        contiguous, writable, page-aligned for the best speed), else new memory. The arrays are writable and the
+        caller's own, in the order of ``keys``. Checksums and padding are compared while the next bytes arrive, unless
+        ``verify=False``.
 
-        ``direct``  None: O_DIRECT for what the page cache does not hold, where the file system has it; False:
-                    never; True: always, or an error
+        ``direct``  None: O_DIRECT for what the page cache does not hold, where possible; False: never; True: always
         ``threads`` at most this many at a time; a stretch of up to 4 MiB is read in the calling thread
 
-        Every array's checksum and padding are compared while the next bytes arrive (not with ``verify=False``).
-        Raises IndexNotFound for an address that is not there, IndexCorrupt for other bytes than were written and
-        for a file that somebody cut, IndexUnreadable for an I/O error and for a refused ``direct=True``,
-        InvalidPayload for an ``out`` that cannot take the bytes, StoreClosed, OutOfMemory. After an error
-        ``out`` holds garbage.
+        Raises IndexNotFound for an address that is not there, IndexCorrupt, also for a file that somebody cut,
+        IndexUnreadable, InvalidPayload for an ``out`` that cannot take the bytes, StoreClosed, OutOfMemory. ``out``
+        holds garbage then.
         """
         wanted = self._records if keys is None else {key: self.record(key) for key in keys}
         plan = ReadPlan.of(wanted.values(), self._data_offset)
@@ -213,7 +198,12 @@ class IndexFile:
         except MemoryError as err:
             raise self._named(out_of_memory(err, f"{plan.nbytes} bytes")) from None
         starts = {record.offset: at for record, at in plan.places if record.nbytes}
-        return {key: _shaped(flat, starts.get(record.offset, 0), record) for key, record in wanted.items()}
+
+        def view(record: ArrayRecord) -> NDArray[Any]:
+            at = starts.get(record.offset, 0)
+            return np.ndarray(record.shape, DTYPES[record.dtype], flat[at : at + record.nbytes])
+
+        return {key: view(record) for key, record in wanted.items()}
 
     def read_nbytes(self, keys: Iterable[ArrayKey] | None = None) -> int:
         """Bytes of the buffer that ``read_many(keys)`` fills: a multiple of 4 KiB. Raises IndexNotFound."""
@@ -221,33 +211,20 @@ class IndexFile:
         return sum(aligned(self.record(key).nbytes) for key in wanted)
 
     def payload(self) -> IndexPayload:
-        """This index as something to put into another store, checked while it is read. Written again, it gives the
-        same bytes. Use it while this file is open. A file is read, never mapped: a disk that fails is an error then;
-        up to 32 MiB at a time, in the order of the file.
+        """This index as something to put into another store while this file is open, checked while it is read. A file
+        is not mapped, so that a disk that fails is an error; up to 32 MiB are read at a time.
         """
-        ahead = _ReadAhead(self)
+        ahead = _ReadAhead(self, _READ_AHEAD_NBYTES)
         arrays = {key: LazyArray(r.dtype, r.shape, partial(ahead.load, key)) for key, r in self._records.items()}
         return IndexPayload(self.identity, arrays, spec=self.spec, stats=self.stats, info=self.info)
 
     def verify(self, *, threads: int = 1) -> None:
-        """Checks every array and the padding behind it, by bulk reads: nothing is mapped, the page cache stays as it
-        is. Holds up to 64 MiB, or the longest array. Raises as ``read_many``, for the first array that is wrong.
-        """
-        batch: list[ArrayKey] = []
-        nbytes = 0
-        for key, record in self._records.items():
-            if key in self._verified:
-                continue
-            if batch and nbytes + record.nbytes > _VERIFY_NBYTES:
-                self._verify_batch(batch, threads)
-                batch, nbytes = [], 0
-            batch.append(key)
-            nbytes += aligned(record.nbytes)
-        self._verify_batch(batch, threads)
-
-    def _verify_batch(self, keys: list[ArrayKey], threads: int) -> None:
-        self.read_many(keys, threads=threads)
-        self._verified.update(keys)
+        """Checks every array and its padding, by bulk reads of 64 MiB or the longest array. Raises as ``read_many``."""
+        ahead = _ReadAhead(self, _VERIFY_NBYTES, threads)
+        for key in self._records:
+            if key not in self._verified:
+                ahead.load(key)
+                self._verified.add(key)
 
     def close(self) -> None:
         """Closes the file. Arrays that were handed out stay valid."""
@@ -263,9 +240,7 @@ class IndexFile:
 
     def _open(self) -> Source:
         if self._source is None:
-            raise self._named(
-                StoreClosed("index file", expected="open", found="closed", remedy="get it from the store again")
-            )
+            raise self._named(StoreClosed("index file", "open", "closed", "get it from the store again"))
         return self._source
 
     def _verify(self, record: ArrayRecord) -> None:
@@ -274,25 +249,24 @@ class IndexFile:
         if record.nbytes:
             start = self._data_offset + record.offset
             raw = np.frombuffer(self._open().mapping(), np.uint8, aligned(record.nbytes), start)
-            self._compare(record, raw[: record.nbytes])
-            if raw[record.nbytes :].any():
-                raise self._named(corrupt(f"padding after {tuple(record.key)}", "zeros", "other bytes"))
+            self._check(record, raw)
         self._verified.add(record.key)
 
-    def _compare(self, record: ArrayRecord, raw: NDArray[np.uint8]) -> None:
-        found = xxh3_hex(raw)
-        if found != record.xxh3:
-            raise self._named(corrupt(f"checksum of {tuple(record.key)}", record.xxh3, found))
+    def _check(self, record: ArrayRecord, raw: NDArray[np.uint8]) -> None:
+        try:
+            check_array(record, raw.data)
+        except IndexStoreError as err:
+            raise self._named(err) from None
 
     def _named(self, err: IndexStoreError) -> IndexStoreError:
         return err if self.path is None else err.at(self.path)
 
 
 class _ReadAhead:
-    """A payload's arrays, read when the first of a stretch is asked for. Used by one thread at a time."""
+    """An index's arrays in the order of the file, read by stretches of at most ``limit`` bytes. For one thread."""
 
-    def __init__(self, index: IndexFile) -> None:
-        self._index = index
+    def __init__(self, index: IndexFile, limit: int, threads: int = THREADS) -> None:
+        self._index, self._limit, self._threads = index, limit, threads
         self._order = index.keys
         self._place = {key: i for i, key in enumerate(self._order)}
         self._ready: dict[ArrayKey, NDArray[Any]] = {}
@@ -304,43 +278,41 @@ class _ReadAhead:
             keys, nbytes = [key], aligned(self._index.record(key).nbytes)
             for other in self._order[self._place[key] + 1 :]:
                 nbytes += aligned(self._index.record(other).nbytes)
-                if nbytes > _READ_AHEAD_NBYTES:
+                if nbytes > self._limit:
                     break
                 keys.append(other)
             self._ready = {}  # before the next stretch comes
-            self._ready = self._index.read_many(keys)
+            self._ready = self._index.read_many(keys, threads=self._threads)
         return self._ready.pop(key)
 
 
-def _shaped(flat: NDArray[np.uint8], at: int, record: ArrayRecord) -> NDArray[Any]:
-    return np.ndarray(record.shape, DTYPES[record.dtype], flat[at : at + record.nbytes])
+def open_in(folder: Path, digest: str, expected: IndexLookup | None = None) -> IndexFile:
+    """Opens an index by its name, without making it look used. Raises as ``open_named`` and ``IndexStore.get``."""
+    return IndexFile.from_fd(open_named(folder, digest)[0], path=path_in(folder, digest), expected=expected or digest)
 
 
-def check_identity(expected: IndexIdentity, found: IndexIdentity) -> None:
-    """Raises IndexMismatch that names the first field that differs."""
-    difference = expected.mismatch(found)
-    if difference is not None:
+def is_damaged(folder: Path, digest: str) -> bool:
+    """Whether reading all of an index finds damage; what the system does not give is none."""
+    try:
+        with open_in(folder, digest) as index:
+            index.verify()
+    except (IndexFormatError, IndexMismatch):
+        return True
+    except IndexStoreError:
+        pass
+    return False
+
+
+def check_identity(expected: IndexLookup, found: IndexIdentity) -> None:
+    """Raises IndexMismatch that names the first field that differs, or the digests."""
+    if isinstance(expected, str):
+        if found.digest != expected:
+            remedy = "delete the file: it was renamed or misplaced"
+            raise IndexMismatch("identity digest", expected, found.digest, remedy)
+    elif (difference := expected.mismatch(found)) is not None:
         what, _, values = difference.partition(": expected ")
         left, _, right = values.rpartition(", found ")
-        remedy = "build an index for this model, prefix and profile"
-        raise IndexMismatch(what, expected=left, found=right, remedy=remedy)
-
-
-def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: bool = True) -> int:
-    """Opens a file for reading, never blocking on a pipe. Raises IndexNotFound, or IndexForeign for a
-    symbolic link when not ``follow``, IndexUnreadable for what else the system refuses.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    try:
-        return os.open(path, flags, dir_fd=dir_fd)
-    except (FileNotFoundError, NotADirectoryError):
-        remedy = "build the index, or rescan the store"
-        raise IndexNotFound("index", expected="a file", found="none", remedy=remedy, path=path) from None
-    except OSError as err:
-        if err.errno != errno.ELOOP:
-            raise unreadable(err).at(path) from err
-        remedy = "replace the link by the file"
-        raise IndexForeign("file type", expected="a file", found="a symbolic link", remedy=remedy, path=path) from None
+        raise IndexMismatch(what, left, right, "build an index for this model, prefix and profile")
 
 
 def read_entry(fd: int) -> tuple[Entry, int]:
@@ -358,8 +330,163 @@ def _read_head(read_at: ReadAt, nbytes: int) -> tuple[Prelude, Entry]:
     return prelude, parse_entry(head[PRELUDE.size : prelude.table_offset], prelude)
 
 
-def _read_table(read_at: ReadAt, prelude: Prelude) -> Table:
-    raw = read_at(prelude.table_offset, prelude.data_offset - prelude.table_offset)
-    if raw.count(0, prelude.table_nbytes) != len(raw) - prelude.table_nbytes:
-        raise corrupt("padding after the header", "zeros", "other bytes")
-    return parse_table(raw[: prelude.table_nbytes], prelude)
+# ---- bulk reads ----
+
+
+class Placed(NamedTuple):
+    """An array and where it goes: ``at`` bytes from the start of the buffer."""
+
+    record: ArrayRecord
+    at: int
+
+
+class _LongArray:
+    """Checks one array whose parts arrive in any order, in several threads."""
+
+    def __init__(self, placed: Placed, parts: int) -> None:
+        self.placed = placed
+        self._lock = threading.Lock()
+        self._arrived = [False] * parts
+        self._next = 0
+        self._busy = False
+        self._hash = xxhash.xxh3_64()
+
+    def arrived(self, part: int, buffer: memoryview) -> None:
+        """Hashes what is next in order, unless another thread does. Raises IndexCorrupt after the last part."""
+        with self._lock:
+            self._arrived[part] = True
+            if self._busy:
+                return
+            self._busy = True
+        start, end = self.placed.at, self.placed.at + self.placed.record.nbytes
+        while True:
+            with self._lock:
+                if self._next == len(self._arrived) or not self._arrived[self._next]:
+                    self._busy = False
+                    break
+            first = start + self._next * PIECE_NBYTES
+            self._hash.update(buffer[first : min(first + PIECE_NBYTES, end)])
+            self._next += 1
+        if part == len(self._arrived) - 1 and end % ALIGN:
+            check_padding(self.placed.record, buffer[end : aligned(end)])
+        if self._next == len(self._arrived):
+            check_sum(self.placed.record, self._hash.hexdigest())
+
+
+@dataclass
+class Piece:
+    """``nbytes`` (a multiple of 4 KiB) from ``offset`` of the container to ``at`` of the buffer."""
+
+    offset: int
+    at: int
+    nbytes: int
+    whole: list[Placed] = field(default_factory=list)
+    part: tuple[_LongArray, int] | None = None
+
+    def check(self, buffer: memoryview) -> None:
+        for placed in self.whole:
+            check_array(placed.record, buffer[placed.at : placed.at + aligned(placed.record.nbytes)])
+        if self.part is not None:
+            array, number = self.part
+            array.arrived(number, buffer)
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """Pieces to fetch, where each array ends up, and how long the buffer must be (bytes, a multiple of 4 KiB)."""
+
+    pieces: Sequence[Piece]
+    places: Sequence[Placed]
+    nbytes: int
+
+    @classmethod
+    def of(cls, records: Iterable[ArrayRecord], data_offset: int) -> ReadPlan:
+        """The arrays in the order of the file, each from a 4 KiB boundary of the buffer, nothing between them."""
+        pieces: list[Piece] = []
+        places: list[Placed] = []
+        at = 0
+        last: Piece | None = None
+        for record in sorted(records, key=_OFFSET):
+            placed = Placed(record, at)
+            places.append(placed)
+            size, offset = -(-record.nbytes // ALIGN) * ALIGN, data_offset + record.offset
+            if not size:
+                continue
+            if size > PIECE_NBYTES:
+                array = _LongArray(placed, -(-size // PIECE_NBYTES))
+                for number, begin in enumerate(range(0, size, PIECE_NBYTES)):
+                    nbytes = min(PIECE_NBYTES, size - begin)
+                    pieces.append(Piece(offset + begin, at + begin, nbytes, part=(array, number)))
+            elif last is not None and last.offset + last.nbytes == offset and last.nbytes + size <= PIECE_NBYTES:
+                last.nbytes += size
+                last.whole.append(placed)
+            else:
+                last = Piece(offset, at, size, [placed])
+                pieces.append(last)
+            at += size
+        return cls(pieces, places, at)
+
+
+def run(plan: ReadPlan, fetch: Fetch, buffer: memoryview, *, threads: int, verify: bool) -> None:
+    """Fetches all pieces. Raises the first error, IndexCorrupt or ``fetch``'s; no thread is at work any more then."""
+    stopped = threading.Event()
+
+    def work(piece: Piece) -> None:
+        if stopped.is_set():
+            return
+        try:
+            got = fetch(buffer[piece.at : piece.at + piece.nbytes], piece.offset)
+            if got != piece.nbytes:
+                raise corrupt(f"bytes from {piece.offset} on", piece.nbytes, f"{got}: somebody cut the file")
+            if verify:
+                piece.check(buffer)
+        except BaseException:
+            stopped.set()
+            raise
+
+    threads = min(threads, len(plan.pieces))
+    if threads <= 1:
+        for piece in plan.pieces:
+            work(piece)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="index-read") as pool:
+        try:
+            for done in [pool.submit(work, piece) for piece in plan.pieces]:
+                done.result()
+        finally:
+            stopped.set()
+
+
+def fresh_buffer(nbytes: int) -> NDArray[np.uint8]:
+    """Page-aligned memory that nothing else uses, not zeroed. Raises MemoryError."""
+    memory = np.empty(nbytes + ALIGN - 1, np.uint8)
+    start = -memory.ctypes.data % ALIGN
+    return memory[start : start + nbytes]
+
+
+def flat_buffer(out: NDArray[Any], nbytes: int, *, direct: bool | None) -> NDArray[np.uint8]:
+    """The first ``nbytes`` bytes of a caller's array. Raises InvalidPayload for one that cannot take them."""
+    good = out.nbytes >= nbytes and out.flags.c_contiguous and out.flags.writeable
+    if not good or (direct and out.ctypes.data % ALIGN):
+        wanted = f"{nbytes} bytes or more, contiguous, writable"
+        found = f"{out.nbytes} bytes, contiguous {out.flags.c_contiguous}, writable {out.flags.writeable}"
+        if direct:
+            wanted, found = f"{wanted}, on a {ALIGN}-byte boundary", f"{found}, {out.ctypes.data % ALIGN} bytes off"
+        raise invalid("buffer of a bulk read", wanted, found, "take read_nbytes() bytes of page-aligned memory")
+    return out.reshape(-1).view(np.uint8)[:nbytes]
+
+
+def check_array(record: ArrayRecord, raw: memoryview) -> None:
+    """Raises IndexCorrupt where an array's bytes, or those behind them (its padding), are others than were written."""
+    check_sum(record, xxh3_hex(raw[: record.nbytes]))
+    check_padding(record, raw[record.nbytes :])
+
+
+def check_sum(record: ArrayRecord, found: str) -> None:
+    if found != record.xxh3:
+        raise corrupt(f"checksum of {tuple(record.key)}", record.xxh3, found)
+
+
+def check_padding(record: ArrayRecord, raw: memoryview) -> None:
+    if bytes(raw) != _ZEROS[: len(raw)]:
+        raise corrupt(f"padding after {tuple(record.key)}", "zeros", "other bytes")

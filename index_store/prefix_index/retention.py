@@ -1,11 +1,8 @@
-"""How long an index should stay, and its name, on disk: a small file beside it, ``<digest>.pfxkeep``, where that is
-not the default.
+"""How long an index should stay, and its name, on disk: ``<digest>.pfxkeep`` beside it, where that is not the default.
 
-Two lines: the retention as JSON, and the xxh3 (16 hex digits) of the digest, a newline and that JSON.
-
-Replaced whole (partial, fsync, rename), never changed in place. One that is damaged, or is none of ours, counts as the
-default and as a problem: retention is advice, and never a reason to lose an index or to refuse one. One whose bytes the
-system does not give us now says what we do not know: it is left alone, and what it belongs to stays.
+Replaced whole, never changed in place. One that is damaged, or is none of ours, counts as the default and as a problem:
+retention is advice, and never a reason to lose an index or to refuse one. One whose bytes the system does not give us
+now is left alone, and what it belongs to stays.
 """
 
 from __future__ import annotations
@@ -14,18 +11,17 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from .errors import IndexCorrupt, IndexForeign, IndexStoreError, IndexUnreadable, StoreFolderError
-from .eviction import has_expired
-from .folder import SUFFIX, PartialFile, Signature, create_partial, write_all
-from .format import xxh3_hex
-from .keys import is_digest
-from .source import pread
-from .store import Retention
+from .folder import SUFFIX, Signature, closing_fd, pread
+from .format import is_digest, xxh3_hex
+from .store import Retention, has_expired
+from .writer import PartialFile
 
 KEEP_SUFFIX: Final = ".pfxkeep"
 DEFAULT: Final = Retention()
@@ -34,34 +30,29 @@ _RETENTION: Final = msgspec.json.Decoder(Retention)
 
 
 def read_retention(dir_fd: int, digest: str) -> Retention:
-    """What the sidecar says; the default where there is none. Raises IndexForeign for what is not a file,
-    IndexCorrupt for one that does not parse, IndexUnreadable.
-    """
+    """The default where there is no sidecar. Raises IndexForeign for no file, IndexCorrupt, IndexUnreadable."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     what, remedy = "retention", "remove it, or set the retention again"
     try:
         status = os.stat(digest + KEEP_SUFFIX, dir_fd=dir_fd, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
-            raise IndexForeign(what, expected="a regular file", found="a link, folder, pipe or device", remedy=remedy)
+            raise IndexForeign(what, "a regular file", "a link, folder, pipe or device", remedy)
         fd = os.open(digest + KEEP_SUFFIX, flags, dir_fd=dir_fd)
     except FileNotFoundError:
         return DEFAULT
     except OSError as err:
-        found = err.strerror or str(err)
-        raise IndexUnreadable(what, expected="readable bytes", found=found, remedy="check its permissions") from None
-    try:
+        raise IndexUnreadable(what, "readable bytes", err.strerror or str(err), "check its permissions") from None
+    with closing_fd(fd):
         raw = pread(fd, _MAX_NBYTES + 1, 0)
-        if len(raw) > _MAX_NBYTES:
-            raise IndexCorrupt(what, expected=f"at most {_MAX_NBYTES} bytes", found="more", remedy=remedy)
-        kept, _, checksum = raw.rstrip(b"\n").partition(b"\n")
-        if checksum.decode("ascii", "replace") != _checksum(digest, kept):
-            found = repr(checksum[:32])
-            raise IndexCorrupt(what, expected=f"checksum {_checksum(digest, kept)}", found=found, remedy=remedy)
+    if len(raw) > _MAX_NBYTES:
+        raise IndexCorrupt(what, f"at most {_MAX_NBYTES} bytes", "more", remedy)
+    kept, _, checksum = raw.rstrip(b"\n").partition(b"\n")
+    if checksum.decode("ascii", "replace") != _checksum(digest, kept):
+        raise IndexCorrupt(what, f"checksum {_checksum(digest, kept)}", repr(checksum[:32]), remedy)
+    try:
         return _RETENTION.decode(kept)
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
-        raise IndexCorrupt(what, expected="JSON of Retention", found=str(err)[:200], remedy=remedy) from None
-    finally:
-        os.close(fd)
+        raise IndexCorrupt(what, "JSON of Retention", str(err)[:200], remedy) from None
 
 
 def _checksum(digest: str, kept: bytes) -> str:
@@ -70,55 +61,23 @@ def _checksum(digest: str, kept: bytes) -> str:
 
 
 def write_retention(dir_fd: int, digest: str, retention: Retention, *, mode: int) -> None:
-    """Writes the sidecar, or removes it where the default says the same. Raises OSError; then nothing changed.
-
-    The caller syncs the folder.
-    """
-    with _Sidecar(dir_fd, digest, retention, mode=mode) as sidecar:
-        sidecar.commit()
+    """Writes the sidecar, or removes it for the default. The caller syncs. Raises OSError; then nothing changed."""
+    with _prepared(dir_fd, digest, retention, mode=mode) as commit:
+        commit()
 
 
-class _Sidecar:
-    """A retention about to be written: entering takes all that it takes, ``commit()`` only changes a name. The partial
-    file's lock is held until then, so that nobody clears it away.
-    """
-
-    def __init__(self, dir_fd: int, digest: str, retention: Retention, *, mode: int) -> None:
-        self._dir_fd = dir_fd
-        self._digest = digest
-        self._retention = retention
-        self._mode = mode
-        self._partial = ""
-        self._fd = -1
-
-    def __enter__(self) -> _Sidecar:
-        if self._retention != DEFAULT:
-            self._partial, self._fd = create_partial(self._dir_fd, mode=self._mode)
-            try:
-                kept = msgspec.json.encode(self._retention)
-                write_all(self._fd, kept + b"\n" + _checksum(self._digest, kept).encode() + b"\n")
-                os.fsync(self._fd)
-            except BaseException:
-                self.__exit__()
-                raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._partial:
-            with contextlib.suppress(OSError):
-                os.unlink(self._partial, dir_fd=self._dir_fd)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def commit(self) -> None:
-        """Raises OSError, for a folder by the sidecar's name for instance; then nothing changed."""
-        if self._retention == DEFAULT:
-            remove_retention(self._dir_fd, self._digest)
-        elif self._partial:
-            name = self._digest + KEEP_SUFFIX
-            os.rename(self._partial, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
-            self._partial = ""
+@contextlib.contextmanager
+def _prepared(dir_fd: int, digest: str, retention: Retention, *, mode: int) -> Iterator[Callable[[], object]]:
+    """All is done that writing a retention takes; what it gives only changes a name, or raises OSError."""
+    if retention == DEFAULT:
+        yield partial(remove_retention, dir_fd, digest)
+        return
+    kept = msgspec.json.encode(retention)
+    raw = kept + b"\n" + _checksum(digest, kept).encode() + b"\n"
+    with PartialFile(dir_fd, mode=mode) as sidecar:
+        sidecar.create(len(raw))
+        sidecar.write(raw)
+        yield partial(sidecar.publish, digest + KEEP_SUFFIX)
 
 
 def remove_retention(dir_fd: int, digest: str) -> None:
@@ -128,25 +87,22 @@ def remove_retention(dir_fd: int, digest: str) -> None:
 
 
 def publish(
-    dir_fd: int, digest: str, partial: PartialFile, retention: Retention | None, *, mode: int, now: float, used: float
+    dir_fd: int, digest: str, written: PartialFile, retention: Retention | None, *, mode: int, now: float, used: float
 ) -> tuple[Signature, Retention]:
-    """Renames a written index into place, its retention with it; after an OSError neither has changed, unless it was
-    the last rename of all that failed (of a retention that was shortened): then the index is new.
+    """Renames a written index into place, its retention with it. The caller syncs the folder. After an OSError neither
+    has changed, unless the last rename of all failed, of a retention that was shortened.
 
     Two names cannot change at once. Whoever dies in between leaves the old index or the new one with a retention that
-    keeps it as long as the longer of the two: what was acknowledged is never lost for what was not.
-
-    ``retention`` None keeps that of the index that is replaced, if there is one that has not expired. Call it while
-    nobody else changes the folder (``folder.exclusive``). The index counts as used at ``used``; ``now`` is what
-    expiry is compared with (both seconds). The caller syncs the folder. Raises StoreFolderError, having changed
-    nothing, where the retention of the index that is replaced cannot be read: nobody knows what would be lost.
+    keeps it as long as the longer of the two. ``retention`` None keeps that of the index that is replaced, if there is
+    one that has not expired at ``now``. The index counts as used at ``used`` (both seconds). Call it while nobody else
+    changes the folder. Raises StoreFolderError, having changed nothing, where the old retention cannot be read.
     """
     try:
         before, damaged = read_retention(dir_fd, digest), False
     except IndexUnreadable as err:
         remedy = "put it again; if that lasts, set the retention anew (index pin, unpin or expire) or remove the index"
         what = f"retention of index {digest[:12]}, which is to be replaced"
-        raise StoreFolderError(what, expected=err.expected, found=err.found, remedy=remedy) from err
+        raise StoreFolderError(what, err.expected, err.found, remedy) from err
     except IndexStoreError:
         before, damaged = DEFAULT, True
     there = _exists(dir_fd, digest + SUFFIX)
@@ -162,13 +118,13 @@ def publish(
             if kept != DEFAULT or not damaged:
                 raise  # else it counts as the default already: a folder by the sidecar's name, say
     try:
-        with _Sidecar(dir_fd, digest, kept, mode=mode) if kept != first else contextlib.nullcontext() as last:
-            signature = partial.publish(digest + SUFFIX, used=used)
-            if last is not None:
-                last.commit()
+        with _prepared(dir_fd, digest, kept, mode=mode) if kept != first else contextlib.nullcontext() as commit:
+            signature = written.publish(digest + SUFFIX, used=used)
+            if commit is not None:
+                commit()
             return signature, kept
     except BaseException:
-        if first != before and not partial.is_published:
+        if first != before and not written.is_published:
             with contextlib.suppress(OSError):
                 write_retention(dir_fd, digest, before, mode=mode)
         raise
@@ -189,14 +145,13 @@ def _exists(dir_fd: int, name: str) -> bool:
     return True
 
 
-def remove_orphans(dir_fd: int, names: Iterable[str], indexes: Iterable[str], *, grace_s: float) -> int:
-    """Removes the sidecars among ``names`` (digests) whose index is not among ``indexes``, and is not there now either.
-    Returns how many.
+def remove_orphans(dir_fd: int, names: Iterable[str], *, grace_s: float) -> int:
+    """Removes the sidecars of ``names`` (digests) whose index is not there. Returns how many.
 
     One changed within ``grace_s`` seconds is left alone: its index may be about to get its name.
     """
     removed = 0
-    for digest in set(names) - set(indexes):
+    for digest in names:
         with contextlib.suppress(OSError):
             status = os.stat(digest + KEEP_SUFFIX, dir_fd=dir_fd, follow_symlinks=False)
             old = abs(time.time() - status.st_mtime) >= grace_s  # of the future: the clock was set back

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
+from weakref import WeakValueDictionary
 
-from .catalog import Catalog, CatalogStore
 from .copies import checked, digest_in
 from .errors import (
     IndexFormatError,
@@ -26,19 +26,17 @@ from .errors import (
     StoreUnavailable,
 )
 from .file import FileStore
-from .folder import check_apart, is_damaged, open_in
-from .keys import PAGE_TOKENS, ModelFingerprint
-from .link import Leases, Link, Source, unavailable
+from .folder import check_apart
+from .lease import Lease
+from .link import Link, Source, unavailable
 from .prefetch import Cancelled, Check, Promoter, Promotion
-from .reader import IndexFile
-from .store import BuildLease, IndexEntry, IndexLookup, Problem, Retention, digest_of
+from .reader import IndexFile, IndexLookup, is_damaged, open_in
+from .store import Ask, BuildLease, Catalog, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload
 
 _CLOSE_S: Final = 5.0
 _FETCH_AGAIN_S: Final = 30.0
-_ANOTHERS_S: Final = 1.0
-"""For which an index is read from where it is, while another one is put that shares its lock."""
-_STRIPES: Final = 256
+_BEING_CHANGED_S: Final = 1.0
 _EVERYTHING: Final = "everything"
 DAMAGE: Final = (IndexFormatError, IndexMismatch)
 _MISSES: Final = (IndexNotFound, *DAMAGE, IndexUnreadable, StoreUnavailable)
@@ -62,25 +60,23 @@ class SharedCounters(NamedTuple):
     dropped: int = 0
 
 
-class SharedStore(CatalogStore):
+class SharedStore(IndexStore):
     """An ``IndexStore`` of a folder and of remote stores, the fastest first. Owns them all.
 
-    *The folder is the truth.* What it holds is what is served, and nothing that a remote store does, lacks or loses
-    removes or replaces any of it. Its errors are the answer. A remote store is a source of what the folder lacks:
-    empty, wiped, damaged or away, it makes for misses only; ``open()`` succeeds without it, ``problems()`` says so.
+    *The folder is the truth.* What it holds is served, and nothing that a remote store does, lacks or loses changes
+    that. Its errors are the answer. A remote store is a source of what the folder lacks: empty, wiped, damaged or away,
+    it makes for misses only; ``open()`` succeeds without it, ``problems()`` says so.
 
-    *Writing.* ``put`` ends when the folder has the index. It is then published in the background to every remote store
-    that lacks it. What could not be published is tried again when that store answers again, and at the next start: no
-    list of it is kept. ``delete`` waits up to ``timeout_s`` for the remote stores; it may come back from another
-    machine that still holds it, and from a store that could not be told before this process ended.
+    *Writing.* ``put`` ends when the folder has the index, which is then published in the background. What could not be
+    is tried again when the store answers again, and at the next start: no list of it is kept. ``delete`` waits up to
+    ``timeout_s`` for the remote stores; the index may come back from another machine that still holds it.
 
     *Reading.* Look-ups are those of all catalogs, without I/O. An index that the folder lacks, or has damaged, is
     fetched into it; ``get`` waits up to ``timeout_s``, then raises StoreUnavailable while the fetch goes on. Where the
-    folder has no room the index is served from memory. A store that does not answer is asked again after 1 to 30 s, and
-    look-ups prefer what the folder has meanwhile, be it shorter.
+    folder has no room the index is served from memory. A store that does not answer is asked again after 1 to 30 s.
 
-    A build lease is the folder's and, where they answer, the remote stores'. Remote stores are listed in the
-    background, at most every ``rescan_s`` seconds.
+    A build lease is the folder's and, where they answer, the remote stores', which are listed every ``rescan_s``
+    seconds.
     """
 
     kind = "shared"
@@ -95,8 +91,9 @@ class SharedStore(CatalogStore):
         rescan_s: float = 2.0,
     ) -> None:
         super().__init__()
-        _check_seconds("timeout_s", timeout_s)
-        _check_seconds("rescan_s", rescan_s)
+        for name, seconds in (("timeout_s", timeout_s), ("rescan_s", rescan_s)):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise InvalidPayload(name, "finite seconds, 0 or more", repr(seconds), "correct it")
         check_apart(store.folder for store in (local, *remotes) if type(store) is FileStore)
         self.local = local
         self.remotes = tuple(remotes)
@@ -106,7 +103,7 @@ class SharedStore(CatalogStore):
         self._counting = threading.Lock()
         self._fetching: dict[str, bool] = {}
         self._no_fetch: dict[str, tuple[float, Link | IndexStoreError]] = {}
-        self._stripes = tuple(threading.RLock() for _ in range(_STRIPES))
+        self._locks: WeakValueDictionary[str, threading.RLock] = WeakValueDictionary()
         self._next_rescan = 0.0
         self._numbers = itertools.count()
         self._begin()
@@ -133,7 +130,7 @@ class SharedStore(CatalogStore):
             self.local.open()
             self._begin()
             for link in self._links:
-                self._open_link(link)
+                link.open()
             self._next_rescan = time.monotonic() + self._rescan_s
             self._is_open = True
         self._post(_EVERYTHING)
@@ -150,9 +147,7 @@ class SharedStore(CatalogStore):
         self.local.close()
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits up to ``timeout_s`` seconds for what is being published. Returns whether every remote store has what
-        the folder has.
-        """
+        """Waits for what is being published. Returns whether every remote store has what the folder has."""
         self._check_open()
         return self._teller.settle(timeout_s) and not any(link.is_behind for link in self._links)
 
@@ -172,8 +167,7 @@ class SharedStore(CatalogStore):
         return entry
 
     def get(self, key: IndexLookup) -> IndexFile:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         try:
             index, where = self.local.get(key), "hits_local"
         except _MISSES as missing:
@@ -182,15 +176,13 @@ class SharedStore(CatalogStore):
         return index
 
     def contains(self, key: IndexLookup) -> bool:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         links = [link for link in self._links if digest not in link.store.catalog.hidden]
         return self.local.contains(digest) or any(link.contains(digest) for link in links)
 
     def delete(self, key: IndexLookup) -> bool:
         """As in the protocol, in all of them; the class says what becomes of it where one does not answer."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         offered = any(True for _ in self._offers(digest))
         with self._changing(digest):
             deleted = self.local.delete(digest)
@@ -201,8 +193,7 @@ class SharedStore(CatalogStore):
         return deleted or (job.value is True if told else offered)
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         with self._changing(digest):
             try:
                 entry = self.local.retain(digest, retention)
@@ -222,22 +213,16 @@ class SharedStore(CatalogStore):
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
         self._check_open()
-        held = Leases(digest_of(key))
-        try:
+        with contextlib.ExitStack() as held:
             for ask in (self.local.lease, *(link.lease for link in self._links)):
                 lease = ask(key)
                 if lease is None:
-                    held.release()
                     return None
-                held.leases.append(lease)
-        except BaseException:
-            held.release()
-            raise
-        return held
+                held.callback(lease.release)
+            return Lease(digest_of(key), held.pop_all().close)
 
     def prefetch(self, key: IndexLookup) -> None:
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         self._no_fetch.pop(digest, None)
         self._fetcher.request(digest)
 
@@ -273,11 +258,8 @@ class SharedStore(CatalogStore):
         return tuple(found)
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
-        """As in the protocol; but where only the folder's index is damaged (the error names its file, or a full check
-        of it fails), the remote stores' stay offered, and are fetched.
-        """
-        digest = digest_of(key)
-        self._check_open()
+        """As in the protocol; where only the folder's index is damaged, the remote stores' are fetched."""
+        digest = self._digest(key)
         self._end_fetch(digest)
         here = self.local.catalog.get(digest)
         if here is not None:
@@ -298,21 +280,12 @@ class SharedStore(CatalogStore):
                 link.reports[digest], link.is_behind = error, True
                 self._post(digest)
 
-    def longest(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        model: ModelFingerprint,
-        profile_digest: str,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> IndexEntry | None:
-        ask = (namespace, page_hashes, model, profile_digest)
+    def _longest(self, ask: Ask) -> IndexEntry | None:
         if any(link.is_away() for link in self._links):
-            here = self.local.longest(*ask, page_tokens=page_tokens)
+            here = self.local._longest(ask)
             if here is not None:
                 return here
-        return super().longest(*ask, page_tokens=page_tokens)
+        return super()._longest(ask)
 
     def rescan(self, *, full: bool = False) -> None:
         """The folder's, whose errors are raised. Remote stores are listed behind it; ``full`` waits for that."""
@@ -366,31 +339,31 @@ class SharedStore(CatalogStore):
         raise error
 
     def _unfetched(self, digest: str) -> Link | IndexStoreError | None:
-        """Why an index is not fetched for a while: it is damaged there, or the folder cannot take what this store has.
-        It is not downloaded for nothing at each get.
-        """
+        """Why an index is not fetched for a while: damaged there, or the folder cannot take what this store has."""
         until, known = self._no_fetch.get(digest, (0.0, None))
         return known if time.monotonic() < until else None
 
     def _fetch(self, digest: str, check: Check) -> None:
-        """Copies an index into the folder, unless that has one. Raises where nobody has it, and where the folder has
-        one that the system does not give us now: that is not damage, and not replaced.
+        """Copies an index into the folder, unless that has one. Raises where nobody has it, and where the folder's
+        cannot be read now: that is not damage, and not replaced.
         """
-        error: IndexStoreError = IndexNotFound("index", expected=digest, found="none", remedy="build it")
+        error: IndexStoreError = IndexNotFound("index", digest, "none", "build it")
         with self._counting:
             self._fetching[digest] = True  # before the look: what comes after it ends this fetch
         try:
-            if self._is_here(digest):
-                self.local.prefetch(digest)
-                return
+            try:
+                self.local.get(digest).close()
+                return self.local.prefetch(digest)
+            except IndexUnreadable:
+                raise
+            except IndexStoreError:
+                pass  # a remote store's will do
             for link in self._links:
-                if digest in link.store.catalog.hidden:
-                    continue
-                try:
-                    self._fetch_from(link, digest, check)
-                    return
-                except IndexStoreError as err:
-                    error = err if isinstance(error, IndexNotFound) else error
+                if digest not in link.store.catalog.hidden:
+                    try:
+                        return self._fetch_from(link, digest, check)
+                    except IndexStoreError as err:
+                        error = err if isinstance(error, IndexNotFound) else error
         finally:
             with self._counting:
                 self._fetching.pop(digest, None)
@@ -407,10 +380,10 @@ class SharedStore(CatalogStore):
 
         with link.ask(partial(link.store.get, digest)) as source:
             entry = link.store.catalog.get(digest)
-            stripe = self._stripe(digest)
-            if not stripe.acquire(blocking=False):  # never wait for who holds it
+            changing = self._lock_of(digest)
+            if not changing.acquire(blocking=False):  # never wait for who holds it: it is read from where it is
                 still_wanted()
-                self._no_fetch[digest] = time.monotonic() + _ANOTHERS_S, link  # one that shares the lock is changed
+                self._no_fetch[digest] = time.monotonic() + _BEING_CHANGED_S, link
                 return
             try:
                 still_wanted()
@@ -424,28 +397,19 @@ class SharedStore(CatalogStore):
                 self._no_fetch[digest] = time.monotonic() + _FETCH_AGAIN_S, link
                 return
             finally:
-                stripe.release()
+                changing.release()
         self._no_fetch.pop(digest, None)
         self.count("fetched")
 
-    def _is_here(self, digest: str) -> bool:
-        """Raises IndexUnreadable."""
-        try:
-            self.local.get(digest).close()
-        except IndexUnreadable:
-            raise
-        except IndexStoreError:
-            return False
-        return True
-
-    def _stripe(self, digest: str) -> threading.RLock:
-        return self._stripes[int(digest[:8], 16) % _STRIPES]
+    def _lock_of(self, digest: str) -> threading.RLock:
+        with self._counting:
+            return self._locks.setdefault(digest, threading.RLock())
 
     @contextlib.contextmanager
     def _changing(self, digest: str) -> Iterator[None]:
         """One change of the folder's index at a time. A fetch of it that is under way gives up."""
         self._end_fetch(digest)
-        with self._stripe(digest):
+        with self._lock_of(digest):
             self._end_fetch(digest)
             yield
 
@@ -457,10 +421,6 @@ class SharedStore(CatalogStore):
 
     # ---- to remote stores ----
 
-    def _open_link(self, link: Link) -> None:
-        link.open()
-        link.is_behind = True
-
     def _look(self, what: str, check: Check) -> None:
         """Lists the remote stores, or opens those that could not be."""
         for link in self._links:
@@ -468,7 +428,7 @@ class SharedStore(CatalogStore):
             if link.is_open:
                 link.look(partial(link.store.rescan, full=what == "rescan fully"))
             else:
-                self._open_link(link)
+                link.open()
         if any(link.is_due() for link in self._links):
             self._post(_EVERYTHING)
 
@@ -521,9 +481,7 @@ class SharedStore(CatalogStore):
         link.caught_up()
 
     def _tell_one(self, link: Link, digest: str, check: Check) -> bool:
-        """Makes a remote store's index what the folder's is, if that is known to differ, or missing there. Returns
-        whether one was deleted there.
-        """
+        """Makes a remote store's index what the folder's is. Returns whether one was deleted there."""
         check()
         store, entry, existed = link.store, self.local.catalog.get(digest), False
         outdated = store.catalog.hidden.get(digest)
@@ -559,7 +517,7 @@ class SharedStore(CatalogStore):
         outdated = digest in link.store.catalog.hidden
         if not self._publish or (not outdated and link.ask(partial(link.store.contains, digest))):
             return
-        with open_in(self.local.folder, digest, None) as index:
+        with open_in(self.local.folder, digest) as index:
             payload = checked(index.payload(), check)
             retention = Retention() if entry is None else entry.retention
             link.ask(partial(link.store.put, payload, retention=retention))
@@ -569,8 +527,3 @@ class SharedStore(CatalogStore):
         self.count("dropped")
         for link in self._links:
             link.is_behind = True
-
-
-def _check_seconds(name: str, seconds: float) -> None:
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise InvalidPayload(name, expected="finite seconds, 0 or more", found=repr(seconds), remedy="correct it")

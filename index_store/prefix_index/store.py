@@ -1,24 +1,25 @@
-"""What every store can do, whatever it is made of: memory, a folder, later tiers, a service, another machine.
+"""What every store can do, and what all kinds share: their life, and look-ups by prefix in a catalog in memory.
 
-A store maps an ``IndexIdentity`` to one container (``docs/index-format.md``). ``get`` gives an open
-``IndexFile`` in every implementation. All methods may be called from several threads.
+A store maps an ``IndexIdentity`` to one container. All methods may be called from several threads.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from .errors import IndexStoreError, InvalidPayload
-from .keys import PAGE_TOKENS, IndexIdentity, ModelFingerprint, is_digest
-from .reader import IndexFile
+from .errors import IndexStoreError, InvalidPayload, StoreClosed, StoreInconsistent
+from .format import PAGE_TOKENS, Entry, IndexIdentity, ModelFingerprint, is_digest, model_mismatch
+from .reader import IndexFile, IndexLookup
 from .writer import IndexPayload
 
-IndexLookup: TypeAlias = str | IndexIdentity
-"""An identity, or its ``digest`` (64 hex digits)."""
+_Self = TypeVar("_Self", bound="IndexStore")
 
 
 class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -46,6 +47,11 @@ class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         msgspec.structs.force_setattr(self, "expires", float(value))
 
 
+def has_expired(retention: Retention, now: float) -> bool:
+    """Whether an index of this retention is a miss at ``now`` (seconds since the Unix epoch)."""
+    return retention.expires is not None and retention.expires <= now
+
+
 class BuildLease(Protocol):
     """The right to build one index while nobody else does. Ends with ``release()`` or with the holder's life."""
 
@@ -53,7 +59,6 @@ class BuildLease(Protocol):
 
     def release(self) -> None:
         """Gives the right back. Twice does nothing."""
-        ...
 
     def __enter__(self) -> BuildLease: ...
 
@@ -70,6 +75,12 @@ class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     path: str | None = None
     retention: Retention = Retention()
 
+    @classmethod
+    def of(cls, entry: Entry, nbytes: int, retention: Retention, path: str | None = None) -> IndexEntry:
+        """Of a container's first header section."""
+        times = {"created": entry.info.created, "build_seconds": entry.info.build_seconds}
+        return cls(identity=entry.identity, nbytes=nbytes, path=path, retention=retention, **times)
+
     @property
     def digest(self) -> str:
         return self.identity.digest
@@ -82,79 +93,224 @@ class Problem(NamedTuple):
     error: IndexStoreError
 
 
-class IndexStore(Protocol):
-    """The protocol. All methods but ``open`` and ``close`` raise StoreClosed on a store that is not open."""
+class Ask(NamedTuple):
+    """What a look-up by prefix is about: the arguments of ``IndexStore.longest``."""
 
+    namespace: str
+    page_hashes: Sequence[bytes]
+    model: ModelFingerprint
+    profile_digest: str
+    page_tokens: int
+
+
+class Catalog:
+    """Entries by digest and, per namespace, by the hash of the prefix's last page; and what is no usable index.
+
+    Its owner locks, but look-ups may be asked while another thread changes it: a rescan holds up none. ``clock`` gives
+    the seconds since the Unix epoch by which entries expire. What has expired is shown by ``held`` and ``all_held``
+    only.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._entries: dict[str, IndexEntry] = {}
+        self._by_prefix: dict[str, dict[bytes, tuple[str, ...]]] = {}
+        self._served: dict[str, object] = {}
+        self.hidden: dict[str, int] = {}
+        """Digests of what is outdated: no listing and no look-up by prefix shows them. Outlives ``clear()``."""
+        self.problems: dict[str, IndexStoreError] = {}
+        """By path, or by digest in a store without files: what is not a usable index, and why."""
+
+    def __contains__(self, digest: str) -> bool:
+        return self.get(digest) is not None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, digest: str) -> IndexEntry | None:
+        entry = self._entries.get(digest)
+        return None if entry is None or has_expired(entry.retention, self._clock()) else entry
+
+    def held(self, digest: str) -> IndexEntry | None:
+        """The entry, expired or not."""
+        return self._entries.get(digest)
+
+    def entries(self) -> tuple[IndexEntry, ...]:
+        """All entries that have not expired, ordered by digest."""
+        now = self._clock()
+        return tuple(entry for digest, entry in self.all_held() if self._is_shown(digest, entry, now))
+
+    def all_held(self) -> tuple[tuple[str, IndexEntry], ...]:
+        """(digest, entry) of all entries, expired or not, ordered by digest."""
+        return tuple(sorted(self._entries.items()))
+
+    def _is_shown(self, digest: str, entry: IndexEntry, now: float) -> bool:
+        return digest not in self.hidden and not has_expired(entry.retention, now)
+
+    def add(self, digest: str, entry: IndexEntry) -> None:
+        """Adds or replaces. ``digest`` is the entry's own (the caller has it at hand)."""
+        if self._entries.get(digest) is None:
+            prefixes = self._by_prefix.setdefault(entry.identity.namespace, {})
+            prefix = bytes.fromhex(entry.identity.prefix_hash)
+            prefixes[prefix] = tuple(sorted((*prefixes.get(prefix, ()), digest)))
+        self._entries[digest] = entry
+
+    def remove(self, digest: str) -> None:
+        """Takes an entry out, if it is there."""
+        entry = self._entries.pop(digest, None)
+        if entry is None:
+            return
+        namespace, prefix = entry.identity.namespace, bytes.fromhex(entry.identity.prefix_hash)
+        prefixes = self._by_prefix[namespace]
+        prefixes[prefix] = tuple(d for d in prefixes[prefix] if d != digest)
+        if not prefixes[prefix]:
+            del prefixes[prefix]
+        if not prefixes:
+            del self._by_prefix[namespace]
+
+    def clear(self) -> None:
+        for book in (self._entries, self._by_prefix, self._served, self.problems):
+            book.clear()
+
+    def gave(self, digest: str, version: object) -> None:
+        """A reader has this version of an index. Of several versions, a reader of an old one may still be at it."""
+        if self._served.setdefault(digest, version) != version:
+            self._served[digest] = None
+
+    def gave_only(self, digest: str, version: object) -> bool:
+        """Whether nobody was given another version than this one."""
+        return self._served.get(digest, version) == version
+
+    def matches(self, ask: Ask) -> Iterator[tuple[IndexEntry, str | None]]:
+        """Indexes of a prompt's prefixes, the longest first, each with the first field that differs. No I/O."""
+        prefixes = self._by_prefix.get(ask.namespace)
+        if prefixes is None:
+            return
+        now = self._clock()
+        num_tokens = len(ask.page_hashes) * ask.page_tokens
+        for page_hash in reversed(ask.page_hashes):
+            for digest in prefixes.get(page_hash, ()):
+                entry = self._entries.get(digest)
+                if entry is None or not self._is_shown(digest, entry, now):
+                    continue
+                identity = entry.identity
+                if (identity.page_tokens, identity.num_tokens) == (ask.page_tokens, num_tokens):
+                    yield entry, _difference(ask, identity)
+            num_tokens -= ask.page_tokens
+
+    def check_integrity(self) -> None:
+        """Raises StoreInconsistent where the two look-ups disagree."""
+        for digest, entry in self._entries.items():
+            if entry.digest != digest:
+                raise inconsistent("catalog key", digest, entry.digest)
+        by_prefix = {
+            (namespace, prefix.hex(), digest)
+            for namespace, prefixes in self._by_prefix.items()
+            for prefix, entries in prefixes.items()
+            for digest in entries
+        }
+        by_digest = {(e.identity.namespace, e.identity.prefix_hash, d) for d, e in self._entries.items()}
+        if by_prefix != by_digest:
+            raise inconsistent("catalog by prefix", sorted(by_digest), sorted(by_prefix))
+
+
+def _difference(ask: Ask, identity: IndexIdentity) -> str | None:
+    if identity.profile_digest != ask.profile_digest and identity.model == ask.model:
+        return f"profile_digest: expected {ask.profile_digest}, found {identity.profile_digest}"
+    return model_mismatch(ask.model, identity.model)
+
+
+class IndexStore(ABC):
+    """A store. All methods but ``open`` and ``close`` raise StoreClosed on a store that is not open."""
+
+    kind: ClassVar[str]
+    catalog: Catalog
+    """Its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._is_open = False
+
+    @abstractmethod
     def open(self) -> None:
         """Starts using the store. Opening twice does nothing. Raises StoreFolderError."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Ends using it. Indexes that were handed out stay usable. Closing twice does nothing."""
-        ...
 
+    @abstractmethod
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         """Stores an index whole or not at all; an older one of the same identity is replaced.
 
-        ``retention`` None keeps that of the index it replaces, if there is one. When it returns the index is as
-        durable as the store is. Others may have been evicted to make room. Raises InvalidPayload, StoreFull,
-        StoreFolderError, StoreUnavailable, and what a ``LazyArray`` raises, as it is; after an error the index of
-        this identity is what it was before. One exception: where the disk fails after the new index got its name
-        (retention, sync of the folder), either version may be there, whole, kept at least as long as both should be.
+        ``retention`` None keeps that of the index it replaces. When it returns the index is as durable as the store is.
+        Others may have been evicted to make room. Raises InvalidPayload, StoreFull, StoreFolderError, StoreUnavailable,
+        and what a ``LazyArray`` raises; after an error the index of this identity is what it was before. One exception:
+        where the disk fails after the new index got its name, either version is there, whole, kept at least as long as
+        both should be.
         """
-        ...
 
+    @abstractmethod
     def get(self, key: IndexLookup) -> IndexFile:
         """Opens an index; the caller closes it. Its header is checked now, each array when it is first read.
 
-        Raises IndexNotFound (also when another process deleted it), IndexCorrupt, IndexTooNew, IndexForeign,
-        IndexUnreadable, IndexMismatch; for an index that was reported, the error of that report.
+        Raises IndexNotFound, IndexCorrupt, IndexTooNew, IndexForeign, IndexUnreadable, IndexMismatch, and what was
+        reported.
         """
-        ...
 
+    @abstractmethod
     def contains(self, key: IndexLookup) -> bool:
         """Whether ``get`` would open it now. False for what is damaged, or was reported to be."""
-        ...
 
+    @abstractmethod
     def delete(self, key: IndexLookup) -> bool:
         """Removes an index, damaged or not. Returns whether there was one. Open ones stay readable."""
-        ...
 
+    @abstractmethod
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
         """Changes how long an index should stay. Raises IndexNotFound."""
-        ...
 
+    @abstractmethod
     def lease(self, key: IndexLookup) -> BuildLease | None:
         """The right to build this index, or None while somebody else holds it. Never blocks.
 
-        Whoever gets it looks first whether the index has come meanwhile (``contains``). A store that nobody else
-        can reach arbitrates within this process only.
+        Whoever gets it looks first whether the index has come meanwhile (``contains``).
         """
-        ...
 
+    @abstractmethod
     def prefetch(self, key: IndexLookup) -> None:
         """Starts bringing an index to where ``get`` is fastest. Returns at once; what fails is no error here."""
-        ...
 
+    @abstractmethod
     def collect(self) -> Sequence[IndexEntry]:
         """Removes what has expired and what exceeds the store's limits; returns what was removed."""
-        ...
+
+    @abstractmethod
+    def report(self, key: IndexLookup, error: IndexStoreError) -> None:
+        """Tells the store that reading an index failed after ``get``: it becomes a problem and is offered no more,
+        until it is replaced. A report that may be about an older version has the present one read whole, and hidden
+        only if it is damaged.
+        """
+
+    @abstractmethod
+    def rescan(self, *, full: bool = False) -> None:
+        """Learns what other processes changed. Cheap when nothing did; ``full`` reads all headers."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raises StoreInconsistent, with both sides, where the store's books do not balance."""
 
     def list(self) -> Sequence[IndexEntry]:
         """All usable indexes known now, ordered by digest. Bad files are in ``problems``."""
-        ...
+        self._check_open()
+        with self._lock:
+            return self.catalog.entries()
 
     def problems(self) -> Sequence[Problem]:
         """Everything found that is not a usable index, with the error that says why."""
-        ...
-
-    def report(self, key: IndexLookup, error: IndexStoreError) -> None:
-        """Tells the store that reading an index failed after ``get``: it becomes a problem and is offered no
-        more, until it is replaced. Of a digest that the store does not have: nothing happens. Where this store
-        has handed out several versions, the report may be about an older one: then the one that is there is read
-        whole, and hidden only if it is damaged.
-        """
-        ...
+        self._check_open()
+        with self._lock:
+            return tuple(Problem(path, error) for path, error in sorted(self.catalog.problems.items()))
 
     def longest(
         self,
@@ -165,10 +321,8 @@ class IndexStore(Protocol):
         *,
         page_tokens: int = PAGE_TOKENS,
     ) -> IndexEntry | None:
-        """The index of the longest prefix of a prompt: its prefix_hash is ``page_hashes[n-1]`` and its length
-        n * page_tokens. No I/O: one dict probe per page.
-        """
-        ...
+        """The index of a prompt's longest prefix: of hash ``page_hashes[n-1]`` and n * page_tokens tokens. No I/O."""
+        return self._longest(Ask(namespace, page_hashes, model, profile_digest, page_tokens))
 
     def near_miss(
         self,
@@ -179,28 +333,51 @@ class IndexStore(Protocol):
         *,
         page_tokens: int = PAGE_TOKENS,
     ) -> str | None:
-        """Why ``longest`` found nothing although this prompt's prefix is indexed in this namespace: the first
-        field that differs, with both values. None where no such index exists.
+        """Why ``longest`` found nothing although a prefix of this prompt is indexed in this namespace: the first field
+        that differs, with both values. None where no such index exists.
         """
-        ...
+        ask = Ask(namespace, page_hashes, model, profile_digest, page_tokens)
+        if self._longest(ask) is not None:
+            return None
+        return next((differs for catalog in self._catalogs() for _, differs in catalog.matches(ask)), None)
 
-    def rescan(self, *, full: bool = False) -> None:
-        """Learns what other processes changed. Cheap when nothing did; ``full`` reads all headers."""
-        ...
+    def _longest(self, ask: Ask) -> IndexEntry | None:
+        self._check_open()
+        firsts = [next((e for e, differs in c.matches(ask) if differs is None), None) for c in self._catalogs()]
+        found = (entry for entry in firsts if entry is not None)
+        return max(found, key=lambda entry: entry.identity.num_tokens, default=None)
 
-    def check_integrity(self) -> None:
-        """Raises StoreInconsistent, with both sides, where the store's books do not balance."""
-        ...
+    def _catalogs(self) -> Sequence[Catalog]:
+        """What look-ups ask, the nearest first: of equally long prefixes the first one's is the answer."""
+        return (self.catalog,)
+
+    def __enter__(self: _Self) -> _Self:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _digest(self, key: IndexLookup) -> str:
+        """The lookup's digest, of a store that is open."""
+        digest = digest_of(key)
+        self._check_open()
+        return digest
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StoreClosed(f"{self.kind} store", "open", "closed", "call open() first")
 
 
 def digest_of(key: IndexLookup) -> str:
     """The digest of a lookup. Raises InvalidPayload for anything that is not one, paths above all."""
     digest = key.digest if isinstance(key, IndexIdentity) else key
     if not is_digest(digest):
-        raise InvalidPayload(
-            "index key",
-            expected="an IndexIdentity or its digest (64 lower-case hex digits)",
-            found=repr(key)[:100],
-            remedy="take it from IndexEntry.digest",
-        )
+        expected = "an IndexIdentity or its digest (64 lower-case hex digits)"
+        raise InvalidPayload("index key", expected, repr(key)[:100], "take it from IndexEntry.digest")
     return digest
+
+
+def inconsistent(what: str, expected: object, found: object) -> StoreInconsistent:
+    remedy = "this is a defect of prefix_index: report it, and open the store anew"
+    return StoreInconsistent(what, str(expected), str(found), remedy)

@@ -8,8 +8,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .format import ArrayKey, BuildInfo
-from .keys import IndexIdentity, ModelFingerprint, canonical_digest, namespace_digest, page_hashes
+from .format import (
+    ArrayKey,
+    BuildInfo,
+    IndexIdentity,
+    ModelFingerprint,
+    canonical_digest,
+    namespace_digest,
+    page_hashes,
+)
 from .writer import IndexPayload
 
 
@@ -45,11 +52,7 @@ def sample_identity(
 
 
 def sample_payload(identity: IndexIdentity | None = None, *, fill: int = 0, values_per_array: int = 16) -> IndexPayload:
-    """An index of 2 layers x 2 KV heads (int32 ids, bfloat16 scores) and one array of no layer.
-
-    Every value is shifted by ``fill``: payloads of one identity that differ in ``fill`` differ in every
-    array.
-    """
+    """2 layers x 2 KV heads (int32 ids, bfloat16 scores) and one array of no layer, all shifted by ``fill``."""
     arrays: dict[ArrayKey, Any] = {ArrayKey("channels"): np.full(4, fill % 256, np.uint8)}
     dtypes: dict[ArrayKey, str] = {}
     for layer in range(2):

@@ -1,8 +1,8 @@
-"""Operations of sparse decoding behind a shared prefix: torch (later also Triton), nothing else.
+"""Operations of sparse decoding behind a shared prefix, in torch and Triton.
 
-`prefix_kernels.types` holds the values that operations exchange, `prefix_kernels.ops` re-exports every
-operation. Each operation is a package `<op>/{api,reference}.py`: `api` validates and dispatches, `reference`
-is pure torch, computes in fp32 and its docstring is the algorithm.
+`types` holds the values that operations exchange, `ops` the torch references, whose docstrings are the algorithms. A
+planned operation (`GroupedAttention`, `AnchorSelection`, `PooledScores`, `TopKSelection`, `CsaScores` and the two-level
+selections) makes its device buffers once, writes its tables in `plan()` and launches Triton kernels in `run()`.
 """
 
 from prefix_kernels.types import AttnState, PagedKV, Selection

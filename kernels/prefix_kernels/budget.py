@@ -42,11 +42,5 @@ def budget_for_group(
 
 
 def num_blocks_for_budget(budget: int, block_size: int) -> int:
-    """K_h = ceil(T / B_h): blocks that hold a budget of T tokens. Source: AB-Sparse, 3.4 (kernel 2).
-
-    Raises:
-        ValueError: a value below 1.
-    """
-    if budget < 1 or block_size < 1:
-        raise ValueError(f"expected budget and block_size >= 1 tokens, got {budget} and {block_size}")
+    """K_h = ceil(T / B_h): blocks that hold a budget of T tokens. Source: AB-Sparse, 3.4 (kernel 2)."""
     return -(-budget // block_size)

@@ -1,8 +1,7 @@
-"""Launching Triton kernels, sending their tables, and compiling what would be launched for a GPU that is not there.
+"""Launching Triton kernels and sending their tables.
 
-Operations launch through `launch()`. Inside `recording()` nothing runs: each launch is kept, with the types and the
-divisibility of its very arguments, and `compiled()` compiles it for any target. So "this kernel compiles for sm_80"
-is said of the code that runs, in the shapes that it runs in, on a machine without a GPU.
+Operations launch through `launch()`. Inside `recording()` nothing runs: each launch is kept with its very arguments, so
+that tests can compile it for any target.
 """
 
 from __future__ import annotations
@@ -18,21 +17,6 @@ from typing import Any
 import torch
 
 logger = logging.getLogger(__name__)
-
-_POINTERS = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int16: "*i16",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.bool: "*i1",
-}
-_DIVISIBLE = 16
 
 
 @dataclass(frozen=True)
@@ -82,7 +66,7 @@ def launch_behind(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, An
     """As `launch`, but always overlapped with the launch before it on the stream, on sm_90.
 
     That one lets this one's programs come when all of its own are on the GPU
-    (`dependent_launch.let_the_next_kernel_come`), so programs of either may wait for each other. Where CUDA refuses
+    (`kernels.let_the_next_kernel_come`), so programs of either may wait for each other. Where CUDA refuses
     a launch that is cooperative and overlapped, it is the former alone, and comes a microsecond later.
     """
     _start(kernel, grid, arguments, options, _can_overlap() and _can_overlap_cooperative())
@@ -120,7 +104,7 @@ def _can_overlap_cooperative() -> bool:
     """Whether a cooperative launch can be overlapped, too: tried once. CUDA 13.0 takes it; nobody says since when."""
     if not torch.cuda.is_available():
         return True
-    from prefix_kernels.dependent_launch import nothing
+    from prefix_kernels.kernels import nothing
 
     try:
         nothing[(1,)](OVERLAPPED=True, num_warps=1, launch_cooperative_grid=True, launch_pdl=True)
@@ -147,11 +131,24 @@ def block_of(size: int, least: int = 1) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
+def check_power_of_2(name: str, value: int, least: int) -> None:
+    """Raise ValueError unless a block's size is a power of 2 of at least `least`."""
+    if value < least or value & (value - 1):
+        raise ValueError(f"expected {name} as a power of 2 of at least {least}, got {value}")
+
+
+def programs_at_once(device: torch.device, programs_per_sm: int) -> int:
+    """Programs that run at the same time on a device; 1 where it is no GPU."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
+
+
 @contextmanager
 def overlapped_launches(overlapped: bool = True) -> Iterator[None]:
     """Within the block, in this thread, kernels are launched while the one before them on the stream still runs.
 
-    Each waits for it before it touches memory, see `dependent_launch`; what `launch_behind` starts is so in and out of
+    Each waits for it before it touches memory, see `kernels`; what `launch_behind` starts is so in and out of
     such a block. A graph that was captured so stays so; the run that compiles before a capture must be in such a block,
     too. Before sm_90 nothing is overlapped.
 
@@ -174,55 +171,3 @@ def recording() -> Iterator[Recording]:
         yield kept
     finally:
         _recording.reset(token)
-
-
-def compiled(launched: Launch, capability: int) -> Any:
-    """Compile a launch for a CUDA target, without a GPU.
-
-    Args:
-        launched: from `recording()`.
-        capability: 80 for sm_80, 90 for sm_90 (with its own instructions), and so on.
-
-    Returns:
-        Triton's compiled kernel: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared` in bytes.
-
-    Raises:
-        Exception: whatever Triton or the assembler raises for code that this target cannot run.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for at, parameter in enumerate(launched.kernel.params):
-        value = launched.arguments[parameter.name]
-        one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
-        if parameter.is_constexpr or one:
-            signature[parameter.name] = "constexpr"
-            constants[(at,)] = value
-            continue
-        signature[parameter.name] = _type_of(value)
-        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if isinstance(number, int) and number % _DIVISIBLE == 0 and not parameter.do_not_specialize:
-            attributes[(at,)] = [["tt.divisibility", _DIVISIBLE]]
-    of_language = _gluon_source() if launched.kernel.is_gluon() else ASTSource
-    source = of_language(fn=launched.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launched.options))
-
-
-def _gluon_source() -> Any:
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    return GluonASTSource
-
-
-def _type_of(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return _POINTERS[value.dtype]
-    if isinstance(value, float):
-        return "fp32"
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    raise TypeError(f"expected a tensor, int or float as a kernel's argument, got {type(value).__name__}")

@@ -1,14 +1,17 @@
-"""Every public operation, in one place to import from."""
+"""The operations in torch, in one place to import from: references of the kernels, and what indexes are made of."""
 
-from prefix_kernels.block_scores import block_scores_ball, block_scores_mean, block_scores_minmax
+from prefix_kernels.block_scores import (
+    block_scores_ball,
+    block_scores_mean,
+    block_scores_minmax,
+    exact_scores,
+    low_bit_block_scores,
+    token_scores,
+)
 from prefix_kernels.budget import BudgetGrowth, budget_for_group, num_blocks_for_budget
 from prefix_kernels.csa_scores import CompactLists, csa_scores, csa_scores_compact
 from prefix_kernels.low_bit import LowBitTensor, dequantize, pack_codes, quantize, unpack_codes
-from prefix_kernels.merge_state import merge_state
-from prefix_kernels.pooled_scores import exact_scores, low_bit_block_scores, token_scores
 from prefix_kernels.pooling import Pooling, pool_scores
-from prefix_kernels.prefix_attention import prefix_attention
-from prefix_kernels.suffix_attention import suffix_attention
 from prefix_kernels.top_k_selection import top_k_selection
 
 __all__ = [
@@ -25,13 +28,10 @@ __all__ = [
     "dequantize",
     "exact_scores",
     "low_bit_block_scores",
-    "merge_state",
     "num_blocks_for_budget",
     "pack_codes",
     "pool_scores",
-    "prefix_attention",
     "quantize",
-    "suffix_attention",
     "token_scores",
     "top_k_selection",
     "unpack_codes",

@@ -25,26 +25,22 @@ when the operation computes in fp32 and its output is cast to that dtype."""
 
 @dataclass(frozen=True, eq=False)
 class PlantedPrefix:
-    """A prefix with critical keys that only queries about their topic attend.
-
-    Attributes:
-        keys: [prefix_len, num_kv_heads, head_dim] fp32.
-        values: same shape, unit variance.
-        samples: [num_kv_heads, num_samples, head_dim] queries of the prefix's own prefill, all heads of the
-            group.
-        queries: [num_rows, num_qo_heads, head_dim] fresh decode queries of the same distribution.
-        hits: [num_kv_heads, num_topics, hits_per_topic] int64, the planted positions.
-        topics: [num_rows, num_qo_heads] int64, what each query asks about.
-        sm_scale: 1 / sqrt(head_dim).
-    """
+    """A prefix with critical keys that only queries about their topic attend."""
 
     keys: Tensor
+    """[prefix_len, num_kv_heads, head_dim] fp32."""
     values: Tensor
+    """Same shape, unit variance."""
     samples: Tensor
+    """[num_kv_heads, num_samples, head_dim] queries of the prefix's own prefill, all heads of the group."""
     queries: Tensor
+    """[num_rows, num_qo_heads, head_dim] fresh decode queries of the same distribution."""
     hits: Tensor
+    """[num_kv_heads, num_topics, hits_per_topic] int64, the planted positions."""
     topics: Tensor
+    """[num_rows, num_qo_heads] int64, what each query asks about."""
     sm_scale: float
+    """1 / sqrt(head_dim)."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +94,10 @@ PLANTED_ROPE_BASE = 1e7
 
 
 def planted_config(kind: str, prefix_len: int = 8192, *, rope: bool = False, seed: int = 0) -> PlantedConfig:
-    """A kind of planted data at any length.
+    """A kind of `PLANTED` data at any length; `rope`: queries and keys are rotated by their positions.
 
     The prefix's other keys take more of the attention the more they are. Strength grows with the length so that the
     critical keys' share of it stays about the same: strength^2 / sqrt(head_dim) is a critical key's score.
-
-    Args:
-        kind: a name of `PLANTED`.
-        prefix_len: tokens.
-        rope: whether queries and keys are rotated by their positions.
-        seed: of everything.
 
     Raises:
         ValueError: an unknown kind.
@@ -164,13 +154,7 @@ def planted_prefix(config: PlantedConfig | None = None) -> PlantedPrefix:
 
 
 def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotary embedding, neox layout (channel i turns with i + head_dim / 2).
-
-    Args:
-        x: [..., head_dim].
-        positions: [...], broadcastable to the leading shape of x.
-        base: of the geometric frequencies.
-    """
+    """Rotary embedding of x [..., head_dim] at positions [...], neox layout (channel i turns with i + head_dim / 2)."""
     half = x.shape[-1] // 2
     frequency = base ** (-torch.arange(half) / half)
     angle = positions[..., None] * frequency
@@ -179,16 +163,10 @@ def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
 
 
 def paged_kv(keys: Tensor, values: Tensor, *, num_slots: int | None = None, seed: int = 0) -> tuple[PagedKV, Tensor]:
-    """Put a prefix into a pool in random slots; every other slot holds NaN.
-
-    Args:
-        keys: [prefix_len, num_kv_heads, head_dim]; dtype and device are the pool's.
-        values: [prefix_len, num_kv_heads, v_head_dim].
-        num_slots: size of the pool; None for twice the prefix plus 3.
-        seed: of the order.
+    """Put keys and values [prefix_len, num_kv_heads, dim] into a pool in random slots; every other slot holds NaN.
 
     Returns:
-        The pool and slots [prefix_len] int64.
+        The pool, of `num_slots` or twice the prefix plus 3, and slots [prefix_len] int64.
     """
     prefix_len = keys.shape[0]
     num_slots = 2 * prefix_len + 3 if num_slots is None else num_slots
@@ -201,14 +179,8 @@ def paged_kv(keys: Tensor, values: Tensor, *, num_slots: int | None = None, seed
 
 
 def dense_attention(q: Tensor, keys: Tensor, values: Tensor, sm_scale: float) -> AttnState:
-    """The oracle: attention over all keys in fp64, results in fp64 (out) and fp32 (lse, natural log).
-
-    Args:
-        q: [num_rows, num_qo_heads, head_dim].
-        keys: [seq_len, num_kv_heads, head_dim], seq_len 0 allowed.
-        values: [seq_len, num_kv_heads, v_head_dim].
-        sm_scale: multiplies q.k.
-    """
+    """The oracle: attention of q [num_rows, num_qo_heads, head_dim] over all keys and values [seq_len, num_kv_heads,
+    dim] in fp64, seq_len 0 allowed; results in fp64 (out) and fp32 (lse, natural log)."""
     scores = _scores(q, keys) * sm_scale
     lse = scores.logsumexp(dim=-1)
     weight = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()

@@ -1,4 +1,4 @@
-"""The values that operations exchange: paged KV buffers, attention states, selections.
+"""The values that operations exchange: paged KV buffers, attention states, selections, lists of what was selected.
 
 Checks at construction read shapes and dtypes only, so they never wait for a device; `check_integrity` reads
 values and is for tests and debugging.
@@ -196,3 +196,64 @@ class Selection:
         for rule, broken in rules:
             if bool(broken.any()):
                 raise ValueError(f"selection breaks '{rule}' for KV head {int(broken.int().argmax())}")
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedLists:
+    """The lists of all groups, in fixed device buffers. Owned by the receiver, written by a selection's `run`.
+
+    Attributes:
+        positions: [max_groups, num_kv_heads, max_budget] int32, ascending within `counts`, then -1.
+        counts: [max_groups, num_kv_heads] int32.
+        slots: of the shape of `positions`, int32: the slots of those positions, then -1. None: not wanted.
+    """
+
+    positions: Tensor
+    counts: Tensor
+    slots: Tensor | None
+
+
+def new_lists(shape: tuple[int, int, int], device: torch.device, *, with_slots: bool) -> SelectedLists:
+    """Buffers [max_groups, num_kv_heads, max_budget] that hold no selection."""
+    return SelectedLists(
+        torch.full(shape, -1, dtype=torch.int32, device=device),
+        torch.zeros(shape[:2], dtype=torch.int32, device=device),
+        torch.full(shape, -1, dtype=torch.int32, device=device) if with_slots else None,
+    )
+
+
+def check_lists(lists: SelectedLists, shape: tuple[int, int, int], slot_table: Tensor | None, slots_end: int) -> None:
+    """Raise unless the lists have this shape, and the table of slots reaches `slots_end`; slots both or none.
+
+    Raises:
+        ValueError: as said.
+    """
+    check_int32("positions", lists.positions, shape)
+    check_int32("counts", lists.counts, shape[:2])
+    if lists.slots is not None:
+        check_int32("slots", lists.slots, shape)
+    if (lists.slots is None) != (slot_table is None):
+        raise ValueError("expected slots and slot_table both or none of them, got one; use new_lists(with_slots=...)")
+    if slot_table is None:
+        return
+    check_arena("slot_table", slot_table)
+    if slot_table.shape[0] < slots_end:
+        raise ValueError(f"expected a slot_table of {slots_end} entries, got {slot_table.shape[0]}")
+
+
+def check_int32(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a tensor is contiguous, in int32 and of this shape."""
+    if tuple(tensor.shape) != shape or tensor.dtype is not torch.int32 or not tensor.is_contiguous():
+        raise ValueError(
+            f"expected {name} {shape} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
+            f"{tensor.stride()}"
+        )
+
+
+def check_arena(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless a tensor is [arena], contiguous, in int32 or int64."""
+    if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64) or not tensor.is_contiguous():
+        raise ValueError(
+            f"expected {name} [arena] int32 or int64 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
+            f"{tensor.stride()}"
+        )

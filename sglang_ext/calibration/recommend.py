@@ -20,7 +20,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from prefix_kernels.pooling import Pooling
 from sglang_ext.calibration.measurement import KEEP_RATIOS, measured_tokens
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.selection_quality import (
@@ -32,11 +31,11 @@ from sglang_ext.calibration.selection_quality import (
 from sglang_ext.calibration.step_time import EXACT_US, HEAD_DIM, REFERENCE, selection_time
 from sglang_ext.calibration.winner import MAX_STORED_SHARE, TARGET_ERROR, TOLERANCE, Timed, timed
 from sglang_ext.methods.ab_sparse import ABSparseSpec
-from sglang_ext.methods.base import METHODS, IndexSpec
-from sglang_ext.methods.combined import TwoLevelSpec
+from sglang_ext.methods.arrays import kv_bytes, stored_bytes
+from sglang_ext.methods.base import METHODS, IndexSpec, SelectArgs
 from sglang_ext.methods.registry import make_builder, make_selector
 from sglang_ext.methods.token_index import TokenIndexSpec
-from sglang_ext.methods.traffic import index_read_bytes, kv_bytes, stored_bytes
+from sglang_ext.methods.two_level import TwoLevelSpec
 
 NUM_TOKENS = 8
 """Tokens of a prompt that recipes are tried on."""
@@ -186,23 +185,18 @@ def measure_quality(
             dense = kv_bytes(prefix_len, keys.shape[2], values.shape[2])
             stored = stored_bytes(arrays) / dense
             for j, (budget, oracle) in enumerate(zip(budgets, oracles, strict=True)):
-                chosen = [
-                    selector.select(
-                        arrays,
-                        row[None],
-                        prefix_len=prefix_len,
-                        budget=budget,
-                        num_sink=oracle.num_sink,
-                        num_recent=oracle.num_recent,
-                        sm_scale=capture.sm_scale,
-                        pooling=Pooling.MAX,
-                    )
-                    for row in q
-                ]
+                args = SelectArgs(
+                    prefix_len=prefix_len,
+                    budget=budget,
+                    num_sink=oracle.num_sink,
+                    num_recent=oracle.num_recent,
+                    sm_scale=capture.sm_scale,
+                )
+                chosen = [selector.select(arrays, row[None], args) for row in q]
                 quality = selection_quality(attention, joined_selections(chosen), oracle)
                 figures = torch.stack([quality.recall, quality.oracle_recall, quality.error]).double().mean(dim=1)
                 # CSAttention reads other lists for each token.
-                index = sum(index_read_bytes(spec, arrays, row[None], prefix_len, budget) for row in q) / len(q)
+                index = sum(spec.read_bytes(arrays, row[None], prefix_len, budget) for row in q) / len(q)
                 read = (index + kv_bytes(budget, keys.shape[2], values.shape[2])) / dense
                 shares = [read, stored, budget / prefix_len]
                 total[i, j] += torch.tensor([*figures.tolist(), *shares], dtype=torch.float64)

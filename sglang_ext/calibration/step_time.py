@@ -11,15 +11,14 @@ nothing is estimated, but a launch that does less work than a timed one takes no
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import IndexSpec
-from sglang_ext.methods.combined import TwoLevelSpec
 from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.token_index import TokenIndexSpec
+from sglang_ext.methods.two_level import TwoLevelSpec
 
 REFERENCE = "131,072 tokens, 8 requests, 32 query heads and 8 KV heads of 128, NVIDIA H200"
 """Where the times were taken, for people."""
@@ -127,7 +126,7 @@ def selection_time(spec: IndexSpec, head_dim: int = HEAD_DIM) -> SelectionTime |
         head_dim: of the model that the spec was made for.
     """
     for timed, time in TIMES:
-        if spec == timed or _same_channels(spec, timed, head_dim):
+        if spec.same_at(timed, head_dim):
             return time
     return None
 
@@ -150,11 +149,3 @@ def attention_us(keep_ratio: float) -> float:
         if tokens <= high:
             return low_us + (high_us - low_us) * max(tokens - low, 0.0) / (high - low)
     return EXACT_US
-
-
-def _same_channels(spec: IndexSpec, timed: IndexSpec, head_dim: int) -> bool:
-    """Whether a token index that names the number of its channels is one that was timed."""
-    if not isinstance(spec, TokenIndexSpec) or not isinstance(timed, TokenIndexSpec) or not spec.num_channels:
-        return False
-    plain = replace(spec, num_channels=0, channel_ratio=timed.channel_ratio)
-    return plain == timed and spec.num_channels == timed.kept_channels(head_dim)

@@ -52,7 +52,7 @@ from sglang_ext.calibration.recommend import (
 )
 from sglang_ext.cli.calibrate_options import Options
 from sglang_ext.cli.checks import check_writable
-from sglang_ext.decode.ops import graph_refusal
+from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.fingerprint import weights_digest
 from sglang_ext.methods.profile import CalibrationData, Profile, ProfiledModel, Recommendation
 from sglang_ext.prefill.prompt_tokens import TokenSource

@@ -11,7 +11,7 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import Segment
 from prefix_kernels.launching import send
 from prefix_kernels.slot_lists import copy_slot_lists
-from prefix_kernels.top_k_selection.lists import SelectedLists
+from prefix_kernels.types import SelectedLists
 from sglang_ext.decode.types import DecodeBatch, PrefixGroup
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 

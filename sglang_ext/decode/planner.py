@@ -19,7 +19,7 @@ from sglang_ext.decode.buffers import ListsTooLargeError
 from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
 from sglang_ext.decode.costs import MARGIN, StepCosts
 from sglang_ext.decode.grouping import SlotTracker
-from sglang_ext.decode.ops import graph_refusal, op_maker
+from sglang_ext.decode.select_op import graph_refusal, op_maker
 from sglang_ext.decode.sparse import SparseDecode, SparsePlan
 from sglang_ext.decode.types import DecodeBatch, StepPath
 from sglang_ext.methods.base import IndexSpec

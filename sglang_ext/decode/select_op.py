@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import pkgutil
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from prefix_kernels.budget import BudgetGrowth, budget_for_group
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import Selection
+from prefix_kernels.types import SelectedLists, Selection
+from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.base import Selector
+from sglang_ext.methods import METHODS, make_selector
+from sglang_ext.methods.base import IndexSpec, SelectArgs, Selector
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class ReferenceOp(SelectOp):
 
     nbytes = 0
 
-    def __init__(self, selector: Selector, pooling: Pooling) -> None:
+    def __init__(self, selector: Selector[Any], pooling: Pooling) -> None:
         self._selector, self._pooling = selector, pooling
         self._numbers = itertools.count()
         self._known: weakref.WeakKeyDictionary[Index, int] = weakref.WeakKeyDictionary()
@@ -164,9 +170,7 @@ class ReferenceOp(SelectOp):
         """The positions of one group at one layer; all where the budget covers them."""
         if group.budget >= group.prefix_len:
             return Selection.all(group.prefix_len, num_kv_heads, q.device)
-        return self._selector.select(
-            index.layers[layer],
-            q,
+        args = SelectArgs(
             prefix_len=group.prefix_len,
             budget=group.budget,
             num_sink=group.num_sink,
@@ -174,6 +178,7 @@ class ReferenceOp(SelectOp):
             sm_scale=sm_scale,
             pooling=self._pooling,
         )
+        return self._selector.select(index.layers[layer], q, args)
 
     def plan_probe(self, size: int, group: SelectionGroup) -> None:
         """See the base.
@@ -182,3 +187,64 @@ class ReferenceOp(SelectOp):
             TypeError: costs are measured for decode graphs only.
         """
         raise TypeError("expected an operation of decode graphs to time, got the reference")
+
+
+def group_budget(config: SparseAttnConfig, prefix_len: int, num_rows: int) -> int:
+    """Tokens of a prefix per KV head that a group of so many requests attends, never more than the prefix has."""
+    one = config.budget(prefix_len)
+    cap = max(one, int(config.max_keep_ratio * prefix_len))
+    return min(budget_for_group(one, num_rows, BudgetGrowth(config.group_growth), cap), prefix_len)
+
+
+def selection_group(config: SparseAttnConfig, prefix_len: int, budget: int, slot_start: int = 0) -> SelectionGroup:
+    """A group as an operation selects for it: sink and recent window count towards the budget.
+
+    Args:
+        config: of the windows.
+        prefix_len: tokens of the prefix.
+        budget: from `group_budget`.
+        slot_start: where its table of slots begins in the arena.
+    """
+    num_sink = min(config.num_sink_tokens, budget)
+    recent = min(config.num_recent_pages * PAGE_TOKENS, max(budget - num_sink, 0))
+    return SelectionGroup(prefix_len, budget, num_sink=num_sink, num_recent=recent, slot_start=slot_start)
+
+
+def graph_refusal(method: str) -> str | None:
+    """Why a method's indexes cannot be used inside decode graphs; None if they can."""
+    if METHODS[method].decode_op is not None:
+        return None
+    others = ", ".join(name for name, one in METHODS.items() if one.decode_op is not None)
+    return f"method {method} has no kernels in the decode graph yet; {others} has"
+
+
+def op_maker(
+    shape: AttentionShape,
+    config: SparseAttnConfig,
+    spec: IndexSpec,
+    num_layers: int,
+    device: torch.device,
+    *,
+    captured: bool,
+) -> Callable[[ListSizes], SelectOp]:
+    """What makes the operation of a method, once the sizes of lists are known.
+
+    A method's own maker is called with `(shape, config, spec, num_layers, sizes, device)`.
+
+    Args:
+        shape: of a layer.
+        config: pooling, and how many tokens enter its sums.
+        spec: of the method. What `graph_refusal` names has the reference only.
+        num_layers: of the model.
+        device: of the KV pool.
+        captured: whether decode steps replay graphs.
+    """
+    named = METHODS[spec.method].decode_op
+
+    def make(sizes: ListSizes) -> SelectOp:
+        if named is None or not captured:
+            return ReferenceOp(make_selector(spec, config.summed_every), Pooling(config.pooling))
+        op: SelectOp = pkgutil.resolve_name(named)(shape, config, spec, num_layers, sizes, device)
+        return op
+
+    return make

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from prefix_index import printable
-from prefix_kernels.top_k_selection.lists import SelectedLists
+from prefix_kernels.types import SelectedLists
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
 

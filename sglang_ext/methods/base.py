@@ -1,8 +1,7 @@
 """What serving and prebuild know of a selection method: its spec, its builder, its selector.
 
 A *spec* is a frozen dataclass of the method's parameters. A *builder* turns one layer's keys (and sampled
-queries) into named arrays that can be cut per KV head (`heads`): their leading dimension is num_kv_heads, or rows
-of all heads one after the other where heads differ in size. A *selector* reads those arrays, for all or for some
+queries) into named arrays that can be cut per KV head (`arrays`). A *selector* reads these arrays, for all or for some
 of the KV heads, and names the positions to attend in one step.
 """
 
@@ -13,27 +12,45 @@ import difflib
 import math
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.pooling import Pooling, pool_scores
+from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
-from sglang_ext.methods.contents import Form, IndexSize
+from sglang_ext.methods.arrays import Form, IndexSize, stored_bytes
 
 S = TypeVar("S", bound="IndexSpec")
+Arrays = Mapping[str, Tensor]
+"""A layer's arrays by name."""
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """What calibration found out about one layer, for the builders that use it; empty where it was not measured.
+
+    Attributes:
+        block_sizes: [num_kv_heads] tokens per block.
+        channels: [num_kv_heads][num_channels] ascending channel numbers of the token index.
+    """
+
+    block_sizes: tuple[int, ...] = ()
+    channels: tuple[tuple[int, ...], ...] = ()
+
+
+NO_PROFILE = LayerProfile()
 
 
 @dataclass(frozen=True)
 class IndexSpec(ABC):
-    """Base of the methods' parameter sets: parsing, checking and writing them.
+    """Base of the methods' parameter sets.
 
-    A subclass is a frozen dataclass whose fields are int, float, bool, str or `IndexSpec` (the spec of any method,
-    for methods made of others) and have defaults; its `__post_init__` checks ranges. `method` is the name under
-    which it stands in `METHODS`.
+    A subclass is a frozen dataclass whose fields are int, float, bool, str or `IndexSpec` (for methods made of others)
+    and have defaults; its `__post_init__` checks ranges. `method` is its name in `METHODS`.
     """
 
     method: ClassVar[str] = ""
@@ -43,9 +60,8 @@ class IndexSpec(ABC):
         """Parse parameters as they stand in a configuration or in an index file.
 
         Args:
-            data: field name -> value; missing fields take their defaults. `method` may be given and must then
-                be this class's. An int is accepted for a float field; a spec is an object that names its method;
-                nothing else is converted.
+            data: field name -> value; missing fields take their defaults. `method` may be given. An int is accepted
+                for a float field; a spec is an object that names its method.
 
         Raises:
             ValueError: an unknown key, another method's name, or a value out of range.
@@ -57,9 +73,8 @@ class IndexSpec(ABC):
                 f'{{"method": "{cls.method}", ...}}'
             )
         values = dict(data)
-        named = values.pop("method", cls.method)
-        if named != cls.method:
-            raise ValueError(f"expected parameters of method {cls.method!r}, got those of {named!r}")
+        if values.pop("method", cls.method) != cls.method:
+            raise ValueError(f"expected parameters of method {cls.method!r}, got those of {data['method']!r}")
         hints = typing.get_type_hints(cls)
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(str(name) for name in values if name not in known)
@@ -68,27 +83,60 @@ class IndexSpec(ABC):
                 f"unknown parameter {unknown[0]!r} of {cls.method}; expected one of: {', '.join(known)}. "
                 f"Remove or rename it{did_you_mean(unknown[0], known)}"
             )
-        for name, value in values.items():
-            values[name] = _checked(f"{cls.method}.{name}", value, hints[name])
-        return cls(**values)
+        return cls(**{name: _checked(f"{cls.method}.{name}", value, hints[name]) for name, value in values.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """All parameters and the method's name, plain values; `from_dict` reads it back to an equal spec."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = {name: v.to_dict() if isinstance(v, IndexSpec) else v for name, v in values.items()}
-        return {"method": self.method, **plain}
+        nested = {name: part.to_dict() for name, part in self.nested.items()}
+        return {"method": self.method, **vars(self), **nested}
+
+    @property
+    def nested(self) -> dict[str, IndexSpec]:
+        """The specs that this one is made of, by field."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, IndexSpec)}
 
     @abstractmethod
     def forms(self, size: IndexSize) -> dict[str, Form]:
         """What the arrays of one KV head must be, by name: all that a builder of this spec makes."""
 
-    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None:
-        """Look at what the ranges of the forms cannot say; see `contents.check_layer`.
+    def check(self, arrays: Arrays, size: IndexSize) -> None:
+        """Raise ContentError for values that no builder makes and that the forms' ranges let pass."""
+        return
+
+    def profile_part(self, layers: Sequence[LayerProfile]) -> dict[str, Any]:
+        """The part of a profile that builds by this spec depend on, by name, plain values; empty: on none of it.
+
+        Args:
+            layers: the model's profile, all layers and KV heads; empty where there is none.
 
         Raises:
-            ContentError: values that no builder makes.
+            ValueError: builds need a profile and there is none, or it does not fit the spec.
         """
-        return
+        used: dict[str, Any] = {}
+        for part in self.nested.values():
+            used |= part.profile_part(layers)
+        return used
+
+    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
+        """Bytes of the index that a decode step of one group reads for one KV head, mean over the heads of the arrays.
+
+        Args:
+            arrays, q: as in `Selector.select`.
+            prefix_len: tokens of the prefix.
+            budget: tokens per KV head that are attended, at most prefix_len.
+
+        Returns:
+            By default all of the index.
+        """
+        return stored_bytes(arrays)
+
+    def candidate_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, candidates: int) -> float:
+        """`read_bytes` where only so many tokens are scored; by default the upper bound."""
+        return self.read_bytes(arrays, q, prefix_len, candidates)
+
+    def same_at(self, other: IndexSpec, head_dim: int) -> bool:
+        """Whether both specs make the same index of a model with heads of that width."""
+        return self == other
 
 
 def _checked(name: str, value: object, wanted: type) -> object:
@@ -115,15 +163,7 @@ def _nested(name: str, value: object) -> IndexSpec:
 
 
 def parse_spec(data: Mapping[str, Any]) -> IndexSpec:
-    """The spec of whichever method `data["method"]` names.
-
-    Args:
-        data: {"method": name, parameter: value, ...}.
-
-    Raises:
-        ValueError: no or an unknown method, an unknown parameter, or a value out of range.
-        TypeError: `data` is no mapping or a value has another type.
-    """
+    """The spec of whichever method `data["method"]` names. Raises as `IndexSpec.from_dict` does."""
     if not isinstance(data, Mapping):
         raise TypeError(f'expected an object like {{"method": "csattention"}}, got {type(data).__name__}')
     name = data.get("method")
@@ -142,97 +182,121 @@ def check_range(name: str, value: float, least: float, most: float) -> None:
         raise ValueError(f"expected {name} in {least}..{most}, got {value}; choose a value in that range")
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise unless `value` is one of `choices`."""
+def check_share(name: str, value: float, hint: str = "choose one") -> None:
+    """Raise unless 0 < value <= 1."""
+    if not 0.0 < value <= 1.0:
+        raise ValueError(f"expected {name} above 0 and at most 1, got {value}; {hint}")
+
+
+def check_choice(name: str, value: str | int, choices: Sequence[str | int], unit: str = "") -> None:
+    """Raise unless `value` is one of `choices`, which are of a unit."""
     if value not in choices:
         raise ValueError(
-            f"expected {name} to be one of {', '.join(choices)}, got {value!r}; choose one of them"
+            f"expected {name} to be one of {', '.join(map(str, choices))}{unit}, got {value!r}; choose one of them"
             f"{did_you_mean(value, choices)}"
         )
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
+def did_you_mean(word: object, known: Iterable[object]) -> str:
     """The end of a sentence about an unknown word: the known one that is nearly the same, if there is one."""
     near = difflib.get_close_matches(str(word), [str(one) for one in known], n=1)
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
 @dataclass(frozen=True)
-class LayerProfile:
-    """What calibration found out about one layer, for the builders that use it; empty where it was not measured.
+class IndexBuilder(ABC, Generic[S]):
+    """Builds an index layer by layer. Holds no state between layers.
+
+    KV heads do not depend on each other, so several layers may be built at once (`arrays.layer_batches`).
 
     Attributes:
-        block_sizes: [num_kv_heads] tokens per block.
-        channels: [num_kv_heads][num_channels] ascending channel numbers of the token index.
+        spec: parameters.
+        layer: what the model's profile says of the layer.
     """
 
-    block_sizes: tuple[int, ...] = ()
-    channels: tuple[tuple[int, ...], ...] = ()
-
-
-NO_PROFILE = LayerProfile()
-
-
-class IndexBuilder(Protocol):
-    """Builds one layer's part of an index. Holds no state between layers."""
-
-    @property
-    def spec(self) -> IndexSpec:
-        """The parameters that this builder uses."""
-        ...
+    spec: S
+    layer: LayerProfile = NO_PROFILE
 
     @property
     def needs_queries(self) -> bool:
         """Whether `build_layer` needs sampled queries; if not, they are ignored."""
-        ...
+        return False
 
-    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
+    def prepare(self, queries: Tensor | None) -> dict[str, Tensor]:
+        """The step of a build that takes all layers at once: cheaper where one layer's share is many small kernels.
+
+        A layer is the same with this step and without: see `cosine_kmeans` for how equal on a GPU.
+
+        Args:
+            queries: [num_layers, num_kv_heads, num_samples, head_dim], else as in `build_layer`.
+
+        Returns:
+            Name -> [num_layers, num_kv_heads, ...]. Empty: the method has no such step.
+        """
+        return {}
+
+    @abstractmethod
+    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
         """Arrays of one layer.
 
         Args:
-            keys: [prefix_len, num_kv_heads, head_dim] post-RoPE keys, floating, finite, prefix_len >= 1. Read
-                only.
-            queries: [num_kv_heads, num_samples, head_dim] post-RoPE queries of the prefix's own prefill,
-                those of all query heads of a KV head's group together; None if no sample exists. Read only.
+            keys: [prefix_len, num_kv_heads, head_dim] post-RoPE keys, floating, finite, prefix_len >= 1. Read only.
+            queries: [num_kv_heads, num_samples, head_dim] post-RoPE queries of the prefix's own prefill, those of all
+                query heads of a KV head's group together; None if no sample exists. Read only.
+            prepared: what `prepare` computed, at these layers (`arrays.at_layers`); empty: the builder does that, too.
 
         Returns:
             Name -> new array, on the keys' device, in a dtype that numpy has (uint8, int16, int32, fp16, fp32).
-            Its leading dimension is num_kv_heads, but for the ragged arrays of `heads`. KV heads do not depend on
-            each other.
+            Its leading dimension is num_kv_heads, but for the ragged arrays of `arrays`.
 
         Raises:
             ValueError: shapes do not fit, a value is NaN or infinite, or queries are needed and missing.
         """
-        ...
 
 
-class Selector(Protocol):
-    """Names the prefix positions that a group attends in one step at one layer."""
+@dataclass(frozen=True, kw_only=True)
+class SelectArgs:
+    """What a selection is made by, beside arrays and queries.
 
-    def select(
-        self,
-        arrays: Mapping[str, Tensor],
-        q: Tensor,
-        *,
-        prefix_len: int,
-        budget: int,
-        num_sink: int,
-        num_recent: int,
-        sm_scale: float,
-        pooling: Pooling,
-    ) -> Selection:
-        """Score the prefix for all rows of the group, pool, take the best.
+    Attributes:
+        prefix_len: tokens of the prefix that the arrays were built from.
+        budget: tokens per KV head, sink and recent window included.
+        num_sink: leading positions always taken.
+        num_recent: trailing positions of the prefix always taken.
+        sm_scale: the model's attention scale.
+        pooling: how rows and heads of a group share the selection.
+    """
+
+    prefix_len: int
+    budget: int = 0
+    num_sink: int = 0
+    num_recent: int = 0
+    sm_scale: float
+    pooling: Pooling = Pooling.MAX
+
+    def top_k(self, scores: Tensor, block_size: int = 1) -> Selection:
+        """The best positions by scores [num_kv_heads, num_blocks] of blocks of so many tokens, windows included."""
+        return top_k_selection(scores, self.budget, self.num_sink, self.num_recent, block_size, self.prefix_len)
+
+
+@dataclass(frozen=True)
+class Selector(ABC, Generic[S]):
+    """Names the prefix positions that a group attends in one step at one layer.
+
+    Attributes:
+        spec: parameters that the arrays were built by.
+    """
+
+    spec: S
+
+    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
+        """Score the prefix for all rows of the group, pool, take the best. The default: the best of `token_scores`.
 
         Args:
             arrays: what `build_layer` of the same spec returned, or the slices of some KV heads of it, on q's
                 device. Read only.
             q: [num_rows, num_qo_heads, head_dim] post-RoPE queries, num_rows >= 1.
-            prefix_len: tokens of the prefix that the arrays were built from.
-            budget: tokens per KV head, sink and recent window included.
-            num_sink: leading positions always taken.
-            num_recent: trailing positions of the prefix always taken.
-            sm_scale: the model's attention scale.
-            pooling: how rows and heads of the group share the selection.
+            args: sizes, scale and pooling.
 
         Returns:
             A new selection of min(budget, prefix_len) positions per KV head.
@@ -240,22 +304,14 @@ class Selector(Protocol):
         Raises:
             ValueError: an array is missing or of another shape, or sizes are out of range.
         """
-        ...
+        return args.top_k(self.token_scores(arrays, q, args))
 
-    def token_scores(
-        self,
-        arrays: Mapping[str, Tensor],
-        q: Tensor,
-        *,
-        prefix_len: int,
-        sm_scale: float,
-        pooling: Pooling,
-        candidates: Tensor | None = None,
-    ) -> Tensor:
+    @abstractmethod
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """One pooled score per position: what combined methods compare and rank.
 
         Args:
-            arrays, q, prefix_len, sm_scale, pooling: as in `select`.
+            arrays, q, args: as in `select`. Scores depend neither on the budget nor on the windows.
             candidates: bool [num_kv_heads, prefix_len]; the softmax and the scores then cover these positions only.
 
         Returns:
@@ -265,7 +321,6 @@ class Selector(Protocol):
         Raises:
             ValueError: as `select`.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -277,58 +332,81 @@ class Method(Generic[S]):
         builder: called with a spec and, where it is known, a `LayerProfile`.
         selector: called with a spec. The reference of the decode operation.
         decode_op: `module:function` that makes the operation which decode graphs hold, imported where one is made (see
-            `decode.ops`). None: the method has none, and its indexes are used without decode graphs only.
+            `decode.select_op`). None: the method has none, and its indexes are used without decode graphs only.
+        samples_sums: whether the selector takes `sum_every` beside the spec (see `pooling.pool_scores`).
     """
 
     spec: type[S]
-    builder: Callable[..., IndexBuilder]
-    selector: Callable[[S], Selector]
+    builder: Callable[..., IndexBuilder[S]]
+    selector: Callable[..., Selector[S]]
     decode_op: str | None = None
+    samples_sums: bool = False
 
 
 METHODS: dict[str, Method[Any]] = {}
 """The methods by name. `registry` fills it; it stands here so that methods made of others can look these up."""
 
 
-def pool_candidates(raw: Tensor, sm_scale: float, pooling: Pooling, candidates: Tensor | None) -> Tensor:
+def make_builder(spec: S, layer: LayerProfile = NO_PROFILE) -> IndexBuilder[S]:
+    """The builder of a spec's method for a layer, of which the model's profile says that."""
+    return METHODS[spec.method].builder(spec, layer)
+
+
+def make_selector(spec: S, sum_every: int = 1) -> Selector[S]:
+    """The selector of a spec's method; `sum_every` as `pooling.pool_scores` says.
+
+    Raises:
+        ValueError: less than all tokens, for a method that has no such sample.
+    """
+    method = METHODS[spec.method]
+    if method.samples_sums:
+        return method.selector(spec, sum_every)
+    if sum_every != 1:
+        known = ", ".join(name for name, one in METHODS.items() if one.samples_sums)
+        raise ValueError(f"expected sum_every 1 for {spec.method}, got {sum_every}; only {known} has a sample")
+    return method.selector(spec)
+
+
+def pool_candidates(raw: Tensor, args: SelectArgs, candidates: Tensor | None) -> Tensor:
     """`pool_scores` of token scores [num_kv_heads, num_rows, gqa, prefix_len], over the candidates if given."""
     if candidates is not None:
         raw = raw.masked_fill(~candidates[:, None, None], -torch.inf)
-    return pool_scores(raw, sm_scale, pooling)
+    return pool_scores(raw, args.sm_scale, args.pooling)
 
 
-def is_finite(x: Tensor) -> bool:
-    """Whether no value is NaN or infinite, in one pass that makes no tensor of x's size; waits for the device."""
-    return math.isfinite(float(torch.linalg.vector_norm(x, ord=torch.inf)))
+def check_finite(**tensors: Tensor) -> dict[str, float]:
+    """The largest absolute value of each tensor, by name; one pass over each, no copy, one wait for the device.
 
-
-def require_keys(keys: Tensor) -> None:
-    """Raise unless `keys` is [prefix_len >= 1, num_kv_heads, head_dim] and floating. Reads no value."""
-    if keys.dim() != 3 or 0 in keys.shape or not keys.dtype.is_floating_point:
-        raise ValueError(
-            "expected keys [prefix_len >= 1, num_kv_heads, head_dim] in a floating dtype, got "
-            f"{tuple(keys.shape)} {keys.dtype}"
-        )
+    Raises ValueError where a value is NaN or infinite.
+    """
+    # The norm is NaN where a value is.
+    norms = [torch.linalg.vector_norm(tensor, torch.inf).double() for tensor in tensors.values()]
+    largest: dict[str, float] = dict(zip(tensors, torch.stack(norms).tolist(), strict=True))
+    for name, value in largest.items():
+        if not math.isfinite(value):
+            raise ValueError(f"expected finite {name}, got NaN or infinity; the capture is unusable, take it again")
+    return largest
 
 
 def check_keys(keys: Tensor) -> None:
-    """Raise unless `keys` is [prefix_len >= 1, num_kv_heads, head_dim], floating and finite."""
-    require_keys(keys)
-    if not is_finite(keys):
-        raise not_finite("keys")
+    """Raise ValueError unless `keys` is [prefix_len >= 1, num_kv_heads, head_dim], floating and finite."""
+    check_shape(keys, "keys [prefix_len >= 1, num_kv_heads, head_dim]", 3)
+    check_finite(keys=keys)
 
 
-def not_finite(name: str) -> ValueError:
-    """What to raise for captured tensors with NaN or infinity."""
-    return ValueError(f"expected finite {name}, got NaN or infinity; the capture is unusable, take it again")
+def check_shape(tensor: Tensor, wanted: str, dim: int) -> None:
+    """Raise ValueError unless the tensor is floating and has so many dimensions, none of size 0. Reads no value."""
+    if tensor.dim() != dim or 0 in tensor.shape or not tensor.dtype.is_floating_point:
+        raise ValueError(f"expected {wanted} in a floating dtype, got {tuple(tensor.shape)} {tensor.dtype}")
 
 
-def require_samples(queries: Tensor | None, keys: Tensor, method: str) -> Tensor:
-    """The sampled queries, if they are there and fit the keys. Reads no value.
+def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> tuple[Tensor, float]:
+    """The sampled queries and the largest absolute value in the keys; waits for the device once.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: there are no queries, they do not fit the keys, or a value of either is NaN or infinite.
     """
+    check_shape(keys, "keys [prefix_len >= 1, num_kv_heads, head_dim]", 3)
     if queries is None:
         raise ValueError(
             f"{method} needs queries of the prefix's prefill, got none; record them, or choose a method that "
@@ -340,43 +418,23 @@ def require_samples(queries: Tensor | None, keys: Tensor, method: str) -> Tensor
             f"expected queries [num_kv_heads={expected[0]}, num_samples >= 1, head_dim={expected[1]}], got "
             f"{tuple(queries.shape)}"
         )
-    return queries
-
-
-def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> Tensor:
-    """The sampled queries, if they are there, fit the keys and are finite.
-
-    Raises:
-        ValueError: otherwise.
-    """
-    samples = require_samples(queries, keys, method)
-    if not is_finite(samples):
-        raise not_finite("queries")
-    return samples
+    return queries, check_finite(keys=keys, queries=queries)["keys"]
 
 
 def to_half(x: Tensor, name: str) -> Tensor:
-    """`x` in fp16.
-
-    Raises:
-        ValueError: a value does not fit into fp16.
-    """
+    """`x` in fp16. Raises ValueError where a value does not fit."""
     half = x.half()
     if not bool(torch.isfinite(half).all()):
         raise ValueError(f"{name} reaches {float(x.abs().max()):.3g}, more than fp16 holds (65504)")
     return half
 
 
-def require_arrays(arrays: Mapping[str, Tensor], names: tuple[str, ...], method: str) -> tuple[Tensor, ...]:
-    """The arrays of these names.
-
-    Raises:
-        ValueError: one is missing.
-    """
+def require_arrays(arrays: Arrays, names: Sequence[str], method: str) -> list[Tensor]:
+    """The arrays of these names. Raises ValueError where one is missing."""
     missing = [name for name in names if name not in arrays]
     if missing:
         raise ValueError(
             f"expected arrays {', '.join(names)} of {method}, got {', '.join(sorted(arrays)) or 'none'}; "
             "the index was built with other parameters, build it again"
         )
-    return tuple(arrays[name] for name in names)
+    return [arrays[name] for name in names]

@@ -27,9 +27,8 @@ class LayerRole:
 
     Attributes:
         mode: how the layer attends the prefix.
-        anchor_layer: the layer whose selection a reuse layer takes; None for the other modes.
-        head_map: [num_kv_heads], KV head of the anchor layer for each KV head here; empty for the other
-            modes.
+        anchor_layer: whose selection a reuse layer takes; None for the other modes.
+        head_map: [num_kv_heads] KV head of the anchor layer for each KV head here; empty for the other modes.
     """
 
     mode: LayerMode
@@ -61,28 +60,18 @@ class LayerPlan:
             self._check(layer, role)
 
     @classmethod
-    def default(cls, num_layers: int, num_kv_heads: int, dense_layers: Sequence[int] = (0,)) -> LayerPlan:
-        """Layer 0 dense (its attention is flat: Kascade, 3.1), every other layer an anchor.
-
-        Raises:
-            ValueError: a dense layer that the model does not have.
-        """
-        for layer in dense_layers:
-            if not 0 <= layer < num_layers:
-                raise ValueError(f"expected dense layers in 0..{num_layers - 1}, got {layer}")
-        roles = (
-            LayerRole(LayerMode.DENSE if layer in dense_layers else LayerMode.ANCHOR) for layer in range(num_layers)
-        )
-        return cls(tuple(roles), num_kv_heads)
+    def default(cls, num_layers: int, num_kv_heads: int) -> LayerPlan:
+        """Layer 0 dense (its attention is flat: Kascade, 3.1), every other layer an anchor."""
+        modes = [LayerMode.DENSE, *[LayerMode.ANCHOR] * (num_layers - 1)]
+        return cls(tuple(map(LayerRole, modes[:num_layers])), num_kv_heads)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, num_layers: int, num_kv_heads: int) -> LayerPlan:
-        """Parse `{"layers": [entry, ...]}`; an empty object is the default plan.
+        """Parse `{"layers": [entry, ...]}`, see the module; an empty object is the default plan.
 
         Args:
-            data: see the module.
-            num_layers: layers of the model.
-            num_kv_heads: KV heads per layer, before tensor parallelism.
+            data: as written in JSON.
+            num_layers, num_kv_heads: of the model, before tensor parallelism.
 
         Raises:
             ValueError: unknown keys, a wrong number of layers, or a role that breaks a rule.
@@ -100,21 +89,21 @@ class LayerPlan:
             raise TypeError(f"expected layers as a list of {num_layers} entries, got {type(entries).__name__}")
         if len(entries) != num_layers:
             raise ValueError(
-                f"expected {num_layers} layers in the plan (the model's), got {len(entries)}; is the plan "
-                "of another model?"
+                f"expected {num_layers} layers in the plan (the model's), got {len(entries)}; is it another model's?"
             )
         roles = (_parse_role(layer, entry, num_kv_heads) for layer, entry in enumerate(entries))
         return cls(tuple(roles), num_kv_heads)
 
     def to_dict(self) -> dict[str, list[str | dict[str, int | list[int]]]]:
         """Plain values that `from_dict` reads back to an equal plan."""
-        layers: list[str | dict[str, int | list[int]]] = []
-        for role in self.layers:
-            if role.anchor_layer is None:
-                layers.append(role.mode.value)
-            else:
-                layers.append({"reuse": role.anchor_layer, "head_map": list(role.head_map)})
-        return {"layers": layers}
+        return {
+            "layers": [
+                role.mode.value
+                if role.anchor_layer is None
+                else {"reuse": role.anchor_layer, "head_map": list(role.head_map)}
+                for role in self.layers
+            ]
+        }
 
     def with_dense(self, layers: Sequence[int]) -> LayerPlan:
         """The plan in which these layers read the whole prefix, too. A layer that reused one of them selects itself."""
@@ -174,14 +163,14 @@ class LayerPlan:
         return len(self.anchor_layers) / sparse if sparse else 1.0
 
     def _check(self, layer: int, role: LayerRole) -> None:
+        anchor = role.anchor_layer
         if role.mode is not LayerMode.REUSE:
-            if role.anchor_layer is not None or role.head_map:
+            if anchor is not None or role.head_map:
                 raise ValueError(
                     f"layer {layer}: expected no anchor_layer and head_map on a {role.mode.value} layer, got "
-                    f"{role.anchor_layer} and {list(role.head_map)}; remove them"
+                    f"{anchor} and {list(role.head_map)}; remove them"
                 )
             return
-        anchor = role.anchor_layer
         if anchor is None or not 0 <= anchor < layer:
             raise ValueError(
                 f"layer {layer}: expected reuse of an earlier layer (0..{layer - 1}), got {anchor}; "
@@ -225,21 +214,18 @@ def heads_of_rank(num_kv_heads: int, rank: int, size: int) -> range:
 
 
 def _parse_role(layer: int, entry: object, num_kv_heads: int) -> LayerRole:
+    wanted = f'layer {layer}: expected "dense", "anchor" or {{"reuse": anchor_layer}}, got'
     if isinstance(entry, str):
         if entry not in (LayerMode.DENSE.value, LayerMode.ANCHOR.value):
-            raise ValueError(f'layer {layer}: expected "dense", "anchor" or {{"reuse": anchor_layer}}, got {entry!r}')
+            raise ValueError(f"{wanted} {entry!r}")
         return LayerRole(LayerMode(entry))
     if not isinstance(entry, Mapping):
-        raise TypeError(
-            f'layer {layer}: expected "dense", "anchor" or {{"reuse": anchor_layer}}, got {type(entry).__name__}'
-        )
-    unknown = sorted(str(key) for key in entry if key not in ("reuse", "head_map"))
-    if unknown or "reuse" not in entry:
+        raise TypeError(f"{wanted} {type(entry).__name__}")
+    if "reuse" not in entry or not entry.keys() <= {"reuse", "head_map"}:
         raise ValueError(
             f"layer {layer}: expected the keys reuse and head_map, got {', '.join(sorted(map(str, entry)))}"
         )
-    anchor = entry["reuse"]
-    head_map = entry.get("head_map", list(range(num_kv_heads)))
+    anchor, head_map = entry["reuse"], entry.get("head_map", list(range(num_kv_heads)))
     if type(anchor) is not int:
         raise TypeError(f"layer {layer}: expected reuse as a layer number, got {anchor!r}")
     if not isinstance(head_map, list | tuple) or any(type(head) is not int for head in head_map):

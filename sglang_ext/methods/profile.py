@@ -6,21 +6,22 @@ per layer of the whole model, lists over KV heads one per KV head before tensor 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
 import secrets
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
-from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.base import NO_PROFILE, IndexSpec, LayerProfile
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.methods.registry import parse_spec
 
+T = TypeVar("T")
 PROFILE_VERSION = 1
 
 
@@ -57,12 +58,7 @@ class Recommendation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     keep_ratio: float
 
     def index_spec(self) -> IndexSpec:
-        """The parsed spec.
-
-        Raises:
-            ValueError: an unknown method or parameter, or a value out of range.
-            TypeError: a value of another type.
-        """
+        """The parsed spec. Raises what `parse_spec` does, and ValueError where it is another method's."""
         named = self.spec.get("method", self.method)
         if named != self.method:
             raise ValueError(
@@ -90,7 +86,7 @@ class CalibrationData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A calibration result. Plain values only; every instance is valid, see `__post_init__`.
+    """A calibration result. Plain values only; every instance is valid.
 
     Attributes:
         version: of this format.
@@ -119,10 +115,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:
             raise _version_error(self.version)
-        _check_sizes(self)
-        _check_block_sizes(self)
-        _check_channels(self)
-        _check_dense_heads(self)
+        _check(self)
         try:
             self.plan()
             self.recommended.index_spec()
@@ -138,21 +131,14 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def check_model(
         self, *, num_layers: int, num_kv_heads: int, head_dim: int, config_digest: str | None = None
     ) -> None:
-        """Raise unless the profile belongs to this model.
+        """Raise ProfileError, naming the first field that differs, unless the profile belongs to this whole model.
 
-        Args:
-            num_layers, num_kv_heads, head_dim: of the whole model, before tensor parallelism.
-            config_digest: of the model's configuration; None skips that comparison.
-
-        Raises:
-            ProfileError: naming the first field that differs.
+        A digest of None is not compared.
         """
-        own = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        if config_digest is not None:
-            own["config_digest"] = config_digest  # type: ignore[assignment]
-        for name, value in own.items():
+        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, value in {**sizes, "config_digest": config_digest}.items():
             profiled = getattr(self.model, name)
-            if profiled != value:
+            if value is not None and profiled != value:
                 raise ProfileError(
                     f"profile: expected {name}={value!r} (the model's), got {profiled!r}; it is of another model: "
                     "calibrate this one, or name its profile"
@@ -180,10 +166,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            raise
+        finally:
+            partial.unlink(missing_ok=True)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -191,13 +175,42 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             os.close(folder)
 
 
-def load_profile(path: str | Path) -> Profile:
-    """Read a profile file.
+def layer_profile(profile: Profile | None, layer: int, heads: range | None = None) -> LayerProfile:
+    """What the builders of one layer may use, for the KV heads of a rank (`layer_plan.heads_of_rank`; None: all)."""
+    if profile is None:
+        return NO_PROFILE
+    own = slice(None) if heads is None else slice(heads.start, heads.stop)
+    channels = profile.channels[layer][own] if profile.channels else ()
+    return LayerProfile(profile.block_sizes[layer][own], channels)
+
+
+def stacked_profile(profile: Profile | None, layers: Iterable[int], heads: range | None = None) -> LayerProfile:
+    """The same of several layers that are built at once: as if they were one layer with the KV heads of each."""
+    parts = [layer_profile(profile, layer, heads) for layer in layers]
+    return LayerProfile(
+        tuple(size for part in parts for size in part.block_sizes),
+        tuple(chosen for part in parts for chosen in part.channels),
+    )
+
+
+def used_by_builders(specs: Iterable[IndexSpec], profile: Profile | None) -> dict[str, Any]:
+    """The part of a profile that builds by these specs depend on, see `IndexSpec.profile_part`.
 
     Raises:
-        OSError: the file cannot be read.
-        ProfileError: it is no profile, is of another version, or breaks a rule.
+        ProfileError: a spec needs a profile and there is none, or it does not fit.
     """
+    layers = [] if profile is None else [layer_profile(profile, layer) for layer in range(profile.model.num_layers)]
+    used: dict[str, Any] = {}
+    try:
+        for spec in specs:
+            used |= spec.profile_part(layers)
+    except ValueError as error:
+        raise ProfileError(str(error)) from error
+    return used
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile file. Raises OSError, or ProfileError as `decode_profile` does."""
     return decode_profile(Path(path).read_bytes())
 
 
@@ -205,7 +218,7 @@ def decode_profile(text: bytes) -> Profile:
     """Parse the JSON text of a profile.
 
     Raises:
-        ProfileError: see `load_profile`.
+        ProfileError: it is no profile, is of another version, or breaks a rule.
     """
     try:
         raw = msgspec.json.decode(text)
@@ -225,8 +238,6 @@ def decode_profile(text: bytes) -> Profile:
         raise ProfileError("profile: expected a version, got none; name a file that calibrate has written")
     try:
         return msgspec.convert(raw, Profile)
-    except ProfileError:
-        raise
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ProfileError):
             raise error.__cause__ from None
@@ -237,71 +248,60 @@ def decode_profile(text: bytes) -> Profile:
 
 
 def _version_error(version: int) -> ProfileError:
-    if version > PROFILE_VERSION:
-        todo = "it was made by a newer sglang-ext: update this one, or calibrate again"
-    else:
-        todo = "calibrate again"
-    return ProfileError(f"profile: expected version {PROFILE_VERSION}, got {version}; {todo}")
+    newer = "it was made by a newer sglang-ext: update this one, or " if version > PROFILE_VERSION else ""
+    return ProfileError(f"profile: expected version {PROFILE_VERSION}, got {version}; {newer}calibrate again")
 
 
-def _check_sizes(profile: Profile) -> None:
-    model, data = profile.model, profile.calibration
-    for name, value, least in (
-        ("model.num_layers", model.num_layers, 1),
-        ("model.num_kv_heads", model.num_kv_heads, 1),
-        ("model.head_dim", model.head_dim, 1),
-        ("calibration.prompts", data.prompts, 1),
-        ("calibration.tokens", data.tokens, 1),
+def _check(profile: Profile) -> None:
+    model, data, ratio = profile.model, profile.calibration, profile.recommended.keep_ratio
+    for name, value in (
+        ("model.num_layers", model.num_layers),
+        ("model.num_kv_heads", model.num_kv_heads),
+        ("model.head_dim", model.head_dim),
+        ("calibration.prompts", data.prompts),
+        ("calibration.tokens", data.tokens),
     ):
-        if value < least:
-            raise ProfileError(f"profile: expected {name} >= {least}, got {value}; calibrate again")
-    ratio = profile.recommended.keep_ratio
+        if value < 1:
+            raise ProfileError(f"profile: expected {name} >= 1, got {value}; calibrate again")
     if not 0.0 < ratio <= 1.0:
         raise ProfileError(f"profile: expected keep_ratio above 0 and at most 1, got {ratio}; correct it")
-
-
-def _check_count(name: str, came: int, expected: int, what: str) -> None:
-    if came != expected:
-        raise ProfileError(
-            f"profile: expected {name} of {expected} {what}, got {came}; the file is damaged or of another model, "
-            "calibrate again"
-        )
-
-
-def _check_block_sizes(profile: Profile) -> None:
-    _check_count("block_sizes", len(profile.block_sizes), profile.model.num_layers, "layers")
-    for layer, row in enumerate(profile.block_sizes):
-        _check_count(f"block_sizes[{layer}]", len(row), profile.model.num_kv_heads, "KV heads")
-        for size in row:
+    for layer, sizes in _layers("block_sizes", profile.block_sizes, model):
+        _check_count(f"block_sizes[{layer}]", sizes, model.num_kv_heads, "KV heads")
+        for size in sizes:
             if size not in BLOCK_SIZES:
                 raise ProfileError(
                     f"profile: expected block_sizes[{layer}] of {', '.join(map(str, BLOCK_SIZES))} tokens, got "
                     f"{size}; choose one of them"
                 )
-
-
-def _check_channels(profile: Profile) -> None:
-    if not profile.channels:
-        return
-    _check_count("channels", len(profile.channels), profile.model.num_layers, "layers")
-    num_channels = len(profile.channels[0][0]) if profile.channels[0] else 0
-    for layer, heads in enumerate(profile.channels):
-        _check_count(f"channels[{layer}]", len(heads), profile.model.num_kv_heads, "KV heads")
+    for layer, heads in _layers("channels", profile.channels, model) if profile.channels else ():
+        _check_count(f"channels[{layer}]", heads, model.num_kv_heads, "KV heads")
         for head, chosen in enumerate(heads):
-            name = f"channels[{layer}][{head}]"
-            _check_count(name, len(chosen), num_channels, "channels (as many as the first head has)")
-            _check_ascending(name, chosen, profile.model.head_dim, "head_dim")
-    if num_channels == 0:
-        raise ProfileError("profile: expected at least one channel per head, got none; leave channels empty instead")
+            name, first = f"channels[{layer}][{head}]", len(profile.channels[0][0])
+            _check_count(name, chosen, first, "channels (as many as the first head has)")
+            _check_ascending(name, chosen, model.head_dim, "head_dim")
+            if first == 0:
+                raise ProfileError(
+                    "profile: expected at least one channel per head, got none; leave channels empty instead"
+                )
+    for layer, dense in _layers("dense_heads", profile.dense_heads, model):
+        _check_ascending(f"dense_heads[{layer}]", dense, model.num_kv_heads, "num_kv_heads")
 
 
-def _check_dense_heads(profile: Profile) -> None:
-    _check_count("dense_heads", len(profile.dense_heads), profile.model.num_layers, "layers")
-    for layer, heads in enumerate(profile.dense_heads):
-        _check_ascending(f"dense_heads[{layer}]", heads, profile.model.num_kv_heads, "num_kv_heads")
+def _layers(name: str, values: Sequence[T], model: ProfiledModel) -> Iterable[tuple[int, T]]:
+    """Number and value of each layer."""
+    _check_count(name, values, model.num_layers, "layers")
+    return enumerate(values)
 
 
-def _check_ascending(name: str, values: tuple[int, ...], end: int, what: str) -> None:
+def _check_count(name: str, values: Sequence[object], expected: int, what: str) -> None:
+    if len(values) != expected:
+        raise ProfileError(
+            f"profile: expected {name} of {expected} {what}, got {len(values)}; the file is damaged or of another "
+            "model, calibrate again"
+        )
+
+
+def _check_ascending(name: str, values: Sequence[int], end: int, what: str) -> None:
     inside = all(0 <= value < end for value in values)
     if not inside or any(left >= right for left, right in itertools.pairwise(values)):
         raise ProfileError(

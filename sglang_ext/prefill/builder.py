@@ -20,15 +20,19 @@ from prefix_index import (
     IndexStore,
     canonical_digest,
 )
-from prefix_kernels.pooling import Pooling
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods import make_builder, make_selector, method_specs
-from sglang_ext.methods.base import IndexBuilder, IndexSpec
-from sglang_ext.methods.contents import IndexSize, check_forms, check_layer
-from sglang_ext.methods.heads import join_heads, split_heads
-from sglang_ext.methods.preparation import Prepared, at_layers, build_layer, layer_batches, prepare
-from sglang_ext.methods.profile import Profile
-from sglang_ext.methods.profile_use import layer_profile, stacked_profile, used_by_builders
+from sglang_ext.methods.arrays import (
+    IndexSize,
+    at_layers,
+    check_forms,
+    check_layer,
+    join_heads,
+    layer_batches,
+    split_heads,
+)
+from sglang_ext.methods.base import IndexBuilder, IndexSpec, SelectArgs
+from sglang_ext.methods.profile import Profile, layer_profile, stacked_profile, used_by_builders
 
 #: Raised whenever a builder changes what its arrays mean: older indexes are then another profile's.
 _BUILDERS_VERSION = 3
@@ -70,7 +74,7 @@ class IndexFactory:
         """Whether one of the methods is built from sampled queries."""
         return _need_queries(self.specs, self._profile)
 
-    def builder(self, name: str, layers: range, heads: range | None = None) -> IndexBuilder:
+    def builder(self, name: str, layers: range, heads: range | None = None) -> IndexBuilder[IndexSpec]:
         """Of one method, for the given KV heads (None: all) of the given layers as if they were one layer's."""
         return make_builder(self.specs[name], stacked_profile(self._profile, layers, heads))
 
@@ -102,7 +106,7 @@ class IndexFactory:
         prepared = {}
         for name in self.specs:
             with assembly.timed(name, queries):
-                prepared[name] = prepare(self.builder(name, range(1)), queries)
+                prepared[name] = self.builder(name, range(1)).prepare(queries)
         recall = dict.fromkeys(self.specs, 0.0)
         num_layers = identity.model.num_layers
         for layers in layer_batches(num_layers, identity.num_tokens):
@@ -157,18 +161,11 @@ class IndexFactory:
         mass = scores.softmax(dim=-1)  # [num_kv_heads, rows, prefix_len]
         selector = make_selector(spec)
         budget = self._config.budget(keys.shape[0])
+        sink = min(self._config.num_sink_tokens, budget)
+        args = SelectArgs(prefix_len=keys.shape[0], budget=budget, num_sink=sink, sm_scale=sm_scale)
         total = 0.0
         for row in range(rows.shape[1]):  # one query head per KV head, each with a selection of its own
-            selection = selector.select(
-                built,
-                rows[:, row][None],
-                prefix_len=keys.shape[0],
-                budget=budget,
-                num_sink=min(self._config.num_sink_tokens, budget),
-                num_recent=0,
-                sm_scale=sm_scale,
-                pooling=Pooling.MAX,
-            )
+            selection = selector.select(built, rows[:, row][None], args)
             taken = mass[:, row].gather(1, selection.positions.long().clamp(min=0))
             total += float((taken * (selection.positions >= 0)).sum() / num_kv_heads)
         return total / rows.shape[1]
@@ -205,7 +202,7 @@ class IndexAssembly:
         heads: range | None,
         keys: Tensor,
         queries: Tensor | None,
-        prepared: Mapping[str, Prepared] | None = None,
+        prepared: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> dict[str, dict[str, Tensor]]:
         """Build some KV heads (None: all) of some layers. Waits for the device.
 
@@ -223,8 +220,7 @@ class IndexAssembly:
         for name in self._factory.specs:
             builder = self._factory.builder(name, layers, heads)
             with self.timed(name, keys):
-                own = (prepared or {}).get(name, {})
-                built[name] = build_layer(builder, keys, queries, own)
+                built[name] = builder.build_layer(keys, queries, (prepared or {}).get(name))
             host = {array: tensor.cpu() for array, tensor in built[name].items()}
             for place, pieces in enumerate(split_heads(host)):
                 layer, head = layers[place // len(heads)], heads[place % len(heads)]

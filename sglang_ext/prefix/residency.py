@@ -26,9 +26,8 @@ from prefix_index import (
     IndexStore,
     IndexStoreError,
 )
+from sglang_ext.methods.arrays import ContentError, IndexSize, check_forms, check_layer, join_heads
 from sglang_ext.methods.base import IndexSpec
-from sglang_ext.methods.contents import ContentError, IndexSize, check_forms, check_layer
-from sglang_ext.methods.heads import join_heads
 
 logger = logging.getLogger(__name__)
 

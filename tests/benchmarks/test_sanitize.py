@@ -127,7 +127,7 @@ def test_launches_are_counted(sanitize: Any, monkeypatch: pytest.MonkeyPatch) ->
     import sanitize_launches
     from triton.runtime.jit import JITFunction
 
-    from prefix_kernels.launching import compiled
+    from tests.prefix_kernels.compiling import compiled
     from tests.prefix_kernels.test_triton_compiles import launches
 
     (attend,) = launches("specialized attention of 64 rows")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from prefix_kernels.launching import Launch, compiled
+from prefix_kernels.launching import Launch
+from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.test_triton_compiles import launches
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,6 @@ from prefix_kernels.testing import PlantedConfig, planted_prefix
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture, save_capture
 from sglang_ext.calibration.selection_quality import joined_selections
 from sglang_ext.methods import make_selector
-from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import NO_PROFILE
 from tests.token_sources import word_lengths
 
@@ -225,22 +224,10 @@ def test_all_tokens_in_one_call_select_what_each_token_alone_does(bench):
         for budget, chosen in zip(budgets, method.select(tiled, tokens, 6, step), strict=True):
             chosen.check_integrity(PREFIX)
             alone = joined_selections(
-                [
-                    make_selector(method.way).select(
-                        arrays,
-                        q[None],
-                        prefix_len=PREFIX,
-                        budget=budget.tokens,
-                        num_sink=budget.num_sink,
-                        num_recent=budget.num_recent,
-                        sm_scale=made.sm_scale,
-                        pooling=Pooling.MAX,
-                    )
-                    for q in made.queries
-                ]
+                [make_selector(method.way).select(arrays, q[None], step.args(budget)) for q in made.queries]
             )
             # Blocks: the last one is cut at other tokens. Others: near ties by rounding.
-            spare = method.way.block_size - 1 if isinstance(method.way, ABSparseSpec) else 1
+            spare = getattr(method.way, "block_size", 2) - 1
             for mine, theirs in zip(chosen.positions.tolist(), alone.positions.tolist(), strict=True):
                 assert len(set(mine) & set(theirs)) >= budget.tokens - spare, method.name
 

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 import torch
 
-from prefix_kernels.pooling import Pooling
 from prefix_kernels.testing import attention_recall, dense_attention
 from sglang_ext.calibration.recommend import (
     RecipeQuality,
@@ -21,11 +20,13 @@ from sglang_ext.calibration.recommend import (
 from sglang_ext.calibration.step_time import EXACT_US, attention_us, selection_time
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods.ab_sparse import ABSparseSpec
-from sglang_ext.methods.combined import TwoLevelSpec, UnionSpec
+from sglang_ext.methods.arrays import kv_bytes
+from sglang_ext.methods.base import SelectArgs
 from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.registry import make_builder, make_selector
 from sglang_ext.methods.token_index import TokenIndexSpec
-from sglang_ext.methods.traffic import index_read_bytes, kv_bytes
+from sglang_ext.methods.two_level import TwoLevelSpec
+from sglang_ext.methods.union import UnionSpec
 from tests.calibration.captures import make_capture
 
 RECIPES = {
@@ -251,16 +252,8 @@ def test_quality_is_the_recall_and_error_of_the_selector():
         recalls, errors = [], []
         for row in capture.queries[1][40:43]:
             q = row[None]
-            chosen = make_selector(spec).select(
-                arrays,
-                q,
-                prefix_len=256,
-                budget=budget,
-                num_sink=2,
-                num_recent=4,
-                sm_scale=capture.sm_scale,
-                pooling=Pooling.MAX,
-            )
+            args = SelectArgs(prefix_len=256, budget=budget, num_sink=2, num_recent=4, sm_scale=capture.sm_scale)
+            chosen = make_selector(spec).select(arrays, q, args)
             recalls.append(float(attention_recall(q, keys, chosen, capture.sm_scale).mean()))
             full = dense_attention(q, keys, values, capture.sm_scale).out
             for head in range(4):
@@ -322,7 +315,7 @@ def test_bytes_read_are_the_mean_over_tokens():
     spec = CSAttentionSpec()
     found = measure_quality(capture, {"csattention": spec}, [1], keep_ratios=(0.5,), min_top_k=1)
     arrays = make_builder(spec).build_layer(capture.keys[1], capture.samples()[1])
-    each = [index_read_bytes(spec, arrays, row[None], 256, 128) for row in capture.queries[1][40:46]]
+    each = [spec.read_bytes(arrays, row[None], 256, 128) for row in capture.queries[1][40:46]]
     assert len(set(each)) > 1, "tokens read different numbers of lists"
     assert float(found[0, 0, 3]) == pytest.approx(sum(each) / 6 / kv_bytes(256, 16) + 0.5)
 

@@ -16,7 +16,7 @@ from sglang_ext.calibration.selection_quality import (
     oracle_selection,
     selection_quality,
 )
-from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods import SelectArgs, make_builder, make_selector, parse_spec
 from tests.examples import examples
 
 TOKENS, KV_HEADS, GQA, DIM, SCALE = 3, 2, 2, 8, 0.7
@@ -103,12 +103,7 @@ def test_the_oracle_is_the_exact_method_and_nothing_beats_it_with_mean_pooling()
         make_selector(spec).select(
             arrays,
             q[t : t + 1],
-            prefix_len=200,
-            budget=30,
-            num_sink=4,
-            num_recent=8,
-            sm_scale=SCALE,
-            pooling=Pooling.MEAN,
+            SelectArgs(prefix_len=200, budget=30, num_sink=4, num_recent=8, sm_scale=SCALE, pooling=Pooling.MEAN),
         )
         for t in range(TOKENS)
     ]

@@ -23,9 +23,10 @@ from sglang_ext.calibration.step_time import (
 )
 from sglang_ext.calibration.winner import TARGET_ERROR, Timed, keep_for_error, timed
 from sglang_ext.methods.ab_sparse import ABSparseSpec
-from sglang_ext.methods.combined import TwoLevelSpec, UnionSpec
 from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.token_index import TokenIndexSpec
+from sglang_ext.methods.two_level import TwoLevelSpec
+from sglang_ext.methods.union import UnionSpec
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 

@@ -19,7 +19,7 @@ from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.recommend import recommend
 from sglang_ext.cli import main
 from sglang_ext.cli.stopping import INTERRUPTED
-from sglang_ext.decode.ops import graph_refusal
+from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.methods.profile import load_profile
 from sglang_ext.methods.registry import METHODS
 from tests.calibration.captures import make_capture

@@ -86,9 +86,9 @@ def test_what_is_written_comes_back_within_fp8s_rounding() -> None:
 
 
 def test_attention_over_scaled_fp8_is_attention_over_what_it_stands_for() -> None:
-    from prefix_kernels.ops import prefix_attention, suffix_attention
+    from prefix_kernels.grouped_attention import Segment
+    from prefix_kernels.grouped_attention.reference import ReferenceAttention
     from prefix_kernels.testing import dense_attention
-    from prefix_kernels.types import Selection
 
     layers = _layers(k_scale=0.5, v_scale=3.0)
     view = _view(layers)
@@ -99,11 +99,11 @@ def test_attention_over_scaled_fp8_is_attention_over_what_it_stands_for() -> Non
     q, kv = torch.randn(3, 4, DIM, generator=gen), view.kv(1)
     keys, values = kv.keys(slots, torch.float32), kv.values(slots, torch.float32)
     wanted = dense_attention(q, keys, values, DIM**-0.5)
-    found = prefix_attention(q, kv, slots, Selection.all(40, HEADS), DIM**-0.5)
-    torch.testing.assert_close(found.out, wanted.out.float(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.lse, wanted.lse.float(), atol=1e-5, rtol=1e-5)
-    suffix = suffix_attention(q, kv, torch.tensor([0, 40, 40, 40]), slots, DIM**-0.5)
-    torch.testing.assert_close(suffix.out[0], wanted.out[0].float(), atol=1e-5, rtol=1e-5)
+    attention, out, lse = ReferenceAttention(3), torch.empty_like(q), torch.empty(3, 4)
+    attention.plan([Segment((0, 1, 2), 40)])
+    attention.run(q, kv, slots, DIM**-0.5, out, lse)
+    torch.testing.assert_close(out, wanted.out.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, wanted.lse.float(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

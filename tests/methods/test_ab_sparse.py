@@ -10,34 +10,16 @@ from hypothesis import strategies as st
 from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.ops import Pooling, num_blocks_for_budget
 from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods.arrays import join_heads, split_heads
 from sglang_ext.methods.base import LayerProfile
-from sglang_ext.methods.heads import join_heads, split_heads
 from tests.examples import examples
+from tests.methods.common import randn, scores, select
 
 FORMS = ("mean", "minmax", "ball")
 
 
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def profiled(**parameters):
     return parse_spec({"method": "ab_sparse", "sizes": "profile", **parameters})
-
-
-def select(spec, arrays, q, prefix_len, budget, num_sink=2, num_recent=3, pooling=Pooling.MAX):
-    chosen = make_selector(spec).select(
-        arrays,
-        q,
-        prefix_len=prefix_len,
-        budget=budget,
-        num_sink=num_sink,
-        num_recent=num_recent,
-        sm_scale=0.25,
-        pooling=pooling,
-    )
-    chosen.check_integrity(prefix_len)
-    return chosen
 
 
 @settings(max_examples=examples(60))
@@ -55,11 +37,11 @@ def test_each_head_selects_as_alone_with_its_block_size(sizes, prefix_len, budge
     keys, q = randn(prefix_len, heads, 8), randn(2, 2 * heads, 8, seed=1)
     spec = profiled(representation=form, quantization=bits)
     arrays = make_builder(spec, LayerProfile(block_sizes=tuple(sizes))).build_layer(keys, None)
-    got = select(spec, arrays, q, prefix_len, budget, pooling=pooling)
+    got = select(spec, arrays, q, prefix_len, budget, num_recent=3, pooling=pooling)
     for head, size in enumerate(sizes):
         alone = parse_spec({"method": "ab_sparse", "block_size": size, "representation": form, "quantization": bits})
         own = make_builder(alone).build_layer(keys[:, head : head + 1], None)
-        expected = select(alone, own, q[:, 2 * head : 2 * head + 2], prefix_len, budget, pooling=pooling)
+        expected = select(alone, own, q[:, 2 * head : 2 * head + 2], prefix_len, budget, num_recent=3, pooling=pooling)
         assert torch.equal(got.positions[head], expected.positions[0])
 
 
@@ -135,12 +117,11 @@ def test_token_scores_are_the_blocks():
         (profiled(), LayerProfile(block_sizes=(32, 16))),
     ):
         arrays = make_builder(spec, layer).build_layer(keys, None)
-        selector = make_selector(spec)
-        scores = selector.token_scores(arrays, q, prefix_len=101, sm_scale=0.3, pooling=Pooling.MAX)
-        assert scores.shape == (2, 101)
-        assert [len(set(row.tolist())) for row in scores] == [4, 7 if layer.block_sizes else 4]
+        found = scores(spec, arrays, q, 101)
+        assert found.shape == (2, 101)
+        assert [len(set(row.tolist())) for row in found] == [4, 7 if layer.block_sizes else 4]
         allowed = randn(2, 101, seed=5) > 0
-        some = selector.token_scores(arrays, q, prefix_len=101, sm_scale=0.3, pooling=Pooling.MEAN, candidates=allowed)
+        some = scores(spec, arrays, q, 101, allowed, pooling=Pooling.MEAN)
         assert torch.equal(some > -torch.inf, allowed)
         torch.testing.assert_close(some.exp().sum(1), torch.ones(2))
 

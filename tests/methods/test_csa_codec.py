@@ -6,67 +6,30 @@ import pytest
 import torch
 
 from prefix_kernels.csa_scores import bitmap_is_smaller, check_lists, decode_lists
-from prefix_kernels.ops import Pooling
-from prefix_kernels.testing import PlantedConfig, attention_recall, planted_prefix
-from sglang_ext.methods import make_builder, make_selector
-from sglang_ext.methods.csattention import CSAttentionSpec, bytes_per_token, subspace_channels
-from sglang_ext.methods.csattention.codec import compact_lists, paper_table_ratio
-from sglang_ext.methods.csattention.insert import insert_keys
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from prefix_kernels.testing import PlantedConfig, planted_prefix
+from sglang_ext.methods import make_builder
+from sglang_ext.methods.arrays import IndexSize, nbytes
+from sglang_ext.methods.csattention import CSAttentionSpec, insert_keys, subspace_channels
+from sglang_ext.methods.csattention.lists import compact_lists
+from tests.methods.common import randn, recall, scores, select
 
 
 def build(spec, keys, samples):
     return make_builder(spec).build_layer(keys, samples)
 
 
-@pytest.mark.parametrize("ratio", [0.01, 0.05, 0.2, 1.0])
-@pytest.mark.parametrize("codec", ["paper", "compact"])
-@pytest.mark.parametrize("prefix_len", [1, 255, 1000, 4096])
-def test_bytes_are_those_of_the_arrays(prefix_len, codec, ratio):
-    for bits in (4, 8):
-        spec = CSAttentionSpec(num_subspaces=4, num_centroids=5, list_ratio=ratio, codec=codec, score_bits=bits)
-        arrays = build(spec, randn(prefix_len, 2, 16), randn(2, 40, 16, seed=1))
-        expected = sum(array.nbytes for array in arrays.values()) / 2
-        assert spec.index_bytes(16, prefix_len) == expected
-        assert bytes_per_token(spec, 16, prefix_len) == expected / prefix_len
-
-
-def test_the_limit_of_long_prefixes():
-    for codec in ("paper", "compact"):
-        spec = CSAttentionSpec(codec=codec)
-        assert bytes_per_token(spec, 64, 1 << 22) == pytest.approx(bytes_per_token(spec, 64), rel=1e-3)
-
-
-def test_paper_ratio():
-    """Eq. B.1: 3 m C alpha / (2 d) at two bytes, half of it at four; m=8, C=64, alpha=0.2, d=128 is 1.2."""
-    assert paper_table_ratio(8, 64, 0.2, 128) == pytest.approx(3 * 8 * 64 * 0.2 / (2 * 128)) == pytest.approx(1.2)
-    assert paper_table_ratio(8, 64, 0.2, 128, element_bytes=4) == pytest.approx(0.6)
-    spec = CSAttentionSpec(num_subspaces=8, num_centroids=64, list_ratio=0.2, codec="paper")
-    assert bytes_per_token(spec, 128) / (2 * 128 * 2) == pytest.approx(1.2)
-
-
 @pytest.mark.parametrize(("m", "c", "alpha"), [(8, 64, 0.2), (4, 16, 0.02), (16, 32, 0.4)])
-def test_paper_ratio_of_real_tables(m, c, alpha):
-    """The linear-in-N terms of Eq. B.1: bytes that 500 more tokens add to tables and to fp16 keys and values."""
+def test_bytes_of_the_papers_tables(m, c, alpha):
+    """Eq. B.1, 3 m C alpha / (2 d): bytes that 500 more tokens add to tables and to fp16 keys and values."""
     spec = CSAttentionSpec(num_subspaces=m, num_centroids=c, list_ratio=alpha, codec="paper", iterations=0)
-    tables, kv = [], []
-    for prefix_len in (500, 1000):
-        keys = randn(prefix_len, 1, 32)
-        tables.append(sum(array.nbytes for array in build(spec, keys, randn(1, 20, 32, seed=1)).values()))
-        kv.append(2 * keys.half().nbytes)
-    expected = 3 * m * c * alpha / (2 * 32)
-    assert (tables[1] - tables[0]) / (kv[1] - kv[0]) == pytest.approx(expected) == paper_table_ratio(m, c, alpha, 32)
+    tables = [nbytes(build(spec, randn(n, 1, 32), randn(1, 20, 32, seed=1))) for n in (500, 1000)]
+    assert (tables[1] - tables[0]) / (500 * 32 * 2 * 2) == pytest.approx(3 * m * c * alpha / (2 * 32))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("prefix_len", [8192, 131072])
-def test_default_is_small(head_dim, prefix_len):
-    spec = CSAttentionSpec()
-    assert spec.codec == "compact"
-    assert bytes_per_token(spec, head_dim, prefix_len) <= 0.13 * 2 * head_dim * 2
+def test_the_default_is_small():
+    """At most 13% of the keys and values from 4,096 tokens on."""
+    keys = randn(4096, 1, 64)
+    assert nbytes(build(CSAttentionSpec(), keys, randn(1, 40, 64, seed=1))) <= 0.13 * 2 * keys.half().nbytes
 
 
 def test_compact_tables_hold_the_paper_tables():
@@ -77,30 +40,12 @@ def test_compact_tables_hold_the_paper_tables():
         compact = build(CSAttentionSpec(score_bits=bits), keys, samples)
         assert torch.equal(compact["centroids"], paper["centroids"])
         list_len = paper["positions"].shape[3]
-        positions, scores = decode_lists(compact_lists(compact, "csattention"), list_len, bits)
+        positions, scores = decode_lists(compact_lists(compact), list_len, bits)
         assert torch.equal(positions.int(), paper["positions"])
         span = paper["scores"].float().amax(-1) - paper["scores"].float().amin(-1)
         error = (scores - paper["scores"].float()).abs().amax(-1)
         rounding = 0.001 * paper["scores"].float().abs().amax(-1)  # of the paper's fp16
         assert bool((error <= 0.503 * span / (2**bits - 1) + rounding).all())
-
-
-def recall_of(spec, planted, keep):
-    arrays = build(spec, planted.keys, planted.samples)
-    found = []
-    for q in planted.queries.split(1):
-        chosen = make_selector(spec).select(
-            arrays,
-            q,
-            prefix_len=planted.keys.shape[0],
-            budget=int(keep * planted.keys.shape[0]),
-            num_sink=4,
-            num_recent=64,
-            sm_scale=planted.sm_scale,
-            pooling=Pooling.MAX,
-        )
-        found.append(attention_recall(q, planted.keys, chosen, planted.sm_scale).mean())
-    return float(torch.stack(found).mean())
 
 
 @pytest.mark.parametrize("rope_base", [0.0, 1e6], ids=["shift", "rope"])
@@ -111,9 +56,9 @@ def recall_of(spec, planted, keep):
 )
 def test_recall_is_that_of_the_paper_layout(parameters, rope_base):
     planted = planted_prefix(PlantedConfig(prefix_len=4096, num_topics=16, rope_base=rope_base))
-    recall = {c: recall_of(CSAttentionSpec(codec=c, **parameters), planted, 0.05) for c in ("paper", "compact")}
-    assert recall["paper"] > 0.7
-    assert abs(recall["compact"] - recall["paper"]) <= 0.01
+    paper, compact = (recall(CSAttentionSpec(codec=c, **parameters), planted, 204) for c in ("paper", "compact"))
+    assert paper > 0.7
+    assert abs(compact - paper) <= 0.01
 
 
 def test_contribution_weights_are_the_mean_shares():
@@ -140,8 +85,7 @@ def test_weighting_changes_the_ranking_as_it_should():
     for weighting in ("uniform", "contribution", "projection"):
         spec = CSAttentionSpec(num_subspaces=2, num_centroids=32, list_ratio=1.0, weighting=weighting)
         arrays = build(spec, keys, samples)
-        scores = make_selector(spec).token_scores(arrays, q, prefix_len=64, sm_scale=0.5, pooling=Pooling.MAX)
-        top[weighting] = int(scores.argmax())
+        top[weighting] = int(scores(spec, arrays, q, 64).argmax())
     assert top == {"uniform": 40, "contribution": 20, "projection": 20}
 
 
@@ -211,10 +155,10 @@ def test_insert_into_compact_lists(ratio, built_len, bits, pieces):
     arrays, at = build(plain, keys[:built_len], samples), built_len
     for count in pieces:
         before = {name: array.clone() for name, array in arrays.items()}
-        old_positions, old_scores = decode_lists(compact_lists(arrays, "csattention"), list_len, bits)
+        old_positions, old_scores = decode_lists(compact_lists(arrays), list_len, bits)
         grown = insert_keys(spec, arrays, keys[at : at + count], at)
         assert all(torch.equal(arrays[name], array) for name, array in before.items())
-        lists = compact_lists(grown, "csattention")
+        lists = compact_lists(grown)
         check_lists(lists, (1, 4, 3), list_len, at + count, bits)
         positions, scores = decode_lists(lists, list_len, bits)
         changed = 0
@@ -248,11 +192,11 @@ def test_a_grown_index_is_searched(codec):
     keys = torch.cat([0.3 * randn(400, 2, 16), samples[:, :8].transpose(0, 1)])
     spec = plain.fixed(400)
     arrays = insert_keys(spec, build(plain, keys[:400], samples), keys[400:], 400)
-    assert sum(array.nbytes for array in arrays.values()) == 2 * spec.index_bytes(16, 408)
+    assert {name: tuple(array.shape[1:]) for name, array in arrays.items()} == {
+        name: form.shape for name, form in spec.forms(IndexSize(408, 16)).items()
+    }
     q = samples[:, 100:101].transpose(0, 1).contiguous()
-    chosen = make_selector(spec).select(
-        arrays, q, prefix_len=408, budget=12, num_sink=0, num_recent=0, sm_scale=0.25, pooling=Pooling.MAX
-    )
+    chosen = select(spec, arrays, q, 408, 12, 0, 0)
     for row in chosen.positions.tolist():
         assert set(range(400, 408)) <= set(row)
 

@@ -5,20 +5,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefix_kernels.ops import Pooling, csa_scores
+from prefix_kernels.ops import csa_scores
 from sglang_ext.methods import make_builder, make_selector, parse_spec
+from sglang_ext.methods.arrays import at_layers
 from sglang_ext.methods.csattention import CSAttentionSpec, subspace_channels
-from sglang_ext.methods.preparation import at_layers, build_layer, prepare
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.methods.common import randn, scores, select
 
 
 def build(keys, samples, **parameters):
-    return make_builder(CSAttentionSpec(**{"codec": "paper", "num_subspaces": 8, **parameters})).build_layer(
-        keys, samples
-    )
+    spec = CSAttentionSpec(**{"codec": "paper", "num_subspaces": 8, **parameters})
+    return make_builder(spec).build_layer(keys, samples)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "rope_pairs", "strided"])
@@ -37,16 +33,11 @@ def test_lists_hold_the_best_keys_of_each_centroid(layout, chunk, monkeypatch):
             order = arrays["scores"][head, b].argsort(descending=True)
             got = arrays["positions"][head, b].gather(1, order).sort().values
             assert torch.equal(got.long(), best.indices.sort().values)
-            torch.testing.assert_close(
-                arrays["scores"][head, b].gather(1, order).float(), best.values, atol=2e-3, rtol=2e-3
-            )
+            listed = arrays["scores"][head, b].gather(1, order).float()
+            torch.testing.assert_close(listed, best.values, atol=2e-3, rtol=2e-3)
             tail = (partial.sum(1) - best.values.sum(1)) / (101 - 11)
-            torch.testing.assert_close(
-                centered["scores"][head, b].sort(descending=True).values.float(),
-                best.values - tail[:, None],
-                atol=4e-3,
-                rtol=4e-3,
-            )
+            less = centered["scores"][head, b].sort(descending=True).values.float()
+            torch.testing.assert_close(less, best.values - tail[:, None], atol=4e-3, rtol=4e-3)
 
 
 def test_full_lists_of_exact_centroids_give_exact_scores():
@@ -55,8 +46,8 @@ def test_full_lists_of_exact_centroids_give_exact_scores():
     arrays = build(keys, samples, num_subspaces=4, num_centroids=6, list_ratio=1.0)
     q = samples.transpose(0, 1).contiguous()
     channels = subspace_channels(16, 4, "contiguous")
-    scores = csa_scores(q, arrays["centroids"], arrays["positions"], arrays["scores"], channels, 33)
-    torch.testing.assert_close(scores[0, :, 0], q[:, 0] @ keys[:, 0].T, atol=2e-2, rtol=1e-2)
+    found = csa_scores(q, arrays["centroids"], arrays["positions"], arrays["scores"], channels, 33)
+    torch.testing.assert_close(found[0, :, 0], q[:, 0] @ keys[:, 0].T, atol=2e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "rope_pairs", "strided"])
@@ -126,9 +117,7 @@ def test_search_is_that_of_the_paper(weighting, layout):
     got = csa_scores(q, arrays["centroids"], arrays["positions"], arrays["scores"], channels, 77, weights)
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-4, atol=1e-4)
     # One query head per KV head: its probabilities are the softmax of what was summed up.
-    alone = (
-        make_selector(spec).token_scores(arrays, q[:1, ::3], prefix_len=77, sm_scale=0.3, pooling=Pooling.MAX).double()
-    )
+    alone = scores(spec, arrays, q[:1, ::3], 77).double()
     top = 0.3 * torch.from_numpy(expected[:, 0, 0])
     torch.testing.assert_close(alone, top - top.logsumexp(1, keepdim=True), rtol=1e-3, atol=1e-3)
 
@@ -148,17 +137,17 @@ def test_layers_prepared_together_are_those_built_alone(data):
     """Centroids of three layers at once: every array is the same, and those of the parts are really used."""
     builder = make_builder(parse_spec(data))
     keys, queries = randn(3, 200, 2, 16), randn(3, 2, 70, 16, seed=1)
-    prepared = prepare(builder, queries)
+    prepared = builder.prepare(queries)
     assert bool(prepared) == builder.needs_queries
     for layer in range(3):
         alone = builder.build_layer(keys[layer], queries[layer])
         own, wrong = (at_layers(prepared, range(one, one + 1)) for one in (layer, (layer + 1) % 3))
-        together = build_layer(builder, keys[layer], queries[layer], own)
+        together = builder.build_layer(keys[layer], queries[layer], own)
         assert alone.keys() == together.keys()
         for name, array in alone.items():
             assert torch.equal(array, together[name])
         if prepared:
-            other = build_layer(builder, keys[layer], queries[layer], wrong)
+            other = builder.build_layer(keys[layer], queries[layer], wrong)
             assert any(not torch.equal(array, other[name]) for name, array in alone.items())
 
 
@@ -174,19 +163,19 @@ def test_heads_of_a_rank_get_the_centroids_of_the_whole():
 def test_preparation_errors():
     builder = make_builder(CSAttentionSpec(num_subspaces=4))
     keys, queries = randn(50, 2, 16), randn(1, 2, 30, 16, seed=1)
-    assert prepare(builder, None) == {}
+    assert builder.prepare(None) == {}
     with pytest.raises(ValueError, match=r"queries \[num_layers, num_kv_heads, num_samples >= 1"):
-        prepare(builder, queries[0])
+        builder.prepare(queries[0])
     for bad in (torch.nan, torch.inf, -torch.inf):
         broken = queries.clone()
         broken[0, 1, 5, 3] = bad
         with pytest.raises(ValueError, match="finite queries"):
-            prepare(builder, broken)
-    other = at_layers(prepare(make_builder(CSAttentionSpec(num_subspaces=8)), queries), range(1))
+            builder.prepare(broken)
+    other = at_layers(make_builder(CSAttentionSpec(num_subspaces=8)).prepare(queries), range(1))
     with pytest.raises(ValueError, match=r"expected prepared centroids .* are they of this spec"):
-        build_layer(builder, keys, queries[0], other)
+        builder.build_layer(keys, queries[0], other)
     with pytest.raises(ValueError, match="build it again"):
-        build_layer(builder, keys, queries[0], {"centers": queries})
+        builder.build_layer(keys, queries[0], {"centers": queries})
 
 
 class Waits(TorchDispatchMode):
@@ -236,31 +225,8 @@ def test_degenerate_inputs_make_finite_tables(kind, prefix_len, codec):
     arrays = make_builder(spec).build_layer(keys, samples)
     for array in arrays.values():
         assert bool(array.isfinite().all())
-    chosen = make_selector(spec).select(
-        arrays,
-        randn(2, 4, 16, seed=2),
-        prefix_len=prefix_len,
-        budget=8,
-        num_sink=1,
-        num_recent=1,
-        sm_scale=0.25,
-        pooling=Pooling.MAX,
-    )
-    chosen.check_integrity(prefix_len)
+    chosen = select(spec, arrays, randn(2, 4, 16, seed=2), prefix_len, 8, 1, 1)
     assert chosen.counts.tolist() == [min(8, prefix_len)] * 2
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_values_that_are_not_finite_are_refused(bad, dtype):
-    keys, samples = randn(40, 2, 16).to(dtype), randn(2, 30, 16, seed=1).to(dtype)
-    for name, tensor in (("keys", keys), ("queries", samples)):
-        before = tensor[1, 1, 7].clone()
-        tensor[1, 1, 7] = bad
-        with pytest.raises(ValueError, match=f"finite {name}, got NaN or infinity; .* take it again"):
-            build(keys, samples)
-        tensor[1, 1, 7] = before
-    build(keys, samples)
 
 
 def test_large_keys_fit_as_long_as_their_scores_do():

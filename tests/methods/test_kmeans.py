@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from sglang_ext.methods.csattention.kmeans import _lloyd_step, cosine_kmeans
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.methods.common import randn
 
 
 def quality(points, centroids):

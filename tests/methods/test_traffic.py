@@ -1,27 +1,15 @@
 """Bytes stored and read, against arithmetic by hand on the methods' own layouts."""
 
 import pytest
-import torch
 
 from sglang_ext.methods import make_builder, parse_spec
-from sglang_ext.methods.base import IndexSpec, LayerProfile
-from sglang_ext.methods.traffic import (
-    StepTraffic,
-    csa_lists_read,
-    index_read_bytes,
-    kv_bytes,
-    num_heads,
-    step_traffic,
-    stored_bytes,
-)
+from sglang_ext.methods.arrays import kv_bytes, num_heads, stored_bytes
+from sglang_ext.methods.base import LayerProfile
+from tests.methods.common import randn
 
 N, HEADS, DIM = 640, 2, 16
 CHANNEL = DIM * 4 * 2
 """Scale and zero of all channels, fp32."""
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 KEYS, SAMPLES, Q = randn(N, HEADS, DIM), randn(HEADS, 50, DIM, seed=1), randn(3, HEADS * 2, DIM, seed=2)
@@ -35,16 +23,9 @@ def built(data):
     return spec, make_builder(spec, LAYER).build_layer(KEYS, SAMPLES)
 
 
-class OfNoKnownReads(IndexSpec):
-    """A method of somebody else's: all that it must say of itself, and no reads that are counted here."""
-
-    def forms(self, size):
-        return {}
-
-
 def read(data, budget=64):
     spec, arrays = built(data)
-    return index_read_bytes(spec, arrays, Q, N, budget)
+    return spec.read_bytes(arrays, Q, N, budget)
 
 
 @pytest.mark.parametrize(
@@ -64,11 +45,10 @@ def read(data, budget=64):
     ids=str,
 )
 def test_these_are_read_whole(data, expected):
-    spec, arrays = built(data)
+    _, arrays = built(data)
     assert stored_bytes(arrays) == expected
     assert read(data) == expected
     assert num_heads(arrays) == HEADS
-    assert isinstance(spec, IndexSpec)
 
 
 CSA = {"method": "csattention", "num_subspaces": 4, "num_centroids": 8, "list_ratio": 0.05}
@@ -95,11 +75,11 @@ def test_csattention_reads_each_wanted_list_once():
     spec, arrays = built(CSA)
     lists = lists_by_loops(arrays)
     assert 4 <= lists < 4 * 6
-    assert csa_lists_read(spec, arrays["centroids"], Q) == lists
+    assert spec.lists_read(arrays["centroids"], Q) == lists
     kept_for_inserts = 4 * 8 * 4 if "baseline" in arrays else 0
     assert stored_bytes(arrays) == 4 * 8 * OFFSET_LIST + CENTROIDS + kept_for_inserts
     assert read(CSA) == lists * OFFSET_LIST + CENTROIDS
-    one = index_read_bytes(spec, arrays, Q[:1, [0, 0, 2, 2]], N, 64)
+    one = spec.read_bytes(arrays, Q[:1, [0, 0, 2, 2]], N, 64)
     assert one == 4 * OFFSET_LIST + CENTROIDS
 
 
@@ -108,7 +88,7 @@ def test_csattention_reads_no_baseline_but_its_weights():
     spec, arrays = built(data)
     weights = 4 * 4
     assert stored_bytes(arrays) == 4 * 8 * (32 * 6 + 4) + CENTROIDS + weights
-    expected = csa_lists_read(spec, arrays["centroids"], Q) * 32 * 6 + CENTROIDS + weights
+    expected = spec.lists_read(arrays["centroids"], Q) * 32 * 6 + CENTROIDS + weights
     assert read(data) == expected
 
 
@@ -135,21 +115,11 @@ def test_union_reads_both():
     assert stored_bytes(built(data)[1]) == sum(stored_bytes(built(data[part])[1]) for part in ("first", "second"))
 
 
-def test_a_step_reads_the_index_and_the_selected_kv():
-    spec, arrays = built({"method": "ab_sparse"})
-    traffic = step_traffic(spec, arrays, Q, prefix_len=N, budget=100)
-    assert traffic == StepTraffic(index=40 * 8 + CHANNEL, kv=100 * 2 * DIM * 2)
-    assert traffic.total == 40 * 8 + CHANNEL + 100 * 2 * DIM * 2
-    assert step_traffic(spec, arrays, Q, prefix_len=N, budget=9999).kv == kv_bytes(N, DIM)
-    assert kv_bytes(10, 16, 8) == 10 * 24 * 2
-
-
 def test_what_does_not_fit_is_refused():
     spec, arrays = built(CSA)
     with pytest.raises(ValueError, match="expected query heads as a multiple of num_kv_heads=2, got 3"):
-        csa_lists_read(spec, arrays["centroids"], Q[:, :3])
-    with pytest.raises(ValueError, match="expected a method whose reads are known"):
-        index_read_bytes(OfNoKnownReads(), arrays, Q, N, 8)
+        spec.lists_read(arrays["centroids"], Q[:, :3])
     with pytest.raises(ValueError, match="pass all arrays"):
         num_heads({"ragged_mean": KEYS})
     assert stored_bytes({}) == 0.0
+    assert kv_bytes(10, 16, 8) == 10 * 24 * 2

@@ -11,6 +11,7 @@ import pytest
 
 from prefix_index import ArrayKey, BuildInfo, IndexPayload, IndexStore
 from prefix_index.testing import sample_identity
+from tests.prefix_index.shared_stores import Make, Shaky, machines
 from tests.prefix_index.tiers import TIERS
 
 #: By day of each kind the one that costs least.
@@ -38,6 +39,20 @@ def clock() -> Any:
     from tests.prefix_index.machine import Clock  # which looks at hypothesis' profile: loaded once tests are collected
 
     return Clock()
+
+
+@pytest.fixture
+def blobs() -> Iterator[Shaky]:
+    """A remote store behind a bad network, that lets everything go at the end."""
+    blobs = Shaky()
+    yield blobs
+    blobs.gate.set()
+
+
+@pytest.fixture
+def make(tmp_path: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    with machines(tmp_path, blobs, monkeypatch) as make:
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +46,6 @@ def fill_of(index: IndexFile) -> int:
     with index:
         index.verify()
         return int(index.array("channels")[0])
-
-
-def eventually(holds: Callable[[], object], seconds: float = SOON) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.005)
 
 
 def remove(folder: Path) -> None:

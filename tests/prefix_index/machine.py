@@ -256,3 +256,68 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 STEPS = settings(max_examples=examples(25, day=6), stateful_step_count=25, deadline=None)
+
+
+class TwoStores(StoreMachine):
+    """Two stores of the same indexes; what the ``other`` changes is known to the first after a rescan."""
+
+    other: IndexStore
+    leases_outlive_a_store = True
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.other.close()
+
+    @rule(pages=PAGES, tenant=TENANT, fill=FILL)
+    def put_elsewhere(self, pages: int, tenant: str | None, fill: int) -> None:
+        self.pass_time(10)
+        key = (pages, tenant)
+        entry = self.other.put(sample_payload(identity_of(pages, tenant), fill=fill))
+        kept = key in self.model or (key in self.reported and not self.is_over(self.retention[key]))
+        assert entry.retention == (self.retention[key] if kept else DEFAULT)
+        self.store.rescan()
+        self.holds(key, fill, entry.retention)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), name=RETENTION)
+    def retain_elsewhere(self, data: st.DataObject, name: str) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+        self.retention[key] = self.retention_of(name)
+        self.other.retain(identity_of(*key), self.retention[key])
+        self.store.rescan()
+        self.pass_time(0)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def delete_elsewhere(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+        assert self.other.delete(identity_of(*key))
+        self.drop(key)
+        if data.draw(st.booleans()):
+            self.store.rescan()
+        else:
+            with pytest.raises(IndexNotFound):
+                self.store.get(identity_of(*key))
+
+    @rule(pages=PAGES, tenant=TENANT)
+    def lease_elsewhere(self, pages: int, tenant: str | None) -> None:
+        lease = self.other.lease(identity_of(pages, tenant))
+        assert (lease is None) == ((pages, tenant) in self.leases)
+        if lease is not None:
+            self.leases[pages, tenant] = lease
+
+    @rule()
+    def reopen(self) -> None:
+        """Everything is still there, and what was only reported is offered again."""
+        if not self.leases_outlive_a_store:
+            self.release_all()
+        self.store.close()
+        self.store.open()
+        for key in tuple(self.reported):
+            self.reported.discard(key)
+            if self.is_over(self.retention[key]):
+                self.expired.add(key)
+                continue
+            with self.store.get(identity_of(*key)) as index:
+                self.model[key] = int(index.array("channels")[0])
+                self.use(key)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from prefix_index import FileStore
-from prefix_index.service import Limits, StoreClient, StoreServer
-from tests.prefix_index.tiers import PATIENCE_S, copies_in
+from prefix_index.service import Limits, StoreClient
+from tests.prefix_index.tiers import PATIENCE_S, copies_in, running
 
 PROMPT = tuple(range(64))
 
@@ -34,14 +33,5 @@ def copied(own: FileStore) -> None:
 def served(tmp_path: Path, own: FileStore | None = None, limits: Limits | None = None) -> Iterator[str]:
     """A service in another thread; gives its endpoint. By default of ``tmp_path/store`` alone."""
     (tmp_path / "run").mkdir(mode=0o700)
-    endpoint = f"ipc://{tmp_path}/run/s"
-    server = StoreServer(own or FileStore(tmp_path / "store", create=True), endpoint, limits)
-    server.open()
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    try:
+    with running(own or FileStore(tmp_path / "store", create=True), f"ipc://{tmp_path}/run/s", limits) as endpoint:
         yield endpoint
-    finally:
-        server.stop()
-        thread.join()
-        server.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, SharedStore, link, namespace_digest, page_hashes
+from prefix_index import FileStore, IndexStore, SharedStore, link, namespace_digest, page_hashes
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
 from prefix_index.testing import sample_model
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST
+from tests.prefix_index.tiers import eventually
 
 SOON = 60.0
 LONG = tuple(range(64))
@@ -83,14 +83,6 @@ class Shaky(ObjectBlobs):
             super().delete(name)
 
 
-@contextmanager
-def shaky() -> Iterator[Shaky]:
-    """One, that lets everything go at the end."""
-    blobs = Shaky()
-    yield blobs
-    blobs.gate.set()
-
-
 Make = Callable[..., SharedStore]
 
 
@@ -133,17 +125,10 @@ def find(store: SharedStore, tokens: Sequence[int] = LONG) -> int:
     return 0 if found is None else found.identity.num_tokens
 
 
-def fill_of(store: SharedStore | FileStore, key: Any = DIGEST) -> int:
+def fill_of(store: IndexStore, key: Any = DIGEST) -> int:
     with store.get(key) as index:
         index.verify()
         return int(index.array("channels")[0])
-
-
-def eventually(check: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def flushed(store: SharedStore) -> bool:

@@ -17,7 +17,7 @@ from prefix_index.testing import sample_identity, sample_payload
 
 IDS = [sample_identity(range(i, i + 32)) for i in range(8)]
 PINNED = Retention(pinned=True, name="tools")
-ONE = IndexWriter.of(sample_payload()).nbytes
+ONE = IndexWriter(sample_payload()).nbytes
 
 
 def opened(folder: Path, **options: Any) -> FileStore:

@@ -31,7 +31,6 @@ from tests.prefix_index.copied_stores import (
     array_offset,
     copied,
     copies,
-    eventually,
     fill_of,
     flip,
     in_dram,
@@ -40,7 +39,7 @@ from tests.prefix_index.copied_stores import (
     remove,
 )
 from tests.prefix_index.machine import STEPS, StoreMachine
-from tests.prefix_index.tiers import copies_in
+from tests.prefix_index.tiers import copies_in, eventually
 
 OTHER = sample_identity(range(48))
 DIGEST = sample_identity().digest

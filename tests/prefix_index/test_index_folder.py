@@ -31,17 +31,7 @@ from prefix_index import (
     page_hashes,
 )
 from prefix_index.testing import sample_identity, sample_model, sample_payload
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-def opened(folder: Path, **options: Any) -> FileStore:
-    store = FileStore(folder, **{"create": True, **options})
-    store.open()
-    return store
+from tests.prefix_index.small_stores import opened
 
 
 def put_file(folder: Path, **options: Any) -> Path:

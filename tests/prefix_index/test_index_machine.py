@@ -6,22 +6,21 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from prefix_index import FileStore, IndexNotFound, IndexStore, IndexWriter
+from prefix_index import FileStore, IndexStore, IndexWriter
 from prefix_index.testing import sample_payload
 from tests.examples import examples
-from tests.prefix_index.machine import DEFAULT, FILL, PAGES, RETENTION, STEPS, TENANT, Clock, StoreMachine, identity_of
+from tests.prefix_index.machine import PAGES, STEPS, TENANT, Clock, TwoStores, identity_of
 
 
 def nbytes_of_one() -> int:
-    return IndexWriter.of(sample_payload()).nbytes
+    return IndexWriter(sample_payload()).nbytes
 
 
-class FileMachine(StoreMachine):
+class FileMachine(TwoStores):
     """Two stores in one folder; the second one's changes are known to the first after a rescan."""
 
     max_bytes: int | None = None
@@ -35,27 +34,7 @@ class FileMachine(StoreMachine):
 
     def teardown(self) -> None:
         super().teardown()
-        self.other.close()
         shutil.rmtree(self.folder)
-
-    @rule(pages=PAGES, tenant=TENANT, fill=FILL)
-    def put_elsewhere(self, pages: int, tenant: str | None, fill: int) -> None:
-        self.pass_time(10)
-        key = (pages, tenant)
-        entry = self.other.put(sample_payload(identity_of(pages, tenant), fill=fill))
-        kept = key in self.model or (key in self.reported and not self.is_over(self.retention[key]))
-        assert entry.retention == (self.retention[key] if kept else DEFAULT)
-        self.store.rescan()
-        self.holds(key, fill, entry.retention)
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), name=RETENTION)
-    def retain_elsewhere(self, data: st.DataObject, name: str) -> None:
-        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
-        self.retention[key] = self.retention_of(name)
-        self.other.retain(identity_of(*key), self.retention[key])
-        self.store.rescan()
-        self.pass_time(0)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -65,39 +44,6 @@ class FileMachine(StoreMachine):
             key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
             self.other.get(identity_of(*key)).close()
             self.use(key)
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def delete_elsewhere(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
-        assert self.other.delete(identity_of(*key))
-        self.drop(key)
-        if data.draw(st.booleans()):
-            self.store.rescan()
-        else:
-            with pytest.raises(IndexNotFound):
-                self.store.get(identity_of(*key))
-
-    @rule(pages=PAGES, tenant=TENANT)
-    def lease_elsewhere(self, pages: int, tenant: str | None) -> None:
-        lease = self.other.lease(identity_of(pages, tenant))
-        assert (lease is None) == ((pages, tenant) in self.leases)
-        if lease is not None:
-            self.leases[pages, tenant] = lease
-
-    @rule()
-    def reopen(self) -> None:
-        """Everything is still there, and what was only reported is offered again."""
-        self.store.close()
-        self.store.open()
-        for key in tuple(self.reported):
-            self.reported.discard(key)
-            if self.is_over(self.retention[key]):
-                self.expired.add(key)
-                continue
-            with self.store.get(identity_of(*key)) as index:
-                self.model[key] = int(index.array("channels")[0])
-                self.use(key)
 
 
 class SmallFileMachine(FileMachine):

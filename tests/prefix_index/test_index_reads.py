@@ -19,10 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import prefix_index.direct as direct_module
+import prefix_index.reader as direct_module
 import prefix_index.reader as reader_module
 from prefix_index import (
     ArrayKey,
+    FileStore,
     IndexCorrupt,
     IndexFile,
     IndexFormatError,
@@ -30,12 +31,13 @@ from prefix_index import (
     IndexPayload,
     IndexUnreadable,
     InvalidPayload,
+    Retention,
     StoreClosed,
     write_index,
 )
-from prefix_index.direct import ReadPlan, fresh_buffer, run
-from prefix_index.source import open_direct
-from prefix_index.testing import sample_identity
+from prefix_index.folder import open_direct
+from prefix_index.reader import ReadPlan, fresh_buffer, run
+from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.small_stores import resident_bytes
 
 PIECE = 16384
@@ -162,14 +164,14 @@ def test_addresses_come_back_in_the_order_asked_for(index: IndexFile, payload: I
 
 def test_one_layer_is_one_stretch(index: IndexFile) -> None:
     """Neighbours are fetched together; nothing is fetched that was not asked for."""
-    keys = index.select(layers=[2])
+    keys = [key for key in index.keys if key.layer == 2]
     plan = ReadPlan.of([index.record(k) for k in keys], 0)
     assert plan.nbytes == index.read_nbytes(keys) == sum(piece.nbytes for piece in plan.pieces)
     ends = [(piece.offset, piece.offset + piece.nbytes) for piece in plan.pieces]
     assert [end for _, end in ends[:-1]] == [start for start, _ in ends[1:]]
     assert max(piece.nbytes for piece in plan.pieces) == PIECE
     assert sum(len(piece.whole) for piece in plan.pieces) > len([p for p in plan.pieces if p.whole])
-    apart = ReadPlan.of([index.record(k) for k in index.select("a.x", kv_heads=[0])], 0)
+    apart = ReadPlan.of([index.record(k) for k in index.keys if (k.name, k.kv_head) == ("a.x", 0)], 0)
     assert len([p for p in apart.pieces if p.whole]) == 2
 
 
@@ -414,3 +416,39 @@ def test_what_the_page_cache_holds_is_known(index: IndexFile, path: Path) -> Non
                 break
             assert resident_bytes(path) < nbytes, "only what the kernel has dropped, short of memory, is not there"
         assert cached
+
+
+# First reads of a process
+
+
+READ_ALL_RECORDS = """
+import sys
+import prefix_index.remote
+from prefix_index import FileStore
+from prefix_index.remote.claims import LeaseRecord
+from prefix_index.remote.values import LEASE, LEASES, pack_record, unpack_record
+
+worked_out = set()
+
+def called(frame, event, arg):
+    if event == "call" and "msgspec" in frame.f_code.co_filename:
+        worked_out.add(frame.f_code.co_name)
+
+sys.setprofile(called)
+with FileStore(sys.argv[1]) as store:
+    (entry,) = store.list()
+    assert entry.retention.pinned
+    store.get(entry.digest).close()
+lease = pack_record(LEASE, entry.digest, "0" * 16, LeaseRecord(holder="me", expires=1.0))
+unpack_record(LEASE, entry.digest, lease, LEASES)
+sys.setprofile(None)
+print(*sorted(worked_out))
+"""
+
+
+def test_types_of_records_are_worked_out_before_any_thread_reads_one(tmp_path: Path) -> None:
+    """msgspec does so in Python at a type's first use; processes whose threads did it together died (SIGSEGV)."""
+    with FileStore(tmp_path / "store", create=True) as store:
+        store.put(sample_payload(sample_identity()), retention=Retention(pinned=True))
+    ran = subprocess.run([sys.executable, "-c", READ_ALL_RECORDS, tmp_path / "store"], capture_output=True, timeout=300)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"\n", b"")

@@ -22,8 +22,8 @@ from prefix_index import (
     StoreFolderError,
     books,
 )
-from prefix_index.folder import remove_partials
-from prefix_index.retention import _Sidecar
+from prefix_index.folder import PARTIAL, remove_unlocked
+from prefix_index.retention import _prepared
 from prefix_index.testing import sample_payload
 from tests.prefix_index.conformance import find
 from tests.prefix_index.faults.refusals import KINDS, Refusals, refusing
@@ -90,9 +90,9 @@ def test_what_is_about_to_become_a_retention_is_nobodys_to_clear_away(folder: Pa
     with opened(folder) as store:
         store.put(sample_payload(IDS[0]))
         fd = os.open(keep_file(folder, IDS[0]).parent, os.O_RDONLY)
-        with _Sidecar(fd, IDS[0].digest, PINNED, mode=0o600) as sidecar:
-            assert remove_partials(fd, grace_s=0.0) == 0
-            sidecar.commit()
+        with _prepared(fd, IDS[0].digest, PINNED, mode=0o600) as commit:
+            assert remove_unlocked(fd, PARTIAL, grace_s=0.0) == 0
+            commit()
         os.close(fd)
         store.rescan()
         assert [e.retention for e in store.list()] == [PINNED]

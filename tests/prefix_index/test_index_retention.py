@@ -229,7 +229,7 @@ def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None
         fd = os.open(shard, os.O_RDONLY)
         keep_file(folder, IDS[0]).touch()
         os.utime(keep_file(folder, IDS[0]), (time.time() + 3600, time.time() + 3600))
-        assert remove_orphans(fd, [IDS[0].digest], [], grace_s=60.0) == 1
+        assert remove_orphans(fd, [IDS[0].digest], grace_s=60.0) == 1
         os.close(fd)
 
 
@@ -237,7 +237,7 @@ def test_only_the_sidecar_of_an_index_that_is_gone_is_an_orphan(folder: Path) ->
     with opened(folder) as store:
         store.put(sample_payload(IDS[0]), retention=PINNED)
         fd = os.open(keep_file(folder, IDS[0]).parent, os.O_RDONLY)
-        assert remove_orphans(fd, [IDS[0].digest], [], grace_s=0.0) == 0
+        assert remove_orphans(fd, [IDS[0].digest], grace_s=0.0) == 0
         os.close(fd)
         assert keep_file(folder, IDS[0]).exists()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +24,11 @@ from prefix_index import (
     folder,
     link,
 )
+from prefix_index.remote import RemoteStore
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.remote_stores import DIGEST, chunks_of, damage, flip
-from tests.prefix_index.shared_stores import (
-    LONG,
-    SOON,
-    Make,
-    Shaky,
-    eventually,
-    fill_of,
-    find,
-    flushed,
-    machines,
-    shaky,
-)
-
-
-@pytest.fixture
-def blobs() -> Iterator[Shaky]:
-    with shaky() as blobs:
-        yield blobs
-
-
-@pytest.fixture
-def make(tmp_path: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    with machines(tmp_path, blobs, monkeypatch) as make:
-        yield make
-
+from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed
+from tests.prefix_index.tiers import eventually
 
 # Between machines
 
@@ -300,6 +278,29 @@ def test_each_array_is_loaded_once(make: Make) -> None:
     assert flushed(store)
     assert store.remotes[0].contains(DIGEST)
     assert len(loads) == 1
+
+
+def test_an_index_is_read_where_it_is_while_it_is_changed_here(make: Make, blobs: Shaky) -> None:
+    with RemoteStore(blobs) as other:
+        other.put(sample_payload(sample_identity(LONG), fill=9))
+    store = make()
+    eventually(lambda: find(store) == 64)
+    digest = sample_identity(LONG).digest
+    held, done = threading.Event(), threading.Event()
+
+    def change() -> None:
+        with store._lock_of(digest):
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    held.wait(60)
+    try:
+        assert fill_of(store, digest) == 9
+    finally:
+        done.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("change", ["put", "delete"])

@@ -6,32 +6,18 @@ import errno
 import json
 import mmap
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefix_index import IndexCorrupt, OutOfMemory, link
-from prefix_index.remote import RemoteStore, transfer
+from prefix_index.remote import RemoteStore, values
 from prefix_index.remote.calls import Calls
 from prefix_index.remote.values import HEADER, value_header
 from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.remote_stores import DIGEST, MANIFEST
-from tests.prefix_index.shared_stores import LONG, Make, Shaky, fill_of, machines, shaky
-
-
-@pytest.fixture
-def blobs() -> Iterator[Shaky]:
-    with shaky() as blobs:
-        yield blobs
-
-
-@pytest.fixture
-def make(tmp_path: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    with machines(tmp_path, blobs, monkeypatch) as make:
-        yield make
+from tests.prefix_index.shared_stores import LONG, Make, Shaky, fill_of
 
 
 def say(blobs: Shaky, **changes: int) -> None:
@@ -74,7 +60,7 @@ def test_no_memory_here_is_not_an_absent_store(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(transfer.mmap, "mmap", none_left)
+        patched.setattr(values.mmap, "mmap", none_left)
         with pytest.raises(OutOfMemory, match="free memory") as raised:
             store.get(DIGEST)
     assert raised.value.reason == "index_memory"

@@ -13,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
 
 from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexStore, IndexTooNew
 from prefix_index.remote import BlobMissing, BlobsFailed, BlobTooShort, ObjectBlobs, RemoteStore
@@ -22,7 +20,7 @@ from prefix_index.remote.values import CHUNK, HEADER, ChunkedBuffer, check_heade
 from prefix_index.testing import sample_identity, sample_payload
 from tests.examples import examples
 from tests.prefix_index import s3_server
-from tests.prefix_index.machine import DEFAULT, FILL, PAGES, RETENTION, STEPS, TENANT, Clock, StoreMachine, identity_of
+from tests.prefix_index.machine import STEPS, Clock, TwoStores
 from tests.prefix_index.remote_stores import (
     DIGEST,
     MANIFEST,
@@ -281,8 +279,10 @@ def test_headers_tell_all_they_should() -> None:
 # Against a dictionary
 
 
-class RemoteMachine(StoreMachine):
-    """Two machines' stores on one object store; the other's changes are known after a rescan."""
+class RemoteMachine(TwoStores):
+    """Two machines' stores on one object store."""
+
+    leases_outlive_a_store = False
 
     def blobs(self) -> ObjectBlobs:
         return ObjectBlobs("memory:///")
@@ -293,63 +293,6 @@ class RemoteMachine(StoreMachine):
         self.other = machine(blobs, clock=self.clock)
         self.other.open()
         return machine(blobs, clock=self.clock)
-
-    def teardown(self) -> None:
-        super().teardown()
-        self.other.close()
-
-    @rule(pages=PAGES, tenant=TENANT, fill=FILL)
-    def put_elsewhere(self, pages: int, tenant: str | None, fill: int) -> None:
-        self.pass_time(10)
-        key = (pages, tenant)
-        entry = self.other.put(sample_payload(identity_of(pages, tenant), fill=fill))
-        kept = key in self.model or (key in self.reported and not self.is_over(self.retention[key]))
-        assert entry.retention == (self.retention[key] if kept else DEFAULT)
-        self.store.rescan()
-        self.holds(key, fill, entry.retention)
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), name=RETENTION)
-    def retain_elsewhere(self, data: st.DataObject, name: str) -> None:
-        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
-        self.retention[key] = self.retention_of(name)
-        self.other.retain(identity_of(*key), self.retention[key])
-        self.store.rescan()
-        self.pass_time(0)
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def delete_elsewhere(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
-        assert self.other.delete(identity_of(*key))
-        self.drop(key)
-        if data.draw(st.booleans()):
-            self.store.rescan()
-        else:
-            with pytest.raises(IndexNotFound):
-                self.store.get(identity_of(*key))
-
-    @rule(pages=PAGES, tenant=TENANT)
-    def lease_elsewhere(self, pages: int, tenant: str | None) -> None:
-        lease = self.other.lease(identity_of(pages, tenant))
-        assert (lease is None) == ((pages, tenant) in self.leases)
-        if lease is not None:
-            self.leases[pages, tenant] = lease
-
-    @rule()
-    def reopen(self) -> None:
-        """Everything is still there, and what was only reported is offered again."""
-        self.release_all()
-        self.store.close()
-        self.store.open()
-        for key in tuple(self.reported):
-            self.reported.discard(key)
-            if self.is_over(self.retention[key]):
-                self.expired.add(key)
-                continue
-            with self.store.get(identity_of(*key)) as index:
-                self.model[key] = int(index.array("channels")[0])
-                self.use(key)
 
 
 class RemoteFileMachine(RemoteMachine):

@@ -19,6 +19,7 @@ from prefix_index.testing import sample_payload
 from tests.prefix_index import s3_server
 from tests.prefix_index.machine import Clock
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST
+from tests.prefix_index.tiers import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +50,6 @@ def is_idle(calls: Calls) -> bool:
     except StoreUnavailable:
         return False
     return True
-
-
-def eventually(check: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_store_that_stops_answering(tmp_path: Path) -> None:

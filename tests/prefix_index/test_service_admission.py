@@ -18,9 +18,9 @@ from prefix_index import StoreFolderError, StoreUnavailable
 from prefix_index.service import Limits
 from prefix_index.service.endpoint import most_connections, raise_descriptor_limit, socket_path
 from prefix_index.testing import sample_payload
-from tests.prefix_index.copied_stores import eventually
 from tests.prefix_index.faults.tools import SOON
 from tests.prefix_index.served_stores import patient, served
+from tests.prefix_index.tiers import eventually
 
 
 def test_one_connection_too_many_is_told_so_and_given_back(tmp_path: Path) -> None:

@@ -29,11 +29,11 @@ from prefix_index.service import StoreClient, messages
 from prefix_index.service.client import Link
 from prefix_index.service.endpoint import socket_path
 from prefix_index.testing import sample_identity, sample_payload
-from tests.prefix_index.copied_stores import eventually, fill_of, remove
+from tests.prefix_index.copied_stores import fill_of, remove
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.faults.tools import SOON, fork, reap
 from tests.prefix_index.served_stores import PROMPT, patient
-from tests.prefix_index.tiers import PATIENCE_S, serving
+from tests.prefix_index.tiers import PATIENCE_S, eventually, serving
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from prefix_index import FileStore, InvalidPayload, StoreFolderError
 from prefix_index.service import Limits, StoreClient, StoreServer, messages
@@ -21,9 +22,9 @@ from prefix_index.service.endpoint import SocketPlace, socket_path
 from prefix_index.service.server import _leases
 from prefix_index.testing import sample_identity, sample_payload
 from sglang_ext.cli.store import memory_name
-from tests.prefix_index.copied_stores import eventually
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.served_stores import PROMPT, patient, served
+from tests.prefix_index.tiers import eventually
 
 
 @pytest.fixture
@@ -235,3 +236,36 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
     missing = subprocess.run([*command, "status", "--endpoint", endpoint], capture_output=True, text=True, check=False)
     assert missing.returncode == 1
     assert "start `sglang-ext store serve`" in missing.stderr
+
+
+# Messages
+
+
+@pytest.mark.parametrize("digest", ["../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n", ""])
+def test_what_is_no_digest_is_no_message(digest: str) -> None:
+    with pytest.raises(messages.BadMessageError):
+        messages.decode_request(messages.encode({"type": "Used", "digest": digest}))
+
+
+def test_a_client_of_another_protocol_version_is_told(tmp_path: Path) -> None:
+    with served(tmp_path) as endpoint:
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.connect(endpoint)
+
+        def told(body: bytes) -> messages.Failed:
+            socket.send(b"12345678" + body)
+            assert socket.poll(60_000)
+            answer = socket.recv()
+            assert answer[:8] == b"12345678"
+            failed = messages.decode_answer(answer[8:])
+            assert isinstance(failed, messages.Failed)
+            return failed
+
+        try:
+            failed = told(messages.encode(messages.Hello(version=99, pid=1)))
+            assert (failed.expected, failed.found) == (f"protocol version {messages.PROTOCOL}", "version 99")
+            failed = told(messages.encode({"type": "Changes", "epoch": "", "since": 0}))  # of version 1
+            assert "one frame of an id and a message of protocol version" in failed.expected
+            assert "from a client of this version" in failed.expected
+        finally:
+            socket.close(linger=0)

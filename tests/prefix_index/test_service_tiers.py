@@ -17,10 +17,10 @@ from prefix_index.folder import PARTIAL, come_back
 from prefix_index.service import StoreClient, StoreServer
 from prefix_index.testing import sample_identity, sample_payload
 from tests.examples import examples
-from tests.prefix_index.copied_stores import eventually, flip, remove
+from tests.prefix_index.copied_stores import flip, remove
 from tests.prefix_index.machine import STEPS, StoreMachine
 from tests.prefix_index.served_stores import PROMPT, copied, patient, served, two_tiers
-from tests.prefix_index.tiers import serving
+from tests.prefix_index.tiers import eventually, serving
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_dram_tier_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: py
     assert copies is not None
 
     def tend() -> list[str | None]:
-        server._tend_copies(copies)
+        server._watch("memory", lambda: server._tend_copies(copies))
         server._watch("store", lambda: server._tend(collect=True))
         return [tier.error for tier in server.status().tiers]
 

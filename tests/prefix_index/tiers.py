@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,6 +19,13 @@ from tests.prefix_index import mooncake_cluster, s3_server
 Tier: TypeAlias = Callable[[Path], AbstractContextManager[IndexStore]]
 PATIENCE_S = 60.0
 """Of stores whose time limits are not what is tested: no stall of the machine is an answer that did not come."""
+
+
+def eventually(holds: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager
@@ -87,18 +95,26 @@ def serving(tmp_path: Path, fast_bytes: int = 150 << 10, **options: Any) -> Iter
     It collects nothing by itself: how long a test takes does not matter.
     """
     slow = FileStore(tmp_path / "store", create=True, copies=copies_in(tmp_path / "dram", fast_bytes), **options)
-    with tempfile.TemporaryDirectory(prefix="svc-") as folder:  # a socket's path must be short
-        endpoint = f"ipc://{folder}/socket"
-        server = StoreServer(slow, endpoint, Limits(collect_s=3600.0))
-        server.open()
-        thread = threading.Thread(target=server.serve)
-        thread.start()
-        try:
-            yield endpoint
-        finally:
-            server.stop()
-            thread.join()
-            server.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="svc-") as folder,  # a socket's path must be short
+        running(slow, f"ipc://{folder}/socket", Limits(collect_s=3600.0)) as endpoint,
+    ):
+        yield endpoint
+
+
+@contextlib.contextmanager
+def running(store: FileStore, endpoint: str, limits: Limits | None = None) -> Iterator[str]:
+    """A service in another thread; gives its endpoint."""
+    server = StoreServer(store, endpoint, limits)
+    server.open()
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        yield endpoint
+    finally:
+        server.stop()
+        thread.join()
+        server.close()
 
 
 TIERS: dict[str, Tier] = {

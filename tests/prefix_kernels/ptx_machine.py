@@ -27,34 +27,81 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from prefix_kernels.launching import Launch
-from tests.prefix_kernels.ptx_instructions import PLAIN_FAMILIES
-from tests.prefix_kernels.ptx_products import MATRIX_FAMILIES
-from tests.prefix_kernels.ptx_text import (
-    DTYPES,
-    LANES,
-    PRED,
-    U64,
-    UNSIGNED,
-    Array,
-    Instruction,
-    parse,
-    registers_of,
-    shared_arrays,
-)
 
-FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = PLAIN_FAMILIES | MATRIX_FAMILIES
-"""What does an instruction, by its name's first part."""
+Array = np.ndarray
+LANES = 32
+UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+DTYPES = {f"{kind}{bits}": UNSIGNED[bits // 8] for kind in "bu" for bits in (8, 16, 32, 64)}
+DTYPES |= {f"s{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)}
+DTYPES |= {"f32": np.dtype("f4"), "pred": np.dtype(bool)}
+PRED, U32, U64 = (DTYPES[name] for name in ("pred", "u32", "u64"))
+_S8, _S32 = DTYPES["s8"], DTYPES["s32"]
 MOST_STEPS = 5_000_000
 TURN = 1000
 """Instructions of a program while others wait, where some run together."""
 SHARED_BASE = 1024
 """Address of shared memory: not 0, and a multiple of what swizzles repeat after."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A statement: `@guard` or, negated, `@!guard`, parts of a name between dots, operands as written.
+
+    `{...}` and `[...]` are one operand each. The type is that of the last part, if it names one.
+    """
+
+    text: str
+    guard: str | None
+    negated: bool
+    parts: tuple[str, ...]
+    operands: tuple[str, ...]
+    dtype: Any
+
+
+def parse(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
+    """Instructions of the only kernel, and the one that each label stands before."""
+    body = re.sub(r"//[^\n]*", "", ptx[ptx.index(".entry") :])
+    body = body[body.index("\n{") + 2 : body.rindex("\n}")]
+    body = re.sub(r"^\s*\.(loc|file)\b[^\n]*", "", body, flags=re.MULTILINE)
+    found: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for statement in body.split(";"):
+        # Braces around inline assembly, and labels, end without a semicolon.
+        while lead := re.match(r"[\s{}]+|(\$\w+):", statement):
+            if lead[1]:
+                labels[lead[1]] = len(found)
+            statement = statement[lead.end() :]
+        if not statement or statement.startswith((".reg", ".pragma", ".shared")):
+            continue
+        negated, guard, name, rest = re.match(r"(?:@(!?)(%?\w+)\s+)?(\S+)\s*(.*)$", statement, re.DOTALL).groups()
+        parts, operands = name.split("."), re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
+        of_type = DTYPES.get(parts[-1])
+        found.append(Instruction(statement, guard, bool(negated), tuple(parts), tuple(operands), of_type))
+    return found, labels
+
+
+def shared_arrays(ptx: str) -> dict[str, tuple[int, int]]:
+    """Of each array in shared memory that the kernel declares: what its address is a multiple of, and its bytes."""
+    found: dict[str, tuple[int, int]] = {}
+    for align, kind, name, number in re.findall(r"(?<!extern )\.shared \.align (\d+) \.(\w+) (\w+)\[(\d+)\]", ptx):
+        if name in found:
+            raise ValueError(f"expected arrays with names of their own, got {name} twice; keep their scopes apart")
+        found[name] = int(align), DTYPES[kind].itemsize * int(number)
+    return found
+
+
+@cache
+def registers_of(operand: str) -> tuple[str, ...]:
+    """One, or those between braces."""
+    return tuple(operand.strip("{} ").replace(" ", "").split(","))
 
 
 class UnknownInstructionError(LookupError):
@@ -106,7 +153,7 @@ class Machine:
 
     Args:
         launched: from `launching.recording()`, with tensors on the CPU.
-        kernel: what `launching.compiled()` made of it.
+        kernel: what `compiling.compiled` made of it.
         program: its place in the grid.
         tensors: more of them, which it reaches by addresses in tables.
     """
@@ -241,3 +288,249 @@ def run_together(programs: Sequence[Machine]) -> Counter[str]:
             # A turn that is not the last one is None.
             left = [turns for turns in left if next(turns, done) is None]
     return done
+
+
+def _move(machine: Machine, one: Instruction) -> None:
+    """`mov`: also between a register and its parts, the lowest of which is first."""
+    into, source = map(registers_of, one.operands)
+    if len(into) == len(source) == 1:
+        return machine.write(into[0], machine.read(source[0], one.dtype))
+    parts = machine.read_all(one.operands[1], UNSIGNED[one.dtype.itemsize // len(source)])
+    bits = np.stack(parts, axis=1).view(UNSIGNED[one.dtype.itemsize // len(into)])
+    for register, part in zip(into, bits.T, strict=True):
+        machine.write(register, part.copy())
+    return None
+
+
+_SPACES = ("global", "shared", "param")
+
+
+def _space(one: Instruction) -> str:
+    """The memory that an instruction is for, wherever its name has it: behind it may stand of whom it is seen."""
+    return next((name for part in one.parts for name in [part.partition("::")[0]] if name in _SPACES), "")
+
+
+def _transfer(machine: Machine, one: Instruction) -> None:
+    """`ld` and `st`: one to four neighbours a thread."""
+    name, space = one.parts[0], _space(one)
+    place, values = one.operands if name == "st" else one.operands[::-1]
+    if space == "param":
+        return machine.write(values, machine.read(place.strip("[] "), one.dtype))
+    addresses = machine.addresses(place)
+    for at, register in enumerate(registers_of(values)):
+        where = addresses + np.uint64(at * one.dtype.itemsize)
+        if name == "st":
+            machine.store(space, where, machine.read(register, one.dtype))
+        else:
+            machine.write(register, machine.load(space, where, one.dtype))
+    return None
+
+
+def _add_to_memory(machine: Machine, one: Instruction) -> None:
+    """`red` of integers; `atom` by one thread, which gets what was there. Who sees it when says nothing here."""
+    how = set(one.parts[1:-1]) - {"gpu", "relaxed", "release", "acquire", "acq_rel"}
+    machine.expect(how == {_space(one), "add"} and one.dtype.kind == "u")
+    *into, place, value = one.operands
+    addresses, added = machine.addresses(place), machine.read(value, one.dtype)
+    for register in into:
+        machine.expect(machine.active is not None and machine.active.sum() == 1)
+        machine.write(register, machine.load(_space(one), addresses, one.dtype))
+    machine.store(_space(one), addresses, added, adds=True)
+
+
+_PLAIN: dict[str, Callable[..., Array]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "neg": np.negative,
+    "abs": np.abs,
+    "min": np.fmin,
+    "max": np.fmax,
+    "ex2": np.exp2,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    # Towards 0; fp64 has enough digits for integers of 32 bits.
+    "div": lambda x, y: x / y if x.dtype.kind == "f" else np.trunc(x / y).astype(x.dtype),
+    # By any number: like PTX, numpy shifts in zeros, or the sign, without end.
+    "shl": lambda x, by: x << by.astype(x.dtype),
+    "shr": lambda x, by: x >> by.astype(x.dtype),
+    # Some of 32 bits, of which the highest one is the sign.
+    "bfe": lambda x, first, count: x << 32 - first - count >> 32 - count,
+    "selp": lambda x, y, first: np.where(first, x, y),
+}
+_LAST = {"shl": U32, "shr": U32, "selp": PRED}
+_ROUNDED = {"rn", "ftz", "approx", "full"}
+
+
+def _plain(machine: Machine, one: Instruction) -> None:
+    """Operands and result of one type, but for some last ones."""
+    name, last = one.parts[0], len(one.operands) - 1
+    machine.expect(_ROUNDED.issuperset(one.parts[1:-1]))
+    machine.expect(name not in ("bfe", "div") or one.dtype.itemsize == 4)
+    kinds = [one.dtype] * (last - 1) + [_LAST.get(name, one.dtype)]
+    values = [machine.read(operand, kind) for operand, kind in zip(one.operands[1:], kinds, strict=True)]
+    machine.write(one.operands[0], _PLAIN[name](*values))
+
+
+def _multiply(machine: Machine, one: Instruction) -> None:
+    """`mul`, `mad` and `fma`: of integers the lower half or, of 32 bits, both."""
+    into, first, second, *added = one.operands
+    if one.dtype == np.float32:
+        machine.expect(_ROUNDED.issuperset(one.parts[1:-1]))
+        result = machine.read(first, one.dtype).astype(np.float64) * machine.read(second, one.dtype)
+        result = sum((machine.read(x, one.dtype) for x in added), result).astype(np.float32)
+    else:
+        machine.expect(one.parts[1] == "lo" or (one.parts[1] == "wide" and one.dtype.itemsize == 4))
+        wide = one.dtype if one.parts[1] == "lo" else np.dtype(f"{one.dtype.kind}8")
+        result = machine.read(first, one.dtype).astype(wide) * machine.read(second, one.dtype).astype(wide)
+        for x in added:
+            result = result + machine.read(x, wide)
+    machine.write(into, result)
+
+
+_COMPARED = {"eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
+
+
+def _compare(machine: Machine, one: Instruction) -> None:
+    """`setp`; `u` behind a comparison of fp32: also where one is not a number; `and` behind it: and a predicate."""
+    _, how, *joined, _ = one.parts
+    into, first, second, *others = one.operands
+    machine.expect(how[:2] in _COMPARED and how[2:] in ("", "u") and joined == ["and"] * len(others))
+    x, y = (machine.read(operand, one.dtype) for operand in (first, second))
+    result = getattr(np, _COMPARED[how[:2]])(x, y)
+    if one.dtype.kind == "f":
+        no_number = np.isnan(x) | np.isnan(y)
+        result = result | no_number if how[2:] else result & ~no_number
+    for other in others:
+        result = result & machine.read(other, PRED)
+    machine.write(into, result)
+
+
+def _convert(machine: Machine, one: Instruction) -> None:
+    """`cvt`: of integers, also to fp32, from bf16 to fp32, and of fp32 down to whole numbers or towards 0 to s32."""
+    into, source = one.parts[-2:]
+    if (into, source) == ("f32", "bf16"):
+        result = machine.read(one.operands[1], DTYPES["u16"]).astype(np.uint32) << np.uint32(16)
+        return machine.write(one.operands[0], result)
+    value = machine.read(one.operands[1], one.dtype)
+    if one.parts[1:] == ("rmi", "ftz", "f32", "f32"):
+        result = np.floor(value)
+    elif one.parts[1:] == ("rzi", "s32", "f32"):
+        # No number becomes 0, and what is too large the largest.
+        result = np.nan_to_num(value.astype(np.float64)).clip(-(2**31), 2**31 - 1).astype(np.int32)
+    else:
+        machine.expect(value.dtype.kind in "iu" and (into[0] in "su" or one.parts[1:-1] == ("rn", "f32")))
+        result = value.astype(DTYPES[into])
+    return machine.write(one.operands[0], result)
+
+
+def _shuffle(machine: Machine, one: Instruction) -> None:
+    """`shfl.sync` of whole warps. `up`: the first lanes, which have none so far below, keep what they have."""
+    value, other, bound, lanes = (machine.read(x, one.dtype) for x in one.operands[1:])
+    how = one.parts[2]
+    machine.expect(how in ("bfly", "idx", "up") and bool((bound == (0 if how == "up" else LANES - 1)).all()))
+    machine.expect("|" not in one.operands[0] and bool((lanes == 2**LANES - 1).all()) and machine.active is None)
+    source = machine.lanes ^ other if how == "bfly" else other % LANES
+    if how == "up":
+        source = np.where(machine.lanes < other, machine.lanes, machine.lanes - other)
+    machine.write(one.operands[0], value[machine.first + source])
+
+
+def _matrices(machine: Machine, one: Instruction) -> None:
+    """`ldmatrix` and `stmatrix`: 8 rows of 16 bytes a matrix, at the addresses of 8 lanes; 4 bytes of a row a lane."""
+    name = one.parts[0]
+    machine.expect("trans" not in one.parts and one.parts[-1] == "b16" and machine.active is None)
+    place, values = one.operands if name == "stmatrix" else one.operands[::-1]
+    rows = machine.addresses(place)
+    for matrix, register in enumerate(registers_of(values)):
+        addresses = rows[machine.first + 8 * matrix + machine.lanes // 4] + (machine.lanes % 4 * 4).astype(np.uint64)
+        if name == "stmatrix":
+            machine.store("shared", addresses, machine.read(register, U32))
+        else:
+            machine.write(register, machine.load("shared", addresses, U32))
+
+
+def _tiles(machine: Machine, operand: str) -> Array:
+    """fp64 [registers, warps, 8, 16]: of each register the INT8 numbers that 8 rows of 4 lanes hold, 4 a lane."""
+    registers = [x.view(_S8).reshape(machine.warps, 8, 16) for x in machine.read_all(operand, U32)]
+    return np.stack(registers).astype(np.float64)
+
+
+def _write_products(
+    machine: Machine, one: Instruction, left: str, right: Array, added: Sequence[Array], *, saturates: bool
+) -> None:
+    """A warp's 16 rows times [(warps,) 32, columns], as integers of 32 bits: fp64 has enough digits for their sums.
+
+    Of the left side a lane has four numbers of the upper rows, of the lower ones, then of both further to the right. Of
+    8 columns of the result it has 2 neighbours, in a row of the upper ones and one of the lower.
+    """
+    upper, lower, upper_right, lower_right = _tiles(machine, left)
+    products = np.block([[upper, upper_right], [lower, lower_right]]) @ right
+    for at, register in enumerate(registers_of(one.operands[0])):
+        row, column = at // 2 % 2 * 8, at // 4 * 8
+        result = products[:, row : row + 8, column + at % 2 : column + 8 : 2].reshape(-1)
+        result = result + added[at] if added else result
+        result = result.clip(-(2**31), 2**31 - 1) if saturates else result
+        machine.write(register, result.astype(np.int64).astype(_S32))
+
+
+def _warp_product(machine: Machine, one: Instruction) -> None:
+    """`mma.sync` of 16 rows, 8 columns and 32 numbers."""
+    machine.expect(one.parts[3:7] == ("m16n8k32", "row", "col", "satfinite") and machine.active is None)
+    machine.expect(one.parts[7:] == ("s32", "s8", "s8", "s32"))
+    right = np.concatenate(_tiles(machine, one.operands[2]), axis=2).swapaxes(1, 2)
+    _write_products(machine, one, one.operands[1], right, machine.read_all(one.operands[3], _S32), saturates=True)
+
+
+def _group_product(machine: Machine, one: Instruction) -> None:
+    """`wgmma.mma_async` of a left side in registers; what orders such instructions does nothing."""
+    if one.parts[1] == "mma_async":
+        into, left, descriptor, scale = one.operands
+        columns = 2 * len(registers_of(into))
+        machine.expect(one.parts[4:] == (f"m64n{columns}k32", "s32", "s8", "s8") and machine.active is None)
+        adds = machine.read(scale, PRED)
+        machine.expect(bool((adds == adds[0]).all()) and machine.warps == 4)
+        right = _described(machine, machine.read(descriptor, U64), columns)
+        added = machine.read_all(into, _S32) if adds[0] else []
+        _write_products(machine, one, left, right.T, added, saturates=False)
+
+
+def _described(machine: Machine, descriptors: Array, rows: int) -> Array:
+    """fp64 [rows, 32]: INT8 numbers of shared memory, whose rows lie along the summed dimension.
+
+    Of a descriptor, bits 0 to 13 are the first address and bits 32 to 45 the distance of 8 rows, both over 16; bits 62
+    and 63 are the swizzle, of 128, 64 or 32 bytes, which is also what a row takes. Its pieces of 16 bytes change places
+    as bits 7 to 9 of their addresses say.
+    """
+    described = int(descriptors[0])
+    swizzle = {1: 128, 2: 64, 3: 32}.get(described >> 62, 0)
+    machine.expect(bool((descriptors == descriptors[0]).all()) and swizzle > 0 and not described >> 49 & 7)
+    start, apart = (described & 0x3FFF) << 4, (described >> 32 & 0x3FFF) << 4
+    row, byte = np.arange(rows)[:, None], np.arange(32)[None, :]
+    addresses = start + row // 8 * apart + row % 8 * swizzle + byte
+    addresses ^= (addresses >> 7 & swizzle // 16 - 1) << 4
+    numbers = machine.memory["shared"].read(addresses.reshape(-1).astype(np.uint64), _S8, machine.text)
+    return numbers.reshape(rows, 32).astype(np.float64)
+
+
+FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
+    **dict.fromkeys(("bar", "barrier", "fence", "griddepcontrol"), lambda machine, one: None),
+    **dict.fromkeys(_PLAIN, _plain),
+    "mov": _move,
+    "ld": _transfer,
+    "st": _transfer,
+    "mul": _multiply,
+    "mad": _multiply,
+    "fma": _multiply,
+    "setp": _compare,
+    "cvt": _convert,
+    "shfl": _shuffle,
+    "red": _add_to_memory,
+    "atom": _add_to_memory,
+    "ldmatrix": _matrices,
+    "stmatrix": _matrices,
+    "mma": _warp_product,
+    "wgmma": _group_product,
+}
+"""What does an instruction, by its name's first part."""

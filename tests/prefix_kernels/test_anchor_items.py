@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefix_kernels.anchor_selection import AnchorConfig, default_config
-from prefix_kernels.anchor_selection.items import ITEM_FIELDS, make_items, share_programs
+from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, make_items, share_programs
 from prefix_kernels.pooled_scores import ScoreShape, Source
 from prefix_kernels.top_k_selection import SelectionGroup
 

@@ -98,7 +98,7 @@ def test_the_smaller_form_is_chosen(prefix_len):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("list_len", "prefix_len", "bits"), [(5, 600, 4), (7, 23, 4), (50, 600, 8), (600, 600, 4)])
 def test_scores_are_those_of_the_decoded_lists(list_len, prefix_len, bits, weighted, chunk, monkeypatch):
-    monkeypatch.setattr("prefix_kernels.csa_scores.reference.ELEMENTS_PER_CHUNK", chunk)
+    monkeypatch.setattr("prefix_kernels.csa_scores.ELEMENTS_PER_CHUNK", chunk)
     q = randn(3, 8, 16)
     centroids = torch.nn.functional.normalize(randn(2, 4, 5, 4, seed=1), dim=-1)
     lists = encode_lists(*lists_of((2, 4, 5), list_len, prefix_len, seed=2), prefix_len, bits)
@@ -150,15 +150,12 @@ def test_errors():
     with pytest.raises(ValueError, match="expected scale of compact lists"):
         check_lists(lists._replace(scale=lists.scale[0]), (2, 4, 5), 5, 600, 4)
     q, centroids, dims = randn(3, 8, 16), randn(2, 4, 5, 4), torch.arange(16).view(4, 4)
-    with pytest.raises(ValueError, match="expected counts of compact lists"):
-        csa_scores_compact(q, centroids, lists, 5, 4, dims, 900)
-    with pytest.raises(ValueError, match="expected codes of compact lists"):
-        csa_scores_compact(q, centroids, lists, 5, 8, dims, 600)
-    with pytest.raises(ValueError, match="expected places of compact lists"):
-        csa_scores_compact(q, centroids, lists, 6, 4, dims, 600)
-    with pytest.raises(ValueError, match="another prefix"):
-        csa_scores_compact(q, centroids, lists, 5, 4, dims, 2)
-    with pytest.raises(ValueError, match="subspace_weights"):
-        csa_scores_compact(q, centroids, lists, 5, 4, dims, 600, randn(2, 3))
-    with pytest.raises(ValueError, match="Nothing is substituted"):
-        csa_scores_compact(q, centroids, lists, 5, 4, dims, 600, implementation="fastest")
+    for list_len, bits, prefix_len, weights, message in (
+        (5, 4, 900, None, "expected counts of compact lists"),
+        (5, 8, 600, None, "expected codes of compact lists"),
+        (6, 4, 600, None, "expected places of compact lists"),
+        (5, 4, 2, None, "another prefix"),
+        (5, 4, 600, randn(2, 3), "subspace_weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            csa_scores_compact(q, centroids, lists, list_len, bits, dims, prefix_len, weights)

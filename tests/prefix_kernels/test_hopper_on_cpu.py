@@ -17,14 +17,15 @@ import torch
 
 from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.hopper_kernels import score_items_hopper_kernel
-from prefix_kernels.launching import Launch, compiled, recording
+from prefix_kernels.kernels import ARRIVALS
+from prefix_kernels.launching import Launch, recording
 from prefix_kernels.low_bit import quantize, unpack_codes
-from prefix_kernels.meetings import ARRIVALS
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
-from prefix_kernels.pooled_scores.tables import ScoreInputs
+from prefix_kernels.pooled_scores.runner import ScoreInputs
 from prefix_kernels.pooling import LEAST_SUMMED, log_shares, sum_step
 from prefix_kernels.top_k_selection import SelectionGroup
 from prefix_kernels.top_k_selection.kernels import LOG_SCALE, LOWEST_LOG
+from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.ptx_machine import Machine, UnknownInstructionError, run_together
 
 KV_HEADS, GQA, DIM, CHANNELS = 2, 4, 128, 96

@@ -1,10 +1,13 @@
 """INT2, INT4 and INT8 against their definition, value by value."""
 
+import doctest
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefix_kernels import low_bit
 from prefix_kernels.ops import LowBitTensor, dequantize, pack_codes, quantize, unpack_codes
 from tests.examples import examples
 
@@ -82,26 +85,25 @@ def test_packing_puts_the_first_code_in_the_low_bits(bits, byte):
     assert torch.equal(unpack_codes(packed, bits), codes)
 
 
-def test_errors():
-    with pytest.raises(ValueError, match="multiple of 2 for 4 bits"):
-        quantize(randn(4, 3), 4)
-    with pytest.raises(ValueError, match="multiple of 4 for 2 bits"):
-        quantize(randn(4, 6), 2)
-    with pytest.raises(ValueError, match="num_rows >= 1"):
-        quantize(randn(0, 4), 4)
-    with pytest.raises(ValueError, match="2, 4 or 8, got 3"):
-        quantize(randn(4, 4), 3)
-    with pytest.raises(ValueError, match="multiple of 2, got"):
-        pack_codes(torch.zeros(3, dtype=torch.uint8), 4)
-    with pytest.raises(ValueError, match="2, 4 or 8, got 1"):
-        pack_codes(torch.zeros(8, dtype=torch.uint8), 1)
-    with pytest.raises(ValueError, match="packed uint8"):
-        unpack_codes(torch.zeros(3), 4)
-    with pytest.raises(ValueError, match="quantized in another way"):
-        dequantize(LowBitTensor(torch.zeros(3, 2, dtype=torch.uint8), torch.zeros(3), torch.zeros(3)))
-    for call in (
-        lambda: quantize(randn(4, 4), 4, implementation="fastest"),
-        lambda: dequantize(quantize(randn(4, 4), 4), implementation="fastest"),
-    ):
-        with pytest.raises(ValueError, match="Nothing is substituted"):
-            call()
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (quantize, (randn(4, 3), 4), "multiple of 2 for 4 bits"),
+        (quantize, (randn(4, 6), 2), "multiple of 4 for 2 bits"),
+        (quantize, (randn(0, 4), 4), "num_rows >= 1"),
+        (quantize, (randn(4, 4), 3), "2, 4 or 8, got 3"),
+        (pack_codes, (torch.zeros(3, dtype=torch.uint8), 4), "multiple of 2, got"),
+        (pack_codes, (torch.zeros(8, dtype=torch.uint8), 1), "2, 4 or 8, got 1"),
+        (unpack_codes, (torch.zeros(3), 4), "packed uint8"),
+        (dequantize, (LowBitTensor(torch.zeros(3, 2).byte(), torch.zeros(3), torch.zeros(3)),), "in another way"),
+    ],
+)
+def test_errors(call, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        call(*arguments)
+
+
+def test_the_example_runs():
+    result = doctest.testmod(low_bit)
+    assert result.attempted > 0
+    assert result.failed == 0

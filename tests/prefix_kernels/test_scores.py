@@ -90,7 +90,7 @@ def csa_by_loop(q, centroids, positions, scores, dims, prefix_len):
 
 @pytest.mark.parametrize("chunk", [1 << 24, 1])
 def test_csa_scores_by_loop(chunk, monkeypatch):
-    monkeypatch.setattr("prefix_kernels.csa_scores.reference.ELEMENTS_PER_CHUNK", chunk)
+    monkeypatch.setattr("prefix_kernels.csa_scores.ELEMENTS_PER_CHUNK", chunk)
     kv_heads, m, c, length, prefix_len = 2, 4, 5, 6, 23
     q = randn(3, 8, 16)
     centroids = torch.nn.functional.normalize(randn(kv_heads, m, c, 4, seed=1), dim=-1)
@@ -179,32 +179,19 @@ def test_a_row_without_a_score_in_the_sample_says_nothing():
 
 
 def test_errors():
-    q = randn(3, 8, 16)
-    with pytest.raises(ValueError, match="dequantized"):
-        block_scores_mean(q, torch.zeros(2, 5, 16, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="head_dim=8"):
-        block_scores_mean(q, randn(2, 5, 8))
-    with pytest.raises(ValueError, match="block_max"):
-        block_scores_minmax(q, randn(2, 5, 16), randn(2, 4, 16))
-    with pytest.raises(ValueError, match="expected radii"):
-        block_scores_ball(q, randn(2, 5, 16), randn(2, 4))
-    with pytest.raises(ValueError, match="num_rows >= 1"):
-        pool_scores(torch.zeros(2, 0, 4, 5), 1.0)
-    dims, cent = torch.arange(16).view(4, 4), randn(2, 4, 5, 4)
+    q, cent, dims = randn(3, 8, 16), randn(2, 4, 5, 4), torch.arange(16).view(4, 4)
     lists, vals = torch.zeros(2, 4, 5, 3, dtype=torch.int32), torch.zeros(2, 4, 5, 3)
-    with pytest.raises(ValueError, match="subspace_dims"):
-        csa_scores(q, cent, lists, vals, dims[:2], 9)
-    with pytest.raises(ValueError, match="list_positions"):
-        csa_scores(q, cent, lists[:, :2], vals, dims, 9)
-    with pytest.raises(ValueError, match="list_scores"):
-        csa_scores(q, cent, lists, vals[..., :1], dims, 9)
-    with pytest.raises(ValueError, match="another prefix"):
-        csa_scores(q, cent, lists, vals, dims, 2)
-    for call in (
-        lambda: block_scores_mean(q, randn(2, 5, 16), implementation="fastest"),
-        lambda: csa_scores(q, cent, lists, vals, dims, 9, implementation="fastest"),
-        lambda: block_scores_ball(q, randn(2, 5, 16), randn(2, 5), implementation="fastest"),
+    for call, arguments, message in (
+        (block_scores_mean, (q, torch.zeros(2, 5, 16, dtype=torch.uint8)), "dequantized"),
+        (block_scores_mean, (q, randn(2, 5, 8)), "head_dim=8"),
+        (block_scores_mean, (q[:, :3], randn(2, 5, 16)), "multiple of num_kv_heads=2"),
+        (block_scores_minmax, (q, randn(2, 5, 16), randn(2, 4, 16)), "block_max"),
+        (block_scores_ball, (q, randn(2, 5, 16), randn(2, 4)), "expected radii"),
+        (pool_scores, (torch.zeros(2, 0, 4, 5), 1.0), "num_rows >= 1"),
+        (csa_scores, (q, cent, lists, vals, dims[:2], 9), "subspace_dims"),
+        (csa_scores, (q, cent, lists[:, :2], vals, dims, 9), "list_positions"),
+        (csa_scores, (q, cent, lists, vals[..., :1], dims, 9), "list_scores"),
+        (csa_scores, (q, cent, lists, vals, dims, 2), "another prefix"),
     ):
-        with pytest.raises(ValueError, match="Nothing is substituted"):
-            call()
-    assert math.isfinite(float(block_scores_mean(q, randn(2, 5, 16)).sum()))
+        with pytest.raises(ValueError, match=message):
+            call(*arguments)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.ops import BudgetGrowth, budget_for_group, num_blocks_for_budget, top_k_selection
+from prefix_kernels.ops import BudgetGrowth, budget_for_group, top_k_selection
 from tests.examples import examples
 
 
@@ -46,7 +46,7 @@ def test_properties(case):
             if any(p not in chosen for p in range(b * block_size, min((b + 1) * block_size, prefix_len)))
         }
         assert len(cut) <= 1
-        assert len(taken) <= num_blocks_for_budget(budget, block_size) + 2
+        assert len(taken) <= -(-budget // block_size) + 2
         left = {p // block_size for p in set(range(prefix_len)) - chosen} - cut
         ranked = head_scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         if taken and left:
@@ -98,10 +98,3 @@ def test_budget_for_group():
             budget_for_group(*arguments)
     with pytest.raises(ValueError, match="cap >= budget"):
         budget_for_group(100, 4, cap=50)
-
-
-def test_num_blocks_for_budget():
-    assert [num_blocks_for_budget(4096, size) for size in (16, 32, 64)] == [256, 128, 64]
-    assert num_blocks_for_budget(17, 16) == 2
-    with pytest.raises(ValueError, match="block_size >= 1"):
-        num_blocks_for_budget(4, 0)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
-from prefix_kernels.testing import dense_attention, paged_kv
-from tests.prefix_kernels.triton.test_grouped_attention import close, inputs, run
+from prefix_kernels.testing import dense_attention
+from tests.prefix_kernels.triton.test_grouped_attention import close, paged, run
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU (sm_90)"
@@ -38,8 +38,7 @@ def device() -> torch.device:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1, 64, 65, 1000])
 def test_every_tile(length: int, dtype: torch.dtype, dim: int, config: AttentionConfig, device: torch.device) -> None:
-    q, keys, values = inputs(length, 21, 2, 4, dim, dim, dtype, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(length, 21, 2, 4, dim, dim, dtype, device)
     for num_programs in (2, 12):
         attention = GroupedAttention(AttentionShape.of(q, kv), 21, [config], device, num_programs=num_programs)
         attention.plan([Segment(tuple(range(21)), length)])
@@ -49,8 +48,7 @@ def test_every_tile(length: int, dtype: torch.dtype, dim: int, config: Attention
 @pytest.mark.parametrize("rows", [1, 2, 9, 33, 64])
 @pytest.mark.parametrize("gqa", [1, 2, 4, 5, 6, 7, 8, 16])
 def test_every_group_size_and_batch(gqa: int, rows: int, device: torch.device) -> None:
-    q, keys, values = inputs(300, rows, 2, gqa, 128, 128, torch.bfloat16, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(300, rows, 2, gqa, 128, 128, torch.bfloat16, device)
     attention = GroupedAttention(AttentionShape.of(q, kv), rows, [LOW], device)
     attention.plan([Segment(tuple(range(rows)), 300)])
     close(*run(attention, q, kv, slots, 0.09), dense_attention(q, keys, values, 0.09), torch.bfloat16)
@@ -63,8 +61,7 @@ def test_groups_and_suffixes_share_a_launch(num_programs: int, config: Attention
     gen = torch.Generator().manual_seed(num_programs)
     lengths = [700, 260, *torch.randint(0, 200, (40,), generator=gen).tolist()]
     bounds = [0, *itertools.accumulate(lengths)]
-    q, keys, values = inputs(bounds[-1], 40, 2, 4, 128, 128, torch.bfloat16, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(bounds[-1], 40, 2, 4, 128, 128, torch.bfloat16, device)
     members = (tuple(range(0, 36, 2)), tuple(range(1, 36, 2)))
     own = [torch.randperm(700, generator=gen)[:300].sort().values for _ in range(2)]
     arena = torch.cat([slots, *(slots[chosen.to(device)] for chosen in own)]).int()
@@ -90,8 +87,7 @@ def test_groups_and_suffixes_share_a_launch(num_programs: int, config: Attention
 
 @pytest.mark.parametrize("v_dim", [64, 128])
 def test_groups_and_suffixes_of_two_kernels_are_merged_by_a_third(v_dim: int, device: torch.device) -> None:
-    q, keys, values = inputs(700, 12, 2, 4, 128, v_dim, torch.bfloat16, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(700, 12, 2, 4, 128, v_dim, torch.bfloat16, device)
     flat = AttentionConfig(16, 64, 4, 3, 2)
     for passes in ([LOW, flat], [flat, LOW], [LOW, HIGH]):
         attention = GroupedAttention(AttentionShape.of(q, kv), 12, passes, device, num_programs=20)
@@ -109,8 +105,7 @@ def test_groups_and_suffixes_of_two_kernels_are_merged_by_a_third(v_dim: int, de
 
 def test_many_launches_merge_what_each_of_them_wrote(device: torch.device) -> None:
     """Programs wait for the parts of their own launch, never for an earlier one's: a stale part would be seen."""
-    q, keys, values = inputs(4000, 8, 8, 4, 128, 128, torch.bfloat16, device)
-    kv, slots = paged_kv(keys, values)
+    q, _, _, kv, slots = paged(4000, 8, 8, 4, 128, 128, torch.bfloat16, device)
     shape = AttentionShape.of(q, kv)
     attention = GroupedAttention(shape, 8, [LOW, LOW], device)
     attention.plan([Segment(tuple(range(8)), 3900)], [Segment((r,), 9, list_begin=3900 + r) for r in range(8)])
@@ -124,8 +119,7 @@ def test_many_launches_merge_what_each_of_them_wrote(device: torch.device) -> No
 
 
 def test_reuse_heads_read_another_head_s_list(device: torch.device) -> None:
-    q, keys, values = inputs(600, 2, 3, 2, 64, 64, torch.float16, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(600, 2, 3, 2, 64, 64, torch.float16, device)
     attention = GroupedAttention(AttentionShape.of(q, kv), 2, [LOW], device, num_programs=6)
     attention.plan([Segment((0, 1), 200, head_stride=200, list_id=1)])
     counts = torch.tensor([[9, 9, 9], [5, 200, 170]], dtype=torch.int32, device=device)
@@ -140,8 +134,7 @@ def test_reuse_heads_read_another_head_s_list(device: torch.device) -> None:
 
 
 def test_a_row_s_result_does_not_depend_on_the_batch(device: torch.device) -> None:
-    q, keys, values = inputs(900, 30, 2, 4, 128, 128, torch.bfloat16, device)
-    kv, slots = paged_kv(keys, values)
+    q, _, _, kv, slots = paged(900, 30, 2, 4, 128, 128, torch.bfloat16, device)
     attention = GroupedAttention(AttentionShape.of(q, kv), 30, [LOW], device, num_programs=80, chunk=128)
     attention.plan([Segment(tuple(range(30)), 900)])
     together = run(attention, q, kv, slots, 0.1)
@@ -152,8 +145,7 @@ def test_a_row_s_result_does_not_depend_on_the_batch(device: torch.device) -> No
 
 
 def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(device: torch.device) -> None:
-    q, keys, values = inputs(200, 3, 2, 4, 64, 64, torch.bfloat16, device)
-    kv, slots = paged_kv(keys, values)
+    q, _, _, kv, slots = paged(200, 3, 2, 4, 64, 64, torch.bfloat16, device)
     attention = GroupedAttention(AttentionShape.of(q, kv), 3, [LOW, LOW], device, num_programs=2)
     shared = Segment((0, 1, 2), 150)
     attention.plan([shared])
@@ -166,8 +158,7 @@ def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(device: 
 
 
 def test_a_captured_graph_follows_the_plans(device: torch.device) -> None:
-    q, keys, values = inputs(2000, 16, 2, 4, 128, 128, torch.bfloat16, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(2000, 16, 2, 4, 128, 128, torch.bfloat16, device)
     attention = GroupedAttention(AttentionShape.of(q, kv), 16, [LOW, LOW], device)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
     attention.plan([Segment(tuple(range(16)), 10)])

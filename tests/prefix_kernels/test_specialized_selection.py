@@ -10,9 +10,10 @@ import torch
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.low_bit import dequantize, quantize
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
-from prefix_kernels.pooled_scores.tables import ScoreInputs
+from prefix_kernels.pooled_scores.runner import ScoreInputs
 from prefix_kernels.pooling import FIRST_SUMMED, HEADROOM, sampled, sum_step
-from prefix_kernels.top_k_selection import SelectedLists, SelectionGroup
+from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.types import SelectedLists
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU (sm_90)"

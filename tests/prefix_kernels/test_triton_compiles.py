@@ -5,6 +5,7 @@ The launches are those of the operations themselves, kept by `recording()`; noth
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 from collections.abc import Callable
@@ -14,29 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 
-from prefix_kernels import AttnState, PagedKV, Selection
+from prefix_kernels import PagedKV, kernels, launching
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
-from prefix_kernels.csa_scores import encode_lists
-from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
-from prefix_kernels.launching import Launch, compiled, launch, overlapped_launches, recording
-from prefix_kernels.low_bit import LowBitTensor, quantize
-from prefix_kernels.ops import (
-    csa_scores_compact,
-    exact_scores,
-    low_bit_block_scores,
-    merge_state,
-    prefix_attention,
-    suffix_attention,
-    token_scores,
-    top_k_selection,
-)
-from prefix_kernels.pooled_scores import PooledScores, ScoreShape, Source
-from prefix_kernels.pooled_scores.tables import ScoreInputs
-from prefix_kernels.pooled_scores.triton import config_for
+from prefix_kernels.csa_scores.runner import CsaScores, CsaShape
+from prefix_kernels.csa_scores.runner import default_config as csa_config
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, block_m_for
+from prefix_kernels.grouped_attention.tuned import own_config
+from prefix_kernels.launching import Launch, launch, overlapped_launches, recording
+from prefix_kernels.pooled_scores import PooledScores, ScoreInputs, ScoreShape, Source
+from prefix_kernels.pooled_scores.runner import default_config as config_for
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
-from prefix_kernels.top_k_selection import TopKSelection
-from prefix_kernels.two_level_selection import JoinedTwoLevelSelection
+from prefix_kernels.top_k_selection.runner import TopKSelection
+from prefix_kernels.two_level_selection import TwoLevelSelection
+from tests.prefix_kernels.compiling import compiled
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -52,15 +45,16 @@ def pool(dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> PagedKV:
     return PagedKV(cache, cache)
 
 
-def codes(channels: int, *lead: int) -> LowBitTensor:
-    return quantize(torch.zeros(*lead, channels), 4)
-
-
 def prefix(rows: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | None = None, dim: int = DIM) -> None:
-    everything = Selection.all(64, KV_HEADS)
-    prefix_attention(
-        q(rows, dtype, dim), pool(kv or dtype, dim), torch.arange(64), everything, 0.1, implementation="triton"
-    )
+    """A group on a list for each KV head, in what runs where nothing was tuned."""
+    queries, cache = q(rows, dtype, dim), pool(kv or dtype, dim)
+    shape = AttentionShape.of(queries, cache)
+    config = own_config(shape, block_m_for(rows, shape.gqa))
+    attention = GroupedAttention(shape, rows, [config], torch.device("cpu"))
+    attention.plan([Segment(tuple(range(rows)), 64, head_stride=64, list_id=0)])
+    slots, counts = torch.arange(64).repeat(KV_HEADS), torch.full((1, KV_HEADS), 64, dtype=torch.int32)
+    out, lse = torch.zeros(rows, HEADS, dim), torch.zeros(rows, HEADS)
+    attention.run(queries, cache, slots, 0.1, out, lse, counts=counts)
 
 
 def grouped(config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: int = DIM, passes: int = 2) -> None:
@@ -73,41 +67,27 @@ def grouped(config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: i
     attention.run(queries, pool(dtype, dim), torch.arange(64).int(), 0.1, torch.empty_like(queries), lse)
 
 
-def suffix() -> None:
-    suffix_attention(q(1), pool(), torch.tensor([0, 64]), torch.arange(64).int(), 0.1, implementation="triton")
-
-
-def merge() -> None:
-    state = AttnState(torch.zeros(2, HEADS, DIM), torch.zeros(2, HEADS))
-    merge_state(state, state, implementation="triton")
-
-
-def tokens(rows: int, kv_heads: int = KV_HEADS, count: int = 256) -> None:
-    channels = torch.arange(96).expand(kv_heads, -1)
-    token_scores(q(rows), codes(96, kv_heads, count), channels, 0.1, implementation="triton")
+def tokens(rows: int, kv_heads: int = KV_HEADS, num_chunks: int = 33) -> None:
+    pooled(ScoreShape(HEADS, kv_heads, Source.LOW_BIT, 96, 4, True), rows, num_chunks)
 
 
 def exact(rows: int) -> None:
-    exact_scores(q(rows), pool().k_cache, torch.arange(64), 0.1, implementation="triton")
-
-
-def blocks(parts: int) -> None:
-    part = LowBitTensor(codes(DIM, 64).packed, torch.zeros(KV_HEADS, DIM), torch.zeros(KV_HEADS, DIM))
-    low_bit_block_scores(q(1), (part,) * parts, torch.arange(0, 65, 8), 0.1, implementation="triton")
+    """Of one request raw scores are kept."""
+    raw = torch.zeros(1, KV_HEADS, 64, HEADS // KV_HEADS).transpose(2, 3) if rows == 1 else None
+    shape = ScoreShape(HEADS, KV_HEADS, Source.KEYS, DIM)
+    pooled(shape, rows, k_cache=pool().k_cache, lists=torch.arange(64), **({} if raw is None else {"raw": raw}))
 
 
 def csa(list_len: int) -> None:
     """16 subspaces of 16 centroids; a list of many entries is a bitmap."""
-    lists = torch.arange(list_len).expand(KV_HEADS, 16, 16, -1).contiguous()
-    compact = encode_lists(lists, torch.zeros(lists.shape), 600, 4)
-    centroids = torch.zeros(KV_HEADS, 16, 16, DIM // 16, dtype=torch.float16)
-    channels = torch.arange(DIM).view(16, -1)
-    csa_scores_compact(q(1), centroids, compact, list_len, 4, channels, 600, implementation="triton")
+    shape = CsaShape(HEADS, KV_HEADS, DIM, 16, 16, 4)
+    config, dims = csa_config(list_len / 600), torch.arange(DIM).view(16, -1)
+    CsaScores(shape, dims, 1, 600, config, bitmap=list_len == 120).run(q(1), torch.zeros(HEADS * 600))
 
 
 def top_k(block_size: int) -> None:
-    scores = torch.zeros(KV_HEADS, -(-600 // block_size))
-    top_k_selection(scores, 64, 4, 16, block_size, 600, implementation="triton")
+    runner = TopKSelection(1, KV_HEADS, 600, 64, torch.device("cpu"), max_block_size=block_size)
+    runner.run(torch.zeros(KV_HEADS * 600), runner.new_lists())
 
 
 def listed_top_k(max_candidates: int) -> None:
@@ -128,8 +108,8 @@ def raw_scores(rows: int) -> None:
     pooled(ScoreShape(HEADS, KV_HEADS, Source.RAW), rows, raw=torch.zeros(64))
 
 
-def pooled(shape: ScoreShape, rows: int, **options: torch.Tensor) -> None:
-    config = replace(config_for(shape, rows), num_chunks=33)
+def pooled(shape: ScoreShape, rows: int, num_chunks: int = 33, **options: torch.Tensor) -> None:
+    config = replace(config_for(shape, rows), num_chunks=num_chunks)
     scoring = PooledScores(shape, rows, 1, config, torch.device("cpu"), listed="lists" in options)
     scoring.run(q(rows), torch.zeros(64), 0.1, **options)
 
@@ -192,7 +172,7 @@ def two_levels() -> None:
     first = AnchorSelection(blocks, 1, 1, 131072, 32768, default_config(blocks, 1), max_block_size=16, **how)
     config = default_config(tokens, 1)
     second = AnchorSelection(tokens, 1, 1, 32768, 6553, config, listed=True, max_block_size=1, **how)
-    selection = JoinedTwoLevelSelection(first, second, 8192)
+    selection = TwoLevelSelection(first, second, 8192)
     selection.run(q(1), selection.new_lists(with_slots=True), 0.1, slot_table=torch.arange(64).int())
 
 
@@ -212,15 +192,13 @@ CASES: dict[str, Callable[[], None]] = {
     "specialized attention of 128 rows": lambda: grouped(AttentionConfig(128, 64, 4, 5, 1, None, True)),
     "specialized attention in three passes": lambda: grouped(SPECIALIZED, passes=3),
     "specialized attention with heads of 64": lambda: grouped(SPECIALIZED, torch.float16, 64),
-    "suffix_attention": suffix,
-    "merge_state": merge,
     "token_scores of 1 request": lambda: tokens(1),
     "token_scores of 32 requests": lambda: tokens(32),
-    "token_scores of one KV head in many chunks": lambda: tokens(1, 1, 40_000),
+    "token_scores of one KV head in many chunks": lambda: tokens(1, 1, 264),
     "exact_scores of 1 request": lambda: exact(1),
     "exact_scores of 32 requests": lambda: exact(32),
-    "mean block scores": lambda: blocks(1),
-    "min/max block scores": lambda: blocks(2),
+    "mean block scores": lambda: pooled(ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, DIM), 1),
+    "min/max block scores": lambda: pooled(ScoreShape(HEADS, KV_HEADS, Source.MINMAX, DIM), 1),
     "csa_scores_compact on offsets": lambda: csa(12),
     "csa_scores_compact on a bitmap": lambda: csa(120),
     "top_k_selection of tokens": lambda: top_k(1),
@@ -286,14 +264,17 @@ def launches(case: str) -> list[Launch]:
     return kept.launches
 
 
-def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """STACK: bytes of local memory that a thread needs, for spilled registers; SHARED: what is laid out beforehand."""
-    from triton import knobs
-
+def dumped(what: str, cubin: bytes, folder: Path) -> str:
+    """What `cuobjdump` tells of a compiled kernel."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
-    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command = [knobs.nvidia.cuobjdump.path, f"--dump-{what}", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """STACK: bytes of local memory that a thread needs, for spilled registers; SHARED: what is laid out beforehand."""
+    told = dumped("resource-usage", cubin, folder)
     found = {name: int(number) for name, number in re.findall(r"(STACK|SHARED):(\d+)", told)}
     assert len(found) == 2, told
     return found
@@ -415,3 +396,104 @@ def test_nothing_runs_while_launches_are_recorded() -> None:
         launch(None, (1,), {"out_ptr": out})
     assert len(kept.launches) == 1
     assert bool(out.isnan().all())
+
+
+#: Case -> how many launches of it are overlapped.
+OVERLAPPED = {
+    "prefix_attention of 1 request": 2,
+    "token_scores of 1 request": 2,
+    "csa_scores_compact on offsets": 2,
+    "top_k_selection of tokens": 5,
+    "top_k_selection among 32,768 candidates": 3,
+    "raw scores of 1 request": 2,
+    "selection of blocks in four launches": 4,
+    "copy_slot_lists": 1,
+    "common_slots": 1,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "count"), OVERLAPPED.items())
+def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:
+    with overlapped_launches():
+        found = launches(case)
+    assert len(found) == count
+    for one in found:
+        assert one.options["launch_pdl"] is True
+        before, _, after = compiled(one, 90).asm["ptx"].partition("griddepcontrol.wait")
+        assert "griddepcontrol.launch_dependents" in after
+        assert re.search(_GLOBAL, after)
+        assert not re.search(_GLOBAL, before)
+    for one in launches(case):
+        assert "launch_pdl" not in one.options
+        assert one.arguments["OVERLAPPED"] is False
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("specialized selection")])
+def test_nothing_is_spilled_where_codes_are_multiplied(case: str, tmp_path: Path) -> None:
+    """Where few numbers of the tables are (`SPILLED`), they are written and read outside of these loops."""
+    scores, _ = launches(case)
+    sass = dumped("sass", compiled(scores, 90).asm["cubin"], tmp_path)
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(\S.*?);", sass, re.MULTILINE)
+    at = {int(address, 16): number for number, (address, _) in enumerate(lines)}
+    loops = []
+    for number, (_, text) in enumerate(lines):
+        target = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
+        begin = at[int(target[1], 16)] if target else number
+        if begin < number and any("MMA." in text for _, text in lines[begin : number + 1]):
+            loops.append((begin, number))
+    # Others go over these: over tiles of query rows, and over groups.
+    inner = [one for one in loops if not any(one != of and one[0] <= of[0] and of[1] <= one[1] for of in loops)]
+    assert len(inner) >= 2, "one sums, and one pools"
+    for begin, end in inner:
+        assert not [text for _, text in lines[begin : end + 1] if re.search(r"\b(STL|LDL)\b", text)]
+
+
+@pytest.mark.parametrize(
+    "case", ["specialized selection of tokens", "specialized selection by a sample's sums for 32 requests"]
+)
+def test_before_the_scores_are_made_only_tables_are_read(case: str) -> None:
+    _, listing = launches(case)
+    assert listing.options["launch_pdl"] is True
+    first, *others = compiled(listing, 90).asm["ptx"].split("griddepcontrol.wait")
+    assert not re.search(r"(st|red|atom|cp\.async\S*)\.global", first)
+    loads = re.findall(r"ld\.global\S*", first)
+    # Seven numbers of an item, three of a KV head and the size of its blocks, one by one; scores come four at a time.
+    assert len(loads) == 11
+    assert not any(".v" in load or ".cg" in load for load in loads)
+    assert len(others) == 2, "once where there is work, and once for all at the end"
+    assert not re.search(r"(ld|st|red|atom)\.global", others[-1]), "nothing is left to do"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_where_cuda_refuses_it_the_listing_waits(
+    refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[dict[str, Any]] = []
+
+    class Nothing:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self
+
+        def __call__(self, **options: Any) -> None:
+            tried.append(options)
+            if refused:
+                raise RuntimeError("Triton Error [CUDA]: invalid argument")
+
+    monkeypatch.setattr(kernels, "nothing", Nothing())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launching, "_can_overlap", lambda: True)
+    launching._can_overlap_cooperative.cache_clear()
+    try:
+        with launching.recording() as kept, caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                launching.launch_behind(None, (1,), {}, launch_cooperative_grid=True)
+    finally:
+        launching._can_overlap_cooperative.cache_clear()
+    assert len(tried) == 1
+    assert (tried[0]["launch_cooperative_grid"], tried[0]["launch_pdl"]) == (True, True)
+    for one in kept.launches:
+        assert (one.arguments["OVERLAPPED"], "launch_pdl" in one.options) == (not refused, not refused)
+        assert one.options["launch_cooperative_grid"] is True
+    assert ("invalid argument" in caplog.text) == refused

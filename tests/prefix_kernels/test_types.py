@@ -35,17 +35,15 @@ def test_check_integrity_names_the_rule(positions, counts, rule):
 
 
 def test_shape_and_dtype_errors():
-    with pytest.raises(ValueError, match="positions"):
-        Selection(int32([[1]]), int32([1, 2]))
-    with pytest.raises(ValueError, match="int32"):
-        Selection(torch.tensor([[1]]), int32([1]))
-    with pytest.raises(ValueError, match="prefix_len >= 0"):
-        Selection.all(-1, 1)
-    with pytest.raises(ValueError, match="lse"):
-        AttnState(torch.zeros(1, 2, 3), torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="natural log"):
-        AttnState(torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.float64))
-    with pytest.raises(ValueError, match="num_slots"):
-        PagedKV(torch.zeros(4, 2, 8), torch.zeros(5, 2, 8))
-    with pytest.raises(ValueError, match="floating dtype"):
-        PagedKV(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8, dtype=torch.float16))
+    state, pool = torch.zeros(1, 2, 3), torch.zeros(4, 2, 8)
+    for make, arguments, message in (
+        (Selection, (int32([[1]]), int32([1, 2])), "positions"),
+        (Selection, (torch.tensor([[1]]), int32([1])), "int32"),
+        (Selection.all, (-1, 1), "prefix_len >= 0"),
+        (AttnState, (state, torch.zeros(1, 3)), "lse"),
+        (AttnState, (state, torch.zeros(1, 2, dtype=torch.float64)), "natural log"),
+        (PagedKV, (pool, torch.zeros(5, 2, 8)), "num_slots"),
+        (PagedKV, (pool, pool.half()), "floating dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(*arguments)

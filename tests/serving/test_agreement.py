@@ -16,11 +16,21 @@ import torch.multiprocessing as mp
 from sglang_ext.decode.grouping import SlotComparisons
 from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
-from sglang_ext.prefix.agreement import EVERY, KEPT, LOADING, READY, Agreement, Word, dense
-from sglang_ext.prefix.readiness import Readiness
-from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex, State
-from sglang_ext.ranks import OneRank, ProcessRanks, Ranks, check_alike
+from sglang_ext.ranks import (
+    EVERY,
+    KEPT,
+    LOADING,
+    READY,
+    Agreement,
+    OneRank,
+    ProcessRanks,
+    Ranks,
+    Word,
+    check_alike,
+    dense,
+)
 from tests.serving.meeting import Meeting
 
 A, B = "a" * 64, "b" * 64

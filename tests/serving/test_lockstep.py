@@ -18,8 +18,7 @@ from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.metrics import Counters
-from sglang_ext.prefix.readiness import Readiness
-from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex, State
 from sglang_ext.ranks import Ranks
 from tests.serving.meeting import Meeting

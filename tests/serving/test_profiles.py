@@ -16,8 +16,7 @@ from prefix_index.testing import sample_model
 from sglang_ext.config import ConfigError, Settings, make_settings, settings_from_env
 from sglang_ext.methods import make_builder, method_specs
 from sglang_ext.methods.exact import ExactSpec
-from sglang_ext.methods.profile import Profile, ProfileError
-from sglang_ext.methods.profile_use import layer_profile
+from sglang_ext.methods.profile import Profile, ProfileError, layer_profile
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefix.residency import Residency, State
 from sglang_ext.profiles import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_ext.decode.search_turns import SearchTurns
+from sglang_ext.decode.sparse import SearchTurns
 
 
 def turns(period: int, steps: str) -> str:

@@ -111,7 +111,7 @@ def test_the_channels_are_those_of_the_queries_of_the_prefix(start: Any, monkeyp
     seen: list[torch.Tensor] = []
     builder = METHODS["token_index"].builder
     real = builder.build_layer
-    monkeypatch.setattr(builder, "build_layer", lambda self, k, q: (seen.append(q), real(self, k, q))[1])
+    monkeypatch.setattr(builder, "build_layer", lambda self, k, q, *more: (seen.append(q), real(self, k, q, *more))[1])
     runtime = start(query_samples=4096)
     traffic = sharing(runtime, "abc")
     assert traffic.decode_until("c", 83, lambda: counts(runtime)["built"] == 1)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from sglang_ext.config import config_from_dict
-from sglang_ext.decode.budget import group_budget
 from sglang_ext.decode.buffers import KEPT_BYTES, ListsTooLargeError, groups_that_fit, num_sets
-from sglang_ext.decode.ops import graph_refusal
+from sglang_ext.decode.select_op import graph_refusal, group_budget
 from sglang_ext.decode.types import GroupRead, StepPath
 from sglang_ext.methods import parse_spec
 from sglang_ext.methods.layer_plan import LayerPlan

@@ -20,7 +20,7 @@ from tests.toy_method import EveryNthBuilder, EveryNthOp, EveryNthSelector, Ever
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy: Any = Method(EveryNthSpec, EveryNthBuilder, EveryNthSelector, "tests.toy_method:make_op")
+    toy: Any = Method(EveryNthSpec, EveryNthBuilder, EveryNthSelector, "tests.toy_method:EveryNthOp")
     monkeypatch.setitem(METHODS, "every_nth", toy)
 
 

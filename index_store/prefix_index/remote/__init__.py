@@ -1,12 +1,7 @@
-"""Indexes on another machine, in a store that is there already: Mooncake, or anything ``obstore`` speaks to.
+"""Indexes on another machine, by Mooncake or ``obstore``. These libraries are imported on ``open()``."""
 
-``RemoteStore(ObjectBlobs("s3://bucket/prefix"))``, ``RemoteStore(MooncakeBlobs("master:50051"))``. The client
-libraries are optional and imported on ``open()``.
-"""
-
-from .blobs import BlobMissing, Blobs, BlobsError, BlobsFailed, BlobsFull, BlobTooShort
+from .blobs import BlobMissing, Blobs, BlobsError, BlobsFailed, BlobsFull, BlobTooShort, ObjectBlobs
 from .mooncake import MooncakeBlobs
-from .objects import ObjectBlobs
 from .store import RemoteStore
 
 __all__ = [

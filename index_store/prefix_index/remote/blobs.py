@@ -1,15 +1,28 @@
-"""What a remote tier asks of an existing distributed store: named values, and nothing else.
+"""What a remote tier asks of an existing distributed store: named values, nothing else; and how object stores do it.
 
-``ObjectBlobs`` (objects.py) and ``MooncakeBlobs`` (mooncake.py) implement it; ``RemoteStore`` (store.py) builds an
-``IndexStore`` on it and believes nothing that comes back before its checksum was compared.
+``RemoteStore`` (store.py) builds an ``IndexStore`` on a ``Blobs`` and believes nothing that comes back before its
+checksum was compared. ``MooncakeBlobs`` (mooncake.py) is the other one.
 """
 
 # ruff: noqa: N818 (as in errors.py)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import contextlib
+import importlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Protocol
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+_SECRET: Final = re.compile(r"\?\S*|(?<=://)[^/\s@]*@")
+_FULL: Final = ("(os error 27)", "(os error 28)", "(os error 122)", "QuotaExceeded")  # EFBIG, ENOSPC, EDQUOT
+_LOCAL: Final = ("(os error 12)", "(os error 23)", "(os error 24)")  # ENOMEM, ENFILE, EMFILE
+_RANGE: Final = ("InvalidRange", "Requested range was invalid", "Wanted range starting at")
 
 
 class BlobsError(Exception):
@@ -39,8 +52,8 @@ class BlobsFailed(BlobsError):
 class Blobs(Protocol):
     """Named values in a store of somebody else's. Names are ASCII, ``/`` parts them.
 
-    All methods may block, for as long as the store pleases: ``RemoteStore`` runs each on a thread of its own and
-    gives up waiting in time. They may be called from several threads, between ``open`` and ``close`` only.
+    All methods may block: ``RemoteStore`` runs each on a thread of its own and gives up waiting in time. They may be
+    called from several threads, between ``open`` and ``close`` only.
     """
 
     name: str
@@ -48,41 +61,138 @@ class Blobs(Protocol):
 
     def open(self, timeout_s: float) -> None:
         """Connects. ``timeout_s`` is how long one request may take; a client that can limit itself does."""
-        ...
 
     def close(self) -> None:
         """Disconnects. Called when no other call is running. Opening again is allowed."""
-        ...
 
     def fetch(self, name: str, limit: int) -> bytes:
         """A whole small value. Raises BlobMissing; BlobTooShort for one of more than ``limit`` bytes."""
-        ...
 
     def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
-        """Fills the writable ``parts``, one after the other, from ``offset`` of a value.
-
-        Raises BlobMissing, and BlobTooShort where the value ends before the parts are full.
-        """
-        ...
+        """Fills ``parts``, one after the other, from ``offset`` on. Raises BlobMissing, and BlobTooShort at the end."""
 
     def size(self, name: str) -> int:
         """Length in bytes. Raises BlobMissing."""
-        ...
 
     def write(self, name: str, value: memoryview) -> None:
         """Stores a value; an older one of this name is replaced. Raises BlobsFull."""
-        ...
 
     def create(self, name: str, value: memoryview) -> bool | None:
         """Stores a value unless there is one; returns whether it did. None: this store cannot promise that."""
-        ...
 
     def delete(self, name: str) -> None:
         """Removes a value. One that is not there is no error."""
-        ...
 
     def names(self, folder: str) -> Mapping[str, str]:
-        """All names that begin with ``folder`` + ``/``, each with a tag that changes when its value is written
-        ("" where the store tells none).
-        """
-        ...
+        """All names below ``folder``, each with a tag that changes when its value is written (or "": none)."""
+
+
+def copy_bytes(out: memoryview, data: memoryview | bytes) -> None:
+    """``out[:] = data`` without the interpreter lock: chunks are large, and copied by several threads."""
+    np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
+
+
+class ObjectBlobs:
+    """A ``Blobs`` at ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder`` or ``memory:///``.
+
+    ``options`` go to ``obstore.store.from_url``. A ``file`` address is for file systems that several machines share; it
+    is not synced to the disk. What is at ``memory:///`` lives as long as this object.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self.name = _SECRET.sub("", url)
+        self._url, self._options = url, options
+        self._store: Any = None
+        self._api: Any = None
+
+    def open(self, timeout_s: float) -> None:
+        if self._store is not None:
+            return
+        try:
+            self._api = importlib.import_module("obstore")
+            from_url = importlib.import_module("obstore.store").from_url
+        except ImportError as err:
+            raise BlobsFailed(f"{err}: install obstore") from None
+        options = dict(self._options)
+        scheme = urlsplit(self._url).scheme
+        if scheme == "file":
+            Path(unquote(urlsplit(self._url).path)).mkdir(parents=True, exist_ok=True)
+        elif scheme != "memory":
+            # The client's own limits end its calls soon after nobody waits for them any more.
+            limit = timedelta(seconds=timeout_s)
+            options["client_options"] = {"timeout": limit, **options.get("client_options", {})}
+            options.setdefault("retry_config", {"max_retries": 2, "retry_timeout": limit})
+        with _translated():
+            self._store = from_url(self._url, **options)
+
+    def close(self) -> None:
+        """Keeps the client: it holds no connection that would have to end, and ``memory:///`` lives in it."""
+
+    def fetch(self, name: str, limit: int) -> bytes:
+        with _translated():
+            found = self._api.get(self._store, name)
+            if found.meta["size"] > limit:
+                raise BlobTooShort(f"{found.meta['size']} bytes")
+            return bytes(found.bytes())
+
+    def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
+        length = sum(len(part) for part in parts)
+        with _translated():
+            try:
+                found = memoryview(self._api.get_range(self._store, name, start=offset, length=length))
+            except Exception as err:
+                if any(word in str(err) for word in _RANGE):
+                    raise BlobTooShort(f"less than {offset} bytes") from None
+                raise
+        # A range that reaches past the end is cut in silence.
+        if len(found) != length:
+            raise BlobTooShort(f"{offset + len(found)} bytes")
+        for part in parts:
+            copy_bytes(part, found[: len(part)])
+            found = found[len(part) :]
+
+    def size(self, name: str) -> int:
+        with _translated():
+            return int(self._api.head(self._store, name)["size"])
+
+    def write(self, name: str, value: memoryview) -> None:
+        with _translated():
+            self._api.put(self._store, name, value, use_multipart=False)
+
+    def create(self, name: str, value: memoryview) -> bool | None:
+        with _translated():
+            try:
+                self._api.put(self._store, name, value, mode="create")
+            except NotImplementedError:
+                return None
+            except Exception as err:
+                if type(err).__name__ == "AlreadyExistsError":
+                    return False
+                raise
+        return True
+
+    def delete(self, name: str) -> None:
+        with _translated(), contextlib.suppress(FileNotFoundError):
+            self._api.delete(self._store, name)
+
+    def names(self, folder: str) -> Mapping[str, str]:
+        with _translated():
+            pages = self._api.list(self._store, folder, chunk_size=1000)
+            return {item["path"]: str(item["e_tag"] or item["last_modified"]) for page in pages for item in page}
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """What ``obstore`` raises, as a BlobsError without credentials."""
+    try:
+        yield
+    except BlobsError:
+        raise
+    except FileNotFoundError:
+        raise BlobMissing("no such object") from None
+    except Exception as err:
+        text = str(err)
+        line = _SECRET.sub("", text.partition("\n")[0])[:200]
+        local = isinstance(err, MemoryError) or any(word in text for word in _LOCAL)
+        kind = BlobsLocal if local else BlobsFull if any(word in text for word in _FULL) else BlobsFailed
+        raise kind(f"{type(err).__name__}: {line}") from None

@@ -1,8 +1,7 @@
 """Calls into somebody else's client library that may hang: each on a thread of its own, none waited for too long.
 
-A Mooncake client asks a dead machine for half a minute, and crashes the process when it is called after its end.
-So whoever waits gives up after ``timeout_s``; for ``backoff_s`` nobody asks again; and the client is closed only
-when the last call that is still inside has come back.
+A Mooncake client asks a dead machine for half a minute, and crashes the process when it is called after its end. So
+whoever waits gives up, for ``backoff_s`` nobody asks again, and the client is closed when the last call has come back.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final, Generic, TypeVar
 
 from ..errors import OutOfMemory, StoreUnavailable, out_of_memory
@@ -34,13 +33,11 @@ class _Job(Generic[_T]):
 class Calls:
     """Runs calls with a deadline each. ``what`` names the store in messages; times are seconds.
 
-    A call that overran goes on in its thread, which keeps alive what the call refers to (a buffer that is being
-    written, above all); at most 16 can be under way, then the store counts as unavailable at once.
+    A call that overran goes on in its thread, which keeps alive what the call refers to. At most 16 can be under way.
     """
 
     def __init__(self, what: str, *, timeout_s: float, backoff_s: float, parallel: int = 4) -> None:
         self.what, self.timeout_s, self.backoff_s, self.parallel = what, timeout_s, backoff_s, parallel
-        self._slots = threading.BoundedSemaphore(_MAX_RUNNING)
         self._lock = threading.Condition()
         self._running = 0
         self._resume = 0.0
@@ -48,12 +45,10 @@ class Calls:
         _all.add(self)
 
     def run(self, call: Callable[[], _T]) -> _T:
-        """The call's result or its exception. Raises StoreUnavailable when it does not come in time, and at once
-        during the back-off after that.
-        """
+        """The call's result or exception; StoreUnavailable when it does not come in time, and in the back-off then."""
         return self.run_all([call])[0]
 
-    def run_all(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+    def run_all(self, calls: Iterable[Callable[[], _T]]) -> list[_T]:
         """All results in order, ``parallel`` calls at a time, each with the whole ``timeout_s``.
 
         After an error no further call begins; those under way are waited for, then it is raised.
@@ -82,10 +77,7 @@ class Calls:
         return results
 
     def close(self, last: Callable[[], None]) -> None:
-        """Runs ``last`` once no call is inside any more: now, or after a call that overran has come back.
-
-        Returns within about twice the timeout. ``last`` must not raise.
-        """
+        """Runs ``last``, which must not raise, once no call is inside. Returns within about twice the timeout."""
         with self._lock:
             self._lock.wait_for(lambda: self._running == 0, self.timeout_s)
             self._last = last
@@ -101,10 +93,6 @@ class Calls:
 
     def check_idle(self) -> None:
         """Raises StoreUnavailable while an earlier ``close`` is not through."""
-        with self._lock:
-            self._check_idle()
-
-    def _check_idle(self) -> None:
         if self._last is not None:
             raise self._unavailable("a client that is open or closed", "one that is being closed", self.backoff_s)
 
@@ -112,23 +100,23 @@ class Calls:
         left = self._resume - time.monotonic()
         if left > 0:
             raise self._unavailable(f"an answer within {self.timeout_s:g} s", "none at the last call", left)
-        if not self._slots.acquire(timeout=self.timeout_s):
-            raise self._overrun()
-        try:
-            with self._lock:
-                self._check_idle()
-                self._running += 1
-        except StoreUnavailable:
-            self._slots.release()
-            raise
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._running < _MAX_RUNNING, self.timeout_s):
+                raise self._overrun()
+            self.check_idle()
+            self._running += 1
         try:
             return self._spawn(_Job(call), counted=True)
         except RuntimeError as err:  # the system's limit of threads
-            with self._lock:
-                self._running -= 1
-                self._lock.notify_all()
-            self._slots.release()
+            self._leave()
             raise out_of_memory(err, "a thread for the request") from err
+
+    def _leave(self) -> bool:
+        """A call has come back. Whether it was the last one before ``close``."""
+        with self._lock:
+            self._running -= 1
+            self._lock.notify_all()
+            return self._last is not None and self._running == 0
 
     def _spawn(self, job: _Job[_T], *, counted: bool = False) -> _Job[_T]:
         threading.Thread(target=self._work, args=(job, counted), name=f"{self.what} call", daemon=True).start()
@@ -142,14 +130,8 @@ class Calls:
         except BaseException as err:
             job.error = err
         del call
-        if counted:
-            with self._lock:
-                self._running -= 1
-                self._lock.notify_all()
-                last = self._last is not None and self._running == 0
-            self._slots.release()
-            if last:
-                self._run_last()
+        if counted and self._leave():
+            self._run_last()
         job.done.set()
 
     def _run_last(self) -> None:
@@ -167,7 +149,7 @@ class Calls:
 
     def _unavailable(self, expected: str, found: str, left: float) -> StoreUnavailable:
         remedy = f"check the store and the network; it is asked again in {left:.1f} s"
-        return StoreUnavailable(self.what, expected=expected, found=found, remedy=remedy)
+        return StoreUnavailable(self.what, expected, found, remedy)
 
 
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()

@@ -1,10 +1,9 @@
 """Build leases between machines: a small value that only one can create, kept alive by its holder.
 
 The value says who holds the lease and until when by the holder's clock; a thread renews it every third of its
-``ttl_s``. One whose time has passed by *our* clock is taken over. So clocks should agree to within ``ttl_s`` / 3; where
-they do not, and in the moment of a takeover, two machines may build the same index: work is wasted, nothing is lost,
-since every put is whole by itself. Stores that cannot create a value only where there is none (Mooncake) arbitrate
-within this process.
+``ttl_s``. One whose time has passed by *our* clock is taken over. Where clocks are further apart than ``ttl_s`` / 3,
+and in the moment of a takeover, two machines may build the same index: work is wasted, nothing is lost. Stores that
+cannot create a value only where there is none (Mooncake) arbitrate within this process.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from ..errors import IndexFormatError, IndexStoreError
-from ..lease import LocalLeases
+from ..lease import Lease, LocalLeases
 from ..store import BuildLease
-from .transfer import Values
-from .values import LEASE, LEASES, LeaseRecord, new_generation, pack_record, unpack_record
+from .values import LEASE, LEASES, LeaseRecord, Values, new_generation, pack_record, unpack_record
 
 _GENERATION: Final = new_generation(0)
 
@@ -44,94 +44,69 @@ class SharedLeases:
         except BaseException:
             local.release()
             raise
+        if claimed:
+            return _SharedLease(local, partial(self._beat, digest, holder))
         if claimed is None:
             return local
-        if not claimed:
-            local.release()
-            return None
-        return _SharedLease(local, _Heart(self._values, digest, holder, self._ttl_s))
+        local.release()
+        return None
 
     def remove_expired(self, digest: str, *, grace_s: float) -> None:
         """Removes a lease value whose time passed more than ``grace_s`` ago, and one that cannot be read."""
         record = self._read(digest)
         if record is None or record.expires + grace_s < time.time():
-            self._values.remove([_name(digest)])
+            self._values.remove(_name(digest))
 
     def _claim(self, digest: str, holder: str) -> bool | None:
         """None where the store cannot arbitrate."""
-        raw = _pack(digest, holder, self._ttl_s)
+        raw = self._pack(digest, holder)
         created = self._values.create(_name(digest), raw)
         if created is not False:
             return created
         record = self._read(digest)
         if record is not None and time.time() < record.expires < time.time() + 10 * self._ttl_s:
             return False
-        self._values.remove([_name(digest)])
+        self._values.remove(_name(digest))
         return self._values.create(_name(digest), raw)
 
-    def _read(self, digest: str) -> LeaseRecord | None:
-        return _holder_of(self._values, digest)
-
-
-class _Heart:
-    """The thread behind one lease. It refers to no lease object, so that a forgotten one ends."""
-
-    def __init__(self, values: Values, digest: str, holder: str, ttl_s: float) -> None:
-        self._values, self._digest, self._holder, self._ttl_s = values, digest, holder, ttl_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="build lease", daemon=True)
-        self._thread.start()
-
-    def stop(self, *, wait: bool) -> None:
-        self._stop.set()
-        if wait:
-            self._thread.join()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(self._ttl_s / 3):
+    def _beat(self, digest: str, holder: str, stop: threading.Event) -> None:
+        """Keeps a lease alive until it ends, or is somebody else's."""
+        while not stop.wait(self._ttl_s / 3):
             # A store that does not answer now is asked again at the next beat.
             with contextlib.suppress(IndexStoreError):
-                record = _holder_of(self._values, self._digest)
-                if record is not None and record.holder != self._holder:
+                record = self._read(digest)
+                if record is not None and record.holder != holder:
                     return
-                self._values.write(_name(self._digest), _pack(self._digest, self._holder, self._ttl_s))
+                self._values.write(_name(digest), self._pack(digest, holder))
         with contextlib.suppress(IndexStoreError):
-            record = _holder_of(self._values, self._digest)
-            if record is not None and record.holder == self._holder:
-                self._values.remove([_name(self._digest)])
+            record = self._read(digest)
+            if record is not None and record.holder == holder:
+                self._values.remove(_name(digest))
+
+    def _pack(self, digest: str, holder: str) -> bytes:
+        return pack_record(LEASE, digest, _GENERATION, LeaseRecord(holder=holder, expires=time.time() + self._ttl_s))
+
+    def _read(self, digest: str) -> LeaseRecord | None:
+        """None where there is none, and for a value that is none of ours."""
+        raw = self._values.fetch(_name(digest))
+        try:
+            return None if raw is None else unpack_record(LEASE, digest, raw, LEASES)
+        except IndexFormatError:
+            return None
 
 
-class _SharedLease:
-    def __init__(self, local: BuildLease, heart: _Heart) -> None:
-        self.digest = local.digest
-        self._local, self._heart = local, heart
+class _SharedLease(Lease):
+    """``beat`` runs on a thread that refers to no lease object, so that a forgotten one ends."""
 
-    def release(self) -> None:
-        self._heart.stop(wait=True)
-        self._local.release()
-
-    def __enter__(self) -> BuildLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __init__(self, local: BuildLease, beat: Callable[[threading.Event], None]) -> None:
+        self._stop = threading.Event()
+        thread = threading.Thread(target=beat, args=(self._stop,), name="build lease", daemon=True)
+        super().__init__(local.digest, local.release, thread.join, self._stop.set)
+        thread.start()
 
     def __del__(self) -> None:
-        self._heart.stop(wait=False)
+        self._stop.set()  # and nobody waits
 
 
 def _name(digest: str) -> str:
     return f"{digest}.lease"
-
-
-def _pack(digest: str, holder: str, ttl_s: float) -> bytes:
-    return pack_record(LEASE, digest, _GENERATION, LeaseRecord(holder=holder, expires=time.time() + ttl_s))
-
-
-def _holder_of(values: Values, digest: str) -> LeaseRecord | None:
-    """None where there is none, and for a value that is none of ours."""
-    raw = values.fetch(_name(digest))
-    try:
-        return None if raw is None else unpack_record(LEASE, digest, raw, LEASES)
-    except IndexFormatError:
-        return None

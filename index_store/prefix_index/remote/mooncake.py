@@ -1,8 +1,7 @@
-"""Values in Mooncake Store, which SGLang's users run below HiCache.
+"""Values in Mooncake Store, which SGLang's users run below HiCache: without authentication, on trusted networks only.
 
-Mooncake has neither authentication nor encryption: use it, and this, on trusted networks only. What it holds may
-vanish at any time. Its client library hangs on a dead machine for up to 30 s and crashes when it is called after
-``close``; ``RemoteStore`` keeps both away from its callers.
+What it holds may vanish at any time. Its client library hangs on a dead machine for up to 30 s and crashes when it is
+called after ``close``; ``RemoteStore`` keeps both away from its callers.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +32,7 @@ _MAX_LISTING_NBYTES: Final = 1 << 30
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+@dataclass(eq=False)
 class MooncakeBlobs:
     """A ``Blobs`` in the Mooncake Store of the master at ``master`` (``host:port``).
 
@@ -45,26 +46,20 @@ class MooncakeBlobs:
     The constructor raises InvalidPayload for an address that is none.
     """
 
-    def __init__(
-        self,
-        master: str,
-        metadata: str = "P2PHANDSHAKE",
-        *,
-        listing_url: str | None = None,
-        host: str | None = None,
-        protocol: str = "tcp",
-        devices: str = "",
-        segment_nbytes: int = 0,
-        local_buffer_nbytes: int = 16 << 20,
-        replicas: int = 1,
-    ) -> None:
-        _address(master)
-        self.name = f"mooncake://{master}"
-        self._master, self._metadata, self._host = master, metadata, host
-        self._listing_url = listing_url or f"http://{master.rpartition(':')[0]}:9003"
-        self._protocol, self._devices = protocol, devices
-        self._segment_nbytes, self._local_buffer_nbytes = segment_nbytes, local_buffer_nbytes
-        self._replicas = replicas
+    master: str
+    metadata: str = "P2PHANDSHAKE"
+    _: KW_ONLY
+    listing_url: str | None = None
+    host: str | None = None
+    protocol: str = "tcp"
+    devices: str = ""
+    segment_nbytes: int = 0
+    local_buffer_nbytes: int = 16 << 20
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        _address(self.master)
+        self.name = f"mooncake://{self.master}"
         self._timeout_s = 5.0
         self._client: Any = None
         self._config: Any = None
@@ -77,20 +72,15 @@ class MooncakeBlobs:
             raise BlobsFailed(f"{err}: install mooncake-transfer-engine and libibverbs1") from None
         # ``setup`` asks an absent master for 90 s and stops every thread of this process meanwhile.
         self._ask("health")
-        self._check_port()
+        try:
+            socket.create_connection(_address(self.master), timeout=timeout_s).close()
+        except OSError as err:
+            raise BlobsFailed(f"no master at {self.master}: {err}") from None
         config = library.ReplicateConfig()
-        config.replica_num = self._replicas
+        config.replica_num = self.replicas
         client = library.MooncakeDistributedStore()
-        code = client.setup(
-            self._host or _address_towards(self._master),
-            self._metadata,
-            self._segment_nbytes,
-            self._local_buffer_nbytes,
-            self._protocol,
-            self._devices,
-            self._master,
-        )
-        if code:
+        host, memory = self.host or _address_towards(self.master), (self.segment_nbytes, self.local_buffer_nbytes)
+        if code := client.setup(host, self.metadata, *memory, self.protocol, self.devices, self.master):
             raise BlobsFailed(f"setup of the client: error {code}")
         self._client, self._config = client, config
 
@@ -116,18 +106,15 @@ class MooncakeBlobs:
 
     def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
         sizes = [len(part) for part in parts]
-        starts = [offset + sum(sizes[:i]) for i in range(len(parts))]
+        starts = [[[offset + sum(sizes[:i])]] for i in range(len(parts))]
         names, targets = [[name]] * len(parts), [[[0]]] * len(parts)
 
+        def get() -> int:
+            found = self._open().get_into_ranges(pointers, names, targets, starts, [[[size]] for size in sizes])
+            codes = [one for ((one,),) in found]
+            return min(codes) if min(codes) < 0 else sum(codes)
+
         with self._registered(parts) as pointers:
-
-            def get() -> int:
-                found = self._open().get_into_ranges(
-                    pointers, names, targets, [[[start]] for start in starts], [[[size]] for size in sizes]
-                )
-                codes = [one for ((one,),) in found]
-                return min(codes) if min(codes) < 0 else sum(codes)
-
             got = _patiently(get)
         if got == _OUT_OF_RANGE and (nbytes := self.size(name)) < offset + sum(sizes):
             raise BlobTooShort(f"{nbytes} bytes")
@@ -167,7 +154,8 @@ class MooncakeBlobs:
         return {name.decode("ascii", "replace"): "" for name in names}
 
     def _ask(self, what: str) -> bytes:
-        url = f"{self._listing_url}/{what}"
+        listing_url = self.listing_url or f"http://{self.master.rpartition(':')[0]}:9003"
+        url = f"{listing_url}/{what}"
         try:
             with _OPENER.open(url, timeout=self._timeout_s) as reply:
                 raw: bytes = reply.read(_MAX_LISTING_NBYTES + 1)
@@ -176,13 +164,6 @@ class MooncakeBlobs:
         if len(raw) > _MAX_LISTING_NBYTES:
             raise BlobsFailed(f"{url}: more than {_MAX_LISTING_NBYTES} bytes")
         return raw
-
-    def _check_port(self) -> None:
-        parts = _address(self._master)
-        try:
-            socket.create_connection(parts, timeout=self._timeout_s).close()
-        except OSError as err:
-            raise BlobsFailed(f"no master at {self._master}: {err}") from None
 
     def _open(self) -> Any:
         if self._client is None:
@@ -210,7 +191,7 @@ def _address(master: str) -> tuple[str, int]:
     host, _, port = master.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()):
         remedy = "give the master's address, for instance 10.0.0.1:50051"
-        raise InvalidPayload("Mooncake master", expected="host:port", found=repr(master)[:100], remedy=remedy)
+        raise InvalidPayload("Mooncake master", "host:port", repr(master)[:100], remedy)
     return host.strip("[]"), int(port)
 
 

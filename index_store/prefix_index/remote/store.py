@@ -1,7 +1,6 @@
 """Indexes in an existing distributed store, shared by a fleet: chunks under fresh names, a manifest last.
 
-A cache that may lose, never the only copy: keep what must not be lost in a ``FileStore`` (``SharedStore`` composes
-the two). What comes back is whole and checked, or it is a miss with a reason, within a bounded time.
+A cache that may lose, never the only copy. What comes back is whole and checked, or a miss with a reason, in time.
 """
 
 from __future__ import annotations
@@ -14,34 +13,28 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..catalog import Catalog, CatalogStore, inconsistent
 from ..errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError, StoreFull, StoreUnavailable
-from ..eviction import has_expired
-from ..format import Entry
-from ..keys import IndexIdentity
-from ..reader import IndexFile, check_identity
-from ..store import BuildLease, IndexEntry, IndexLookup, Retention, digest_of
+from ..format import ALIGN, Entry, IndexIdentity, aligned
+from ..reader import IndexFile, IndexLookup, check_identity
+from ..store import BuildLease, Catalog, IndexEntry, IndexStore, Retention, has_expired, inconsistent
 from ..writer import IndexPayload, IndexWriter
 from .blobs import Blobs
 from .calls import Calls
 from .claims import SharedLeases
-from .transfer import Found, Values, not_found
-from .values import ChunkedBuffer, Manifest, check_chunk_nbytes, generation_time, new_generation
+from .values import ChunkedBuffer, Found, Manifest, Outcome, Values, generation_time, new_generation, not_found
 
 _MAX_STRAYS = 100
 """Files of somebody else's that are named as problems."""
 
 
 class _Bad(NamedTuple):
-    """The generation that a problem is about (None: look again whenever something changed). What a reader
-    ``reported`` stands; what ``get`` found itself it looks at again.
-    """
+    """The generation that a problem is about (None: look again). ``reported`` by a reader, or else found by ``get``."""
 
     generation: str | None
     reported: bool = False
 
 
-class RemoteStore(CatalogStore):
+class RemoteStore(IndexStore):
     """An ``IndexStore`` on a ``Blobs``. Any number of machines may use one ``folder`` of one store.
 
     ``timeout_s``     seconds that one request (at most one chunk) may take; after one that took longer, every call
@@ -76,7 +69,9 @@ class RemoteStore(CatalogStore):
         self.catalog = Catalog(clock)
         self._blobs = blobs
         self._timeout_s, self._grace_s, self._clock = timeout_s, grace_s, clock
-        self._chunk_nbytes = check_chunk_nbytes(chunk_nbytes)
+        if chunk_nbytes <= 0 or aligned(chunk_nbytes) != chunk_nbytes:
+            raise ValueError(f"chunk_nbytes: expected a positive multiple of {ALIGN}, found {chunk_nbytes}")
+        self._chunk_nbytes = chunk_nbytes
         self._calls = Calls(blobs.name, timeout_s=timeout_s, backoff_s=backoff_s)
         self._values = Values(blobs, self._calls, folder)
         self._leases = SharedLeases(self._values, ttl_s=lease_ttl_s)
@@ -96,8 +91,7 @@ class RemoteStore(CatalogStore):
                 return
             self._calls.check_idle()
             try:
-                with self._values.asking():
-                    self._calls.run(lambda: self._blobs.open(self._timeout_s))
+                self._values.ask([lambda: self._blobs.open(self._timeout_s)])
                 self._scan(full=True)
             except BaseException:
                 self._calls.close(self._blobs.close)
@@ -113,15 +107,12 @@ class RemoteStore(CatalogStore):
                 self._clear()
 
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
-        """As in the protocol, and: when the store stops answering while the manifest is written, either the old or
-        the new index is there afterwards.
-        """
+        """As in the protocol; when the store stops answering in the end, either the old or the new index is there."""
         self._check_open()
-        writer = IndexWriter.of(payload)
+        writer = IndexWriter(payload)
         digest, generation = payload.identity.digest, new_generation(self._clock())
         buffer = ChunkedBuffer(writer.nbytes, self._chunk_nbytes)
-        writer.begin(buffer)
-        writer.write_all(payload)
+        writer.write(buffer)
         manifest = Manifest(
             entry=Entry(payload.identity, payload.info),
             nbytes=writer.nbytes,
@@ -135,7 +126,7 @@ class RemoteStore(CatalogStore):
             if not self._values.is_whole(manifest):
                 found = f"parts of its {manifest.nbytes} bytes evicted while the rest was written"
                 remedy = "add room to the store, or put smaller indexes"
-                raise StoreFull(self._blobs.name, expected="room for the index", found=found, remedy=remedy)
+                raise StoreFull(self._blobs.name, "room for the index", found, remedy)
         with self._swap:
             with self._undone(manifest):
                 old = self._current(digest)
@@ -149,8 +140,7 @@ class RemoteStore(CatalogStore):
 
     def get(self, key: IndexLookup) -> IndexFile:
         """As in the protocol; the index is downloaded as a whole. Raises StoreUnavailable, too."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         manifest: Manifest | None = None
         try:
             manifest = self._values.manifest(digest)
@@ -178,8 +168,7 @@ class RemoteStore(CatalogStore):
 
     def contains(self, key: IndexLookup) -> bool:
         """As in the protocol: manifest and lengths of all chunks are asked for. False, too, when nobody answers."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         try:
             manifest = self._values.manifest(digest)
             return not self._is_expired(manifest) and not self._is_bad(manifest) and self._values.is_whole(manifest)
@@ -188,23 +177,22 @@ class RemoteStore(CatalogStore):
 
     def delete(self, key: IndexLookup) -> bool:
         """As in the protocol. Raises StoreUnavailable; then the index may be gone or not."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         with self._swap:
             old = self._current(digest)
             if old is not None:
-                self._values.remove_manifest(digest)
+                self._values.remove(f"{digest}.manifest")
             self._forget(digest)
         if isinstance(old, Manifest):
             self._drop_chunks(old)
-        elif old is not None:
-            self._drop_generations(digest, self._values.listing()[0].get(digest))
+        elif old is not None and (names := self._values.listing()[0].get(digest)) is not None:
+            for generation, indexes in names.chunks.items():
+                self._values.remove_chunks(digest, generation, indexes)
         return old is not None
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
         """As in the protocol. Raises StoreUnavailable, IndexFormatError, too."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         with self._swap:
             manifest = self._values.manifest(digest)
             if self._is_expired(manifest):
@@ -215,22 +203,16 @@ class RemoteStore(CatalogStore):
         return manifest.listed
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
-        """As in the protocol: between machines where the store can create a value only if there is none. Raises
-        StoreUnavailable.
-        """
-        digest = digest_of(key)
-        self._check_open()
+        """As in the protocol: between machines where the store can create a value only if there is none."""
+        digest = self._digest(key)
         return self._leases.acquire(digest)
 
     def prefetch(self, key: IndexLookup) -> None:
         """Nothing to do: a folder in front of this store brings indexes nearer."""
-        digest_of(key)
-        self._check_open()
+        self._digest(key)
 
     def collect(self) -> Sequence[IndexEntry]:
-        """Removes what has expired, indexes of which chunks were lost, chunks that no manifest names and that are
-        older than the grace, leases whose holders died. Returns the indexes. Raises StoreUnavailable.
-        """
+        """As in the protocol; also removes indexes that lost chunks, chunks without a manifest, leases of the dead."""
         self._check_open()
         found = self._scan(full=False)
         with self._lock:
@@ -244,7 +226,7 @@ class RemoteStore(CatalogStore):
                 manifest = self._current(digest)
                 if not isinstance(manifest, Manifest) or not is_due(manifest):
                     continue
-                self._values.remove_manifest(digest)
+                self._values.remove(f"{digest}.manifest")
                 self._forget(digest)
             self._drop_chunks(manifest)
             removed.append(manifest.listed)
@@ -256,8 +238,7 @@ class RemoteStore(CatalogStore):
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
         """As in the protocol. Where the index has to be read first and cannot be, the report is not believed."""
-        digest = digest_of(key)
-        self._check_open()
+        digest = self._digest(key)
         manifest = self._manifests.get(digest)
         if manifest is None or self._is_expired(manifest):
             return
@@ -275,8 +256,8 @@ class RemoteStore(CatalogStore):
                 self._hide(digest, error, _Bad(manifest.generation, reported=True))
 
     def rescan(self, *, full: bool = False) -> None:
-        """Lists the names; reads the manifests that are new, or all with ``full``. Raises StoreUnavailable; then the
-        books are what they were.
+        """Lists the names; reads the manifests that are new, or all with ``full``. Raises StoreUnavailable, having
+        changed nothing.
         """
         self._check_open()
         self._scan(full=full)
@@ -372,10 +353,12 @@ class RemoteStore(CatalogStore):
                     self.catalog.problems.pop(name, None)
                 self._strays = set(sorted(strays)[:_MAX_STRAYS])
                 for name in self._strays:
-                    self.catalog.problems[name] = _stray(name)
+                    remedy = "give the store a folder of its own"
+                    stray = IndexForeign("name in the store's folder", "one of ours", name[:100], remedy)
+                    self.catalog.problems[name] = stray
         return found
 
-    def _take_in(self, digest: str, outcome: Manifest | IndexNotFound | IndexFormatError, names: Found) -> None:
+    def _take_in(self, digest: str, outcome: Outcome, names: Found) -> None:
         if isinstance(outcome, IndexNotFound):
             self._forget(digest)
         elif isinstance(outcome, IndexFormatError):
@@ -406,19 +389,15 @@ class RemoteStore(CatalogStore):
             digest = manifest.entry.identity.digest
             self._values.remove_chunks(digest, manifest.generation, range(len(manifest.chunks)))
 
-    def _drop_generations(self, digest: str, names: Found | None, *, keep: str | None = None) -> None:
-        for generation, indexes in {} if names is None else names.chunks.items():
-            if generation != keep:
-                self._values.remove_chunks(digest, generation, sorted(indexes))
-
     def _drop_orphans(self, digest: str, names: Found) -> None:
         before = self._clock() - self._grace_s
-        old = {g: indexes for g, indexes in names.chunks.items() if generation_time(g) < before}
-        if old:
-            current = self._current(digest)
-            if not isinstance(current, IndexFormatError):
-                keep = None if current is None else current.generation
-                self._drop_generations(digest, names._replace(chunks=old), keep=keep)
+        old = [generation for generation in names.chunks if generation_time(generation) < before]
+        current = self._current(digest) if old else None
+        if isinstance(current, IndexFormatError):
+            return
+        for generation in old:
+            if current is None or generation != current.generation:
+                self._values.remove_chunks(digest, generation, names.chunks[generation])
 
     @contextlib.contextmanager
     def _undone(self, manifest: Manifest) -> Iterator[None]:
@@ -427,8 +406,3 @@ class RemoteStore(CatalogStore):
         except BaseException:
             self._drop_chunks(manifest)
             raise
-
-
-def _stray(name: str) -> IndexForeign:
-    remedy = "give the store a folder of its own"
-    return IndexForeign("name in the store's folder", expected="one of ours", found=name[:100], remedy=remedy)

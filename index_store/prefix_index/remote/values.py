@@ -1,24 +1,36 @@
-"""The bytes of one remote value: a 64-byte header that says what it is, then its body.
+"""The values of one remote store: their bytes and names, moving them with deadlines and checks, what a failure means.
 
-A container is cut into chunks, each one value under ``<folder>/<digest>.<generation>.<index>``; a manifest under
-``<folder>/<digest>.manifest`` names the generation. It is written last and removed first. A generation is new for
-every put, so that no name is ever written twice and bytes of two puts cannot be mixed.
+A value is a 64-byte header that says what it is, then its body. A container is cut into chunks, each one value under
+``<folder>/<digest>.<generation>.<index>``. A manifest under ``<folder>/<digest>.manifest`` names the generation. It is
+written last and removed first. A generation is new for every put: no chunk's name is ever written twice.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import secrets
 import struct
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
 import xxhash
 
-from ..errors import IndexForeign, IndexTooNew
-from ..format import ALIGN, MAX_NBYTES, Entry, aligned, corrupt
+from ..errors import (
+    IndexForeign,
+    IndexFormatError,
+    IndexNotFound,
+    IndexTooNew,
+    StoreFull,
+    StoreUnavailable,
+    out_of_memory,
+)
+from ..format import ALIGN, MAX_NBYTES, Entry, corrupt
 from ..store import IndexEntry, Retention
+from .blobs import BlobMissing, Blobs, BlobsError, BlobsFull, BlobsLocal, BlobTooShort, copy_bytes
+from .calls import Calls
 
 MAGIC: Final = b"\x89PFXVAL\n"
 VERSION: Final = 1
@@ -32,6 +44,9 @@ MAX_MANIFEST_NBYTES: Final = 4 << 20
 # bytes before
 HEADER: Final = struct.Struct("<8sHHI16sQQQQ")
 
+_NAME = re.compile(r"([0-9a-f]{64})\.(?:(manifest)|(lease)|([0-9a-f]{16})\.([0-9]{6}))")
+_BATCH: Final = 16
+_T = TypeVar("_T")
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
@@ -58,14 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def listed(self) -> IndexEntry:
-        info = self.entry.info
-        return IndexEntry(
-            identity=self.entry.identity,
-            nbytes=self.nbytes,
-            created=info.created,
-            build_seconds=info.build_seconds,
-            retention=self.retention,
-        )
+        return IndexEntry.of(self.entry, self.nbytes, self.retention)
 
     def size_of(self, index: int) -> int:
         """Bytes of the container in one chunk; the value has 64 more."""
@@ -79,9 +87,11 @@ class LeaseRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     expires: float
 
 
+Outcome: TypeAlias = Manifest | IndexNotFound | IndexFormatError
+"""Of asking for a manifest."""
 _MANIFESTS: Final = msgspec.json.Decoder(Manifest)
-#: Decodes the body of a lease.
 LEASES: Final = msgspec.json.Decoder(LeaseRecord)
+"""Decodes the body of a lease."""
 
 
 def new_generation(now: float) -> str:
@@ -96,28 +106,17 @@ def generation_time(generation: str) -> int:
 
 def value_header(kind: int, digest: str, generation: str, index: int, body: memoryview | bytes) -> bytes:
     """The 64 bytes before ``body``."""
-    raw = HEADER.pack(
-        MAGIC,
-        VERSION,
-        kind,
-        index,
-        bytes.fromhex(digest[:32]),
-        int(generation, 16),
-        len(body),
-        xxhash.xxh3_64_intdigest(body),
-        0,
-    )[:-8]
+    names = bytes.fromhex(digest[:32]), int(generation, 16)
+    raw = HEADER.pack(MAGIC, VERSION, kind, index, *names, len(body), xxhash.xxh3_64_intdigest(body), 0)[:-8]
     return raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little")
 
 
 def check_header(raw: bytes, kind: int, digest: str, generation: str | None, index: int) -> tuple[int, int, str]:
-    """(length, xxh3, generation) that the header states. Raises IndexForeign, IndexTooNew or IndexCorrupt, also
-    for an intact value of another index, generation or place.
-    """
+    """(length, xxh3, generation) of a header. Raises IndexForeign, IndexTooNew, IndexCorrupt (or another index's)."""
     what = f"{KINDS[kind]} {index}" if kind == CHUNK else KINDS[kind]
     if raw[:8] != MAGIC[: len(raw)]:
         remedy = "delete the index, or give the store another folder"
-        raise IndexForeign(f"{what} value", expected=f"ours ({MAGIC!r})", found=repr(raw[:8]), remedy=remedy)
+        raise IndexForeign(f"{what} value", f"ours ({MAGIC!r})", repr(raw[:8]), remedy)
     if len(raw) < HEADER.size:
         raise corrupt(f"length of {what}", f"at least {HEADER.size}", len(raw))
     _, version, found_kind, found_index, prefix, number, length, checksum, header_sum = HEADER.unpack(raw)
@@ -125,8 +124,7 @@ def check_header(raw: bytes, kind: int, digest: str, generation: str | None, ind
         raise corrupt(f"header checksum of {what}", f"{header_sum:016x}", xxhash.xxh3_64_hexdigest(raw[:-8]))
     if version > VERSION:
         remedy = "upgrade sglang-ext, or build the index again with this version"
-        found = f"{version} (written by a newer version)"
-        raise IndexTooNew(f"version of {what}", expected=f"at most {VERSION}", found=found, remedy=remedy)
+        raise IndexTooNew(f"version of {what}", f"at most {VERSION}", f"{version} (written by a newer version)", remedy)
     expected = (VERSION, kind, index, digest[:32], generation or f"{number:016x}")
     found_all = (version, found_kind, found_index, prefix.hex(), f"{number:016x}")
     if found_all != expected:
@@ -175,7 +173,7 @@ def unpack_manifest(digest: str, raw: bytes) -> Manifest:
 class ChunkedBuffer:
     """A container in memory as the chunk values that go out, each with room for its header: no second copy.
 
-    A ``SeekableWriter``: write the container into it, ``seal()`` it, then take each ``value(i)``.
+    Write the container into it, ``seal()`` it, then take each ``value(i)``.
     """
 
     def __init__(self, nbytes: int, chunk_nbytes: int) -> None:
@@ -204,22 +202,171 @@ class ChunkedBuffer:
 
     def seal(self, digest: str, generation: str) -> list[str]:
         """Fills the headers in; returns the checksum of each body, 16 hex digits."""
-        sums = []
-        for index in range(self.count):
-            value = self.value(index)
-            header = value_header(CHUNK, digest, generation, index, value[HEADER.size :])
-            value[: HEADER.size] = header
-            sums.append(f"{HEADER.unpack(header)[7]:016x}")
-        return sums
+        values = [self.value(index) for index in range(self.count)]
+        for index, value in enumerate(values):
+            value[: HEADER.size] = value_header(CHUNK, digest, generation, index, value[HEADER.size :])
+        return [f"{HEADER.unpack(value[: HEADER.size])[7]:016x}" for value in values]
 
 
-def copy_bytes(out: memoryview, data: memoryview | bytes) -> None:
-    """``out[:] = data`` without the interpreter lock: chunks are large, and copied by several threads."""
-    np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
+class Found(NamedTuple):
+    """What a listing shows of one digest: the manifest's tag (None: no manifest), chunks by generation, a lease."""
+
+    tag: str | None
+    chunks: dict[str, frozenset[int]]
+    leased: bool
+
+    def is_whole(self, manifest: Manifest) -> bool:
+        return self.chunks.get(manifest.generation, frozenset()).issuperset(range(len(manifest.chunks)))
 
 
-def check_chunk_nbytes(chunk_nbytes: int) -> int:
-    """Raises ValueError for what is not a positive multiple of 4 KiB."""
-    if chunk_nbytes <= 0 or aligned(chunk_nbytes) != chunk_nbytes:
-        raise ValueError(f"chunk_nbytes: expected a positive multiple of {ALIGN}, found {chunk_nbytes}")
-    return chunk_nbytes
+class Values:
+    """The values below ``folder``. Methods raise StoreUnavailable, and OutOfMemory where nobody was asked."""
+
+    def __init__(self, blobs: Blobs, calls: Calls, folder: str) -> None:
+        self._blobs, self._calls, self._folder = blobs, calls, folder
+
+    def ask(self, calls: Iterable[Callable[[], _T]]) -> list[_T]:
+        """What the calls return, a few at a time. Raises StoreFull, BlobMissing, and what a call raises that asks."""
+        what = self._blobs.name
+        try:
+            return self._calls.run_all(calls)
+        except BlobMissing:
+            raise
+        except BlobsLocal as err:
+            raise out_of_memory(err, "a request sent") from err
+        except BlobsFull as err:
+            remedy = "free room there, add machines, or raise its limit"
+            raise StoreFull(what, "room for the index", str(err), remedy) from err
+        except BlobsError as err:
+            remedy = "check the store, the network and the permissions"
+            raise StoreUnavailable(what, "the request done", str(err), remedy) from err
+
+    def manifest(self, digest: str) -> Manifest:
+        """Raises IndexNotFound, IndexFormatError."""
+        return self.ask([partial(self._fetch_manifest, digest)])[0]
+
+    def manifests(self, digests: Sequence[str]) -> dict[str, Outcome]:
+        """Many at once, each with what became of it."""
+
+        def fetch(batch: Sequence[str]) -> dict[str, Outcome]:
+            outcomes: dict[str, Outcome] = {}
+            for digest in batch:
+                try:
+                    outcomes[digest] = self._fetch_manifest(digest)
+                except (IndexNotFound, IndexFormatError) as err:
+                    outcomes[digest] = err
+            return outcomes
+
+        parts = self.ask(partial(fetch, digests[i : i + _BATCH]) for i in range(0, len(digests), _BATCH))
+        return {digest: outcome for part in parts for digest, outcome in part.items()}
+
+    def put_manifest(self, manifest: Manifest) -> None:
+        """From now on the index is there. Raises StoreFull."""
+        digest = manifest.entry.identity.digest
+        self.write(f"{digest}.manifest", pack_record(MANIFEST, digest, manifest.generation, manifest))
+
+    def write(self, name: str, raw: bytes) -> None:
+        self.ask([partial(self._blobs.write, self._at(name), memoryview(raw))])
+
+    def create(self, name: str, raw: bytes) -> bool | None:
+        """See ``Blobs.create``."""
+        return self.ask([partial(self._blobs.create, self._at(name), memoryview(raw))])[0]
+
+    def fetch(self, name: str) -> bytes | None:
+        """A whole small value, None where there is none."""
+        try:
+            return self.ask([partial(self._blobs.fetch, self._at(name), MAX_MANIFEST_NBYTES)])[0]
+        except BlobMissing:
+            return None
+
+    def remove(self, *names: str) -> None:
+        self.ask(partial(self._blobs.delete, self._at(name)) for name in names)
+
+    def remove_chunks(self, digest: str, generation: str, indexes: Iterable[int]) -> None:
+        self.remove(*(_chunk_name(digest, generation, i) for i in indexes))
+
+    def listing(self) -> tuple[dict[str, Found], list[str]]:
+        """What there is, by digest, and the names that are none of ours."""
+        (names,) = self.ask([partial(self._blobs.names, self._folder)])
+        tags: dict[str, str] = {}
+        leased: set[str] = set()
+        chunks: dict[str, dict[str, set[int]]] = {}
+        strays = []
+        for name, tag in names.items():
+            match = _NAME.fullmatch(name.removeprefix(self._folder + "/"))
+            if match is None:
+                strays.append(name)
+                continue
+            digest, is_manifest, is_lease, generation, index = match.groups()
+            generations = chunks.setdefault(digest, {})
+            if is_manifest:
+                tags[digest] = tag
+            elif is_lease:
+                leased.add(digest)
+            else:
+                generations.setdefault(generation, set()).add(int(index))
+        return {
+            digest: Found(tags.get(digest), {g: frozenset(s) for g, s in generations.items()}, digest in leased)
+            for digest, generations in chunks.items()
+        }, strays
+
+    def upload(self, digest: str, generation: str, buffer: ChunkedBuffer) -> None:
+        """Writes all chunks. Raises StoreFull."""
+        names = (self._at(_chunk_name(digest, generation, i)) for i in range(buffer.count))
+        self.ask(partial(self._blobs.write, name, buffer.value(i)) for i, name in enumerate(names))
+
+    def download(self, manifest: Manifest) -> mmap.mmap:
+        """The whole container, each chunk compared with its checksums. Raises IndexNotFound, IndexFormatError."""
+        try:
+            buffer = mmap.mmap(-1, manifest.nbytes)
+        except (OSError, ValueError, OverflowError) as err:
+            if not self.is_whole(manifest):
+                raise corrupt("manifest", "the lengths of its chunks", f"{manifest.nbytes} bytes") from None
+            raise out_of_memory(err, f"{manifest.nbytes} bytes") from err
+        view = memoryview(buffer)
+        digest = manifest.entry.identity.digest
+
+        def fetch(index: int) -> None:
+            start = index * manifest.chunk_nbytes
+            header, body = memoryview(bytearray(HEADER.size)), view[start : start + manifest.size_of(index)]
+            try:
+                self._blobs.read(self._at(_chunk_name(digest, manifest.generation, index)), 0, [header, body])
+            except BlobMissing:
+                found = f"chunk {index} gone (evicted, lost with its machine, or replaced)"
+                raise not_found(digest, found, "build it again") from None
+            except BlobTooShort as err:
+                raise corrupt(f"length of chunk {index}", HEADER.size + len(body), err) from None
+            check_chunk(bytes(header), body, manifest, index)
+
+        self.ask(partial(fetch, i) for i in range(len(manifest.chunks)))
+        return buffer
+
+    def is_whole(self, manifest: Manifest) -> bool:
+        """Whether all chunks are there and have their lengths; their bytes are not read."""
+        digest, count = manifest.entry.identity.digest, len(manifest.chunks)
+        names = (self._at(_chunk_name(digest, manifest.generation, i)) for i in range(count))
+        try:
+            sizes = self.ask(partial(self._blobs.size, name) for name in names)
+        except BlobMissing:
+            return False
+        return sizes == [HEADER.size + manifest.size_of(i) for i in range(count)]
+
+    def _at(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def _fetch_manifest(self, digest: str) -> Manifest:
+        try:
+            raw = self._blobs.fetch(self._at(f"{digest}.manifest"), MAX_MANIFEST_NBYTES)
+        except BlobMissing:
+            raise not_found(digest, "none", "build it: a remote tier may lose what it held") from None
+        except BlobTooShort as err:
+            raise corrupt("manifest", f"at most {MAX_MANIFEST_NBYTES} bytes", err) from None
+        return unpack_manifest(digest, raw)
+
+
+def _chunk_name(digest: str, generation: str, index: int) -> str:
+    return f"{digest}.{generation}.{index:06d}"
+
+
+def not_found(digest: str, found: str, remedy: str) -> IndexNotFound:
+    return IndexNotFound("index", digest, found, remedy)

@@ -1,7 +1,4 @@
-"""One process that keeps the DRAM and SSD folders of a host for all others: ``sglang-ext store serve`` (docs/store.md).
-
-``StoreClient`` is a ``FileStore`` of the folder that the service names. Indexes never go over its socket.
-"""
+"""One process that keeps the DRAM and SSD folders of a host for all others: ``sglang-ext store serve``."""
 
 from .client import StoreClient, service_status
 from .endpoint import raise_descriptor_limit

@@ -13,10 +13,9 @@ from typing import TypeVar
 import zmq
 
 from ..copies import Copies
-from ..errors import IndexStoreError
+from ..errors import IndexStoreError, printable
 from ..file import FileStore
 from ..store import Problem
-from ..text import printable
 from .endpoint import check_place, socket_path
 from .messages import (
     ID_NBYTES,
@@ -43,8 +42,8 @@ class StoreClient(FileStore):
     """The store kept by ``sglang-ext store serve`` at ``endpoint`` (ipc:///FOLDER/SOCKET).
 
     The service says once, in ``open()``, which folder that is, its limits, and where copies in DRAM are. From then on
-    the client reads and writes the folder itself, as any ``FileStore``, whether or not the service answers. The service
-    makes the copies, evicts, and clears away what the dead left. ``timeout_s`` bounds each of its answers.
+    the client reads and writes the folder itself, as any ``FileStore``. The service makes the copies, evicts, and
+    clears away what the dead left. ``timeout_s`` bounds each of its answers.
     """
 
     def __init__(self, endpoint: str, *, timeout_s: float = 2.0, name: str = "") -> None:
@@ -103,9 +102,7 @@ class StoreClient(FileStore):
 
 
 def service_status(endpoint: str, *, timeout_s: float = 2.0) -> Status:
-    """A service as it is now; its folder is not looked at. Raises StoreUnavailable, and StoreFolderError where another
-    user could answer in its place.
-    """
+    """A service as it is now; its folder is not looked at. Raises as ``StoreClient.open``."""
     link = Link(endpoint)
     try:
         return link.ask(GetStatus(), Status, timeout_s)

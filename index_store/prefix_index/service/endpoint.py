@@ -1,17 +1,16 @@
 """Where a service listens, a socket file of its owner's alone, one service per socket; and how many it lets in.
 
-Each connection is a descriptor, and libzmq ends the process that has none left for one more. So there is a bound below
-the limit of descriptors, and a client beyond it is told so.
+Each connection is a descriptor, and libzmq ends the process that has none left for one more: there is a bound below.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import resource
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +18,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import InvalidPayload, StoreFolderError
-from ..folder import write_all
-from ..source import pread
+from ..folder import pread, try_lock
+from ..writer import write_all
 
 SCHEME: Final = "ipc://"
 _LONGEST_PATH: Final = 107
@@ -38,27 +37,23 @@ def socket_path(endpoint: str) -> Path:
     remedy = "give ipc:///FOLDER/NAME, FOLDER being the owner's alone"
     if text.split("://", 1)[0] in ("tcp", "udp", "ws", "wss", "pgm", "epgm", "vmci"):
         found = f"{text[:100]!r}, a network address: the service knows no authentication"
-        raise InvalidPayload("service endpoint", expected="a Unix socket", found=found, remedy=remedy)
+        raise InvalidPayload("service endpoint", "a Unix socket", found, remedy)
     path = text.removeprefix(SCHEME)
     if not text.startswith(SCHEME) or not path.startswith("/") or path.endswith("/") or not path.isprintable():
-        expected = "ipc:// and an absolute path"
-        raise InvalidPayload("service endpoint", expected=expected, found=repr(text)[:200], remedy=remedy)
+        raise InvalidPayload("service endpoint", "ipc:// and an absolute path", repr(text)[:200], remedy)
     if len(os.fsencode(path)) > _LONGEST_PATH:
         found = f"{len(os.fsencode(path))} bytes"
         remedy = "use a shorter folder, such as $XDG_RUNTIME_DIR"
-        raise InvalidPayload(
-            "service endpoint", expected=f"a path of at most {_LONGEST_PATH} bytes", found=found, remedy=remedy
-        )
+        raise InvalidPayload("service endpoint", f"a path of at most {_LONGEST_PATH} bytes", found, remedy)
     return Path(path)
 
 
 def check_place(path: Path) -> None:
-    """Raises StoreFolderError where somebody else could answer in our name: whose the socket is, or who may write to
-    its folder and so swap it for another between any look at it and the connection; and where there cannot be a
-    socket. One that is not there yet is fine.
+    """Raises StoreFolderError where somebody else could answer in our name: who owns the socket, or may write to its
+    folder; and where there cannot be a socket. One that is not there yet is fine.
     """
     folder = path.parent
-    try:
+    with _usable(folder), contextlib.suppress(FileNotFoundError):
         _check_owner("socket's folder", folder, folder.lstat().st_uid)  # a link's, if it is one
         status = folder.stat()
         _check_owner("socket's folder", folder, status.st_uid)
@@ -66,26 +61,20 @@ def check_place(path: Path) -> None:
         if mode & 0o022:
             expected, found = f"one that only user {os.geteuid()} can write to", f"mode {mode:04o}"
             remedy = f"chmod 700 {folder}, or give the socket of a service elsewhere"
-            raise StoreFolderError("socket's folder", expected=expected, found=found, remedy=remedy, path=folder)
+            raise StoreFolderError("socket's folder", expected, found, remedy, folder)
         _check_owner("service socket", path, path.lstat().st_uid)
-    except FileNotFoundError:
-        return
-    except OSError as err:
-        raise _unusable(folder, err) from err
 
 
 def _check_owner(what: str, path: Path, owner: int) -> None:
     if owner not in (os.geteuid(), 0):
-        remedy = "give the socket of your own service"
         expected, found = f"owner {os.geteuid()}", f"owner {owner}"
-        raise StoreFolderError(what, expected=expected, found=found, remedy=remedy, path=path)
+        raise StoreFolderError(what, expected, found, "give the socket of your own service", path)
 
 
 class SocketPlace:
     """A service's hold on its socket file: the folder is private, the lock file beside it is ours.
 
-    The lock (flock) ends with the process, so a socket file without a locked lock file is a dead service's and is
-    replaced. The lock file itself stays.
+    A socket file without a locked lock file is a dead service's and is replaced. The lock file itself stays.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,40 +84,29 @@ class SocketPlace:
     def take(self) -> None:
         """Raises StoreFolderError: the folder is open to others, or a service listens there."""
         folder = self.path.parent
-        try:
+        with _usable(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.stat()
-        except OSError as err:
-            raise _unusable(folder, err) from err
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            found = f"mode {stat.S_IMODE(status.st_mode):04o} of user {status.st_uid}"
-            remedy = f"chmod 700 {folder}, or give another folder"
-            expected = f"mode 0700 of user {os.geteuid()}"
-            raise StoreFolderError("socket's folder", expected=expected, found=found, remedy=remedy, path=folder)
-        lock_path = self.path.with_name(self.path.name + ".lock")
-        try:
-            fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as err:
-            raise _unusable(folder, err) from err
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            mode, mine = stat.S_IMODE(status.st_mode), os.geteuid()
+            if status.st_uid != mine or mode & 0o077:
+                found = f"mode {mode:04o} of user {status.st_uid}"
+                remedy = f"chmod 700 {folder}, or give another folder"
+                raise StoreFolderError("socket's folder", f"mode 0700 of user {mine}", found, remedy, folder)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(self.path.with_name(self.path.name + ".lock"), flags, 0o600)
+        if not try_lock(fd):
             try:
                 pid = pread(fd, 20, 0).decode(errors="replace").strip()
             finally:
                 os.close(fd)
             remedy = "use that one, end it, or give another endpoint"
-            raise StoreFolderError(
-                "service socket", expected="no running service", found=f"process {pid}", remedy=remedy, path=self.path
-            ) from None
+            raise StoreFolderError("service socket", "no running service", f"process {pid}", remedy, self.path)
         self._lock_fd = fd
         try:
-            os.ftruncate(fd, 0)
-            write_all(fd, f"{os.getpid()}\n".encode())
-            self._remove_socket()
-        except OSError as err:
-            self.give_back()
-            raise _unusable(folder, err) from err
+            with _usable(folder):
+                os.ftruncate(self._lock_fd, 0)
+                write_all(self._lock_fd, f"{os.getpid()}\n".encode())
+                self._remove_socket()
         except BaseException:
             self.give_back()
             raise
@@ -148,17 +126,18 @@ class SocketPlace:
             return
         if not stat.S_ISSOCK(mode):
             remedy = "move it elsewhere, or give another endpoint"
-            raise StoreFolderError(
-                "service socket", expected="a socket or nothing", found="another file", remedy=remedy, path=self.path
-            )
+            raise StoreFolderError("service socket", "a socket or nothing", "another file", remedy, self.path)
         self.path.unlink()
 
 
-def _unusable(folder: Path, err: OSError) -> StoreFolderError:
-    found = err.strerror or str(err)
-    return StoreFolderError(
-        "socket's folder", expected="a usable folder", found=found, remedy="give another endpoint", path=folder
-    )
+@contextlib.contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """An OSError of the socket's folder as a StoreFolderError."""
+    try:
+        yield
+    except OSError as err:
+        found = err.strerror or str(err)
+        raise StoreFolderError("socket's folder", "a usable folder", found, "give another endpoint", folder) from err
 
 
 def raise_descriptor_limit() -> None:
@@ -193,11 +172,6 @@ class Admission:
     def count(self) -> int:
         return len(self._open)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether there are more connections than may be."""
-        return len(self._open) > self.most
-
     def update(self) -> int:
         """Takes in what happened; ends connections that are too many to be even told so. Returns how many."""
         ended = 0
@@ -221,8 +195,8 @@ class Admission:
 
 
 def _end(fd: int) -> None:
-    """Shuts a connection down, which libzmq then closes. It may have closed it already, and the number be another
-    file's by now, which is no socket: there are no others in this process but those of its clients.
+    """Shuts a connection down, which libzmq then closes. Its number may be another file's by now, which is no socket:
+    there are no others in this process but those of its clients.
     """
     with contextlib.suppress(OSError):
         connection = socket.socket(fileno=fd)

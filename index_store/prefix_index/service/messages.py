@@ -131,4 +131,4 @@ def _decode(raw: bytes, decoder: msgspec.msgpack.Decoder[Any], limit: int) -> An
 
 def unavailable(found: str, *, expected: str = "an answer of the service", path: str | None = None) -> StoreUnavailable:
     remedy = "start `sglang-ext store serve` of this version, or see its log; the call may be repeated"
-    return StoreUnavailable("store service", expected=expected, found=found, remedy=remedy, path=path)
+    return StoreUnavailable("store service", expected, found, remedy, path)

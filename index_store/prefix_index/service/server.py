@@ -9,21 +9,19 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import zmq
 
-from ..catalog import CatalogStore
 from ..copies import Copies
-from ..errors import IndexStoreError, StoreFolderError
+from ..errors import IndexStoreError, StoreFolderError, printable
 from ..file import FileStore
 from ..folder import check_apart, come_back, is_shard
 from ..lease import LEASE
-from ..text import printable
+from ..store import IndexStore
 from .endpoint import Admission, SocketPlace, socket_path
 from .messages import (
     ID_NBYTES,
@@ -66,17 +64,20 @@ class Limits(NamedTuple):
     finish_s: float = 10.0
 
 
-@dataclass
-class _Client:
-    name: str
-    seen: float
+class _Seen(NamedTuple):
+    """What ``status`` shows of the folders: (number, bytes) of indexes, copies and partial files; leases by digest."""
+
+    slow: tuple[int, int] = (0, 0)
+    memory: tuple[int, int] = (0, 0)
+    writing: tuple[int, int] = (0, 0)
+    problems: int = 0
+    leases: Sequence[str] = ()
 
 
 class StoreServer:
     """Keeps ``store``, whose ``copies`` in DRAM are made here, for all clients at ``endpoint``. Owns it.
 
-    ``open()``, ``serve()`` until ``stop()``, ``close()``. ``serve`` runs in one thread; ``stop`` may be called from
-    any, and from a signal handler. A second thread looks after the folders.
+    ``open()``, ``serve()`` in one thread until ``stop()`` in any, ``close()``. A second thread looks after the folders.
     """
 
     def __init__(self, store: FileStore, endpoint: str, limits: Limits | None = None) -> None:
@@ -85,14 +86,14 @@ class StoreServer:
         self.store = store
         self._limits = limits or Limits()
         self._place = SocketPlace(socket_path(endpoint))
-        self._clients: OrderedDict[bytes, _Client] = OrderedDict()
+        self._clients: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         self._wanted: dict[str, float] = {}
         self._stopping = threading.Event()
         self._began = 0.0
         self._hits = [0, 0]
         self._evicted = 0
         self._complaints: dict[str, str] = {}
-        self._seen: _Seen = _Seen()
+        self._seen = _Seen()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._admission: Admission | None = None
 
@@ -117,9 +118,7 @@ class StoreServer:
                 self._socket.bind(self.endpoint)
             except zmq.ZMQError as err:
                 expected, path = "a place that can be bound", self._place.path
-                raise StoreFolderError(
-                    "service socket", expected=expected, found=str(err), remedy="give another endpoint", path=path
-                ) from err
+                raise StoreFolderError("service socket", expected, str(err), "give another endpoint", path) from err
             finally:
                 os.umask(old)
         except BaseException:
@@ -131,8 +130,8 @@ class StoreServer:
         memory = [] if self.store.copies is None else [self.store.copies.folder]
         for folder in (self.store.folder, *memory):
             if not str(folder.absolute()).isprintable():
-                expected, remedy = "a printable path", "give a folder whose name is plain text"
-                raise StoreFolderError("index store", expected=expected, found=repr(str(folder)), remedy=remedy)
+                remedy = "give a folder whose name is plain text"
+                raise StoreFolderError("index store", "a printable path", repr(str(folder)), remedy)
         check_apart([self.store.folder, *memory])
         self.store.open()
         self._look()
@@ -217,10 +216,11 @@ class StoreServer:
             self.counts["bad_messages"] += 1
             return Failed(expected=f"protocol version {PROTOCOL}", found=f"version {hello.version}")
         self._count_connections()  # this one too: libzmq told of it before its first message
-        if client not in self._clients and self._admission is not None and self._admission.is_full:
+        admission = self._admission
+        if client not in self._clients and admission is not None and admission.count > admission.most:
             self.counts["refused"] += 1
-            most = f"at most {self._admission.most} connections (its own limit, or `ulimit -n` of its process)"
-            return Failed(expected=most, found=f"{self._admission.count} of them")
+            most = f"at most {admission.most} connections (its own limit, or `ulimit -n` of its process)"
+            return Failed(expected=most, found=f"{admission.count} of them")
         self._remember(client, f"pid {hello.pid}" + (f" ({hello.name})" if hello.name else ""))
         limits, copies = self.store.limits, self.store.copies
         return Welcome(
@@ -233,9 +233,8 @@ class StoreServer:
         )
 
     def _remember(self, client: bytes, name: str | None) -> None:
-        known = self._clients.pop(client, None)
-        name = name or (known.name if known is not None else "connected before this service started")
-        self._clients[client] = _Client(name, time.monotonic())
+        known, _ = self._clients.pop(client, ("connected before this service started", 0.0))
+        self._clients[client] = name or known, time.monotonic()
         while len(self._clients) > self._limits.clients:
             self._clients.popitem(last=False)  # the first is who was heard from least recently
 
@@ -273,7 +272,7 @@ class StoreServer:
             now = time.monotonic()
             try:
                 if self.store.copies is not None:
-                    self._tend_copies(self.store.copies)
+                    self._watch("memory", partial(self._tend_copies, self.store.copies))
                 self._watch("store", partial(self._tend, collect=now >= collect_at))
                 self._look()
             except Exception:
@@ -292,15 +291,11 @@ class StoreServer:
 
     def _tend_copies(self, copies: Copies) -> None:
         """Makes the copies' folder again where somebody removed it."""
-
-        def tend() -> None:
-            if come_back(copies.folder):
-                self._wanted.clear()
-                log.warning("%s: the DRAM tier's folder was gone, with all copies; it was made anew", copies.folder)
-            if copies.problem is not None:
-                raise copies.problem
-
-        self._watch("memory", tend)
+        if come_back(copies.folder):
+            self._wanted.clear()
+            log.warning("%s: the DRAM tier's folder was gone, with all copies; it was made anew", copies.folder)
+        if copies.problem is not None:
+            raise copies.problem
 
     def _watch(self, what: str, work: Callable[[], None]) -> None:
         """Logs an error once, and that it is over."""
@@ -315,11 +310,10 @@ class StoreServer:
 
     def _look(self) -> None:
         """What ``status`` shows of the folders, which takes a disk's time."""
-        listed = self.store.list()
-        writing = self.store.being_written
-        memory = _held(self.store.copies.keeper) if self.store.copies is not None else (0, 0)
-        slow = len(listed), sum(entry.nbytes for entry in listed)
-        self._seen = _Seen(slow, memory, len(self.store.problems()), writing, _leases(self.store.folder)[:1000])
+        copies = self.store.copies
+        memory = _held(copies.keeper) if copies is not None and copies.keeper is not None else (0, 0)
+        problems, leases = len(self.store.problems()), _leases(self.store.folder)[:1000]
+        self._seen = _Seen(_held(self.store), memory, self.store.being_written, problems, leases)
 
     def status(self) -> Status:
         """What `sglang-ext store status` shows."""
@@ -335,10 +329,10 @@ class StoreServer:
             tiers=tiers,
             indexes=self._seen.slow[0],
             problems=self._seen.problems,
-            clients=[f"{c.name}, idle {now - c.seen:.0f} s" for c in list(self._clients.values())][-1000:],
+            clients=[f"{name}, idle {now - seen:.0f} s" for name, seen in list(self._clients.values())[-1000:]],
             reserved_bytes=self._seen.writing[1],
             reservations=self._seen.writing[0],
-            leases=self._seen.leases,
+            leases=[*self._seen.leases],
             promoted=0 if copies is None else copies.counters.promotions,
             counts=dict(self.counts),
         )
@@ -362,18 +356,8 @@ class StoreServer:
         return f"{number} indexes of {nbytes / 1e6:.1f} MB, {len(self._clients)} connections; {counts or 'no requests'}"
 
 
-class _Seen(NamedTuple):
-    """(number, bytes) of indexes, copies and partial files."""
-
-    slow: tuple[int, int] = (0, 0)
-    memory: tuple[int, int] = (0, 0)
-    problems: int = 0
-    writing: tuple[int, int] = (0, 0)
-    leases: list[str] = []  # noqa: RUF012 (never changed)
-
-
-def _held(store: object) -> tuple[int, int]:
-    entries = store.list() if isinstance(store, CatalogStore) else ()
+def _held(store: IndexStore) -> tuple[int, int]:
+    entries = store.list()
     return len(entries), sum(entry.nbytes for entry in entries)
 
 

@@ -4,12 +4,19 @@ Where 4 or 8 threads each have a value for each of several results, a sum over t
 several times and leaves each result with all of them. Here a thread gives half of what it has for the other half, and
 goes on with that: in the end each thread has results of its own. Tensors then hold, at the place of a thread, what that
 thread has; which of the results it is, follows from the place.
+
+And digits counted in shared memory, as `kernels.begin_counts` and the next ones do it, with layouts written out.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from prefix_kernels.kernels import ADD, COUNTS, NUM_DIGITS, READ, RESET
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""Renamed after Triton 3.6."""
 
 
 def _exchange(lanes: int) -> gl.constexpr:
@@ -122,3 +129,42 @@ def sums_of_threads(peak, total, sizes: gl.constexpr):
     eight += (thread >> 2) * 2 + ((thread >> 1) & 1)
     pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, out)))[None, None, :]
     return peak, total, eight * 8 + pair * 2 + (thread & 1)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _places(NUM_WARPS: gl.constexpr):
+    return gl.arange(0, NUM_DIGITS, gl.BlockedLayout([NUM_DIGITS // (32 * NUM_WARPS)], [32], [NUM_WARPS], [0]))
+
+
+@gluon.jit
+def begin_counts(NUM_WARPS: gl.constexpr):
+    """Where digits are counted from now on; the program has one place for that."""
+    at = gl.inline_asm_elementwise(COUNTS, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    # Threads that still read what was counted here before.
+    barrier()
+    places = _places(NUM_WARPS) * 4 + at
+    gl.inline_asm_elementwise(RESET, "=r,r", [places], dtype=gl.int32, is_pure=False, pack=1)
+    barrier()
+    return at
+
+
+@gluon.jit
+def add_counts(at, digits, mask):
+    """Count digits from 0 to 255 where `mask` is set. Each thread counts what it holds, copies, too."""
+    # What is not counted goes to a place that nobody reads: a predicate would be a branch.
+    places = gl.where(mask, digits, NUM_DIGITS) * 4 + at
+    gl.inline_asm_elementwise(ADD, "=r,r", [places], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def add_up_counts(at, all_at_least_ptr, NUM_WARPS: gl.constexpr):
+    """Add how many have a digit of i or below to place i: atomically, and integers, so the order says nothing."""
+    barrier()
+    places = _places(NUM_WARPS)
+    counts = gl.inline_asm_elementwise(READ, "=r,r", [places * 4 + at], dtype=gl.int32, is_pure=False, pack=1)
+    gl.atomic_add(all_at_least_ptr + places, gl.associative_scan(counts, 0, _add), sem="relaxed")

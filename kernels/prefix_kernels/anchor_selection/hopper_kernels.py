@@ -1,6 +1,6 @@
 """Scores of an anchor layer's selection on Hopper, from codes of 4 bits: both passes in one launch.
 
-The scores of `pooled_scores.stretch_kernels` for INT4 tokens, for sm_90. Codes are loaded some steps ahead, and no
+The scores of `pooled_scores.kernels` for INT4 tokens, for sm_90. Codes are loaded some steps ahead, and no
 warp waits for another in a loop: warps drift apart, so that one loads while another multiplies.
 """
 
@@ -9,29 +9,26 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_kernels.anchor_selection.hopper_count_kernels import add_counts, add_up_counts, begin_counts
-from prefix_kernels.anchor_selection.hopper_exchange_kernels import highest_of_columns, highest_of_two_steps
+from prefix_kernels.anchor_selection.hopper_exchange_kernels import (
+    add_counts,
+    add_up_counts,
+    barrier,
+    begin_counts,
+    highest_of_columns,
+    highest_of_two_steps,
+)
 from prefix_kernels.anchor_selection.hopper_product_kernels import (
     FEW_ROWS,
-    barrier,
     load_words,
     product,
     put_queries,
     right_sides,
+    sum_item,
+    sum_sample_item,
 )
-from prefix_kernels.anchor_selection.hopper_sum_kernels import sum_item, sum_sample_item
 from prefix_kernels.anchor_selection.kernels import KEY_BITS
-from prefix_kernels.dependent_launch import let_the_next_kernel_come, wait_for_the_kernel_before
-from prefix_kernels.digit_counts import NUM_DIGITS
-from prefix_kernels.meetings import meet
-from prefix_kernels.pooled_scores.stretch_kernels import (
-    HEADROOM,
-    LN2,
-    LOG2E,
-    num_summed,
-    stretch_of,
-    sum_step,
-)
+from prefix_kernels.kernels import NUM_DIGITS, let_the_next_kernel_come, meet, wait_for_the_kernel_before
+from prefix_kernels.pooled_scores.kernels import HEADROOM, LN2, LOG2E, num_summed, stretch_of, sum_step
 from prefix_kernels.top_k_selection.kernels import DIGIT_BITS, ordered_keys
 
 NEVER = gl.constexpr(2.0**30)
@@ -163,29 +160,16 @@ def score_items_hopper_kernel(
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
-    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `items.py`
+    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
     all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, 256]: of keys' upper bytes, written; of lower ones, 0
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
-    sm_scale,
-    q_stride_row,
-    q_stride_head,
-    max_rows,
-    max_items,
+    sm_scale, q_stride_row, q_stride_head, max_rows, max_items,
     num_totals,  # num_groups * num_kv_heads
-    ITEM_FIELDS: gl.constexpr,
-    GQA: gl.constexpr,
-    CHANNELS: gl.constexpr,
-    LISTED_CHANNELS: gl.constexpr,
-    SUM_EVERY: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_CHUNKS: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    FIRST_PHASE: gl.constexpr,
-    LAST_PHASE: gl.constexpr,
+    ITEM_FIELDS: gl.constexpr, GQA: gl.constexpr, CHANNELS: gl.constexpr, LISTED_CHANNELS: gl.constexpr,
+    SUM_EVERY: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_CHUNKS: gl.constexpr,
+    NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr,
     OVERLAPPED: gl.constexpr,
-):
+):  # fmt: skip
     """Program (place, KV head): the first two phases of its items, of which only the first may be shared."""
     _wait_for_the_kernel_before(OVERLAPPED)
     head = gl.program_id(1).to(gl.int64)

@@ -17,18 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.digit_counts import NUM_DIGITS, add_counts, begin_counts, end_counts
-from prefix_kernels.meetings import meet
-from prefix_kernels.pooled_scores.stretch_kernels import (
-    KEYS,
-    RAW,
-    addresses,
-    num_summed,
-    score_stretch,
-    stretch_of,
-    sum_step,
-)
+from prefix_kernels.kernels import NUM_DIGITS, add_counts, begin_counts, end_counts, meet, wait_for_the_kernel_before
+from prefix_kernels.pooled_scores.kernels import KEYS, RAW, addresses, num_summed, score_stretch, stretch_of, sum_step
 from prefix_kernels.top_k_selection.kernels import (
     ALIGNED,
     DIGIT_BITS,
@@ -181,7 +171,7 @@ def select_kernel(
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
-    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `items.py`
+    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
     block_shifts_ptr,  # int32 [num_groups, num_kv_heads], log2 of the tokens of a candidate
     at_least_ptr,  # int32 [num_kv_heads, max_items, NUM_DIGITS], by lower bytes, at the threshold's upper one
     higher_ptr,  # int32 [num_kv_heads, max_items], tokens of a higher upper byte
@@ -191,49 +181,17 @@ def select_kernel(
     positions_ptr,  # int32 [num_groups, num_kv_heads, max_budget], written
     slots_ptr,  # int32 [num_groups, num_kv_heads, max_budget], written with HAS_SLOTS
     counts_ptr,  # int32 [num_groups, num_kv_heads], written
-    sm_scale,
-    q_stride_row,
-    q_stride_head,
-    k_stride_slot,
-    k_stride_head,
-    raw_stride_group,
-    raw_stride_head,
-    raw_stride_row,
-    raw_stride_candidate,
-    max_rows,
-    max_items,
+    sm_scale, q_stride_row, q_stride_head, k_stride_slot, k_stride_head, raw_stride_group, raw_stride_head,
+    raw_stride_row, raw_stride_candidate, max_rows, max_items,
     num_totals,  # num_groups * num_kv_heads
-    max_budget,
-    ITEM_FIELDS: tl.constexpr,
-    GQA: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROW_UNITS: tl.constexpr,
-    BITS: tl.constexpr,
-    SOURCE: tl.constexpr,
-    LISTED_ROWS: tl.constexpr,
-    LISTED_CHANNELS: tl.constexpr,
-    SUM_EVERY: tl.constexpr,
-    REREAD: tl.constexpr,
-    RAW_M: tl.constexpr,
-    RAW_N: tl.constexpr,
-    POOL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-    LANES: tl.constexpr,
-    STAGES: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    FIRST_PHASE: tl.constexpr,
-    LAST_PHASE: tl.constexpr,
-    TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    PAD: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    max_budget, ITEM_FIELDS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROW_UNITS: tl.constexpr, BITS: tl.constexpr, SOURCE: tl.constexpr, LISTED_ROWS: tl.constexpr,
+    LISTED_CHANNELS: tl.constexpr, SUM_EVERY: tl.constexpr, REREAD: tl.constexpr, RAW_M: tl.constexpr,
+    RAW_N: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+    LANES: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
+    FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, PAD: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Program (place, KV head): its items, of which only the first may be shared with other programs."""
     # Behind a launch of scores alone: tables are read before that has ended, which writes none of them.
     LATE: tl.constexpr = FIRST_PHASE == 3 and LAST_PHASE == 4

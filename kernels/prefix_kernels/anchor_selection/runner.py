@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton import knobs
 
-from prefix_kernels.anchor_selection import specialized
-from prefix_kernels.anchor_selection.config import AnchorConfig, Form
-from prefix_kernels.anchor_selection.items import ITEM_FIELDS, make_items
 from prefix_kernels.anchor_selection.kernels import select_kernel
-from prefix_kernels.launching import block_of, launch, launch_behind, send
-from prefix_kernels.pooled_scores.tables import POOL, ScoredGroup, ScoreInputs, ScoreShape, ScoreTables, Source
-from prefix_kernels.top_k_selection.lists import SelectedLists, check_lists, new_lists
+from prefix_kernels.grouped_attention.config import has_specialized
+from prefix_kernels.launching import block_of, check_power_of_2, launch, launch_behind, programs_at_once, send
+from prefix_kernels.pooled_scores.runner import (
+    POOL,
+    ScoreConfig,
+    ScoredGroup,
+    ScoreInputs,
+    ScoreShape,
+    ScoreTables,
+    Source,
+)
+from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.types import SelectedLists, check_lists, new_lists
 
+_REGISTERS = 65536
+"""Of a multiprocessor, sm_80 and later."""
+_HOPPER = 9
+_CHANNELS = (32, 64, 96, 128)
+"""That sm_90's own kernel has: pieces of 32."""
+ITEM_FIELDS = 8
+"""int64 fields of an item: group, chunk, the group's number of chunks, prefix_len, tokens that are selected, num_sink,
+recent_begin, slot_start. Group -1: nothing to do."""
+_MOST_ROWS = 2**31
+"""Of codes, that it can number; it looks a few steps ahead."""
+_STEPS_AHEAD = 6
+_FEW_ROWS = 32
+"""Of so many rows at most, the sums of 64 programs are read at once, else of 32."""
 _NUM_DIGITS = 256
 _TOKENS_OF_A_THREAD = 16
 _ALIGNED = 4
@@ -26,13 +49,156 @@ _CHUNKS_AT_ONCE = 32
 _PHASES = 4
 
 
+class Form(Enum):
+    """How the phases of a selection are launched. The result is the same."""
+
+    JOINED = "joined"
+    """In one launch, whose programs wait for each other: all of them must fit the GPU at a time."""
+    SPLIT = "split"
+    """In one launch for each phase: on any GPU, and in Triton's interpreter."""
+
+
+@dataclass(frozen=True)
+class AnchorConfig:
+    """Tile and schedule.
+
+    Attributes:
+        block_m: query rows of a tile, a power of 2 of at least 8.
+        block_n: candidates of a step, a power of 2 of at least 64.
+        num_warps: of a program.
+        num_stages: steps that are on their way at a time.
+        halves: as `ScoreConfig` says.
+        programs_per_sm: programs that a multiprocessor holds at a time. Registers are bounded so that it does.
+        specialized: scores by sm_90's own kernel (`fits_specialized`), in a launch of its own before the others;
+            `num_stages` and `halves` then say nothing.
+
+    Raises:
+        ValueError: other tiles, or a program that has fewer than 64 registers a thread; with `specialized` also fewer
+            than 16 candidates a warp, more than 128 rows, or other numbers of warps than 4 and 8.
+    """
+
+    block_m: int = 16
+    block_n: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 2
+    halves: bool = False
+    specialized: bool = False
+
+    def __post_init__(self) -> None:
+        check_power_of_2("block_m", self.block_m, 8)
+        check_power_of_2("block_n", self.block_n, 64)
+        whole_groups = self.num_warps in (4, 8) and self.block_n >= 16 * self.num_warps
+        if self.specialized and not (whole_groups and self.block_m <= 128):
+            raise ValueError(
+                "expected 4 or 8 warps, 16 candidates or more for each and at most 128 rows for sm_90's own kernel, "
+                f"got {self.num_warps}, {self.block_n} and {self.block_m}"
+            )
+        if self.programs_per_sm < 1 or self.max_registers < 64:
+            raise ValueError(
+                "expected programs_per_sm from 1 to what leaves a thread 64 registers, got "
+                f"{self.programs_per_sm} of {self.num_warps} warps"
+            )
+
+    @property
+    def max_registers(self) -> int:
+        """Registers of a thread that let `programs_per_sm` programs share those of a multiprocessor."""
+        return min(255, _REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+
+    def launch_options(self, *, joined: bool) -> dict[str, int | None]:
+        """Of `launching.launch`; joined: programs that wait for each other."""
+        options: dict[str, int | None] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options | {"maxnreg": self.max_registers} | ({"launch_cooperative_grid": True} if joined else {})
+
+    def scoring(self, num_chunks: int) -> ScoreConfig:
+        """For the phases of scores, with so many programs of a KV head."""
+        return ScoreConfig(self.block_m, self.block_n, self.num_warps, self.num_stages, num_chunks, self.halves)
+
+
+def fits_specialized(shape: ScoreShape, listed: bool) -> bool:
+    """Whether sm_90's own kernel has it: tokens in codes of 4 bits, all of them candidates, pooled by the maximum."""
+    return (
+        shape.source is Source.LOW_BIT
+        and shape.bits == 4
+        and shape.channels in _CHANNELS
+        and shape.pooling is Pooling.MAX
+        and not listed
+    )
+
+
+def default_config(
+    shape: ScoreShape, num_rows: int, capability: tuple[int, int] = (9, 0), *, specialized: bool = False
+) -> AnchorConfig:
+    """What runs where nothing was tuned.
+
+    Args:
+        shape: of heads and index.
+        num_rows: requests of the largest group.
+        capability: of the GPU. Before (9, 0) tiles are lower: there, scores leave the registers otherwise.
+        specialized: whether sm_90's own kernel may run: on such a GPU, for queries that are halves, where candidates
+            are tokens and not listed.
+    """
+    if specialized and capability[0] == _HOPPER and fits_specialized(shape, False):
+        block_m = min(128, block_of(num_rows * shape.gqa, 8))
+        return AnchorConfig(block_m, 128 if block_m <= 32 else 64, 4, 3, 3 if block_m <= 16 else 2, specialized=True)
+    hopper = capability >= (9, 0)
+    wide = shape.source is Source.LOW_BIT and hopper
+    block_m = min(128 if wide else 64 if hopper else 32, block_of(num_rows * shape.gqa, 8))
+    halves = hopper and block_m >= 16
+    if block_m == 128:
+        # One tile of all rows: codes are read and unpacked once a phase.
+        return AnchorConfig(block_m, 128, 8, 3, 1, halves)
+    return AnchorConfig(block_m, 128 if wide else 64, 4, 3, 2, halves)
+
+
+_LISTING = AnchorConfig(num_warps=8)
+"""Of the launch that counts and lists what it scored."""
+
+
+def share_programs(lengths: Sequence[int], num_programs: int) -> list[int]:
+    """Programs of each group, so that the longest stretch is as short as can be.
+
+    Args:
+        lengths: tokens of each group.
+        num_programs: of a KV head.
+
+    Returns:
+        One for each group, or more where there are fewer groups than programs; then `num_programs` together.
+    """
+    shares = [1] * len(lengths)
+    longest: list[tuple[float, int]] = [(-length, group) for group, length in enumerate(lengths)]
+    heapq.heapify(longest)
+    for _ in range(num_programs - len(lengths) if lengths else 0):
+        _, group = heapq.heappop(longest)
+        shares[group] += 1
+        heapq.heappush(longest, (-lengths[group] / shares[group], group))
+    return shares
+
+
+def make_items(groups: Sequence[SelectionGroup], max_groups: int, num_programs: int) -> list[list[int]]:
+    """Items in the order of programs: program p has items p, p + num_programs, and so on.
+
+    Items of a group follow each other. A group that is cut has its items among the first `num_programs`, one to a
+    program, so programs that wait for each other have nothing before that others wait for. A group without tokens, and
+    one that the plan does not name, has an item behind: it writes a count of 0 and the padding.
+    """
+    some = [g for g, group in enumerate(groups) if group.prefix_len]
+    shares = dict(zip(some, share_programs([groups[g].prefix_len for g in some], num_programs), strict=True))
+    items: list[list[int]] = []
+    for g in some + [g for g in range(max_groups) if g not in shares]:
+        group = groups[g] if g < len(groups) else SelectionGroup(0, 1)
+        share = shares.get(g, 1)
+        rest = [share, group.prefix_len, group.count, group.num_sink, group.prefix_len - group.num_recent]
+        items += [[g, chunk, *rest, group.slot_start] for chunk in range(share)]
+    return items
+
+
 class AnchorSelection:
     """Scores of candidates, pooled over the rows of their group, and the positions of the best under a token budget.
 
-    Scores are those of `PooledScores`. Positions are those of `TopKSelection` with keys of 16 bits on these scores:
-    sink, recent window, then the best; among equal keys the most recent first. Where candidates are listed (`listed`),
-    tokens, sink and recent window are those of the list, and its entries are what is written as positions. (KEYS: the
-    list holds the slots of all positions.)
+    Scores are those of `PooledScores`. Positions are those of `TopKSelection` with keys of 16 bits on these scores.
+    Where candidates are listed (`listed`), tokens, sink and recent window are those of the list, and its entries are
+    what is written as positions. (KEYS: the list holds the slots of all positions.)
 
     Runs of one object follow each other on one stream. If a launch dies half-way, make a new object: its programs'
     counters are left behind.
@@ -81,17 +247,17 @@ class AnchorSelection:
         if max_block_size > 1 and (listed or shape.source is Source.KEYS):
             raise ValueError(f"expected candidates of 1 token where they are listed, got {max_block_size}; set it to 1")
         if config.specialized:
-            specialized.check_fits(config, shape, device, listed, max_block_size)
+            _check_fits(config, shape, device, listed, max_block_size)
         self.shape, self.config, self.form, self.device = shape, config, form, device
         self.max_groups, self.max_prefix_len, self.max_budget = max_groups, max_prefix_len, max_budget
         self.max_block_size = max_block_size
         self._tables = ScoreTables(shape, max_batch, max_groups, device, listed=listed)
         heads = shape.num_kv_heads
-        self._listing = specialized.LISTING if config.specialized else config
-        at_once = num_programs or programs_at_once(device, self._listing)
+        self._listing = _LISTING if config.specialized else config
+        at_once = num_programs or programs_at_once(device, self._listing.programs_per_sm)
         self.programs_of_a_head = _in_rounds(max(1, at_once // heads))
-        self._score_programs = max(1, (num_programs or programs_at_once(device, config)) // heads)
-        if config.block_m > specialized.FEW_ROWS:
+        self._score_programs = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
+        if config.block_m > _FEW_ROWS:
             self._score_programs = _in_rounds(self._score_programs)
         max_items = self.programs_of_a_head + max_groups
         max_score_items = self._score_programs + max_groups if config.specialized else max_items
@@ -140,7 +306,7 @@ class AnchorSelection:
             if g < self.max_groups:
                 shifts[g] = torch.tensor([size.bit_length() - 1 for size in sizes])
         if self.config.specialized:
-            specialized.check_rows(self.config, scored)
+            _check_rows(self.config, scored)
         self._tables.plan(scored)
         self._send_items(selected, self.programs_of_a_head, self._items)
         if self.config.specialized:
@@ -202,9 +368,9 @@ class AnchorSelection:
         arguments |= self._own_arguments(inputs, lists, slot_table) | {"PAD": pad}
         joined, heads = self.form is Form.JOINED, self.shape.num_kv_heads
         if self.config.specialized:
-            specialized.check_inputs(inputs)
+            _check_inputs(inputs)
             items = {"items_ptr": self._score_items, "max_items": self._score_items.shape[0]}
-            specialized.launch_scores(self.config, (self._score_programs, heads), arguments | items, joined=joined)
+            _launch_scores(self.config, (self._score_programs, heads), arguments | items, joined=joined)
         first = 3 if self.config.specialized else 1
         for begin, last in ((first, _PHASES),) if joined else ((phase, phase) for phase in range(first, _PHASES + 1)):
             of_phases = {"FIRST_PHASE": begin, "LAST_PHASE": last}
@@ -276,14 +442,73 @@ class AnchorSelection:
             )
 
 
-def programs_at_once(device: torch.device, config: AnchorConfig) -> int:
-    """Programs that run at the same time on a device; 1 where it is no GPU."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm
-
-
 def _in_rounds(programs: int) -> int:
     """Fewer programs where a last round of reading what all of them counted would be for an eighth of them or less."""
     rest = programs % _CHUNKS_AT_ONCE
     return programs - rest if programs > _CHUNKS_AT_ONCE and 8 * rest <= programs else programs
+
+
+def _check_fits(
+    config: AnchorConfig, shape: ScoreShape, device: torch.device, listed: bool, max_block_size: int
+) -> None:
+    """A specialized configuration; on a CPU, where it can be compiled only, the device is not asked."""
+    if not fits_specialized(shape, listed) or max_block_size > 1:
+        raise ValueError(
+            "expected tokens in 4-bit codes on 32, 64, 96 or 128 channels, not listed, pooled by the maximum, for "
+            f"sm_90's own kernel, got {shape}, listed={listed}, max_block_size={max_block_size}; use a configuration "
+            "that is not specialized"
+        )
+    if device.type == "cuda" and not has_specialized(device):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"expected sm_90 for sm_90's own kernel, got {name}; use a configuration not specialized")
+
+
+def _check_rows(config: AnchorConfig, scored: Sequence[ScoredGroup]) -> None:
+    """It numbers rows of codes by 32 bits."""
+    ends = [first + count for of in scored for first, count in zip(of.first_rows, of.counts, strict=True)]
+    if max(ends, default=0) + _STEPS_AHEAD * config.block_n >= _MOST_ROWS:
+        raise ValueError(
+            f"expected fewer than 2^31 rows of codes for sm_90's own kernel, got {max(ends)}; use a configuration that "
+            "is not specialized"
+        )
+
+
+def _check_inputs(inputs: ScoreInputs) -> None:
+    """It takes the largest score before it scales, multiplies in INT8, and reads no raw scores."""
+    if not inputs.sm_scale > 0 or inputs.raw is not None or inputs.q.dtype is torch.float32:
+        raise ValueError(
+            "expected a positive scale, q in fp16 or bf16 and no raw scores for sm_90's own kernel, got "
+            f"{inputs.sm_scale}, {inputs.q.dtype} and raw={inputs.raw is not None}; use a configuration that is not "
+            "specialized"
+        )
+
+
+def _launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[str, Any], *, joined: bool) -> None:
+    """The first two phases, in one launch or in two. Upper bytes of keys are counted as scores are pooled.
+
+    Args:
+        config: a specialized one.
+        grid: programs of a KV head, and KV heads.
+        arguments: by parameter name, more than it has, with the items of this grid.
+        joined: in one launch, whose programs wait for each other.
+    """
+    from prefix_kernels.anchor_selection.hopper_kernels import score_items_hopper_kernel
+    from prefix_kernels.anchor_selection.hopper_product_kernels import words_layout
+
+    arguments = {
+        **arguments,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_CHUNKS": 64 if config.block_m <= _FEW_ROWS else 32,
+        "NUM_WARPS": config.num_warps,
+        "LAYOUT": words_layout(config.block_n, config.num_warps),
+    }
+    for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
+        arguments |= {"FIRST_PHASE": first, "LAST_PHASE": last}
+        names = {parameter.name for parameter in score_items_hopper_kernel.params}
+        launch(
+            score_items_hopper_kernel,
+            grid,
+            {name: value for name, value in arguments.items() if name in names},
+            **config.launch_options(joined=joined),
+        )

@@ -83,13 +83,7 @@ def encode_lists(positions: Tensor, scores: Tensor, prefix_len: int, bits: int) 
 
 
 def decode_lists(lists: CompactLists, list_len: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Positions [..., list_len] int64, ascending, and scores of that shape in fp32. Shapes depend on sizes only.
-
-    Args:
-        lists: what `encode_lists` made, or any of its lists.
-        list_len: entries of a list.
-        bits: of its scores.
-    """
+    """Positions [..., list_len] int64, ascending, and scores of that shape in fp32, of what `encode_lists` made."""
     rank = torch.arange(1, list_len + 1, device=lists.places.device).expand(*lists.places.shape[:-1], -1).contiguous()
     if lists.counts is None:
         marks = unpack_bits(lists.places)
@@ -102,18 +96,7 @@ def decode_lists(lists: CompactLists, list_len: int, bits: int) -> tuple[Tensor,
 
 
 def check_lists(lists: CompactLists, lead: tuple[int, ...], list_len: int, prefix_len: int, bits: int) -> None:
-    """Raise unless the shapes are those of lists with these leading dims.
-
-    Args:
-        lists: to check.
-        lead: leading dims.
-        list_len: entries of a list.
-        prefix_len: tokens of the prefix.
-        bits: of a score.
-
-    Raises:
-        ValueError: otherwise.
-    """
+    """Raise ValueError unless the shapes are those of lists with leading dims `lead`, and scores of so many bits."""
     bitmap = bitmap_is_smaller(list_len, prefix_len)
     expected: tuple[tuple[int, ...] | None, ...] = (
         (-(-prefix_len // 8),) if bitmap else (list_len,),
@@ -133,14 +116,9 @@ def check_lists(lists: CompactLists, lead: tuple[int, ...], list_len: int, prefi
 
 
 def check_entries(lists: CompactLists, list_len: int, prefix_len: int) -> None:
-    """Raise unless each list holds `list_len` ascending positions of the prefix: what decoding and kernels rely on.
+    """Raise ValueError unless each list holds `list_len` ascending positions of the prefix: decoding relies on it.
 
-    Args:
-        lists: of the shapes that `check_lists` wants, counts in 0..256. Waits for the device.
-        list_len, prefix_len: as there.
-
-    Raises:
-        ValueError: otherwise.
+    `lists` are of the shapes that `check_lists` wants, counts in 0..256. Waits for the device.
     """
     if lists.counts is None:
         behind = lists.places[..., -1] >> (prefix_len % 8) if prefix_len % 8 else torch.zeros(())

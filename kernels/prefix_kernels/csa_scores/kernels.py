@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.kernels import wait_for_the_kernel_before
 
 BLOCK = tl.constexpr(256)
 """Positions whose offset fits one byte: `compact.BLOCK_POSITIONS`."""
@@ -39,24 +39,11 @@ def pick_lists_kernel(
     lists_ptr,  # int32 [max_rows * GQA, num_kv_heads, NUM_SUBSPACES], out: list among all the group's lists
     factors_ptr,  # fp32 [max_rows * GQA, num_kv_heads, NUM_SUBSPACES, 2], out: score = code * first + second
     starts_ptr,  # int32 [max_rows * GQA, num_kv_heads, NUM_SUBSPACES, starts_stride], out: entries before each block
-    q_stride_row,
-    q_stride_head,
-    starts_stride,
-    GQA: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_SUBSPACES: tl.constexpr,
-    SUB: tl.constexpr,
-    BLOCK_SUB: tl.constexpr,
-    NUM_CENTROIDS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BITMAP_N: tl.constexpr,
-    BITMAP: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    q_stride_row, q_stride_head, starts_stride, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_SUBSPACES: tl.constexpr, SUB: tl.constexpr, BLOCK_SUB: tl.constexpr, NUM_CENTROIDS: tl.constexpr,
+    BLOCK_C: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_N: tl.constexpr, BITMAP_N: tl.constexpr, BITMAP: tl.constexpr,
+    OFFSETS: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Program (subspace, KV head, tile row): nearest centroid, factors of its list, prefix sums of its counts."""
     wait_for_the_kernel_before(OVERLAPPED)
     subspace = tl.program_id(0)
@@ -146,16 +133,9 @@ def score_tiles_kernel(
     factors_ptr,  # fp32 [max_rows * GQA, num_kv_heads, NUM_SUBSPACES, 2]
     starts_ptr,  # int32 [max_rows * GQA, num_kv_heads, NUM_SUBSPACES, starts_stride]
     out_ptr,  # fp32, each group [num_kv_heads, num_rows * GQA, prefix_len] from its OUT_BEGIN on
-    starts_stride,
-    GQA: tl.constexpr,
-    NUM_SUBSPACES: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    BITMAP: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    starts_stride, GQA: tl.constexpr, NUM_SUBSPACES: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr, BITMAP: tl.constexpr, OFFSETS: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Program (tile of positions, KV head, tile row): the sum of that row's lists in that tile, -inf where none is."""
     wait_for_the_kernel_before(OVERLAPPED)
     tile = tl.program_id(0)
@@ -175,34 +155,17 @@ def score_tiles_kernel(
             if OFFSETS:
                 if tl.load(fields + COUNTS) != 0:
                     _add_offsets(
-                        fields,
-                        lists_ptr + pick,
-                        factors_ptr + pick * 2,
-                        starts_ptr + pick * starts_stride + tile * (TILE // BLOCK),
-                        out,
-                        tile,
-                        size,
-                        starts_stride,
-                        NUM_SUBSPACES,
-                        BITS,
-                        TILE,
-                        STEP,
-                    )
+                        fields, lists_ptr + pick, factors_ptr + pick * 2,
+                        starts_ptr + pick * starts_stride + tile * (TILE // BLOCK), out, tile, size, starts_stride,
+                        NUM_SUBSPACES, BITS, TILE, STEP,
+                    )  # fmt: skip
             if BITMAP:
                 if tl.load(fields + COUNTS) == 0:
                     _add_bitmaps(
-                        fields,
-                        lists_ptr + pick,
-                        factors_ptr + pick * 2,
-                        starts_ptr + pick * starts_stride + tile * (TILE // BLOCK),
-                        out,
-                        tile,
-                        size,
-                        starts_stride,
-                        NUM_SUBSPACES,
-                        BITS,
-                        TILE,
-                    )
+                        fields, lists_ptr + pick, factors_ptr + pick * 2,
+                        starts_ptr + pick * starts_stride + tile * (TILE // BLOCK), out, tile, size, starts_stride,
+                        NUM_SUBSPACES, BITS, TILE,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -226,18 +189,8 @@ def _entries(places, codes, list_len, one, begin, end, BITS: tl.constexpr, STEP:
 
 @triton.jit
 def _add_entries(
-    out,
-    starts,
-    place,
-    code,
-    begin,
-    end,
-    scale,
-    zero,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    out, starts, place, code, begin, end, scale, zero, BITS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Add entries [begin, begin + STEP) of a list to the tile at `out`; -inf is replaced."""
     entry = begin + tl.arange(0, STEP)
     there = entry < end
@@ -256,19 +209,9 @@ def _add_entries(
 
 @triton.jit
 def _add_offsets(
-    fields,
-    lists,
-    factors,
-    starts,
-    out,
-    tile,
-    prefix_len,
-    starts_stride,
-    NUM_SUBSPACES: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    fields, lists, factors, starts, out, tile, prefix_len, starts_stride, NUM_SUBSPACES: tl.constexpr,
+    BITS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Lists with offsets: read, add, write back; one list after the other.
 
     Reads run ahead, as each depends on the one before: spans by two lists, entries by one.
@@ -306,18 +249,9 @@ def _add_offsets(
 
 @triton.jit
 def _add_bitmaps(
-    fields,
-    lists,
-    factors,
-    starts,
-    out,
-    tile,
-    prefix_len,
-    starts_stride,
-    NUM_SUBSPACES: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    fields, lists, factors, starts, out, tile, prefix_len, starts_stride, NUM_SUBSPACES: tl.constexpr,
+    BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Lists with bitmaps: each position finds its entry by counting the bits before it; sums stay in registers."""
     places = tl.load(fields + PLACES).to(tl.pointer_type(tl.uint8))
     codes = tl.load(fields + CODES).to(tl.pointer_type(tl.uint8))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefix_kernels.csa_scores.compact import BLOCK_POSITIONS, CompactLists, check_lists
 from prefix_kernels.csa_scores.kernels import FIELDS, pick_lists_kernel, score_tiles_kernel
-from prefix_kernels.launching import block_of, launch, send
+from prefix_kernels.launching import block_of, check_power_of_2, launch, send
 
 _BITMAP_RATIO = 0.117
 """From here on lists of long prefixes are bitmaps, see `compact`."""
@@ -88,18 +88,13 @@ class CsaConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("tile", BLOCK_POSITIONS), ("step", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"expected {name} as a power of 2 of at least {least}, got {value}")
+            check_power_of_2(name, getattr(self, name), least)
 
 
 def default_config(list_ratio: float) -> CsaConfig:
-    """What runs where nothing was tuned.
+    """What runs where nothing was tuned, by alpha: entries of a list per position of the prefix.
 
     With offsets one warp takes most of a list's share of a tile in one step; with bitmaps a thread has a byte of each.
-
-    Args:
-        list_ratio: alpha, entries of a list per position of the prefix.
     """
     if list_ratio >= _BITMAP_RATIO:
         return CsaConfig(1024, 128, 4)
@@ -174,9 +169,9 @@ class CsaGroup:
 class CsaScores:
     """Raw scores of every position for every query row of the batch's groups. Source: CSAttention, 3.3 (1)-(3).
 
-    The device buffers are made once, so that `run()` can be captured in a CUDA graph and replayed after another
-    `plan()`. Two launches: the lists that each row fetches, and their sums. The same bits in every run. The scratch is
-    shared by the layers, which run one after the other.
+    Two launches: the lists that each row fetches, and their sums. The same bits in every run. The device buffers are
+    made once: `run()` can be captured in a CUDA graph and replayed after another `plan()`. The scratch is shared by the
+    layers, which run one after the other.
 
     Args:
         shape: of the model and its index.
@@ -230,12 +225,6 @@ class CsaScores:
         self._centroid_type = torch.zeros(1, dtype=shape.centroid_dtype, device=device)
         self._planned: list[tuple[CsaGroup, ...]] = [()] * num_layers
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Device memory of the buffers."""
-        parts = (self._dims, self._rows, self._groups, self._lists, self._factors, self._starts)
-        return sum(part.nbytes for part in parts)
-
     def out_elements(self, layer: int = 0) -> int:
         """Scores that the layer's `run()` writes."""
         return sum(self._scores_of(group) for group in self._planned[layer])
@@ -264,12 +253,8 @@ class CsaScores:
                 shape or form.
         """
         rows = [row for group in groups for row in group.rows]
-        if (
-            len(groups) > self._groups.shape[1]
-            or len(rows) > self.max_rows
-            or len(set(rows)) < len(rows)
-            or min(rows, default=0) < 0
-        ):
+        once = len(set(rows)) == len(rows) <= self.max_rows and min(rows, default=0) >= 0
+        if len(groups) > self._groups.shape[1] or not once:
             raise ValueError(
                 f"expected at most {self._groups.shape[1]} groups and {self.max_rows} rows, each once, got "
                 f"{len(groups)} groups with rows {rows}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prefix_kernels.launching import check_power_of_2
 from prefix_kernels.types import PagedKV
 
 MIN_BLOCK_M = 16
@@ -25,7 +26,7 @@ _RESERVED = 1536
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How one tile is computed. All of it is a matter of speed, none of it of the result's meaning.
+    """How one tile is computed: a matter of speed only.
 
     Attributes:
         block_m: rows of a tile: requests times query heads of a KV head; a power of 2 of at least 16.
@@ -33,11 +34,10 @@ class AttentionConfig:
         num_warps: of a program.
         num_stages: steps whose keys and values are on their way at a time.
         programs_per_sm: programs that fill one multiprocessor.
-        max_registers: of a thread, at most; None leaves it to the compiler. 65,536 of a multiprocessor, divided by the
-            threads of the programs that are to run on it side by side: one's softmax then hides behind the other's
-            products.
-        specialized: sm_90's own kernel (`hopper_kernels`): warps that fetch apart from those that multiply. Tiles of
-            64 or 128 rows; num_warps is 4, of each of its groups, and num_stages the blocks that its ring holds.
+        max_registers: of a thread, at most; None leaves it to the compiler. With 65,536 of a multiprocessor over the
+            threads of two programs, one's softmax hides behind the other's products.
+        specialized: sm_90's own kernel (`hopper_kernels`). Tiles of 64 or 128 rows; num_warps is 4, of each of its
+            groups, and num_stages the blocks that its ring holds.
 
     Raises:
         ValueError: a block that is no power of 2 or too small, or one that the specialized kernel does not have.
@@ -52,10 +52,8 @@ class AttentionConfig:
     specialized: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n"):
-            value = getattr(self, name)
-            if value < MIN_BLOCK_M or value & (value - 1):
-                raise ValueError(f"expected {name} as a power of 2 of at least {MIN_BLOCK_M}, got {value}")
+        check_power_of_2("block_m", self.block_m, MIN_BLOCK_M)
+        check_power_of_2("block_n", self.block_n, MIN_BLOCK_M)
         if self.specialized and (self.block_m not in (64, 128) or self.num_warps != 4 or self.num_stages < 2):
             raise ValueError(
                 "expected block_m of 64 or 128, num_warps of 4 and num_stages of 2 or more of a specialized kernel, "
@@ -98,13 +96,7 @@ def fits_specialized(
 ) -> bool:
     """Whether sm_90's own kernel has these layers and tiles: bf16 or fp16, keys and values of 64 or 128 channels.
 
-    Args:
-        dtype: of the queries, by name: `bfloat16`.
-        kv_dtype: of keys and values, by name.
-        head_dim: channels of a key.
-        v_head_dim: channels of a value.
-        gqa: query heads of a KV head.
-        block_m: rows of a tile.
+    Dtypes are names, as `bfloat16`.
     """
     widths = head_dim in (64, 128) and v_head_dim in (64, 128)
     return dtype in ("bfloat16", "float16") and kv_dtype == dtype and widths and gqa <= block_m
@@ -118,13 +110,13 @@ def room_for_blocks(shared_memory: int, rows: int, head_dim: int, itemsize: int)
 def specialized_at_once(
     config: AttentionConfig, block_bytes: int, query_bytes: int, shared_memory: int, registers: int = _REGISTERS
 ) -> int:
-    """Specialized programs that one multiprocessor can run at a time.
+    """Specialized programs that one multiprocessor, of so much shared memory and registers, can run at a time.
 
     Args:
         config: a specialized one.
         block_bytes: of the keys and values of one block.
         query_bytes: of a tile's queries.
-        shared_memory: bytes of a multiprocessor.
+        shared_memory: bytes.
         registers: of a multiprocessor.
     """
     groups = config.block_m // SPECIALIZED_ROWS + 1
@@ -136,13 +128,6 @@ def specialized_at_once(
 def has_specialized(device: torch.device) -> bool:
     """Whether a device can run sm_90's own kernel."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
-
-
-def programs_at_once(device: torch.device, config: AttentionConfig) -> int:
-    """Programs that run at the same time on a device; 1 where it is no GPU."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm
 
 
 def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> None:

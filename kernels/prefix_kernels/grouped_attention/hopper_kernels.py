@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
 from prefix_kernels.grouped_attention.hopper_merge_kernels import LN2, merge_parts
+from prefix_kernels.kernels import wait_for_the_kernel_before
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)
@@ -46,12 +46,7 @@ def _counted(end, list_id, counts_ptr, source, num_heads):
 
 
 @gluon.jit
-def _fetch(
-    queue,
-    ring,
-    pool,
-    sizes: gl.constexpr,
-):
+def _fetch(queue, ring, pool, sizes: gl.constexpr):
     """The fetching warps: block after block of listed keys and values, as places of the ring become free."""
     HEAD_DIM: gl.constexpr = sizes[1]
     V_DIM: gl.constexpr = sizes[2]
@@ -125,15 +120,7 @@ def _weights(scores, peak, total, qk_scale, start, end, BLOCK_N: gl.constexpr, l
 
 
 @gluon.jit
-def _attend(
-    HALF: gl.constexpr,
-    queue,
-    ring,
-    query,
-    result,
-    merging,
-    sizes: gl.constexpr,
-):
+def _attend(HALF: gl.constexpr, queue, ring, query, result, merging, sizes: gl.constexpr):
     """One warp group: 64 rows of each item's tile over all its blocks; writes that part's state, or the result."""
     GQA: gl.constexpr = sizes[0]
     HEAD_DIM: gl.constexpr = sizes[1]
@@ -253,23 +240,10 @@ def attend_items_hopper_kernel(
     sm_scale,  # fp32, times the scale of K; positive
     v_scale,  # fp32, scale of V, of direct tiles
     batch,  # rows of q, out and lse
-    q_stride_row,
-    q_stride_head,
-    k_stride_slot,
-    k_stride_head,
-    v_stride_slot,
-    v_stride_head,
-    out_stride_row,
-    out_stride_head,
-    GQA: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    V_DIM: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    RING: gl.constexpr,
-    NUM_SPANS: gl.constexpr,
-    OVERLAPPED: gl.constexpr,
-):
+    q_stride_row, q_stride_head, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, out_stride_row,
+    out_stride_head, GQA: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, RING: gl.constexpr, NUM_SPANS: gl.constexpr, OVERLAPPED: gl.constexpr,
+):  # fmt: skip
     """Program (KV head, p): the items p, p + programs, ... of that KV head, one after the other.
 
     Then the programs of a KV head wait for each other and share the rows to be merged. NUM_SPANS of 0: they do not,

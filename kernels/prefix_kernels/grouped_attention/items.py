@@ -93,10 +93,9 @@ def cut(
 ) -> Items:
     """Items of about `target` in number, all of nearly the same length.
 
-    The shortest chunk (a multiple of block_n) is taken that needs no more than `target` items, so that the last wave
-    of thread blocks is full. Where more than half as many tiles are there to begin with, `target` more than those are
-    allowed if that shortens the longest turn: one long list among many short ones must not be one item, while lists of
-    one length stay whole.
+    The shortest chunk (a multiple of block_n) is taken that needs no more than `target` items: the last wave of thread
+    blocks is full. Where more than half as many tiles are there to begin with, `target` more than those are allowed if
+    that shortens the longest turn: one long list among many short ones must not be one item.
 
     Args:
         segments: in any order. Those without rows or entries give no item.

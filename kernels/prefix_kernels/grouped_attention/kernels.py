@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
+from prefix_kernels.kernels import wait_for_the_kernel_before
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -17,26 +17,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _attend_block(
-    q,
-    k_base,
-    v_base,
-    list_ptr,
-    start,
-    end,
-    k_stride_slot,
-    v_stride_slot,
-    qk_scale,
-    acc,
-    total,
-    peak,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k_base, v_base, list_ptr, start, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One block of keys: q [BLOCK_M, BLOCK_D], acc [BLOCK_M, BLOCK_V], total and peak [BLOCK_M] (base 2)."""
     column = start + tl.arange(0, BLOCK_N)
     # Columns past the end read the last key again and are masked after the product: no load is predicated, and no
@@ -77,25 +61,11 @@ def attend_items_kernel(
     sm_scale,  # fp32, times the scale of K
     v_scale,  # fp32, scale of V, of direct tiles
     batch,  # rows of q, out and lse: a plan for more of them reads and writes nothing there
-    q_stride_row,
-    q_stride_head,
-    k_stride_slot,
-    k_stride_head,
-    v_stride_slot,
-    v_stride_head,
-    out_stride_row,
-    out_stride_head,
-    GQA: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_stride_row, q_stride_head, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, out_stride_row,
+    out_stride_head, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPPED: tl.constexpr,
-):
+):  # fmt: skip
     """Program (KV head, item): one tile of rows over one stretch of one list; writes that part's state.
 
     Of a direct tile, whose rows have no other part, that is the result.
@@ -132,48 +102,14 @@ def attend_items_kernel(
         full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
             acc, total, peak = _attend_block(
-                q,
-                k_base,
-                v_base,
-                list_ptr,
-                start,
-                end,
-                k_stride_slot,
-                v_stride_slot,
-                qk_scale,
-                acc,
-                total,
-                peak,
-                HEAD_DIM,
-                BLOCK_D,
-                V_DIM,
-                BLOCK_V,
-                BLOCK_N,
-                False,
-                PRECISION,
-            )
+                q, k_base, v_base, list_ptr, start, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
+                HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, False, PRECISION,
+            )  # fmt: skip
         if full < end:
             acc, total, peak = _attend_block(
-                q,
-                k_base,
-                v_base,
-                list_ptr,
-                full,
-                end,
-                k_stride_slot,
-                v_stride_slot,
-                qk_scale,
-                acc,
-                total,
-                peak,
-                HEAD_DIM,
-                BLOCK_D,
-                V_DIM,
-                BLOCK_V,
-                BLOCK_N,
-                True,
-                PRECISION,
-            )
+                q, k_base, v_base, list_ptr, full, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
+                HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, True, PRECISION,
+            )  # fmt: skip
         empty = total == 0.0
         e = tl.arange(0, BLOCK_V)
         out = acc / tl.where(empty, 1.0, total)[:, None]
@@ -198,21 +134,14 @@ def attend_items_kernel(
 @triton.jit
 def merge_items_kernel(
     partial_out_ptr,  # fp32 [num_partials, V_DIM]
-    partial_lse_ptr,  # fp32 [num_partials], base 2, or natural log where NATURAL
+    partial_lse_ptr,  # fp32 [num_partials], base 2
     spans_ptr,  # int32 [batch, NUM_SPANS, 4], see `items.py`
     out_ptr,  # [batch, num_qo_heads, V_DIM]
     lse_ptr,  # fp32 [batch, num_qo_heads]
     v_scale,  # fp32, scale of V
-    out_stride_row,
-    out_stride_head,
-    GQA: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NUM_SPANS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    NATURAL: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    out_stride_row, out_stride_head, GQA: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    NUM_SPANS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Program (query head, batch row): merges the parts of that row's spans; an empty row gets 0 and -inf.
 
     A row of one part leaves with the bits that a direct tile would have written: its weight is 2^0. So no factor may
@@ -249,8 +178,6 @@ def merge_items_kernel(
                     mask=there[:, None] & (e < V_DIM)[None, :],
                     other=0.0,
                 )
-                if NATURAL:
-                    lse = lse * LOG2E
                 out = tl.where((lse > float("-inf"))[:, None], out, 0.0)
                 higher = tl.maximum(peak, tl.max(lse, axis=0))
                 safe = tl.where(higher == float("-inf"), 0.0, higher)

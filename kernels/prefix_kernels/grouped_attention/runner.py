@@ -12,26 +12,71 @@ from torch import Tensor
 from prefix_kernels.grouped_attention.config import (
     AttentionConfig,
     AttentionShape,
-    programs_at_once,
+    has_specialized,
+    specialized_at_once,
 )
-from prefix_kernels.grouped_attention.items import DIRECT, SPAN_FIELDS, Segment, cut
+from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
-from prefix_kernels.grouped_attention.launches import AttentionLaunch, AttentionPass, joined
-from prefix_kernels.grouped_attention.specialized import check_fits, check_inputs, launch_specialized
-from prefix_kernels.grouped_attention.tuned import own_config
-from prefix_kernels.launching import block_of, launch, send
-from prefix_kernels.types import AttnState, PagedKV
+from prefix_kernels.launching import block_of, launch, programs_at_once, send
+from prefix_kernels.types import PagedKV, check_arena, check_int32
 
 _MERGED_AT_ONCE = 64
 _LEAST_BLOCK = 16
 """Of a tensor core's operand."""
 
 
+class _Pass:
+    """Segments of one kind, as groups or single requests: at most one segment of a batch row.
+
+    Args:
+        config: tile and schedule.
+        max_batch: requests of a batch, at most.
+        target: items that fill the GPU once.
+    """
+
+    def __init__(self, config: AttentionConfig, max_batch: int, target: int) -> None:
+        self.config = config
+        self.target = target
+        self.max_items = target + max_batch
+
+    def partial_rows(self, num_kv_heads: int) -> int:
+        """Partial rows that its items may write."""
+        return self.max_items * num_kv_heads * self.config.block_m
+
+
+class _Launch:
+    """One launch of an attention kernel: the items of its passes, in fixed device buffers."""
+
+    def __init__(self, passes: Sequence[int], all_passes: Sequence[_Pass], max_batch: int, device: torch.device):
+        self.passes = passes
+        self.config = all_passes[passes[0]].config
+        self.target = all_passes[passes[0]].target
+        self.max_items = sum(all_passes[number].max_items for number in passes)
+        self.items = torch.zeros(self.max_items, ITEM_FIELDS, dtype=torch.int32, device=device)
+        self.rows = torch.zeros(len(passes) * max_batch, dtype=torch.int32, device=device)
+        self.num_items = torch.zeros(2, dtype=torch.int32, device=device)
+
+    @property
+    def programs(self) -> int:
+        """Programs per KV head: one an item, or, where each takes item after item, what fills the GPU."""
+        return self.target if self.config.specialized else self.max_items
+
+
+def _joined(passes: Sequence[AttentionConfig]) -> list[list[int]]:
+    """Numbers of the passes by launch: neighbours of one specialized configuration together, others alone."""
+    found: list[list[int]] = []
+    for number, config in enumerate(passes):
+        if found and config.specialized and config == passes[found[-1][0]]:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
+
+
 class GroupedAttention:
     """Attention of a batch: every request over its group's list, over its own list, or over both, merged.
 
-    The device buffers are made once, so that `run()` can be captured in a CUDA graph and replayed after another
-    `plan()`: counts and tables are read on the device, and items that a plan does not need leave at once.
+    The device buffers are made once: `run()` can be captured in a CUDA graph and replayed after another `plan()`.
 
     Args:
         shape: of the layers.
@@ -40,10 +85,10 @@ class GroupedAttention:
             Several passes serve tiles of different height, as a group's and a single request's.
         device: where everything lies.
         num_programs: thread blocks that fill the device, per pass; None asks the device.
+        chunk: tokens of a stretch, the same for every batch, so that a request's result does not depend on the rest of
+            the batch (with one `passes` of fixed height); 0: as the batch is best spread.
         scratch_of: another object of the same shape whose runs and these follow each other on one stream: its scratch
             serves both, where it is large enough.
-        chunk: tokens of a stretch, the same for every batch, so that a request's result does not depend on the rest
-            of the batch (give it one `passes` of fixed height, too); 0: as the batch is best spread.
 
     Raises:
         ValueError: no pass, a batch of no request, or a specialized configuration that does not fit the
@@ -65,17 +110,19 @@ class GroupedAttention:
             raise ValueError(f"expected one pass or more and max_batch >= 1, got {len(passes)} and {max_batch}")
         for config in passes:
             if config.specialized:
-                check_fits(config, shape, device, num_programs)
+                _check_fits(config, shape, device, num_programs)
         self.shape = shape
         self.max_batch = max_batch
         self._chunk = chunk
         self.passes = [
-            AttentionPass(
-                config, max_batch, max(1, (num_programs or programs_at_once(device, config)) // shape.num_kv_heads)
+            _Pass(
+                config,
+                max_batch,
+                max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // shape.num_kv_heads),
             )
             for config in passes
         ]
-        self._launches = [AttentionLaunch(same, self.passes, max_batch, device) for same in joined(passes)]
+        self._launches = [_Launch(same, self.passes, max_batch, device) for same in _joined(passes)]
         self._merges_itself = len(self._launches) == 1 and passes[0].specialized
         self._arrived = torch.zeros(shape.num_kv_heads, dtype=torch.int64, device=device)
         num_rows = sum(one.partial_rows(shape.num_kv_heads) for one in self.passes)
@@ -102,8 +149,7 @@ class GroupedAttention:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
 
         Args:
-            *segments: per pass. A batch row may stand in one segment of each pass, and must be a row of `run`'s q, of a
-                graph's replay, too.
+            *segments: per pass. A batch row stands in at most one segment of a pass, and is a row of `run`'s q.
 
         Raises:
             ValueError: more passes than there are, a row out of range or twice in a pass, or (with a fixed chunk)
@@ -178,25 +224,23 @@ class GroupedAttention:
     ) -> None:
         """Attend as planned. One launch per pass and one for the merge.
 
-        Neighbouring passes of one specialized configuration share a launch; where that is all, it merges, too.
-
-        Runs of one object follow each other on one stream: they share the parts' states. Run once before a capture, so
-        that the kernels are compiled; the pool's scales are constants of the captured graph.
+        Neighbouring passes of one specialized configuration share a launch; where that is all, it merges, too. Runs of
+        one object follow each other on one stream: they share the parts' states. Run once before a capture, so that the
+        kernels are compiled; the pool's scales are constants of the captured graph.
 
         Args:
             q: [batch, num_qo_heads, head_dim] post-RoPE queries.
             kv: the layer's pool buffers and scales; only listed slots are read.
-            slots: int32 or int64 arena in which the segments' lists lie. Listed slots must be in the pool (not checked:
-                that would wait for the device).
+            slots: int32 or int64 arena of the segments' lists. Slots must be in the pool (not checked: that would wait
+                for the device).
             sm_scale: multiplies q.k before the softmax; positive where a pass is specialized.
             out: [batch, num_qo_heads, v_head_dim], written: 0 where a row has nothing to attend.
             lse: [batch, num_qo_heads] fp32, written, natural log: -inf where a row has nothing to attend.
-            counts: int32 [num_lists, num_kv_heads], entries of the lists that segments name by `list_id`; needed
-                where one does.
-            head_map: int32 [num_kv_heads], for a reuse layer: KV head h reads the lists and counts of head
-                `head_map[h]`. None: its own. An entry of num_kv_heads or more reaches lists that no segment names: its
-                list begins `head_stride` times that entry behind the segment's, and its count lies as many entries
-                behind the first of its row. The caller sees to it that both are there.
+            counts: int32 [num_lists, num_kv_heads], entries of the lists that segments name by `list_id`.
+            head_map: int32 [num_kv_heads], for a reuse layer: KV head h reads the list and count of head `head_map[h]`;
+                None: its own. An entry of num_kv_heads or more reaches what no segment names: a list that begins
+                `head_stride` times that entry behind the segment's, and a count as many entries behind the first of its
+                row. The caller sees to it that both are there.
 
         Raises:
             ValueError: tensors of another shape than planned for, or what the specialized kernel cannot read.
@@ -204,7 +248,7 @@ class GroupedAttention:
         self._check_run(q, kv, slots, out, lse)
         self._check_lists(q, counts, head_map)
         if any(one.config.specialized for one in self._launches):
-            check_inputs(q, kv, sm_scale)
+            _check_inputs(q, kv, sm_scale)
         shape = self.shape
         counts = self._no_counts if counts is None else counts
         head_map = self._own_heads if head_map is None else head_map
@@ -214,7 +258,7 @@ class GroupedAttention:
             if one.config.specialized:
                 num_spans = len(self.passes) if self._merges_itself else 0
                 merging = {"spans_ptr": self._spans, "arrived_ptr": self._arrived, "NUM_SPANS": num_spans}
-                launch_specialized(one, {**arguments, **merging}, shape.num_kv_heads)
+                _launch_specialized(one, {**arguments, **merging}, shape.num_kv_heads)
                 continue
             launch(
                 attend_items_kernel,
@@ -247,7 +291,6 @@ class GroupedAttention:
                 "GQA": shape.gqa,
                 "V_DIM": shape.v_head_dim,
                 "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
-                "NATURAL": False,
                 "NUM_SPANS": len(self.passes),
                 "BLOCK_S": min(_MERGED_AT_ONCE, block_of(max(one.target for one in self.passes), _LEAST_BLOCK)),
             },
@@ -256,7 +299,7 @@ class GroupedAttention:
 
     def _arguments(
         self,
-        one: AttentionLaunch,
+        one: _Launch,
         q: Tensor,
         kv: PagedKV,
         slots: Tensor,
@@ -309,11 +352,7 @@ class GroupedAttention:
                 raise ValueError(f"expected {name} {wanted}, got {tuple(tensor.shape)}")
         if lse.dtype is not torch.float32 or not lse.is_contiguous():
             raise ValueError(f"expected lse contiguous in float32, got {lse.dtype}")
-        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
-            raise ValueError(
-                f"expected slots [arena] int32 or int64 contiguous, got {tuple(slots.shape)} {slots.dtype} of stride "
-                f"{slots.stride()}"
-            )
+        check_arena("slots", slots)
         for name, tensor in (("q", q), ("k_cache", kv.k_cache), ("v_cache", kv.v_cache), ("out", out)):
             if tensor.stride(2) != 1:
                 raise ValueError(f"expected {name} with adjacent channels, got strides {tensor.stride()}")
@@ -329,42 +368,63 @@ class GroupedAttention:
             raise ValueError(
                 f"expected counts of {self._most_lists} lists or more, as planned, got {lists}; hand in counts"
             )
-        for name, tensor, dims in (("counts", counts, (lists, heads)), ("head_map", head_map, (heads,))):
-            if tensor is not None and (
-                tuple(tensor.shape) != dims or tensor.dtype is not torch.int32 or not tensor.is_contiguous()
-            ):
-                raise ValueError(
-                    f"expected {name} {dims} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
-                    f"{tensor.stride()}"
-                )
+        if counts is not None:
+            check_int32("counts", counts, (lists, heads))
+        if head_map is not None:
+            check_int32("head_map", head_map, (heads,))
 
 
-def attend_segments(
-    q: Tensor,
-    kv: PagedKV,
-    slots: Tensor,
-    segments: Sequence[Segment],
-    sm_scale: float,
-    block_m: int,
-    counts: Tensor | None = None,
-) -> AttnState:
-    """Plan and run once, in fp32 output: for callers that are not in a hurry.
-
-    Args:
-        q, kv, slots, sm_scale, counts: as in `GroupedAttention.run`; of any strides.
-        segments: of one pass.
-        block_m: rows of a tile.
-    """
-    shape = AttentionShape.of(q, kv)
-    attention = GroupedAttention(
-        shape,
-        max(q.shape[0], 1),
-        [own_config(shape, block_m)],
-        q.device,
+def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, num_programs: int | None) -> None:
+    """A specialized configuration; on a CPU, where it can be compiled only, the device is not asked."""
+    if not shape.fits_specialized(config.block_m):
+        raise ValueError(
+            "expected a shape that the specialized kernel has (bf16 or fp16, also the KV; 64 or 128 channels; "
+            f"at most {config.block_m} query heads to a KV head), got {shape}; use a portable configuration"
+        )
+    if device.type != "cuda":
+        return
+    properties = torch.cuda.get_device_properties(device)
+    if not has_specialized(device):
+        raise ValueError(f"expected sm_90 for the specialized kernel, got {properties.name}; use a portable one")
+    item = shape.dtype.itemsize
+    at_once = specialized_at_once(
+        config,
+        config.block_n * (shape.head_dim + shape.v_head_dim) * item,
+        config.block_m * shape.head_dim * item,
+        properties.shared_memory_per_multiprocessor,
     )
-    attention.plan(segments)
-    out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.v_head_dim, dtype=torch.float32)
-    lse = q.new_empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
-    counts = None if counts is None else counts.contiguous()
-    attention.run(q, kv, slots.contiguous(), sm_scale, out, lse, counts=counts)
-    return AttnState(out, lse)
+    most = at_once * properties.multi_processor_count
+    heads = shape.num_kv_heads
+    wanted = heads * max((num_programs or programs_at_once(device, config.programs_per_sm)) // heads, 1)
+    if wanted > most:
+        # They wait for each other.
+        raise ValueError(
+            f"expected at most {most} programs of {config} at a time on this GPU, got {wanted}; lower programs_per_sm, "
+            "num_programs or the ring, or use a portable configuration"
+        )
+
+
+def _check_inputs(q: Tensor, kv: PagedKV, scale: float) -> None:
+    """It copies 16 bytes at a time, and takes the largest score before it scales."""
+    if not scale > 0:
+        raise ValueError(f"expected a positive scale of the scores, got {scale}; use a portable configuration")
+    for name, tensor in (("q", q), ("k_cache", kv.k_cache), ("v_cache", kv.v_cache)):
+        if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
+            raise ValueError(
+                f"expected {name} aligned to 16 bytes with strides of multiples of 16 elements, got "
+                f"{tensor.data_ptr() % 16} bytes off and strides {tensor.stride()}; use a portable configuration"
+            )
+
+
+def _launch_specialized(one: _Launch, arguments: dict[str, Any], num_kv_heads: int) -> None:
+    from prefix_kernels.grouped_attention.hopper_kernels import attend_items_hopper_kernel
+
+    launch(
+        attend_items_hopper_kernel,
+        (num_kv_heads, one.programs),
+        {**arguments, "num_items_ptr": one.num_items, "RING": one.config.num_stages},
+        num_warps=one.config.num_warps,
+        maxnreg=one.config.max_registers,
+        # Its programs wait for each other: started together, or refused with an error where they do not fit.
+        launch_cooperative_grid=arguments["NUM_SPANS"] > 0,
+    )

@@ -76,8 +76,8 @@ class TunedConfigs:
 
     Args:
         gpu: name of the device, as torch gives it.
-        entries: of which a later one takes the place of an earlier one with the same key.
-        shipped: what the package brings; serves where `entries` has nothing, and is never saved.
+        entries: a later one takes the place of an earlier one with the same key.
+        shipped: serves where `entries` has nothing, and is never saved.
     """
 
     def __init__(self, gpu: str, entries: Iterable[TunedEntry] = (), shipped: Iterable[TunedEntry] = ()) -> None:
@@ -122,7 +122,7 @@ class TunedConfigs:
         return entry.config if entry else own_config(shape, block_m)
 
     def passes(self, shape: AttentionShape, rows: int) -> list[AttentionConfig]:
-        """For a group of `rows` requests and for single ones: a specialized one does for both, in one launch."""
+        """As `passes_of`."""
         return passes_of(self, shape, rows)
 
     def missing(self, shape: AttentionShape, rows: Iterable[int]) -> list[int]:
@@ -148,12 +148,8 @@ class TunedConfigs:
     def save(self, cache: Path) -> Path:
         """Write into a folder, for the next `for_device` under the same version of Triton; returns the file.
 
-        The file is replaced as a whole. What it holds of other keys, as another process found it, stays; a file that
-        cannot be read is replaced. Of two processes that save in the same moment one wins, and the other one's entries
-        are measured again.
-
-        Raises:
-            OSError: it cannot be written.
+        The file is replaced as a whole; entries of other keys stay. Of two processes that save in the same moment one
+        wins, and the other one's entries are measured again. Raises OSError.
         """
         cache.mkdir(parents=True, exist_ok=True)
         path = self.path_in(cache)
@@ -190,7 +186,7 @@ class TunedConfigs:
 def passes_of(
     configs: Callable[[AttentionShape, int], AttentionConfig], shape: AttentionShape, rows: int
 ) -> list[AttentionConfig]:
-    """As `TunedConfigs.passes`, of anything that can be asked as it can."""
+    """For a group of `rows` requests and for single ones: a specialized one does for both, in one launch."""
     group = configs(shape, rows)
     return [group, group if group.specialized else configs(shape, 1)]
 
@@ -218,15 +214,10 @@ def file_name(gpu: str, triton: str = "") -> str:
 
 
 def parse(text: str, gpu: str | None, source: str) -> list[TunedEntry]:
-    """The entries of a file.
-
-    Args:
-        text: what it holds.
-        gpu: the device it must be of; None for any.
-        source: its name, for messages.
+    """The entries of a file named `source`.
 
     Raises:
-        ValueError: not JSON, another format, of another GPU, or an entry that cannot be.
+        ValueError: not JSON, another format, of another GPU than `gpu`, or an entry that cannot be.
     """
     document = _document(text, source)
     if gpu is not None and document["gpu"] != gpu:

@@ -73,14 +73,15 @@ def candidates(
 ) -> list[AttentionConfig]:
     """Parameters of one height, the package's own first, without those whose keys and values cannot fit.
 
+    Where sm_90's own kernel has the shape, the portable one is tried with the package's own parameters only: on an H200
+    it takes 1.1 to 1.8 times as long (docs/kernels.md), and each candidate takes seconds to compile.
+
     Args:
         shape: of the layers.
         block_m: rows of a tile.
         space: values to combine.
         shared_memory: bytes that a thread block may have.
-        specialized: whether the device is one of sm_90. Where its own kernel has the shape, the portable one is tried
-            with the package's own parameters only: on an H200 it takes 1.1 to 1.8 times as long (docs/kernels.md), and
-            each candidate takes seconds to compile.
+        specialized: whether the device is one of sm_90.
     """
     own = own_config(shape, block_m)
     if specialized and (of_hopper := _specialized(shape, block_m, shared_memory)):
@@ -187,8 +188,8 @@ def tune_missing(
 def memory_needed(shape: AttentionShape, block_m: int) -> int:
     """Bytes of device memory that measuring tiles of so many rows takes at its peak, at most.
 
-    Keys and values of 32,768 tokens of one layer, first drawn in fp32; lists of slots; what a head's plain attention of
-    them makes; the clock's 256 MiB; the parts' states of two candidates, as one is made before the last one goes.
+    Keys and values, first drawn in fp32; lists of slots; a head's plain attention; the clock's 256 MiB; the parts'
+    states of two candidates, as one is made before the last one goes.
     """
     channels = shape.head_dim + shape.v_head_dim
     drawn = 4 * max(shape.head_dim, shape.v_head_dim)
@@ -202,11 +203,7 @@ def memory_needed(shape: AttentionShape, block_m: int) -> int:
 
 
 def fastest(times: dict[AttentionConfig, dict[str, float]]) -> AttentionConfig:
-    """The candidate of the least geometric mean, over the cases, of its time over the fastest one's.
-
-    Args:
-        times: microseconds by candidate and case; every candidate has every case.
-    """
+    """The candidate of the least geometric mean, over the cases, of its time over the fastest one's."""
     cases = next(iter(times.values())).keys()
     least = {case: min(us[case] for us in times.values()) for case in cases}
     return min(times, key=lambda config: math.prod(times[config][case] / least[case] for case in cases))
@@ -287,11 +284,7 @@ def _measured(problem: _Problem, config: AttentionConfig, timer: Timer) -> dict[
 class GraphTimer:
     """Microseconds of some work: the median of CUDA graph replays, with L2 full of other clean lines before each.
 
-    As a graph, so that the time of the host is not measured; short work would be over before the next launch comes.
-
-    Args:
-        device: a CUDA device, of which it takes 256 MiB.
-        repeats: replays.
+    As a graph, so that the time of the host is not measured. Takes 256 MiB of a CUDA device.
     """
 
     def __init__(self, device: torch.device, repeats: int = 15) -> None:

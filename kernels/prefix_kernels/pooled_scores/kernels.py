@@ -1,6 +1,6 @@
 """Triton kernels of pooled scores: how much of its group's attention a candidate has, in two passes over an index.
 
-The first pass sums every row's exponentials over a stretch of candidates, the second one computes the scores again,
+The first pass sums every row's exponentials over a stretch of candidates. The second one computes the scores again,
 turns them into log-probabilities and pools them over the rows: a product is cheaper than a write and a read of scores
 for every row. Products have candidates as rows and queries as columns, so that codes of few bits are unpacked in
 registers and go into the tensor cores from there.
@@ -14,8 +14,413 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.pooled_scores.stretch_kernels import addresses, num_summed, score_stretch, stretch_of, sum_step
+from prefix_kernels import pooling
+from prefix_kernels.kernels import wait_for_the_kernel_before
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+FIRST_SUMMED = tl.constexpr(pooling.FIRST_SUMMED)
+LEAST_SUMMED = tl.constexpr(pooling.LEAST_SUMMED)
+GOLDEN = tl.constexpr(pooling.GOLDEN)
+HEADROOM = tl.constexpr(pooling.HEADROOM)
+
+#: Where raw scores come from.
+RAW = tl.constexpr(0)  # they are there already
+KEYS = tl.constexpr(1)  # keys in the pool, by lists of slots
+LOW_BIT = tl.constexpr(2)  # rows of codes: q.k up to a constant per row
+MINMAX = tl.constexpr(3)  # two rows of codes: the upper bound of q.k over a block
+
+
+@triton.jit
+def _queries(
+    q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+    SIGN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GQA: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, LISTED: tl.constexpr, SCALED: tl.constexpr,
+    COMPUTE: tl.constexpr, TAIL: tl.constexpr = 0,
+):  # fmt: skip
+    """[BLOCK_K, BLOCK_M]: every PARTS-th channel of the group's queries, times the channel's step.
+
+    SIGN 1 keeps what is positive, -1 what is negative, 0 all.
+    """
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    live = m < num_rows * GQA
+    # A tail has its units twice, see `_product`.
+    column = (TAIL + k % (BLOCK_K // 2)) * PARTS + PART + 2 * (k // (BLOCK_K // 2)) if TAIL else k * PARTS + PART
+    used = column < CHANNELS
+    row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(tl.int64)
+    channel = tl.load(channels_ptr + column, mask=used, other=0).to(tl.int32) if LISTED else column
+    q_ptrs = q_ptr + (row * q_stride_row + (head * GQA + m % GQA) * q_stride_head)[None, :] + channel[:, None]
+    q = tl.load(q_ptrs, mask=used[:, None] & live[None, :], other=0.0)
+    if SIGN == 1:
+        q = tl.maximum(q, 0.0)
+    if SIGN == -1:
+        q = tl.minimum(q, 0.0)
+    if SCALED:
+        q = q.to(tl.float32) * tl.load(scale_ptr + column, mask=used, other=0.0)[:, None]
+        # A part's codes come at their place in a byte.
+        q = q * (2.0 ** (-(BITS * PART % 8)))
+        if COMPUTE == tl.float16:
+            q = tl.minimum(tl.maximum(q, -65504.0), 65504.0)
+    return q.to(COMPUTE)
+
+
+@triton.jit
+def _query_parts(
+    q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+    SIGN: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, LISTED: tl.constexpr, SCALED: tl.constexpr, COMPUTE: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    """The parts of the queries that the codes of a unit (a word of four, or a byte) are multiplied with: 1, 4, or 6.
+
+    With TAIL two more are for the units from that one on, see `_product`.
+    """
+    q0 = _queries(
+        q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+        SIGN, 0, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
+    )  # fmt: skip
+    q1, q2, q3, t0, t1 = q0, q0, q0, q0, q0
+    if PARTS == 4:
+        q1 = _queries(
+            q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+            SIGN, 1, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
+        )  # fmt: skip
+        q2 = _queries(
+            q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+            SIGN, 2, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
+        )  # fmt: skip
+        q3 = _queries(
+            q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+            SIGN, 3, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
+        )  # fmt: skip
+    if TAIL:
+        t0 = _queries(
+            q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+            SIGN, 0, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, SCALED, COMPUTE, TAIL,
+        )  # fmt: skip
+        t1 = _queries(
+            q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+            SIGN, 1, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, SCALED, COMPUTE, TAIL,
+        )  # fmt: skip
+    return q0, q1, q2, q3, t0, t1
+
+
+@triton.jit
+def _codes(packed, PART: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.constexpr):
+    """Codes of a part of each byte, at their place in it: code * 2^(PART * BITS), times 2^-24 in fp16.
+
+    The bits of a code are a subnormal half as they stand, which tensor cores multiply as any other: nothing is
+    converted.
+    """
+    code = packed & (((1 << BITS) - 1) << (PART * BITS))
+    if COMPUTE == tl.float16:
+        return code.to(tl.uint16).to(tl.float16, bitcast=True)
+    return code.to(COMPUTE)
+
+
+@triton.jit
+def _nibbles(words, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The four 4-bit codes of each word, as `_codes`: parts 0 and 2 as they are, 1 and 3 times 16.
+
+    As assembly, since a register holds two words and 5 instructions then do for 8 codes.
+    """
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 upper;
+            shr.b32 upper, $4, 8;
+            and.b32 $0, $4, 0x000F000F;
+            and.b32 $1, $4, 0x00F000F0;
+            and.b32 $2, upper, 0x000F000F;
+            and.b32 $3, upper, 0x00F000F0;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    words = words.to(tl.uint16, bitcast=True)
+    return (
+        _codes(words, 0, 4, COMPUTE),
+        _codes(words, 1, 4, COMPUTE),
+        _codes(words >> 8, 0, 4, COMPUTE),
+        _codes(words >> 8, 1, 4, COMPUTE),
+    )
+
+
+@triton.jit
+def _product(
+    scores, packed_ptr, place, q0, q1, q2, q3, t0, t1, ROW_UNITS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """scores [BLOCK_N, BLOCK_M] plus the product of the rows of codes at `place` with the queries' parts.
+
+    With TAIL (words of 4-bit codes) a row has half a block of units more, from that unit on. Two parts of them fill a
+    block together: what is multiplied is channels, and not the padding of a block that is twice as wide.
+    """
+    k = tl.arange(0, BLOCK_K)
+    ptrs = packed_ptr + place[:, None] * ROW_UNITS + k[None, :]
+    packed = tl.load(ptrs) if ROW_UNITS >= BLOCK_K else tl.load(ptrs, mask=k[None, :] < ROW_UNITS, other=0)
+    if BITS == 4:
+        c0, c1, c2, c3 = _nibbles(packed, COMPUTE, ASSEMBLY)
+    else:
+        c0 = _codes(packed, 0, BITS, COMPUTE)
+    scores = tl.dot(c0, q0, scores, input_precision=PRECISION)
+    if BITS == 2:
+        c1, c2, c3 = _codes(packed, 1, 2, COMPUTE), _codes(packed, 2, 2, COMPUTE), _codes(packed, 3, 2, COMPUTE)
+    if BITS < 8:
+        scores = tl.dot(c1, q1, scores, input_precision=PRECISION)
+        scores = tl.dot(c2, q2, scores, input_precision=PRECISION)
+        scores = tl.dot(c3, q3, scores, input_precision=PRECISION)
+    if TAIL:
+        words = tl.load(packed_ptr + place[:, None] * ROW_UNITS + TAIL + tl.arange(0, BLOCK_K // 2)[None, :])
+        c0, c1, c2, c3 = _nibbles(words, COMPUTE, ASSEMBLY)
+        scores = tl.dot(_side_by_side(c0, c2), t0, scores, input_precision=PRECISION)
+        scores = tl.dot(_side_by_side(c1, c3), t1, scores, input_precision=PRECISION)
+    return scores
+
+
+@triton.jit
+def _side_by_side(left, right):
+    """[BLOCK_N, 2 * units]."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
+
+
+@triton.jit
+def sum_step(count, SUM_EVERY: tl.constexpr):
+    """As `pooling.sum_step`."""
+    return tl.maximum(tl.minimum(count // LEAST_SUMMED, SUM_EVERY), 1)
+
+
+@triton.jit
+def num_summed(count, step):
+    """How many of `count` candidates are summed."""
+    return tl.minimum(count, FIRST_SUMMED) + tl.maximum(count - FIRST_SUMMED, 0) // step
+
+
+@triton.jit
+def summed_candidate(place, step):
+    """Which candidate has a place among those that are summed, see `pooling.sampled`."""
+    stretch = place - FIRST_SUMMED
+    turn = ((stretch.to(tl.uint32) * GOLDEN) & 0xFFFF).to(tl.int32)
+    behind = FIRST_SUMMED + stretch * step + (turn * step >> 16)
+    return tl.where(place < FIRST_SUMMED, place, behind)
+
+
+@triton.jit
+def summed_weight(place, step):
+    """Base 2: how many candidates it stands for."""
+    return tl.where(place < FIRST_SUMMED, 0.0, tl.log2(step.to(tl.float32)))
+
+
+@triton.jit
+def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS: tl.constexpr):
+    """[BLOCK_M] base 2, from the sums of all chunks; +inf for a row that has no score at all, or is none."""
+    highest = tl.full([m.shape[0]], -1e30, tl.float32)
+    total = tl.zeros([m.shape[0]], tl.float32)
+    for begin in range(0, num_chunks, BLOCK_CHUNKS):
+        parts = begin + tl.arange(0, BLOCK_CHUNKS)
+        where = stats + parts[:, None] * max_rows + m[None, :]
+        there = (parts < num_chunks)[:, None] & live[None, :]
+        # Other programs of the same launch may have written them: past the first level of caches.
+        peaks = tl.load(peak_ptr + where, mask=there, other=-1e30, cache_modifier=".cg")
+        totals = tl.load(total_ptr + where, mask=there, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(highest, tl.max(peaks, axis=0))
+        # Rounded before they are added, not with the sum: else threads that add the same two in turns differ.
+        scaled = tl.where(totals == 0.0, 0.0, tl.exp2(peaks - higher[None, :]) * totals)
+        total = total * tl.exp2(highest - higher) + tl.sum(scaled, axis=0)
+        highest = higher
+    # Such a row says nothing: everything is less than +inf.
+    return tl.where(total == 0.0, float("inf"), highest + tl.log2(tl.where(total == 0.0, 1.0, total)))
+
+
+@triton.jit
+def _pool(scores, lse, weight, POOL: tl.constexpr):
+    """[BLOCK_N] natural log of the largest, or of `weight` times the summed, share of attention of a candidate."""
+    scores = scores - lse[None, :]
+    pooled = tl.max(scores, axis=1)
+    if POOL == 2:
+        level = tl.where(pooled == float("-inf"), 0.0, pooled)
+        mass = tl.sum(tl.exp2(scores - level[:, None]), axis=1) * weight
+        pooled = tl.where(mass == 0.0, float("-inf"), level + tl.log2(tl.where(mass == 0.0, 1.0, mass)))
+    return pooled * LN2
+
+
+@triton.jit
+def _pool_tiles(first, second, POOL: tl.constexpr):
+    """Both natural logs; of the mean's parts the sum."""
+    highest = tl.maximum(first, second)
+    if POOL == 1:
+        return highest
+    level = tl.where(highest == float("-inf"), 0.0, highest)
+    mass = tl.exp(first - level) + tl.exp(second - level)
+    return tl.where(mass == 0.0, float("-inf"), level + tl.log(tl.where(mass == 0.0, 1.0, mass)))
+
+
+@triton.jit
+def _step(
+    start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3, u0, u1, list_ptr,
+    raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, step, factor, k_stride_slot, raw_stride_row,
+    raw_stride_candidate, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr,
+    BITS: tl.constexpr, SOURCE: tl.constexpr, LISTED_ROWS: tl.constexpr, STORE_RAW: tl.constexpr, SAMPLED: tl.constexpr,
+    POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of candidates against a tile of rows: sums, or pooled scores that are written."""
+    n = start + tl.arange(0, BLOCK_N)
+    # Candidates past the end read the last one again, and are masked after the product.
+    entry = tl.minimum(n, end - 1) if MASKED else n
+    if SAMPLED:
+        entry = summed_candidate(entry, step)
+    raw_ptrs = raw_base + entry[:, None].to(tl.int64) * raw_stride_candidate + m[None, :].to(tl.int64) * raw_stride_row
+    if SOURCE == RAW:
+        scores = tl.load(raw_ptrs, mask=live[None, :], other=float("-inf"))
+    else:
+        place = tl.load(list_ptr + entry).to(tl.int64) if LISTED_ROWS else entry.to(tl.int64)
+        scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if SOURCE == KEYS:
+            d = tl.arange(0, BLOCK_K)
+            k_ptrs = k_base + place[:, None] * k_stride_slot + d[None, :]
+            if BLOCK_K == CHANNELS:
+                keys = tl.load(k_ptrs)
+            else:
+                keys = tl.load(k_ptrs, mask=d[None, :] < CHANNELS, other=0.0)
+            scores = tl.dot(keys.to(COMPUTE), q0, scores, input_precision=PRECISION)
+        if SOURCE == LOW_BIT or SOURCE == MINMAX:
+            row = first_row + place
+            scores = _product(
+                scores, packed_ptr, row, q0, q1, q2, q3, t0, t1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION,
+                ASSEMBLY, TAIL,
+            )  # fmt: skip
+        if SOURCE == MINMAX:
+            scores = _product(
+                scores, packed2_ptr, row, p0, p1, p2, p3, u0, u1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION,
+                ASSEMBLY, TAIL,
+            )  # fmt: skip
+        if STORE_RAW:
+            tl.store(raw_ptrs, scores * UNIT, mask=live[None, :] & (n < end)[:, None])
+    if POOL == 0:
+        if MASKED:
+            scores = tl.where((n < end)[:, None], scores, float("-inf"))
+        if SAMPLED:
+            scores = scores * factor + summed_weight(n, step)[:, None]
+            factor = 1.0
+        # In the tensor cores' layout a thread owns whole sets of axes 0 and 2: its sums need no other thread until
+        # the stretch is over.
+        scores = tl.reshape(scores, [BLOCK_N // (16 * LANES), LANES, 2, 8, BLOCK_M])
+        higher = tl.maximum(peak, tl.max(tl.max(scores, axis=2), axis=0) * factor)
+        weight = tl.exp2(scores * factor - higher[None, :, None, :, :])
+        total = total * tl.exp2(peak - higher) + tl.sum(tl.sum(weight, axis=2), axis=0)
+        peak = higher
+    else:
+        pooled = _pool(scores * factor, lse, 1.0 / (num_rows * GQA), POOL)
+        if tile > 0:
+            pooled = _pool_tiles(pooled, tl.load(out_ptr + entry), POOL)
+        tl.store(out_ptr + n, pooled, mask=n < end)
+    return peak, total
+
+
+@triton.jit
+def addresses(arrays):
+    """Of a group's channels, codes, scale, second codes and second scale."""
+    return tl.load(arrays), tl.load(arrays + 1), tl.load(arrays + 2), tl.load(arrays + 3), tl.load(arrays + 4)
+
+
+@triton.jit
+def stretch_of(chunk, num_chunks, count, BLOCK_N: tl.constexpr):
+    """Where a chunk of `count` candidates begins and ends: whole blocks, but for the last one; or nothing."""
+    stretch = tl.cdiv(tl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
+    begin = tl.minimum(chunk * stretch, count)
+    return begin, tl.minimum(begin + stretch, count)
+
+
+@triton.jit
+def score_stretch(
+    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at, packed2_at, scale2_at,
+    first_row, step, list_ptr, raw_base, out_ptr, k_base, peak_ptr, total_ptr,
+    stats,  # where the sums of this group and head begin
+    chunk, num_chunks, sm_scale, q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate,
+    max_rows, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr,
+    BITS: tl.constexpr, SOURCE: tl.constexpr, LISTED_ROWS: tl.constexpr, LISTED_CHANNELS: tl.constexpr,
+    STORE_RAW: tl.constexpr, SUM_EVERY: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores.
+
+    With SUM_EVERY above 1 sums are of a sample: places among the candidates that are summed, one of each `step`.
+    """
+    SAMPLED: tl.constexpr = SUM_EVERY > 1 and POOL == 0
+    PARTS: tl.constexpr = 1 if SOURCE == KEYS or BITS == 8 else 4
+    TAIL: tl.constexpr = BLOCK_K if (SOURCE == LOW_BIT or SOURCE == MINMAX) and ROW_UNITS > BLOCK_K else 0
+    UNITS: tl.constexpr = tl.uint16 if BITS == 4 else tl.uint8
+    channels_ptr = channels_at.to(tl.pointer_type(tl.int16)) + head * CHANNELS
+    packed_ptr = tl.multiple_of(packed_at.to(tl.pointer_type(UNITS)), 16)
+    scale_ptr = scale_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
+    packed2_ptr = tl.multiple_of(packed2_at.to(tl.pointer_type(UNITS)), 16)
+    scale2_ptr = scale2_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
+
+    # What a code in fp16 is too small by, see `_codes`.
+    UNIT: tl.constexpr = 16777216.0 if (SOURCE == LOW_BIT or SOURCE == MINMAX) and COMPUTE == tl.float16 else 1.0
+    factor = sm_scale * LOG2E * UNIT
+
+    for tile in range(tl.cdiv(num_rows * GQA, BLOCK_M)):
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = m < num_rows * GQA
+        if SOURCE != RAW:
+            q0, q1, q2, q3, t0, t1 = _query_parts(
+                q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+                1 if SOURCE == MINMAX else 0, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED_CHANNELS,
+                SOURCE != KEYS, COMPUTE, TAIL,
+            )  # fmt: skip
+            p0, p1, p2, p3, u0, u1 = q0, q1, q2, q3, t0, t1
+        else:
+            q0, q1, q2, q3, t0, t1 = m, m, m, m, m, m
+            p0, p1, p2, p3, u0, u1 = m, m, m, m, m, m
+        if SOURCE == MINMAX:
+            p0, p1, p2, p3, u0, u1 = _query_parts(
+                q_ptr, rows_ptr, channels_ptr, scale2_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+                -1, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED_CHANNELS, True, COMPUTE, TAIL,
+            )  # fmt: skip
+
+        lse = tl.zeros([BLOCK_M], tl.float32)
+        if POOL:
+            lse = _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS)
+            if SUM_EVERY > 1:
+                lse += HEADROOM * LOG2E
+        # Below every score, and finite: less -inf than this is -inf, and not NaN.
+        peak = tl.full([LANES, 8, BLOCK_M], -1e30, tl.float32)
+        total = tl.zeros([LANES, 8, BLOCK_M], tl.float32)
+        full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+        for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
+            peak, total = _step(
+                start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
+                u0, u1, list_ptr,
+                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, step, factor, k_stride_slot,
+                raw_stride_row, raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS,
+                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, False,
+            )  # fmt: skip
+        if full < end:
+            peak, total = _step(
+                full, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
+                u0, u1, list_ptr,
+                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, step, factor, k_stride_slot,
+                raw_stride_row, raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS,
+                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, True,
+            )  # fmt: skip
+        if POOL == 0:
+            highest = tl.max(tl.max(peak, axis=0), axis=0)
+            # Rounded before they are added, as in `_row_lse`.
+            mass = tl.where(total == 0.0, 0.0, total * tl.exp2(peak - highest[None, None, :]))
+            mass = tl.sum(tl.sum(mass, axis=0), axis=0)
+            tl.store(peak_ptr + stats + chunk * max_rows + m, highest, mask=live)
+            tl.store(total_ptr + stats + chunk * max_rows + m, mass, mask=live)
+        # The next tile reads what other threads of this program wrote.
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -31,38 +436,14 @@ def pooled_scores_kernel(
     peak_ptr,  # fp32 [num_groups, num_kv_heads, num_chunks, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log
-    sm_scale,
-    q_stride_row,
-    q_stride_head,
-    k_stride_slot,
-    k_stride_head,
-    raw_stride_group,
-    raw_stride_head,
-    raw_stride_row,
-    raw_stride_candidate,
-    max_rows,
-    GQA: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROW_UNITS: tl.constexpr,
-    BITS: tl.constexpr,
-    SOURCE: tl.constexpr,
-    LISTED_ROWS: tl.constexpr,
-    LISTED_CHANNELS: tl.constexpr,
-    STORE_RAW: tl.constexpr,
-    RAW_ARENA: tl.constexpr,
-    SUM_EVERY: tl.constexpr,
+    sm_scale, q_stride_row, q_stride_head, k_stride_slot, k_stride_head, raw_stride_group, raw_stride_head,
+    raw_stride_row, raw_stride_candidate, max_rows, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROW_UNITS: tl.constexpr, BITS: tl.constexpr, SOURCE: tl.constexpr, LISTED_ROWS: tl.constexpr,
+    LISTED_CHANNELS: tl.constexpr, STORE_RAW: tl.constexpr, RAW_ARENA: tl.constexpr, SUM_EVERY: tl.constexpr,
     POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-    LANES: tl.constexpr,
-    STAGES: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Program (chunk, KV head, group): one stretch of candidates against all rows of the group, tile by tile."""
     wait_for_the_kernel_before(OVERLAPPED)
     chunk = tl.program_id(0)

@@ -1,6 +1,151 @@
-"""Lists of slots, out of the table that says at which slot each request's tokens lie."""
+"""Lists of slots, out of the table that says at which slot each request's tokens lie.
 
-from prefix_kernels.slot_lists.api import common_slots, copy_slot_lists
-from prefix_kernels.slot_lists.reference import common_slots_reference, copy_slot_lists_reference
+Each operation has two implementations: `reference` in torch, and `triton`, on a GPU or in Triton's interpreter.
+"""
 
-__all__ = ["common_slots", "common_slots_reference", "copy_slot_lists", "copy_slot_lists_reference"]
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.launching import block_of, launch
+
+LIST_FIELDS = 5
+_BLOCK = 1024
+_PARTS = 16
+"""Programs of a list: 128K entries are eight rounds of blocks."""
+_NOT_YET = 2**31 - 1
+
+
+def copy_slot_lists(
+    table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    lists: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    *,
+    implementation: str = "reference",
+) -> None:
+    """Copy stretches of some requests' rows of the table into an arena, and say how long each became.
+
+    slots[at : at + n] = table[rows[r], first : first + n], with n = clamp(end - first, 0, capacity). A stretch that
+    ends with its request's sequence is as long as the device says: the host need not know. The Triton form allocates
+    nothing and waits for nothing.
+
+    Args:
+        table: [num_table_rows, max_len] int32, slot of each position of each request. Read only.
+        rows: [batch_size] int32 or int64, row of the table of each request of the batch.
+        seq_lens: [batch_size] int32 or int64, tokens of each request.
+        lists: [num_lists, 5] int32: batch row r; first position; end position, or -1 for the request's `seq_lens`;
+            where in `slots` the list begins (at); entries that it may have there (capacity).
+        slots: [arena_size] int32, written.
+        counts: [num_lists or more, num_kv_heads] int32, contiguous; row i is written with the entries of list i.
+        implementation: "reference" or "triton".
+
+    Raises:
+        ValueError: tensors of another shape or dtype, or an unknown implementation. What `lists` holds is not checked:
+            that would wait for the device.
+    """
+    triton = _is_triton("copy_slot_lists", implementation)
+    _check_table(table, rows, seq_lens)
+    if lists.dim() != 2 or lists.shape[1] != LIST_FIELDS or lists.dtype is not torch.int32:
+        raise ValueError(f"expected lists [num_lists, {LIST_FIELDS}] int32, got {tuple(lists.shape)} {lists.dtype}")
+    if slots.dim() != 1 or slots.dtype is not torch.int32:
+        raise ValueError(f"expected slots [arena_size] int32, got {tuple(slots.shape)} {slots.dtype}")
+    good = counts.dim() == 2 and counts.shape[0] >= lists.shape[0] and counts.dtype is torch.int32
+    if not good or not counts.is_contiguous():
+        raise ValueError(
+            f"expected counts [{lists.shape[0]} or more, num_kv_heads] int32 contiguous, got {tuple(counts.shape)} "
+            f"{counts.dtype}"
+        )
+    if not triton:
+        for i, (row, first, end, at, capacity) in enumerate(lists.tolist()):
+            last = int(seq_lens[row]) if end < 0 else end
+            n = max(0, min(last - first, capacity))
+            slots[at : at + n] = table[int(rows[row]), first : first + n]
+            counts[i] = n
+        return
+    from prefix_kernels.slot_lists.kernels import copy_slot_lists_kernel
+
+    arguments = {
+        "table_ptr": table,
+        "rows_ptr": rows,
+        "seq_lens_ptr": seq_lens,
+        "lists_ptr": lists,
+        "slots_ptr": slots,
+        "counts_ptr": counts,
+        "table_stride": table.stride(0),
+        "num_kv_heads": counts.shape[1],
+        "BLOCK": _BLOCK,
+        "BLOCK_H": block_of(counts.shape[1]),
+    }
+    launch(copy_slot_lists_kernel, (lists.shape[0], _PARTS), arguments, num_warps=4)
+
+
+def common_slots(
+    table: Tensor, rows: Tensor, seq_lens: Tensor, which: int, out: Tensor, *, implementation: str = "reference"
+) -> None:
+    """Leading positions at which a request of the batch has the very slots of each other one.
+
+    out[i] = least p with table[rows[which], p] != table[rows[i], p], at most both lengths. Slots, not tokens: equal
+    tokens may lie at different slots, and then nothing is shared.
+
+    Args:
+        table, rows, seq_lens: as for `copy_slot_lists`.
+        which: batch row that is compared with all of them.
+        out: [batch_size] int32, written. Its own entry is its own length.
+        implementation: "reference" or "triton".
+
+    Raises:
+        ValueError: tensors of another shape or dtype, `which` out of range, or an unknown implementation.
+    """
+    triton = _is_triton("common_slots", implementation)
+    _check_table(table, rows, seq_lens)
+    if not 0 <= which < len(rows):
+        raise ValueError(f"expected a batch row below {len(rows)}, got {which}")
+    if out.shape != rows.shape or out.dtype is not torch.int32 or not out.is_contiguous():
+        raise ValueError(f"expected out {tuple(rows.shape)} int32 contiguous, got {tuple(out.shape)} {out.dtype}")
+    if not triton:
+        own = table[int(rows[which])]
+        for i, row in enumerate(rows.tolist()):
+            n = min(int(seq_lens[i]), int(seq_lens[which]))
+            differs = (own[:n] != table[row, :n]).nonzero()
+            out[i] = int(differs[0]) if len(differs) else n
+        return
+    from prefix_kernels.slot_lists.kernels import common_slots_kernel
+
+    out.fill_(_NOT_YET)
+    arguments = {
+        "table_ptr": table,
+        "rows_ptr": rows,
+        "seq_lens_ptr": seq_lens,
+        "out_ptr": out,
+        "which": which,
+        "table_stride": table.stride(0),
+        "BLOCK": _BLOCK,
+    }
+    launch(common_slots_kernel, (rows.shape[0], _PARTS), arguments, num_warps=4)
+
+
+def _is_triton(operation: str, implementation: str) -> bool:
+    if implementation not in ("reference", "triton"):
+        raise ValueError(
+            f"{operation} has no implementation {implementation!r}; expected one of: reference, triton. Nothing is "
+            "substituted for it"
+        )
+    return implementation == "triton"
+
+
+def _check_table(table: Tensor, rows: Tensor, seq_lens: Tensor) -> None:
+    if table.dim() != 2 or table.dtype is not torch.int32 or table.stride(1) != 1:
+        raise ValueError(
+            f"expected table [num_table_rows, max_len] int32 with adjacent positions, got {tuple(table.shape)} "
+            f"{table.dtype}"
+        )
+    for name, tensor in (("rows", rows), ("seq_lens", seq_lens)):
+        good = tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 1 and tensor.is_contiguous()
+        if not good or tensor.shape != rows.shape:
+            raise ValueError(
+                f"expected {name} [batch_size={len(rows)}] int32 or int64, got {tuple(tensor.shape)} {tensor.dtype}"
+            )

@@ -1,33 +1,83 @@
-"""The positions to attend, from pooled scores and a token budget."""
+"""The positions to attend, from pooled scores and a token budget. In torch here; `runner` has the planned kernels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
-from prefix_kernels.top_k_selection.api import top_k_selection
 from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.top_k_selection.reference import top_k_selection_reference
+from prefix_kernels.types import Selection
 
-if TYPE_CHECKING:
-    from prefix_kernels.top_k_selection.lists import SelectedLists
-    from prefix_kernels.top_k_selection.runner import TopKConfig, TopKSelection
-
-__all__ = [
-    "SelectedLists",
-    "SelectionGroup",
-    "TopKConfig",
-    "TopKSelection",
-    "top_k_selection",
-    "top_k_selection_reference",
-]
-
-_NEED_TRITON = ("SelectedLists", "TopKConfig", "TopKSelection")
+__all__ = ["SelectionGroup", "top_k_selection"]
 
 
-def __getattr__(name: str) -> object:
-    """The runner, imported when it is asked for: importing the package must not import Triton."""
-    if name not in _NEED_TRITON:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from prefix_kernels.top_k_selection import runner
+def top_k_selection(
+    scores: Tensor, budget: int, num_sink: int, num_recent: int, block_size: int, prefix_len: int
+) -> Selection:
+    """Exactly min(budget, prefix_len) positions per KV head: sink, recent window, then the best blocks.
 
-    return getattr(runner, name)
+    The K_h = ceil(T / B_h) best blocks (AB-Sparse, 3.4, T the tokens that the windows leave) are taken in the order of
+    their scores, and the last one is cut. So every method and block size reads the same number of tokens, and counts
+    are known without asking the device. Shapes depend on sizes only, never on values.
+
+    Args:
+        scores: [num_kv_heads, ceil(prefix_len / block_size)] floating, higher is better; any monotone scale.
+            -inf and NaN rank last, among themselves the most recent first.
+        budget: tokens, at least 1; sink and recent window count towards it.
+        num_sink: leading positions always taken.
+        num_recent: trailing positions of the prefix always taken.
+        block_size: tokens per score; 1 is token granularity. The last block may be shorter.
+        prefix_len: tokens of the prefix, 0 allowed.
+
+    Returns:
+        A new `Selection` of max_count = min(budget, prefix_len) without padding.
+
+    Raises:
+        ValueError: sizes out of range, scores of another shape, or windows that do not fit the budget.
+    """
+    for name, value, least in (
+        ("budget", budget, 1),
+        ("num_sink", num_sink, 0),
+        ("num_recent", num_recent, 0),
+        ("block_size", block_size, 1),
+        ("prefix_len", prefix_len, 0),
+    ):
+        if value < least:
+            raise ValueError(f"expected {name} >= {least} tokens, got {value}")
+    num_blocks, device = -(-prefix_len // block_size), scores.device
+    if scores.dim() != 2 or scores.shape[1] != num_blocks or not scores.dtype.is_floating_point:
+        raise ValueError(
+            f"expected scores [num_kv_heads, ceil({prefix_len} / {block_size}) = {num_blocks}] in a floating "
+            f"dtype, got {tuple(scores.shape)} {scores.dtype}; pool them over rows and query heads first"
+        )
+    num_kv_heads = scores.shape[0]
+    if budget >= prefix_len:
+        return Selection.all(prefix_len, num_kv_heads, device)
+    wanted = budget - num_sink - num_recent
+    if wanted < 0:
+        raise ValueError(
+            f"expected num_sink + num_recent <= budget={budget} tokens, got {num_sink} + {num_recent}; "
+            "raise the budget or shrink the windows"
+        )
+    # Besides the blocks that the budget fills: those that the windows touch, the short one at the end, the cut one. So
+    # no full sort is made.
+    touched = -(-num_sink // block_size) + -(-num_recent // block_size) + 1
+    needed = min(num_blocks, -(-wanted // block_size) + touched + 1)
+    best = _rank_unscored_last(scores).topk(needed, dim=1).indices
+    positions = (best[:, :, None] * block_size + torch.arange(block_size, device=device)).flatten(1)
+    free = (positions >= num_sink) & (positions < prefix_len - num_recent)
+    kept = free & (free.cumsum(dim=1) <= wanted)
+    positions = torch.where(kept, positions, prefix_len)
+    recent = torch.arange(prefix_len - num_recent, prefix_len, device=device)
+    windows = torch.cat([torch.arange(num_sink, device=device), recent])
+    positions = torch.cat([positions, windows.expand(num_kv_heads, -1)], dim=1)
+    chosen = positions.int().sort(dim=1).values[:, :budget].contiguous()
+    return Selection(chosen, torch.full((num_kv_heads,), budget, dtype=torch.int32, device=device))
+
+
+def _rank_unscored_last(scores: Tensor) -> Tensor:
+    """fp32 scores, -inf and NaN replaced by a finite ramp below every real score that rises with position."""
+    lowest = torch.finfo(torch.float32).min
+    ramp = torch.linspace(1.0, 0.5, scores.shape[-1], device=scores.device) * lowest
+    scores = scores.float()
+    return torch.where(scores > -torch.inf, scores, ramp)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.dependent_launch import wait_for_the_kernel_before
-from prefix_kernels.digit_counts import NUM_DIGITS, add_counts, begin_counts, end_counts
+from prefix_kernels.kernels import NUM_DIGITS, add_counts, begin_counts, end_counts, wait_for_the_kernel_before
 
 DIGIT_BITS = tl.constexpr(8)
 ALIGNED = tl.constexpr(4)
@@ -139,14 +138,9 @@ def count_digits_kernel(
     fixed_ptr,  # the same, written from the second pass on
     above_before_ptr,  # int32 [num_kv_heads, max_items]: tokens of a chunk above the threshold, known one pass ago
     above_ptr,  # the same, written from the second pass on
-    NUM_FIELDS: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    PASS: tl.constexpr,
-    TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    NUM_FIELDS: tl.constexpr, KEY_BITS: tl.constexpr, PASS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_C: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Program (KV head, item): counts the next digit of its chunk's tokens that match the bits fixed so far."""
     wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(0)
@@ -220,19 +214,10 @@ def list_selected_kernel(
     positions_ptr,  # int32 [max_groups, num_kv_heads, max_budget], written
     slots_ptr,  # int32 [max_groups, num_kv_heads, max_budget], written with HAS_SLOTS
     counts_ptr,  # int32 [max_groups, num_kv_heads], written
-    max_budget,
-    candidates_stride_group,
-    candidates_stride_head,
-    NUM_FIELDS: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    LISTED: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    PAD: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    max_budget, candidates_stride_group, candidates_stride_head, NUM_FIELDS: tl.constexpr, KEY_BITS: tl.constexpr,
+    TILE: tl.constexpr, TOKENS: tl.constexpr, BLOCK_C: tl.constexpr, LISTED: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    PAD: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Program (KV head, item): lists its chunk's tokens above the threshold, and the last ones of those at it.
 
     With LISTED, what is counted as tokens are places in the list of candidates, which names their positions.

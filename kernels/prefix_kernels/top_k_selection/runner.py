@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import launch, send
+from prefix_kernels.launching import launch, programs_at_once, send
 from prefix_kernels.top_k_selection.kernels import count_digits_kernel, list_selected_kernel
-from prefix_kernels.top_k_selection.lists import SelectedLists, check_lists, new_lists
 from prefix_kernels.top_k_selection.plan import NUM_FIELDS, SelectionGroup, cut_groups
+from prefix_kernels.types import SelectedLists, check_lists, new_lists
 
 _NUM_DIGITS = 256
 _DIGIT_BITS = 8
@@ -64,9 +64,8 @@ def default_config(max_prefix_len: int, target: int) -> TopKConfig:
 class TopKSelection:
     """Exactly min(budget, prefix_len) positions per group and KV head: sink, recent window, then the best blocks.
 
-    Tokens rank by their block's score; among equal scores the most recent comes first, and -inf and NaN rank last, so
-    the result is one and the same whatever the chunks. The device buffers are made once, so that `run()` can be
-    captured in a CUDA graph and replayed after another `plan()`.
+    Tokens rank by their block's score; among equal scores the most recent comes first, and -inf and NaN rank last. The
+    device buffers are made once: `run()` can be captured in a CUDA graph and replayed after another `plan()`.
 
     Args:
         max_groups: groups of a batch, at most.
@@ -74,9 +73,9 @@ class TopKSelection:
         max_prefix_len: tokens of a prefix, or candidates where they are listed, at most.
         max_budget: tokens that are selected per group and KV head, at most: the width of the lists.
         device: where everything lies.
-        key_bits: how scores are told apart. 32: as they are. 24: by their sign, exponent and 15 bits of the mantissa
-            (a relative step of 2^-15), one launch less. 16: scores that are natural logarithms of probabilities, in
-            steps of 6.7e-4 from -44 to 0 (what is lower ties at -44, what is higher at 0), two launches less.
+        key_bits: how scores are told apart. 32: as they are. 24: in relative steps of 2^-15, one launch less. 16:
+            natural logarithms of probabilities, in steps of 6.7e-4 from -44 to 0 (what lies outside ties at the ends),
+            two launches less.
         config: None: `default_config`.
         num_programs: programs that fill the device; None asks it.
         max_block_size: tokens per score, at most. At 1, loads are wide, and scores must begin at multiples of 4.
@@ -109,7 +108,7 @@ class TopKSelection:
         self.max_groups, self.num_kv_heads, self.max_prefix_len, self.max_budget = sizes
         self.key_bits, self.max_block_size = key_bits, max_block_size
         per_sm = 2 if config is None else config.programs_per_sm
-        self._target = max(1, (num_programs or _multiprocessors(device) * per_sm) // num_kv_heads)
+        self._target = max(1, (num_programs or programs_at_once(device, per_sm)) // num_kv_heads)
         self.config = config or default_config(max_prefix_len, self._target)
         self._max_items = self._target + max_groups
         num_passes = key_bits // _DIGIT_BITS
@@ -124,12 +123,6 @@ class TopKSelection:
         self._above = integers(num_passes, num_kv_heads, self._max_items)
         self._scores_end = self._slots_end = 0
         self.plan(())
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Device memory that a run needs, without scores and lists."""
-        buffers = (self._items, self._block_shifts, self._at_least, self._fixed, self._above)
-        return sum(buffer.nbytes for buffer in buffers)
 
     def new_lists(self, *, with_slots: bool = False) -> SelectedLists:
         """Buffers for `run()`, holding no selection. One for each layer whose lists must outlive the next run."""
@@ -202,9 +195,9 @@ class TopKSelection:
             lists: written; every entry, unless `pad` is off.
             slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
             candidates: int32 [max_groups, num_kv_heads, most candidates of a group, or more], adjacent entries: of each
-                KV head the ascending positions that its scores are of, where the plan has `num_candidates`. For
-                instance the `positions` of another selection. Not written; not `lists.positions`.
-            pad: write -1 behind the counts. Attention goes by the counts and does not need it.
+                KV head the ascending positions that its scores are of, where the plan has `num_candidates`. Not
+                written; not `lists.positions`.
+            pad: write -1 behind the counts, which attention does not need.
 
         Raises:
             ValueError: tensors of another shape or dtype than planned for, slots without a table, or candidates that
@@ -285,8 +278,3 @@ class TopKSelection:
             raise ValueError(
                 "expected candidates apart from the lists that are written, got one tensor; use new_lists()"
             )
-
-
-def _multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 where the device is none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -36,10 +36,10 @@ from prefix_index import (
     Retention,
     StoreUnavailable,
 )
-from prefix_index.eviction import has_expired
-from prefix_index.folder import SUFFIX, os_errors, replace_file
+from prefix_index.folder import SUFFIX, os_errors
 from prefix_index.retention import KEEP_SUFFIX, read_retention
-from prefix_index.writer import IndexWriter
+from prefix_index.store import has_expired
+from prefix_index.writer import replace_file
 from sglang_ext.cli.index.targets import digest_in, find, open_unused, opened
 from sglang_ext.cli.index.text import SHORT, complain, emit, progress, size, wrapped
 
@@ -223,7 +223,7 @@ def _export_one(
             with os_errors(path.parent):
                 fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
-                    replace_file(fd, path.name, IndexWriter.of(payload), payload, mode=0o600)
+                    replace_file(fd, path.name, payload, mode=0o600)
                 finally:
                     os.close(fd)
     except StoreUnavailable:

@@ -14,11 +14,12 @@ from msgspec.structs import replace
 
 from prefix_index import FileStore, IndexEntry, IndexStore, IndexStoreError, Retention
 from prefix_index.connect import locate
-from prefix_index.eviction import Candidate, choose_victims, has_expired, policy_of
+from prefix_index.eviction import Candidate, choose_victims, policy_of
 from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, open_index, shard_fd
 from prefix_index.lease import LEASE
 from prefix_index.reader import read_entry
 from prefix_index.retention import KEEP_SUFFIX, read_retention
+from prefix_index.store import has_expired
 from sglang_ext.cli.index.targets import HEADER, RIGHT, Target, fields, find, listing, opened, row, store_address
 from sglang_ext.cli.index.text import SHORT, complain, count, emit, size, table, wrapped
 

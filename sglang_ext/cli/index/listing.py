@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from prefix_index import IndexEntry, IndexFile, IndexStore
-from prefix_index.keys import is_digest
+from prefix_index.format import is_digest
 from sglang_ext.cli.index.targets import digest_in, fields, find, listing, open_unused, opened, store_address
 from sglang_ext.cli.index.text import TAG, count, emit, retention, size, span, table, wrapped
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from prefix_index import IndexEntry, IndexFile, IndexStore, IndexStoreError, canonical_digest
 from prefix_index.connect import open_store
-from prefix_index.folder import open_in
-from prefix_index.keys import is_digest
+from prefix_index.format import is_digest
+from prefix_index.reader import open_in
 from sglang_ext.cli.index.text import SHORT, TAG, retention, size, span, table, width
 from sglang_ext.storage import ENV_STORE, default_store
 

@@ -2,9 +2,9 @@
 
 Source: CSAttention, 3.2 (1): unit-normalized points, unit centroids, k-means++ seeds, 10-20 iterations, mini-batches.
 
-A few queries per head make tiny problems but many of them (8,192 for 32 layers, 8 KV heads, 32 subspaces), so what
-costs time is the number of kernels and of passes over [num_groups, num_centroids, num_points]. All groups go through
-the same kernels, in chunks that bound the memory; an iteration makes two products and two passes over the cosines.
+The problems are tiny and many (8,192 for 32 layers, 8 KV heads, 32 subspaces), so what costs time is the number of
+kernels and of passes over [num_groups, num_centroids, num_points]. All groups go through the same kernels, in chunks
+that bound the memory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ def cosine_kmeans(
             of length 0 have no direction and are ignored. Read only.
         num_centroids: at least 1. Where a group has fewer distinct directions, centroids repeat.
         iterations: Lloyd iterations after seeding.
-        batch_size: points of an iteration; 0 for all. Smaller batches follow each other through the points in a
-            random order, and a centroid is the direction of the sum of what it was given so far (that is Sculley's
-            update, whose step is one over the cluster's count).
+        batch_size: points of an iteration; 0 for all. Batches follow each other through the points in a random order,
+            and a centroid is the direction of the sum of what it was given so far (Sculley's update).
         seed: of the random numbers. They are drawn on the CPU, the same ones for every leading index (layers, heads):
             clustering some of them alone gives what clustering all at once gives; on a GPU up to rounding, as the
             products' order of summation may depend on how many there are.

@@ -1,7 +1,12 @@
-"""The Top-L lists of CSAttention's centroids: made of a prefix's keys, and grown by new keys.
+"""The Top-L lists of CSAttention's centroids: made of a prefix's keys, grown by new keys, and how they are kept.
 
-Source: CSAttention, 3.2 (2) and 3.3 (5). Nothing here waits for the device, but for one check where keys are so large
-that scores might leave fp16's range.
+Source: CSAttention, 3.2 (2) and 3.3 (5). Making lists waits for the device only where keys are so large that scores
+might leave fp16's range.
+
+Codecs: the paper's (B.1), int32 position and fp16 score, 6 bytes an entry; and the compact one of
+`prefix_kernels.csa_scores.compact`. Of N positions a list of L = alpha * N entries takes L * (1 + bits / 8) + N / 128
+bytes with offsets and L * bits / 8 + N / 8 with a bitmap, whichever is less (the bitmap from alpha = 0.117 on). With
+either, 4 bytes a list keep the baseline that streaming insert needs; searches do not read it.
 """
 
 from __future__ import annotations
@@ -12,8 +17,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_ext.methods.base import to_half
-from sglang_ext.methods.csattention.top_lists import top_lists
+from prefix_kernels.csa_scores import (
+    BLOCK_POSITIONS,
+    CompactLists,
+    bitmap_is_smaller,
+    check_entries,
+    check_lists,
+    decode_lists,
+    encode_lists,
+)
+from sglang_ext.methods.arrays import LARGEST, ContentError, Form
+from sglang_ext.methods.base import Arrays, require_arrays, to_half
+
+CODECS = ("compact", "paper")
+SCORE_BITS = (4, 8)
+
+LIST_ARRAYS = ("places", "counts", "codes", "scale", "zero", "positions", "scores")
+"""Arrays of either codec, of which a search fetches some lists."""
+
+TIE_BLOCK = 128
+"""Scores whose ties are counted together; their number fits a byte."""
 
 SCORES_PER_CHUNK = 1 << 27
 """Centroid-key scores made at once while building (256 MiB in fp16, 512 in fp32), with three masks of a byte each."""
@@ -92,11 +115,7 @@ def _score_dtype(keys: Tensor, largest: float) -> torch.dtype:
 def grown_lists(
     lists: CentroidLists, centroids: Tensor, new_keys: Tensor, channels: Tensor | None, first_position: int
 ) -> CentroidLists:
-    """Lists of the same length after new keys were tried in each: one that exceeds the minimum replaces it.
-
-    Source: CSAttention, 3.3 (5). Trying keys at once is trying them one by one; of equal scores the earlier position
-    stays. Centroids and baselines stay those of the build, so a baseline that is the mean of the positions a list
-    lacked is their mean then.
+    """Lists of the same length after new keys were tried in each, see `build.insert_keys`.
 
     Args:
         lists: their positions are below first_position.
@@ -116,3 +135,129 @@ def grown_lists(
     positions = torch.cat([lists.positions, number.expand(*fresh.shape)], dim=3)
     kept, scores = top_lists(torch.cat([lists.scores, fresh.float()], dim=3), lists.positions.shape[3])
     return lists._replace(positions=positions.gather(3, kept.long()), scores=scores)
+
+
+def top_lists(scores: Tensor, list_len: int) -> tuple[Tensor, Tensor]:
+    """Positions and scores of exactly `list_len` best entries per row; of equal ones the first positions are taken.
+
+    The threshold comes from `torch.topk` unsorted, which on the device is a radix selection. What topk chose of equal
+    scores is not used, as it promises nothing of that: positions are read off a mask in which the ties at the threshold
+    are cut behind the last one that fits. On one H200, 512 rows of 131,072 scores and L = 10,486: topk alone 0.9 ms, a
+    sort 4.8 ms, a threshold found by bisection 16 ms.
+
+    Args:
+        scores: [..., n] floating without NaN. Not written.
+        list_len: 1..n.
+
+    Returns:
+        positions [..., list_len] int32, ascending, and their scores.
+
+    Raises:
+        ValueError: list_len out of range.
+    """
+    n = scores.shape[-1]
+    if not 1 <= list_len <= n:
+        raise ValueError(f"expected list_len in 1..{n} (scores of a row), got {list_len}")
+    rows = scores.reshape(-1, n).contiguous()
+    best = rows.topk(list_len, dim=1, sorted=False).values
+    least = best.amin(dim=1, keepdim=True)
+    tied = rows == least
+    last = _last_tie(tied, list_len - (best > least).sum(dim=1, keepdim=True))
+    kept = tied.logical_and_(torch.arange(n, device=rows.device) <= last).logical_or_(rows > least)
+    # Every row keeps list_len entries, so they come row by row, and how many there are need not be asked.
+    flat = torch.nonzero_static(kept.view(-1), size=rows.shape[0] * list_len).view(-1, list_len)
+    first = torch.arange(rows.shape[0], device=rows.device)[:, None] * n
+    shape = (*scores.shape[:-1], list_len)
+    return (flat - first).int().view(shape), rows.take(flat).view(shape)
+
+
+def _last_tie(tied: Tensor, wanted: Tensor) -> Tensor:
+    """Position [num_rows, 1] of the `wanted`-th (1 or more) True of every row of `tied` [num_rows, n]."""
+    block = math.gcd(tied.shape[1], TIE_BLOCK)
+    blocks = tied.view(tied.shape[0], -1, block)
+    # Bytes are added up as bytes: a sum of another dtype than its input would first copy all of it.
+    per_block = blocks.view(torch.uint8).sum(dim=2, dtype=torch.uint8)
+    upto = per_block.cumsum(dim=1, dtype=torch.int64)
+    at = torch.searchsorted(upto, wanted)
+    before = upto.gather(1, at) - per_block.gather(1, at)
+    inside = blocks.gather(1, at[..., None].expand(-1, 1, block)).squeeze(1).cumsum(dim=1)
+    return at * block + torch.searchsorted(inside, wanted - before)
+
+
+class TableLayout(NamedTuple):
+    """How the lists of a layer are kept as arrays.
+
+    Attributes:
+        codec: "paper": `positions`, `scores` (fp16) and `baseline`. "compact": the fields of `CompactLists` by name,
+            `counts` only with offsets, and `baseline`.
+        score_bits: of the compact codec, 4 or 8.
+        list_len: entries of a list.
+        prefix_len: tokens of the prefix.
+    """
+
+    codec: str
+    score_bits: int
+    list_len: int
+    prefix_len: int
+
+    def encode(self, lists: CentroidLists) -> dict[str, Tensor]:
+        """The arrays that hold these lists."""
+        if self.codec == "paper":
+            return {"positions": lists.positions, "scores": lists.scores.half(), "baseline": lists.baseline}
+        compact = encode_lists(lists.positions, lists.scores, self.prefix_len, self.score_bits)
+        parts = {name: part for name, part in compact._asdict().items() if part is not None}
+        return {**parts, "baseline": lists.baseline}
+
+    def forms(self, lead: tuple[int, int]) -> dict[str, Form]:
+        """What the arrays of one KV head must be; `lead` is (num_subspaces, num_centroids)."""
+        n, listed = self.prefix_len, (*lead, self.list_len)
+        baseline = {"baseline": Form("float32", lead, -LARGEST, LARGEST)}
+        if self.codec == "paper":
+            positions, scores = Form("int32", listed, 0, n - 1), Form("float16", listed, -LARGEST, LARGEST)
+            return {"positions": positions, "scores": scores, **baseline}
+        forms = {
+            "places": Form("uint8", listed),
+            "counts": Form("int16", (*lead, -(-n // BLOCK_POSITIONS)), 0, BLOCK_POSITIONS),
+            "codes": Form("uint8", (*lead, -(-self.list_len * self.score_bits // 8))),
+            "scale": Form("float16", lead, 0.0, LARGEST),
+            "zero": Form("float16", lead, -LARGEST, LARGEST),
+            **baseline,
+        }
+        if bitmap_is_smaller(self.list_len, n):
+            del forms["counts"]
+            forms["places"] = Form("uint8", (*lead, -(-n // 8)))
+        return forms
+
+    def check(self, arrays: Arrays) -> None:
+        """Raise ContentError unless each list names `list_len` positions of the prefix, ascending; forms are right."""
+        if self.codec == "compact":
+            try:
+                check_entries(compact_lists(arrays), self.list_len, self.prefix_len)
+            except ValueError as error:
+                raise ContentError("lists", f"{self.list_len} ascending positions in each", error) from None
+        elif not bool((arrays["positions"].diff(dim=-1) > 0).all()):
+            raise ContentError("positions", "ascending positions", "others")
+
+    def decode(self, arrays: Arrays) -> CentroidLists:
+        """The lists of a layer, with the scores as they are stored. Raises ValueError for arrays of another shape."""
+        centroids, baseline = require_arrays(arrays, ("centroids", "baseline"), "csattention")
+        lead = tuple(centroids.shape[:3])
+        if self.codec == "paper":
+            positions, scores = require_arrays(arrays, ("positions", "scores"), "csattention")
+            wanted = (*lead, self.list_len)
+            if tuple(positions.shape) != wanted:
+                raise ValueError(
+                    f"expected positions {wanted} for prefix_len={self.prefix_len}, got {tuple(positions.shape)}; is "
+                    "the index of another prefix or spec? After a streaming insert use CSAttentionSpec.fixed"
+                )
+            return CentroidLists(positions, scores.float(), baseline)
+        lists = compact_lists(arrays)
+        check_lists(lists, lead, self.list_len, self.prefix_len, self.score_bits)
+        positions, scores = decode_lists(lists, self.list_len, self.score_bits)
+        return CentroidLists(positions.int(), scores, baseline)
+
+
+def compact_lists(arrays: Arrays) -> CompactLists:
+    """The lists of a compact index; shapes are checked where they are read, by `csa_scores_compact`."""
+    places, codes, scale, zero = require_arrays(arrays, ("places", "codes", "scale", "zero"), "csattention")
+    return CompactLists(places, arrays.get("counts"), codes, scale, zero)

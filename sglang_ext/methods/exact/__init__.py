@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
-from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection import top_k_selection
-from prefix_kernels.types import Selection
-from sglang_ext.methods.base import NO_PROFILE, IndexSpec, LayerProfile, check_keys, pool_candidates, require_arrays
-from sglang_ext.methods.contents import LARGEST, Form, IndexSize
+from sglang_ext.methods.arrays import LARGEST, Form, IndexSize, row_bytes
+from sglang_ext.methods.base import (
+    Arrays,
+    IndexBuilder,
+    IndexSpec,
+    SelectArgs,
+    Selector,
+    check_keys,
+    pool_candidates,
+    require_arrays,
+)
 
 
 @dataclass(frozen=True)
@@ -23,59 +28,30 @@ class ExactSpec(IndexSpec):
     method: ClassVar[str] = "exact"
 
     def forms(self, size: IndexSize) -> dict[str, Form]:
-        """See `IndexSpec.forms`."""
+        """See the base."""
         return {"keys": Form("float32", (size.prefix_len, size.head_dim), -LARGEST, LARGEST)}
 
+    def candidate_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, candidates: int) -> float:
+        """See the base: the candidates' keys."""
+        return row_bytes(arrays, prefix_len, candidates)
 
-@dataclass(frozen=True)
-class ExactBuilder:
+
+class ExactBuilder(IndexBuilder[ExactSpec]):
     """Keeps the keys themselves: `keys` [num_kv_heads, prefix_len, head_dim] fp32."""
 
-    spec: ExactSpec
-    layer: LayerProfile = NO_PROFILE
-    needs_queries: ClassVar[bool] = False
-
-    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
-        """See `IndexBuilder.build_layer`."""
+    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
+        """See the base."""
         check_keys(keys)
         return {"keys": keys.transpose(0, 1).float().contiguous()}
 
 
-@dataclass(frozen=True)
-class ExactSelector:
+class ExactSelector(Selector[ExactSpec]):
     """Token scores q.k, pooled after the softmax."""
 
-    spec: ExactSpec
-
-    def select(
-        self,
-        arrays: Mapping[str, Tensor],
-        q: Tensor,
-        *,
-        prefix_len: int,
-        budget: int,
-        num_sink: int,
-        num_recent: int,
-        sm_scale: float,
-        pooling: Pooling,
-    ) -> Selection:
-        """See `Selector.select`."""
-        scores = self.token_scores(arrays, q, prefix_len=prefix_len, sm_scale=sm_scale, pooling=pooling)
-        return top_k_selection(scores, budget, num_sink, num_recent, 1, prefix_len)
-
-    def token_scores(
-        self,
-        arrays: Mapping[str, Tensor],
-        q: Tensor,
-        *,
-        prefix_len: int,
-        sm_scale: float,
-        pooling: Pooling,
-        candidates: Tensor | None = None,
-    ) -> Tensor:
-        """See `Selector.token_scores`."""
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
+        """See the base."""
         (keys,) = require_arrays(arrays, ("keys",), ExactSpec.method)
-        if keys.shape[1] != prefix_len:
-            raise ValueError(f"expected keys of prefix_len={prefix_len} positions, got {keys.shape[1]}")
+        if keys.shape[1] != args.prefix_len:
+            raise ValueError(f"expected keys of prefix_len={args.prefix_len} positions, got {keys.shape[1]}")
         # A block of one key is its own mean.
-        return pool_candidates(block_scores_mean(q, keys), sm_scale, pooling, candidates)
+        return pool_candidates(block_scores_mean(q, keys), args, candidates)

@@ -13,14 +13,14 @@ from prefix_kernels.anchor_selection import AnchorSelection, Form, default_confi
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.launching import send
 from prefix_kernels.pooled_scores import ScoreShape, Source
-from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, array_addresses
+from prefix_kernels.pooled_scores.runner import ScoredGroup, ScoreInputs, array_addresses
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.lists import SelectedLists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.types import SelectedLists
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes, SelectOp
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.token_index import TokenIndexSpec
+from sglang_ext.methods.token_index.spec import TokenIndexSpec
 from sglang_ext.prefix.residency import LayerArrays
 
 _ALIGNED = 4
@@ -32,29 +32,19 @@ _numbers = itertools.count()
 
 
 class TokenIndexOp(SelectOp):
-    """What anchor layers select with.
+    """What anchor layers select with: in one launch on a GPU.
 
     Args:
-        shape: of a layer.
-        spec: of the token index.
-        pooling: over the rows and query heads of a group.
-        sum_every: how few tokens enter the sums of its softmax, see `pooling.pool_scores`.
-        num_layers: of the model.
-        sizes: of the lists that selections go to, and of batches.
-        form: how selections are launched.
-        device: of the indexes.
+        shape, config, spec, num_layers, sizes, device: see `decode.ops.op_maker`.
     """
 
     def __init__(
         self,
         shape: AttentionShape,
+        config: SparseAttnConfig,
         spec: TokenIndexSpec,
-        pooling: Pooling,
-        sum_every: int,
         num_layers: int,
         sizes: ListSizes,
-        *,
-        form: Form,
         device: torch.device,
     ) -> None:
         self.shape = ScoreShape(
@@ -64,13 +54,12 @@ class TokenIndexOp(SelectOp):
             channels=spec.kept_channels(shape.head_dim),
             bits=spec.bits,
             listed_channels=True,
-            pooling=pooling,
-            sum_every=sum_every,
+            pooling=Pooling(config.pooling),
+            sum_every=config.summed_every,
         )
-        self._sizes = sizes
+        self._sizes, self._device = sizes, device
         # Hopper's own kernel multiplies in halves.
         self._specialized = device.type == "cuda" and shape.dtype is not torch.float32
-        self._form, self._device = form, device
         self._scores = torch.zeros(shape.num_kv_heads * sizes.room, dtype=torch.float32, device=device)
         self._addresses = torch.zeros(num_layers, sizes.max_groups, 5, dtype=torch.int64, device=device)
         self._raw: dict[int, Tensor] = {}
@@ -107,17 +96,13 @@ class TokenIndexOp(SelectOp):
                 config,
                 self._device,
                 max_block_size=1,
-                form=self._form,
+                form=Form.JOINED if on_gpu else Form.SPLIT,
                 num_programs=None if on_gpu else 2 * self.shape.num_kv_heads,
             )
         return self._found[config.block_m]
 
     def plan(
-        self,
-        size: int,
-        rows: Sequence[tuple[int, ...]],
-        groups: Sequence[SelectionGroup],
-        indexes: Sequence[Index],
+        self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
     ) -> None:
         """See the base."""
         selection = self._of(size)
@@ -180,20 +165,6 @@ class TokenIndexOp(SelectOp):
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
         return self._scores.nbytes + self._addresses.nbytes + sum(one.nbytes for one in self._raw.values())
-
-
-def make_op(
-    shape: AttentionShape,
-    config: SparseAttnConfig,
-    spec: TokenIndexSpec,
-    num_layers: int,
-    sizes: ListSizes,
-    device: torch.device,
-) -> TokenIndexOp:
-    """As a server has it: in one launch on a GPU."""
-    form = Form.JOINED if device.type == "cuda" else Form.SPLIT
-    pooling, every = Pooling(config.pooling), config.summed_every
-    return TokenIndexOp(shape, spec, pooling, every, num_layers, sizes, form=form, device=device)
 
 
 def arrays_of(layer: LayerArrays) -> tuple[Tensor, ...]:

@@ -42,21 +42,12 @@ PINNED = Retention(pinned=True)
 NEEDS_ROOT = "not run: needs root and loop devices"
 
 
-def by_read_into(index: IndexFile) -> dict[Any, Any]:
-    found = {}
-    for key in index.keys:
-        found[key] = np.empty(index.record(key).nbytes, np.uint8)
-        index.read_into(key, found[key])
-    return found
-
-
 def verified(index: IndexFile) -> dict[Any, Any]:
     index.verify()
     return {}
 
 
 READS: Final[dict[str, Callable[[IndexFile], dict[Any, Any]]]] = {
-    "read_into": by_read_into,
     "verify": verified,
     "read_many": lambda index: index.read_many(),
     "payload": lambda index: {key: array.load() for key, array in index.payload().arrays.items()},  # type: ignore[union-attr]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from prefix_index import IndexStoreError, StoreUnavailable
-from prefix_index.folder import PARTIAL, PartialFile
+from prefix_index.folder import PARTIAL
+from prefix_index.writer import PartialFile
 
 from .outcome import Campaign, Outcome
 from .service_process import CALL_S, Service, client_of, hasty_client_of

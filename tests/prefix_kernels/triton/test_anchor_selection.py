@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
-from prefix_kernels.anchor_selection.items import share_programs
+from prefix_kernels.anchor_selection.runner import share_programs
 from prefix_kernels.launching import recording
 from prefix_kernels.low_bit import quantize
 from prefix_kernels.pooled_scores import PooledScores, ScoredGroup, ScoreShape, Source
-from prefix_kernels.pooled_scores.tables import ScoreInputs
+from prefix_kernels.pooled_scores.runner import ScoreInputs
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection import SelectedLists, SelectionGroup, TopKConfig, TopKSelection
+from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.runner import TopKConfig, TopKSelection
+from prefix_kernels.types import SelectedLists
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
 KV_HEADS, GQA, DIM = 2, 4, 64
@@ -417,3 +419,44 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
 def test_tiles_that_hoppers_own_kernel_has_not_are_refused(tile: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="expected 4 or 8 warps"):
         AnchorConfig(*tile, specialized=True)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="programs wait for each other on a GPU only")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_one_launch_is_four_on_a_whole_gpu(dtype: torch.dtype, device: torch.device) -> None:
+    """As many programs as wait for each other in earnest, launch after launch; a replay after another plan."""
+    long = [((0, 2), 70_001, 700), ((1,), 30_000, 333)]
+    made = problem(Source.LOW_BIT, device, long, dtype=dtype)
+    short = replace(made, scored=made.scored[1:], selected=made.selected[1:])
+    q, table = made.q, torch.arange(100_100, device=device).int()
+
+    def build(form: Form) -> tuple[AnchorSelection, torch.Tensor, SelectedLists]:
+        one = AnchorSelection(made.shape, 8, 4, 70_001, 700, CONFIG, device, max_block_size=1, form=form)
+        return one, torch.full((made.room,), torch.nan, device=device), one.new_lists(with_slots=True)
+
+    def same(first: tuple[torch.Tensor, SelectedLists], second: tuple[torch.Tensor, SelectedLists]) -> None:
+        assert torch.equal(first[0].view(torch.int32), second[0].view(torch.int32))
+        for name in ("positions", "counts", "slots"):
+            assert torch.equal(getattr(first[1], name), getattr(second[1], name)), name
+
+    split, joined = build(Form.SPLIT), build(Form.JOINED)
+    for plan in (made, short, made):
+        for one, _, _ in (split, joined):
+            one.plan(plan.scored, plan.selected)
+        for step in range(50):
+            inputs = ScoreInputs(q if step % 2 else -q, SM_SCALE)
+            for one, scores, lists in (split, joined):
+                one.run(inputs, scores, lists, slot_table=table)
+            same(split[1:], joined[1:])
+
+    one, scores, lists = joined
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one.run(ScoreInputs(q, SM_SCALE), scores, lists, slot_table=table)
+    for plan in (short, made, short):
+        for runs, _, _ in (split, joined):
+            runs.plan(plan.scored, plan.selected)
+        split[0].run(ScoreInputs(q, SM_SCALE), split[1], split[2], slot_table=table)
+        for _ in range(20):
+            graph.replay()
+        same(split[1:], joined[1:])

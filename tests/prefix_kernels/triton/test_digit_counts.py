@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from prefix_kernels.digit_counts import NUM_DIGITS, add_counts, begin_counts, end_counts
+from prefix_kernels.kernels import NUM_DIGITS, add_counts, begin_counts, end_counts
 
 
 @triton.jit

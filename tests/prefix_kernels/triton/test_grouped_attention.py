@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels import AttnState, PagedKV, Selection
-from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
-from prefix_kernels.ops import merge_state, prefix_attention, suffix_attention
+from prefix_kernels import PagedKV
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, block_m_for
+from prefix_kernels.grouped_attention.reference import ReferenceAttention
+from prefix_kernels.grouped_attention.tuned import own_config
 from prefix_kernels.testing import ERROR_BUDGET, dense_attention, paged_kv
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
@@ -32,6 +33,12 @@ def inputs(
     return q.to(device, dtype), keys.to(device, dtype), values.to(device, dtype)
 
 
+def paged(*sizes: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedKV, torch.Tensor]:
+    """`inputs`, and their pool and slots."""
+    q, keys, values = inputs(*sizes)
+    return q, keys, values, *paged_kv(keys, values)
+
+
 def close(out: torch.Tensor, lse: torch.Tensor, oracle: Any, dtype: torch.dtype) -> None:
     budget = ERROR_BUDGET[dtype]
     torch.testing.assert_close(out.double(), oracle.out, atol=budget, rtol=budget)
@@ -39,7 +46,12 @@ def close(out: torch.Tensor, lse: torch.Tensor, oracle: Any, dtype: torch.dtype)
 
 
 def run(
-    attention: GroupedAttention, q: torch.Tensor, kv: PagedKV, slots: torch.Tensor, sm_scale: float, **options: Any
+    attention: GroupedAttention | ReferenceAttention,
+    q: torch.Tensor,
+    kv: PagedKV,
+    slots: torch.Tensor,
+    sm_scale: float,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """With outputs that hold NaN before: every element must be written."""
     out = torch.full((*q.shape[:2], kv.v_cache.shape[2]), torch.nan, dtype=q.dtype, device=q.device)
@@ -48,74 +60,62 @@ def run(
     return out, lse
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gqa", [1, 2, 4, 5, 6, 7, 8, 16])
-def test_every_group_size(gqa: int, dtype: torch.dtype, device: torch.device) -> None:
-    q, keys, values = inputs(77, 3, 2, gqa, 64, 64, dtype, device)
-    kv, slots = paged_kv(keys, values)
-    state = prefix_attention(q, kv, slots, Selection.all(77, 2, device), 0.1, implementation="triton")
-    close(state.out, state.lse, dense_attention(q, keys, values, 0.1), dtype)
+def attended(
+    q: torch.Tensor, kv: PagedKV, slots: torch.Tensor, segments: list[Segment], sm_scale: float, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In what runs where nothing was tuned, of a tile that holds the first segment's rows."""
+    shape = AttentionShape.of(q, kv)
+    config = own_config(shape, block_m_for(len(segments[0].rows), shape.gqa))
+    attention = GroupedAttention(shape, q.shape[0], [config], q.device)
+    attention.plan(segments)
+    return run(attention, q, kv, slots, sm_scale, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128)])
-def test_every_head_width(dim: int, v_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    q, keys, values = inputs(101, 2, 2, 4, dim, v_dim, dtype, device)
-    kv, slots = paged_kv(keys, values)
-    state = prefix_attention(q, kv, slots, Selection.all(101, 2, device), dim**-0.5, implementation="triton")
-    close(state.out, state.lse, dense_attention(q, keys, values, dim**-0.5), dtype)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 9, 33, 64])
-@pytest.mark.parametrize("prefix_len", [1, 16, 65])
-def test_every_batch(rows: int, prefix_len: int, device: torch.device) -> None:
-    q, keys, values = inputs(prefix_len, rows, 1, 4, 64, 64, torch.float32, device)
-    kv, slots = paged_kv(keys, values)
-    state = prefix_attention(q, kv, slots, Selection.all(prefix_len, 1, device), 0.1, implementation="triton")
-    close(state.out, state.lse, dense_attention(q, keys, values, 0.1), torch.float32)
+@pytest.mark.parametrize(
+    ("prefix_len", "rows", "kv_heads", "gqa", "dim", "v_dim"),
+    [
+        *((77, 3, 2, gqa, 64, 64) for gqa in (1, 2, 4, 5, 6, 7, 8, 16)),
+        *((101, 2, 2, 4, *dims) for dims in ((96, 96), (128, 128), (256, 256), (192, 128))),
+        *((length, rows, 1, 4, 64, 64) for rows in (1, 2, 9, 33, 64) for length in (1, 16, 65)),
+    ],
+)
+def test_every_group_size_head_width_and_batch(
+    prefix_len: int, rows: int, kv_heads: int, gqa: int, dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    q, keys, values, kv, slots = paged(prefix_len, rows, kv_heads, gqa, dim, v_dim, dtype, device)
+    found = attended(q, kv, slots, [Segment(tuple(range(rows)), prefix_len)], dim**-0.5)
+    close(*found, dense_attention(q, keys, values, dim**-0.5), dtype)
 
 
 def test_heads_read_their_own_lists(device: torch.device) -> None:
-    q, keys, values = inputs(90, 3, 2, 4, 64, 64, torch.float32, device)
-    kv, slots = paged_kv(keys, values)
-    own = [[3, 7, *range(40, 90)], [0]]  # positions up to the end, and one alone
-    positions = torch.full((2, 52), -1, dtype=torch.int32)
+    q, keys, values, kv, slots = paged(90, 3, 3, 4, 64, 64, torch.float32, device)
+    own = [[3, 7, *range(40, 90)], [0], []]  # positions up to the end, one alone, and none
+    arena = torch.zeros(3, 52, dtype=torch.int32, device=device)
     for head, chosen in enumerate(own):
-        positions[head, : len(chosen)] = torch.tensor(chosen)
-    counts = torch.tensor([52, 1], dtype=torch.int32)
+        arena[head, : len(chosen)] = slots[chosen].int()
+    counts = torch.tensor([[52, 1, 0]], dtype=torch.int32, device=device)
     kv.k_cache[slots[1]], kv.v_cache[slots[1]] = torch.nan, torch.nan  # selected by none
-    state = prefix_attention(
-        q, kv, slots, Selection(positions.to(device), counts.to(device)), 0.3, implementation="triton"
-    )
-    for head, chosen in enumerate(own):
+    segment = Segment((0, 1, 2), 52, head_stride=52, list_id=0)
+    out, lse = attended(q, kv, arena.flatten(), [segment], 0.3, counts=counts)
+    for head, chosen in enumerate(own[:2]):
         part = slice(head * 4, head * 4 + 4)
         oracle = dense_attention(q[:, part], keys[chosen, head : head + 1], values[chosen, head : head + 1], 0.3)
-        close(state.out[:, part], state.lse[:, part], oracle, torch.float32)
-
-
-def test_an_empty_selection_is_the_neutral_state(device: torch.device) -> None:
-    q, keys, values = inputs(5, 2, 2, 4, 64, 64, torch.float32, device)
-    kv, slots = paged_kv(keys, values)
-    some = Selection(
-        torch.tensor([[0, 1], [-1, -1]], dtype=torch.int32, device=device),
-        torch.tensor([2, 0], dtype=torch.int32, device=device),
-    )
-    state = prefix_attention(q, kv, slots, some, 0.1, implementation="triton")
-    assert torch.equal(state.out[:, 4:], torch.zeros_like(state.out[:, 4:]))
-    assert bool((state.lse[:, 4:] == -torch.inf).all())
-    assert bool(state.lse[:, :4].isfinite().all())
+        close(out[:, part], lse[:, part], oracle, torch.float32)
+    assert torch.equal(out[:, 8:], torch.zeros_like(out[:, 8:]))
+    assert bool((lse[:, 8:] == -torch.inf).all())
 
 
 @pytest.mark.parametrize("lengths", [[0], [1, 0, 17], [65, 3, 64, 0, 63]], ids=lambda x: "-".join(map(str, x)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_suffixes(lengths: list[int], dtype: torch.dtype, device: torch.device) -> None:
-    q, keys, values = inputs(max(sum(lengths), 1), len(lengths), 2, 4, 64, 64, dtype, device)
-    kv, slots = paged_kv(keys, values)
-    indptr = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    state = suffix_attention(q, kv, indptr, slots.int(), 0.125, implementation="triton")
-    for row, (start, end) in enumerate(itertools.pairwise(indptr.tolist())):
+    q, keys, values, kv, slots = paged(max(sum(lengths), 1), len(lengths), 2, 4, 64, 64, dtype, device)
+    bounds = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
+    segments = [Segment((row,), end - start, list_begin=start) for row, (start, end) in enumerate(bounds)]
+    out, lse = attended(q, kv, slots.int(), segments, 0.125)
+    for row, (start, end) in enumerate(bounds):
         oracle = dense_attention(q[row : row + 1], keys[start:end], values[start:end], 0.125)
-        close(state.out[row : row + 1], state.lse[row : row + 1], oracle, dtype)
+        close(out[row : row + 1], lse[row : row + 1], oracle, dtype)
 
 
 class Batch:
@@ -158,6 +158,18 @@ def test_groups_and_suffixes_in_one_plan(num_programs: int, device: torch.device
     batch.check(*run(attention, batch.q, batch.kv, batch.slots.int(), 0.1))
 
 
+def test_the_reference_of_a_plan(device: torch.device) -> None:
+    batch, reference = Batch(device), ReferenceAttention(8)
+    reference.plan(batch.groups, batch.suffixes)
+    batch.check(*run(reference, batch.q, batch.kv, batch.slots.int(), 0.1))
+    for wrong in (Segment((8,), 3), Segment((1, 1), 3)):
+        with pytest.raises(ValueError, match="each batch row below 8 once"):
+            reference.plan([wrong])
+    reference.plan([Segment((0,), 3, list_id=0)])
+    with pytest.raises(ValueError, match="expected counts of the lists that segments name, got none"):
+        run(reference, batch.q, batch.kv, batch.slots, 0.1)
+
+
 def test_a_plan_replaces_the_one_before(device: torch.device) -> None:
     batch = Batch(device)
     attention = batch.attention(num_programs=40)
@@ -188,8 +200,7 @@ def test_a_row_s_result_does_not_depend_on_the_batch(device: torch.device) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_split_list_gives_what_an_unsplit_one_does(dtype: torch.dtype, device: torch.device) -> None:
-    q, keys, values = inputs(150, 5, 2, 4, 64, 64, dtype, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(150, 5, 2, 4, 64, 64, dtype, device)
     oracle = dense_attention(q, keys, values, 0.125)
     for num_programs in (2, 6, 40):
         attention = GroupedAttention(AttentionShape.of(q, kv), 5, [TALL], q.device, num_programs=num_programs)
@@ -201,8 +212,7 @@ def test_a_split_list_gives_what_an_unsplit_one_does(dtype: torch.dtype, device:
 def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(
     dtype: torch.dtype, device: torch.device
 ) -> None:
-    q, keys, values = inputs(50, 3, 2, 4, 64, 64, dtype, device)
-    kv, slots = paged_kv(keys, values)
+    q, _, _, kv, slots = paged(50, 3, 2, 4, 64, 64, dtype, device)
     attention = GroupedAttention(AttentionShape.of(q, kv), 3, [TALL, FLAT], q.device, num_programs=2)
     shared = Segment((0, 1, 2), 40)
     attention.plan([shared])
@@ -215,8 +225,7 @@ def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(
 
 
 def test_reuse_heads_read_another_head_s_list(device: torch.device) -> None:
-    q, keys, values = inputs(60, 2, 3, 2, 64, 64, torch.float32, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(60, 2, 3, 2, 64, 64, torch.float32, device)
     lists = torch.stack([slots[:20], slots[20:40], slots[40:60]]).flatten().int()
     attention = GroupedAttention(AttentionShape.of(q, kv), 2, [FLAT], q.device, num_programs=6)
     attention.plan([Segment((0, 1), 20, head_stride=20, list_id=1)])
@@ -243,27 +252,11 @@ def test_fp8_keys_and_values_with_scales(device: torch.device) -> None:
 
 
 def test_strided_pool_and_query(device: torch.device) -> None:
-    q, keys, values = inputs(40, 3, 2, 4, 64, 64, torch.float32, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(40, 3, 2, 4, 64, 64, torch.float32, device)
     both = torch.stack([kv.k_cache, kv.v_cache], dim=1)
     wide = torch.cat([q, q], dim=2)[:, :, :64]
-    state = prefix_attention(
-        wide, PagedKV(both[:, 0], both[:, 1]), slots, Selection.all(40, 2, device), 0.25, implementation="triton"
-    )
-    close(state.out, state.lse, dense_attention(q, keys, values, 0.25), torch.float32)
-
-
-def test_strided_lists_are_read_as_they_are(device: torch.device) -> None:
-    q, keys, values = inputs(40, 3, 2, 4, 64, 64, torch.float32, device)
-    kv, slots = paged_kv(keys, values)
-    spread = torch.stack([slots, slots.flip(0)], dim=1)[:, 0]
-    indptr = torch.tensor([0, 10, 25, 40], device=device)
-    state = suffix_attention(q, kv, indptr, spread, 0.25, implementation="triton")
-    torch.testing.assert_close(state.out, suffix_attention(q, kv, indptr, slots, 0.25).out, atol=1e-5, rtol=1e-5)
-    every = Selection.all(40, 2, device)
-    alike = Selection(every.positions, torch.tensor([40], dtype=torch.int32, device=device).expand(2))
-    state = prefix_attention(q, kv, spread, alike, 0.25, implementation="triton")
-    close(state.out, state.lse, dense_attention(q, keys, values, 0.25), torch.float32)
+    found = attended(wide, PagedKV(both[:, 0], both[:, 1]), slots, [Segment((0, 1, 2), 40)], 0.25)
+    close(*found, dense_attention(q, keys, values, 0.25), torch.float32)
 
 
 def test_what_does_not_fit_the_plan_is_refused(device: torch.device) -> None:
@@ -295,27 +288,8 @@ def test_what_does_not_fit_the_plan_is_refused(device: torch.device) -> None:
         run(attention, batch.q, batch.kv, batch.slots, 0.1, head_map=torch.zeros(3, dtype=torch.int32, device=device))
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 70])
-def test_merged_states(count: int, device: torch.device) -> None:
-    gen = torch.Generator().manual_seed(count)
-    states = []
-    for _ in range(count):
-        lse = torch.randn(3, 4, generator=gen) * 3
-        lse[torch.rand(3, 4, generator=gen) < 0.3] = -torch.inf
-        lse[2, 1] = -torch.inf  # empty in every state
-        out = torch.randn(3, 4, 24, generator=gen)
-        out[lse == -torch.inf] = torch.nan  # an empty part may hold anything
-        states.append(AttnState(out.to(device), lse.to(device)))
-    merged = merge_state(*states, implementation="triton")
-    reference = merge_state(*states)
-    torch.testing.assert_close(merged.out, reference.out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(merged.lse, reference.lse, atol=1e-5, rtol=1e-5)
-    assert bool((merged.out[2, 1] == 0).all())
-
-
 def test_a_replayed_plan_for_more_rows_than_were_captured_writes_nothing_behind_them(device: torch.device) -> None:
-    q, keys, values = inputs(40, 2, 2, 4, 64, 64, torch.float32, device)
-    kv, slots = paged_kv(keys, values)
+    q, keys, values, kv, slots = paged(40, 2, 2, 4, 64, 64, torch.float32, device)
     attention = GroupedAttention(AttentionShape.of(q, kv), 8, [FLAT], q.device, num_programs=2)
     attention.plan([Segment((0, 5, 1), 40)])
     attention._most_rows = 0  # a replay checks nothing

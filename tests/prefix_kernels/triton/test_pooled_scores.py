@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefix_kernels.block_scores import block_scores_mean, block_scores_minmax
+from prefix_kernels.block_scores import (
+    block_scores_mean,
+    exact_scores,
+    low_bit_block_scores,
+    token_scores,
+)
 from prefix_kernels.launching import recording
 from prefix_kernels.low_bit import LowBitTensor, dequantize, quantize
-from prefix_kernels.ops import exact_scores, low_bit_block_scores, token_scores
 from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoredGroup, ScoreShape, Source
+from prefix_kernels.pooled_scores.runner import default_config
 from prefix_kernels.pooling import HEADROOM, Pooling, pool_scores
 from prefix_kernels.testing import paged_kv
 from tests.prefix_kernels.triton.conftest import INTERPRETED
@@ -53,19 +58,20 @@ def close(scores: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("pooling", list(Pooling))
-def test_token_codes_on_some_channels(bits: int, pooling: Pooling, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("rows", [1, 3, 5, 11])
+def test_token_codes_on_some_channels(
+    rows: int, bits: int, pooling: Pooling, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of 5 requests and more the rows are several tiles."""
     count, kv_heads, gqa, dim, kept = 203, 2, 4, 64, 48
-    q = queries(3, kv_heads * gqa, dim, dtype, device)
+    q = queries(rows, kv_heads * gqa, dim, dtype, device)
     keys = codes(count, kv_heads, kept, bits, device)
     order = torch.rand(kv_heads, dim, generator=torch.Generator().manual_seed(bits)).argsort(dim=1)
     channels = order[:, :kept].sort(dim=1).values.to(device)
     shape = ScoreShape(kv_heads * gqa, kv_heads, Source.LOW_BIT, kept, bits, True, pooling)
-    scoring = PooledScores(shape, 4, 1, ScoreConfig(block_n=32, num_chunks=3), device)
-    group = uniform_group(3, count, kv_heads, (channels.short(), keys.packed, keys.scale))
-    index = channels[None, :, None].expand(3, -1, gqa, -1)
-    picked = q.view(3, kv_heads, gqa, dim).gather(3, index).reshape(3, kv_heads * gqa, kept)
-    raw = block_scores_mean(picked.float(), dequantize(keys))
-    close(scored(scoring, q, group, count), pool_scores(raw, SM_SCALE, pooling), dtype)
+    scoring = PooledScores(shape, 12, 1, ScoreConfig(block_n=32, num_chunks=3), device)
+    group = uniform_group(rows, count, kv_heads, (channels.short(), keys.packed, keys.scale))
+    close(scored(scoring, q, group, count), token_scores(q.float(), keys, channels, SM_SCALE, pooling), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -155,26 +161,30 @@ def test_rows_of_one_and_a_half_blocks(source: Source, dtype: torch.dtype, devic
         found.append(scored(scoring, q, uniform_group(3, count, kv_heads, arrays), count))
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-5)
     if source is Source.LOW_BIT:
-        index = channels.long()[None, :, None].expand(3, -1, 4, -1)
-        picked = q.view(3, kv_heads, 4, 128).gather(3, index).reshape(3, kv_heads * 4, kept)
-        close(found[1], pool_scores(block_scores_mean(picked.float(), dequantize(keys)), SM_SCALE), dtype)
+        close(found[1], token_scores(q.float(), keys, channels, SM_SCALE), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("bits", "pooling"), [(4, Pooling.MAX), (4, Pooling.MEAN), (8, Pooling.MAX), (2, Pooling.MAX)])
 def test_block_bounds(bits: int, pooling: Pooling, dtype: torch.dtype, device: torch.device) -> None:
-    count, kv_heads, dim = 75, 2, 64
-    q = queries(2, 8, dim, dtype, device)
-    tokens = torch.randn(kv_heads, count, 16, dim, generator=torch.Generator().manual_seed(4)).to(device)
-    low, high = quantize(tokens.amin(dim=2) - 0.5, bits), quantize(tokens.amax(dim=2) + 0.5, bits)
-    below, above = dequantize(low), dequantize(high)
-    assert bool((above > below).all())
-    scoring = PooledScores(
-        ScoreShape(8, kv_heads, Source.MINMAX, dim, bits, False, pooling), 2, 1, ScoreConfig(block_n=16), device
-    )
-    group = uniform_group(2, count, kv_heads, (None, high.packed, high.scale, low.packed, low.scale))
-    reference = pool_scores(block_scores_minmax(q.float(), below, above), SM_SCALE, pooling)
-    close(scored(scoring, q, group, count), reference, dtype)
+    """Heads of different length, each with its own scales; also the means alone, in what runs untuned."""
+    counts, dim = (75, 31), 64
+    q, indptr = queries(2, 8, dim, dtype, device), torch.tensor([0, 75, 106])
+    tokens = torch.randn(sum(counts), 16, dim, generator=torch.Generator().manual_seed(4)).to(device)
+    parts = []
+    for rows in (tokens.amax(dim=1) + 0.5, tokens.amin(dim=1) - 0.5):
+        heads = [quantize(own, bits) for own in rows.split(counts)]
+        packed = torch.cat([head.packed for head in heads])
+        parts.append(LowBitTensor(packed, torch.stack([h.scale for h in heads]), torch.stack([h.zero for h in heads])))
+    arrays = (None, parts[0].packed, parts[0].scale, parts[1].packed, parts[1].scale)
+    for source, own in ((Source.MINMAX, parts), (Source.LOW_BIT, parts[:1])):
+        shape = ScoreShape(8, 2, source, dim, bits, False, pooling)
+        config = ScoreConfig(block_n=16) if source is Source.MINMAX else default_config(shape, 2)
+        scoring = PooledScores(shape, 2, 1, config, device)
+        scoring.plan([ScoredGroup((0, 1), counts, (0, 75), (0, 0), (0, 75), arrays[: 1 + 2 * len(own)])])
+        scores = torch.full((150,), -torch.inf, device=device)
+        scoring.run(q, scores, SM_SCALE)
+        close(scores.view(2, 75), low_bit_block_scores(q.float(), tuple(own), indptr, SM_SCALE, pooling), dtype)
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -190,8 +200,7 @@ def test_exact_keys(rows: int, gqa: int, dim: int, dtype: torch.dtype, stored: b
     )
     raw = torch.full((1, kv_heads, rows * gqa, count), torch.nan, device=device) if stored else None
     scores = scored(scoring, q, uniform_group(rows, count, kv_heads), count, k_cache=kv.k_cache, lists=slots, raw=raw)
-    reference = pool_scores(block_scores_mean(q.float(), keys.float().transpose(0, 1)), SM_SCALE)
-    close(scores, reference, dtype)
+    close(scores, exact_scores(q.float(), kv.k_cache.float(), slots, SM_SCALE), dtype)
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3])
@@ -264,23 +273,6 @@ def test_raw_scores_of_groups_of_other_lengths(device: torch.device) -> None:
     assert bool(scores.view(2, kv_heads, 150)[0, :, 33:].isnan().all())
 
 
-@pytest.mark.parametrize("pooling", list(Pooling))
-@pytest.mark.parametrize("rows", [1, 4, 5, 11])
-def test_rows_of_several_tiles(rows: int, pooling: Pooling, device: torch.device) -> None:
-    count, kv_heads, gqa, dim = 60, 1, 4, 64
-    q = queries(rows, kv_heads * gqa, dim, torch.float32, device)
-    keys = codes(count, kv_heads, dim, 4, device)
-    scoring = PooledScores(
-        ScoreShape(kv_heads * gqa, kv_heads, Source.LOW_BIT, dim, pooling=pooling),
-        rows,
-        1,
-        ScoreConfig(block_n=16, num_chunks=2),
-        device,
-    )
-    scores = scored(scoring, q, uniform_group(rows, count, kv_heads, (None, keys.packed, keys.scale)), count)
-    close(scores, pool_scores(block_scores_mean(q, dequantize(keys)), SM_SCALE, pooling), torch.float32)
-
-
 def test_groups_ragged_heads_and_listed_candidates(device: torch.device) -> None:
     """Two groups with indexes of their own; heads of different length; only listed rows are scored."""
     kv_heads, gqa, dim = 2, 4, 64
@@ -324,39 +316,6 @@ def test_groups_ragged_heads_and_listed_candidates(device: torch.device) -> None
         close(scores, torch.cat(wanted), torch.float32)
 
 
-@pytest.mark.parametrize("pooling", list(Pooling))
-@pytest.mark.parametrize("rows", [1, 3, 20])
-def test_one_group_s_forms_equal_their_references(rows: int, pooling: Pooling, device: torch.device) -> None:
-    """Token codes on all and on some channels, exact keys (kept raw and read twice), ragged blocks of both kinds."""
-    kv_heads, gqa, dim, count = 2, 4, 64, 150
-    q = queries(rows, kv_heads * gqa, dim, torch.float32, device)
-    keys = torch.randn(count, kv_heads, dim, generator=torch.Generator().manual_seed(rows)).to(device)
-    order = torch.rand(kv_heads, dim, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
-    channels = order[:, :24].sort(dim=1).values.to(device)
-    kept = keys.transpose(0, 1).gather(2, channels[:, None].expand(-1, count, -1))
-    indptr = torch.tensor([0, 37, 48], dtype=torch.int32, device=device)
-    blocks = torch.randn(48, 16, dim, generator=torch.Generator().manual_seed(1)).to(device)
-    parts = [ragged(blocks.amax(dim=1) + 0.5, indptr), ragged(blocks.amin(dim=1) - 0.5, indptr)]
-    kv, slots = paged_kv(keys, keys)
-    for form, arguments in (
-        (token_scores, (quantize(keys.transpose(0, 1), 4), None)),
-        (token_scores, (quantize(kept, 4), channels)),
-        (exact_scores, (kv.k_cache, slots)),
-        (exact_scores, (kv.k_cache.transpose(1, 2).contiguous().transpose(1, 2), slots.repeat_interleave(2)[::2])),
-        (low_bit_block_scores, (tuple(parts), indptr)),
-        (low_bit_block_scores, (tuple(parts[:1]), indptr)),
-    ):
-        ours = form(q, *arguments, SM_SCALE, pooling, implementation="triton")  # type: ignore[operator]
-        close(ours, form(q, *arguments, SM_SCALE, pooling), torch.float32)  # type: ignore[operator]
-
-
-def ragged(rows: Tensor, indptr: Tensor) -> LowBitTensor:
-    """Blocks of all heads one after the other, each head with its own scales."""
-    heads = [quantize(rows[begin:end], 4) for begin, end in itertools.pairwise(indptr.tolist())]
-    packed = torch.cat([head.packed for head in heads])
-    return LowBitTensor(packed, torch.stack([h.scale for h in heads]), torch.stack([h.zero for h in heads]))
-
-
 @pytest.mark.parametrize("source", [Source.KEYS, Source.RAW, Source.LOW_BIT])
 def test_missing_tensors_are_named(source: Source, device: torch.device) -> None:
     scoring = PooledScores(ScoreShape(4, 1, source, 16), 1, 1, ScoreConfig(), device, listed=True)
@@ -370,19 +329,17 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     keys = codes(5, 1, 16, 4, device)
     arrays = (None, keys.packed, keys.scale)
     group = uniform_group(2, 5, 1, arrays)
-    for groups in ([group, group], [uniform_group(3, 5, 1)]):
-        with pytest.raises(ValueError, match="expected at most 1 groups of 2 rows"):
+    for groups, message in (
+        ([group, group], "expected at most 1 groups of 2 rows"),
+        ([uniform_group(3, 5, 1)], "expected at most 1 groups of 2 rows"),
+        ([uniform_group(1, 5, 2)], "for each of 1 KV heads"),
+        ([replace(group, rows=(2,))], "expected at most 1 groups of 2 rows"),
+        ([replace(group, rows=(-1,))], "expected at most 1 groups of 2 rows"),
+        ([replace(group, rows=())], "expected a row or more in each group"),
+        ([replace(group, first_rows=(1,))], "expected 6 rows of codes, got .*; are they of all KV heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
             scoring.plan(groups)
-    with pytest.raises(ValueError, match="for each of 1 KV heads"):
-        scoring.plan([uniform_group(1, 5, 2)])
-    with pytest.raises(ValueError, match="expected at most 1 groups of 2 rows"):
-        scoring.plan([ScoredGroup((2,), (5,), (0,), (0,), (0,), arrays)])
-    with pytest.raises(ValueError, match="expected at most 1 groups of 2 rows"):
-        scoring.plan([ScoredGroup((-1,), (5,), (0,), (0,), (0,), arrays)])
-    with pytest.raises(ValueError, match="expected a row or more in each group"):
-        scoring.plan([ScoredGroup((), (5,), (0,), (0,), (0,), arrays)])
-    with pytest.raises(ValueError, match=r"expected 6 rows of codes, got .*; are they of all KV heads"):
-        scoring.plan([ScoredGroup((0,), (5,), (1,), (0,), (0,), arrays)])
     shifted = torch.zeros(48, dtype=torch.uint8, device=device)[8:48].view(1, 5, 8)
     for wrong, message in (
         ((), "expected 3 arrays for LOW_BIT"),

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefix_kernels.slot_lists import (
-    common_slots,
-    common_slots_reference,
-    copy_slot_lists,
-    copy_slot_lists_reference,
-)
+from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 
 MAX_LEN = 5000
 
@@ -38,10 +33,10 @@ def test_lists_follow_the_lengths_on_the_device(dtype: torch.dtype, device: torc
         device=device,
     )
     results = []
-    for copy in (copy_slot_lists_reference, lambda *a: copy_slot_lists(*a, implementation="triton")):
+    for implementation in ("reference", "triton"):
         slots = torch.full((9000,), -7, dtype=torch.int32, device=device)
         counts = torch.full((8, 3), -7, dtype=torch.int32, device=device)
-        copy(table, rows, seq_lens, lists, slots, counts)
+        copy_slot_lists(table, rows, seq_lens, lists, slots, counts, implementation=implementation)
         results.append((slots, counts))
     (slots, counts), (wanted_slots, wanted_counts) = results[1], results[0]
     assert torch.equal(slots, wanted_slots)
@@ -61,7 +56,7 @@ def test_rows_are_compared_up_to_the_shorter_one(device: torch.device) -> None:
     seq_lens = torch.tensor([4800, 4700, 1, 4000, 4500, 4000], device=device)
     for which in range(len(rows)):
         wanted = torch.full((6,), -7, dtype=torch.int32, device=device)
-        common_slots_reference(table, rows, seq_lens, which, wanted)
+        common_slots(table, rows, seq_lens, which, wanted)
         out = torch.full((6,), -7, dtype=torch.int32, device=device)
         common_slots(table, rows, seq_lens, which, out, implementation="triton")
         assert torch.equal(out, wanted)
@@ -75,19 +70,19 @@ def test_bad_tensors_are_named(device: torch.device) -> None:
     lists = torch.zeros(1, 5, dtype=torch.int32, device=device)
     slots = torch.zeros(8, dtype=torch.int32, device=device)
     counts = torch.zeros(1, 2, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=r"expected table .* int32"):
-        copy_slot_lists(table.long(), rows, seq_lens, lists, slots, counts)
-    with pytest.raises(ValueError, match=r"expected seq_lens \[batch_size=2\]"):
-        copy_slot_lists(table, rows, seq_lens[:1], lists, slots, counts)
-    with pytest.raises(ValueError, match=r"expected lists \[num_lists, 5\]"):
-        copy_slot_lists(table, rows, seq_lens, lists[:, :4], slots, counts)
-    with pytest.raises(ValueError, match=r"expected counts \[1 or more"):
-        copy_slot_lists(table, rows, seq_lens, lists, slots, counts[:0])
-    with pytest.raises(ValueError, match=r"expected slots \[arena_size\] int32"):
-        copy_slot_lists(table, rows, seq_lens, lists, slots.long(), counts)
-    with pytest.raises(ValueError, match="batch row below 2, got 2"):
-        common_slots(table, rows, seq_lens, 2, rows.clone())
-    with pytest.raises(ValueError, match=r"expected out \(2,\) int32"):
-        common_slots(table, rows, seq_lens, 0, slots)
-    with pytest.raises(ValueError, match="no implementation 'cuda'"):
-        common_slots(table, rows, seq_lens, 0, rows.clone(), implementation="cuda")
+    for arguments, message in (
+        ((table.long(), rows, seq_lens, lists, slots, counts), r"expected table .* int32"),
+        ((table, rows, seq_lens[:1], lists, slots, counts), r"expected seq_lens \[batch_size=2\]"),
+        ((table, rows, seq_lens, lists[:, :4], slots, counts), r"expected lists \[num_lists, 5\]"),
+        ((table, rows, seq_lens, lists, slots, counts[:0]), r"expected counts \[1 or more"),
+        ((table, rows, seq_lens, lists, slots.long(), counts), r"expected slots \[arena_size\] int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            copy_slot_lists(*arguments)
+    for which, out, implementation, message in (
+        (2, rows.clone(), "triton", "batch row below 2, got 2"),
+        (0, slots, "triton", r"expected out \(2,\) int32"),
+        (0, rows.clone(), "cuda", "no implementation 'cuda'; expected one of: reference, triton"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            common_slots(table, rows, seq_lens, which, out, implementation=implementation)

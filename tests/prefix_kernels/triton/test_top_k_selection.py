@@ -13,15 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.ops import top_k_selection
-from prefix_kernels.top_k_selection import (
-    SelectedLists,
-    SelectionGroup,
-    TopKConfig,
-    TopKSelection,
-    top_k_selection_reference,
-)
-from prefix_kernels.top_k_selection.runner import default_config
+from prefix_kernels.top_k_selection import SelectionGroup, top_k_selection
+from prefix_kernels.top_k_selection.runner import TopKConfig, TopKSelection, default_config
+from prefix_kernels.types import SelectedLists, Selection
 from tests.examples import examples
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
@@ -105,7 +99,7 @@ def kinds(kind: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
 KINDS = ["plain", "ties", "one_value", "nothing", "nan", "holes", "zeros", "extreme", "close"]
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize(
     ("prefix_len", "budget", "num_sink", "num_recent"),
     [(1, 1, 0, 0), (17, 5, 2, 1), (300, 299, 0, 3), (300, 64, 20, 33), (300, 400, 9, 9), (5000, 700, 16, 64)],
@@ -113,10 +107,13 @@ KINDS = ["plain", "ties", "one_value", "nothing", "nan", "holes", "zeros", "extr
 def test_equals_the_reference_by_score(
     block_size: int, prefix_len: int, budget: int, num_sink: int, num_recent: int
 ) -> None:
-    scores = kinds("plain", (2, -(-prefix_len // block_size)), prefix_len).to(DEVICE)
-    arguments = (scores, budget, num_sink, num_recent, block_size, prefix_len)
-    mine = top_k_selection(*arguments, implementation="triton")
-    theirs = top_k_selection_reference(*arguments)
+    num_blocks = -(-prefix_len // block_size)
+    scores = kinds("plain", (2, num_blocks + -num_blocks % 4), prefix_len).to(DEVICE)
+    runner = TopKSelection(1, 2, prefix_len, min(budget, prefix_len), DEVICE, max_block_size=block_size)
+    group = SelectionGroup(prefix_len, budget, 0, scores.shape[1], block_size, num_sink, num_recent)
+    lists = select(runner, [group], scores.flatten())
+    mine = Selection(lists.positions[0], lists.counts[0])
+    theirs = top_k_selection(scores[:, :num_blocks], budget, num_sink, num_recent, block_size, prefix_len)
     mine.check_integrity(prefix_len)
     assert torch.equal(mine.counts, theirs.counts)
     windows = [*range(num_sink), *range(prefix_len - num_recent, prefix_len)]
@@ -239,21 +236,6 @@ def test_blocks_of_a_long_prefix() -> None:
     check(select(runner, [group], scores), [group], scores, runner)
 
 
-def test_an_empty_prefix_and_no_head() -> None:
-    nothing = top_k_selection(torch.zeros(2, 0, device=DEVICE), 5, 1, 1, 16, 0, implementation="triton")
-    assert nothing.counts.tolist() == [0, 0]
-    assert nothing.positions.shape == (2, 0)
-    assert top_k_selection(torch.zeros(0, 4, device=DEVICE), 2, 0, 0, 1, 4, implementation="triton").num_kv_heads == 0
-
-
-def test_half_scores() -> None:
-    scores = kinds("plain", (2, 50), 1).to(DEVICE, torch.float16)
-    arguments = (scores, 13, 1, 2, 1, 50)
-    assert torch.equal(
-        top_k_selection(*arguments, implementation="triton").positions, top_k_selection_reference(*arguments).positions
-    )
-
-
 def test_default_config_fills_the_device() -> None:
     assert default_config(131072, 33) == TopKConfig(4096, 8)
     assert default_config(131072, 264) == TopKConfig(2048, 4)
@@ -330,12 +312,113 @@ def test_runners_that_cannot_be() -> None:
             TopKConfig(tile, 1)
 
 
-def test_the_package_is_imported_without_triton() -> None:
+def test_the_references_are_imported_without_triton() -> None:
     source = Path(__file__).parents[3] / "kernels"
-    code = (
-        "import sys, prefix_kernels.ops, prefix_kernels.top_k_selection as t; assert 'triton' not in sys.modules; "
-        "t.TopKSelection; assert 'triton' in sys.modules"
-    )
+    code = "import sys, prefix_kernels.ops, prefix_kernels.grouped_attention; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=source)
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        sys.modules["prefix_kernels.top_k_selection"].Nothing  # noqa: B018
+
+
+#: Places in a list of candidates are chosen as tokens are, then named by their positions.
+HEADS, WIDTH = 2, 600
+LISTED = [
+    SelectionGroup(3000, 77, 0, WIDTH, 1, 4, 20, slot_start=9, num_candidates=599),
+    SelectionGroup(40, 90, 2 * WIDTH, WIDTH, (1, 1), 4, 20, slot_start=3100, num_candidates=40),
+    SelectionGroup(2000, 300, 4 * WIDTH, WIDTH, 1, 0, 33, slot_start=3200, num_candidates=300),
+    SelectionGroup(0, 1, num_candidates=0),
+]
+"""Few of many, a prefix below the budget, all candidates, an empty prefix; the fifth place is no group's."""
+
+
+def listed_runner(**options: Any) -> TopKSelection:
+    return TopKSelection(5, HEADS, WIDTH, 320, DEVICE, config=TopKConfig(64, 1), num_programs=14, **options)
+
+
+def listed(groups: list[SelectionGroup], width: int = WIDTH) -> torch.Tensor:
+    """int32 [5, HEADS, width]: other ascending positions for every KV head, windows at the ends."""
+    gen = torch.Generator().manual_seed(len(groups))
+    table = torch.full((5, HEADS, width), POISON, dtype=torch.int32)
+    for g, group in enumerate(groups):
+        for head in range(HEADS):
+            rank = torch.rand(group.prefix_len, generator=gen)
+            rank[: group.num_sink], rank[group.prefix_len - group.num_recent :] = 2.0, 2.0
+            chosen = rank.topk(group.num_scored).indices.sort().values
+            table[g, head, : group.num_scored] = chosen.int()
+    return table.to(DEVICE)
+
+
+@pytest.mark.parametrize("key_bits", [16, 32])
+@pytest.mark.parametrize("strided", [False, True])
+def test_places_in_a_list_become_its_positions_and_their_slots(key_bits: int, strided: bool) -> None:
+    runner = listed_runner(key_bits=key_bits)
+    scores = -torch.rand(6 * WIDTH, generator=torch.Generator().manual_seed(1)).mul(30.0).round().to(DEVICE)
+    candidates = listed(LISTED, 2 * WIDTH)[..., :WIDTH] if strided else listed(LISTED)
+    table = torch.randperm(6000, generator=torch.Generator().manual_seed(2)).int().to(DEVICE)
+    places, lists = runner.new_lists(), runner.new_lists(with_slots=True)
+    runner.plan([replace(group, prefix_len=group.num_scored, num_candidates=None) for group in LISTED])
+    runner.run(scores, places)
+    runner.plan(LISTED)
+    runner.run(scores, lists, candidates=candidates, slot_table=table)
+    assert lists.slots is not None
+    assert torch.equal(lists.counts, places.counts)
+    assert lists.counts[:, 0].tolist() == [77, 40, 300, 0, 0]
+    for g, group in enumerate(LISTED):
+        wanted = candidates[g].gather(1, places.positions[g, :, : group.count].long())
+        assert torch.equal(lists.positions[g, :, : group.count], wanted)
+        assert torch.equal(lists.slots[g, :, : group.count], table[group.slot_start + wanted.long()])
+        windows = [*range(group.num_sink), *range(group.prefix_len - group.num_recent, group.prefix_len)]
+        assert set(windows) & set(range(group.prefix_len)) <= set(wanted[0].tolist())
+        assert bool((lists.positions[g, :, group.count :] == -1).all())
+    assert bool((lists.slots[3:] == -1).all())
+
+
+def test_the_best_of_a_list_by_score() -> None:
+    """Written otherwise: a score for every position of the prefix, -inf for what is not listed."""
+    group = SelectionGroup(5000, 100, 0, WIDTH, 1, 5, 11, num_candidates=500)
+    candidates = listed([group])
+    scores = torch.randn(HEADS * WIDTH, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    runner = listed_runner()
+    runner.plan([group])
+    lists = runner.new_lists()
+    runner.run(scores, lists, candidates=candidates)
+    for head in range(HEADS):
+        everywhere = torch.full((5000,), -torch.inf, device=DEVICE)
+        everywhere[candidates[0, head, :500].long()] = scores[head * WIDTH :][:500]
+        everywhere[:5], everywhere[-11:] = torch.inf, torch.inf
+        assert torch.equal(lists.positions[0, head, :100].long(), everywhere.topk(100).indices.sort().values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_candidates": 6}, "expected num_candidates from 7 .the windows. to 100 .the prefix. .*, got 6 and 1"),
+        ({"num_candidates": 101}, "got 101 and 1"),
+        ({"num_candidates": 50, "block_size": 2}, "got 50 and 2"),
+        ({"num_candidates": 50, "block_size": (1, 16)}, "got 50 and .1, 16."),
+    ],
+)
+def test_lists_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SelectionGroup(100, 20, num_sink=3, num_recent=4, **arguments)
+
+
+def test_candidates_belong_to_a_plan_that_names_them() -> None:
+    runner, scores, candidates = listed_runner(), torch.zeros(6 * WIDTH, device=DEVICE), listed(LISTED)
+    lists = runner.new_lists()
+    runner.run(scores, lists, candidates=candidates)  # no plan yet, as before a capture
+    runner.run(scores, lists)
+    with pytest.raises(ValueError, match=r"expected num_candidates of all groups or of none, got .599, None."):
+        runner.plan([LISTED[0], SelectionGroup(40, 9)])
+    runner.plan(LISTED)
+    with pytest.raises(ValueError, match="expected candidates and groups with num_candidates both or none"):
+        runner.run(scores, lists)
+    for wrong in (candidates[:4], candidates.long(), candidates[..., :598], candidates[0], candidates[..., ::2]):
+        with pytest.raises(ValueError, match=r"expected candidates .5, 2, 599. or longer, int32 with adjacent"):
+            runner.run(scores, lists, candidates=wrong)
+    wide = TopKSelection(5, HEADS, WIDTH, WIDTH, DEVICE, num_programs=14)
+    wide.plan(LISTED)
+    own = wide.new_lists()
+    with pytest.raises(ValueError, match="expected candidates apart from the lists that are written"):
+        wide.run(scores, own, candidates=own.positions)
+    runner.plan([SelectionGroup(40, 9, 0, WIDTH)])
+    with pytest.raises(ValueError, match="both or none of them, got one; plan for what is handed in"):
+        runner.run(scores, lists, candidates=candidates)

@@ -53,7 +53,7 @@ class _Late(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             run(module)
-            _make_late(module.Residency, importlib.import_module("sglang_ext.prefix.agreement").Agreement)
+            _make_late(module.Residency, importlib.import_module("sglang_ext.ranks").Agreement)
 
         spec.loader.exec_module = exec_module
         return spec

@@ -1,0 +1,130 @@
+"""Device functions that kernels share: their start, counts of digits in shared memory, and programs that meet.
+
+*Start.* Hopper's programmatic dependent launch puts a kernel's programs on the GPU before the kernel before them ends.
+What that one wrote may only be read after `wait_for_the_kernel_before`, which therefore stands before the first read or
+write of memory (a test looks for it in what is compiled). In a kernel that `launching.launch_behind` starts it stands
+before the first one of what the launch before it writes.
+
+*Counts.* `tl.histogram` finds the lanes of each digit by votes: about 20 instructions for each value of a thread. An
+add to shared memory takes one, and adds of 1 to one place by several lanes are one add. Triton has no such add, so it
+is assembly. Triton's interpreter counts by `tl.histogram`.
+
+*Meetings.* Programs of one launch wait for each other on a counter in device memory. All of them run at the same time
+(a cooperative launch), and one that waits has nothing else to do before: so waiting cannot last.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+NUM_DIGITS = tl.constexpr(256)
+COUNTS = tl.constexpr("{ .shared .align 1024 .b32 digit_counts[512]; mov.u32 $0, digit_counts; }")
+"""The address of 257 numbers. What Triton itself has in shared memory comes behind them, and matrix instructions want
+that at a multiple of 1,024 bytes."""
+RESET = tl.constexpr("st.shared.b32 [$1], 0; mov.b32 $0, 0;")
+ADD = tl.constexpr("red.shared.add.u32 [$1], 1; mov.b32 $0, 0;")
+READ = tl.constexpr("ld.shared.b32 $0, [$1];")
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+ARRIVALS = tl.constexpr(2**20)
+"""What a counter grows by when all have arrived, however many they are."""
+
+
+@triton.jit
+def wait_for_the_kernel_before(OVERLAPPED: tl.constexpr):
+    """Wait until it has ended and all that it wrote can be read, then let the next kernel's programs come."""
+    if OVERLAPPED:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def let_the_next_kernel_come():
+    """Its programs may be put on the GPU from now on, where there is room. They wait for this kernel's end."""
+    gdc_launch_dependents()
+
+
+@triton.jit
+def nothing(OVERLAPPED: tl.constexpr):
+    """For `launching`, which tries how a kernel may be launched."""
+    wait_for_the_kernel_before(OVERLAPPED)
+
+
+@triton.jit
+def _places():
+    """Byte offsets of all counts, one to a thread or a few."""
+    return tl.arange(0, NUM_DIGITS) * 4
+
+
+@triton.jit
+def begin_counts():
+    """(int32 [NUM_DIGITS], 0; where they are counted in shared memory: its address there).
+
+    Each place in the source has counts of its own, which live as long as the program.
+    """
+    counts = tl.zeros([NUM_DIGITS], tl.int32)
+    at = 0
+    if not _INTERPRETED:
+        at = tl.inline_asm_elementwise(COUNTS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        # Threads that still read what was counted here before.
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(RESET, "=r,r", [_places() + at], dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
+    return counts, at
+
+
+@triton.jit
+def add_counts(counts, at, digits, mask):
+    """Count digits from 0 to 255 where `mask` is set; the counts so far.
+
+    Of as many digits as the program has threads, or more: of fewer some threads would hold copies, and count them, too.
+    """
+    if _INTERPRETED:
+        counts += tl.histogram(digits, NUM_DIGITS, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            ADD,
+            "=r,r",
+            # What is not counted goes to a place that nobody reads: a predicate would be a branch.
+            [tl.where(mask, digits, NUM_DIGITS) * 4 + at],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return counts
+
+
+@triton.jit
+def end_counts(counts, at):
+    """int32 [NUM_DIGITS]: what all threads of the program have counted."""
+    if not _INTERPRETED:
+        tl.debug_barrier()
+        counts = tl.inline_asm_elementwise(READ, "=r,r", [_places() + at], dtype=tl.int32, is_pure=False, pack=1)
+    return counts
+
+
+@triton.jit
+def meet(arrived_ptr, place, num_programs):
+    """Wait until all programs of a meeting are here, and what they wrote can be read.
+
+    The counter only grows, by as much at each meeting, so no one has to set it back: the first program adds what the
+    others leave. One thread looks, by atomic reads: where each looked for itself by `ld.acquire`, selections took
+    longer on an H200 (docs/kernels.md).
+
+    Args:
+        arrived_ptr: int64, at first 0; the meeting's own.
+        place: of this program among all, from 0.
+        num_programs: that meet. Nobody waits for one program.
+    """
+    # All threads' writes come before the arrival, which one thread tells; and before what this program reads itself.
+    tl.debug_barrier()
+    if num_programs > 1:
+        own = tl.where(place == 0, ARRIVALS + 1 - num_programs, 1).to(tl.int64)
+        before = tl.atomic_add(arrived_ptr, own, sem="acq_rel", scope="gpu")
+        target = (before // ARRIVALS + 1) * ARRIVALS
+        seen = before + own
+        while seen < target:
+            seen = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
+        tl.debug_barrier()

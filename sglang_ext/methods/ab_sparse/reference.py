@@ -1,0 +1,87 @@
+"""Selection by block scores, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.block_scores import block_scores_ball, block_scores_mean, block_scores_minmax
+from prefix_kernels.low_bit import LowBitTensor, dequantize
+from prefix_kernels.pooling import pool_scores
+from prefix_kernels.types import Selection
+from sglang_ext.methods.ab_sparse.spec import BLOCK_SIZES, CHANNELWISE, ABSparseSpec
+from sglang_ext.methods.arrays import RAGGED, ROW_INDPTR, is_ragged
+from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates, require_arrays
+
+
+class ABSparseSelector(Selector[ABSparseSpec]):
+    """Scores blocks, pools after the softmax over blocks, takes the best blocks within the token budget."""
+
+    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
+        """See the base. No array's values are read on the host."""
+        raw, sizes = self._block_scores(arrays, q, args.prefix_len)
+        scores = pool_scores(raw, args.sm_scale, args.pooling)
+        if sizes is None:
+            return args.top_k(scores, self.spec.block_size)
+        # Tokens in the order of their blocks' ranks: the last block is cut at the budget, as with one block size.
+        order = scores.argsort(dim=1, descending=True, stable=True)
+        place = torch.arange(scores.shape[1], device=q.device).expand_as(order)
+        rank = torch.empty_like(order).scatter_(1, order, place)
+        token = torch.arange(args.prefix_len, device=q.device)
+        turn = rank.gather(1, token // sizes[:, None]) * sizes[:, None] + token % sizes[:, None]
+        return args.top_k(-turn.double())
+
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
+        """See the base. Without candidates the softmax is over blocks, as in `select`."""
+        raw, sizes = self._block_scores(arrays, q, args.prefix_len)
+        token = torch.arange(args.prefix_len, device=q.device)
+        block = (token // (self.spec.block_size if sizes is None else sizes[:, None])).expand(raw.shape[0], -1)
+        if candidates is None:
+            return pool_scores(raw, args.sm_scale, args.pooling).gather(1, block)
+        tokens = raw.gather(3, block[:, None, None].expand(-1, *raw.shape[1:3], -1))
+        return pool_candidates(tokens, args, candidates)
+
+    def _block_scores(self, arrays: Arrays, q: Tensor, prefix_len: int) -> tuple[Tensor, Tensor | None]:
+        """Raw scores [num_kv_heads, num_rows, gqa, most blocks] and block sizes [num_kv_heads] int64 where they differ.
+
+        With sizes per head a head of fewer blocks has -inf in the rest.
+        """
+        spec = self.spec
+        if spec.sizes == "uniform":
+            blocks, raw = -(-prefix_len // spec.block_size), self._score(q, arrays)
+            if raw.shape[3] != blocks:
+                raise ValueError(
+                    f"expected {blocks} blocks of {spec.block_size} tokens for prefix_len={prefix_len}, got "
+                    f"{raw.shape[3]}; is the index of another prefix or block size?"
+                )
+            return raw, None
+        sizes, indptr = require_arrays(arrays, ("block_sizes", ROW_INDPTR), spec.method)
+        sizes = sizes.long()
+        block = torch.arange(-(-prefix_len // min(BLOCK_SIZES)), device=q.device)
+        exists = block < (prefix_len + sizes[:, None] - 1) // sizes[:, None]
+        rows = torch.where(exists, indptr[:-1, None].long() + block, 0)
+        padded = {name: array for name, array in arrays.items() if name.endswith(CHANNELWISE)}
+        least, most = (len(sizes) * -(-prefix_len // size) for size in (max(BLOCK_SIZES), min(BLOCK_SIZES)))
+        for name, array in arrays.items():
+            if is_ragged(name):
+                if not least <= array.shape[0] <= most:
+                    raise ValueError(
+                        f"expected {least} to {most} blocks in {len(sizes)} KV heads for prefix_len={prefix_len}, got "
+                        f"{array.shape[0]}; is the index of another prefix?"
+                    )
+                padded[name.removeprefix(RAGGED)] = array[rows]
+        return self._score(q, padded).masked_fill(~exists[:, None, None], -torch.inf), sizes
+
+    def _score(self, q: Tensor, arrays: Arrays) -> Tensor:
+        parts = [self._read(arrays, part) for part in self.spec.parts]
+        if self.spec.representation == "ball":
+            return block_scores_ball(q, parts[0], *require_arrays(arrays, ("radius",), self.spec.method))
+        if self.spec.representation == "minmax":
+            return block_scores_minmax(q, parts[0], parts[1])
+        return block_scores_mean(q, parts[0])
+
+    def _read(self, arrays: Arrays, part: str) -> Tensor:
+        if self.spec.quantization == "none":
+            return require_arrays(arrays, (part,), self.spec.method)[0]
+        names = [f"{part}_{name}" for name in LowBitTensor._fields]
+        return dequantize(LowBitTensor(*require_arrays(arrays, names, self.spec.method)))

@@ -1,0 +1,42 @@
+"""Selection by the token index, in plain torch: the reference of `decode_op`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from prefix_kernels.block_scores import block_scores_mean
+from prefix_kernels.low_bit import LowBitTensor, dequantize
+from prefix_kernels.pooling import pool_scores
+from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates, require_arrays
+from sglang_ext.methods.token_index.build import ARRAYS
+from sglang_ext.methods.token_index.spec import TokenIndexSpec
+
+
+@dataclass(frozen=True)
+class TokenIndexSelector(Selector[TokenIndexSpec]):
+    """Token scores q.k over the kept channels, pooled after the softmax.
+
+    Attributes:
+        sum_every: how few tokens enter the sums of that softmax, see `pooling.pool_scores`; among candidates all do.
+    """
+
+    sum_every: int = 1
+
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
+        """See the base."""
+        channels, *parts = require_arrays(arrays, ARRAYS, self.spec.method)
+        quantized = LowBitTensor(*parts)
+        if quantized.packed.shape[1] != args.prefix_len or quantized.bits != self.spec.bits:
+            raise ValueError(
+                f"expected keys of prefix_len={args.prefix_len} positions and {self.spec.bits} bits, got "
+                f"{quantized.packed.shape[1]} and {quantized.bits}; is the index of another prefix or spec?"
+            )
+        grouped = q.view(q.shape[0], channels.shape[0], -1, q.shape[2])
+        index = channels.long()[None, :, None].expand(*grouped.shape[:1], -1, grouped.shape[2], -1)
+        kept = grouped.gather(3, index).flatten(1, 2)
+        raw = block_scores_mean(kept, dequantize(quantized))
+        if candidates is None:
+            return pool_scores(raw, args.sm_scale, args.pooling, sum_every=self.sum_every)
+        return pool_candidates(raw, args, candidates)

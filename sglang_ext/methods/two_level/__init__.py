@@ -1,0 +1,96 @@
+"""Two levels: candidates from one method and their order from another.
+
+AsyncTLS's scheme (coarse blocks, then tokens) for any two methods: the first one's index is read for the whole prefix,
+the second one's for the candidates only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.types import Selection
+from sglang_ext.methods.base import Arrays, IndexSpec, SelectArgs, Selector, check_share, make_selector
+from sglang_ext.methods.combined import CombinedSpec, part_arrays
+from sglang_ext.methods.csattention import CSAttentionSpec
+from sglang_ext.methods.token_index import TokenIndexSpec
+
+UNSCORED_CANDIDATE = -1e38
+"""Score of a candidate that the second level says nothing about: below every score, above all that is no candidate
+(`top_k_selection` puts those at -1.7e38 and less)."""
+
+
+@dataclass(frozen=True)
+class TwoLevelSpec(CombinedSpec):
+    """Parameters of the two-level selection.
+
+    Attributes:
+        first: method that chooses the candidates.
+        second: method that ranks them.
+        candidate_ratio: candidates as a fraction of the prefix, at least.
+        candidate_factor: candidates per token of the budget, at least.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    method: ClassVar[str] = "two_level"
+    first: IndexSpec = field(default_factory=lambda: CSAttentionSpec(list_ratio=0.02))
+    second: IndexSpec = field(default_factory=TokenIndexSpec)
+    candidate_ratio: float = 0.25
+    candidate_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_share("two_level.candidate_ratio", self.candidate_ratio)
+        if not 1.0 <= self.candidate_factor <= 1e6:
+            raise ValueError(
+                f"expected two_level.candidate_factor of at least 1, got {self.candidate_factor}; the budget is chosen "
+                "among the candidates"
+            )
+
+    def num_candidates(self, prefix_len: int, budget: int = 0) -> int:
+        """The greater of candidate_ratio * prefix_len and candidate_factor * budget, rounded up; at most the prefix.
+
+        Robust against the ratios' binary rounding.
+        """
+        wanted = max(self.candidate_ratio * prefix_len, self.candidate_factor * budget)
+        return min(prefix_len, max(1, math.ceil(round(wanted, 6))))
+
+    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
+        """See the base: the first part, and the candidates of the second."""
+        candidates = self.num_candidates(prefix_len, budget)
+        first = self.first.read_bytes(part_arrays(arrays, "first"), q, prefix_len, candidates)
+        return first + self.second.candidate_bytes(part_arrays(arrays, "second"), q, prefix_len, candidates)
+
+
+class TwoLevelSelector(Selector[TwoLevelSpec]):
+    """The first method's best positions, ranked by the second one's scores among them."""
+
+    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
+        """See the base. Sink and recent window are candidates."""
+        first = replace(args, budget=self.spec.num_candidates(args.prefix_len, args.budget))
+        return args.top_k(self._ranked(arrays, q, args, self._candidates(arrays, q, first)))
+
+    def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
+        """See the base: the second method's scores, -inf outside the first one's candidates."""
+        first = replace(args, budget=self.spec.num_candidates(args.prefix_len), num_sink=0, num_recent=0)
+        chosen = self._candidates(arrays, q, first)
+        return self._ranked(arrays, q, args, chosen if candidates is None else chosen & candidates)
+
+    def _candidates(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
+        """bool [num_kv_heads, prefix_len]: what the first method selects."""
+        chosen = make_selector(self.spec.first).select(part_arrays(arrays, "first"), q, args)
+        mask = torch.zeros(chosen.num_kv_heads, args.prefix_len + 1, dtype=torch.bool, device=q.device)
+        # Padding (-1) goes to a column of its own.
+        index = torch.where(chosen.positions < 0, args.prefix_len, chosen.positions).long()
+        return mask.scatter_(1, index, True)[:, :-1]
+
+    def _ranked(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor) -> Tensor:
+        """[num_kv_heads, prefix_len] fp32: the second method's scores of the candidates."""
+        second = make_selector(self.spec.second)
+        scores = second.token_scores(part_arrays(arrays, "second"), q, args, candidates)
+        return scores.masked_fill(candidates & (scores == -torch.inf), UNSCORED_CANDIDATE)

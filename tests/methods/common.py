@@ -1,0 +1,40 @@
+"""What tests of the methods have in common."""
+
+import torch
+
+from prefix_kernels.ops import Pooling
+from prefix_kernels.testing import attention_recall
+from sglang_ext.methods import SelectArgs, make_builder, make_selector
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def select(spec, arrays, q, prefix_len, budget, num_sink=2, num_recent=5, sm_scale=0.25, pooling=Pooling.MAX):
+    args = SelectArgs(
+        prefix_len=prefix_len,
+        budget=budget,
+        num_sink=num_sink,
+        num_recent=num_recent,
+        sm_scale=sm_scale,
+        pooling=pooling,
+    )
+    chosen = make_selector(spec).select(arrays, q, args)
+    chosen.check_integrity(prefix_len)
+    return chosen
+
+
+def scores(spec, arrays, q, prefix_len, candidates=None, sm_scale=0.3, pooling=Pooling.MAX):
+    args = SelectArgs(prefix_len=prefix_len, sm_scale=sm_scale, pooling=pooling)
+    return make_selector(spec).token_scores(arrays, q, args, candidates)
+
+
+def recall(spec, planted, budget, num_sink=4, num_recent=64):
+    """Attention mass of what each request of a planted prefix selects alone, mean."""
+    arrays = make_builder(spec).build_layer(planted.keys, planted.samples)
+    found = []
+    for q in planted.queries.split(1):
+        chosen = select(spec, arrays, q, len(planted.keys), budget, num_sink, num_recent, planted.sm_scale)
+        found.append(attention_recall(q, planted.keys, chosen, planted.sm_scale).mean())
+    return float(torch.stack(found).mean())
