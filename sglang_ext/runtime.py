@@ -26,8 +26,7 @@ from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.metrics import Counters
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.captures import PrefillCaptures
-from sglang_ext.prefill.recorder import Chunk
-from sglang_ext.prefill.recording import Admission, decode_chunks, prefill_chunks
+from sglang_ext.prefill.recorder import Admission, Chunk, decode_chunks, prefill_chunks
 from sglang_ext.prefill.recordings import make_recording
 from sglang_ext.prefix.directory import PrefixDirectory, StoreWatch, misfit
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable

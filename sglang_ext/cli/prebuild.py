@@ -17,7 +17,7 @@ from prefix_index import IndexStore, IndexStoreError
 from prefix_index.connect import locate
 from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, names_cpu, parse_seconds
 from sglang_ext.cli.stopping import run_job
-from sglang_ext.storage import StoreConfig, configured_store, make_folder
+from sglang_ext.storage import configured_store, make_folder
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
     from sglang_ext.config import Settings
@@ -45,12 +45,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--model-path", required=True, help="the model that will be served")
     parser.add_argument("--prompts", required=True, metavar="JSONL", help="shared prompts, one JSON object a line")
-    parser.add_argument(
-        "--store",
-        required=True,
-        metavar="DIR|ipc://SOCKET",
-        help="index store; a folder is made when it does not exist",
-    )
+    where = "index store; a folder is made when it does not exist"
+    parser.add_argument("--store", required=True, metavar="DIR|ipc://SOCKET", help=where)
     parser.add_argument(
         "--sparse-attn-config", metavar="JSON|@FILE", help="as for the server; must build the same methods"
     )
@@ -59,13 +55,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--ttl", type=parse_seconds, metavar="TIME", help="when they expire, from now: seconds, or 90m, 12h, 30d"
     )
-    parser.add_argument(
-        "--wait",
-        type=parse_seconds,
-        default=600.0,
-        metavar="TIME",
-        help="how long to wait, at the end, for indexes that another job builds (default: 10m)",
-    )
+    wait = "how long to wait, at the end, for indexes that another job builds (default: 10m)"
+    parser.add_argument("--wait", type=parse_seconds, default=600.0, metavar="TIME", help=wait)
     add_sglang_flags(parser)
     parser.set_defaults(run=run)
 
@@ -87,10 +78,12 @@ def _run(args: argparse.Namespace) -> int:
             prompts = read_prompts(args.prompts)
             model_folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
             config, _ = parse_profiled(args.sparse_attn_config, model_folder)  # before a folder is made for a store
-            refusal = engine_refusal(args.model_path, args.sglang_flags)
-            if refusal:
+            if refusal := engine_refusal(args.model_path, args.sglang_flags):
                 return _refuse(refusal)
-            _make_folder(args.store, config)
+            with suppress(IndexStoreError, OSError):  # what is no folder is left to the check of the settings
+                kind, folder, _ = locate(args.store)
+                if kind == "file":
+                    make_folder(folder, config)
             settings = make_settings(args.sparse_attn_config, args.store, model_folder)
             store = opened.enter_context(closing(configured_store(settings.store, settings.config)))
             report = opened.enter_context(open(args.report, "a")) if args.report is not None else sys.stdout
@@ -125,14 +118,6 @@ def _build(
             return _refuse(error)
         finally:
             engine.close()
-
-
-def _make_folder(address: str, config: StoreConfig) -> None:
-    """A store's folder is made when it is missing. What is no folder is left to the check of the settings."""
-    with suppress(IndexStoreError, OSError):
-        kind, folder, _ = locate(address)
-        if kind == "file":
-            make_folder(folder, config)
 
 
 def _flags(args: argparse.Namespace, settings: Settings, events: str) -> list[str]:

@@ -37,53 +37,43 @@ class PrebuildJob:
     """One run over all prompts."""
 
     def __init__(
-        self,
-        engine: Any,
-        store: IndexStore,
-        settings: Settings,
-        events: str,
-        report: TextIO,
-        args: argparse.Namespace,
+        self, engine: Any, store: IndexStore, settings: Settings, events: str, report: TextIO, args: argparse.Namespace
     ) -> None:
-        self._engine = engine
-        self._store = store
-        self._config = settings.config
+        self._engine, self._store, self._config = engine, store, settings.config
         self._profile = profile_digest(settings.config, settings.profile)
-        self._events = Path(events)
-        self._report = report
-        self._args = args
-        self._elsewhere: list[tuple[Prompt, str]] = []
-        self._in_vain = 0
-        self._attempts = 0
+        self._events, self._report, self._args = Path(events), report, args
+        self._attempts = self._bytes = 0
         self._statuses: Counter[str] = Counter()
-        self._bytes = 0
         self._warnings: dict[str, tuple[str, ...]] = {}
 
     def run(self, prompts: Sequence[Prompt]) -> int:
-        begun = time.perf_counter()
-        model = msgspec.convert(self._engine.state()["model"], ModelFingerprint)
+        """Build what is missing; returns the exit status. Raises EngineDiedError."""
+        begun, elsewhere = time.perf_counter(), []
+        self._model = msgspec.convert(self._engine.state()["model"], ModelFingerprint)
         bar = tqdm(prompts, unit="prompt", file=sys.stderr, desc="prebuild")
         for prompt in bar:
-            line = self._one(prompt, model)
+            line = self._one(prompt)
             if line.get("reason") == "building_elsewhere":
-                self._elsewhere.append((prompt, line["digest"]))
+                elsewhere.append((prompt, line["digest"]))
                 tqdm.write(f"{prompt.id}: another job builds this index; looked at again at the end", file=sys.stderr)
                 continue
             self._take(line)
             bar.set_postfix(dict(self._statuses))
-        self._wait_for_others(model)
+        deadline, in_vain = time.monotonic() + self._args.wait, 0
+        for prompt, digest in elsewhere:  # stored by now, given up by its builder, or still under way
+            line = self._after_others(prompt, digest, deadline)
+            in_vain += line.get("reason") == "building_elsewhere"
+            self._take(line)
         counts = ", ".join(f"{count} {status}" for status, count in sorted(self._statuses.items()))
         print(
             f"{len(prompts)} prompts: {counts}; {self._bytes / 1e6:.1f} MB of new indexes in "
             f"{self._args.store}; {time.perf_counter() - begun:.1f} s",
             file=sys.stderr,
         )
-        if self._in_vain:
-            print(
-                f"{self._in_vain} of them not built: others held their leases longer than --wait; run it again",
-                file=sys.stderr,
-            )
-        return 1 if self._statuses["failed"] or self._in_vain else 0
+        if in_vain:
+            why = "others held their leases longer than --wait; run it again"
+            print(f"{in_vain} of them not built: {why}", file=sys.stderr)
+        return 1 if self._statuses["failed"] or in_vain else 0
 
     def _take(self, line: dict[str, Any]) -> None:
         """Count and report what became of a prompt."""
@@ -117,23 +107,15 @@ class PrebuildJob:
             return {**line, "status": "failed", "reason": "not_retained", "detail": str(error)}
         return line
 
-    def _wait_for_others(self, model: ModelFingerprint) -> None:
-        """Prompts whose index another process was building: stored by now, given up by it, or still under way."""
-        deadline = time.monotonic() + self._args.wait
-        for prompt, digest in self._elsewhere:
-            line = self._after_others(prompt, digest, model, deadline)
-            self._in_vain += line.get("reason") == "building_elsewhere"
-            self._take(line)
-
-    def _after_others(self, prompt: Prompt, digest: str, model: ModelFingerprint, deadline: float) -> dict[str, Any]:
-        """What becomes of one of them; it is tried at least once."""
+    def _after_others(self, prompt: Prompt, digest: str, deadline: float) -> dict[str, Any]:
+        """What becomes of a prompt whose index another process was building; it is tried at least once."""
         while True:
             try:
                 free = self._is_free(digest)
             except IndexStoreError as error:
                 return {"id": prompt.id, "status": "failed", "reason": type(error).__name__, "detail": str(error)}
             if free:
-                line = self._one(prompt, model)
+                line = self._one(prompt)
                 if line.get("reason") != "building_elsewhere":
                     return line
             left = deadline - time.monotonic()
@@ -151,10 +133,10 @@ class PrebuildJob:
         lease.release()
         return True
 
-    def _one(self, prompt: Prompt, model: ModelFingerprint) -> dict[str, Any]:
+    def _one(self, prompt: Prompt) -> dict[str, Any]:
         """What becomes of one prompt, as a line of the report."""
         try:
-            return {"id": prompt.id, **self._build(prompt, model)}
+            return {"id": prompt.id, **self._build(prompt)}
         except EngineDiedError as error:
             self._take({"id": prompt.id, "status": "failed", "reason": "engine_died", "detail": str(error)})
             raise
@@ -162,19 +144,18 @@ class PrebuildJob:
             reason = error.reason if isinstance(error, StoreUnavailable) else type(error).__name__
             return {"id": prompt.id, "status": "failed", "reason": reason, "detail": str(error) or repr(error)}
 
-    def _build(self, prompt: Prompt, model: ModelFingerprint) -> dict[str, Any]:
+    def _build(self, prompt: Prompt) -> dict[str, Any]:
         try:
             ids, self._warnings[prompt.id] = prefix_tokens(prompt, self._engine.tokens)
         except ValueError as error:
             return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
-        refused = self._refused(ids)
-        if refused:
+        if refused := self._refused(ids):
             return refused
         tokens = covered_tokens(len(ids), self._config.build_align)
         identity = IndexIdentity.for_prefix(
             namespace=namespace_digest({"extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}),
             page_hashes=page_hashes(ids[:tokens], PAGE_TOKENS),
-            model=model,
+            model=self._model,
             profile_digest=self._profile,
         )
         if self._store.contains(identity):
@@ -191,8 +172,7 @@ class PrebuildJob:
 
     def _refused(self, ids: Sequence[int]) -> dict[str, Any] | None:
         """Why a prompt is not sent to the engine, as a line of the report; None if it is."""
-        unknown = unknown_ids(ids, self._engine.vocab_size)
-        if unknown:
+        if unknown := unknown_ids(ids, self._engine.vocab_size):
             return {"status": "failed", "reason": "unknown_tokens", "detail": unknown}
         num_tokens, room = len(ids), self._engine.context_len - 1
         if num_tokens > room:

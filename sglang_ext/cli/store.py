@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("store", help="serve the index store of this host, or ask how it does")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    serve = actions.add_parser(
-        "serve",
-        help="run the service",
-        description=_SERVE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    serve = actions.add_parser("serve", help="run the service", description=_SERVE, formatter_class=raw)
     serve.add_argument("--dir", default=default_store(), help="index store; made when missing (default: %(default)s)")
     serve.add_argument("--endpoint", default=default_endpoint(), metavar="ipc:///PATH", help="default: %(default)s")
     serve.add_argument(
@@ -122,19 +119,14 @@ def _memory_dir(args: argparse.Namespace) -> str:
     if args.memory_dir:
         return str(args.memory_dir)
     parent = f"/dev/shm/sglang-ext-{os.getuid()}"
-    remedy = "give --memory-dir"
+    refused = partial(StoreFolderError, "DRAM tier's folder", remedy="give --memory-dir", path=parent)
     try:
         os.makedirs(parent, mode=0o700, exist_ok=True)
         owner = os.stat(parent, follow_symlinks=False).st_uid
     except OSError as err:
-        found = err.strerror or str(err)
-        raise StoreFolderError(
-            "DRAM tier's folder", expected="a usable folder", found=found, remedy=remedy, path=parent
-        ) from err
+        raise refused(expected="a usable folder", found=err.strerror or str(err)) from err
     if owner != os.getuid():
-        raise StoreFolderError(
-            "DRAM tier's folder", expected="one of this user", found=f"user {owner}'s", remedy=remedy, path=parent
-        )
+        raise refused(expected="one of this user", found=f"user {owner}'s")
     return os.path.join(parent, memory_name(args.dir))
 
 

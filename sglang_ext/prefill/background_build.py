@@ -9,20 +9,18 @@ import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from prefix_index import IndexIdentity, IndexStore, IndexStoreError
-from sglang_ext.prefill.builder import IndexAssembly, IndexFactory
-from sglang_ext.prefill.claims import Claim
-from sglang_ext.prefill.hits import Prefix
+from prefix_index import BuildLease, IndexIdentity, IndexStore, IndexStoreError
+from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, take_lease
 from sglang_ext.prefill.parts import Parts
-from sglang_ext.prefill.samples import QuerySamples
+from sglang_ext.prefill.prefixes import Prefix, QuerySamples, recorded_event, side_stream
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +50,6 @@ class Build:
     """One index on its way.
 
     Attributes:
-        prefix: whose.
-        identity: of the index.
         heads: KV heads of the model that are built here.
         pieces: all of them, in their order.
         given: pieces handed over so far; the scheduler's thread counts.
@@ -70,7 +66,7 @@ class Build:
         self.given = 0
         self.closed = False
         self.begun = self.latest = time.monotonic()
-        self.claim: Claim | None = None
+        self.lease: BuildLease | None = None
         self.assembly: IndexAssembly | None = None
         self.queries: Tensor | None = None
         self.built = 0
@@ -82,24 +78,17 @@ class Build:
         return self.pieces[self.given] if not self.closed and self.given < len(self.pieces) else None
 
 
-@dataclass
-class BuildCounts:
-    """What became of the builds so far; `left`: parts that this tensor-parallel rank left for rank 0."""
-
-    built: int = 0
-    failed: int = 0
-    left: int = 0
-
-
 class CannotBuildError(Exception):
-    """A build that comes to nothing for a reason that is no error; the message says why."""
+    """A build comes to nothing, for a reason that is no fault; the message says why."""
 
 
 class _Handed(NamedTuple):
+    """A piece of a build; or none, and the build is given up."""
+
     build: Build
-    piece: Piece | None
-    keys: Tensor | None
-    event: torch.cuda.Event | None
+    piece: Piece | None = None
+    keys: Tensor | None = None
+    event: torch.cuda.Event | None = None
 
 
 class BackgroundBuilder:
@@ -110,15 +99,17 @@ class BackgroundBuilder:
     others, or have none for a while, as positions stay what they are.
 
     Args:
-        factory: of the configuration.
         store: open; not owned.
-        samples: of queries.
         rows: tokens of a sample, at most.
         share: of the GPU's time that building may take, above 0 and at most 1.
-        device: of the keys.
         done: called on the builder's thread with (build, fields of the report); a status of `built` means stored, of
             `left` that rank 0 may take the part.
         parts: with tensor parallelism: builds are of this rank's heads, and rank 0 puts them together.
+
+    Attributes:
+        ready: whether it takes a piece.
+        open: builds that are begun or wait; the scheduler's thread changes the list.
+        counts: what became of the others; `left`: parts that this tensor-parallel rank left for rank 0.
     """
 
     def __init__(
@@ -140,7 +131,7 @@ class BackgroundBuilder:
         self._ending = threading.Event()
         self.ready = True
         self.open: list[Build] = []
-        self.counts = BuildCounts()
+        self.counts = Counter(built=0, failed=0, left=0)
         threading.Thread(target=self._work, name="sparse-attn-build", daemon=True).start()
 
     # -- the scheduler's thread ----------------------------------------------------------------------------
@@ -155,7 +146,8 @@ class BackgroundBuilder:
             fewest = min(reversed(self.open), key=lambda one: one.prefix.hits)
             if fewest.prefix.hits >= build.prefix.hits:
                 return False
-            self._give_up(fewest)
+            self.open.remove(fewest)
+            self._handed.put(_Handed(fewest))
         self.open.append(build)
         return True
 
@@ -163,31 +155,14 @@ class BackgroundBuilder:
         """Forget builds that ended."""
         self.open = [one for one in self.open if not one.closed]
 
-    def _give_up(self, build: Build) -> None:
-        self.open.remove(build)
-        self._handed.put(_Handed(build, None, None, None))
-
-    def by_hits(self) -> list[Build]:
-        """Those that may get a piece, the one with the most hits first: its index is of use to most."""
-        return sorted((one for one in self.open if one.wanted), key=lambda one: -one.prefix.hits)
-
     def hand_over(self, build: Build, piece: Piece, keys: Tensor) -> None:
-        """Give a piece to a builder that is ready. Waits for nothing.
-
-        Args:
-            build: one of `open`.
-            piece: what it wanted.
-            keys: [prefix_len, number of heads, head_dim], memory of the builder's from now on, being written on the
-                current stream.
+        """Give a piece that one of `open` wanted to a builder that is ready. Waits for nothing. Its keys [prefix_len,
+        number of heads, head_dim] are the builder's memory from now on, being written on the current stream.
         """
         self.ready = False
         build.given += 1
         build.latest = time.monotonic()
-        event = None
-        if keys.is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._handed.put(_Handed(build, piece, keys, event))
+        self._handed.put(_Handed(build, piece, keys, recorded_event(keys)))
 
     def close(self) -> None:
         """Give up what is being built, and end the thread."""
@@ -199,22 +174,17 @@ class BackgroundBuilder:
     def _work(self) -> None:
         stream = side_stream(self._device)
         while not self._ending.is_set():
-            try:
+            with suppress(queue.Empty):
                 handed = self._handed.get(timeout=PARTS_S if self._waiting else LOOK_S)
-            except queue.Empty:
-                self._look_for_parts()
-                self._give_up_idle()
-                continue
-            if handed is None:
-                break
-            on: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
-            try:
-                with on:
-                    self._take(handed, stream)
-            finally:
-                if handed.piece is not None:
-                    self.ready = True
-            del handed  # and with it the keys
+                if handed is None:
+                    break
+                try:
+                    with nullcontext() if stream is None else torch.cuda.stream(stream):
+                        self._take(handed, stream)
+                finally:
+                    if handed.piece is not None:
+                        self.ready = True
+                del handed  # and with it the keys
             self._look_for_parts()
             self._give_up_idle()
         left = list(self.open)
@@ -231,32 +201,30 @@ class BackgroundBuilder:
                 detail = f"no request that begins with the prefix decoded for {IDLE_S:g} s"
                 if build in self._waiting:
                     detail = f"expected every rank's part of it within {IDLE_S:g} s, some left none"
-                self._end(build, {"status": "failed", "reason": "abandoned", "detail": detail})
+                self._failed(build, CannotBuildError(detail))
 
     def _take(self, handed: _Handed, stream: torch.cuda.Stream | None) -> None:
-        build = handed.build
+        build, piece, keys, event = handed
         if build.closed:
             return
         try:
-            if handed.piece is None or handed.keys is None:
+            if piece is None or keys is None:
                 raise CannotBuildError(f"{MAX_OPEN} others had more hits")
             if build.assembly is None and (refusal := self._begin(build)) is not None:
                 self._end(build, refusal)
                 return
-            if handed.event is not None and stream is not None:
-                stream.wait_event(handed.event)
-                handed.keys.record_stream(stream)
-            self._add(build, handed.piece, handed.keys)
+            if event is not None and stream is not None:
+                stream.wait_event(event)
+                keys.record_stream(stream)
+            self._add(build, piece, keys)
             if build.built == len(build.pieces):
                 self._whole(build)
         except Exception as error:  # one prefix must not end the others
             self._failed(build, error)
 
     def _failed(self, build: Build, error: Exception) -> None:
-        reason = type(error).__name__
-        if isinstance(error, CannotBuildError):
-            reason = "abandoned"
-        else:
+        reason = "abandoned" if isinstance(error, CannotBuildError) else type(error).__name__
+        if reason != "abandoned":
             where = None if isinstance(error, IndexStoreError) else error  # the store's own messages say all
             logger.error("sparse attention: no index was built of a shared prefix: %s", error, exc_info=where)
         self._end(build, {"status": "failed", "reason": reason, "detail": str(error)})
@@ -271,8 +239,7 @@ class BackgroundBuilder:
             self._waiting.append(build)
         else:
             self._parts.leave(build.identity.digest, build.assembly.arrays)
-            named = {"digest": build.identity.digest, "num_tokens": build.identity.num_tokens}
-            self._end(build, {"status": "left", **named})
+            self._end(build, {"status": "left"})
 
     def _look_for_parts(self) -> None:
         """On rank 0: store what all ranks have their part of."""
@@ -293,14 +260,14 @@ class BackgroundBuilder:
     def _begin(self, build: Build) -> dict[str, Any] | None:
         """Take the lease (rank 0, for all ranks) and the queries; what to report where there is nothing to build."""
         if self._parts is None or self._parts.rank == 0:
-            build.claim = Claim(build.identity)
-            build.claim.settle(self._store)
-            if isinstance(build.claim.refusal, Exception):
-                raise build.claim.refusal
-            if build.claim.refusal is not None:
-                return dict(build.claim.refusal)
-        elif (status := self._told(build.identity, self._parts)) is not None:
-            return {"status": status, "digest": build.identity.digest, "num_tokens": build.identity.num_tokens}
+            found = take_lease(self._store, build.identity)
+            if isinstance(found, dict):
+                return found
+            build.lease = found
+        elif self._store.contains(build.identity):
+            return {"status": "exists"}
+        elif self._parts.has_left(build.identity.digest):
+            return {"status": "left"}
         if self._factory.needs_queries:
             sample = self._samples.of(build.prefix, len(build.heads), self._rows)
             if sample is None:
@@ -308,12 +275,6 @@ class BackgroundBuilder:
             build.queries = sample
         build.assembly = IndexAssembly(self._factory, build.identity)
         return None
-
-    def _told(self, identity: IndexIdentity, parts: Parts) -> str | None:
-        """Of an index that rank 0 stores: `exists` or `left` where this rank need not build its part."""
-        if self._store.contains(identity):
-            return "exists"
-        return "left" if parts.has_left(identity.digest) else None
 
     def _add(self, build: Build, piece: Piece, keys: Tensor) -> None:
         assert build.assembly is not None
@@ -332,16 +293,11 @@ class BackgroundBuilder:
     def _stored(self, build: Build) -> dict[str, Any]:
         assert build.assembly is not None
         entry, stats = self._factory.store(build.assembly, {})
-        seconds, tokens = time.monotonic() - build.begun, build.identity.num_tokens
-        logger.info(
-            "sparse attention: built an index of %d shared tokens after %d hits: %.1f s, %d bytes",
-            tokens,
-            build.prefix.hits,
-            seconds,
-            entry.nbytes,
-        )
+        seconds, tokens, hits = time.monotonic() - build.begun, build.identity.num_tokens, build.prefix.hits
+        how = "sparse attention: built an index of %d shared tokens after %d hits: %.1f s, %d bytes"
+        logger.info(how, tokens, hits, seconds, entry.nbytes)
         named = {"digest": entry.digest, "num_tokens": tokens, "path": entry.path}
-        return {"status": "built", **named, **stats, "seconds": seconds, "hits": build.prefix.hits}
+        return {"status": "built", **named, **stats, "seconds": seconds, "hits": hits}
 
     def _end(self, build: Build, fields: dict[str, Any]) -> None:
         self._close(build)
@@ -349,16 +305,16 @@ class BackgroundBuilder:
             self._done(build, fields)
         except Exception:
             logger.exception("sparse attention: a build could not be reported")
-        self.counts.built += fields["status"] == "built"
-        self.counts.failed += fields["status"] == "failed"
-        self.counts.left += fields["status"] == "left"
+        if fields["status"] in self.counts:
+            self.counts[fields["status"]] += 1
 
     @staticmethod
     def _close(build: Build) -> None:
         build.assembly = build.queries = None
+        lease, build.lease = build.lease, None
         try:
-            if build.claim is not None:
-                build.claim.release()
+            if lease is not None:
+                lease.release()
         except Exception:
             logger.exception("sparse attention: a build lease could not be given back")
         build.closed = True  # last: whoever sees it finds the lease given back
@@ -384,8 +340,3 @@ def pieces_of(num_layers: int, heads: range, prefix_len: int) -> list[Piece]:
         for layer in range(num_layers)
         for first in range(heads.start, heads.stop, size)
     ]
-
-
-def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream of its own for a thread; None on a device that has none."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

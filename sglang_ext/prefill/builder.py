@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from prefix_index import (
     ArrayKey,
     BuildInfo,
+    BuildLease,
     IndexEntry,
     IndexIdentity,
     IndexPayload,
@@ -41,17 +42,11 @@ _RECALL_ROWS = 4
 
 
 def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> str:
-    """Digest of how indexes are built: two configurations with equal digests build and read the same.
-
-    Args:
-        config: methods, sample sizes.
-        profile: the model's; of it counts only what the builders use (`used_by_builders`).
-
-    Raises:
-        ProfileError: the methods do not go with this profile.
+    """Digest of how indexes are built: two configurations with equal digests build and read the same. Of a profile
+    counts only what the builders use. Raises ProfileError where the methods do not go with it.
     """
     specs = method_specs(config)
-    sampled = any(make_builder(spec, layer_profile(profile, 0)).needs_queries for spec in specs.values())
+    sampled = _need_queries(specs, profile)
     content: dict[str, Any] = {
         "builders": _BUILDERS_VERSION,
         "methods": {name: spec.to_dict() for name, spec in specs.items()},
@@ -61,26 +56,23 @@ def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> 
     return canonical_digest({**content, "profile": used} if used else content)
 
 
-class IndexFactory:
-    """Builds and stores the indexes of one configuration.
+def _need_queries(specs: Mapping[str, IndexSpec], profile: Profile | None) -> bool:
+    return any(make_builder(spec, layer_profile(profile, 0)).needs_queries for spec in specs.values())
 
-    Args:
-        store: open store; not owned.
-        config: methods, sample sizes.
-        profile: the model's; its block sizes and channels go to the builders that use them.
+
+class IndexFactory:
+    """Builds and stores the indexes of one configuration, with the block sizes and channels of a profile, if there is
+    one. The store is open, and not owned.
     """
 
     def __init__(self, store: IndexStore, config: SparseAttnConfig, profile: Profile | None = None) -> None:
-        self._store = store
-        self._config = config
-        self._profile = profile
+        self._store, self._config, self._profile = store, config, profile
         self.specs = method_specs(config)
 
     @property
     def needs_queries(self) -> bool:
         """Whether one of the methods is built from sampled queries."""
-        builders = (make_builder(spec, layer_profile(self._profile, 0)) for spec in self.specs.values())
-        return any(builder.needs_queries for builder in builders)
+        return _need_queries(self.specs, self._profile)
 
     def builder(self, name: str, layers: range, heads: range | None = None) -> IndexBuilder[IndexSpec]:
         """Of one method, for the given KV heads (None: all) of the given layers as if they were one layer's."""
@@ -102,10 +94,9 @@ class IndexFactory:
             sm_scale: attention scale of the layers, for the sampled recall.
 
         Returns:
-            The store's entry and what was measured (also kept in the index): seconds, bytes, and per method
-            the sampled recall: attention mass of recorded queries inside the selection at the configured
-            budget, mean over layers, rows and heads; queries later than a key cannot tell, so this is over
-            the whole prefix, as in decode.
+            The store's entry and what was measured (also kept in the index): seconds, bytes, and per method the sampled
+            recall: attention mass of recorded queries inside the selection at the configured budget, over the whole
+            prefix, as in decode; mean over layers, rows and heads.
 
         Raises:
             ValueError: a method needs queries and there are none, or the inputs are not finite.
@@ -119,7 +110,8 @@ class IndexFactory:
         recall = dict.fromkeys(self.specs, 0.0)
         num_layers = identity.model.num_layers
         for layers in layer_batches(num_layers, identity.num_tokens):
-            keys = _side_by_side([keys_of(layer) for layer in layers])
+            given = [keys_of(layer) for layer in layers]
+            keys = given[0] if len(given) == 1 else torch.cat(given, dim=1)
             own = None if queries is None else queries[layers.start : layers.stop].flatten(0, 1)
             of_layers = {name: at_layers(whole, layers) for name, whole in prepared.items()}
             built = assembly.add(layers, None, keys, own, of_layers)
@@ -129,14 +121,11 @@ class IndexFactory:
         return self.store(assembly, recall if queries is not None else {})
 
     def store(self, assembly: IndexAssembly, recall: Mapping[str, float]) -> tuple[IndexEntry, dict[str, Any]]:
-        """Store a whole index, read it back and verify it; may be called in any thread.
+        """Store a whole index, read it back and verify it; may be called in any thread. Returns what `build` does.
 
         Args:
             assembly: with all layers and KV heads.
             recall: by method, for the index's statistics; empty where it was not measured.
-
-        Returns:
-            As `build`.
 
         Raises:
             ContentError: it would not be loaded again; nothing was stored.
@@ -183,14 +172,10 @@ class IndexFactory:
 
 
 class IndexAssembly:
-    """An index while it is built: any layers, any KV heads, in any order. Its arrays lie in host memory.
-
-    Args:
-        factory: whose methods.
-        identity: of the prefix.
+    """An index while it is built, by a factory's methods: any layers, any KV heads, in any order.
 
     Attributes:
-        arrays: what is there.
+        arrays: what is there, in host memory.
         seconds: spent building, by method.
         kv_bytes: of the prefix's keys and values in the KV pool; 0 before the first piece.
     """
@@ -219,20 +204,15 @@ class IndexAssembly:
         queries: Tensor | None,
         prepared: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> dict[str, dict[str, Tensor]]:
-        """Build some KV heads of some layers. Waits for the device.
+        """Build some KV heads (None: all) of some layers. Waits for the device.
 
         Args:
-            layers: whose.
-            heads: which of each layer; None: all.
             keys: [prefix_len, len(layers) * number of heads, head_dim] post-RoPE, layer by layer.
             queries: [len(layers) * number of heads, num_samples, head_dim]; None without a sample.
             prepared: by method, of these layers and heads; None to have each builder prepare them itself.
 
         Returns:
-            Per method what the builder made, on the keys' device.
-
-        Raises:
-            ValueError: as `IndexBuilder.build_layer`.
+            Per method what the builder made, on the keys' device. Raises as `IndexBuilder.build_layer`.
         """
         model = self.identity.model
         heads = heads or range(model.num_kv_heads)
@@ -283,11 +263,27 @@ def _itemsize(dtype: str) -> int:
     return found.itemsize
 
 
-def _side_by_side(keys: Sequence[Tensor]) -> Tensor:
-    """Keys of some layers as one layer's, with the KV heads of all of them."""
-    return keys[0] if len(keys) == 1 else torch.cat(list(keys), dim=1)
-
-
 def covered_tokens(prompt_len: int, align: int) -> int:
     """Tokens of a prompt that an index covers: the largest multiple of `align` (a multiple of a page)."""
     return prompt_len // align * align
+
+
+def take_lease(store: IndexStore, identity: IndexIdentity) -> BuildLease | dict[str, Any]:
+    """The lease to build an index under, or why not: fields of a report's line. May block until the store's time
+    limits; raises what the store raises.
+    """
+    exists = {"status": "exists", "digest": identity.digest, "num_tokens": identity.num_tokens}
+    if store.contains(identity):
+        return exists
+    lease = store.lease(identity)
+    if lease is None:
+        detail = "expected nobody else to build this index, found its lease held; wait for it, or ask again"
+        return {"status": "skipped", "reason": "building_elsewhere", "digest": identity.digest, "detail": detail}
+    try:
+        if not store.contains(identity):
+            return lease
+    except BaseException:
+        lease.release()
+        raise
+    lease.release()  # its last holder was done a moment ago
+    return exists

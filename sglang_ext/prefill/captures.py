@@ -6,38 +6,26 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_ext.calibration.prompt_capture import PromptCapture, attention_importance, save_capture
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.prefill.recorder import MAX_CAPTURES, Capture, Chunk, QueryRecorder
-from sglang_ext.prefill.recording import Admission, BuildView, Recording
-from sglang_ext.prefill.report import report
+from sglang_ext.prefill.recorder import MAX_CAPTURES, Admission, BuildView, Capture, Chunk, Recording
 
 logger = logging.getLogger(__name__)
 
 
 class PrefillCaptures(Recording):
-    """All captures of one process; stands where `PrefillBuilds` does in one that builds. Scheduler thread only.
-
-    Args:
-        config: checked configuration, with a `capture_folder`.
-        view: the target model runner.
-    """
+    """All captures of one process, whose configuration has a `capture_folder`. Scheduler thread only."""
 
     records_decode = True
 
     def __init__(self, config: SparseAttnConfig, view: BuildView) -> None:
         assert config.capture_folder is not None
-        gqa = view.num_qo_heads // view.num_kv_heads
-        late = (config.capture_tail, config.capture_steps)
-        self.recorder = QueryRecorder(view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed, late)
+        super().__init__(config, view, late=(config.capture_tail, config.capture_steps))
         self._folder = Path(config.capture_folder)
-        self._report_to = config.build_report
-        self._view = view
         self._written = 0
 
     def __len__(self) -> int:
@@ -56,12 +44,7 @@ class PrefillCaptures(Recording):
             self._report(rid, status="skipped", reason="capture_memory", detail=detail)
 
     def finish(self, rid: str, row: int) -> None:
-        """Write the capture of a request that gives its slot back; nothing for one that was not recorded.
-
-        Args:
-            rid: the request.
-            row: its row of `req_to_token`, still filled.
-        """
+        """Write the capture of a request that gives its slot back; nothing for one that was not recorded."""
         capture = self.recorder.take(rid)
         if capture is None:
             return
@@ -128,6 +111,3 @@ class PrefillCaptures(Recording):
             prompt_len=capture.prompt_len,
             sm_scale=capture.scale(self._view.head_dim),
         )
-
-    def _report(self, rid: str, **fields: Any) -> None:
-        report(self._report_to, rid, **fields)

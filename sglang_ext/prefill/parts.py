@@ -35,14 +35,8 @@ _BEGINNING_S = 60.0
 
 
 class Parts:
-    """Parts as one rank sees them. Used by its builder's thread.
-
-    Args:
-        rank, size: its place among the ranks.
-        folder: of this server alone, readable and writable by all ranks; exists.
-
-    Attributes:
-        rank, size: as given.
+    """Parts as one rank sees them, in a folder of this server alone that all ranks write to. Used by its builder's
+    thread.
     """
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
@@ -50,14 +44,9 @@ class Parts:
 
     @classmethod
     def of_server(cls, ranks: Ranks) -> Parts | None:
-        """In a new folder for temporary files. A collective: rank 0 makes it. It is removed where the process ends in
-        order, else (SGLang kills its processes) when the next server of several ranks starts.
-
-        Returns:
-            None for a process without others.
-
-        Raises:
-            RuntimeError: on all ranks: the folder could not be made.
+        """In a new folder for temporary files; None for a process without others. A collective: rank 0 makes it, and
+        RuntimeError is raised on all ranks where it cannot. It is removed where the process ends in order, else (SGLang
+        kills its processes) when the next server of several ranks starts.
         """
         if ranks.size == 1:
             return None
@@ -80,14 +69,8 @@ class Parts:
         return cls(ranks.rank, ranks.size, Path(made))
 
     def leave(self, digest: str, arrays: Mapping[ArrayKey, NDArray[Any]]) -> None:
-        """Hand a part over; replaces one of the same index.
-
-        Args:
-            digest: of the index.
-            arrays: of all layers, of this rank's KV heads.
-
-        Raises:
-            OSError: it could not be written; nothing is left then.
+        """Hand over this rank's KV heads of all layers; replaces a part of the same index. Raises OSError where
+        that cannot be written; nothing is left then.
         """
         path = self._path(digest, self.rank)
         unfinished = path.with_suffix(".unfinished")
@@ -100,8 +83,8 @@ class Parts:
         finally:
             unfinished.unlink(missing_ok=True)
         mine = sorted((_left_at(one), one) for one in self._folder.glob(f"*.{self.rank}.npz"))
-        self._remove(one for at, one in mine[:-MAX_KEPT])
-        self._remove(one for at, one in mine if at < time.time() - KEPT_S)
+        _remove(one for at, one in mine[:-MAX_KEPT])
+        _remove(one for at, one in mine if at < time.time() - KEPT_S)
 
     def has_left(self, digest: str) -> bool:
         """Whether this rank's part is still there."""
@@ -109,9 +92,7 @@ class Parts:
 
     def taken(self, digest: str) -> dict[ArrayKey, NDArray[Any]] | None:
         """On rank 0: the arrays of all other ranks, whose files are removed; None while some have not left theirs.
-
-        Raises:
-            OSError, ValueError: a part cannot be read.
+        Raises OSError or ValueError where a part cannot be read.
         """
         paths = [self._path(digest, rank) for rank in range(self.size) if rank != self.rank]
         if not all(path.exists() for path in paths):
@@ -126,20 +107,20 @@ class Parts:
         except FileNotFoundError:  # its rank has left newer ones meanwhile
             return None
         except (zipfile.BadZipFile, ValueError, EOFError, KeyError) as error:
-            self._remove(paths)
+            _remove(paths)
             raise ValueError(
                 f"expected a rank's part of an index in {path}, got: {error}; a later attempt makes it anew"
             ) from error
-        self._remove(paths)
+        _remove(paths)
         return found
-
-    @staticmethod
-    def _remove(paths: Iterable[Path]) -> None:
-        for path in paths:
-            path.unlink(missing_ok=True)
 
     def _path(self, digest: str, rank: int) -> Path:
         return self._folder / f"{digest}.{rank}.npz"
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _left_at(path: Path) -> float:

@@ -16,10 +16,7 @@ _ANOTHER_TIME = datetime(2001, 2, 3, 4, 5, 6)
 
 
 class TokenSource(Protocol):
-    """Makes token ids as the server does of requests (`compat.request_tokens.RequestTokens`).
-
-    All of it raises ValueError where SGLang refuses the input.
-    """
+    """Makes token ids as the server does of requests. Raises ValueError where SGLang refuses them."""
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -35,7 +32,7 @@ class TokenSource(Protocol):
 
 
 class PrefixTokens(NamedTuple):
-    """Token ids of a prompt, and what its author should know of them: sentences, none where all is well."""
+    """Token ids of a prompt, and sentences on what its author should know of them."""
 
     ids: list[int]
     warnings: tuple[str, ...] = ()

@@ -44,11 +44,8 @@ class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Prompt(PromptLine, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One shared prompt.
-
-    Attributes:
-        extra_key: SGLang's `extra_key` of the requests that will share it.
-        cache_salt: SGLang's `cache_salt` of these requests (0.5.23; 0.5.16 joins it into extra_key).
+    """One shared prompt, with SGLang's `extra_key` and `cache_salt` (0.5.23; 0.5.16 joins it into extra_key) of the
+    requests that will share it.
     """
 
     extra_key: str | None = None
@@ -56,11 +53,7 @@ class Prompt(PromptLine, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """Read a JSONL file of prompts, as `read_lines` does.
-
-    Raises:
-        PromptError: no prompt in it, or what `read_lines` refuses.
-    """
+    """Read a JSONL file of prompts, one at least, as `read_lines` does."""
     lines, _ = read_lines(path, Prompt, flag="--prompts", example='{"id": "a", "text": "..."}')
     if not lines:
         raise PromptError(f"{path}: expected at least one prompt, got none")
@@ -78,8 +71,7 @@ def read_lines(
 
     Args:
         kind: what a line is.
-        flag: that named the file, for messages.
-        example: of a line, for messages.
+        flag, example: that named the file, and of a line; for messages.
 
     Returns:
         ("file:line", prompt with its id) of each line, and the file's bytes.

@@ -1,19 +1,31 @@
 """Queries of a prefill, sampled as they pass: a reservoir per request, layer and KV head.
 
-Bounded memory, uniform over the tokens of the prompt (Algorithm R of Vitter, 1985, over tokens: one decision
-per token holds for all layers and heads, so a kept token is kept everywhere). A capture for calibration also keeps
-every late token: the prompt's end and the decode steps.
+Bounded memory, uniform over the tokens of the prompt: Algorithm R of Vitter (1985). One decision per token holds for
+all layers and heads. A capture for calibration also keeps every late token: the prompt's end and the decode steps.
+
+What a process makes of them: `Recording`, the common part of those that build indexes and of one that captures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from prefix_index import printable_values
+from prefix_kernels.types import PagedKV
+from sglang_ext.config import SparseAttnConfig
+
+logger = logging.getLogger(__name__)
 
 #: Requests recorded at a time; an 8B model's capture takes 134 MB at 2,048 rows.
 MAX_CAPTURES = 8
@@ -24,7 +36,6 @@ class Capture:
     """What was recorded of one request.
 
     Attributes:
-        rid: request id.
         prompt_len: position behind the last token that a complete capture has seen.
         capacity: tokens kept per layer.
         late_from: position from which on tokens are kept in any case, beside the sample.
@@ -69,12 +80,6 @@ class Capture:
         """Position behind the last token that may be kept."""
         return max(self.prompt_len, self.late_from + self.num_late)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every layer saw the whole prompt: decode rows of mixed batches, and the prefill after a
-        retraction, then change nothing."""
-        return self.problem() is None
-
     def decide(self, count: int, already: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which of the next `count` tokens are kept, and where: (offsets, rows of samples), rows unique."""
         offsets, rows = self._sample(min(count, self.prompt_len - already), already)
@@ -99,9 +104,7 @@ class Capture:
         return offsets[keep], rows[keep]
 
     def queries(self, num_kv_heads: int) -> Tensor:
-        """[num_kv_heads, num_samples, head_dim] per layer, stacked over layers in dim 0.
-
-        The query heads of a KV head's group stand together, as the builders expect.
+        """The sample: [num_layers, num_kv_heads, num_samples, head_dim], as `queries_by_head`.
 
         Raises:
             ValueError: the capture is not complete; the message says what is missing.
@@ -109,10 +112,7 @@ class Capture:
         problem = self.problem()
         if problem or self.samples is None:
             raise ValueError(problem or "nothing was recorded")
-        kept = self.reservoir_rows
-        layers, _, heads, dim = self.samples.shape
-        grouped = self.samples[:, :kept].reshape(layers, kept, num_kv_heads, heads // num_kv_heads, dim)
-        return grouped.permute(0, 2, 1, 3, 4).reshape(layers, num_kv_heads, -1, dim)
+        return queries_by_head(self.samples[:, : self.reservoir_rows], num_kv_heads)
 
     def scale(self, head_dim: int) -> float:
         """Attention scale of the layers: the one they recorded, or the usual one where none did."""
@@ -120,15 +120,29 @@ class Capture:
 
     def problem(self) -> str | None:
         """None when every layer saw every token of the prompt once."""
-        if self.broken:
+        short = [(layer, seen) for layer, seen in enumerate(self.seen) if seen < self.prompt_len]
+        if self.broken or not short:
             return self.broken
-        wrong = [layer for layer, seen in enumerate(self.seen) if seen < self.prompt_len]
-        if wrong:
-            return (
-                f"expected {self.prompt_len} recorded tokens in every layer, got {self.seen[wrong[0]]} in layer "
-                f"{wrong[0]}: the capture is rejected"
-            )
-        return None
+        layer, seen = short[0]
+        return (
+            f"expected {self.prompt_len} recorded tokens in every layer, got {seen} in layer {layer}: the capture is "
+            "rejected"
+        )
+
+    def make_samples(self, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Device memory for `samples`, zeros."""
+        shape = (self.num_layers, len(self.positions), num_heads, head_dim)
+        self.samples = torch.zeros(shape, dtype=dtype, device=device)
+        return self.samples
+
+
+def queries_by_head(samples: Tensor, num_kv_heads: int) -> Tensor:
+    """[num_layers, tokens, num_qo_heads, head_dim] as [num_layers, num_kv_heads, tokens * group, head_dim]: the query
+    heads of a KV head's group stand together, as the builders expect.
+    """
+    layers, tokens, heads, dim = samples.shape
+    grouped = samples.reshape(layers, tokens, num_kv_heads, heads // num_kv_heads, dim)
+    return grouped.permute(0, 2, 1, 3, 4).reshape(layers, num_kv_heads, -1, dim)
 
 
 @dataclass(frozen=True)
@@ -152,12 +166,14 @@ class QueryRecorder:
     """Captures of all requests being recorded.
 
     Args:
-        num_layers, num_qo_heads: of the model.
         query_samples: rows per layer and KV head.
         gqa: query heads per KV head; query_samples / gqa tokens are kept.
         seed: reservoir seed; with the request's prompt it decides everything.
         late: kept in any case: so many of the prompt's last tokens, and so many tokens behind it.
         max_captures: requests recorded at a time.
+
+    Attributes:
+        capacity: tokens sampled of a prompt, at most.
     """
 
     def __init__(
@@ -170,38 +186,27 @@ class QueryRecorder:
         late: tuple[int, int] = (0, 0),
         max_captures: int = MAX_CAPTURES,
     ) -> None:
-        self._num_layers = num_layers
-        self._num_qo_heads = num_qo_heads
-        self._capacity = max(1, query_samples // gqa)
-        self._seed = seed
-        self._late = late
-        self._max_captures = max_captures
+        self._num_layers, self._num_qo_heads = num_layers, num_qo_heads
+        self.capacity = max(1, query_samples // gqa)
+        self._seed, self._late, self._max_captures = seed, late, max_captures
         self._captures: dict[str, Capture] = {}
 
     def start(self, rid: str, prompt_len: int, begin: int = 0) -> bool:
-        """Record this request from its first computed token on. Starting again forgets what was recorded.
-
-        Args:
-            rid: request id.
-            prompt_len: tokens of its prompt.
-            begin: first token that its prefill computes.
-
-        Returns:
-            False, and nothing is recorded, while as many others as may be are: their samples lie in device memory.
+        """Record this request from the first token that its prefill computes (`begin`) on. Starting again forgets what
+        was recorded. False, and nothing is recorded, while as many others as may be are: their samples lie in device
+        memory.
         """
         if rid not in self._captures and len(self._captures) >= self._max_captures:
             return False
         rng = np.random.default_rng(self._seed)
         before, behind = min(self._late[0], prompt_len), self._late[1]
         late = (prompt_len - before, before + behind)
-        self._captures[rid] = Capture(rid, prompt_len, self._capacity, self._num_layers, rng, *late, begin)
+        self._captures[rid] = Capture(rid, prompt_len, self.capacity, self._num_layers, rng, *late, begin)
         return True
 
     def allocate(self, rid: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make a capture's device memory now, not in the middle of a forward."""
-        capture = self._captures[rid]
-        shape = (self._num_layers, len(capture.positions), self._num_qo_heads, head_dim)
-        capture.samples = torch.zeros(shape, dtype=dtype, device=device)
+        self._captures[rid].make_samples(self._num_qo_heads, head_dim, dtype, device)
 
     def discard_broken(self) -> None:
         """Forget captures that cannot become complete any more."""
@@ -221,11 +226,7 @@ class QueryRecorder:
         return self._captures.pop(rid, None)
 
     def begin_step(
-        self,
-        rids: Sequence[str],
-        first_positions: Sequence[int],
-        num_tokens: Sequence[int],
-        device: torch.device,
+        self, rids: Sequence[str], first_positions: Sequence[int], num_tokens: Sequence[int], device: torch.device
     ) -> list[Chunk]:
         """Decide, before the layers run, what this prefill step leaves behind.
 
@@ -279,11 +280,156 @@ class QueryRecorder:
                 continue
             capture.sm_scale = sm_scale
             try:
-                if capture.samples is None:
-                    shape = (self._num_layers, len(capture.positions), *q.shape[1:])
-                    capture.samples = torch.zeros(shape, dtype=q.dtype, device=q.device)
-                capture.samples[layer].index_copy_(0, chunk.rows, q[chunk.offsets])
+                samples = capture.samples
+                if samples is None:
+                    samples = capture.make_samples(self._num_qo_heads, q.shape[-1], q.dtype, q.device)
+                samples[layer].index_copy_(0, chunk.rows, q[chunk.offsets])
             except torch.OutOfMemoryError as error:  # the forward goes on
                 capture.broken, capture.samples = f"no device memory for queries: {error}", None
                 continue
             capture.seen[layer] += chunk.num_tokens
+
+
+class BuildView(Protocol):
+    """What is read of the model runner."""
+
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def req_to_token(self) -> Tensor: ...
+    def kv(self, layer: int) -> PagedKV: ...
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request, as it was when it was looked up.
+
+    Attributes:
+        rid: its id.
+        prompt: its token ids.
+        namespace: everything in its RadixKey that is not tokens.
+        refusal: (reason, detail) of one that stays dense in any case.
+        indexed: tokens of the index that serves it; 0 without one.
+        hashes: of its prompt's pages, chained; empty where they are not known: hashing takes milliseconds.
+        at: monotonic seconds of the look-up.
+        again: it had a slot before, and was retracted.
+    """
+
+    rid: str
+    prompt: Sequence[int]
+    namespace: Mapping[str, str | None]
+    refusal: tuple[str, str] | None
+    indexed: int = 0
+    hashes: Sequence[bytes] = ()
+    at: float = field(default_factory=time.monotonic)
+    again: bool = False
+
+
+class Recording(ABC):
+    """Told of every request that has a slot, from then until it gives it back, and of every forward, by the runtime, on
+    the scheduler's thread. A request that waits holds nothing here: it may be aborted, and nobody says so.
+
+    By default everything but `admit` and `finish` records no more than queries.
+
+    Attributes:
+        recorder: of queries.
+        records_decode: whether decode steps leave queries, too.
+    """
+
+    records_decode: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: SparseAttnConfig,
+        view: BuildView,
+        *,
+        late: tuple[int, int] = (0, 0),
+        max_captures: int = MAX_CAPTURES,
+    ) -> None:
+        self._config, self._view = config, view
+        heads, gqa = view.num_qo_heads, view.num_qo_heads // view.num_kv_heads
+        self.recorder = QueryRecorder(
+            view.num_layers, heads, config.query_samples, gqa, config.seed, late, max_captures=max_captures
+        )
+
+    @abstractmethod
+    def admit(self, request: Admission) -> None:
+        """A request got its slot."""
+
+    def settle(self) -> None:
+        """Take note of what other threads found out."""
+        return
+
+    def begin_prefill(
+        self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
+    ) -> list[Chunk]:
+        """Before the layers of a prefill step run: what it leaves behind. As `QueryRecorder.begin_step`."""
+        self.settle()
+        return self.recorder.begin_step(rids, firsts, counts, device)
+
+    def prefilled(self, chunks: Sequence[Chunk]) -> None:
+        """Behind the layers of a prefill step."""
+        return
+
+    def decoding(self, rids: Sequence[str], rows: Tensor) -> None:
+        """Before a decode step, on its stream; rows: [batch_size] of `req_to_token`, on the device."""
+        return
+
+    @abstractmethod
+    def finish(self, rid: str, row: int) -> None:
+        """A request gives its slot back: finished, aborted or retracted. Its row of `req_to_token` is still filled."""
+
+    def discard(self, rid: str) -> None:
+        """Forget a request."""
+        self.recorder.discard(rid)
+
+    def snapshot(self) -> dict[str, Any]:
+        """State as plain values."""
+        return {}
+
+    def close(self) -> None:
+        """Forget all requests, and end threads."""
+        return
+
+    def _report(self, rid: str, /, **fields: Any) -> None:
+        """Append a JSON line about a request to the file `build_report`, if there is one; in any thread.
+
+        A file that cannot be written is logged: the server must live on.
+        """
+        if not self._config.build_report:
+            return
+        try:
+            with open(self._config.build_report, "a") as file:
+                file.write(json.dumps(printable_values({"rid": rid, **fields})) + "\n")
+        except OSError as error:
+            logger.error("sparse attention: build_report cannot be written (%s): %s %s", error, rid, fields)
+
+
+def prefill_chunks(recording: Recording, forward_batch: Any, device: torch.device) -> list[Chunk]:
+    """Of a prefill step, from SGLang's forward batch."""
+    if not forward_batch.rids:
+        recording.settle()
+        return []
+    counts, firsts = (
+        given if isinstance(given, list) else torch.as_tensor(given).tolist()
+        for given in (forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
+    )
+    return recording.begin_prefill(forward_batch.rids, firsts, counts, device)
+
+
+def decode_chunks(recording: Recording | None, forward_batch: Any, device: torch.device) -> Sequence[Chunk]:
+    """Of a decode step, from SGLang's forward batch: what it leaves behind, in a process that captures."""
+    rids = forward_batch.rids
+    if recording is None or not rids or len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):
+        return ()  # padded or beam batches: rows are not one request each
+    recording.decoding(rids, forward_batch.req_pool_indices)
+    if not recording.records_decode:
+        return ()
+    lens = forward_batch.seq_lens_cpu
+    lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
+    return recording.recorder.begin_step(rids, [length - 1 for length in lens], [1] * len(lens), device)

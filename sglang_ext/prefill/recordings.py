@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
-
-import torch
 
 from prefix_index import IndexStore, ModelFingerprint
 from sglang_ext.config import Build, SparseAttnConfig
 from sglang_ext.methods.profile import Profile
-from sglang_ext.prefill.builds import PrefillBuilds
+from sglang_ext.prefill.builds import PrefillBuilds, PrefillHelp
 from sglang_ext.prefill.captures import PrefillCaptures
-from sglang_ext.prefill.handover import PrefillHelp
 from sglang_ext.prefill.parts import Parts
-from sglang_ext.prefill.recording import BuildView, Recording
+from sglang_ext.prefill.recorder import BuildView, Recording
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 
-class _View(BuildView, Protocol):
-    device: torch.device
-
-
 def make_recording(
     store: IndexStore,
     config: SparseAttnConfig,
-    view: _View,
+    view: BuildView,
     model: ModelFingerprint,
     profile: Profile | None,
     ranks: Ranks,
@@ -55,13 +47,12 @@ def make_recording(
             f"--sparse-attn: expected at most {model.num_kv_heads} tensor-parallel ranks (KV heads) to build indexes; "
             f"got {ranks.size}. Build with a smaller --tp-size: any reads the indexes"
         )
-    if config.build is Build.PREFILL and ranks.rank > 0:
-        return PrefillHelp(config, view, ranks)
     if config.build is Build.PREFILL:
-        return PrefillBuilds(store, config, view, model, profile, ranks=ranks, device=view.device)
-    if config.build is Build.SHARED and not usable:
-        logger.warning("sparse attention: no index is built: none could be used (see above)")
-        return None
+        if ranks.rank > 0:
+            return PrefillHelp(config, view, ranks)
+        return PrefillBuilds(store, config, view, model, profile, ranks)
     if config.build is Build.SHARED:
-        return SharedBuilds(store, config, view, model, profile, view.device, Parts.of_server(ranks))
+        if usable:
+            return SharedBuilds(store, config, view, model, profile, Parts.of_server(ranks))
+        logger.warning("sparse attention: no index is built: none could be used (see above)")
     return PrefillCaptures(config, view) if config.build is Build.CAPTURE else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,14 +17,11 @@ from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
-from sglang_ext.prefill.background_build import IDLE_S, BackgroundBuilder, Build, Piece, side_stream
+from sglang_ext.prefill.background_build import IDLE_S, BackgroundBuilder, Build, Piece
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
-from sglang_ext.prefill.hits import HitCounter
 from sglang_ext.prefill.parts import Parts
-from sglang_ext.prefill.recorder import Capture, Chunk, QueryRecorder
-from sglang_ext.prefill.recording import Admission, BuildView, Recording
-from sglang_ext.prefill.report import report
-from sglang_ext.prefill.samples import QuerySample, QuerySamples
+from sglang_ext.prefill.prefixes import HitCounter, QuerySample, QuerySamples
+from sglang_ext.prefill.recorder import Admission, BuildView, Chunk, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +35,9 @@ _SETTLED = 2
 
 @dataclass(eq=False)
 class _Request:
-    """One that may share a prefix.
+    """One that may share a prefix; fields as of `Admission`.
 
     Attributes:
-        namespace, hashes: of its prompt.
-        prompt_len: tokens.
-        indexed: tokens of the index that serves it.
-        admitted: monotonic seconds when that was looked up.
         counted: whether its prefill has begun, or did before a retraction, and with that its hit is counted.
         steps: decode steps since its last prefill.
     """
@@ -59,20 +52,13 @@ class _Request:
 
 
 class SharedBuilds(Recording):
-    """Builds indexes of prefixes that were hit often enough; stands where `PrefillBuilds` does. Scheduler thread only.
+    """Builds indexes of prefixes that were hit often enough. Scheduler thread only; arguments as of `make_recording`.
 
     A prefill that computes `min_sparse_prompt_len` tokens or more, and an eighth of its prompt, leaves a sample of its
     queries in host memory, where the methods need one and fewer than `MAX_CAPTURES` others are on their way. What a
     request finds in the prefix cache counts as a hit of that prefix.
 
-    Args:
-        store: open store; not owned.
-        config: checked configuration.
-        view: the target model runner.
-        model: its fingerprint.
-        profile: the model's profile, where there is one.
-        device: of the KV pool.
-        parts: with tensor parallelism: every rank builds its own KV heads, rank 0 stores and reports.
+    With tensor parallelism (`parts`) every rank builds its own KV heads; rank 0 stores and reports.
     """
 
     def __init__(
@@ -82,32 +68,25 @@ class SharedBuilds(Recording):
         view: BuildView,
         model: ModelFingerprint,
         profile: Profile | None,
-        device: torch.device,
         parts: Parts | None = None,
     ) -> None:
-        self._parts = parts
+        super().__init__(config, view, max_captures=MAX_CAPTURES)
+        self._model, self._parts = model, parts
         rank, size = (parts.rank, parts.size) if parts is not None else (0, 1)
         self._heads = heads_of_rank(model.num_kv_heads, rank, size)
-        gqa = view.num_qo_heads // view.num_kv_heads
-        self._rows = max(1, config.query_samples // gqa)
-        self.recorder = QueryRecorder(
-            view.num_layers, view.num_qo_heads, config.query_samples, gqa, config.seed, max_captures=MAX_CAPTURES
-        )
-        self._config, self._view, self._model, self._device = config, view, model, device
         self._profile = profile_digest(config, profile)
         factory = IndexFactory(store, config, profile)
         self._records = factory.needs_queries
         self._hits = HitCounter(config.build_after_hits, config.min_sparse_prompt_len, config.build_align)
-        self._samples = QuerySamples(config.sample_host_bytes)
+        self._samples = QuerySamples(config.sample_host_bytes, view.device)
+        rows, share = self.recorder.capacity, config.build_share
         self._builder = BackgroundBuilder(
-            factory, store, self._samples, self._rows, config.build_share, device, self._finished, parts
+            factory, store, self._samples, rows, share, view.device, self._finished, parts
         )
         self._ended: SimpleQueue[tuple[Build, str]] = SimpleQueue()
         self._requests: dict[str, _Request] = {}
         self._off: str | None = None
         self._in_vain: tuple[list[str], list[Build]] | None = None
-        self._moving: SimpleQueue[tuple[QuerySample, Tensor, torch.cuda.Event | None] | None] = SimpleQueue()
-        threading.Thread(target=self._move, name="sparse-attn-samples", daemon=True).start()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -130,38 +109,40 @@ class SharedBuilds(Recording):
         """As in `Recording`. A request's first step tells what the prefix cache had of it: that is counted as a hit."""
         if self._off:
             return []
+        with self._surviving():
+            self.settle()
+            for rid, first in zip(rids, firsts, strict=True):
+                request = self._requests.get(rid)
+                if request is None:
+                    continue
+                if first < request.prompt_len:  # else a decode row of a mixed batch
+                    request.steps = 0
+                if not request.counted:
+                    request.counted = True
+                    self._count(request, first)
+                    self._record(rid, request, first)
+            chunks = self.recorder.begin_step(rids, firsts, counts, device)
+            self.recorder.discard_broken()
+            return chunks
+        return []
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """An error in the block, out of memory as a rule, ends all builds; serving goes on."""
         try:
-            return self._begin_prefill(rids, firsts, counts, device)
-        except Exception as error:  # out of memory, as a rule: serving goes on
-            self._give_up(error)
-            return []
+            yield
+        except Exception as error:
+            logger.error("sparse attention: no more indexes are built beside serving", exc_info=error)
+            self._off = f"{type(error).__name__}: {error}"
+            self.close()
 
-    def _begin_prefill(
-        self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
-    ) -> list[Chunk]:
-        self.settle()
-        for rid, first in zip(rids, firsts, strict=True):
-            request = self._requests.get(rid)
-            if request is None:
-                continue
-            if first < request.prompt_len:  # else a decode row of a mixed batch
-                request.steps = 0
-            if not request.counted:
-                request.counted = True
-                self._count(request, first)
-                least = max(self._config.min_sparse_prompt_len, request.prompt_len // LEAST_COMPUTED)
-                room = self.recorder.num_captures + self._samples.coming < MAX_CAPTURES
-                if self._records and room and request.prompt_len - first >= least:
-                    self.recorder.start(rid, request.prompt_len, first)
-                    self.recorder.allocate(rid, self._view.head_dim, self._view.dtype, device)
-        chunks = self.recorder.begin_step(rids, firsts, counts, device)
-        self.recorder.discard_broken()
-        return chunks
-
-    def _give_up(self, error: Exception) -> None:
-        logger.error("sparse attention: no more indexes are built beside serving", exc_info=error)
-        self._off = f"{type(error).__name__}: {error}"
-        self.close()
+    def _record(self, rid: str, request: _Request, first: int) -> None:
+        """Sample a prefill's queries from its first computed token on, if they are of use."""
+        least = max(self._config.min_sparse_prompt_len, request.prompt_len // LEAST_COMPUTED)
+        room = self.recorder.num_captures + self._samples.coming < MAX_CAPTURES
+        if self._records and room and request.prompt_len - first >= least:
+            self.recorder.start(rid, request.prompt_len, first)
+            self.recorder.allocate(rid, self._view.head_dim, self._view.dtype, self._view.device)
 
     def _count(self, request: _Request, cached: int) -> None:
         evicted = self._hits.evicted
@@ -183,68 +164,23 @@ class SharedBuilds(Recording):
 
     def prefilled(self, chunks: Sequence[Chunk]) -> None:
         """Behind a prefill step: samples that are complete leave the device."""
-        try:
-            self._prefilled(chunks)
-        except Exception as error:
-            self._give_up(error)
-
-    def _prefilled(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            capture = chunk.capture
-            request = self._requests.get(capture.rid)
-            if capture.complete and self.recorder.take(capture.rid) is not None and request is not None:
-                self._keep(request, capture)
-        self.recorder.discard_broken()
-
-    def _keep(self, request: _Request, capture: Capture) -> None:
-        samples, capture.samples = capture.samples, None
-        assert samples is not None
-        positions = capture.positions[: capture.reservoir_rows]
-        sample = QuerySample(request.namespace, request.hashes, capture.begin, positions, torch.empty(0))
-        event = None
-        if samples.is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._samples.announce()
-        self._moving.put((sample, samples, event))
-
-    def _move(self) -> None:
-        """On a thread of its own: samples from the device to host memory."""
-        stream, staging = side_stream(self._device), None
-        while (found := self._moving.get()) is not None:
-            sample, event = found[0], found[2]
-            samples: Tensor | None = found[1]
-            assert samples is not None
-            kept: QuerySample | None = None
-            del found
-            try:
-                if stream is None or event is None:
-                    sample.queries = samples
-                else:
-                    with torch.cuda.stream(stream):
-                        stream.wait_event(event)
-                        if staging is None or staging.numel() < samples.numel():
-                            staging = torch.empty(samples.numel(), dtype=samples.dtype, pin_memory=True)
-                        place = staging[: samples.numel()].view(samples.shape)
-                        place.copy_(samples, non_blocking=True)
-                        stream.synchronize()
-                    samples = None  # the device's memory, before the slower copy
-                    sample.queries = place.clone()
-                kept = sample
-            except Exception:  # one sample; the next prefill leaves another
-                logger.exception("sparse attention: a query sample could not be kept")
-            samples = None
-            self._samples.add(kept)
-            del sample, kept
+        with self._surviving():
+            for chunk in chunks:
+                capture = chunk.capture
+                request = self._requests.get(capture.rid)
+                if capture.problem() or self.recorder.take(capture.rid) is None or request is None:
+                    continue
+                queries, capture.samples = capture.samples, None
+                assert queries is not None
+                positions = capture.positions[: capture.reservoir_rows]
+                self._samples.take(QuerySample(request.namespace, request.hashes, capture.begin, positions, queries))
+            self.recorder.discard_broken()
 
     def decoding(self, rids: Sequence[str], rows: Tensor) -> None:
         """As in `Recording`: give the builder a piece of an index whose prefix a request here has, if it is ready."""
-        if self._off:
-            return
-        try:
-            self._decoding(rids, rows)
-        except Exception as error:  # out of memory, as a rule: the step goes on
-            self._give_up(error)
+        if not self._off:
+            with self._surviving():
+                self._decoding(rids, rows)
 
     def _decoding(self, rids: Sequence[str], rows: Tensor) -> None:
         settled = []
@@ -257,7 +193,7 @@ class SharedBuilds(Recording):
         if not self._builder.ready or not self._builder.open or self._in_vain == (rids, self._builder.open):
             return
         found: tuple[Build, Piece, int] | None = None
-        for build in self._builder.by_hits():
+        for build in sorted(self._builder.open, key=lambda one: -one.prefix.hits):  # of use to most
             holders = (place for place, one in settled if build.prefix.begins(one.namespace, one.hashes))
             holder, piece = next(holders, None), build.wanted
             if holder is not None and piece is not None:
@@ -273,7 +209,7 @@ class SharedBuilds(Recording):
             self._in_vain = (list(rids), list(self._builder.open))
 
     def finish(self, rid: str, row: int) -> None:
-        """As in `Recording`. Nothing is built here: a build takes its keys from whoever has them."""
+        """Forget it: a build takes its keys from whoever has them."""
         self.discard(rid)
 
     def discard(self, rid: str) -> None:
@@ -287,11 +223,10 @@ class SharedBuilds(Recording):
     def _finished(self, build: Build, fields: dict[str, Any]) -> None:
         """On the builder's thread."""
         if self._parts is None or self._parts.rank == 0:
-            report(self._config.build_report, f"prefix-{build.identity.digest[:12]}", **fields)
+            self._report(f"prefix-{build.identity.digest[:12]}", **fields)
         if fields["status"] == "failed":
-            logger.warning(
-                "sparse attention: no index of %d shared tokens: %s", build.prefix.num_tokens, fields["detail"]
-            )
+            tokens = build.prefix.num_tokens
+            logger.warning("sparse attention: no index of %d shared tokens: %s", tokens, fields["detail"])
         self._ended.put((build, fields["status"]))
 
     def settle(self) -> None:
@@ -320,7 +255,7 @@ class SharedBuilds(Recording):
                 for one in self._builder.open
                 if not one.closed
             ],
-            **asdict(self._builder.counts),
+            **self._builder.counts,
         }
 
     def close(self) -> None:
@@ -328,5 +263,4 @@ class SharedBuilds(Recording):
         for rid in list(self._requests):
             self.discard(rid)
         self._builder.close()
-        self._moving.put(None)
-        self._samples.clear()
+        self._samples.close()

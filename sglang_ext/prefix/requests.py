@@ -20,7 +20,7 @@ from sglang_ext.ranks import LOADING, READY, Agreement, Ranks, Word, dense
 
 if TYPE_CHECKING:
     from prefix_index import IndexEntry
-    from sglang_ext.prefill.recording import Admission
+    from sglang_ext.prefill.recorder import Admission
 
 _serials = itertools.count()
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from prefix_index import BuildInfo, FileStore, IndexEntry
+from prefix_index import BuildInfo, FileStore, IndexEntry, Retention
 from prefix_index.connect import open_store
 from prefix_index.testing import sample_identity, sample_model, sample_payload
 from sglang_ext.cli import main
+from sglang_ext.storage import ENV_STORE
 from tests.serving.test_store_in_serving import Service
 
 PROGRAM = [sys.executable, "-m", "sglang_ext.cli"]
@@ -50,13 +51,22 @@ class Shelf:
 
     def flip(self, number: int, at: int = 8192 + 5) -> None:
         """One byte of an array, or of the header, is no longer what was written."""
-        raw = bytearray(self.path(number).read_bytes())
-        raw[at] ^= 1
-        self.path(number).write_bytes(raw)
+        flip(self.path(number), at)
 
     def digests(self) -> list[str]:
-        with FileStore(self.folder) as store:
-            return [entry.digest for entry in store.list()]
+        return list(kept(self.folder))
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def kept(folder: Path) -> dict[str, Retention]:
+    """Retentions of a store's usable indexes, by digest."""
+    with FileStore(folder) as store:
+        return {entry.digest: entry.retention for entry in store.list()}
 
 
 def fill(folder: Path, count: int, values: int = 2048) -> list[IndexEntry]:
@@ -76,8 +86,10 @@ def fill(folder: Path, count: int, values: int = 2048) -> list[IndexEntry]:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    """Five indexes, in the store that commands take unless they are told another one."""
     folder = tmp_path / "store"
+    monkeypatch.setenv(ENV_STORE, str(folder))
     return Shelf(folder, fill(folder, 5))
 
 

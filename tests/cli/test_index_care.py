@@ -1,4 +1,4 @@
-"""`sglang-ext index`: looking at an index is no use of it, limits out of reach, and what goes wrong for one of many."""
+"""`sglang-ext index`: looking is no use, commands on a service, limits out of reach, one of many that fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,15 @@ import pytest
 from prefix_index import FileStore, Retention, StoreFolderError
 from prefix_index.testing import sample_identity, sample_payload
 from sglang_ext.cli import main
+from tests.cli.conftest import flip, kept
+from tests.serving.test_store_in_serving import Service
 
-# -- looking is no use -------------------------------------------------------------------------------------------------
+# -- looking is no use; services ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["folder", "service"])
 def test_verify_show_and_export_do_not_count_as_a_use(
-    where: str, shelf: Any, request: pytest.FixtureRequest, index: Callable[..., Any], tmp_path: Path
+    where: str, shelf: Any, request: pytest.FixtureRequest, index: Any, tmp_path: Path
 ) -> None:
     url = request.getfixturevalue("served").url if where == "service" else str(shelf.folder)
     long_ago = time.time() - 5000
@@ -63,11 +64,7 @@ def test_verify_through_a_service_reads_the_disk_and_not_the_copy_in_memory(
                 time.sleep(0.02)
             (durable,) = (tmp_path / "ssd").glob("*/*.pfxindex")
             before = durable.stat()
-            with durable.open("r+b") as file:
-                file.seek(before.st_size // 2)
-                byte = file.read(1)
-                file.seek(before.st_size // 2)
-                file.write(bytes([byte[0] ^ 1]))
+            flip(durable, before.st_size // 2)
             os.utime(durable, ns=(before.st_atime_ns, before.st_mtime_ns))
             said = index("verify", "--json", "--store", url)
             assert (said.status, [line["status"] for line in said.lines]) == (1, ["corrupt"])
@@ -77,13 +74,33 @@ def test_verify_through_a_service_reads_the_disk_and_not_the_copy_in_memory(
         server.close()
 
 
+def test_all_commands_work_through_the_socket(served: Service, shelf: Any, index: Any, tmp_path: Path) -> None:
+    url = ["--store", served.url]
+    digests = [entry.digest for entry in shelf.entries]
+    listed = index("ls", "--json", *url).lines
+    assert [line["digest"] for line in listed] == sorted(digests)
+    assert index("ls", *url).out.splitlines()[-1].startswith("5 indexes")
+    assert index("verify", *url).status == 0
+    assert index("pin", "--json", *url, digests[0][:8]).lines[0]["pinned"] is True
+    assert index("ls", "--json").lines[sorted(digests).index(digests[0])]["pinned"] is True
+    assert index("show", *url, digests[1]).status == 0
+    assert index("du", "--json", *url).lines[0]["indexes"] == 5
+    assert index("export", digests[2], "--to", tmp_path / "one.pfxindex", *url).status == 0
+    assert index("rm", "--yes", digests[2], *url).status == 0
+    assert not shelf.path(2).exists()
+    assert index("import", tmp_path / "one.pfxindex", *url).status == 0
+    assert (shelf.path(2).read_bytes(), len(shelf.digests())) == ((tmp_path / "one.pfxindex").read_bytes(), 5)
+    assert index("gc", *url).status == 0
+    assert index("gc", "--max-bytes", "1", *url).status == 2
+
+
 # -- gc ----------------------------------------------------------------------------------------------------------------
 
 
-def test_gc_frees_what_it_can_of_a_limit_out_of_reach_and_says_so(shelf: Any, index: Callable[..., Any]) -> None:
+def test_gc_frees_what_it_can_of_a_limit_out_of_reach_and_says_so(shelf: Any, index: Any) -> None:
     shelf.flip(0, at=70)  # no index any more, so nobody may evict it: its bytes stay
-    index("pin", "--store", shelf.folder, shelf.entries[4].digest)
-    flags = ["--max-bytes", "1", "--store", shelf.folder]
+    index("pin", shelf.entries[4].digest)
+    flags = ["--max-bytes", "1"]
     plan = index("gc", "--dry-run", "--json", *flags)
     assert len(shelf.digests()) == 4, "a dry run"
     done = index("gc", "--json", *flags)
@@ -97,9 +114,9 @@ def test_gc_frees_what_it_can_of_a_limit_out_of_reach_and_says_so(shelf: Any, in
         assert f"limit not reached: {too_few} bytes too few" in " ".join(said.err.split())
 
 
-def test_gc_with_a_limit_in_reach_removes_what_is_pinned_last(shelf: Any, index: Callable[..., Any]) -> None:
-    index("pin", "--store", shelf.folder, *(entry.digest for entry in shelf.entries[:2]))
-    flags = ["--json", "--max-bytes", "0", "--store", shelf.folder]
+def test_gc_with_a_limit_in_reach_removes_what_is_pinned_last(shelf: Any, index: Any) -> None:
+    index("pin", *(entry.digest for entry in shelf.entries[:2]))
+    flags = ["--json", "--max-bytes", "0"]
     plan, done = index("gc", "--dry-run", *flags), index("gc", *flags)
     assert (plan.status, done.status) == (0, 0)
     removed = [entry["digest"] for entry in done.lines[0]["removed"]]
@@ -108,21 +125,7 @@ def test_gc_with_a_limit_in_reach_removes_what_is_pinned_last(shelf: Any, index:
     assert shelf.digests() == []
 
 
-def test_gc_leaves_young_partials_in_both_modes(shelf: Any, index: Callable[..., Any]) -> None:
-    young, old = (shelf.path(0).parent / f".partial-1-{number:016}" for number in range(2))
-    for path in (young, old):
-        path.write_bytes(b"x")
-    hour_ago = time.time() - 3600
-    os.utime(old, (hour_ago, hour_ago))
-    name = str(old.relative_to(shelf.folder))
-    assert index("gc", "--dry-run", "--json", "--store", shelf.folder).lines[0]["leftovers"] == [name]
-    assert index("gc", "--json", "--store", shelf.folder).lines[0]["leftovers"] == [name]
-    assert (young.exists(), old.exists()) == (True, False)
-
-
-def test_a_dry_run_lives_with_files_that_go_meanwhile(
-    shelf: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_lives_with_files_that_go_meanwhile(shelf: Any, index: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real, victim = Path.lstat, shelf.path(2)
 
     def vanishing(path: Path) -> os.stat_result:
@@ -131,34 +134,34 @@ def test_a_dry_run_lives_with_files_that_go_meanwhile(
         return real(path)
 
     monkeypatch.setattr(Path, "lstat", vanishing)
-    said = index("gc", "--dry-run", "--json", "--max-bytes", "1G", "--store", shelf.folder)
+    said = index("gc", "--dry-run", "--json", "--max-bytes", "1G")
     assert (said.status, said.lines[0]["removed"]) == (0, [])
 
 
 # -- export and import -------------------------------------------------------------------------------------------------
 
 
-def test_export_of_all_counts_what_is_damaged(shelf: Any, index: Callable[..., Any], tmp_path: Path) -> None:
+def test_export_of_all_counts_what_is_damaged(shelf: Any, index: Any, tmp_path: Path) -> None:
     shelf.flip(1, at=70)
-    said = index("export", "--all", "--json", "--to", tmp_path / "out", "--store", shelf.folder)
+    said = index("export", "--all", "--json", "--to", tmp_path / "out")
     assert said.status == 1
     (row,) = (line for line in said.lines if line["status"] == "damaged")
     assert (row["digest"], row["path"], row["nbytes"]) == (shelf.entries[1].digest, str(shelf.path(1)), 0)
     assert row["detail"]
     assert sum(line["status"] == "exported" for line in said.lines) == 4
-    text = index("export", "--all", "--to", tmp_path / "out2", "--store", shelf.folder)
+    text = index("export", "--all", "--to", tmp_path / "out2")
     assert (text.status, text.out.splitlines()[-1]) == (1, "1 damaged, 4 exported")
 
 
-def test_two_names_go_to_a_folder_though_one_is_damaged(shelf: Any, index: Callable[..., Any], tmp_path: Path) -> None:
+def test_two_names_go_to_a_folder_though_one_is_damaged(shelf: Any, index: Any, tmp_path: Path) -> None:
     shelf.flip(1, at=70)
     words = [shelf.entries[0].digest, shelf.entries[1].digest]
-    said = index("export", *words, "--to", tmp_path / "out", "--store", shelf.folder)
+    said = index("export", *words, "--to", tmp_path / "out")
     assert said.status == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == [f"{words[0]}.pfxindex"]
 
 
-def test_import_of_a_stores_folder_keeps_pins_and_expiry(shelf: Any, index: Callable[..., Any], tmp_path: Path) -> None:
+def test_import_of_a_stores_folder_keeps_pins_and_expiry(shelf: Any, index: Any, tmp_path: Path) -> None:
     soon = time.time() + 5000
     with FileStore(shelf.folder) as store:
         store.retain(shelf.entries[0].digest, Retention(pinned=True))
@@ -169,20 +172,16 @@ def test_import_of_a_stores_folder_keeps_pins_and_expiry(shelf: Any, index: Call
     assert {line["digest"]: line["status"] for line in lines} == {
         entry.digest: "expired" if number == 2 else "imported" for number, entry in enumerate(shelf.entries)
     }
+    new = kept(tmp_path / "new")
     with FileStore(tmp_path / "new") as store:
-        kept = {entry.digest: entry.retention for entry in store.list()}
         store.retain(shelf.entries[4].digest, Retention(pinned=True))
     wanted = [Retention(pinned=True), Retention(expires=soon), None, Retention(), Retention()]
-    assert [kept.get(entry.digest) for entry in shelf.entries] == wanted
+    assert [new.get(entry.digest) for entry in shelf.entries] == wanted
     assert index("import", "--replace", shelf.path(4), "--store", tmp_path / "new").status == 0
-    with FileStore(tmp_path / "new") as store:
-        kept = {entry.digest: entry.retention for entry in store.list()}
-    assert kept[shelf.entries[4].digest].pinned, "a source that says nothing changes nothing"
+    assert kept(tmp_path / "new")[shelf.entries[4].digest].pinned, "a source that says nothing changes nothing"
 
 
-def test_import_goes_on_after_a_path_that_the_system_refuses(
-    shelf: Any, index: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_import_goes_on_after_a_path_that_the_system_refuses(shelf: Any, index: Any, tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     said = index("import", "--json", tmp_path / ("x" * 300), loop, shelf.path(0), "--store", tmp_path / "new")
@@ -192,8 +191,8 @@ def test_import_goes_on_after_a_path_that_the_system_refuses(
     assert all(line["detail"] for line in said.lines[:2])
 
 
-def test_export_to_a_name_that_cannot_be_ends_with_1(shelf: Any, index: Callable[..., Any], tmp_path: Path) -> None:
-    said = index("export", shelf.entries[0].digest, "--to", tmp_path / ("x" * 300), "--store", shelf.folder)
+def test_export_to_a_name_that_cannot_be_ends_with_1(shelf: Any, index: Any, tmp_path: Path) -> None:
+    said = index("export", shelf.entries[0].digest, "--to", tmp_path / ("x" * 300))
     assert said.status == 1
     assert "File name too long" in " ".join(said.err.split() + said.out.split())
 
@@ -203,7 +202,7 @@ def test_export_to_a_name_that_cannot_be_ends_with_1(shelf: Any, index: Callable
 
 @pytest.mark.parametrize("words", [["rm", "--yes"], ["pin"], ["unpin"], ["expire", "--never"]])
 def test_one_that_fails_does_not_keep_the_others(
-    words: list[str], shelf: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    words: list[str], shelf: Any, index: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = shelf.entries[0].digest
     for name in ("delete", "retain"):
@@ -215,7 +214,7 @@ def test_one_that_fails_does_not_keep_the_others(
             return real(self, key, *args)
 
         monkeypatch.setattr(FileStore, name, failing)
-    said = index(*words, "--json", "--store", shelf.folder, *(entry.digest for entry in shelf.entries[:3]))
+    said = index(*words, "--json", *(entry.digest for entry in shelf.entries[:3]))
     assert said.status == 1
     assert "no permission" in " ".join(said.err.split())
     by_digest = {line["digest"]: line for line in said.lines}
@@ -223,24 +222,24 @@ def test_one_that_fails_does_not_keep_the_others(
     assert "no permission" in (by_digest[bad].get("detail") or by_digest[bad].get("error"))
 
 
-def test_rm_of_a_file_in_the_wrong_place_says_that_it_is_still_there(shelf: Any, index: Callable[..., Any]) -> None:
+def test_rm_of_a_file_in_the_wrong_place_says_that_it_is_still_there(shelf: Any, index: Any) -> None:
     digest = shelf.entries[0].digest
     wrong = shelf.folder / ("00" if not digest.startswith("00") else "01")
     wrong.mkdir(exist_ok=True)
     misplaced = wrong / shelf.path(0).name
     shelf.path(0).rename(misplaced)
-    said = index("rm", "--yes", "--store", shelf.folder, digest)
+    said = index("rm", "--yes", digest)
     assert (said.status, said.out) == (1, "")
     assert misplaced.exists()
     assert "remove it by hand" in " ".join(said.err.split())
-    line = index("rm", "--yes", "--json", "--store", shelf.folder, digest).lines[0]
+    line = index("rm", "--yes", "--json", digest).lines[0]
     assert (line["removed"], str(misplaced) in line["detail"]) == (False, True)
 
 
 # -- the terminal ------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_whose_name_is_no_text_is_listed_all_the_same(tmp_path: Path, program: Callable[..., Any]) -> None:
+def test_a_folder_whose_name_is_no_text_is_listed_all_the_same(tmp_path: Path, program: Any) -> None:
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/N\xe9")
     with FileStore(folder, create=True) as store:
         digest = store.put(sample_payload(sample_identity(range(32)))).digest
@@ -269,7 +268,7 @@ def test_an_interrupt_while_modules_are_imported_ends_with_130_and_no_traceback(
 
 
 def test_gc_of_a_limit_that_an_undeletable_index_holds_up_says_so(
-    shelf: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    shelf: Any, index: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = shelf.path(0).name
     real = os.unlink
@@ -280,7 +279,7 @@ def test_gc_of_a_limit_that_an_undeletable_index_holds_up_says_so(
         real(name, **where)
 
     monkeypatch.setattr(os, "unlink", unlink)
-    said = index("gc", "--json", "--max-bytes", "0", "--store", shelf.folder)
+    said = index("gc", "--json", "--max-bytes", "0")
     assert said.status == 1
     assert f"limit not reached: {shelf.entries[0].nbytes} bytes too few" in " ".join(said.err.split())
     assert shelf.digests() == [shelf.entries[0].digest]

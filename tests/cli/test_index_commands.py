@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,11 @@ import pytest
 
 from prefix_index import FileStore, Retention
 from sglang_ext.cli import main
-from sglang_ext.cli.index.checking import sample_size
+from sglang_ext.cli.index.containers import sample_size
 from sglang_ext.cli.index.text import size
 
-ENTRY_KEYS = {
-    "digest",
-    "name",
-    "num_tokens",
-    "nbytes",
-    "created",
-    "build_seconds",
-    "namespace",
-    "model",
-    "profile",
-    "pinned",
-    "expires",
-    "path",
-}
+ENTRY_KEYS = {"digest", "name", "num_tokens", "nbytes", "created", "build_seconds"}
+ENTRY_KEYS |= {"namespace", "model", "profile", "pinned", "expires", "path"}
 
 
 def narrow(text: str) -> bool:
@@ -40,10 +26,10 @@ def narrow(text: str) -> bool:
 # -- what is there -----------------------------------------------------------------------------------------------------
 
 
-def test_ls_shows_each_index_on_a_line_of_80_columns(shelf: Any, index: Callable[..., Any]) -> None:
-    index("pin", "--store", shelf.folder, shelf.entries[0].digest)
-    index("expire", "--after", "30d", "--store", shelf.folder, shelf.entries[0].digest)
-    said = index("ls", "--store", shelf.folder)
+def test_ls_shows_each_index_on_a_line_of_80_columns(shelf: Any, index: Any) -> None:
+    index("pin", shelf.entries[0].digest)
+    index("expire", "--after", "30d", shelf.entries[0].digest)
+    said = index("ls")
     header, *rows, total = said.out.splitlines()
     assert (said.status, said.err) == (0, "")
     assert header.split() == ["INDEX", "TOKENS", "SIZE", "AGE", "BUILD", "MODEL", "PROFILE", "KEPT"]
@@ -56,8 +42,8 @@ def test_ls_shows_each_index_on_a_line_of_80_columns(shelf: Any, index: Callable
     assert narrow(said.out)
 
 
-def test_ls_in_json_is_one_object_per_index_with_the_documented_keys(shelf: Any, index: Callable[..., Any]) -> None:
-    said = index("ls", "--json", "--store", shelf.folder)
+def test_ls_in_json_is_one_object_per_index_with_the_documented_keys(shelf: Any, index: Any) -> None:
+    said = index("ls", "--json")
     assert [line["digest"] for line in said.lines] == sorted(entry.digest for entry in shelf.entries)
     entry = max(shelf.entries, key=lambda e: e.digest)
     last = said.lines[-1]
@@ -67,28 +53,25 @@ def test_ls_in_json_is_one_object_per_index_with_the_documented_keys(shelf: Any,
     assert (last["pinned"], last["expires"], last["path"]) == (False, None, entry.path)
 
 
-def test_ls_of_an_empty_store_says_so(tmp_path: Path, index: Callable[..., Any]) -> None:
+def test_ls_of_an_empty_store_says_so(tmp_path: Path, index: Any) -> None:
     assert index("ls", "--store", tmp_path).out.startswith("no indexes in")
     assert index("ls", "--json", "--store", tmp_path).out == ""
 
 
-def test_ls_counts_what_cannot_be_used_on_standard_error(shelf: Any, index: Callable[..., Any]) -> None:
+def test_ls_counts_what_cannot_be_used_on_standard_error(shelf: Any, index: Any) -> None:
     shelf.flip(1, at=70)
-    said = index("ls", "--store", shelf.folder)
+    said = index("ls")
     assert said.out.splitlines()[-1].startswith("4 indexes")
     assert said.err == "1 more cannot be used: see sglang-ext index verify\n"
 
 
 @pytest.mark.parametrize("form", ["path", "file URL", "environment", "default"])
 def test_the_store_is_named_in_several_ways(
-    form: str, shelf: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    form: str, shelf: Any, index: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("SGLANG_SPARSE_ATTN_STORE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    named: dict[str, list[object]] = {
-        "path": ["--store", shelf.folder],
-        "file URL": ["--store", f"file://{shelf.folder}"],
-    }
+    named = {"path": ["--store", shelf.folder], "file URL": ["--store", f"file://{shelf.folder}"]}
     if form == "environment":
         monkeypatch.setenv("SGLANG_SPARSE_ATTN_STORE", str(shelf.folder))
     if form == "default":
@@ -102,12 +85,11 @@ def test_the_store_is_named_in_several_ways(
     [
         ("s4://bucket", ["index store's address", "ipc://SOCKET", "s3://", "mooncake://HOST:PORT", "s4://bucket"]),
         ("/nowhere/at/all", ["/nowhere/at/all", "expected an existing folder", "found nothing"]),
+        ("ipc:///nowhere/none", ["sglang-ext store serve"]),
         ("file://host/folder", ["index store's address", "file:///FOLDER"]),
     ],
 )
-def test_a_store_that_is_none_ends_with_1_and_a_message(
-    address: str, words: list[str], index: Callable[..., Any]
-) -> None:
+def test_a_store_that_is_none_ends_with_1_and_a_message(address: str, words: list[str], index: Any) -> None:
     said = index("ls", "--store", address)
     assert (said.status, said.out) == (1, "")
     message = " ".join(said.err.split())
@@ -117,33 +99,32 @@ def test_a_store_that_is_none_ends_with_1_and_a_message(
     assert narrow(said.err)
 
 
-def test_show_prints_everything_of_an_index(shelf: Any, index: Callable[..., Any]) -> None:
+def test_show_prints_everything_of_an_index(shelf: Any, index: Any) -> None:
     entry = shelf.entries[2]
-    said = index("show", "--store", shelf.folder, entry.digest[:8])
+    said = index("show", entry.digest[:8])
     for word in (entry.digest, "48 tokens", "profile-1", "csa.ids", "bfloat16", "2x1024", "csattention", "float32"):
         assert word in said.out
     assert narrow(said.out)
-    (details,) = index("show", "--json", "--store", shelf.folder, entry.digest[:8]).lines
+    (details,) = index("show", "--json", entry.digest[:8]).lines
     assert set(details) >= ENTRY_KEYS | {"spec", "stats", "arrays", "model_fields", "prefix_hash", "format_version"}
     assert details["stats"] == {"fill": 2}
     ids = next(group for group in details["arrays"] if group["name"] == "csa.ids")
     assert (ids["count"], ids["dtype"], ids["shapes"], ids["nbytes"]) == (4, "int32", [[2, 1024]], 4 * 2048 * 4)
 
 
-def test_show_of_a_damaged_index_says_why_and_ends_with_1(shelf: Any, index: Callable[..., Any]) -> None:
+def test_show_of_a_damaged_index_says_why_and_ends_with_1(shelf: Any, index: Any) -> None:
     shelf.flip(1, at=70)
-    said = index("show", "--store", shelf.folder, shelf.entries[1].digest, shelf.entries[0].digest)
+    said = index("show", shelf.entries[1].digest, shelf.entries[0].digest)
     assert said.status == 1
     assert "xxh3" in said.out or "checksum" in said.out
     assert "16 tokens" in said.out, "the good one is shown all the same"
-    lines = index("show", "--json", "--store", shelf.folder, shelf.entries[1].digest).lines
+    lines = index("show", "--json", shelf.entries[1].digest).lines
     assert [set(line) for line in lines] == [{"digest", "error"}]
 
 
-def test_du_sums_by_model_profile_and_namespace(shelf: Any, index: Callable[..., Any]) -> None:
+def test_du_sums_by_model_profile_and_namespace(shelf: Any, index: Any) -> None:
     shelf.flip(4, at=70)
-    said = index("du", "--json", "--store", shelf.folder)
-    (usage,) = said.lines
+    (usage,) = index("du", "--json").lines
     good = shelf.entries[:4]
     assert (usage["indexes"], usage["nbytes"]) == (4, sum(entry.nbytes for entry in good))
     assert (usage["unusable"], usage["unusable_nbytes"]) == (1, shelf.entries[4].nbytes)
@@ -152,7 +133,7 @@ def test_du_sums_by_model_profile_and_namespace(shelf: Any, index: Callable[...,
         assert sum(group["nbytes"] for group in usage[f"by_{by}"]) == usage["nbytes"]
         assert all(set(group) == {by, "indexes", "nbytes"} for group in usage[f"by_{by}"])
     assert 0 < usage["free_bytes"] <= usage["disk_bytes"]
-    text = index("du", "--store", shelf.folder)
+    text = index("du")
     assert narrow(text.out)
     assert "total      4 indexes" in text.out
     assert "unusable   1," in text.out
@@ -163,8 +144,8 @@ def test_du_sums_by_model_profile_and_namespace(shelf: Any, index: Callable[...,
 
 
 @pytest.mark.parametrize("word", ["12", "xyzw", "../../etc", "", "0" * 64])
-def test_a_word_that_names_no_index_ends_with_1(word: str, shelf: Any, index: Callable[..., Any]) -> None:
-    said = index("show", "--store", shelf.folder, "--", word)
+def test_a_word_that_names_no_index_ends_with_1(word: str, shelf: Any, index: Any) -> None:
+    said = index("show", "--", word)
     assert (said.status, said.out) == (1, "")
     assert "expected" in said.err
 
@@ -179,44 +160,44 @@ def named(shelf: Any) -> Any:
     return shelf
 
 
-def test_ls_shows_names_and_takes_them(named: Any, index: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_shows_names_and_takes_them(named: Any, index: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = [entry.digest[:12] for entry in named.entries]
-    said = index("ls", "--store", named.folder)
+    said = index("ls")
     header, *rows, _ = said.out.splitlines()
     assert narrow(said.out)
     assert header.split()[-1] == "NAME"
     names = {row.split()[0]: row.split()[-1] for row in rows}
     assert (names[digests[0]], names[digests[4]]) == ("tools", "-")
     monkeypatch.setenv("COLUMNS", "120")
-    assert "  a long name of a shared prompt\n" in index("ls", "--store", named.folder).out
-    said = index("ls", "--store", named.folder, "tools")
+    assert "  a long name of a shared prompt\n" in index("ls").out
+    said = index("ls", "tools")
     assert sorted(row.split()[0] for row in said.out.splitlines()[1:-1]) == sorted(digests[:2])
     assert said.out.splitlines()[-1].startswith("2 indexes")
-    (line,) = index("ls", "--json", "--store", named.folder, "a long name of a shared prompt").lines
+    (line,) = index("ls", "--json", "a long name of a shared prompt").lines
     assert (line["digest"], line["name"]) == (named.entries[2].digest, "a long name of a shared prompt")
-    assert index("ls", "--store", named.folder, "tool").status == 1
+    assert index("ls", "tool").status == 1
 
 
-def test_show_and_rm_take_a_name_that_one_index_has(named: Any, index: Callable[..., Any]) -> None:
+def test_show_and_rm_take_a_name_that_one_index_has(named: Any, index: Any) -> None:
     name = "a long name of a shared prompt"
-    said = index("show", "--store", named.folder, name)
+    said = index("show", name)
     assert f"index     {named.entries[2].digest}\nname      {name}\n" in said.out
-    assert index("pin", "--store", named.folder, name).status == 0
-    assert [line["pinned"] for line in index("show", "--json", "--store", named.folder, name).lines] == [True]
-    assert index("rm", "--yes", "--store", named.folder, name).status == 0
+    assert index("pin", name).status == 0
+    assert [line["pinned"] for line in index("show", "--json", name).lines] == [True]
+    assert index("rm", "--yes", name).status == 0
     assert named.entries[2].digest not in named.digests()
 
 
-def test_a_name_that_several_have_removes_none(named: Any, index: Callable[..., Any]) -> None:
+def test_a_name_that_several_have_removes_none(named: Any, index: Any) -> None:
     for word in ("tools", named.entries[4].digest[:5]):
-        said = index("rm", "--yes", "--store", named.folder, word)
+        said = index("rm", "--yes", word)
         assert said.status == 1
         assert "found 2 of them" in " ".join(said.err.split())
         assert len(named.digests()) == 5
-    assert named.entries[0].digest[:12] in index("show", "--store", named.folder, "tools").err
+    assert named.entries[0].digest[:12] in index("show", "tools").err
 
 
-def test_a_beginning_of_several_indexes_is_refused_with_their_names(tmp_path: Path, index: Callable[..., Any]) -> None:
+def test_a_beginning_of_several_indexes_is_refused_with_their_names(tmp_path: Path, index: Any) -> None:
     from tests.cli.conftest import fill
 
     entries = fill(tmp_path, 2, values=16)
@@ -232,59 +213,57 @@ def test_a_beginning_of_several_indexes_is_refused_with_their_names(tmp_path: Pa
 # -- verify ------------------------------------------------------------------------------------------------------------
 
 
-def test_verify_of_a_good_store_reads_every_byte(shelf: Any, index: Callable[..., Any]) -> None:
-    said = index("verify", "--store", shelf.folder)
+def test_verify_of_a_good_store_reads_every_byte(shelf: Any, index: Any) -> None:
+    said = index("verify")
     assert said.status == 0
     assert said.out.startswith("5 read, ")
     assert said.out.endswith(": 5 good\n")
-    lines = index("verify", "--json", "--store", shelf.folder).lines
+    lines = index("verify", "--json").lines
     assert {line["status"] for line in lines} == {"good"}
     assert all(set(line) == {"digest", "path", "nbytes", "status", "detail"} for line in lines)
     assert {line["digest"] for line in lines} == {entry.digest for entry in shelf.entries}
 
 
-def test_verify_names_each_damaged_one_with_its_reason(shelf: Any, index: Callable[..., Any]) -> None:
+def test_verify_names_each_damaged_one_with_its_reason(shelf: Any, index: Any) -> None:
     shelf.flip(0)
     shelf.flip(1, at=70)
     shelf.path(2).write_bytes(shelf.path(2).read_bytes()[:-4096])
     shelf.path(3).write_bytes(b"something else entirely" * 1000)
     (shelf.folder / "notes.txt").write_text("not an index")
-    said = index("verify", "--store", shelf.folder)
+    said = index("verify")
     assert said.status == 1
     assert narrow(said.out)
     assert said.out.endswith(": 3 corrupt, 2 foreign, 1 good\n")
-    found = {line["digest"]: line for line in index("verify", "--json", "--store", shelf.folder).lines}
+    found = {line["digest"]: line for line in index("verify", "--json").lines}
     statuses = {digest: line["status"] for digest, line in found.items()}
-    wanted = dict(
-        zip((e.digest for e in shelf.entries), ("corrupt", "corrupt", "corrupt", "foreign", "good"), strict=True)
-    )
-    assert statuses == {**wanted, None: "foreign"}
+    wanted = ("corrupt", "corrupt", "corrupt", "foreign", "good", "foreign")
+    assert statuses == dict(zip([*(entry.digest for entry in shelf.entries), None], wanted, strict=True))
     assert "checksum of ('csa." in found[shelf.entries[0].digest]["detail"]
     assert "notes.txt" in found[None]["detail"]
     for entry in shelf.entries[:4]:
         assert entry.digest[:12] in said.out
 
 
-def test_verify_finds_damage_anywhere_in_the_arrays(shelf: Any, index: Callable[..., Any]) -> None:
+def test_verify_finds_damage_anywhere_in_the_arrays(shelf: Any, index: Any) -> None:
     nbytes = shelf.entries[0].nbytes
     for at in range(4096, nbytes - 4096, nbytes // 7):
         shelf.flip(0, at=at)
-        assert index("verify", "--store", shelf.folder, shelf.entries[0].digest).status == 1, at
+        assert index("verify", shelf.entries[0].digest).status == 1, at
         shelf.flip(0, at=at)
-    assert index("verify", "--store", shelf.folder, shelf.entries[0].digest).status == 0
+    assert index("verify", shelf.entries[0].digest).status == 0
 
 
-def test_verify_takes_named_indexes_and_samples(shelf: Any, index: Callable[..., Any]) -> None:
+def test_verify_takes_named_indexes_and_samples(shelf: Any, index: Any) -> None:
     shelf.flip(0)
-    assert index("verify", "--store", shelf.folder, shelf.entries[1].digest[:8]).status == 0
-    assert index("verify", "--store", shelf.folder, shelf.entries[0].digest[:8]).status == 1
+    assert index("verify", shelf.entries[1].digest[:8]).status == 0
+    assert index("verify", shelf.entries[0].digest[:8]).status == 1
     seen: set[str] = set()
     for _ in range(60):
-        lines = index("verify", "--json", "--sample", "2", "--store", shelf.folder).lines
+        lines = index("verify", "--json", "--sample", "2").lines
         assert len(lines) == 2
         seen |= {line["digest"] for line in lines}
     assert len(seen) == 5, "another part every time"
-    assert len(index("verify", "--json", "--sample", "60%", "--jobs", "1", "--store", shelf.folder).lines) == 3
+    assert len(index("verify", "--json", "--sample", "60%", "--jobs", "1").lines) == 3
 
 
 @pytest.mark.parametrize("sample", ["0", "-1", "0%", "101%", "x", "5.5", "nan%"])
@@ -300,9 +279,9 @@ def test_sample_sizes() -> None:
     assert sample_size("5%", 0) == 0
 
 
-def test_verify_shows_its_progress_on_a_terminal(shelf: Any, program: Callable[..., Any]) -> None:
+def test_verify_shows_its_progress_on_a_terminal(shelf: Any, program: Any) -> None:
     master, slave = pty.openpty()
-    ran = program("index", "verify", "--store", shelf.folder, stdout=subprocess.PIPE, stderr=slave)
+    ran = program("index", "verify", stdout=subprocess.PIPE, stderr=slave)
     os.close(slave)
     seen = b""
     while True:
@@ -321,26 +300,17 @@ def test_verify_shows_its_progress_on_a_terminal(shelf: Any, program: Callable[.
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def test_json_is_valid_on_every_command(shelf: Any, index: Callable[..., Any], tmp_path: Path) -> None:
-    digest, store = shelf.entries[0].digest, ["--json", "--store", shelf.folder]
-    for words in (
-        ["ls"],
-        ["show", digest],
-        ["du"],
-        ["verify"],
-        ["pin", digest],
-        ["expire", "--never", digest],
-        ["unpin", digest],
-        ["gc", "--dry-run"],
-        ["gc"],
-        ["export", "--all", "--to", tmp_path / "out"],
-        ["import", tmp_path / "out"],
-        ["rm", "--yes", digest],
-    ):
-        said = index(*words, *store)
+def test_json_is_valid_on_every_command(
+    shelf: Any, index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    digest = shelf.entries[0].digest
+    looking = ("ls", f"show {digest}", "du", "verify")
+    keeping = (f"pin {digest}", f"expire --never {digest}", f"unpin {digest}", "gc --dry-run", "gc")
+    for words in (*looking, *keeping, "export --all --to out", "import out", f"rm --yes {digest}"):
+        said = index(*words.split(), "--json")
         assert said.status == 0, said
-        assert said.out
-        for line in said.out.splitlines():
-            assert isinstance(json.loads(line), dict)
+        assert said.lines
+        assert all(isinstance(line, dict) for line in said.lines)
     with FileStore(shelf.folder) as left:
         assert len(left.list()) == 4

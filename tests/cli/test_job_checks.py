@@ -1,4 +1,5 @@
-"""What a job finds wrong before it starts SGLang: one line, and the exit status of wrong usage."""
+"""What a job finds wrong before it starts SGLang: one line, and the exit status of wrong usage. What it reads off the
+flags that it passes on."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from sglang_ext.cli import main
+from sglang_ext.cli.arguments import checkpoint_options, names_cpu
 from tests.server.harness import MODEL
 
 ON_CPU = ("--device", "cpu")
@@ -40,29 +42,29 @@ def refused(ran: tuple[int, str], *words: str) -> None:
         assert word in line
 
 
-@pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "models/nowhere", "a/b/c", "s3://bucket/model"])
-def test_a_model_that_is_not_there(prebuild: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+MODELS = ("/nowhere/model", "./nowhere", "models/nowhere", "a/b/c", "s3://bucket/model")
+BAD: list[tuple[dict[str, str], list[str]]] = [
+    *(({"model_path": path}, ["expected --model-path to be a folder", repr(path)]) for path in MODELS),
+    ({"report": "/tmp"}, ["expected a --report that can be written", "/tmp"]),
+    ({"report": "/nowhere/report.jsonl"}, ["/nowhere/report.jsonl"]),
+    ({"store": "ipc:///nowhere/none", "sparse_attn_config": '{"store_timeout_s": 0.2}'}, ["/nowhere/none"]),
+    ({"store": "/etc/hostname"}, ["/etc/hostname"]),
+    ({"prompts": "/nowhere/prompts.jsonl"}, ["/nowhere/prompts.jsonl", "check --prompts"]),
+    ({"sparse_attn_config": '{"nope": 1}'}, ["Known keys"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD)
+def test_what_is_not_there_or_not_right(
+    prebuild: Any, changes: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(MODEL.parents[1])
-    refused(prebuild(*ON_CPU, model_path=path), "expected --model-path to be a folder", repr(path))
+    refused(prebuild(*ON_CPU, **changes), *words)
 
 
 def test_a_name_on_the_hub_where_nothing_is_downloaded(prebuild: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     refused(prebuild(*ON_CPU, model_path="nobody/nothing"), "expected --model-path", "'nobody/nothing'")
-
-
-def test_a_report_that_cannot_be_written(prebuild: Any, tmp_path: Path) -> None:
-    refused(prebuild(*ON_CPU, report=str(tmp_path)), "expected a --report that can be written", str(tmp_path))
-    refused(prebuild(*ON_CPU, report="/nowhere/report.jsonl"), "/nowhere/report.jsonl")
-
-
-def test_a_service_that_is_not_there(prebuild: Any, tmp_path: Path) -> None:
-    config = '{"store_timeout_s": 0.2}'
-    refused(prebuild(*ON_CPU, store=f"ipc://{tmp_path}/none", sparse_attn_config=config), f"{tmp_path}/none")
-
-
-def test_a_store_that_is_no_folder(prebuild: Any) -> None:
-    refused(prebuild(*ON_CPU, store="/etc/hostname"), "/etc/hostname")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
@@ -71,5 +73,22 @@ def test_no_gpu(prebuild: Any, flags: tuple[str, ...]) -> None:
     refused(prebuild(*flags), "expected a GPU", "--device cpu")
 
 
-def test_prompts_that_are_not_there(prebuild: Any) -> None:
-    refused(prebuild(*ON_CPU, prompts="/nowhere/prompts.jsonl"), "/nowhere/prompts.jsonl")
+@pytest.mark.parametrize(
+    ("flags", "cpu"),
+    [
+        ("", False),
+        ("--device cpu", True),
+        ("--device=cpu --dtype float32", True),
+        ("--device cuda", False),
+        ("--device cuda --device=cpu", True),
+        ("--dtype cpu", False),
+        ("--device", False),
+    ],
+)
+def test_the_device_is_read_off_sglangs_flags(flags: str, cpu: bool) -> None:
+    assert names_cpu(flags.split()) == cpu
+
+
+def test_revision_and_download_folder_are_read_off_sglangs_flags() -> None:
+    assert checkpoint_options(["--revision=v2", "--download-dir", "/x"]) == ("v2", "/x")
+    assert checkpoint_options(["--page-size", "16"]) == (None, None)

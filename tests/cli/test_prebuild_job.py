@@ -50,7 +50,7 @@ class Engine:
     def state(self) -> dict[str, Any]:
         return {"model": msgspec.to_builtins(sample_model())}
 
-    def prefill(self, rid: str, ids: list[int], extra_key: str | None, cache_salt: str | None) -> None:
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
         self.prefilled.append(rid)
         identity = identity_of(ids)
         lease = self.store.lease(identity)
@@ -70,18 +70,19 @@ class WithBos(Engine):
 
 
 class Refused(Engine):
-    """Its scheduler never gets the lease; `remove` goes when it first asks."""
+    """Its scheduler never gets the lease."""
 
-    made: Engine
-    remove: Path | None = None
-
-    def prefill(self, rid: str, ids: list[int], extra_key: str | None, cache_salt: str | None) -> None:
-        Refused.made = self
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
         with self.store.lease(identity_of(ids)):
-            super().prefill(rid, ids, extra_key, cache_salt)
-        if self.remove is not None:
-            shutil.rmtree(self.remove)
-            Refused.remove = None
+            super().prefill(rid, ids, *more)
+
+
+class Vanishing(Refused):
+    """The store's folder goes when it first asks for the lease."""
+
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
+        super().prefill(rid, ids, *more)
+        shutil.rmtree(self.store.folder)
 
 
 class Beside(Engine):
@@ -91,8 +92,8 @@ class Beside(Engine):
         super().__init__(store, events)
         self.other = other
 
-    def prefill(self, rid: str, ids: list[int], extra_key: str | None, cache_salt: str | None) -> None:
-        super().prefill(rid, ids, extra_key, cache_salt)
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
+        super().prefill(rid, ids, *more)
         if len(self.prefilled) == 2:
             self.other.start()
 
@@ -106,15 +107,17 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     def run(*names: int | Prompt, pin: bool = False, ttl: float | None = None, wait: float = 60.0) -> Any:
         prompts = [n if isinstance(n, Prompt) else Prompt(id=LineNumber(n), input_ids=prompt(n)) for n in names]
         args = argparse.Namespace(pin=pin, ttl=ttl, wait=wait, store=str(store.folder))
-        run.report = report = io.StringIO()  # type: ignore[attr-defined]
-        events = tmp_path / f"events-{time.monotonic_ns()}.jsonl"
-        engine = run.engine(store, events)  # type: ignore[attr-defined]
-        status = PrebuildJob(engine, store, Settings(config=CONFIG, store=""), str(events), report, args).run(prompts)
-        return status, [json.loads(line) for line in report.getvalue().splitlines()], store
+        report, events = io.StringIO(), tmp_path / f"events-{time.monotonic_ns()}.jsonl"
+        job.made, settings = job.engine(store, events), Settings(config=CONFIG, store="")
+        try:
+            status = PrebuildJob(job.made, store, settings, str(events), report, args).run(prompts)
+        finally:
+            job.lines = [json.loads(line) for line in report.getvalue().splitlines()]
+        return status, job.lines, store
 
-    run.engine = Engine  # type: ignore[attr-defined]
-    run.store = store  # type: ignore[attr-defined]
-    yield run
+    job: Any = run
+    job.engine, job.store = Engine, store
+    yield job
     store.close()
 
 
@@ -122,32 +125,30 @@ def prompt(number: int) -> list[int]:
     return list(range(1000 * number, 1000 * number + 64))
 
 
-def test_what_another_job_builds_is_waited_for(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def became(lines: list[dict[str, Any]]) -> dict[str, str]:
+    """Statuses by id, in the report's order."""
+    return {line["id"]: line["status"] for line in lines}
+
+
+@pytest.mark.parametrize("ending", ["exists", "built"])
+def test_what_another_job_builds_is_waited_for_and_built_here_where_it_gives_up(
+    job: Any, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     identity = identity_of(prompt(1))
     lease = job.store.lease(identity)
 
     def finish() -> None:
-        job.store.put(sample_payload(identity))
-        lease.release()
+        if ending == "exists":
+            job.store.put(sample_payload(identity))
+        lease.release()  # as the kernel does when its holder dies
 
     timer = threading.Timer(1.0, finish)
     job.engine = partial(Beside, timer)
-    status, lines, _ = job(1, 2)
-    timer.join()
-    assert status == 0
-    assert [(line["id"], line["status"]) for line in lines] == [("2", "built"), ("1", "exists")]
-    assert "another job builds this index; looked at again at the end" in capsys.readouterr().err
-
-
-def test_what_another_job_gave_up_is_built_here(job: Any) -> None:
-    lease = job.store.lease(identity_of(prompt(1)))
-    timer = threading.Timer(1.0, lease.release)  # as the kernel does when its holder dies
-    job.engine = partial(Beside, timer)
     status, lines, store = job(1, 2)
     timer.join()
-    assert status == 0
-    assert [(line["id"], line["status"]) for line in lines] == [("2", "built"), ("1", "built")]
-    assert store.contains(identity_of(prompt(1)))
+    assert (status, list(became(lines).items())) == (0, [("2", "built"), ("1", ending)])
+    assert store.contains(identity)
+    assert "another job builds this index; looked at again at the end" in capsys.readouterr().err
 
 
 def test_what_another_job_does_not_finish_is_skipped_after_the_wait(
@@ -170,12 +171,11 @@ def test_a_lease_that_others_are_always_faster_to_take_is_given_up_after_the_wai
     status, lines, _ = job(1, wait=1.2)
     assert 1.2 <= time.monotonic() - begun < 60
     assert (status, lines[0]["status"], lines[0]["reason"]) == (1, "skipped", "building_elsewhere")
-    assert len(Refused.made.prefilled) <= 5, "it sleeps in between"
+    assert len(job.made.prefilled) <= 5, "it sleeps in between"
 
 
 def test_a_store_that_goes_away_while_the_job_waits_is_a_failed_line(job: Any) -> None:
-    job.engine = Refused
-    Refused.remove = job.store.folder
+    job.engine = Vanishing
     status, lines, _ = job(1, wait=60.0)
     assert (status, lines[0]["status"], lines[0]["reason"]) == (1, "failed", "StoreFolderError")
 
@@ -185,7 +185,7 @@ def test_an_index_gets_its_prompts_id_as_its_name_also_where_it_exists(job: Any)
     assert store.list()[0].retention == Retention(pinned=True), "a line's number is no name"
     named = Prompt(id="tools", input_ids=prompt(1))
     status, lines, store = job(named)
-    assert (status, [(line["id"], line["status"]) for line in lines]) == (0, [("tools", "exists")])
+    assert (status, became(lines)) == (0, {"tools": "exists"})
     assert store.list()[0].retention == Retention(pinned=True, name="tools"), "what was set before stays"
     job(1)
     assert store.list()[0].retention.name == "tools"
@@ -205,8 +205,7 @@ def test_warnings_of_a_prompt_are_reported_and_it_is_built(job: Any, capsys: pyt
 
 def test_a_prompt_that_sglang_refuses_fails_and_the_job_goes_on(job: Any) -> None:
     status, lines, _ = job(Prompt(id="chat", messages=[]), 2)
-    assert status == 1
-    assert [(line["id"], line["status"]) for line in lines] == [("chat", "failed"), ("2", "built")]
+    assert (status, became(lines)) == (1, {"chat": "failed", "2": "built"})
     assert (lines[0]["reason"], lines[0]["detail"]) == ("refused_by_sglang", "expected text, got messages")
 
 
@@ -225,12 +224,11 @@ def test_pin_and_ttl_hold_for_what_is_built_and_for_what_exists(job: Any) -> Non
     assert store.list()[0].retention == Retention()
     begun = time.time()
     status, lines, store = job(1, 2, pin=True, ttl=3600.0)
-    assert status == 0
-    assert [line["status"] for line in lines] == ["exists", "built"]
+    assert (status, became(lines)) == (0, {"1": "exists", "2": "built"})
     for entry in store.list():
         assert entry.retention.pinned
         assert 3600 <= entry.retention.expires - begun < 3700
-    status, _, store = job(1, 2)
+    _, _, store = job(1, 2)
     assert all(entry.retention.pinned for entry in store.list()), "left as it is when the flags are not given"
 
 
@@ -245,13 +243,10 @@ class Broken(Engine):
 
 
 @pytest.mark.parametrize(("bad", "reason"), [("zero", "ZeroDivisionError"), ("silent", "AssertionError")])
-def test_whatever_a_prompt_runs_into_is_a_failed_line_and_the_next_prompt_is_built(
-    job: Any, bad: str, reason: str
-) -> None:
+def test_whatever_a_prompt_runs_into_is_a_failed_line_and_the_next_is_built(job: Any, bad: str, reason: str) -> None:
     job.engine = Broken
     status, lines, _ = job(Prompt(id="bad", text=bad), 1)
-    assert status == 1
-    assert [(line["id"], line["status"]) for line in lines] == [("bad", "failed"), ("1", "built")]
+    assert (status, became(lines)) == (1, {"bad": "failed", "1": "built"})
     assert lines[0]["reason"] == reason
     assert lines[0]["detail"]
 
@@ -259,8 +254,7 @@ def test_whatever_a_prompt_runs_into_is_a_failed_line_and_the_next_prompt_is_bui
 @pytest.mark.parametrize("one", [-1, 10_000, 1 << 40])
 def test_token_ids_that_the_model_does_not_have_never_reach_the_engine(job: Any, one: int) -> None:
     status, lines, _ = job(Prompt(id="bad", input_ids=[*range(70), one]), 1)
-    assert status == 1
-    assert [(line["id"], line["status"]) for line in lines] == [("bad", "failed"), ("1", "built")]
+    assert (status, became(lines)) == (1, {"bad": "failed", "1": "built"})
     assert lines[0]["reason"] == "unknown_tokens"
     assert f"expected token ids in 0..9999 (the model's vocabulary), got {one} at position 70" in lines[0]["detail"]
 
@@ -268,16 +262,15 @@ def test_token_ids_that_the_model_does_not_have_never_reach_the_engine(job: Any,
 class Dying(Engine):
     """Its scheduler dies of the second prompt."""
 
-    def prefill(self, rid: str, ids: list[int], extra_key: str | None, cache_salt: str | None) -> None:
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
         if len(self.prefilled) == 1:
             raise EngineDiedError("expected SGLang's processes to live, got the end of one")
-        super().prefill(rid, ids, extra_key, cache_salt)
+        super().prefill(rid, ids, *more)
 
 
-def test_the_prompt_that_an_engine_died_of_is_named(job: Any, tmp_path: Path) -> None:
+def test_the_prompt_that_an_engine_died_of_is_named(job: Any) -> None:
     job.engine = Dying
     with pytest.raises(EngineDiedError):
         job(1, 2, 3)
-    lines = [json.loads(line) for line in job.report.getvalue().splitlines()]
-    assert [(line["id"], line["status"]) for line in lines] == [("1", "built"), ("2", "failed")]
-    assert lines[1]["reason"] == "engine_died"
+    assert became(job.lines) == {"1": "built", "2": "failed"}
+    assert job.lines[1]["reason"] == "engine_died"

@@ -7,7 +7,6 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from sglang_ext.cli.index.text import retention, size, span
 from tests.cli.conftest import fill
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path, program: Callable[..., Any]) -> None:
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path, program: Any) -> None:
     fill(tmp_path / "store", 200, values=2)
     read, write = os.pipe()
     ran = program("index", "ls", "--json", "--store", tmp_path / "store", stdout=write, stderr=subprocess.PIPE)
@@ -34,10 +33,10 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path, program: Callable[...,
     ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
 def test_ctrl_c_and_sigterm_end_with_one_line(
-    number: signal.Signals, status: int, word: str, shelf: Any, program: Callable[..., Any]
+    number: signal.Signals, status: int, word: str, shelf: Any, program: Any
 ) -> None:
     master, slave = pty.openpty()  # a terminal, so that rm asks, and waits
-    ran = program("index", "rm", "--store", shelf.folder, shelf.entries[0].digest, stdin=slave, stderr=subprocess.PIPE)
+    ran = program("index", "rm", shelf.entries[0].digest, stdin=slave, stderr=subprocess.PIPE)
     asked = b""
     while b"[y/N]" not in asked:
         said = ran.stderr.read(1)
@@ -113,41 +112,18 @@ def test_every_command_has_help_with_examples(
 
 
 def test_sizes_times_and_retentions() -> None:
-    assert [size(n) for n in (0, 1023, 1024, 1536, 14.5 * 2**20, 2**30, 3.2 * 2**40)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 KiB",
-        "14.5 MiB",
-        "1.0 GiB",
-        "3.2 TiB",
-    ]
+    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536: "1.5 KiB", 14.5 * 2**20: "14.5 MiB"}
+    for nbytes, text in {**sizes, 2**30: "1.0 GiB", 3.2 * 2**40: "3.2 TiB"}.items():
+        assert size(nbytes) == text
     assert max(len(size(1.07**n)) for n in range(600)) <= 10
-    assert [span(s) for s in (-5, 0, 119, 120, 7199, 7200, 172800, 86400 * 731)] == [
-        "0s",
-        "0s",
-        "119s",
-        "2m",
-        "119m",
-        "2h",
-        "2d",
-        "2y",
-    ]
-    assert [retention(*r, 1000.0) for r in ((False, None), (True, None), (False, 8200.0), (True, 8200.0))] == [
-        "-",
-        "pin",
-        "2h left",
-        "pin 2h",
-    ]
-    assert [parse_bytes(t) for t in ("0", "1000", "1K", "2MiB", "1.5g", "1TB")] == [
-        0,
-        1000,
-        1024,
-        2 << 20,
-        3 << 29,
-        1 << 40,
-    ]
-    assert [parse_seconds(t) for t in ("0", "90", "90s", "2m", "1.5h", "30d")] == [0, 90, 90, 120, 5400, 30 * 86400]
+    seconds = {-5: "0s", 0: "0s", 119: "119s", 120: "2m", 7199: "119m", 7200: "2h", 172800: "2d", 86400 * 731: "2y"}
+    assert [span(number) for number in seconds] == list(seconds.values())
+    kept = {(False, None): "-", (True, None): "pin", (False, 8200.0): "2h left", (True, 8200.0): "pin 2h"}
+    assert [retention(*one, 1000.0) for one in kept] == list(kept.values())
+    given = {"0": 0, "1000": 1000, "1K": 1024, "2MiB": 2 << 20, "1.5g": 3 << 29, "1TB": 1 << 40}
+    assert [parse_bytes(text) for text in given] == list(given.values())
+    given = {"0": 0, "90": 90, "90s": 90, "2m": 120, "1.5h": 5400, "30d": 30 * 86400}
+    assert [parse_seconds(text) for text in given] == list(given.values())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.calibration.prompt_capture import load_capture
 from sglang_ext.config import config_from_dict
 from sglang_ext.prefill.captures import PrefillCaptures
-from sglang_ext.prefill.recording import Admission
+from sglang_ext.prefill.recorder import Admission
 
 LAYERS, HEADS, KV_HEADS, DIM, PROMPT = 2, 4, 2, 8, 12
 
@@ -27,6 +27,7 @@ def _view() -> SimpleNamespace:
         num_kv_heads=KV_HEADS,
         head_dim=DIM,
         dtype=torch.float32,
+        device=torch.device("cpu"),
         req_to_token=table,
         kv=lambda layer: pools[layer],
     )

@@ -18,8 +18,9 @@ from prefix_index import ArrayKey, page_hashes
 from prefix_kernels.types import PagedKV
 from sglang_ext.prefill import background_build, parts
 from sglang_ext.prefill.background_build import pieces_of
+from sglang_ext.prefill.builds import gathered, hand_over
 from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
-from sglang_ext.prefill.recording import Admission
+from sglang_ext.prefill.recorder import Admission
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from tests.serving.meeting import Meeting
 
@@ -133,11 +134,11 @@ class Rank:
             num_kv_heads=len(heads),
             head_dim=DIM,
             dtype=torch.float32,
+            device=torch.device("cpu"),
             req_to_token=torch.arange(200).repeat(3, 1),
             kv=lambda layer: PagedKV(*pools[layer]),
         )
-        device = torch.device("cpu")
-        self.builds = SharedBuilds(bench.store, bench.config, self.view, bench.model, None, device, of_server)
+        self.builds = SharedBuilds(bench.store, bench.config, self.view, bench.model, None, of_server)
 
     def prefill(self, rid: str, prompt: list[int], cached: int) -> None:
         self.builds.admit(Admission(rid, prompt, NAMESPACE, None, hashes=tuple(page_hashes(prompt, 16))))
@@ -161,7 +162,7 @@ def start(make_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(background_build, "PARTS_S", 0.01)
     made: list[Rank] = []
 
-    def make(size: int) -> list[Rank]:
+    def make(size: int, left: bool = False) -> list[Rank]:
         bench = make_bench(
             build="shared", method="token_index", build_align=16, build_share=1.0,
             build_report=str(tmp_path / f"report-{size}.jsonl"),
@@ -177,6 +178,8 @@ def start(make_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
             rank.prefill("b", [*SHARED, *range(200, 218)], 64)
             rank.prefill("c", [*SHARED, *range(300, 318)], 64)
         made.extend(ranks)
+        if left:
+            assert ranks[1].decode_until("c", lambda state: state["left"] == 1)
         return ranks
 
     yield make
@@ -194,7 +197,7 @@ def _built(state: dict[str, Any]) -> bool:
     return int(state["built"]) == 1
 
 
-def test_two_ranks_build_the_very_index_that_one_builds(start: Callable[..., list[Rank]], tmp_path: Path) -> None:
+def test_two_ranks_build_the_very_index_that_one_builds(start: Any, tmp_path: Path) -> None:
     (alone,) = start(1)
     assert alone.decode_until("c", _built)
     first, second = start(2)
@@ -212,18 +215,16 @@ def test_two_ranks_build_the_very_index_that_one_builds(start: Callable[..., lis
     assert list((tmp_path / "parts-2").iterdir()) == []
 
 
-def test_the_other_rank_may_be_first(start: Callable[..., list[Rank]]) -> None:
-    first, second = start(2)
-    assert second.decode_until("c", lambda state: state["left"] == 1)
+def test_the_other_rank_may_be_first(start: Any) -> None:
+    first, second = start(2, left=True)
     for number in range(3):  # rank 0 is late: what was left is not built again, also if it should be due
         second.prefill(f"again-{number}", [*SHARED, *range(400 + number, 418 + number)], 64)
         assert not second.builds.snapshot()["open"]
     assert first.decode_until("c", _built)
 
 
-def test_a_part_that_is_still_there_is_not_built_again(start: Callable[..., list[Rank]]) -> None:
-    first, second = start(2)
-    assert second.decode_until("c", lambda state: state["left"] == 1)
+def test_a_part_that_is_still_there_is_not_built_again(start: Any) -> None:
+    first, second = start(2, left=True)
     second.builds._requests.clear()
     known = next(iter(second.builds._hits._known.values()))
     known.due, known.built_at = False, None  # as if its index had left the store
@@ -239,36 +240,26 @@ def test_a_part_that_is_still_there_is_not_built_again(start: Callable[..., list
     assert build.given == 1, "it is in the store"
 
 
-def test_parts_of_other_heads_are_refused(start: Callable[..., list[Rank]]) -> None:
-    first, second = start(2)
-    assert second.decode_until("c", lambda state: state["left"] == 1)
-    parts_of_second = second.builds._parts
-    assert parts_of_second is not None
-    digest = next(parts_of_second._folder.glob("*.1.npz")).name.split(".")[0]
-    parts_of_second.leave(digest, {ArrayKey("token_index.keys", 0, 1): np.zeros(3)})
-    assert first.decode_until("c", lambda state: state["failed"] == 1)
-    assert list(first.store.list()) == []  # type: ignore[attr-defined]
-
-
-def test_a_part_of_wrong_content_is_not_stored(start: Callable[..., list[Rank]], tmp_path: Path) -> None:
-    """Its arrays are of the right heads; a server would refuse to load what they are part of."""
-    first, second = start(2)
-    assert second.decode_until("c", lambda state: state["left"] == 1)
-    parts_of_second = second.builds._parts
-    assert parts_of_second is not None
-    (path,) = parts_of_second._folder.glob("*.1.npz")
+@pytest.mark.parametrize("wrong", ["heads", "content"])
+def test_a_part_of_other_heads_or_of_wrong_content_is_not_stored(start: Any, tmp_path: Path, wrong: str) -> None:
+    """A server would refuse to load what such arrays are part of."""
+    first, _ = start(2, left=True)
+    (path,) = (tmp_path / "parts-2").glob("*.1.npz")
     with np.load(path) as part:
         arrays = dict(part)
+    if wrong == "heads":
+        arrays = {"0/1/token_index.keys": np.zeros(3)}
     for name in arrays:
         if name.endswith("channels"):
             arrays[name] = np.full_like(arrays[name], 32767)
     np.savez(path, **arrays)
     assert first.decode_until("c", lambda state: state["failed"] == 1)
-    assert list(first.store.list()) == []  # type: ignore[attr-defined]
-    assert "channels of layer 0: expected values of 0 to" in (tmp_path / "report-2.jsonl").read_text()
+    assert list(first.store.list()) == []
+    why = {"heads": "parts to be of KV heads [1]", "content": "channels of layer 0: expected values of 0 to"}
+    assert why[wrong] in (tmp_path / "report-2.jsonl").read_text()
 
 
-def test_a_part_that_never_comes_ends_the_build(start: Callable[..., list[Rank]], monkeypatch: Any) -> None:
+def test_a_part_that_never_comes_ends_the_build(start: Any, monkeypatch: Any) -> None:
     first, _ = start(2)
     assert first.decode_until("c", lambda state: state["open"] and state["open"][0]["pieces"] == LAYERS)
     monkeypatch.setattr(background_build, "IDLE_S", 0.05)
@@ -276,6 +267,43 @@ def test_a_part_that_never_comes_ends_the_build(start: Callable[..., list[Rank]]
     (line,) = Path(first.builds._config.build_report or "").read_text().splitlines()
     assert '"status": "failed"' in line
     assert "rank" in line
+
+
+@pytest.mark.parametrize("taken", [1, 2, 4])
+def test_rank_0_gets_the_inputs_of_all_ranks_and_leaves_none_of_them(taken: int) -> None:
+    """Queries, then the keys of three layers, each with one of two KV heads; rank 0 may stop in the middle."""
+    given = [[torch.full((LAYERS, 1, 5), 10.0 * rank + n) for n in range(1 + LAYERS)] for rank in range(2)]
+
+    def work(ranks: Any) -> Any:
+        own = (tensor for tensor in given[ranks.rank])
+        if ranks.rank:
+            hand_over(ranks, own)
+            return None
+        inputs = gathered(ranks, own, torch.device("cpu"))
+        assert inputs is not None
+        found = [next(inputs) for _ in range(taken)]
+        inputs.close()
+        return found
+
+    found, _ = Meeting(2).run(work)
+    for place, tensor in enumerate(found):
+        assert torch.equal(tensor, torch.cat([given[rank][place] for rank in range(2)], dim=1))
+
+
+@pytest.mark.parametrize("missing", ["nothing recorded", "no memory"])
+def test_where_one_rank_has_no_inputs_none_are_exchanged(missing: str) -> None:
+    def failing() -> Any:
+        yield torch.zeros(1)
+        raise torch.OutOfMemoryError("no memory")
+
+    def work(ranks: Any) -> Any:
+        own: Any = (torch.zeros(1) for _ in range(3))
+        if ranks.rank == 1:
+            hand_over(ranks, None if missing == "nothing recorded" else failing())
+            return None
+        return gathered(ranks, own, torch.device("cpu"))
+
+    assert Meeting(2).run(work) == [None, None]
 
 
 @pytest.mark.parametrize(("heads", "length"), [(range(4, 8), 128), (range(2, 4), 1 << 17), (range(3, 4), 64)])

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from sglang_ext.prefill.recorder import QueryRecorder
+from sglang_ext.prefill.recorder import MAX_CAPTURES, Capture, QueryRecorder
 
 LAYERS, HEADS, DIM = 2, 4, 3
 CPU = torch.device("cpu")
@@ -26,6 +26,19 @@ def _recorder(capacity: int, seed: int = 0) -> QueryRecorder:
     return QueryRecorder(LAYERS, HEADS, capacity * 2, 2, seed)
 
 
+def _taken(recorder: QueryRecorder, rid: str = "a") -> Capture:
+    capture = recorder.take(rid)
+    assert capture is not None
+    return capture
+
+
+def _started(capacity: int, num_tokens: int, seed: int = 0) -> QueryRecorder:
+    """Recording request a."""
+    recorder = _recorder(capacity, seed)
+    recorder.start("a", num_tokens)
+    return recorder
+
+
 def _feed(recorder: QueryRecorder, rid: str, num_tokens: int, chunks: list[int]) -> None:
     first = 0
     for size in chunks:
@@ -36,22 +49,16 @@ def _feed(recorder: QueryRecorder, rid: str, num_tokens: int, chunks: list[int])
 
 
 def _sampled(num_tokens: int, capacity: int, chunks: list[int], seed: int) -> list[int]:
-    recorder = _recorder(capacity, seed)
-    recorder.start("a", num_tokens)
+    recorder = _started(capacity, num_tokens, seed)
     _feed(recorder, "a", num_tokens, chunks)
-    capture = recorder.take("a")
-    assert capture is not None
-    queries = capture.queries(num_kv_heads=2)
+    queries = _taken(recorder).queries(num_kv_heads=2)
     return [int(v) for v in queries[0, 0, ::2, 0]]
 
 
 def test_recorded_values_are_the_queries_of_the_kept_tokens_in_every_layer_and_head() -> None:
-    recorder = _recorder(8)
-    recorder.start("a", 50)
+    recorder = _started(8, 50)
     _feed(recorder, "a", 50, [20, 30])
-    capture = recorder.take("a")
-    assert capture is not None
-    queries = capture.queries(num_kv_heads=2)
+    queries = _taken(recorder).queries(num_kv_heads=2)
     assert queries.shape == (LAYERS, 2, 8 * 2, DIM)
     tokens = queries[0, 0, ::2, 0]
     assert len(set(tokens.tolist())) == 8
@@ -102,56 +109,31 @@ def test_one_seed_gives_one_sample_and_another_seed_another() -> None:
 
 
 def test_memory_is_bounded_by_the_reservoir() -> None:
-    recorder = _recorder(16)
-    recorder.start("a", 5000)
+    recorder = _started(16, 5000)
     _feed(recorder, "a", 5000, [1000] * 5)
-    capture = recorder.take("a")
-    assert capture is not None
-    assert capture.samples is not None
-    assert capture.samples.shape == (LAYERS, 16, HEADS, DIM)
+    samples = _taken(recorder).samples
+    assert samples is not None
+    assert samples.shape == (LAYERS, 16, HEADS, DIM)
 
 
-def test_a_gap_is_rejected_and_says_where() -> None:
-    recorder = _recorder(8)
-    recorder.start("a", 50)
-    step = recorder.begin_step(["a"], [16], [34], CPU)
-    assert step == []
-    capture = recorder.take("a")
-    assert capture is not None
-    with pytest.raises(ValueError, match="go on at token 0, got token 16"):
-        capture.queries(2)
-
-
-def test_too_few_tokens_are_rejected_with_both_counts() -> None:
-    recorder = _recorder(8)
-    recorder.start("a", 50)
-    _feed(recorder, "a", 50, [20])
-    capture = recorder.take("a")
-    assert capture is not None
-    with pytest.raises(ValueError, match="expected 50 recorded tokens in every layer, got 20 in layer 0"):
-        capture.queries(2)
-
-
-def test_a_layer_that_did_not_run_is_rejected() -> None:
-    recorder = _recorder(8)
-    recorder.start("a", 20)
-    step = recorder.begin_step(["a"], [0], [20], CPU)
-    recorder.record(step, 0, _queries(20, 0))
-    capture = recorder.take("a")
-    assert capture is not None
-    with pytest.raises(ValueError, match="got 0 in layer 1"):
-        capture.queries(2)
-
-
-def test_fewer_query_rows_than_the_batch_says_are_rejected() -> None:
-    recorder = _recorder(8)
-    recorder.start("a", 20)
-    step = recorder.begin_step(["a"], [0], [20], CPU)
-    recorder.record(step, 0, _queries(19, 0))
-    capture = recorder.take("a")
-    assert capture is not None
-    with pytest.raises(ValueError, match="expected at least 20 query rows, got 19"):
-        capture.queries(2)
+@pytest.mark.parametrize(
+    ("first", "rows", "layers", "message"),
+    [
+        (16, 34, 2, "go on at token 0, got token 16"),
+        (0, 20, 2, "expected 50 recorded tokens in every layer, got 20 in layer 0"),
+        (0, 50, 1, "got 0 in layer 1"),
+        (0, 49, 2, "expected at least 50 query rows, got 49"),
+    ],
+    ids=["gap", "too few tokens", "a layer did not run", "too few rows"],
+)
+def test_what_is_not_whole_is_rejected_and_says_where(first: int, rows: int, layers: int, message: str) -> None:
+    recorder = _started(8, 50)
+    step = recorder.begin_step(["a"], [first], [50 if rows == 49 else rows], CPU)
+    assert (step == []) == (first > 0)
+    for layer in range(layers):
+        recorder.record(step, layer, _queries(rows, layer))
+    with pytest.raises(ValueError, match=message):
+        _taken(recorder).queries(2)
 
 
 def test_no_device_memory_for_queries_ends_the_capture_and_not_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,25 +148,20 @@ def test_no_device_memory_for_queries_ends_the_capture_and_not_the_forward(monke
     monkeypatch.setattr(torch, "zeros", none_left)
     for layer, q in enumerate(queries):
         recorder.record(step, layer, q)
-    capture = recorder.take("a")
-    assert capture is not None
+    capture = _taken(recorder)
     assert capture.problem() == "no device memory for queries: CUDA out of memory"
     assert len(asked) == 1, "it is not tried again in every layer"
 
 
 def test_a_prefill_that_starts_over_forgets_the_first_one() -> None:
-    recorder = _recorder(8)
-    recorder.start("a", 50)
+    recorder = _started(8, 50)
     _feed(recorder, "a", 50, [20])
     _feed(recorder, "a", 50, [30, 20])
-    capture = recorder.take("a")
-    assert capture is not None
-    assert capture.problem() is None
+    assert _taken(recorder).problem() is None
 
 
 def test_decode_rows_of_a_mixed_batch_are_not_recorded_and_do_not_spoil_the_capture() -> None:
-    recorder = _recorder(8)
-    recorder.start("a", 50)
+    recorder = _started(8, 50)
     recorder.start("b", 30)
     _feed(recorder, "a", 50, [50])
     # Mixed batch: b's prompt first, then a's decoded tokens, three steps of them.
@@ -196,60 +173,45 @@ def test_decode_rows_of_a_mixed_batch_are_not_recorded_and_do_not_spoil_the_capt
             q = torch.cat([_queries(30, layer)[begin : begin + 10], torch.full((1, HEADS, DIM), -1.0)])
             recorder.record(step, layer, q)
     for rid in ("a", "b"):
-        capture = recorder.take(rid)
-        assert capture is not None
-        assert (capture.queries(2) >= 0).all()
+        assert (_taken(recorder, rid).queries(2) >= 0).all()
 
 
 def test_a_prefill_repeated_after_a_retraction_leaves_a_complete_capture_alone() -> None:
-    recorder = _recorder(8)
-    recorder.start("a", 50)
+    recorder = _started(8, 50)
     _feed(recorder, "a", 50, [50])
     before = recorder._captures["a"].samples
     assert before is not None
     for first, count in ((48, 7), (0, 55)):  # from the cache, and from the start, generated tokens included
         assert recorder.begin_step(["a"], [first], [count], CPU) == []
-    capture = recorder.take("a")
-    assert capture is not None
+    capture = _taken(recorder)
     assert capture.problem() is None
     assert capture.samples is before
 
 
 def test_tokens_past_the_prompt_in_its_last_chunk_are_left_out() -> None:
-    recorder = _recorder(8)
-    recorder.start("a", 50)
+    recorder = _started(8, 50)
     _feed(recorder, "a", 60, [40, 20])
-    capture = recorder.take("a")
-    assert capture is not None
-    assert capture.queries(2)[..., 0].max() < 50
+    assert _taken(recorder).queries(2)[..., 0].max() < 50
 
 
 def test_requests_of_one_step_are_told_apart_by_their_rows() -> None:
-    recorder = _recorder(64)
-    recorder.start("a", 20)
+    recorder = _started(64, 20)
     recorder.start("c", 10)
     step = recorder.begin_step(["a", "b", "c"], [0, 0, 0], [20, 5, 10], CPU)
     for layer in range(LAYERS):
         recorder.record(step, layer, _queries(35, layer).reshape(35, HEADS * DIM))
-    kept = {}
-    for rid in ("a", "c"):
-        capture = recorder.take(rid)
-        assert capture is not None
-        kept[rid] = capture.queries(2)[0, 0, ::2, 0].tolist()
+    kept = {rid: _taken(recorder, rid).queries(2)[0, 0, ::2, 0].tolist() for rid in ("a", "c")}
     assert kept == {"a": list(range(20)), "c": list(range(25, 35))}
 
 
 def test_a_discarded_request_leaves_nothing() -> None:
-    recorder = _recorder(8)
-    recorder.start("a", 50)
+    recorder = _started(8, 50)
     recorder.discard("a")
     recorder.discard("a")
     assert recorder.take("a") is None
 
 
 def test_only_so_many_requests_are_recorded_at_a_time() -> None:
-    from sglang_ext.prefill.recorder import MAX_CAPTURES, QueryRecorder
-
     recorder = QueryRecorder(num_layers=1, num_qo_heads=2, query_samples=4, gqa=2, seed=0)
     assert all(recorder.start(str(i), 8) for i in range(MAX_CAPTURES))
     assert not recorder.start("one too many", 8)
@@ -278,19 +240,16 @@ def test_late_tokens_are_kept_beside_the_sample(chunks: list[int]) -> None:
     recorder.start("a", 30)
     _feed(recorder, "a", 30, chunks)
     _feed_steps(recorder, "a", 30, 5)
-    capture = recorder.take("a")
-    assert capture is not None
+    capture = _taken(recorder)
     assert capture.problem() is None
     assert capture.samples is not None
     assert capture.positions[6:].tolist() == [26, 27, 28, 29, 30, 31, 32], "two more steps than asked for"
     for layer in range(LAYERS):
         assert capture.samples[layer, :, 0, 0].tolist() == capture.positions.tolist()
         assert (capture.samples[layer, ..., 1] == layer).all()
-    plain = _recorder(6)
-    plain.start("a", 30)
+    plain = _started(6, 30)
     _feed(plain, "a", 30, chunks)
-    alone = plain.take("a")
-    assert alone is not None
+    alone = _taken(plain)
     assert torch.equal(capture.queries(2), alone.queries(2)), "the sample does not depend on what else is kept"
 
 
@@ -298,8 +257,7 @@ def test_a_capture_is_complete_without_decode_steps() -> None:
     recorder = _capturing(6, tail=4, steps=3)
     recorder.start("a", 3)
     _feed(recorder, "a", 3, [3])
-    capture = recorder.take("a")
-    assert capture is not None
+    capture = _taken(recorder)
     assert capture.problem() is None
     assert capture.positions.tolist() == [0, 1, 2, 0, 1, 2, -1, -1, -1]
 
@@ -309,17 +267,12 @@ def test_a_gap_between_decode_steps_rejects_a_capture() -> None:
     recorder.start("a", 10)
     _feed(recorder, "a", 10, [10])
     _feed_steps(recorder, "a", 11, 1)
-    capture = recorder.take("a")
-    assert capture is not None
-    assert "expected the prefill to go on at token 10, got token 11" in str(capture.problem())
+    assert "expected the prefill to go on at token 10, got token 11" in str(_taken(recorder).problem())
 
 
 def test_layers_of_different_scales_break_a_capture() -> None:
-    recorder = _recorder(4)
-    recorder.start("a", 6)
+    recorder = _started(4, 6)
     step = recorder.begin_step(["a"], [0], [6], CPU)
     recorder.record(step, 0, _queries(6, 0), 0.5)
     recorder.record(step, 1, _queries(6, 1), 0.25)
-    capture = recorder.take("a")
-    assert capture is not None
-    assert "expected one attention scale in all layers, got 0.5 and 0.25 (layer 1)" in str(capture.problem())
+    assert "expected one attention scale in all layers, got 0.5 and 0.25 (layer 1)" in str(_taken(recorder).problem())

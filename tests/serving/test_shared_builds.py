@@ -18,7 +18,7 @@ from sglang_ext.config import Settings
 from sglang_ext.methods import METHODS, method_specs
 from sglang_ext.prefill import background_build, shared_builds
 from sglang_ext.prefill.background_build import Build
-from sglang_ext.prefill.hits import Prefix
+from sglang_ext.prefill.prefixes import Prefix
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import Runtime
@@ -33,7 +33,7 @@ def hashes(tokens: list[int]) -> tuple[bytes, ...]:
 
 
 @pytest.fixture
-def start(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
+def start(make_bench: Any, tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
     started: list[SparseRuntime] = []
 
     def make(**fields: Any) -> SparseRuntime:
@@ -56,6 +56,14 @@ def start(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[.
     yield make
     for runtime in started:
         runtime.close()
+
+
+def sharing(runtime: SparseRuntime, rids: str) -> Traffic:
+    """Requests that begin with SHARED and go on for 18 tokens of their own; the first one prefills it for all."""
+    traffic = Traffic(runtime)
+    for number, rid in enumerate(rids):
+        traffic.prefill(rid, [*SHARED, *range(100 * number, 100 * number + 18)], 64 if number else 0)
+    return traffic
 
 
 def counts(runtime: SparseRuntime) -> dict[str, Any]:
@@ -102,18 +110,10 @@ def _queries_choosing(channels: torch.Tensor) -> torch.Tensor:
 def test_the_channels_are_those_of_the_queries_of_the_prefix(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
     builder = METHODS["token_index"].builder
-    build_layer = builder.build_layer
-
-    def spy(self: Any, keys: torch.Tensor, queries: torch.Tensor, *prepared: Any) -> Any:
-        seen.append(queries)
-        return build_layer(self, keys, queries, *prepared)
-
-    monkeypatch.setattr(builder, "build_layer", spy)
+    real = builder.build_layer
+    monkeypatch.setattr(builder, "build_layer", lambda self, k, q, *more: (seen.append(q), real(self, k, q, *more))[1])
     runtime = start(query_samples=4096)
-    traffic = Traffic(runtime)
-    traffic.prefill("a", [*SHARED, *range(100, 118)], 0)
-    traffic.prefill("b", [*SHARED, *range(200, 218)], 64)
-    traffic.prefill("c", [*SHARED, *range(300, 318)], 64)
+    traffic = sharing(runtime, "abc")
     assert traffic.decode_until("c", 83, lambda: counts(runtime)["built"] == 1)
     gen = torch.Generator().manual_seed(3)
     for number in range(LAYERS):
@@ -128,9 +128,7 @@ def test_the_channels_are_those_of_the_queries_of_the_prefix(start: Any, monkeyp
 def test_a_build_goes_on_with_another_request_when_its_holder_ends(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_build, "PIECE_TOKENS", 64)  # a KV head at a time
     runtime = start()
-    traffic = Traffic(runtime)
-    for number, rid in enumerate("abc"):
-        traffic.prefill(rid, [*SHARED, *range(100 * number, 100 * number + 18)], 64 if number else 0)
+    traffic = sharing(runtime, "abc")
     (build,) = runtime.builds._builder.open
     assert traffic.decode_until("c", 83, lambda: build.built >= 1)
     traffic.end("c")
@@ -140,9 +138,7 @@ def test_a_build_goes_on_with_another_request_when_its_holder_ends(start: Any, m
 
 def test_keys_are_not_taken_before_slots_have_settled_nor_from_other_prompts(start: Any) -> None:
     runtime = start()
-    traffic = Traffic(runtime)
-    for number, rid in enumerate("abc"):
-        traffic.prefill(rid, [*SHARED, *range(100 * number, 100 * number + 18)], 64 if number else 0)
+    traffic = sharing(runtime, "abc")
     traffic.prefill("other", list(range(2000, 2080)), 0)
     (build,) = runtime.builds._builder.open
     for _ in range(5):
@@ -176,12 +172,9 @@ def test_too_many_builds_and_those_nobody_has_keys_for_are_given_up(
 ) -> None:
     monkeypatch.setattr(background_build, "PIECE_TOKENS", 64)
     runtime = start(build_after_hits=1)
-    traffic = Traffic(runtime)
-    builder = runtime.builds._builder
-    traffic.prefill("a", [*SHARED, 1, 2], 0)
-    traffic.prefill("b", [*SHARED, 3, 4], 64)
+    traffic, builder = sharing(runtime, "ab"), runtime.builds._builder
     (oldest,) = builder.open
-    traffic.hand_over("b", 67, oldest)
+    traffic.hand_over("b", 83, oldest)
     more = [Build(Prefix("", hashes([*range(900 + n, 964 + n)]), hits=2), oldest.identity) for n in range(8)]
     assert len(more) == background_build.MAX_OPEN
     assert all(builder.add(build) for build in more)  # the last one takes the place of the one with fewer hits
@@ -209,11 +202,9 @@ def begun(start: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Traffic, Build]:
     """Requests a and b on a prefix whose build has begun, and has one of its pieces."""
     monkeypatch.setattr(background_build, "PIECE_TOKENS", 64)
     monkeypatch.setattr(background_build, "LOOK_S", 0.05)
-    traffic = Traffic(start(build_after_hits=1))
-    traffic.prefill("a", [*SHARED, 1, 2], 0)
-    traffic.prefill("b", [*SHARED, 3, 4], 64)
+    traffic = sharing(start(build_after_hits=1), "ab")
     (build,) = traffic.runtime.builds._builder.open
-    traffic.hand_over("b", 67, build)
+    traffic.hand_over("b", 83, build)
     assert leased(traffic.runtime, build)
     return traffic, build
 
@@ -242,14 +233,9 @@ def test_a_build_with_a_piece_on_its_way_is_not_idle(begun: tuple[Traffic, Build
 
 def test_who_sees_a_closed_build_finds_its_lease_given_back(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
-    claim, seen = build.claim, []
-    assert claim is not None
-
-    def release() -> None:
-        seen.append(build.closed)
-        claim.release()
-
-    build.claim = SimpleNamespace(release=release)
+    lease, seen = build.lease, []
+    assert lease is not None
+    build.lease = SimpleNamespace(release=lambda: (seen.append(build.closed), lease.release()))
     traffic.runtime.builds._builder._close(build)
     assert (seen, build.closed, leased(traffic.runtime, build)) == ([False], True, False)
 
@@ -261,7 +247,7 @@ def test_leases_go_back_when_weights_change(begun: tuple[Traffic, Build]) -> Non
     assert eventually(lambda: build.closed)
     assert not leased(traffic.runtime, build)
     assert samples.nbytes == 0
-    assert not traffic.decode("b", 70)
+    assert not traffic.decode("b", 86)
 
 
 def test_a_device_without_memory_ends_builds_and_not_the_server(
@@ -274,7 +260,7 @@ def test_a_device_without_memory_ends_builds_and_not_the_server(
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(traffic.runtime.view, "kv", full)
-    assert eventually(lambda: not traffic.decode("b", 68) and build.closed)
+    assert eventually(lambda: not traffic.decode("b", 84) and build.closed)
     monkeypatch.undo()
     traffic.prefill("c", [*SHARED, 5, 6], 64)
     assert (len(builds), builds.recorder.num_captures) == (0, 0)
@@ -283,8 +269,8 @@ def test_a_device_without_memory_ends_builds_and_not_the_server(
 def test_samples_on_their_way_are_few(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = start()
     samples, gate = runtime.builds._samples, threading.Event()
-    add = samples.add
-    monkeypatch.setattr(samples, "add", lambda kept: (gate.wait(30), add(kept)))
+    arrived = samples._arrived
+    monkeypatch.setattr(samples, "_arrived", lambda kept: (gate.wait(30), arrived(kept)))
     traffic = Traffic(runtime)
     for number in range(8):
         traffic.prefill(str(number), [1000 * number + i for i in range(80)], 0)
@@ -295,10 +281,8 @@ def test_samples_on_their_way_are_few(start: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_a_capture_that_broke_leaves_room(start: Any) -> None:
     runtime = start()
-    traffic = Traffic(runtime)
     for rid in ("a", "b"):
         runtime.admit(Request(), rid, list(range(ord(rid), ord(rid) + 80)), NAMESPACE)
-        traffic.requests[rid] = (Request(), len(traffic.requests))
         for first in (0, 60):  # tokens 30 to 59 never come
             batch = SimpleNamespace(
                 forward_mode=_mode("extend"), rids=[rid], extend_seq_lens_cpu=[30], extend_prefix_lens_cpu=[first]
@@ -328,31 +312,27 @@ def test_a_failed_build_is_reported_and_the_server_goes_on(start: Any, tmp_path:
     runtime = start(build_after_hits=1)
     for number in range(LAYERS):
         runtime.view.kv(number).k_cache.fill_(torch.nan)
-    traffic = Traffic(runtime)
-    traffic.prefill("a", [*SHARED, 1, 2], 0)
-    traffic.prefill("b", [*SHARED, 3, 4], 64)
-    assert traffic.decode_until("b", 67, lambda: counts(runtime)["failed"] == 1)
+    traffic = sharing(runtime, "ab")
+    assert traffic.decode_until("b", 83, lambda: counts(runtime)["failed"] == 1)
     (line,) = lines(tmp_path)
     assert (line["status"], line["reason"]) == ("failed", "ValueError")
     assert "NaN" in line["detail"]
     assert runtime.store.list() == ()
-    assert not traffic.decode("b", 68)
+    assert not traffic.decode("b", 84)
 
 
 def test_no_queries_are_recorded_where_no_method_needs_them(start: Any) -> None:
     runtime = start(method="exact", build_after_hits=1)
-    traffic = Traffic(runtime)
-    traffic.prefill("a", [*SHARED, 1, 2], 0)
-    traffic.prefill("b", [*SHARED, 3, 4], 64)
+    traffic = sharing(runtime, "ab")
     assert runtime.builds.recorder.num_captures == 0
-    assert traffic.decode_until("b", 67, lambda: counts(runtime)["built"] == 1)
+    assert traffic.decode_until("b", 83, lambda: counts(runtime)["built"] == 1)
     assert counts(runtime)["sample_bytes"] == 0
 
 
 def test_requests_that_opted_out_are_neither_counted_nor_read(start: Any) -> None:
     runtime = start(build_after_hits=1)
-    for number in range(3):
-        request = Request()
+    requests = [Request() for _ in range(3)]  # held weakly
+    for number, request in enumerate(requests):
         runtime.admit(request, str(number), [*SHARED, number], NAMESPACE, ("by_request", ""))
     assert (len(runtime.builds), counts(runtime)["prefixes"]) == (0, 0)
 
@@ -376,7 +356,7 @@ def test_a_build_that_could_go_on_is_not_idle(begun: tuple[Traffic, Build]) -> N
     popular = Build(Prefix(build.prefix.namespace, build.prefix.hashes, hits=99), build.identity)
     traffic.runtime.builds._builder.add(popular)
     before, given = build.latest, build.given
-    assert traffic.decode_until("b", 68, lambda: popular.given > 0)
+    assert traffic.decode_until("b", 84, lambda: popular.given > 0)
     assert build.latest > before
     assert build.given == given
 

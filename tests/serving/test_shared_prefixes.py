@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable, Iterator
+from time import sleep
+from typing import TypeAlias
 
 import numpy as np
+import pytest
 import torch
 
 from prefix_index import page_hashes
 from sglang_ext.prefill import background_build
 from sglang_ext.prefill.background_build import pieces_of
-from sglang_ext.prefill.hits import MAX_PREFIXES, HitCounter, Prefix
-from sglang_ext.prefill.samples import QuerySample, QuerySamples
+from sglang_ext.prefill.prefixes import MAX_PREFIXES, HitCounter, Prefix, QuerySample, QuerySamples
 
 LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
 SHARED = list(range(64))
@@ -94,28 +96,20 @@ def test_indexes_that_leave_a_small_store_before_they_have_paid_are_not_built_fo
     assert counter.evicted > 0
 
 
-def test_an_index_that_paid_before_it_left_is_built_again_as_soon_as_a_new_one() -> None:
+@pytest.mark.parametrize(("built_at", "served_at"), [(1.0, (2.0, 2.0)), (600.0, (1.0, 2.0))], ids=["known", "late"])
+def test_an_index_that_paid_before_it_left_is_built_again_as_soon_as_a_new_one(
+    built_at: float, served_at: tuple[float, float]
+) -> None:
+    """Also where a rank that left its part for another one learns late that the index is stored."""
     counter = HitCounter(after=2, least=16, align=16)
     prompt = hashes(SHARED)
     due = [counter.hit("", prompt, 64, 0) for _ in range(2)][1]
     assert due is not None
-    due.built_at = 1.0
-    assert [counter.hit("", prompt, 64, 64, admitted=2.0) for _ in range(2)] == [None, None]
-    assert counter.hit("", prompt, 64, 0, admitted=2.0) is None
-    assert counter.hit("", prompt, 64, 0, admitted=2.0) is due
-
-
-def test_what_an_index_serves_counts_as_soon_as_it_does() -> None:
-    """A rank that left its part for another one learns late that the index is stored."""
-    counter = HitCounter(after=2, least=16, align=16)
-    prompt = hashes(SHARED)
-    due = [counter.hit("", prompt, 64, 0) for _ in range(2)][1]
-    assert due is not None
-    due.built_at = 600.0
-    for now in (1.0, 2.0):
-        counter.hit("", prompt, 64, 64, admitted=now)
-    counter.hit("", prompt, 64, 0, admitted=601.0)
+    due.built_at = built_at
+    assert [counter.hit("", prompt, 64, 64, admitted=now) for now in served_at] == [None, None]
+    assert counter.hit("", prompt, 64, 0, admitted=built_at + 1) is None
     assert due.tries == 0
+    assert counter.hit("", prompt, 64, 0, admitted=built_at + 1) is due
 
 
 def test_prefixes_that_nobody_hits_are_forgotten() -> None:
@@ -129,6 +123,25 @@ def test_prefixes_that_nobody_hits_are_forgotten() -> None:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def keep() -> Iterator[Callable[..., QuerySamples]]:
+    """Samples of so many bytes, with those given."""
+    made: list[QuerySamples] = []
+
+    def keep(*given: QuerySample, nbytes: int = 1 << 30) -> QuerySamples:
+        made.append(QuerySamples(nbytes, torch.device("cpu")))
+        for one in given:
+            made[-1].take(one)
+        return made[-1]
+
+    yield keep
+    for samples in made:
+        samples.close()
+
+
+Keep: TypeAlias = Callable[..., QuerySamples]
+
+
 def sample(tokens: list[int], begin: int, value: float, rows: int = 8) -> QuerySample:
     """Queries whose values say who they are and where."""
     positions = np.linspace(begin, len(tokens) - 1, rows).astype(np.int64)
@@ -136,11 +149,12 @@ def sample(tokens: list[int], begin: int, value: float, rows: int = 8) -> QueryS
     return QuerySample("", hashes(tokens), begin, positions, queries.float())
 
 
-def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly() -> None:
-    samples = QuerySamples(1 << 30)
-    samples.add(sample([*SHARED[:32], *range(700, 732)], 0, 1000.0))  # begins as it does, then differs
-    samples.add(sample([*SHARED, *range(100, 132)], 32, 2000.0))  # computed from 32 on
-    samples.add(sample(list(range(9, 99)), 0, 9000.0))  # another prompt
+def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly(keep: Keep) -> None:
+    samples = keep(
+        sample([*SHARED[:32], *range(700, 732)], 0, 1000.0),  # begins as it does, then differs
+        sample([*SHARED, *range(100, 132)], 32, 2000.0),  # computed from 32 on
+        sample(list(range(9, 99)), 0, 9000.0),  # another prompt
+    )
     found = samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4)
     assert found is not None
     assert found.shape[:2] == (LAYERS, KV_HEADS)
@@ -152,33 +166,30 @@ def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly() -> None:
     assert all((value < 2000) == (position < 32) for value, position in zip(values, positions, strict=True))
 
 
-def test_a_prefix_that_no_sample_covers_half_of_gets_none() -> None:
-    samples = QuerySamples(1 << 30)
-    samples.add(sample([*SHARED, *range(100, 132)], 48, 0.0))
+def test_a_prefix_that_no_sample_covers_half_of_gets_none(keep: Keep) -> None:
+    samples = keep(sample([*SHARED, *range(100, 132)], 48, 0.0))
     assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is None
     assert samples.of(Prefix("other", hashes(SHARED)), KV_HEADS, 4) is None
 
 
-def test_samples_stay_within_their_bytes_and_the_one_used_last_stays() -> None:
+def test_samples_stay_within_their_bytes_and_the_one_used_last_stays(keep: Keep) -> None:
     one = sample(SHARED, 0, 0.0)
-    samples = QuerySamples(2 * one.queries.nbytes)
-    samples.add(one)
-    samples.add(sample(list(range(300, 364)), 0, 0.0))
+    samples = keep(one, sample(list(range(300, 364)), 0, 0.0), nbytes=2 * one.queries.nbytes)
     assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is not None
-    samples.add(sample(list(range(600, 664)), 0, 0.0))
-    assert samples.nbytes == 2 * one.queries.nbytes
+    samples.take(sample(list(range(600, 664)), 0, 0.0))
     assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is not None
     assert samples.of(Prefix("", hashes(list(range(300, 364)))), KV_HEADS, 4) is None
+    assert samples.nbytes == 2 * one.queries.nbytes
 
 
-def test_a_build_waits_for_samples_that_are_on_their_way() -> None:
-    samples = QuerySamples(1 << 30)
-    for kept in (sample(SHARED, 0, 0.0), None):
-        samples.announce()
-        timer = threading.Timer(0.2, samples.add, (kept,))
-        timer.start()
+def test_a_build_waits_for_samples_that_are_on_their_way(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = keep()
+    arrived = samples._arrived
+    for lost in (False, True):
+        monkeypatch.setattr(samples, "_arrived", lambda kept, lost=lost: (sleep(0.2), arrived(None if lost else kept)))
+        samples.take(sample(SHARED, 0, 0.0))
         assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is not None
-        timer.join()
+        assert samples.coming == 0
 
 
 def test_pieces_cover_every_head_of_every_layer_once() -> None:

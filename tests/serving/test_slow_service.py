@@ -17,17 +17,18 @@ import pytest
 
 from prefix_index import FileStore, IndexCorrupt, StoreFolderError
 from sglang_ext.config import Settings, config_from_dict
-from sglang_ext.prefill.claims import ClaimDesk
+from sglang_ext.prefill.builds import ClaimDesk
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import Runtime
 from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch, _prefill, planned
 from tests.serving.test_store_in_serving import Service
+from tests.serving.traffic import eventually
 
 OTHER = list(range(2000, 2064))
 
 
 @pytest.fixture
-def service(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Service]:
+def service(make_bench: Any, tmp_path: Path) -> Iterator[Service]:
     """A running service whose folder holds an index of PROMPT."""
     bench = make_bench()
     bench.put(PROMPT)
@@ -38,7 +39,7 @@ def service(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Service]
 
 
 @pytest.fixture
-def start(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
+def start(make_bench: Any, tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
     """Runtimes that build, and report to `tmp_path / "report"`."""
     started: list[SparseRuntime] = []
 
@@ -69,15 +70,6 @@ def _report(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _eventually(check: Callable[[], bool], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if check():
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def _seconds(work: Callable[[], object]) -> float:
     begun = time.monotonic()
     work()
@@ -97,9 +89,7 @@ def late(runtime: SparseRuntime) -> Iterator[threading.Event]:
         answer.set()
 
 
-def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(
-    service: Service, start: Callable[..., SparseRuntime]
-) -> None:
+def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(service: Service, start: Any) -> None:
     runtime = start(service.url)
     assert runtime.snapshot()["indexes_in_store"] == 1
     service.signal(signal.SIGSTOP)
@@ -112,11 +102,11 @@ def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(
     assert max(snapshots) < 60, snapshots
     assert runtime.snapshot()["indexes_in_store"] == 1
     service.signal(signal.SIGCONT)
-    assert _eventually(lambda: runtime.snapshot()["store_problems"] == [])
+    assert eventually(lambda: runtime.snapshot()["store_problems"] == [])
 
 
 def test_what_is_admitted_while_the_store_hangs_is_built_once_it_answers(
-    service: Service, start: Callable[..., SparseRuntime], tmp_path: Path
+    service: Service, start: Any, tmp_path: Path
 ) -> None:
     runtime, request = start(service.folder, store_remote="memory:///"), Request()
     with late(runtime):
@@ -129,23 +119,19 @@ def test_what_is_admitted_while_the_store_hangs_is_built_once_it_answers(
         assert len(store.list()) == 2
 
 
-def test_what_turns_out_to_be_stored_is_recorded_no_longer(
-    service: Service, start: Callable[..., SparseRuntime], tmp_path: Path
-) -> None:
+def test_what_turns_out_to_be_stored_is_recorded_no_longer(service: Service, start: Any, tmp_path: Path) -> None:
     runtime, request = start(service.folder, store_remote="memory:///"), Request()
     builds = runtime.builds
     assert builds is not None
     with late(runtime):
         runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
         assert len(builds) == 1
-    assert _eventually(lambda: (builds.settle(), len(builds) == 0)[1])
+    assert eventually(lambda: (builds.settle(), len(builds) == 0)[1])
     assert [line["status"] for line in _report(tmp_path)] == ["exists"]
     assert builds.recorder.take("a") is None
 
 
-def test_a_lease_that_comes_after_its_request_went_is_given_back(
-    service: Service, start: Callable[..., SparseRuntime]
-) -> None:
+def test_a_lease_that_comes_after_its_request_went_is_given_back(service: Service, start: Any) -> None:
     runtime, request = start(service.folder, store_remote="memory:///"), Request()
     builds = runtime.builds
     assert builds is not None
@@ -159,12 +145,10 @@ def test_a_lease_that_comes_after_its_request_went_is_given_back(
             lease = store.lease(identity)
             return lease is not None and (lease.release(), True)[1]
 
-    assert _eventually(free)
+    assert eventually(free)
 
 
-def test_a_request_in_the_queue_of_an_idle_server_holds_no_lease(
-    make_bench: Callable[..., Any], start: Callable[..., Runtime]
-) -> None:
+def test_a_request_in_the_queue_of_an_idle_server_holds_no_lease(make_bench: Any, start: Any) -> None:
     runtime, request = start(make_bench().store.folder), Request()
     builds = runtime.builds
     assert builds is not None
@@ -178,7 +162,7 @@ def test_a_request_in_the_queue_of_an_idle_server_holds_no_lease(
         assert other.lease(identity) is not None, "it waits again"
 
 
-def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[..., Any]) -> None:
+def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Any) -> None:
     """The store fails between the lease and the last check: as any error, and the lease does not stay."""
     bench = make_bench()
     answers = [False]
@@ -197,46 +181,32 @@ def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[.
         desk.close()
 
 
-def test_a_damaged_index_whose_report_fails_is_a_fallback_and_is_tried_again(
-    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["damaged, and the report fails", "unknown"])
+def test_a_load_that_fails_is_a_fallback_and_is_tried_again(
+    make_bench: Any, start: Any, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     bench = make_bench()
     bench.put(PROMPT)
     runtime = start(bench.store.folder, build="off", build_report=None, prefetch_policy="wait_complete")
 
-    def damaged(key: Any) -> Any:
-        raise IndexCorrupt("checksum", expected="a", found="b", remedy="c")
+    def failing(error: Exception) -> Callable[..., None]:
+        def call(*_: Any) -> None:
+            raise error
 
-    def read_only(key: Any, error: Any) -> None:
-        raise StoreFolderError("index store", expected="a usable folder", found="Read-only file system", remedy="r")
+        return call
 
-    monkeypatch.setattr(runtime.store, "get", damaged)
-    monkeypatch.setattr(runtime.store, "report", read_only)
+    if fault == "unknown":
+        monkeypatch.setattr(runtime.residency, "_load", failing(RuntimeError("the loader's own defect")))
+    else:
+        read_only = {"expected": "a usable folder", "found": "Read-only file system", "remedy": "r"}
+        damaged = IndexCorrupt("checksum", expected="a", found="b", remedy="c")
+        monkeypatch.setattr(runtime.store, "get", failing(damaged))
+        monkeypatch.setattr(runtime.store, "report", failing(StoreFolderError("index store", **read_only)))
     first, second = Request(), Request()
     runtime.admit(first, "a", [*PROMPT, 7], NAMESPACE)
     assert not planned(runtime, _decode_batch(runtime, ["a"], [66]))
-    assert runtime.counters.fallbacks == {"index_corrupt": 1}
+    assert runtime.counters.fallbacks == {"index_loading" if fault == "unknown" else "index_corrupt": 1}
     runtime.slot_freed(first, 0, finished=True)
-    monkeypatch.undo()
-    runtime.admit(second, "b", [*PROMPT, 7], NAMESPACE)
-    assert planned(runtime, _decode_batch(runtime, ["b"], [66]))
-
-
-def test_a_load_that_ends_in_an_unknown_way_does_not_end_the_scheduler(
-    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = make_bench()
-    bench.put(PROMPT)
-    runtime = start(bench.store.folder, build="off", build_report=None, prefetch_policy="wait_complete")
-
-    def broken(index: Any) -> None:
-        raise RuntimeError("the loader's own defect")
-
-    monkeypatch.setattr(runtime.residency, "_load", broken)
-    request, second = Request(), Request()
-    runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
-    assert not planned(runtime, _decode_batch(runtime, ["a"], [66]))
-    assert runtime.counters.fallbacks == {"index_loading": 1}
     monkeypatch.undo()
     runtime.admit(second, "b", [*PROMPT, 8], NAMESPACE)
     assert planned(runtime, _decode_batch(runtime, ["b"], [66])), "loaded anew"

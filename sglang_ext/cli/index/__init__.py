@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from prefix_index import IndexStoreError
-from sglang_ext.cli.arguments import parse_seconds
-from sglang_ext.cli.index import checking, collecting, keeping, listing, moving
+from prefix_index.eviction import POLICIES
+from sglang_ext.cli.arguments import parse_bytes, parse_seconds
+from sglang_ext.cli.index import containers, keeping, listing
 from sglang_ext.cli.index.targets import UnknownIndex
 from sglang_ext.cli.index.text import complain
 
@@ -25,10 +26,8 @@ is $SGLANG_SPARSE_ATTN_STORE, else the default folder of the server.
 failed or is damaged, 2 wrong usage, 130 interrupted.
 """
 
-_Adder = Callable[[argparse.ArgumentParser], object]
 _Run = Callable[[argparse.Namespace], int]
-_Add = Callable[..., None]
-"""(name, run, one-line summary, examples, what adds its arguments...) of one subcommand."""
+_Adder = Callable[[argparse.ArgumentParser], object]
 
 
 def add_parser(commands: Any) -> None:
@@ -40,15 +39,12 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
-
-    def add(
-        name: str, run: Callable[[argparse.Namespace], int], summary: str, examples: str, *arguments: _Adder
-    ) -> None:
+    for name, (run, summary, examples, *arguments) in _SUBCOMMANDS.items():
         one = subcommands.add_parser(
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog="examples:\n" + "".join(f"  {line}\n" for line in examples.strip().splitlines()),
+            epilog="examples:\n" + "".join(f"  sglang-ext index {name} {example}\n" for example in examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         one.add_argument("--store", metavar="URL", help="folder or URL of the store")
@@ -57,104 +53,17 @@ def add_parser(commands: Any) -> None:
             argument(one)
         one.set_defaults(run=_guarded(run))
 
-    _add_looking(add)
-    _add_keeping(add)
-    _add_moving(add)
+
+def _argument(*words: str, **options: Any) -> _Adder:
+    return lambda parser: parser.add_argument(*words, **options)
 
 
-def _add_looking(add: _Add) -> None:
-    add(
-        "ls",
-        listing.run_ls,
-        "list the usable indexes",
-        "sglang-ext index ls --store ./store\nsglang-ext index ls tools\nsglang-ext index ls --json | jq .digest",
-        _indexes("*"),
-    )
-    add(
-        "show",
-        listing.run_show,
-        "show all that is known of an index",
-        "sglang-ext index show 5ad40721\nsglang-ext index show tools",
-        _indexes("+"),
-    )
-    add(
-        "du",
-        listing.run_du,
-        "sum bytes by model, profile and namespace",
-        "sglang-ext index du --store ./store",
-    )
-    add(
-        "verify",
-        checking.run_verify,
-        "compare stored bytes with their checksums; status 1 if any index cannot be used",
-        "sglang-ext index verify --store ./store\nsglang-ext index verify --sample 5%",
-        _indexes("*"),
-        lambda p: p.add_argument(
-            "--sample", type=checking.sample_text, metavar="N|SHARE%", help="a random part: 20, or 5%%"
-        ),
-        lambda p: p.add_argument("--jobs", type=_positive, metavar="N", help="threads (default: cores, at most 4)"),
-    )
-
-
-def _add_keeping(add: _Add) -> None:
-    add(
-        "rm",
-        keeping.run_rm,
-        "remove indexes, damaged ones too",
-        "sglang-ext index rm 5ad40721\nsglang-ext index rm --yes 5ad40721 1e3e0d07",
-        _indexes("+"),
-        lambda p: p.add_argument("--yes", action="store_true", help="do not ask"),
-    )
-    add(
-        "gc",
-        collecting.run_gc,
-        "remove what has expired, what exceeds limits, and what dead writers left",
-        "sglang-ext index gc --dry-run --max-bytes 50G\nsglang-ext index gc --min-free-bytes 10G --eviction cost_aware",
-        *collecting.ARGUMENTS,
-    )
-    add(
-        "pin",
-        keeping.run_pin,
-        "keep indexes until nothing else can leave",
-        "sglang-ext index pin 5ad40721",
-        _indexes("+"),
-    )
-    add("unpin", keeping.run_unpin, "take the pin off", "sglang-ext index unpin 5ad40721", _indexes("+"))
-    add(
-        "expire",
-        keeping.run_expire,
-        "set when indexes become a miss",
-        "sglang-ext index expire --after 30d 5ad40721\nsglang-ext index expire --never 5ad40721",
-        _indexes("+"),
-        _when,
-    )
-
-
-def _add_moving(add: _Add) -> None:
-    add(
-        "export",
-        moving.run_export,
-        "write containers to a file or a folder",
-        "sglang-ext index export 5ad40721 --to tools.pfxindex\nsglang-ext index export --all --to backup/",
-        _indexes("*"),
-        lambda p: p.add_argument("--all", action="store_true", help="every usable index"),
-        lambda p: p.add_argument("--to", required=True, metavar="FILE|FOLDER", help="where to"),
-        lambda p: p.add_argument("--replace", action="store_true", help="overwrite files that are there"),
-    )
-    add(
-        "import",
-        moving.run_import,
-        "take containers in, each checked before it is stored",
-        "sglang-ext index import tools.pfxindex --store ./store\nsglang-ext index import backup/ other-store/",
-        lambda p: p.add_argument("file", nargs="+", metavar="FILE|FOLDER", help="containers, or folders of them"),
-        lambda p: p.add_argument("--replace", action="store_true", help="also those that the store has"),
-    )
+def _flag(word: str, text: str) -> _Adder:
+    return _argument(word, action="store_true", help=text)
 
 
 def _indexes(nargs: str) -> _Adder:
-    return lambda parser: parser.add_argument(
-        "index", nargs=nargs, metavar="INDEX", help="name, digest, or its first digits (4 or more)"
-    )
+    return _argument("index", nargs=nargs, metavar="INDEX", help="name, digest, or its first digits (4 or more)")
 
 
 def _when(parser: argparse.ArgumentParser) -> None:
@@ -180,3 +89,69 @@ def _guarded(run: _Run) -> _Run:
             return 1
 
     return guarded
+
+
+_SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
+    "ls": (
+        listing.run_ls,
+        "list the usable indexes",
+        ["--store ./store", "tools", "--json | jq .digest"],
+        _indexes("*"),
+    ),
+    "show": (listing.run_show, "show all that is known of an index", ["5ad40721", "tools"], _indexes("+")),
+    "du": (listing.run_du, "sum bytes by model, profile and namespace", ["--store ./store"]),
+    "verify": (
+        containers.run_verify,
+        "compare stored bytes with their checksums; status 1 if any index cannot be used",
+        ["--store ./store", "--sample 5%"],
+        _indexes("*"),
+        _argument("--sample", type=containers.sample_text, metavar="N|SHARE%", help="a random part: 20, or 5%%"),
+        _argument("--jobs", type=_positive, metavar="N", help="threads (default: cores, at most 4)"),
+    ),
+    "rm": (
+        keeping.run_rm,
+        "remove indexes, damaged ones too",
+        ["5ad40721", "--yes 5ad40721 1e3e0d07"],
+        _indexes("+"),
+        _flag("--yes", "do not ask"),
+    ),
+    "gc": (
+        keeping.run_gc,
+        "remove what has expired, what exceeds limits, and what dead writers left",
+        ["--dry-run --max-bytes 50G", "--min-free-bytes 10G --eviction cost_aware"],
+        _argument("--max-bytes", type=parse_bytes, metavar="SIZE", help="most bytes of all indexes, for instance 50G"),
+        _argument(
+            "--min-free-bytes", type=parse_bytes, default=0, metavar="SIZE", help="bytes to leave free on the disk"
+        ),
+        _argument(
+            "--eviction", choices=sorted(POLICIES), default="lru", help="which index leaves first (default: lru)"
+        ),
+        _flag("--dry-run", "say what would go, remove nothing"),
+    ),
+    "pin": (keeping.run_pin, "keep indexes until nothing else can leave", ["5ad40721"], _indexes("+")),
+    "unpin": (keeping.run_unpin, "take the pin off", ["5ad40721"], _indexes("+")),
+    "expire": (
+        keeping.run_expire,
+        "set when indexes become a miss",
+        ["--after 30d 5ad40721", "--never 5ad40721"],
+        _indexes("+"),
+        _when,
+    ),
+    "export": (
+        containers.run_export,
+        "write containers to a file or a folder",
+        ["5ad40721 --to tools.pfxindex", "--all --to backup/"],
+        _indexes("*"),
+        _flag("--all", "every usable index"),
+        _argument("--to", required=True, metavar="FILE|FOLDER", help="where to"),
+        _flag("--replace", "overwrite files that are there"),
+    ),
+    "import": (
+        containers.run_import,
+        "take containers in, each checked before it is stored",
+        ["tools.pfxindex --store ./store", "backup/ other-store/"],
+        _argument("file", nargs="+", metavar="FILE|FOLDER", help="containers, or folders of them"),
+        _flag("--replace", "also those that the store has"),
+    ),
+}
+"""By name: what runs, a summary in one line, examples, and what adds its arguments."""

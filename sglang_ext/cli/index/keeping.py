@@ -1,4 +1,4 @@
-"""`index rm`, `pin`, `unpin`, `expire`: what stays, and for how long."""
+"""`index rm`, `pin`, `unpin`, `expire`, `gc`: what stays, for how long, and what leaves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from prefix_index import IndexEntry, IndexStore, IndexStoreError, Retention
-from sglang_ext.cli.index.listing import count
-from sglang_ext.cli.index.targets import Target, fields, find, listing, opened, row
-from sglang_ext.cli.index.text import SHORT, complain, emit, size, wrapped
+from prefix_index import FileStore, IndexEntry, IndexStore, IndexStoreError, Retention
+from prefix_index.connect import locate
+from prefix_index.eviction import Candidate, choose_victims, policy_of
+from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, open_index, shard_fd
+from prefix_index.lease import LEASE
+from prefix_index.reader import read_entry
+from prefix_index.retention import KEEP_SUFFIX, read_retention
+from prefix_index.store import has_expired
+from sglang_ext.cli.index.targets import HEADER, RIGHT, Target, fields, find, listing, opened, row, store_address
+from sglang_ext.cli.index.text import SHORT, complain, count, emit, size, table, wrapped
+
+#: Files of writers and builders that are younger stay (`FileStore`): whoever made them may be about to lock them.
+PARTIAL_GRACE_S: Final = 60.0
 
 
 def run_rm(args: argparse.Namespace) -> int:
@@ -85,7 +96,11 @@ def _retain(args: argparse.Namespace, change: Callable[[Retention], Retention]) 
             try:
                 if target.entry is None:
                     raise target.error or AssertionError("a target is an entry or an error")
-                _show(args, store.retain(target.digest, change(target.entry.retention)))
+                entry = store.retain(target.digest, change(target.entry.retention))
+                if args.json:
+                    emit(fields(entry))
+                else:
+                    print("  ".join((entry.digest[:SHORT], row(entry, time.time())[-1])))
             except IndexStoreError as error:
                 failed = True
                 what = "is damaged" if target.entry is None else "was left as it is"
@@ -95,8 +110,167 @@ def _retain(args: argparse.Namespace, change: Callable[[Retention], Retention]) 
     return 1 if failed else 0
 
 
-def _show(args: argparse.Namespace, entry: IndexEntry) -> None:
-    if args.json:
-        emit(fields(entry))
+# -- gc ----------------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """Who leaves a folder, under the limits that were asked for, or as near to them as the store can come.
+
+    `short`: bytes to free beside what has expired; `too_few`: those of them that the victims do not hold.
+    """
+
+    victims: Sequence[IndexEntry]
+    max_bytes: int | None
+    min_free_bytes: int
+    short: int
+    too_few: int
+
+
+def run_gc(args: argparse.Namespace) -> int:
+    """Removes what has expired, what exceeds limits, and what dead writers left. Limits are for folders: a service and
+    a remote store have their own.
+    """
+    address = store_address(args)
+    kind, value, _ = locate(address)
+    if kind == "file":
+        return _gc_folder(Path(value), args)
+    if args.max_bytes is not None or args.min_free_bytes or args.dry_run:
+        complain("gc", f"expected no limits and no --dry-run for {address}: it has limits of its own")
+        return 2
+    with opened(args) as store:
+        _tell(args, store.collect(), set(), store.list())
+    return 0
+
+
+def _gc_folder(folder: Path, args: argparse.Namespace) -> int:
+    check_folder(folder, create=False, write=not args.dry_run)
+    plan = _plan(folder, args)
+    if args.dry_run:
+        # Opening the store would already clear away what dead writers left.
+        _tell(args, plan.victims, _leftovers(folder))
+        too_few = plan.too_few
     else:
-        print("  ".join((entry.digest[:SHORT], row(entry, time.time())[-1])))
+        before = _leftovers(folder)
+        with FileStore(
+            folder,
+            partial_grace_s=PARTIAL_GRACE_S,
+            max_bytes=plan.max_bytes,
+            min_free_bytes=plan.min_free_bytes,
+            eviction=args.eviction,
+        ) as store:
+            removed, left = store.collect(), store.list()
+        _tell(args, removed, before - _leftovers(folder), left)
+        # What others wrote to the disk meanwhile is no failure, nor is what they removed.
+        too_few = min(plan.too_few + _nbytes(plan.victims) - _nbytes(removed), _plan(folder, args).short)
+    if too_few <= 0:
+        return 0
+    complain("gc", f"limit not reached: {too_few} bytes too few; give a higher one, or free disk space otherwise")
+    return 1
+
+
+def _nbytes(entries: Sequence[IndexEntry]) -> int:
+    return sum(entry.nbytes for entry in entries)
+
+
+def _tell(
+    args: argparse.Namespace, removed: Sequence[IndexEntry], gone: set[str], left: Sequence[IndexEntry] | None = None
+) -> None:
+    now = time.time()
+    if args.json:
+        why = [{**fields(entry), "why": _why(entry, now)} for entry in removed]
+        emit({"dry_run": args.dry_run, "removed": why, "nbytes": _nbytes(removed), "leftovers": sorted(gone)})
+        return
+    verb = "would remove" if args.dry_run else "removed"
+    if removed:
+        rows = [(*row(entry, now)[:-1], _why(entry, now)) for entry in removed]
+        print("\n".join(table((*HEADER[:-1], "WHY"), rows, RIGHT)))
+    for name in sorted(gone):
+        print(wrapped(f"{verb} {name}", hanging="  "))
+    print(f"{verb} {count(len(removed))}, {size(_nbytes(removed))}, and {len(gone)} leftover files")
+    if left is not None:
+        print(f"{count(len(left))} left, {size(_nbytes(left))}")
+
+
+def _why(entry: IndexEntry, now: float) -> str:
+    return "expired" if has_expired(entry.retention, now) else "over limit"
+
+
+def _leftovers(folder: Path) -> set[str]:
+    """Files that a collection removes and no index needs, relative to the folder: of dead writers and builders, and
+    retentions of indexes that are gone.
+    """
+    found = set()
+    held = _locked()
+    now = time.time()
+    for path in folder.glob("[0-9a-f][0-9a-f]/*"):
+        try:
+            status = path.lstat()
+        except OSError:
+            continue
+        kept = path.name.endswith(KEEP_SUFFIX)
+        orphan = kept and not os.path.lexists(str(path).removesuffix(KEEP_SUFFIX) + SUFFIX)
+        old = abs(now - status.st_mtime) >= PARTIAL_GRACE_S
+        dead = path.name.startswith((PARTIAL, LEASE)) and old and status.st_ino not in held
+        if orphan or dead:
+            found.add(str(path.relative_to(folder)))
+    return found
+
+
+def _locked() -> set[int]:
+    """Inodes that some process has locked: those files are in use. To try the locks would disturb their holders."""
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return set()
+    return {int(field.rpartition(":")[2]) for line in lines for field in line.split() if field.count(":") == 2}
+
+
+def _plan(folder: Path, args: argparse.Namespace) -> Plan:
+    """Who leaves, from the files as they are now: what has expired, then the fewest others that the limits ask for.
+
+    Limits that even an empty store would exceed are no reason to lose what is pinned: all others leave.
+    """
+    now = time.time()
+    candidates: list[Candidate] = []
+    used, leftovers = 0, _leftovers(folder)
+    for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*")):
+        is_index = path.name.endswith(SUFFIX) and not path.name.startswith(".")
+        is_partial = path.name.startswith(PARTIAL) and str(path.relative_to(folder)) not in leftovers
+        try:
+            used += path.lstat().st_size if is_index or is_partial else 0
+            if is_index:
+                candidates.append(_candidate(folder, path))
+        except (IndexStoreError, OSError):
+            continue  # damaged, or gone meanwhile
+    expired = [c.entry for c in candidates if has_expired(c.entry.retention, now)]
+    rest = [c for c in candidates if not has_expired(c.entry.retention, now)]
+    freed = _nbytes(expired)
+    used, free = used - freed, free_bytes(folder) + freed
+    short = max(args.min_free_bytes - free, 0 if args.max_bytes is None else used - args.max_bytes, 0)
+    out_of_reach = short > sum(c.entry.nbytes for c in rest)
+    leaving = [c for c in rest if not c.entry.retention.pinned] if out_of_reach else rest
+    wanted = sum(c.entry.nbytes for c in leaving) if out_of_reach else short
+    victims = [*expired, *(choose_victims(leaving, wanted, policy=policy_of(args.eviction), now=now) or ())]
+    if out_of_reach:
+        return Plan(victims, used - wanted, 0, short, short - wanted)
+    return Plan(victims, args.max_bytes, args.min_free_bytes, short, 0)
+
+
+def _candidate(folder: Path, path: Path) -> Candidate:
+    with shard_fd(folder, path.parent.name) as dir_fd:
+        fd = open_index(path.name, dir_fd)
+        try:
+            header, nbytes = read_entry(fd)
+            last_used = os.fstat(fd).st_atime
+        finally:
+            os.close(fd)
+        retention = read_retention(dir_fd, path.name.removesuffix(SUFFIX))
+    entry = IndexEntry(
+        identity=header.identity,
+        nbytes=nbytes,
+        created=header.info.created,
+        build_seconds=header.info.build_seconds,
+        path=str(path),
+        retention=retention,
+    )
+    return Candidate(entry, last_used)

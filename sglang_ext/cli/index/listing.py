@@ -7,15 +7,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from prefix_index import IndexEntry, IndexFile, IndexStore, canonical_digest
+from prefix_index import IndexEntry, IndexFile, IndexStore
 from prefix_index.format import is_digest
 from sglang_ext.cli.index.targets import digest_in, fields, find, listing, open_unused, opened, store_address
-from sglang_ext.cli.index.text import TAG, emit, retention, size, span, table, wrapped
+from sglang_ext.cli.index.text import TAG, count, emit, retention, size, span, table, wrapped
 
 
 def run_ls(args: argparse.Namespace) -> int:
@@ -39,11 +39,6 @@ def run_ls(args: argparse.Namespace) -> int:
     return 0
 
 
-def count(number: int) -> str:
-    """`1 index`, `2 indexes`."""
-    return f"{number} index" if number == 1 else f"{number} indexes"
-
-
 def run_show(args: argparse.Namespace) -> int:
     """Everything known of the named indexes; 1 when one of them cannot be used."""
     damaged = False
@@ -53,24 +48,15 @@ def run_show(args: argparse.Namespace) -> int:
                 print()
             if target.entry is None:
                 damaged = True
-                _show_damaged(target.digest, str(target.error), as_json=args.json)
-                continue
-            with open_unused(store, target.entry) as index:
-                details = _details(target.entry, index)
+                details: dict[str, Any] = {"digest": target.digest, "error": str(target.error)}
+            else:
+                with open_unused(store, target.entry) as index:
+                    details = _details(target.entry, index)
             if args.json:
                 emit(details)
             else:
-                for line in _described(details):
-                    print(line)
+                print("\n".join(_described(details)))
     return 1 if damaged else 0
-
-
-def _show_damaged(digest: str, error: str, *, as_json: bool) -> None:
-    if as_json:
-        emit({"digest": digest, "error": error})
-    else:
-        print(f"index     {digest}")
-        print(wrapped(error, "error     ", " " * 10))
 
 
 def _details(entry: IndexEntry, index: IndexFile) -> dict[str, Any]:
@@ -101,10 +87,13 @@ def _described(details: Mapping[str, Any]) -> Iterator[str]:
     def line(label: str, value: str) -> str:
         return wrapped(value, f"{label:<10}", " " * 10)
 
+    yield line("index", details["digest"])
+    if "error" in details:
+        yield line("error", details["error"])
+        return
     now = time.time()
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(details["created"]))
     kept = retention(details["pinned"], details["expires"], now)
-    yield line("index", details["digest"])
     if details["name"] is not None:
         yield line("name", details["name"])
     yield line("prefix", f"{details['num_tokens']} tokens, hash {details['prefix_hash'][:32]}...")
@@ -137,6 +126,9 @@ def _plain(value: Any) -> str:
     return json.dumps(value)
 
 
+_GROUPS = ("model", "profile", "namespace")
+
+
 def run_du(args: argparse.Namespace) -> int:
     """Bytes by model, profile and namespace."""
     with opened(args) as store:
@@ -144,7 +136,7 @@ def run_du(args: argparse.Namespace) -> int:
     if args.json:
         emit(usage)
         return 0
-    for by in ("model", "profile", "namespace"):
+    for by in _GROUPS:
         rows = [(group[by][: 2 * TAG], str(group["indexes"]), size(group["nbytes"])) for group in usage[f"by_{by}"]]
         for line in table((by.upper().ljust(2 * TAG), "INDEXES", "      SIZE"), rows, (1, 2)):
             print(line)
@@ -167,9 +159,7 @@ def _usage(store: IndexStore) -> dict[str, Any]:
         "unusable_nbytes": sum(_length(path) for path, _ in problems),
         "free_bytes": free,
         "disk_bytes": disk,
-        "by_model": _grouped(entries, "model", lambda entry: canonical_digest(entry.identity.model)),
-        "by_profile": _grouped(entries, "profile", lambda entry: entry.identity.profile_digest),
-        "by_namespace": _grouped(entries, "namespace", lambda entry: entry.identity.namespace),
+        **{f"by_{name}": _grouped(entries, name) for name in _GROUPS},
     }
 
 
@@ -189,10 +179,11 @@ def _disk(store: IndexStore) -> tuple[int | None, int | None]:
     return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
 
 
-def _grouped(entries: Sequence[IndexEntry], name: str, key: Callable[[IndexEntry], str]) -> list[dict[str, Any]]:
-    groups: dict[str, dict[str, Any]] = {}
+def _grouped(entries: Sequence[IndexEntry], name: str) -> list[dict[str, Any]]:
+    groups: dict[object, dict[str, Any]] = {}
     for entry in entries:
-        group = groups.setdefault(key(entry), {name: key(entry), "indexes": 0, "nbytes": 0})
+        key = fields(entry)[name]
+        group = groups.setdefault(key, {name: key, "indexes": 0, "nbytes": 0})
         group["indexes"] += 1
         group["nbytes"] += entry.nbytes
     return sorted(groups.values(), key=lambda group: (-group["nbytes"], group[name]))

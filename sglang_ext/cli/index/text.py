@@ -37,6 +37,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} {unit}"
 
 
+def count(number: int) -> str:
+    """`1 index`, `2 indexes`."""
+    return f"{number} index" if number == 1 else f"{number} indexes"
+
+
 def span(seconds: float) -> str:
     """`0s`, `59s`, `12m`, `3h`, `45d`, `3y`: at most 4 characters for a century. A time to come is `0s`."""
     seconds = max(0.0, seconds)

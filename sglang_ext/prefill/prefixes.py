@@ -1,0 +1,310 @@
+"""What a server that builds while it serves knows of prefixes: how often requests share each, and samples of queries of
+its tokens.
+
+A prefix becomes known by a request whose prompt begins with tokens that the prefix cache had already: so far two
+prompts agree. From then on every request that begins with it is a hit.
+
+Queries at the positions of a prefix are the same in every prompt that begins with it. So its sample may be put together
+from several prefills: of what they share, one that computed it, and of the rest those that came later and found the
+beginning in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.prefill.recorder import queries_by_head
+
+logger = logging.getLogger(__name__)
+
+MAX_PREFIXES = 256
+"""Known at a time; those that were not hit for longest are forgotten. At 128K tokens one takes 0.7 MB."""
+BACKOFF, MAX_TRIES = 4, 3
+GROWTH = 8
+"""An index that is there already must be exceeded by this part of the new one's tokens, at least: 1/8."""
+PATIENCE_S = 10.0
+"""How long a build waits for samples that are on their way to host memory."""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """Leading tokens of some prompts.
+
+    Attributes:
+        namespace, hashes: digest of everything that is not tokens; of its pages, chained.
+        hits: requests that began with it; the first one, which only prefilled it, is not counted.
+        due: whether its index is being built, or was.
+        built_at: monotonic seconds when its index was stored here; None before.
+        tries: builds that came to nothing, or to an index that left the store before it had served as many requests as
+            it had waited for; each makes the next one wait for `BACKOFF` times as many hits.
+        served: requests that its index served.
+    """
+
+    namespace: str
+    hashes: tuple[bytes, ...]
+    hits: int = 0
+    due: bool = False
+    built_at: float | None = None
+    tries: int = 0
+    served: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, whole pages."""
+        return len(self.hashes) * PAGE_TOKENS
+
+    def begins(self, namespace: str, hashes: Sequence[bytes]) -> bool:
+        """Whether a prompt of these page hashes begins with it."""
+        pages = len(self.hashes)
+        return namespace == self.namespace and len(hashes) >= pages and hashes[pages - 1] == self.hashes[-1]
+
+
+class HitCounter:
+    """Counts requests by prefix. Used by the scheduler thread only.
+
+    Args:
+        after: hits from which on a prefix is worth an index.
+        least: tokens of a prefix, at least.
+        align: an index covers a multiple of so many tokens, whole pages.
+
+    Attributes:
+        evicted: indexes of known prefixes that were built here and have left the store since.
+    """
+
+    def __init__(self, after: int, least: int, align: int) -> None:
+        self._after, self._least, self._align = after, least, align
+        self.evicted = 0
+        self._known: OrderedDict[tuple[str, bytes], Prefix] = OrderedDict()
+        self._pages: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def hit(
+        self, namespace: str, hashes: Sequence[bytes], cached: int, indexed: int, admitted: float = math.inf
+    ) -> Prefix | None:
+        """Count one request: the longest prefix of it that is worth an index now and was not before. It is `due` from
+        now on.
+
+        Args:
+            namespace, hashes: of its prompt, as of a `Prefix`.
+            cached: tokens of it that the prefix cache had.
+            indexed: tokens of the index that serves it; 0 without one.
+            admitted: monotonic seconds when that was looked up.
+        """
+        found = [self._known.get((namespace, hashes[pages - 1])) for pages in self._pages if pages <= len(hashes)]
+        met = [prefix for prefix in found if prefix is not None]
+        shared = min(cached // self._align * self._align // PAGE_TOKENS, len(hashes))
+        if shared * PAGE_TOKENS >= self._least and all(len(one.hashes) != shared for one in met):
+            met.append(Prefix(namespace, tuple(hashes[:shared])))
+            self._learn(met[-1])
+        for prefix in met:
+            prefix.hits += 1
+            self._known.move_to_end((namespace, prefix.hashes[-1]))
+        for prefix in met:
+            if prefix.due and indexed >= prefix.num_tokens:
+                prefix.served += 1
+            elif prefix.built_at is not None and prefix.built_at < admitted:  # its index has left the store
+                self.evicted += 1
+                prefix.tries = 0 if prefix.served >= self._wanted(prefix) else prefix.tries + 1
+                prefix.due, prefix.built_at, prefix.hits, prefix.served = False, None, 1, 0
+        # One that is built, or on its way, is as good as there.
+        indexed = max([indexed, *(prefix.num_tokens for prefix in met if prefix.due)])
+        worth = [prefix for prefix in met if prefix.hits >= self._wanted(prefix)]
+        longest = max(worth, key=lambda prefix: len(prefix.hashes), default=None)
+        if longest is None or longest.num_tokens - indexed < max(self._least, longest.num_tokens // GROWTH):
+            return None
+        longest.due = True
+        return longest
+
+    def _wanted(self, prefix: Prefix) -> int:
+        """Hits from which on it is built."""
+        return int(self._after * BACKOFF ** min(prefix.tries, MAX_TRIES))
+
+    def _learn(self, prefix: Prefix) -> None:
+        self._known[prefix.namespace, prefix.hashes[-1]] = prefix
+        self._pages[len(prefix.hashes)] += 1
+        while len(self._known) > MAX_PREFIXES:
+            _, oldest = self._known.popitem(last=False)
+            self._pages[len(oldest.hashes)] -= 1
+            self._pages += Counter()  # drops what is 0
+
+    @staticmethod
+    def failed(prefix: Prefix) -> None:
+        """Its index was not built after all: count anew, further."""
+        prefix.due, prefix.hits, prefix.tries = False, 0, prefix.tries + 1
+
+    @staticmethod
+    def later(prefix: Prefix) -> None:
+        """Others are built first, or somebody else builds it: the next request that hits it asks again."""
+        prefix.due = False
+
+
+@dataclass(eq=False)
+class QuerySample:
+    """What one prefill left.
+
+    Attributes:
+        namespace, hashes: of the prompt, as of a `Prefix`.
+        begin: first token that was computed.
+        positions: [rows] int64, of tokens that were drawn evenly from those computed.
+        queries: [num_layers, rows, num_qo_heads, head_dim] post-RoPE; in host memory once it is kept.
+    """
+
+    namespace: str
+    hashes: tuple[bytes, ...]
+    begin: int
+    positions: NDArray[np.int64]
+    queries: Tensor
+
+    def covered(self, prefix: Prefix) -> range:
+        """Tokens of a prefix that the sample was drawn from; empty where it knows none of them."""
+        if self.namespace != prefix.namespace:
+            return range(0)
+        pages = min(len(self.hashes), len(prefix.hashes))
+        # Hashes are chained: two prompts that differ once differ from there on.
+        same = bisect_left(range(pages), True, key=lambda page: self.hashes[page] != prefix.hashes[page])
+        return range(min(self.begin, same * PAGE_TOKENS), same * PAGE_TOKENS)
+
+
+class QuerySamples:
+    """Samples within a limit of bytes in host memory; those of no use for longest leave first. May be used in any
+    thread. A thread of its own brings them from the device.
+    """
+
+    def __init__(self, max_bytes: int, device: torch.device) -> None:
+        self._max_bytes, self._device = max_bytes, device
+        self._lock = threading.Condition()
+        self._coming = 0
+        self._closed = False
+        self._kept: OrderedDict[QuerySample, None] = OrderedDict()
+        self._moving: SimpleQueue[tuple[QuerySample, torch.cuda.Event | None] | None] = SimpleQueue()
+        threading.Thread(target=self._move, name="sparse-attn-samples", daemon=True).start()
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of all samples."""
+        with self._lock:
+            return sum(sample.queries.nbytes for sample in self._kept)
+
+    @property
+    def coming(self) -> int:
+        """Those on their way from the device, which hold memory there."""
+        with self._lock:
+            return self._coming
+
+    def close(self) -> None:
+        """Keep none, from now on, and end the thread."""
+        self._moving.put(None)
+        with self._lock:
+            self._closed = True
+            self._kept.clear()
+
+    def take(self, sample: QuerySample) -> None:
+        """Keep a sample whose queries are being written on the current stream; `of` waits for it."""
+        event = recorded_event(sample.queries)
+        with self._lock:
+            self._coming += 1
+        self._moving.put((sample, event))
+
+    def _move(self) -> None:
+        stream, staging = side_stream(self._device), None
+        while (found := self._moving.get()) is not None:
+            sample, event = found
+            kept: QuerySample | None = None
+            try:
+                if stream is not None and event is not None:
+                    with torch.cuda.stream(stream):
+                        stream.wait_event(event)
+                        size = sample.queries.numel()
+                        if staging is None or staging.numel() < size:
+                            staging = torch.empty(size, dtype=sample.queries.dtype, pin_memory=True)
+                        place = staging[:size].view(sample.queries.shape)
+                        place.copy_(sample.queries, non_blocking=True)
+                        stream.synchronize()
+                    sample.queries = place  # lets go of the device's memory, before the slower copy
+                    sample.queries = place.clone()
+                kept = sample
+            except Exception:  # one sample; the next prefill leaves another
+                logger.exception("sparse attention: a query sample could not be kept")
+            del found, sample  # of one that is lost, the device's memory
+            self._arrived(kept)
+            del kept
+
+    def _arrived(self, sample: QuerySample | None) -> None:
+        """One came, or is lost (None); others may have to leave."""
+        with self._lock:
+            self._coming -= 1
+            self._lock.notify_all()
+            if sample is None or self._closed:
+                return
+            self._kept[sample] = None
+            left = sum(one.queries.nbytes for one in self._kept)
+            while left > self._max_bytes:
+                gone, _ = self._kept.popitem(last=False)
+                left -= gone.queries.nbytes
+
+    def of(self, prefix: Prefix, num_kv_heads: int, rows: int) -> Tensor | None:
+        """The sample of a prefix, evenly from all of its tokens that some sample covers, `rows` tokens at most:
+        [num_layers, num_kv_heads, samples, head_dim] in host memory, as `queries_by_head`. None where samples cover
+        less than half of the prefix's tokens. Waits for those on their way.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: self._coming <= 0, PATIENCE_S)
+            found = [(sample, sample.covered(prefix)) for sample in self._kept]
+            used = [(sample, span) for sample, span in found if span]
+            for sample, _ in used:
+                self._kept.move_to_end(sample)
+        chosen = _without_overlap(used)
+        covered = sum(len(span) for _, span in chosen)
+        if 2 * covered < prefix.num_tokens:
+            return None
+        parts = []
+        for sample, span in chosen:
+            inside = np.flatnonzero((sample.positions >= span.start) & (sample.positions < span.stop))
+            share = max(1, round(rows * len(span) / covered))
+            inside = inside[:: max(1, -(-len(inside) // share))]
+            parts.append(sample.queries[:, torch.from_numpy(inside)])
+        return queries_by_head(torch.cat(parts, dim=1), num_kv_heads)
+
+
+def _without_overlap(used: Sequence[tuple[QuerySample, range]]) -> list[tuple[QuerySample, range]]:
+    """Of samples that cover the same tokens, one: the longest first, each for what no other one has."""
+    chosen: list[tuple[QuerySample, range]] = []
+    for sample, span in sorted(used, key=lambda one: -len(one[1])):
+        free = span
+        for _, taken in chosen:
+            if taken.start <= free.start < taken.stop:
+                free = range(min(taken.stop, free.stop), free.stop)
+            elif free.start < taken.start < free.stop:
+                free = range(free.start, taken.start)
+        if free:
+            chosen.append((sample, free))
+    return chosen
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream of its own for a thread; None on a device that has none."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def recorded_event(tensor: Tensor) -> torch.cuda.Event | None:
+    """Of what the current stream has been given so far, the writing of a tensor; None on the CPU."""
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
