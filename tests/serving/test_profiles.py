@@ -29,16 +29,15 @@ from sglang_ext.profiles import (
     with_profile,
 )
 from sglang_ext.runtime import SparseRuntime
-from tests.serving.test_runtime import Model
+from tests.serving.admitting import DIM, KV_HEADS, LAYERS, Model
 
-LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
 PLAN = ["dense", "anchor", {"reuse": 1, "head_map": [1, 1]}]
 SPEC = {"first": {"method": "ab_sparse", "sizes": "profile"}, "second": {"method": "token_index", "num_channels": 4}}
 KEYS_ONLY = '{"method": "exact", "methods": {"exact": {}}}'
 
 
 def _model(**changes: Any) -> ModelFingerprint:
-    return sample_model(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, kv_dtype="float32", **changes)
+    return sample_model(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM, kv_dtype="float32", **changes)
 
 
 def _profile(**changes: Any) -> Profile:
@@ -46,7 +45,7 @@ def _profile(**changes: Any) -> Profile:
         "model": {
             "num_layers": LAYERS,
             "num_kv_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
+            "head_dim": DIM,
             "config_digest": _model().config_digest,
         },
         "block_sizes": [[16, 64], [32, 32], [64, 16]],
@@ -301,7 +300,7 @@ def test_an_index_is_built_with_each_layers_part_of_the_profile(settle: Settle, 
     prompt = list(range(128))
     identity = bench.identity(prompt, model=_model(), profile=profile_digest(config, profile))
     factory = IndexFactory(bench.store, config, profile)
-    entry, _ = factory.build(identity, lambda layer: bench.keys(prompt, layer), None, HEAD_DIM**-0.5)
+    entry, _ = factory.build(identity, lambda layer: bench.keys(prompt, layer), None, DIM**-0.5)
     spec = method_specs(config)["two_level"]
     with bench.store.get(entry.identity) as file:
         for layer in range(LAYERS):
@@ -332,8 +331,8 @@ def test_the_step_for_all_layers_runs_once_and_changes_nothing(
 
     monkeypatch.setattr(CSAttentionBuilder, "prepare", counted)
     entry = bench.put(prompt)
-    assert calls == [(LAYERS, KV_HEADS, 64, HEAD_DIM)]
-    queries = torch.randn(LAYERS, KV_HEADS, 64, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    assert calls == [(LAYERS, KV_HEADS, 64, DIM)]
+    queries = torch.randn(LAYERS, KV_HEADS, 64, DIM, generator=torch.Generator().manual_seed(1))
     builder = make_builder(method_specs(bench.config)["csattention"])
     with bench.store.get(entry.identity) as file:
         for layer in range(LAYERS):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sglang_ext.decode.trace import Selected
 from sglang_ext.methods.layer_plan import LayerPlan
-from tests.serving.conftest import GQA, HEAD_DIM, KV_HEADS, LAYERS
+from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"method": "exact", "methods": {"exact": {}}, "min_sparse_prompt_len": 16, "store_min_free_bytes": 0}
@@ -65,7 +65,7 @@ def make(make_bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.Mon
         entry = bench.put(list(range(TOKENS)))
         plan = (str(bench.store.folder), {**CONFIG, **config}, tmp_path, PLAN, torch.device("cpu"))
         reselection = module.Reselection(*plan)
-        queries = torch.randn(2, KV_HEADS * GQA, HEAD_DIM, generator=torch.Generator().manual_seed(3))
+        queries = torch.randn(2, KV_HEADS * GQA, DIM, generator=torch.Generator().manual_seed(3))
         found = reselection.select(reselection._index(entry.digest), 1, queries)
         masks = np.zeros((KV_HEADS, TOKENS), dtype=bool)
         np.put_along_axis(masks, found.positions.numpy().astype(np.int64), True, axis=1)
@@ -83,12 +83,12 @@ def moved(step: Selected, head: int, by: Callable[[int], int] | None = None) -> 
     gone = next(int(one) for one in own if by is None or not masks[head][by(int(one))])
     masks[head][gone] = False
     masks[head][by(gone) if by else (~masks[head]).nonzero()[0][-1]] = True
-    return selected(step.digest, masks, -step.query(1, HEAD_DIM))
+    return selected(step.digest, masks, -step.query(1, DIM))
 
 
 def test_the_same_queries_give_the_same_positions_and_others_do_not(make: Callable[..., Case]) -> None:
     case = make()
-    servers = case.module.servers_queries(case.step, HEAD_DIM)
+    servers = case.module.servers_queries(case.step, DIM)
     assert torch.equal(servers[1], case.queries)
     assert case.reselection.compare(case.step, servers) == Counter(equal=KV_HEADS)
     assert case.reselection.compare(case.step, {1: case.queries[:1]}) == Counter(other=KV_HEADS), "a smaller group"
