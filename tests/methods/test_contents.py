@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.methods.test_methods import SPECS
 
 from prefix_kernels.csa_scores import CompactLists, check_entries, encode_lists
 from sglang_ext.methods import make_builder, parse_spec
 from sglang_ext.methods.base import LayerProfile
 from sglang_ext.methods.contents import ContentError, Form, IndexSize, check_forms, check_layer
 from sglang_ext.methods.heads import join_heads, split_heads
-from tests.methods.test_methods import SPECS
 
 RAGGED = [
     {"method": "ab_sparse", "sizes": "profile"},
