@@ -1,4 +1,4 @@
-"""The kernels' benchmark, small: rows, gates that can turn red, resuming, tuning and tables; rivals and timer on fakes.
+"""The kernels' benchmark, small: rows, gates that can turn red, resuming, tuning and tables; the timer on a fake.
 
 What runs kernels does so in processes of its own: Triton's interpreter must be chosen before Triton is imported.
 """
@@ -21,7 +21,6 @@ import torch
 
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, TunedConfigs
 from prefix_kernels.grouped_attention.tuned import TileKey
-from prefix_kernels.testing import dense_attention
 from tests.benchmarks.results import BENCHMARKS, rows_of
 
 ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -39,7 +38,7 @@ def command(*arguments: str | Path, code: str | None = None, status: int = 0) ->
 @pytest.fixture(scope="module")
 def bench(load):
     """The modules that run no kernel."""
-    names = ("bench", "tables", "timing", "problem", "rivals", "tune")
+    names = ("bench", "tables", "timing", "problem", "tune")
     found = load(*(f"kernel_{name}" for name in names))
     return SimpleNamespace(**{name: getattr(found, f"kernel_{name}") for name in names})
 
@@ -296,76 +295,6 @@ def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
     assert bool(torch.isnan(problem.kv.k_cache).any())
     with pytest.raises(ValueError, match="expected a batch that is a multiple of the groups"):
         bench.problem.Sizes(4096, 3, 2, 16, 16)
-
-
-class FakeDecode:
-    """FlashInfer's decode wrapper as documented, from its page tables."""
-
-    def __init__(self, workspace, layout, *, use_tensor_cores):
-        assert (workspace.dtype, layout, use_tensor_cores) == (torch.uint8, "NHD", True)
-
-    def plan(self, indptr, indices, last_page_len, qo, kv, dim, page, *, q_data_type, kv_data_type, sm_scale):
-        assert (qo, kv, dim, q_data_type, kv_data_type) == (4, 2, 16, torch.float32, torch.float32)
-        self.tables, self.page, self.scale = paged(indptr, indices, last_page_len, page), page, sm_scale
-
-    def run(self, q, cache, out):
-        pool = unpaged(cache, self.page)
-        for row, slots in enumerate(self.tables):
-            out[row] = dense_attention(q[row : row + 1], *(part[slots] for part in pool), self.scale).out[0]
-        return out
-
-
-class FakeCascade:
-    """FlashInfer's cascade: a row attends its page table of every level."""
-
-    def __init__(self, levels, workspace, layout):
-        assert (levels, layout) == (2, "NHD")
-
-    def plan(
-        self, qo_indptr, indptr, indices, last_page_len, qo, kv, dim, page, *, q_data_type, kv_data_type, sm_scale
-    ):
-        self.levels = [
-            (own.tolist(), paged(*tables, page))
-            for own, *tables in zip(qo_indptr, indptr, indices, last_page_len, strict=True)
-        ]
-        self.page, self.scale = page, sm_scale
-
-    def run(self, q, cache):
-        pool, out = unpaged(cache, self.page), torch.empty_like(q)
-        for row in range(len(q)):
-            slots = torch.cat([tables[sum(b <= row for b in bounds) - 1] for bounds, tables in self.levels])
-            out[row] = dense_attention(q[row : row + 1], *(part[slots] for part in pool), self.scale).out[0]
-        return out
-
-
-def paged(indptr, indices, last_page_len, page) -> list[torch.Tensor]:
-    bounds = indptr.tolist()
-    return [
-        (indices[begin:end, None] * page + torch.arange(page)).flatten()[: (end - begin - 1) * page + int(last)]
-        for begin, end, last in zip(bounds, bounds[1:], last_page_len, strict=False)
-    ]
-
-
-def unpaged(cache, page) -> list[torch.Tensor]:
-    assert all(part.shape[1] == page for part in cache)
-    return [part.flatten(0, 1) for part in cache]
-
-
-@pytest.mark.parametrize(("batch", "groups", "suffix"), [(3, 1, 21), (4, 2, 16), (2, 2, 0)])
-def test_rivals_are_given_the_same_keys(bench, monkeypatch, batch, groups, suffix):
-    fake = SimpleNamespace(
-        BatchDecodeWithPagedKVCacheWrapper=FakeDecode, MultiLevelCascadeAttentionWrapper=FakeCascade, __version__="0"
-    )
-    monkeypatch.setitem(sys.modules, "flashinfer", fake)
-    shape = AttentionShape(4, 2, 16, 16, torch.float32, torch.float32)
-    sizes = bench.problem.Sizes(48, batch, groups, suffix, 16)
-    problem = bench.problem.make_problem(shape, sizes, 0.5, torch.device("cpu"))
-    for name in bench.rivals.RIVALS if suffix else ["flashinfer"]:
-        case = bench.rivals.RIVALS[name](problem)
-        case.poison()
-        assert not problem.gate(case.out, case.lse, case.reads).green
-        case.run()
-        assert problem.gate(case.out, case.lse, case.reads).green, name
 
 
 class FakeEvent:
