@@ -73,6 +73,7 @@ def test_the_first_start_measures_and_the_second_one_reads(
     assert "SGLANG_EXT_TUNE=0" in caplog.text
     assert str(configs.path_in(cache)) in caplog.text
     assert "measuring: 5 of 6 candidates (32 rows), 5 s" in caplog.text
+    assert (clock.now, caplog.text.count("measuring: ")) == (6.0, 1), "a line every few seconds, not each candidate"
     assert configs.path_in(cache).is_file()
     assert not list(cache.glob(".*"))
     measured, clock.timed = clock.timed, []
@@ -83,17 +84,11 @@ def test_the_first_start_measures_and_the_second_one_reads(
     assert not caplog.records, "nothing to say either"
 
 
-def test_progress_is_a_line_every_few_seconds_not_for_each_candidate(
-    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    start(clock, tmp_path)
-    assert clock.now == 6.0
-    assert caplog.text.count("measuring: ") == 1
-
-
 def test_what_the_time_does_not_suffice_for_is_measured_at_the_next_start(
     clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    configs = start(clock, tmp_path, limit_s=0.0)
+    assert (clock.timed, list(tmp_path.iterdir()), configs.missing(SHAPE, ROWS)) == ([], [], HEIGHTS)
     of_first = len(candidates(SHAPE, 16, SPACE, tuning.shared_memory_of(CPU)))
     configs = start(clock, tmp_path, limit_s=of_first + 0.5)
     assert [entry.key.block_m for entry in configs.entries] == [16]
@@ -108,13 +103,6 @@ def test_what_the_time_does_not_suffice_for_is_measured_at_the_next_start(
     clock.timed = []
     start(clock, tmp_path)
     assert clock.timed == []
-
-
-def test_no_time_at_all_measures_and_saves_nothing(clock: Clock, tmp_path: Path) -> None:
-    configs = start(clock, tmp_path, limit_s=0.0)
-    assert clock.timed == []
-    assert list(tmp_path.iterdir()) == []
-    assert configs.missing(SHAPE, ROWS) == HEIGHTS
 
 
 @pytest.mark.parametrize("what", ["cut short", "another GPU's", "nested"])
@@ -159,14 +147,10 @@ def test_the_environment_turns_it_off(
     assert ("expected SGLANG_EXT_TUNE as 0 or 1, got 'no'" in caplog.text) == (value == "no")
     if value == "0":
         assert "defaults serve" in caplog.text
-
-
-def test_what_was_kept_serves_with_measuring_turned_off(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start(clock, tmp_path)
-    monkeypatch.setenv("SGLANG_EXT_TUNE", "0")
-    assert start(clock, tmp_path)(SHAPE, 1) == BEST
+        monkeypatch.delenv("SGLANG_EXT_TUNE")
+        start(clock, tmp_path)
+        monkeypatch.setenv("SGLANG_EXT_TUNE", "0")
+        assert start(clock, tmp_path)(SHAPE, 1) == BEST, "what was kept serves all the same"
 
 
 def test_shipped_parameters_are_not_measured_again(
