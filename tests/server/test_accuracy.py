@@ -8,6 +8,7 @@ import pytest
 
 from sglang_ext.quality.evaluate import keep_ratio_between
 from sglang_ext.quality.tasks import make_document
+from tests.server.harness import SPARSE_CONFIG
 
 pytestmark = pytest.mark.full
 
@@ -17,22 +18,20 @@ LIMIT, OWN_TOKENS = 512, 4096
 
 
 @pytest.fixture(scope="module")
-def built(serve: Any, prebuild: Any, sparse_config: Any, texts: Any, tmp_path_factory: Any) -> Any:
+def built(serve: Any, prebuild: Any, texts: Any, tmp_path_factory: Any) -> Any:
     """(documents, the store of their indexes)."""
     serve.close()
     documents = [make_document(task, 501, NUM_TOKENS, count) for task, count in QUESTIONS.items()]
     prompts = [{"id": document.task, "text": document.text} for document in documents]
     prompts.append({"id": "first", "text": texts.first.text})
-    job = prebuild(tmp_path_factory.mktemp("accuracy"), prompts, config=sparse_config)
+    job = prebuild(tmp_path_factory.mktemp("accuracy"), prompts, config=SPARSE_CONFIG)
     assert job.status == 0, job.output[-3000:]
     return documents, job.store
 
 
-def test_a_tenth_of_all_layers_is_selected_and_answers_stay_within_two_points_of_dense(
-    built: Any, serve: Any, sparse_config: Any
-) -> None:
+def test_a_tenth_of_all_layers_is_selected_and_answers_stay_within_two_points_of_dense(built: Any, serve: Any) -> None:
     documents, store = built
-    server = serve(store, sparse_config)
+    server = serve(store, SPARSE_CONFIG)
     asked = [(document.text, question) for document in documents for question in document.questions]
     result, delta, answers = server.asked_twice(asked)
     ratio = keep_ratio_between(delta.before, delta.after)
@@ -50,14 +49,14 @@ def test_a_tenth_of_all_layers_is_selected_and_answers_stay_within_two_points_of
     assert result.difference >= -0.02, result
 
 
-def test_what_stands_in_a_requests_own_tokens_is_found(built: Any, serve: Any, sparse_config: Any, texts: Any) -> None:
+def test_what_stands_in_a_requests_own_tokens_is_found(built: Any, serve: Any, texts: Any) -> None:
     """A tenth of them is selected, behind a prefix whose index says nothing of them."""
-    server = serve(built[1], {**sparse_config, "private_dense_tokens": LIMIT})
+    server = serve(built[1], {**SPARSE_CONFIG, "private_dense_tokens": LIMIT})
     own = make_document("many_keys", seed=611, num_tokens=OWN_TOKENS, num_questions=32)
     result, delta, answers = server.asked_twice([(f"{texts.first.text} {own.text}", one) for one in own.questions])
     assert delta.sparse_rows == sum(reply.completion_tokens - 1 for reply in answers)
     assert delta.before["private_keep_ratio"] is None, "dense requests select nothing"
     # A tenth of what is covered, which is all but the last 256 to 512 tokens.
-    assert delta.after["private_keep_ratio"] == pytest.approx(sparse_config["keep_ratio"], abs=0.01)
+    assert delta.after["private_keep_ratio"] == pytest.approx(SPARSE_CONFIG["keep_ratio"], abs=0.01)
     assert result.dense > 0.8, f"the model does not answer the dense questions: {result}"
     assert result.difference >= -0.04, result

@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_ext.profiles import PROFILE_FILE
+from tests.server.harness import MODEL
 
 
 def _launch(model: str, *flags: str) -> tuple[int, str]:
@@ -90,12 +90,12 @@ print("RESULT", json.dumps(results))
 
 
 @pytest.fixture(scope="module")
-def refused(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    profile = json.loads((Path(model_path) / PROFILE_FILE).read_text())
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    profile = json.loads((MODEL / PROFILE_FILE).read_text())
     profile["model"]["config_digest"] = "f" * 64
     other = tmp_path_factory.mktemp("other") / "profile.json"
     other.write_text(json.dumps(profile))
-    base = ["--model-path", model_path, "--device", "cpu", "--sparse-attn"]
+    base = ["--model-path", str(MODEL), "--device", "cpu", "--sparse-attn"]
     wanted = {
         name: base + [flag.replace("OTHER", str(other)) for flag in flags] for name, (flags, _) in BAD_FLAGS.items()
     }

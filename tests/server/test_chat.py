@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.llama_model import HOTELS, SYSTEM, TRAINS, WEATHER, llama_model
-from tests.server.harness import ROOT
+from tests.server.harness import EXACT_CONFIG, ROOT
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.full
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chatted(model: Path, prebuild: Any, serve: Any, exact_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def chatted(model: Path, prebuild: Any, serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(the job, a server on its store, a client)."""
     serve.close()
     prompts = [
@@ -38,7 +38,7 @@ def chatted(model: Path, prebuild: Any, serve: Any, exact_config: Any, tmp_path_
         {"id": "rendered", "text": RENDERED},
     ]
     job = prebuild(tmp_path_factory.mktemp("chat"), prompts, model=model)
-    server = serve(job.store, exact_config, model_path=str(model))
+    server = serve(job.store, EXACT_CONFIG, model_path=str(model))
     return job, server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300, max_retries=0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.quality.vocabulary import encode
-from tests.server.harness import REQUEST_SECONDS
+from tests.server.harness import EXACT_CONFIG, REQUEST_SECONDS, SGLANG
 
 LAYERS = 6
 STEPS = 12
@@ -24,8 +24,7 @@ def server(request: pytest.FixtureRequest) -> Any:
     """The server as people run it; at night also one without the overlap schedule, whose counts are exact."""
     if request.param == "overlap":
         return request.getfixturevalue("production")
-    serve, store, config = (request.getfixturevalue(name) for name in ("serve", "store", "exact_config"))
-    return serve(store, config)
+    return request.getfixturevalue("serve")(request.getfixturevalue("store"), EXACT_CONFIG)
 
 
 def test_greedy_output_with_all_positions_selected_equals_dense(server: Any, texts: Any) -> None:
@@ -143,9 +142,9 @@ def test_an_index_is_for_its_own_extra_key(server: Any, texts: Any) -> None:
     assert delta.sparse_rows in server.rows(STEPS - 1)
 
 
-def test_another_cache_salt_does_not_see_the_index(server: Any, texts: Any, sglang_version: str) -> None:
+def test_another_cache_salt_does_not_see_the_index(server: Any, texts: Any) -> None:
     prompt = texts.ask(texts.second, 0)
-    if sglang_version == "0.5.16":
+    if SGLANG == "0.5.16":
         pytest.skip("this release has no cache_salt in /generate: it joins it into extra_key (tested above)")
     delta = server.delta()
     server.generate(prompt, 4, cache_salt="salt")
@@ -187,7 +186,7 @@ def test_two_simultaneous_cold_prefills_of_one_prompt_are_sparse_at_once_and_gro
     assert selections[0] in server.rows(39)
 
 
-def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: Any, sglang_version: str) -> None:
+def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.first, 9), texts.ask(texts.first, 10), texts.ask(texts.second, 9)]
     dense = [server.generate(prompt, 60, sparse=False) for prompt in prompts]
     for _attempt in range(10):  # one that came late, or was done already, was not retracted
@@ -197,7 +196,7 @@ def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: A
             server.until(lambda state, before=delta.before: state["sparse_rows"] > before["sparse_rows"] + 20)
             server.post("/pause_generation", {"mode": "retract"})
             try:
-                if sglang_version != "0.5.16":  # which flushes only when nothing waits
+                if SGLANG != "0.5.16":  # which flushes only when nothing waits
                     server.flush()  # their KV is gone: the prefix is prefilled again, into other slots
             finally:
                 server.post("/continue_generation", {})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.harness import Answer
+from tests.server.harness import EXACT_CONFIG, SPARSE_CONFIG, Answer
 
 pytestmark = pytest.mark.full
 
@@ -25,15 +25,15 @@ def _answers(found: Sequence[Answer]) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def stored(prebuild: Any, texts: Any, exact_config: Any, tmp_path_factory: Any) -> Any:
+def stored(prebuild: Any, texts: Any, tmp_path_factory: Any) -> Any:
     prompts = [{"id": "first", "text": texts.first.text}, {"id": "second", "text": texts.second.text}]
-    return prebuild(tmp_path_factory.mktemp("fp8"), prompts, config={**exact_config, **METHODS}, **FP8)
+    return prebuild(tmp_path_factory.mktemp("fp8"), prompts, config={**EXACT_CONFIG, **METHODS}, **FP8)
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, stored: Any, exact_config: Any) -> Any:
+def server(serve: Any, stored: Any) -> Any:
     shared = {"share_prefixes": True, "min_shared_tokens": 512}
-    return serve(stored.store, {**exact_config, **METHODS, **shared}, **FP8)
+    return serve(stored.store, {**EXACT_CONFIG, **METHODS, **shared}, **FP8)
 
 
 def test_indexed_and_other_requests_in_one_batch_equal_dense(server: Any, stored: Any, texts: Any) -> None:
@@ -50,9 +50,9 @@ def test_requests_that_share_slots_without_an_index_equal_dense(server: Any, tex
     assert delta.shared_steps > TOKENS // 2
 
 
-def test_few_of_the_positions_find_the_answers(serve: Any, stored: Any, texts: Any, sparse_config: Any) -> None:
+def test_few_of_the_positions_find_the_answers(serve: Any, stored: Any, texts: Any) -> None:
     """The index that was built of fp8 keys ranks positions by them."""
-    server = serve(stored.store, {**sparse_config, **METHODS}, **FP8)
+    server = serve(stored.store, {**SPARSE_CONFIG, **METHODS}, **FP8)
     right, delta = 0.0, server.delta()
     for number, question in enumerate(texts.first.questions[:10]):
         right += question.score(server.generate(texts.ask(texts.first, number), to_the_end=True).text)
@@ -61,8 +61,8 @@ def test_few_of_the_positions_find_the_answers(serve: Any, stored: Any, texts: A
     assert right >= 8
 
 
-def test_an_index_of_another_kv_dtype_is_not_used(serve: Any, built: Any, texts: Any, exact_config: Any) -> None:
-    server = serve(built.store, exact_config, **FP8)
+def test_an_index_of_another_kv_dtype_is_not_used(serve: Any, built: Any, texts: Any) -> None:
+    server = serve(built.store, EXACT_CONFIG, **FP8)
     _, delta = server.during(lambda: server.generate(texts.ask(texts.first, 0), 4))
     assert (delta.sparse_rows, delta.hits, delta.fallbacks) == (0, 0, {"index_mismatch": 1})
 

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
+from tests.server.harness import EXACT_CONFIG
+
 pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module", params=["1", "64"], ids=["page-1", "page-64"])
-def server(request: Any, serve: Any, built: Any, exact_config: Any) -> Any:
+def server(request: Any, serve: Any, built: Any) -> Any:
     """A process that has just been started on a store that another one filled."""
-    return serve(built.store, exact_config, fresh=True, page_size=request.param)
+    return serve(built.store, EXACT_CONFIG, fresh=True, page_size=request.param)
 
 
 def test_the_first_request_after_a_restart_prefills_the_prefix_itself_and_decodes_sparsely(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from prefix_index import FileStore
+from tests.server.harness import EXACT_CONFIG
 
 
 @pytest.mark.boot("production")
@@ -93,12 +94,12 @@ def test_a_chunked_prefill_leaves_the_same_arrays_as_one_chunk(resumed: Any, bui
 
 
 @pytest.fixture(scope="module")
-def building(serve: Any, exact_config: Any, tmp_path_factory: Any) -> Any:
+def building(serve: Any, tmp_path_factory: Any) -> Any:
     """(server that indexes what it prefills, in mixed chunks and pages of 64 tokens; path of its report)."""
     folder = tmp_path_factory.mktemp("building")
     (folder / "store").mkdir()
     report = folder / "report.jsonl"
-    config = {**exact_config, "build": "prefill", "build_report": str(report)}
+    config = {**EXACT_CONFIG, "build": "prefill", "build_report": str(report)}
     server = serve(folder / "store", config, enable_mixed_chunk="", chunked_prefill_size="512", page_size="64")
     return server, report
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.harness import REQUEST_SECONDS, Answer, Delta
+from tests.server.harness import EXACT_CONFIG, REQUEST_SECONDS, Answer, Delta
 
 #: Room for the first document and 256 tokens more, and an admission that expects short answers.
 SMALL_POOL: dict[str, Any] = {
@@ -42,8 +42,8 @@ def test_the_overlap_schedule_survives_requests_of_different_lengths(production:
 
 
 @pytest.mark.boot("small-pool")
-def test_retraction_under_memory_pressure_equals_dense(serve: Any, store: Any, exact_config: Any, texts: Any) -> None:
-    server = serve(store, exact_config, **SMALL_POOL)
+def test_retraction_under_memory_pressure_equals_dense(serve: Any, store: Any, texts: Any) -> None:
+    server = serve(store, EXACT_CONFIG, **SMALL_POOL)
     prompts = [texts.ask(texts.first, n) for n in range(4)]
     for _attempt in range(5):  # a request that is late finds room
         batch, delta = server.compared_together(prompts, 100, cold=True)
@@ -63,11 +63,9 @@ def _aborted(future: Future[Answer]) -> bool:
 
 
 @pytest.mark.boot("small-pool")
-def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(
-    serve: Any, store: Any, exact_config: Any, texts: Any
-) -> None:
+def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(serve: Any, store: Any, texts: Any) -> None:
     """Such a request was matched, but never got a slot: it holds nothing, and no slot is given back when it ends."""
-    server = serve(store, exact_config, **SMALL_POOL)
+    server = serve(store, EXACT_CONFIG, **SMALL_POOL)
     words = texts.unindexed.text.split()
     prompts = [f"{texts.first.text} {' '.join(words[n * 130 : n * 130 + 130])}" for n in range(6)]
     server.flush()
@@ -90,10 +88,8 @@ def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(
 
 @pytest.mark.full
 @pytest.mark.boot("no-radix")
-def test_no_radix_cache_means_groups_of_one_and_equals_dense(
-    serve: Any, store: Any, exact_config: Any, texts: Any
-) -> None:
-    server = serve(store, exact_config, disable_radix_cache="")
+def test_no_radix_cache_means_groups_of_one_and_equals_dense(serve: Any, store: Any, texts: Any) -> None:
+    server = serve(store, EXACT_CONFIG, disable_radix_cache="")
     prompts = [texts.ask(texts.second, n) for n in range(3)]
     _, delta = server.compared_together(prompts, 12, cold=True)
     assert delta.after["largest_group"] == 1

@@ -86,10 +86,10 @@ def test_two_ranks_share_slots_build_an_index_and_read_it(serve_two: Any, texts:
 
 @pytest.mark.full
 def test_one_rank_answers_the_same_and_reads_what_two_have_built(
-    expected: Any, serve: Any, serve_two: Any, texts: Any, exact_config: Any, tmp_path: Path
+    expected: Any, serve: Any, serve_two: Any, texts: Any, tmp_path: Path
 ) -> None:
     assert _life(serve_two, texts, tmp_path) == expected[:4]
-    server = serve(tmp_path / "store", exact_config)
+    server = serve(tmp_path / "store", EXACT_CONFIG)
     answer, delta = server.during(lambda: server.generate(_prompts(texts)[0], TOKENS))
     assert answer.ids == expected[0]
     assert delta.sparse_rows >= TOKENS - 1
@@ -125,15 +125,13 @@ def _same_path(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_a_selection_is_that_of_one_rank(
-    serve: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
-) -> None:
+def test_a_selection_is_that_of_one_rank(serve: Any, serve_two: Any, texts: Any, store: Path) -> None:
     """A quarter of the prefix, in a plan with reuse layers: each rank selects for its own head.
 
     Asked one by one, as a group selects for all of its requests, and who is in it depends on when they come.
     """
     plan = ["dense", "anchor", {"reuse": 1, "head_map": [0, 1]}, "anchor", {"reuse": 3}, "anchor"]
-    config = {**exact_config, "keep_ratio": 0.25, "layer_plan": plan}
+    config = {**EXACT_CONFIG, "keep_ratio": 0.25, "layer_plan": plan}
     servers = (lambda: serve(store, config), lambda: serve_two(store, config))
     one, two = ([call().ids for call in _calls(start(), _prompts(texts))] for start in servers)
     assert one == two
@@ -153,7 +151,7 @@ def _arrays(job: Any) -> dict[Any, Any]:
 
 @pytest.mark.full
 def test_two_ranks_build_what_one_builds(
-    expected: Any, serve: Any, texts: Any, prebuild: Any, exact_config: Any, tmp_path: Path, monkeypatch: Any
+    expected: Any, serve: Any, texts: Any, prebuild: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Rank 0 has the KV heads of both. Sums of two ranks round otherwise: codes may differ by one, here and there."""
     serve.close()
@@ -173,7 +171,7 @@ def test_two_ranks_build_what_one_builds(
         assert array.shape == theirs[key].shape
         near = abs(array - theirs[key]) <= 1e-3 * abs(theirs[key]) if array.dtype.kind == "f" else array == theirs[key]
         assert near.mean() > 0.98, key
-    server = serve(two.store, exact_config)
+    server = serve(two.store, EXACT_CONFIG)
     answer, delta = server.during(lambda: server.generate(_prompts(texts)[0], TOKENS))
     assert answer.ids == expected[0]
     assert delta.sparse_rows >= TOKENS - 1
@@ -181,9 +179,9 @@ def test_two_ranks_build_what_one_builds(
 
 @pytest.mark.full
 def test_an_index_that_is_late_on_one_rank_is_used_on_none(
-    expected: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
+    expected: Any, serve_two: Any, texts: Any, store: Path
 ) -> None:
-    config = {**exact_config, "prefetch_policy": "best_effort"}
+    config = {**EXACT_CONFIG, "prefetch_policy": "best_effort"}
     server = serve_two(store, config, PYTHONPATH=os.pathsep.join([str(LATE), os.environ.get("PYTHONPATH", "")]))
     long = 320
     first, delta = server.during(lambda: server.generate(_prompts(texts)[0], long))
