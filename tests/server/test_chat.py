@@ -65,9 +65,7 @@ def test_the_prompts_are_built_and_what_may_not_be_found_is_said(chatted: Any) -
 
 def test_a_chat_request_of_the_openai_client_finds_the_index(chatted: Any) -> None:
     job, server, client = chatted
-    delta = server.delta()
-    reply = ask(client, TOOLS)
-    server.done(delta)
+    reply, delta = server.during(lambda: ask(client, TOOLS))
     assert reply.usage.prompt_tokens > job.line("travel")["num_tokens"] > 1024
     assert delta.sparse_rows in server.rows(5)
     assert delta.fallbacks == {}
@@ -76,9 +74,7 @@ def test_a_chat_request_of_the_openai_client_finds_the_index(chatted: Any) -> No
 @pytest.mark.parametrize("tools", [[WEATHER, HOTELS], [WEATHER], None], ids=["another", "one", "none"])
 def test_a_request_with_other_tools_does_not_find_it(chatted: Any, tools: Any) -> None:
     _, server, client = chatted
-    delta = server.delta()
-    ask(client, openai.NOT_GIVEN if tools is None else tools)
-    server.done(delta)
+    _, delta = server.during(lambda: ask(client, openai.NOT_GIVEN if tools is None else tools))
     assert delta.sparse_rows == 0
     assert set(delta.fallbacks) == {"no_index"}
 
