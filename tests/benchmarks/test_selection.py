@@ -155,15 +155,6 @@ def test_captures_are_made_for_what_is_missing_behind_the_document(bench, tmp_pa
     assert [entry[0] for entry in asked[3:]] == [names[0], "c"]
 
 
-def test_an_interrupt_says_how_to_go_on(bench, monkeypatch, capsys):
-    def interrupted(args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench.selection, "run", interrupted)
-    assert bench.selection.main(["--planted", "4096"]) == 130
-    assert "run the same command again" in capsys.readouterr().err
-
-
 def test_planted_rows_carry_their_generator_and_easy_data_are_refused(bench, tmp_path):
     out = tmp_path / "rows.jsonl"
     names = ["oracle", "tokens int4", "random", "streaming_llm"]

@@ -12,7 +12,7 @@ import torch
 
 from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.types import PagedKV
-from sglang_ext.config import PAGE_TOKENS, ConfigError, config_from_dict
+from sglang_ext.config import PAGE_TOKENS, config_from_dict
 from sglang_ext.decode.grouping import StepGroups
 from sglang_ext.decode.types import PrefixGroup
 from sglang_ext.methods import METHODS
@@ -166,23 +166,6 @@ def test_what_has_grown_goes_before_what_replaces_it_is_made(start: Any, monkeyp
     for own in (40, 45, 50):
         assert planned(runtime, ["0", "1"], [len(PROMPT) + own] * 2)
     assert there == [[], [16], [], [32]]
-
-
-# -- settings ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"private_dense_tokens": 31}, ["private_dense_tokens", "32 or more tokens, or null"]),
-        ({"private_dense_tokens": 64, "method": "csattention"}, ["other than token_index", "csattention"]),
-        ({"private_dense_tokens": 64, "trace_folder": "somewhere"}, ["trace_folder", "from prefixes only"]),
-    ],
-)
-def test_settings_that_it_cannot_have_are_refused(fields: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_from_dict(fields)
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_own_tokens_of_a_row_in_no_group_are_attended_in_full() -> None:

@@ -90,24 +90,31 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         read_prompts(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "more", "said"),
-    [
-        ("{", [], [":1: expected an object"]),
-        (None, [], ["none.jsonl", "check --prompts"]),
-        ('{"text": "x"}', ["--sparse-attn-config", '{"nope": 1}'], ["Known keys"]),
-    ],
-    ids=["bad prompts", "no prompts", "bad configuration"],
-)
+def _prebuild(tmp_path: Path, prompts: str, *more: str) -> int:
+    store = str(tmp_path / "store")
+    return main(["prebuild", "--model-path", "nowhere", "--prompts", prompts, "--store", store, *more])
+
+
+@pytest.mark.parametrize("name", BAD)
 def test_the_command_ends_with_2_before_it_starts_anything(
-    tmp_path: Path, text: str | None, more: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts, store = tmp_path / "none.jsonl" if text is None else _file(tmp_path, text), tmp_path / "store"
-    command = ["prebuild", "--model-path", "nowhere", "--prompts", str(prompts), "--store", str(store), *more]
-    assert main(command) == 2
+    assert _prebuild(tmp_path, str(_file(tmp_path, BAD[name][0]))) == 2
+    assert BAD[name][1] in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_missing_prompts_file_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _prebuild(tmp_path, str(tmp_path / "none.jsonl")) == 2
     error = capsys.readouterr().err
-    assert all(words in error for words in said)
-    assert not store.exists()
+    assert "none.jsonl" in error
+    assert "check --prompts" in error
+
+
+def test_a_bad_configuration_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _file(tmp_path, '{"text": "x"}')
+    assert _prebuild(tmp_path, str(path), "--sparse-attn-config", '{"nope": 1}') == 2
+    assert "Known keys" in capsys.readouterr().err
 
 
 def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
