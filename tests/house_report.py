@@ -3,11 +3,10 @@
     TRITON_INTERPRET=1 python -m tests.house_report
 
 Lines are those of Python files, empty ones and comments among them. Words are those of README.md and docs/, without the
-page that a script writes. An import circle is a set of modules each of which imports all others, over
-any number of steps; imports within functions and for type checkers count. Files are entered when one of their functions
-runs: of a decode step from the runtime to the kernels (on a CPU
-in Triton's interpreter, and the reference attends), and of a prefix key from a
-request's admission to the index on the device.
+page that a script writes. An import circle is a set of modules each of which imports all others, over any number of
+steps; imports within functions and for type checkers count. Files are entered when one of their functions runs: of a
+decode step from the runtime to the kernels (on a CPU in Triton's interpreter, and the reference attends), and of a
+prefix key from a request's admission to the index on the device.
 """
 
 from __future__ import annotations
