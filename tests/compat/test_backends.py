@@ -104,18 +104,6 @@ def test_only_forward_differs_on_an_adopted_backend(name: str) -> None:
     assert not is_adopted(_bare(name))
 
 
-@pytest.mark.parametrize("name", _BACKENDS)
-def test_class_flags_answer_as_the_inner_backend_does(name: str) -> None:
-    """What SGLang asks a backend's class for: plain values such as needs_cpu_seq_lens, whatever this release has."""
-    backend = _bare(name)
-    inner = type(backend)
-    flags = {key: value for key, value in _attributes(inner).items() if isinstance(value, bool | int | str | tuple)}
-    adopted = adopt(backend, SimpleNamespace(planned=False), lambda layer, kwargs: None)
-    for key in flags:
-        if key not in ("__doc__", "__module__", "__firstlineno__", "__static_attributes__"):
-            assert getattr(adopted, key) == getattr(inner, key)
-
-
 def test_forward_has_the_signature_that_radix_attention_calls() -> None:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
