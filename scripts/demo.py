@@ -19,6 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,9 +43,7 @@ CPU_FLAGS = [
     "--sleep-on-idle",  # an idle scheduler would keep one core busy while the indexes are built
 ]
 # The server and the prebuild job live side by side on one GPU, so neither takes most of it.
-GPU_FLAGS = [
-    *("--attention-backend", "flashinfer", "--mem-fraction-static", "0.4"),
-]
+GPU_FLAGS = ["--attention-backend", "flashinfer", "--mem-fraction-static", "0.4"]
 
 
 class DemoError(Exception):
@@ -158,23 +157,13 @@ def prebuild(args: argparse.Namespace, flags: Sequence[str], say: Progress) -> l
             time.sleep(0.2)
     bad = [line["id"] for line in lines if line["status"] != "built"]
     if job.returncode or bad or len(lines) != len(TASKS):
-        raise DemoError(
-            f"The prebuild ended with status {job.returncode}; expected {len(TASKS)} indexes, "
-            f"got {len(lines) - len(bad)}.",
-            log,
-        )
+        built = f"expected {len(TASKS)} indexes, got {len(lines) - len(bad)}"
+        raise DemoError(f"The prebuild ended with status {job.returncode}; {built}.", log)
     return lines
 
 
 def ask_all(
-    url: str,
-    title: str,
-    prompts: Sequence[str],
-    longest: int,
-    args: argparse.Namespace,
-    say: Progress,
-    *,
-    sparse: bool,
+    url: str, prompts: Sequence[str], longest: int, args: argparse.Namespace, say: Progress, *, sparse: bool
 ) -> Pass:
     """Ask every question once, several in flight."""
     answered = 0
@@ -183,7 +172,7 @@ def ask_all(
         nonlocal answered
         answered += 1
         if answered % 8 == 0 or answered == len(prompts):
-            say(f"  {title}: {answered} of {len(prompts)} questions answered")
+            say(f"  {'sparse' if sparse else 'dense'}: {answered} of {len(prompts)} questions answered")
 
     before = server_state(url)
     begun = time.perf_counter()
@@ -195,14 +184,9 @@ def ask_all(
 
 def write_inputs(documents: Sequence[Document]) -> None:
     """prompts.jsonl for the prebuild, and one ready-made question for the reader's next command."""
-    FOLDER.mkdir(exist_ok=True)
-    for leftover in ("store", "report.jsonl"):
-        path = FOLDER / leftover
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.exists():
-            path.unlink()
-    (FOLDER / "store").mkdir()
+    shutil.rmtree(FOLDER / "store", ignore_errors=True)
+    (FOLDER / "store").mkdir(parents=True)
+    (FOLDER / "report.jsonl").unlink(missing_ok=True)
     with open(FOLDER / "prompts.jsonl", "w") as file:
         for document in documents:
             file.write(json.dumps({"id": document.task, "text": document.text}) + "\n")
@@ -218,7 +202,6 @@ def table(
     dense: Pass, sparse: Pass, questions: Sequence[tuple[str, Question]], report: Sequence[dict[str, Any]]
 ) -> str:
     """The result: at most 80 columns."""
-    rows: list[tuple[str, str, str]] = []
 
     def right(which: Pass, task: str | None) -> str:
         scores = [
@@ -228,24 +211,18 @@ def table(
         ]
         return f"{sum(scores)} of {len(scores)}  {100 * sum(scores) / len(scores):5.1f} %"
 
-    rows.append(("answers right", right(dense, None), right(sparse, None)))
-    rows += [(f"  {task}", right(dense, task), right(sparse, task)) for task in TASKS]
     tokens = sum(line["num_tokens"] for line in report) / len(report)
     keep = keep_ratio_between(sparse.before, sparse.after) or 1.0
-    rows.append(("keep ratio, mean over all layers", "100.0 %", f"{100 * keep:.1f} %"))
-    rows.append(("prefix tokens attended per step", f"{tokens:.0f}", f"{sparse.attended():.0f}"))
-    rows.append(("cached tokens per request", f"{dense.cached_tokens:.0f}", f"{sparse.cached_tokens:.0f}"))
-    rows.append(("tokens decoded sparsely", str(dense.counted("sparse_rows")), str(sparse.counted("sparse_rows"))))
-    rows.append(
-        (
-            "tokens per second (see below)",
-            f"{dense.tokens_per_second:.1f}",
-            f"{sparse.tokens_per_second:.1f}",
-        )
-    )
-    index = sum(line["index_bytes"] for line in report)
-    kv = sum(line["kv_bytes"] for line in report)
-    built = sum(line["build_seconds"] for line in report)
+    rows = [
+        ("answers right", right(dense, None), right(sparse, None)),
+        *((f"  {task}", right(dense, task), right(sparse, task)) for task in TASKS),
+        ("keep ratio, mean over all layers", "100.0 %", f"{100 * keep:.1f} %"),
+        ("prefix tokens attended per step", f"{tokens:.0f}", f"{sparse.attended():.0f}"),
+        ("cached tokens per request", f"{dense.cached_tokens:.0f}", f"{sparse.cached_tokens:.0f}"),
+        ("tokens decoded sparsely", str(dense.counted("sparse_rows")), str(sparse.counted("sparse_rows"))),
+        ("tokens per second (see below)", f"{dense.tokens_per_second:.1f}", f"{sparse.tokens_per_second:.1f}"),
+    ]
+    index, kv, built = (sum(line[name] for line in report) for name in ("index_bytes", "kv_bytes", "build_seconds"))
     rule = "-" * 78
     lines = [rule, f"  {'':34}{'dense':>20}{'sparse':>20}", rule]
     lines += [f"  {name:34}{left:>20}{other:>20}" for name, left, other in rows]
@@ -261,12 +238,7 @@ def table(
 
 def fallbacks(sparse: Pass) -> str:
     """What decoded dense in the sparse pass, and why, by the server's own words."""
-    before = sparse.before["fallbacks"]
-    grown = {
-        name: count - before.get(name, 0)
-        for name, count in sparse.after["fallbacks"].items()
-        if count > before.get(name, 0)
-    }
+    grown = Counter(sparse.after["fallbacks"]) - Counter(sparse.before["fallbacks"])
     reasons = ", ".join(f"{name}: {count} requests" for name, count in sorted(grown.items()))
     return f"{sparse.counted('dense_rows')} tokens decoded dense in the sparse pass ({reasons or 'no reason'})"
 
@@ -301,8 +273,7 @@ def run(args: argparse.Namespace) -> int:
             say("prefilling each document once, so that both passes find it in the prefix cache")
             ask_many(url, prompts[::per_task], sparse=False, concurrency=1, max_new_tokens=1)
             say(f"asking {len(prompts)} questions, {args.concurrency} in flight")
-            dense = ask_all(url, "dense", prompts, longest, args, say, sparse=False)
-            sparse = ask_all(url, "sparse", prompts, longest, args, say, sparse=True)
+            dense, sparse = (ask_all(url, prompts, longest, args, say, sparse=sparse) for sparse in (False, True))
         except (OSError, RuntimeError) as error:
             raise DemoError(f"A request failed: {error}", log) from error
     if sparse.counted("sparse_rows") == 0:

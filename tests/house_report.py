@@ -3,11 +3,10 @@
     TRITON_INTERPRET=1 python -m tests.house_report
 
 Lines are those of Python files, empty ones and comments among them. Words are those of README.md and docs/, without the
-page that a script writes. An import circle is a set of modules each of which imports all others, over
-any number of steps; imports within functions and for type checkers count. Files are entered when one of their functions
-runs: of a decode step from the runtime to the kernels (on a CPU
-in Triton's interpreter, and the reference attends), and of a prefix key from a
-request's admission to the index on the device.
+page that a script writes. An import circle is a set of modules each of which imports all others, over any number of
+steps; imports within functions and for type checkers count. Files are entered when one of their functions runs: of a
+decode step from the runtime to the kernels (on a CPU in Triton's interpreter, and the reference attends), and of a
+prefix key from a request's admission to the index on the device.
 """
 
 from __future__ import annotations
@@ -148,9 +147,8 @@ def walk_prefix_key() -> set[str]:
 def one_request() -> Iterator[tuple[Callable[[], None], Callable[[int], None]]]:
     """(admit a request and wait for its index, a decode step of it at a length)."""
     from sglang_ext.config import Settings
-    from tests.serving.admitting import Runtime
+    from tests.serving.admitting import PROMPT, Model, Runtime, ours
     from tests.serving.conftest import Bench, config_from_dict
-    from tests.serving.test_runtime import NAMESPACE, PROMPT, Model, Request, _decode_batch, _step
 
     method = {"method": "token_index", "methods": {"token_index": {}}}
     fields = {**method, "keep_ratio": 1.0, "layer_plan": ["anchor"] * 3, "min_sparse_prompt_len": 16}
@@ -158,18 +156,16 @@ def one_request() -> Iterator[tuple[Callable[[], None], Callable[[int], None]]]:
         bench = Bench(Path(folder), config_from_dict({**fields, "store_min_free_bytes": 0}))
         bench.put(PROMPT)
         runtime = Runtime(Settings(config=bench.config, store=folder), Model(bench.model))
-        request = Request()
 
         def admit() -> None:
-            runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
-            attachment = runtime.requests.of(request)
+            attachment = runtime.requests.of(runtime.came("a"))
             assert attachment is not None
             assert attachment.index is not None
             assert attachment.index.loaded is not None
             attachment.index.loaded.result(30)
 
         def step(length: int) -> None:
-            _step(runtime, _decode_batch(runtime, ["a"], [length]))
+            assert ours(runtime, ["a"], [length])
 
         yield admit, step
         runtime.close()

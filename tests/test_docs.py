@@ -80,18 +80,13 @@ def test_the_cpu_table_is_what_the_cpu_plugin_hooks(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_make_target_in_the_documents_exists(document: Path) -> None:
-    makefile = text_of("Makefile")
-    mentioned = re.findall(r"`make ([a-z-]+)`", document.read_text())
-    for line in shell_lines(document.read_text()):
-        mentioned += re.findall(r"^make ([a-z-]+)", line)
+def test_every_make_target_and_script_in_the_documents_exists(document: Path) -> None:
+    text, makefile = document.read_text(), text_of("Makefile")
+    mentioned = re.findall(r"`make ([a-z-]+)`", text)
+    mentioned += re.findall(r"^make ([a-z-]+)", "\n".join(shell_lines(text)), re.M)
     for target in mentioned:
         assert re.search(rf"^{target}:", makefile, re.M), f"{document.name} mentions make {target}"
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_script_that_the_documents_name_exists(document: Path) -> None:
-    for script in re.findall(r"(?<!tests/)\b(?:benchmarks|scripts)/\w+\.py", document.read_text()):
+    for script in re.findall(r"(?<!tests/)\b(?:benchmarks|scripts)/\w+\.py", text):
         assert (ROOT / script).exists(), f"{document.name} names {script}"
 
 
@@ -116,20 +111,13 @@ def commands(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return re.findall(r"^    ([a-z]+)", listed, re.M)
 
 
-def test_every_subcommand_is_documented_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    names = commands(capsys)
+def test_every_command_is_documented_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    names, of_indexes = commands(capsys), commands(capsys, "index")
     assert names
+    assert len(of_indexes) >= 10
+    assert all("usage" in help_of(capsys, *words) for words in [*zip(names), *(("index", one) for one in of_indexes)])
     for name in names:
-        assert "usage" in help_of(capsys, name)
         assert f"sglang-ext {name}" in text_of("README.md") + text_of("docs/operating.md")
-
-
-def test_every_command_on_indexes_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    names = commands(capsys, "index")
-    assert len(names) >= 10
-    for name in names:
-        assert "usage" in help_of(capsys, "index", name)
-        assert f"### `sglang-ext index {name}`" in text_of("docs/reference.md")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -189,37 +177,23 @@ def test_the_reference_page_is_what_the_sources_say() -> None:
     assert sorted(reference_page.attributes(SparseAttnConfig)) == sorted(SparseAttnConfig.__struct_fields__)
 
 
-def test_every_method_is_documented() -> None:
+def test_every_method_and_fallback_reason_is_documented() -> None:
     from sglang_ext.methods import METHODS
-
-    for name in METHODS:
-        assert f"`{name}`" in text_of("docs/selection.md")
-        assert f"`{name}`" in text_of("docs/architecture.md")
-
-
-def test_every_fallback_reason_is_documented() -> None:
     from sglang_ext.metrics import REASONS
 
-    documented = first_cells(table_with(text_of("docs/operating.md"), "no_index"))
-    assert sorted(documented) == sorted(REASONS)
-    for reason in REASONS:
-        assert f"`{reason}`" in text_of("docs/architecture.md")
+    assert sorted(first_cells(table_with(text_of("docs/operating.md"), "no_index"))) == sorted(REASONS)
+    assert all(f"`{name}`" in text_of("docs/selection.md") for name in METHODS)
+    assert all(f"`{name}`" in text_of("docs/architecture.md") for name in (*METHODS, *REASONS))
 
 
-def test_every_counter_is_documented() -> None:
-    from sglang_ext.metrics import Counters
-
-    documented = first_cells(table_with(text_of("docs/operating.md"), "hits"))
-    assert set(Counters(2).snapshot()) <= set(documented)
-
-
-def test_every_figure_of_the_store_is_documented(tmp_path: Path) -> None:
+def test_every_counter_and_figure_of_the_store_is_documented(tmp_path: Path) -> None:
     from sglang_ext.config import make_settings
+    from sglang_ext.metrics import Counters
     from sglang_ext.prefix.directory import StoreWatch
 
     watch = StoreWatch(make_settings(None, str(tmp_path)), lambda _: None)
     documented = first_cells(table_with(text_of("docs/operating.md"), "hits"))
-    assert set(watch.snapshot()) <= set(documented)
+    assert {*Counters(2).snapshot(), *watch.snapshot()} <= set(documented)
     watch.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 from mutant_map import Change, places_of  # noqa: E402
-from mutant_sites import PACKAGES, Site, sampled, sites_of  # noqa: E402
+from mutant_sites import PACKAGES, sampled, sites_of  # noqa: E402
 from mutants import changed_lines, reverted  # noqa: E402
 
 PATCHES = sorted((ROOT / "scripts" / "reverts").glob("*.patch"))
@@ -45,12 +45,9 @@ def work(items: "list[1]", most=3):
 '''
 
 
-def found() -> list[Site]:
-    return sites_of("a.py", SOURCE)
-
-
 def test_each_operator_has_its_sites() -> None:
-    assert [(site.id, site.new.strip().decode()) for site in found()] == [
+    found = sites_of("a.py", SOURCE)
+    assert [(site.id, site.new.strip().decode()) for site in found] == [
         ("a.py:6:integer", "5"),
         ("a.py:9:integer", "4"),
         ("a.py:12:integer", "1"),
@@ -71,10 +68,7 @@ def test_each_operator_has_its_sites() -> None:
         ("a.py:21:integer", "10"),
         ("a.py:24:return", "None"),
     ]
-
-
-def test_a_mutant_differs_in_one_place_and_moves_no_line() -> None:
-    for site in found():
+    for site in found:  # each differs in one place, and moves no line
         text = site.plant(SOURCE)
         ast.parse(text)
         assert text.count(b"\n") == SOURCE.count(b"\n"), site.id
@@ -90,7 +84,7 @@ def test_the_seed_fixes_the_mutants(tmp_path: Path) -> None:
     assert sampled(tmp_path, 26, 4) == first[:4]
     assert sampled(tmp_path, 27, 4) != first[:4]
     everything = sampled(tmp_path, 26, 1000)
-    assert len({site.id for site in everything}) == len(everything) == len(PACKAGES) * len(found())
+    assert len({site.id for site in everything}) == len(everything) == len(PACKAGES) * len(sites_of("a.py", SOURCE))
 
 
 @pytest.mark.parametrize(
@@ -116,11 +110,8 @@ def test_lines_of_a_patch() -> None:
     assert changed_lines(patch) == {"x": {4, 5, 6}}
 
 
-def test_there_are_twenty_patches() -> None:
+def test_each_of_twenty_patches_says_what_was_wrong_and_can_be_applied() -> None:
     assert len(PATCHES) == 20
-
-
-def test_every_patch_says_what_was_wrong_and_can_be_applied() -> None:
     for path in PATCHES:
         assert len(reverted(path).title) > 20, path.name
     run = [

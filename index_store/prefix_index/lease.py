@@ -51,6 +51,13 @@ class Lease:
             self.release()
 
 
+class Leases(Lease):
+    """Of several stores. Forgotten, each ends as it does by itself: a remote one waits for nobody."""
+
+    def __del__(self) -> None:
+        self._ends = ()
+
+
 class LocalLeases:
     """Leases among the threads of this process."""
 

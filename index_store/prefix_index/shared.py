@@ -27,7 +27,7 @@ from .errors import (
 )
 from .file import FileStore
 from .folder import check_apart
-from .lease import Lease
+from .lease import Leases
 from .link import Link, Source, unavailable
 from .prefetch import Cancelled, Check, Promoter, Promotion
 from .reader import IndexFile, IndexLookup, is_damaged, open_in
@@ -219,7 +219,7 @@ class SharedStore(IndexStore):
                 if lease is None:
                     return None
                 held.callback(lease.release)
-            return Lease(digest_of(key), held.pop_all().close)
+            return Leases(digest_of(key), held.pop_all().close)
 
     def prefetch(self, key: IndexLookup) -> None:
         digest = self._digest(key)

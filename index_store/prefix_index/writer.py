@@ -253,9 +253,12 @@ class PartialFile:
         assert self._out is not None, "create() first"
         if used is not None:
             touch(self._out.fileno(), used)
+        signature = Signature.of(
+            os.fstat(self._out.fileno())
+        )  # a rename changes none of it, and nothing fails after one
         os.rename(self._name, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
         self.is_published = True
-        return Signature.of(os.fstat(self._out.fileno()))
+        return signature
 
 
 _being_written: weakref.WeakSet[io.FileIO] = weakref.WeakSet()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -11,34 +10,26 @@ from typing import Any
 
 import pytest
 
+from tests.benchmarks.results import BENCHMARKS, RESULTS, cells, document, rows_of
 from tests.server.jobs import run_job
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-RESULTS = BENCHMARKS / "results" / "decode-h200.jsonl"
-GRID = RESULTS.with_name("decode-h200-grid.jsonl")
-CHOSEN = RESULTS.with_name("decode-h200-auto.jsonl")
+MEASURED, GRID, CHOSEN = (RESULTS / f"decode-h200{name}.jsonl" for name in ("", "-grid", "-auto"))
 ORIGIN: dict[str, Any] = {"device": "GPU", "shape": "tiny", "page": 16, "config": {}, "flags": [], "tokens": 40}
 ORIGIN |= {"start": 0, "plan": "kascade"}
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return SimpleNamespace(decode=importlib.import_module("decode"), plot=importlib.import_module("decode_plot").plot)
+def bench(load: Any) -> SimpleNamespace:
+    return load("decode", "decode_plot")  # type: ignore[no-any-return]
 
 
 def row(engine: str, path: str, ms: float, **more: Any) -> dict[str, Any]:
     return {**ORIGIN, "engine": engine, "path": path, "context": 1024, "batch": 8, "ms": ms, **more}
 
 
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-
-
-@pytest.mark.parametrize("path", [RESULTS, CHOSEN], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [MEASURED, CHOSEN], ids=lambda path: path.stem)
 def test_a_table_in_the_documents_is_that_of_the_rows(bench: SimpleNamespace, path: Path) -> None:
-    assert bench.decode.table(bench.decode.read([str(path)])) in (ROOT / "docs" / "benchmarks.md").read_text()
+    assert bench.decode.table(bench.decode.read([str(path)])) in document("benchmarks")
 
 
 def shares(bench: SimpleNamespace, path: Path) -> dict[str, dict[tuple[int, int], float]]:
@@ -52,30 +43,28 @@ def shares(bench: SimpleNamespace, path: Path) -> dict[str, dict[tuple[int, int]
 
 
 def test_behind_the_longest_prefix_the_limits_are_met_over_three_starts(bench: SimpleNamespace) -> None:
-    rows = bench.decode.read([str(RESULTS)])
-    assert {row["start"] for row in rows} == {0, 1, 2}
-    assert {row["steps"] for row in rows} == {219}
-    found = shares(bench, RESULTS)
+    rows = bench.decode.read([str(MEASURED)])
+    assert ({row["start"] for row in rows}, {row["steps"] for row in rows}) == ({0, 1, 2}, {219})
+    found = shares(bench, MEASURED)
     limits = {"plugin, shared": {1: 1.02, 8: 0.50, 32: 0.20}, "sparse, kascade": {1: 0.66, 8: 0.33, 32: 0.14}}
     for name, of_size in limits.items():
         assert all(found[name][131072, batch] <= limit for batch, limit in of_size.items())
 
 
 @pytest.mark.parametrize(("path", "engines"), [(GRID, 3), (CHOSEN, 1)], ids=["forced", "chosen"])
-def test_no_cell_of_the_grid_is_slower_by_more_than_two_percent(
-    bench: SimpleNamespace, path: Path, engines: int
-) -> None:
+def test_no_cell_of_the_grid_is_slower_by_more_than_two_percent(bench: Any, path: Path, engines: int) -> None:
     found = shares(bench, path)
     assert len(found) == engines
     assert all(len(of) == 12 and max(of.values()) <= 1.02 for of in found.values())
 
 
-def test_starts_become_a_median_and_a_range(bench: SimpleNamespace) -> None:
+def test_starts_become_a_median_and_a_range_and_a_share_of_the_best_rival(bench: SimpleNamespace) -> None:
     rows = [row("plugin", "shared", ms, start=n) for n, ms in enumerate((4.0, 2.0, 3.0))]
     rows += [row("flashinfer", "stock", 6.0), row("triton", "stock", 5.0), row("plugin", "stock", 1.0)]
     rows += [row("sparse", "sparse", 2.5, plan="anchors")]
     rows += [row("sparse", "sparse", 2.0, plan="anchors", config={"search_period": 4})]
-    header, _, found = cells(bench.decode.table(rows))
+    rows += [row("plugin", "shared", 3.0, context=2048)]
+    header, _, found, alone = cells(bench.decode.table(rows))
     assert dict(zip(header, found, strict=True)) == {
         "device, shape, page": "GPU, tiny, 16",
         "tokens": "1024",
@@ -87,80 +76,61 @@ def test_starts_become_a_median_and_a_range(bench: SimpleNamespace) -> None:
         "sparse, anchors": "2.50, 0.500",
         'sparse, anchors, {"search_period": 4}': "2.00, 0.400",
     }
+    assert dict(zip(header, alone, strict=True))["plugin, shared"] == "3.00", "no share where no rival was timed"
 
 
-def test_a_cell_without_a_rival_has_no_share(bench: SimpleNamespace) -> None:
-    table = bench.decode.table([row("plugin", "shared", 3.0), row("flashinfer", "stock", 6.0, context=2048)])
-    assert [one[3:] for one in cells(table)[2:]] == [["", "3.00"], ["6.00", ""]]
-
-
-def test_the_plot_has_a_line_for_each_batch_and_path(bench: SimpleNamespace, tmp_path: Path) -> None:
-    rows = bench.decode.read([str(GRID)])
-    drawn = importlib.import_module("decode_plot").lines(rows)
+def test_the_plot_has_a_line_for_each_batch_and_path_of_one_device(bench: SimpleNamespace, tmp_path: Path) -> None:
+    rows, out = bench.decode.read([str(GRID)]), tmp_path / "decode.png"
+    drawn = bench.decode_plot.lines(rows)
     names = ["plugin, shared", "flashinfer", "plugin, stock", "sparse, kascade"]
     assert list(drawn) == [(batch, name) for batch in (1, 8, 32) for name in names]
     assert [context for context, _ in drawn[8, "flashinfer"]] == [1024, 8192, 32768, 131072]
-    for more in ([], [{**rows[0], "path": "another", "ms": 7.0}]):
-        made = bench.plot([*rows, *more], tmp_path / "decode.png")
-        assert made.read_bytes().startswith(b"\x89PNG")
-        assert made.stat().st_size < 60_000
-
-
-@pytest.mark.parametrize("rows", [[], [row("flashinfer", "stock", 6.0), row("triton", "stock", 5.0, device="CPU")]])
-def test_a_plot_is_of_one_device_and_shape(bench: SimpleNamespace, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected rows of one device, shape and page size, got"):
-        bench.plot(rows, tmp_path / "decode.png")
+    made = bench.decode_plot.plot([*rows, {**rows[0], "path": "another", "ms": 7.0}], out)
+    assert made.read_bytes().startswith(b"\x89PNG")
+    assert made.stat().st_size < 60_000
+    for wrong in ([], [row("flashinfer", "stock", 6.0), row("triton", "stock", 5.0, device="CPU")]):
+        with pytest.raises(ValueError, match="expected rows of one device, shape and page size, got"):
+            bench.decode_plot.plot(wrong, out)
 
 
 def test_what_is_printed_can_be_drawn(bench: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "decode.png"
-    assert bench.decode.main(["--table", str(RESULTS), "--plot", str(out)]) == 0
+    assert bench.decode.main(["--table", str(MEASURED), "--plot", str(out)]) == 0
     assert "| 131072 | 32 | 63.42 (" in capsys.readouterr().out
     assert out.exists()
-    with pytest.raises(SystemExit):
-        bench.decode.parse(["--plot", str(out)])
-    assert "expected --table FILE with --plot" in capsys.readouterr().err
 
 
 def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
-    def flags(engine: str, *argv: str, cpu: bool = False) -> dict[str, str]:
+    def flags(engine: str, *argv: str, cpu: bool = False) -> dict[str, Any]:
         args = bench.decode.parse([*argv, "--contexts", "512", "1024", "--batches", "1", "8", "--tokens", "40"])
         args.cpu = cpu
         listed = bench.decode.engine_flags(args, engine, Path("model"), Path("store"))
-        return dict(zip(listed, [*listed[1:], ""], strict=True))
+        found = dict(zip(listed, [*listed[1:], ""], strict=True))
+        return found | {"config": json.loads(found.get("--sparse-attn-config", "{}"))}
 
     stock, ours = flags("triton"), flags("plugin", "--config", '{"min_shared_tokens": 7}')
     assert (stock["--attention-backend"], ours["--attention-backend"]) == ("triton", "flashinfer")
     assert "--sparse-attn" not in stock
-    wanted = {"share_prefixes": True, "profile": "none", "min_shared_tokens": 7}
-    assert json.loads(ours["--sparse-attn-config"]) == wanted
-    sparse = json.loads(flags("sparse", "--plan", "kascade")["--sparse-attn-config"])
+    assert ours["config"] == {"share_prefixes": True, "profile": "none", "min_shared_tokens": 7}
+    assert ours["--sparse-attn-store"] == "store"
+    sparse = flags("sparse", "--plan", "kascade")["config"]
     assert (sparse["decode_path"], sparse["build"]) == ("sparse", "prefill")
     roles = sparse["layer_plan"]
     assert [n for n, role in enumerate(roles) if role == "anchor"] == [2, 8, 13, 14]
     assert [n for n, role in enumerate(roles) if role == "dense"] == [0, 1]
     assert (roles[3]["reuse"], roles[31]["reuse"], len(roles)) == (2, 14, 32)
-    assert roles[5]["head_map"] != list(range(8))
-    assert json.loads(flags("auto", "--plan", "anchors")["--sparse-attn-config"])["layer_plan"][:2] == [
-        "dense",
-        "anchor",
-    ]
-    assert ours["--sparse-attn-store"] == "store"
+    assert flags("auto", "--plan", "anchors")["config"]["layer_plan"][:2] == ["dense", "anchor"]
     for one in (stock, ours):
-        assert one["--cuda-graph-bs-decode"] == "1"
-        assert one["--max-running-requests"] == "8"
+        assert (one["--cuda-graph-bs-decode"], one["--max-running-requests"]) == ("1", "8")
         assert int(one["--context-length"]) > 1024 + bench.decode.PRIVATE + 40
         assert "--disable-cuda-graph" not in one
     assert "--disable-cuda-graph" in flags("plugin", cpu=True)
 
 
-def test_rows_of_other_settings_are_measured_beside_those_that_are_there(
-    bench: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_rows_of_other_settings_are_measured_beside_those_that_are_there(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     args = bench.decode.parse(["--out", str(out), "--contexts", "1024", "--batches", "1", "8", "--tokens", "40"])
     origin = {**ORIGIN, "engine": "plugin"}
-    assert len(bench.decode.missing(args, origin)) == 4
     out.write_text(json.dumps(row("plugin", "shared", 3.0)) + "\n")
     left = [(one["batch"], one["path"]) for one in bench.decode.missing(args, origin)]
     assert left == [(1, "shared"), (1, "stock"), (8, "stock")]
@@ -169,14 +139,11 @@ def test_rows_of_other_settings_are_measured_beside_those_that_are_there(
     assert len(bench.decode.missing(args, {**origin, "engine": "flashinfer"})) == 2
 
 
-def test_tokens_that_come_at_once_share_the_time_since_those_before(
-    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_that_come_at_once_share_the_time_since_those_before(bench: Any, monkeypatch: Any) -> None:
     arrivals = [(2, 1.0), (3, 2.0), (6, 5.0), (6, 5.5), (8, 6.0)]
-    monkeypatch.setattr(bench.decode, "SKIPPED", 0)
-    assert bench.decode.counted_steps(arrivals) == [1.0, 1.0, 1.0, 1.0, 0.25, 0.25]
-    monkeypatch.setattr(bench.decode, "SKIPPED", 3)
-    assert bench.decode.counted_steps(arrivals) == [1.0, 1.0, 0.25, 0.25]
+    for skipped, wanted in ((0, [1.0, 1.0, 1.0, 1.0, 0.25, 0.25]), (3, [1.0, 1.0, 0.25, 0.25])):
+        monkeypatch.setattr(bench.decode, "SKIPPED", skipped)
+        assert bench.decode.counted_steps(arrivals) == wanted
 
 
 @pytest.mark.full
@@ -190,7 +157,7 @@ def test_with_sglang(tmp_path: Path) -> None:
     command += ["--config", '{"min_shared_tokens": 256}', "--logs", str(tmp_path / "logs")]
     status, output = run_job(command, tmp_path / "first.log")
     assert status == 0, (output + (tmp_path / "logs" / "plugin-0.log").read_text())[-4000:]
-    shared, stock = (json.loads(line) for line in out.read_text().splitlines())
+    shared, stock = rows_of(out)
     assert (shared["path"], stock["path"]) == ("shared", "stock")
     assert shared["shared_steps"] > 40
     assert (stock["shared_steps"], stock["sparse_steps"]) == (0, 0)

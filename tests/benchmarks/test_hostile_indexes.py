@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmarks.results import ROOT, rows_of
+
 METHODS = ["token_index", "ab_sparse", "csattention", "two_level", "union"]
 
 
@@ -24,7 +24,7 @@ def hostile(out: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert run.returncode in (0, 1), run.stderr[-2000:]
     print(run.stdout)
-    return run.returncode, [json.loads(line) for line in out.read_text().splitlines()]
+    return run.returncode, rows_of(out)
 
 
 @pytest.mark.parametrize("sample", ["12", pytest.param("", marks=pytest.mark.full)], ids=["some", "all"])

@@ -1,102 +1,77 @@
-"""The kernels' benchmark, small: rows, gates that can turn red, resuming, tuning and tables.
+"""The kernels' benchmark, small: rows, gates that can turn red, resuming, tuning and tables; the timer on a fake.
 
 What runs kernels does so in processes of its own: Triton's interpreter must be chosen before Triton is imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from prefix_kernels.grouped_attention import TunedConfigs
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, TunedConfigs
 from prefix_kernels.grouped_attention.tuned import TileKey
+from tests.benchmarks.results import BENCHMARKS, rows_of
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1"}
 NARROW = ["--contexts", "192", "--groups", "--plain-contexts"]
 
 
-def command(*arguments: str | Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str | Path, code: str | None = None, status: int = 0) -> subprocess.CompletedProcess[str]:
     what = [str(BENCHMARKS / "kernel_bench.py")] if code is None else ["-c", code]
-    return subprocess.run(
-        [sys.executable, *what, *map(str, arguments)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=BENCHMARKS,
-    )
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    words = [sys.executable, *what, *map(str, arguments)]
+    ran = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, cwd=BENCHMARKS)
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    return ran
 
 
 @pytest.fixture(scope="module")
-def bench():
+def bench(load):
     """The modules that run no kernel."""
-    sys.path.insert(0, str(BENCHMARKS))
-    names = ("kernel_bench", "kernel_tables", "kernel_timing")
-    try:
-        yield SimpleNamespace(**{name.removeprefix("kernel_"): importlib.import_module(name) for name in names})
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    names = ("bench", "tables", "timing", "problem", "tune")
+    found = load(*(f"kernel_{name}" for name in names))
+    return SimpleNamespace(**{name: getattr(found, f"kernel_{name}") for name in names})
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory) -> SimpleNamespace:
-    """One run of attention and one of selection."""
-    out = tmp_path_factory.mktemp("kernels") / "rows.jsonl"
-    for part in ("attention", "selection"):
-        ran = command(part, "--smoke", "--out", out)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-    return SimpleNamespace(out=out, rows=rows_of(out), printed=ran.stdout)
+# -- runs ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
-def test_every_case_gives_a_green_row_with_its_provenance(smoke):
-    attention = [row for row in smoke.rows if row["bench"] == "attention"]
-    found = {(row["case"], row["batch"], row["groups"]) for row in attention}
+def test_every_case_gives_a_green_row_with_its_provenance_once(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    for part in ("attention", "selection"):
+        command(part, "--smoke", "--out", out)
+    rows = rows_of(out)
+    found = {(row["case"], row["batch"], row.get("groups")) for row in rows}
     assert found >= {(case, batch, 1) for case in ("exact", "sparse", "suffix") for batch in (1, 3)}
     assert found >= {("exact", 4, 2), ("sparse", 4, 2), ("plain", 2, 2)}
-    selection = {(row["case"], row["batch"]) for row in smoke.rows if row["bench"] == "selection"}
+    selection = {(row["case"], row["batch"]) for row in rows if row["bench"] == "selection"}
     names = ("token_index", "token_index_sums16", "token_index_torch")
     assert selection == {(name, batch) for name in names for batch in (1, 3)}
-    for row in smoke.rows:
+    provenance = {"device", "driver", "torch", "triton", "flashinfer", "commit", "date", "config", "null_us"}
+    for row in rows:
         assert row["green"]
         assert 0 <= row["gate_share"] <= 1
         assert row["us_min"] <= row["us_p10"] <= row["us"] <= row["us_p90"]
         assert not row["meaningful"]
-        assert {
-            "device",
-            "driver",
-            "torch",
-            "triton",
-            "flashinfer",
-            "commit",
-            "date",
-            "config",
-            "null_us",
-        } <= row.keys()
-
-
-@pytest.mark.full
-def test_bytes_count_each_key_and_value_once(smoke):
-    row = next(r for r in smoke.rows if (r["case"], r["batch"], r["groups"]) == ("exact", 3, 1))
-    assert row["bytes"] == (192 + 3 * 21) * 2 * (32 + 32) * 4
+        assert provenance <= row.keys()
+    row = next(r for r in rows if (r["case"], r["batch"], r.get("groups")) == ("exact", 3, 1))
+    assert row["bytes"] == (192 + 3 * 21) * 2 * (32 + 32) * 4, "each key and value once"
     assert row["share"] == round(row["bytes"] / (row["us"] * 1e-6) / 4.3e12, 4)
-    plain = next(r for r in smoke.rows if r["case"] == "plain")
-    assert plain["bytes"] == 2 * 80 * 2 * (32 + 32) * 4
+    assert next(r for r in rows if r["case"] == "plain")["bytes"] == 2 * 80 * 2 * (32 + 32) * 4
+    assert command("selection", "--smoke", "--out", out).stdout == ""
+    assert rows_of(out) == rows, "rows that are there are not measured again"
+    assert "these times mean nothing" in command("--table", out).stdout
 
 
 @pytest.mark.full
@@ -104,24 +79,13 @@ def test_layers_of_one_graph_are_rows_of_their_own(bench, tmp_path):
     out = tmp_path / "rows.jsonl"
     few = [*NARROW, "--batches", "2", "--only", "exact", "--out", out]
     for layers in ("1", "3"):
-        assert command("attention", "--smoke", *few, "--layers", layers).returncode == 0
+        command("attention", "--smoke", *few, "--layers", layers)
     one, three = rows_of(out)
     assert (one["layers"], three["layers"]) == (1, 3)
-    assert one["green"]
-    assert three["green"]
-    assert three["bytes"] == one["bytes"]
-    table = bench.tables.tables(bench.tables.read([out]))
-    assert "3 layers a graph, times of one" in table
+    assert (one["green"], three["green"], three["bytes"]) == (True, True, one["bytes"])
+    assert "3 layers a graph, times of one" in bench.tables.tables(bench.tables.read([out]))
     times = bench.timing.Times(40.0, 30.0, 50.0, 20.0, 9)
     assert times.over(4) == bench.timing.Times(10.0, 7.5, 12.5, 5.0, 9)
-
-
-@pytest.mark.full
-def test_rows_that_are_there_are_not_measured_again(smoke):
-    ran = command("selection", "--smoke", "--out", smoke.out)
-    assert ran.returncode == 0
-    assert ran.stdout == ""
-    assert rows_of(smoke.out) == smoke.rows
 
 
 BREAK = """
@@ -183,14 +147,18 @@ sys.exit(kernel_bench.main([*arguments, "--smoke", "--out", out]))
 @pytest.mark.parametrize("how", ["last_key_lost", "unwritten", "heads_swapped", "lse_to_base_2", "raising"])
 def test_a_broken_kernel_is_red_and_has_no_time(how, tmp_path):
     out = tmp_path / "rows.jsonl"
-    ran = command(out, how, "attention", *NARROW, "--batches", "2", "--only", "exact", "sparse", code=BREAK)
-    assert ran.returncode == 1, ran.stdout + ran.stderr
+    narrow = ["attention", *NARROW, "--batches", "2", "--only", "exact", "sparse"]
+    ran = command(out, how, *narrow, code=BREAK, status=1)
     assert ran.stdout.count("FAILED") == 2
     assert "2 rows FAILED" in ran.stderr
     for row in rows_of(out):
         assert not row["green"]
         assert not {"us", "share", "bytes_per_s", "ratio"} & row.keys()
         assert ("error" in row) == (how == "raising")
+    if how == "unwritten":
+        command(*narrow, "--smoke", "--out", out)
+        assert [row["green"] for row in rows_of(out)] == [False, False, True, True], "a red row is measured again"
+        assert "FAILED" not in command("--table", out).stdout
 
 
 @pytest.mark.full
@@ -200,30 +168,17 @@ def test_a_broken_kernel_is_red_and_has_no_time(how, tmp_path):
 )
 def test_a_broken_selection_is_red(how, case, tmp_path):
     out = tmp_path / "rows.jsonl"
-    ran = command(out, how, "selection", "--batches", "1", "--only", case, code=BREAK)
-    assert ran.returncode == 1, ran.stdout + ran.stderr
+    command(out, how, "selection", "--batches", "1", "--only", case, code=BREAK, status=1)
     (row,) = rows_of(out)
     assert row["gate_share"] > 1
     assert "us" not in row
 
 
 @pytest.mark.full
-def test_a_red_row_is_measured_again(tmp_path):
-    out = tmp_path / "rows.jsonl"
-    narrow = ["attention", *NARROW, "--batches", "1", "--only", "exact"]
-    assert command(out, "unwritten", *narrow, code=BREAK).returncode == 1
-    ran = command(*narrow, "--smoke", "--out", out)
-    assert ran.returncode == 0, ran.stderr
-    assert [row["green"] for row in rows_of(out)] == [False, True]
-    assert "FAILED" not in command("--table", out).stdout
-
-
-@pytest.mark.full
-def test_tuning_writes_the_best_and_goes_on_where_it_stopped(bench, tmp_path):
+def test_tuning_writes_the_best_and_goes_on_where_it_stopped(tmp_path):
     out, tuned = tmp_path / "rows.jsonl", tmp_path / "tuned.json"
     arguments = ["attention", "--smoke", "--tune", tuned, "--out", out]
-    ran = command(*arguments)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    command(*arguments)
     rows = rows_of(out)
     assert {(row["case"], row["launch"]["block_n"]) for row in rows} == {
         (case, n) for case in ("exact", "sparse", "plain") for n in (16, 32)
@@ -238,65 +193,24 @@ def test_tuning_writes_the_best_and_goes_on_where_it_stopped(bench, tmp_path):
     assert config in [row["launch"] for row in rows]
     assert set(entry.us_by_case) == {"exact 192 x 1 + 21", "sparse 192 x 1 + 21", "plain 64 x 2"}
     before = tuned.read_text()
-    again = command(*arguments)
-    assert again.returncode == 0
-    assert rows_of(out) == rows
-    assert tuned.read_text() == before
-    arguments = ["attention", *NARROW, "--batches", "1", "--only", "exact", "--smoke", "--tuned", tuned]
-    ran = command(*arguments, "--out", out)
-    assert ran.returncode == 0, ran.stderr
+    command(*arguments)
+    assert (rows_of(out), tuned.read_text()) == (rows, before)
+    command("attention", *NARROW, "--batches", "1", "--only", "exact", "--smoke", "--tuned", tuned, "--out", out)
+    *_, last = rows_of(out)
     assert len(rows_of(out)) == len(rows) + 1
-    assert rows_of(out)[-1]["config"]["passes"][0] == config
-    assert rows_of(out)[-1]["tuned"] == "tuned.json"
-
-
-def made_row(case: str, us: float, context: int = 131072, batch: int = 1, groups: int = 1, **more) -> dict:
-    row = {"bench": "attention", "case": case, "context": context, "batch": batch, "groups": groups, "suffix": 64}
-    row |= {
-        "page": 16,
-        "keep": 0.05,
-        "shape": [32, 8, 128],
-        "dtype": "bfloat16",
-    }
-    row |= {"tuned": None, "green": True, "gate": {"out": 1e-3}, "gate_share": 0.1, "meaningful": True, "us": us}
-    row |= {"us_p10": us, "us_p90": us, "us_min": us, "repeats": 9, "bytes": 537_000_000, "device": "H200"}
-    row |= {"share": round(537e6 / us * 1e6 / 4.3e12, 4), "torch": "2.11", "triton": "3.6", "flashinfer": "0.6"}
-    return row | more
-
-
-def test_the_table_has_a_line_per_case_and_a_column_per_batch(bench, tmp_path):
-    rows = [made_row("flashinfer", 144.0), made_row("flashinfer", 450.0, batch=8)]
-    rows += [made_row("exact", 130.0, ratio={"flashinfer": 1.108}), made_row("exact", 300.0, batch=32, groups=8)]
-    rows += [made_row("plain", 104.0, 8192, 8, 8, suffix=0), made_row("flashinfer", 100.0, 8192, 8, 8, suffix=0)]
-    rows += [made_row("token_index", 30.0, bench="selection"), made_row("anchor/blocks", 50.0, bench="selection")]
-    red = made_row("sparse", 1.0, batch=8, green=False)
-    for name in ("us", "us_p10", "us_p90", "us_min", "share", "repeats"):
-        red.pop(name)
-    for row in rows:
-        if row["bench"] == "selection":
-            row.pop("suffix")
-    path = tmp_path / "rows.jsonl"
-    stale = made_row("exact", 999.0)
-    path.write_text("\n".join(json.dumps(row) for row in [stale, *rows, red]) + "\n")
-    text = bench.tables.tables(bench.tables.read([path]))
-    assert "999" not in text
-    assert "| case | tokens | batch 1 | batch 8 | 8 groups of 4 |" in text
-    assert "| flashinfer | 131072 | 144.0 (144.0-144.0; 86.7%) | 450.0 (450.0-450.0; 27.8%) | - |" in text
-    assert "| exact | 131072 | 130.0 (130.0-130.0; 96.1%; 1.11 x) | - | 300.0 (300.0-300.0; 41.6%) |" in text
-    assert "| K and V once, at 4.3 TB/s | 131072 | 124.9 | - | 124.9 |" in text
-    assert "| plain | 8192 | - | 104.0 (" in text
-    assert "| flashinfer, plain | 8192 | - | 100.0 (" in text
-    assert "**FAILED**: sparse, 131072 tokens, batch 8: gate {'out': 0.001}; no time." in text
-    assert "| token_index | 131072 | 30.0 (30.0-30.0) |" in text
-    assert "| anchor/blocks | 131072 | 50.0 (50.0-50.0) |" in text
+    assert (last["config"]["passes"][0], last["tuned"]) == (config, "tuned.json")
 
 
 @pytest.mark.full
-def test_smoke_rows_are_called_meaningless(smoke):
-    ran = command("--table", smoke.out)
-    assert ran.returncode == 0, ran.stderr
-    assert "these times mean nothing" in ran.stdout
-    assert "token_index_torch" in ran.stdout
+def test_what_cannot_be_measured_says_how_to_go_on(tmp_path):
+    said = command("attention", "--smoke", "--only", "exactly", "--out", tmp_path / "rows", status=1).stderr
+    assert "expected --only among flashinfer, flashinfer_cascade, exact" in said
+    if not torch.cuda.is_available():
+        said = command("attention", "--out", tmp_path / "rows", status=1).stderr
+        assert "expected a CUDA device, got none; run on a GPU, or try --smoke" in said
+
+
+# -- in this process -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -305,9 +219,7 @@ def test_smoke_rows_are_called_meaningless(smoke):
         ([], "expected attention, selection or --table"),
         (["selection", "--tune", "x.json"], "expected --tune with attention"),
         (["attention", "--groups", "8"], "expected GROUPSxREQUESTS such as 8x4, got '8'"),
-        (["attention", "--rivals", "none", "flashinfer"], "expected --rivals none alone"),
         (["attention", "--layers", "0"], "expected --layers of 1 or more, got 0"),
-        (["selection", "--layers", "2"], "expected --layers with attention, without --tune"),
     ],
 )
 def test_wrong_arguments_say_what_is_right(bench, arguments, message, capsys):
@@ -316,34 +228,129 @@ def test_wrong_arguments_say_what_is_right(bench, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.full
-def test_unknown_cases_are_named(tmp_path):
-    ran = command("attention", "--smoke", "--only", "exactly", "--out", tmp_path / "rows.jsonl")
-    assert ran.returncode == 1
-    assert "expected --only among flashinfer, flashinfer_cascade, exact" in ran.stderr
-    assert "got exactly" in ran.stderr
+def made_row(case: str, us: float, context: int = 131072, batch: int = 1, groups: int = 1, **more: Any) -> dict:
+    row = {"bench": "attention", "case": case, "context": context, "batch": batch, "groups": groups, "suffix": 64}
+    row |= {"page": 16, "keep": 0.05, "shape": [32, 8, 128], "dtype": "bfloat16"}
+    row |= {"tuned": None, "green": True, "gate": {"out": 1e-3}, "gate_share": 0.1, "meaningful": True, "us": us}
+    row |= {"us_p10": us, "us_p90": us, "us_min": us, "repeats": 9, "bytes": 537_000_000, "device": "H200"}
+    row |= {"share": round(537e6 / us * 1e6 / 4.3e12, 4), "torch": "2.11", "triton": "3.6", "flashinfer": "0.6"}
+    return row | more
 
 
-@pytest.mark.full
-@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="FlashInfer is here")
-def test_a_missing_rival_says_how_to_go_on(tmp_path):
-    ran = command("attention", "--smoke", *NARROW, "--rivals", "flashinfer", "--out", tmp_path / "rows.jsonl")
-    assert ran.returncode == 1
-    assert "measure without it: --rivals none" in ran.stderr
+def test_the_table_has_the_last_row_of_each_case_and_no_time_of_a_red_one(bench, tmp_path):
+    rows = [made_row("exact", 999.0), made_row("flashinfer", 144.0), made_row("flashinfer", 450.0, batch=8)]
+    rows += [made_row("exact", 130.0, ratio={"flashinfer": 1.108}), made_row("exact", 300.0, batch=32, groups=8)]
+    rows += [made_row("plain", 104.0, 8192, 8, 8, suffix=0), made_row("token_index", 30.0, bench="selection")]
+    red = made_row("sparse", 1.0, batch=8, green=False)
+    for name in ("us", "us_p10", "us_p90", "us_min", "share", "repeats"):
+        red.pop(name)
+    del rows[-1]["suffix"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in [*rows, red]) + "\n")
+    lines = bench.tables.tables(bench.tables.read([path])).splitlines()
+    for line in (
+        "| case | tokens | batch 1 | batch 8 | 8 groups of 4 |",
+        "| flashinfer | 131072 | 144.0 (144.0-144.0; 86.7%) | 450.0 (450.0-450.0; 27.8%) | - |",
+        "| exact | 131072 | 130.0 (130.0-130.0; 96.1%; 1.11 x) | - | 300.0 (300.0-300.0; 41.6%) |",
+        "| K and V once, at 4.3 TB/s | 131072 | 124.9 | - | 124.9 |",
+        "**FAILED**: sparse, 131072 tokens, batch 8: gate {'out': 0.001}; no time.",
+        "| token_index | 131072 | 30.0 (30.0-30.0) |",
+    ):
+        assert line in lines
 
 
-@pytest.mark.full
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_without_a_gpu_it_says_so(tmp_path):
-    ran = command("attention", "--out", tmp_path / "rows.jsonl")
-    assert ran.returncode == 1
-    assert "expected a CUDA device, got none; run on a GPU, or try --smoke" in ran.stderr
+def test_the_best_configuration_is_green_everywhere_and_least_on_average(bench, capsys):
+    shape = AttentionShape(4, 2, 64, 64, torch.bfloat16, torch.bfloat16)
+
+    def row(case: str, block_n: int, us: float, green: bool = True, block_m: int = 16, **more) -> dict:
+        launch = dataclasses.asdict(AttentionConfig(block_m, block_n, 4, 2, 1))
+        key = {"bench": "tune", "case": case, "context": 1, "batch": 1, "suffix": 0, "page": 16}
+        return {**key, "block_m": block_m, "launch": launch, "us": us, "green": green, **more}
+
+    rows = [row("exact", 32, 10.0), row("sparse", 32, 40.0), row("exact", 64, 12.0), row("sparse", 64, 20.0)]
+    rows += [row("exact", 128, 1.0), row("sparse", 128, 1.0, green=False)]
+    rows += [row("exact", 32, 1.0, block_m=32), row("sparse", 64, 1.0, block_m=32)]
+    rows += [row(case, 32, 0.1, page=64) for case in ("exact", "sparse")]
+    ((entry, count),) = bench.tune.best(rows, shape, {"bench": "tune", "page": 16})
+    assert entry.config == AttentionConfig(16, 64, 4, 2, 1)
+    assert entry.us_by_case == {"exact 1 x 1": 12.0, "sparse 1 x 1": 20.0}
+    assert entry.key == TileKey(16, 64, 64, "bfloat16", "bfloat16")
+    assert count == 2
+    assert "no configuration of 32 rows" in capsys.readouterr().err
 
 
-def test_every_argument_has_help(bench):
-    help_text = command("--help").stdout
-    assert "correctness first" in help_text
-    for part in ("--contexts", "--batches", "--groups", "--tune", "--tuned", "--table", "--smoke"):
-        assert part in help_text
-    parser = bench.bench.make_parser()
-    assert all(action.help for action in parser._actions)
+def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
+    """A lost beacon of 64 in 4,096 keys is far outside bf16's limit; rounding to bf16 is inside."""
+    shape = AttentionShape(4, 2, 32, 32, torch.bfloat16, torch.bfloat16)
+    sizes = bench.problem.Sizes(4096, 2, 1, 16, 16)
+    problem = bench.problem.make_problem(shape, sizes, 0.05, torch.device("cpu"))
+    assert problem.positions.shape[2] == math.ceil(round(0.05 * 4096) * math.sqrt(2))
+    wanted = problem.oracle("all")
+    assert problem.gate(wanted.out.bfloat16(), wanted.lse, "all").green
+    assert not problem.gate(wanted.out.bfloat16(), wanted.lse + 2e-3, "all").green
+    for lost in (problem.prefix_slots[:, 1:], problem.prefix_slots[:, :-1]):
+        lists = [torch.cat([lost, own[None]], dim=1) for own in problem.suffix_slots]
+        state = bench.problem.oracle(problem.q, problem.kv, lists, problem.sm_scale)
+        assert problem.gate(state.out, None, "all").error > 2
+    assert bool(torch.isnan(problem.kv.k_cache).any())
+    with pytest.raises(ValueError, match="expected a batch that is a multiple of the groups"):
+        bench.problem.Sizes(4096, 3, 2, 16, 16)
+
+
+class FakeEvent:
+    """Its time is its place in the journal."""
+
+    journal: list[str] = []  # noqa: RUF012
+
+    def __init__(self, *, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.place = len(self.journal)
+        self.journal.append("event")
+
+    def elapsed_time(self, other):
+        return (other.place - self.place) * 1e-3
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """torch.cuda as far as the timer uses it; replaying a graph runs what it captured."""
+
+    class FakeGraph:
+        def replay(self):
+            FakeEvent.journal.append("replay")
+
+    @contextlib.contextmanager
+    def graph(made):
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "Event": FakeEvent,
+        "CUDAGraph": FakeGraph,
+        "graph": graph,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda own: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    FakeEvent.journal.clear()
+
+
+def test_only_the_work_stands_between_the_events(bench, fake_cuda, monkeypatch):
+    monkeypatch.setattr(bench.timing, "_FLUSH_BYTES", 64)
+    timer = bench.timing.GpuTimer(torch.device("cpu"), repeats=(3, 3))
+    timer.flush = lambda: FakeEvent.journal.append("flush")
+
+    def work():
+        FakeEvent.journal.append("work")
+
+    replay = timer.prepare(work)
+    assert FakeEvent.journal == ["work"] * 3  # twice to warm up, once captured
+    FakeEvent.journal.clear()
+    times = timer.time(replay)
+    assert times.repeats == 3
+    assert times.us == 2  # one entry between the events
+    assert FakeEvent.journal[8:] == ["flush", "event", "replay", "event"] * 3

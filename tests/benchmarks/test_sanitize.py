@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import stat
@@ -14,14 +13,13 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmarks.results import ROOT
 
 
 @pytest.fixture
-def sanitize(monkeypatch: pytest.MonkeyPatch) -> Any:
+def sanitize(load: Any) -> Any:
     pytest.importorskip("triton")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("sanitize")
+    return load("sanitize").sanitize
 
 
 @pytest.fixture

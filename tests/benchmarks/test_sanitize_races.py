@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 
 from prefix_kernels.launching import Launch
+from tests.benchmarks.results import ROOT
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.test_triton_compiles import launches
 
-ROOT = Path(__file__).resolve().parents[2]
 KERNEL = "attend_items_hopper_kernel"
 SOURCE = ROOT / "kernels" / "prefix_kernels" / "grouped_attention" / "hopper_kernels.py"
 CASES = [
@@ -26,9 +25,8 @@ CASES = [
 
 
 @pytest.fixture
-def sanitize_races(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("sanitize_races")
+def sanitize_races(load: Any) -> Any:
+    return load("sanitize_races").sanitize_races
 
 
 def phases(races: Any, launch: Launch, ptx: str) -> dict[str, set[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -20,7 +19,6 @@ from sglang_ext.methods import make_selector
 from sglang_ext.methods.base import NO_PROFILE
 from tests.token_sources import word_lengths
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PREFIX, LAYERS = 768, 2
 CONFIG = PlantedConfig(
     prefix_len=PREFIX, gqa=2, num_rows=3, num_samples=256, num_topics=4, hits_per_topic=16, margin=64, rope_base=1e7
@@ -28,14 +26,8 @@ CONFIG = PlantedConfig(
 
 
 @pytest.fixture(scope="module")
-def bench():
-    """The benchmark's modules, imported as its scripts import each other."""
-    sys.path.insert(0, str(BENCHMARKS))
-    names = ("selection", "selection_data", "selection_methods")
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+def bench(load):
+    return load("selection", "selection_data", "selection_methods")
 
 
 def make_capture(folder: Path) -> Path:
@@ -77,7 +69,7 @@ def by_name(rows):
     return {row["method"]: row for row in rows}
 
 
-def test_every_method_has_a_row_with_all_figures(bench, measured):
+def test_every_method_has_a_row_with_all_figures_and_a_line_in_the_table(bench, measured, capsys):
     rows = by_name(measured.rows)
     names = [method.name for method in bench.selection_methods.make_methods(None, 0)]
     assert sorted(rows) == sorted(names)
@@ -92,6 +84,10 @@ def test_every_method_has_a_row_with_all_figures(bench, measured):
             assert set(point["layer0"]) == {"recall", "oracle_recall", "error"}
         assert row["stored_share"] == pytest.approx(row["stored_bytes_per_token"] / 256)
         assert {"device", "torch", "commit", "date", "spec", "build_seconds", "pooling"} <= row.keys()
+    assert bench.selection.main(["--table", str(measured.out), "--at", "0.05", "0.2"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("| quest | rival |") == 2
+    assert "Least time where 1/8 of the layers select: **" in text
 
 
 def test_nothing_beats_the_oracle_and_chance_keeps_its_ratio(measured):
@@ -158,25 +154,6 @@ def test_captures_are_made_for_what_is_missing_behind_the_document(bench, tmp_pa
     assert [entry[0] for entry in asked[3:]] == [names[0], "c"]
 
 
-def test_an_interrupt_says_how_to_go_on(bench, monkeypatch, capsys):
-    def interrupted(args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench.selection, "run", interrupted)
-    assert bench.selection.main(["--planted", "4096"]) == 130
-    assert "run the same command again" in capsys.readouterr().err
-    for wrong in ([], ["--make-captures", "--planted", "4096"]):
-        with pytest.raises(SystemExit):
-            bench.selection.main(wrong)
-
-
-def test_table(bench, measured, capsys):
-    assert bench.selection.main(["--table", str(measured.out), "--at", "0.05", "0.2"]) == 0
-    text = capsys.readouterr().out
-    assert text.count("| quest | rival |") == 2
-    assert "Least time where 1/8 of the layers select: **" in text
-
-
 def test_planted_rows_carry_their_generator_and_easy_data_are_refused(bench, tmp_path):
     out = tmp_path / "rows.jsonl"
     names = ["oracle", "tokens int4", "random", "streaming_llm"]
@@ -223,9 +200,8 @@ def test_all_tokens_in_one_call_select_what_each_token_alone_does(bench):
         tiled, tokens = methods.as_heads(arrays, made.queries)
         for budget, chosen in zip(budgets, method.select(tiled, tokens, 6, step), strict=True):
             chosen.check_integrity(PREFIX)
-            alone = joined_selections(
-                [make_selector(method.way).select(arrays, q[None], step.args(budget)) for q in made.queries]
-            )
+            select = make_selector(method.way).select
+            alone = joined_selections([select(arrays, q[None], step.args(budget)) for q in made.queries])
             # Blocks: the last one is cut at other tokens. Others: near ties by rounding.
             spare = getattr(method.way, "block_size", 2) - 1
             for mine, theirs in zip(chosen.positions.tolist(), alone.positions.tolist(), strict=True):
@@ -260,14 +236,11 @@ def test_capture_files_are_found_by_name_and_others_refused(bench, tmp_path):
 def test_decode_steps_are_measured_and_the_prompts_end_only_without_them(bench, tmp_path):
     path = make_capture(tmp_path)
     capture = load_capture(path)
-    layers, _ = bench.selection_data.capture_layers(capture, 8, path)
-    assert torch.equal(layers[1].q, capture.queries[1, -3:])
-    one_decoded = dataclasses.replace(capture, prompt_len=PREFIX + 2)
-    layers, _ = bench.selection_data.capture_layers(one_decoded, 8, path)
-    assert torch.equal(layers[0].q, capture.queries[0, -1:])
-    none_decoded = dataclasses.replace(capture, prompt_len=PREFIX + 9)
-    layers, _ = bench.selection_data.capture_layers(none_decoded, 2, path)
-    assert torch.equal(layers[0].q, capture.queries[0, -2:])
+    # Three steps were decoded; or the last one only; or none, and the prompt's last two tokens are asked for.
+    for prompt_len, tail, measured in ((PREFIX, 8, 3), (PREFIX + 2, 8, 1), (PREFIX + 9, 2, 2)):
+        one = dataclasses.replace(capture, prompt_len=prompt_len)
+        layers, _ = bench.selection_data.capture_layers(one, tail, path)
+        assert torch.equal(layers[1].q, capture.queries[1, -measured:])
     nothing = dataclasses.replace(capture, positions=torch.arange(capture.positions.numel()))
     with pytest.raises(ValueError, match="expected tokens behind the prefix"):
         bench.selection_data.capture_layers(nothing, 8, path)

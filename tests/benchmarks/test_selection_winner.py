@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import itertools
-import json
 import math
 import re
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,37 +13,27 @@ from sglang_ext.calibration.step_time import attention_us
 from sglang_ext.calibration.winner import TARGET_ERROR
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods import METHODS, method_specs, parse_spec
+from tests.benchmarks.results import RESULTS, cells, document, documented_table, rows_of
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = METHODS["token_index"].spec().to_dict()
 BLOCKS = {**METHODS["ab_sparse"].spec().to_dict(), "representation": "minmax"}
 UNION = METHODS["union"].spec().to_dict()
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[SimpleNamespace]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("selection", "selection_methods", "selection_tables")
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+def bench(load: Any) -> SimpleNamespace:
+    return load("selection", "selection_methods", "selection_tables")  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def committed(bench: SimpleNamespace) -> list[Any]:
-    found: list[Any] = bench.selection_tables.candidates(
-        bench.selection.read_rows(ROOT / "benchmarks" / "results" / "selection-h200.jsonl.xz")
-    )
-    return found
+def rows(bench: SimpleNamespace) -> list[dict[str, Any]]:
+    """The committed ones."""
+    return bench.selection.read_rows(RESULTS / "selection-h200.jsonl.xz")  # type: ignore[no-any-return]
 
 
-def documented_table(head: str) -> list[list[str]]:
-    """Cells of the rows of the table in docs/selection.md that begins so."""
-    lines = (ROOT / "docs" / "selection.md").read_text().splitlines()
-    begun = lines.index(next(line for line in lines if line.startswith(head)))
-    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[begun + 2 :])
-    return [[cell.strip() for cell in line.split("|")][1:-1] for line in rows]
+@pytest.fixture(scope="module")
+def committed(bench: SimpleNamespace, rows: Any) -> list[Any]:
+    return bench.selection_tables.candidates(rows)  # type: ignore[no-any-return]
 
 
 def row(method: str, spec: dict[str, Any], errors: tuple[float, float], **own: Any) -> dict[str, Any]:
@@ -71,13 +55,14 @@ def test_the_least_time_wins_and_every_other_says_why_not(bench: SimpleNamespace
         row("48 of 64", {**TOKENS, "num_channels": 48}, (0.6, 0.2)),
         row("far", TOKENS, (0.9, 0.8)),
         row("untimed", UNION, (0.1, 0.05)),
+        row("sampled", TOKENS, (0.4, 0.16), sum_every=16),  # not taken to be as fast as all
         row("large", TOKENS, (0.1, 0.05), stored_share=0.151),
         row("rival", {"anything": 1}, (0.1, 0.05), kind="rival"),
         row("tokens + reuse", TOKENS, (0.1, 0.05), layer_plan=["anchor"]),
         row("planted", TOKENS, (0.1, 0.05), source="planted"),
     ]
     found = winner.candidates(rows)
-    assert [one.method for one in found] == ["tokens", "blocks", "48 of 64", "far", "untimed"]
+    assert [one.method for one in found] == ["tokens", "blocks", "48 of 64", "far", "untimed", "sampled"]
     # The worst of two prompts has 0.64 and 0.16, another one at each ratio: half of the way to 0.32, on log axes.
     at = found[0].at(1.0)
     assert at.keep_ratio == pytest.approx(0.1)
@@ -90,7 +75,7 @@ def test_the_least_time_wins_and_every_other_says_why_not(bench: SimpleNamespace
     assert "Least time where 1/8 of the layers select: **tokens**." in text
     assert "Least time where all of the layers select: **blocks**." in text
     assert f"| far | 10.0% | - | {found[0].selection.most_us:.1f} | - | - | - |" in text
-    assert "Left out, as their selection was not timed (kept at that error): untimed (5.0%)." in text
+    assert "Left out, as their selection was not timed (kept at that error): untimed (5.0%)" in text
     assert "large" not in text
 
 
@@ -115,27 +100,22 @@ def test_the_documented_times_of_blocks_at_30_percent(bench: SimpleNamespace, co
     def bounds(share: float) -> list[float]:
         return [share * us + attention_us(0.3) for us in (blocks.least_us, blocks.most_us)]
 
-    text = (ROOT / "docs" / "selection.md").read_text()
     said = re.search(
         r"takes ([\d.]+) us where every layer selects \(the default ([\d.]+)\), and ([\d.]+) where 1/8 do \(([\d.]+)\)",
-        text,
+        document("selection"),
     )
     assert said is not None
     assert bounds(1.0) == [pytest.approx(float(said[1]), abs=0.051)] * 2
     assert bounds(1 / 8) == [pytest.approx(float(said[3]), abs=0.051)] * 2
     assert best.at(1.0).most_us == pytest.approx(float(said[2]), abs=0.051)
     assert best.at(1 / 8).most_us == pytest.approx(float(said[4]), abs=0.051)
-    # They win nowhere.
+    # Blocks win nowhere.
     assert all(bounds(share / 64)[0] > best.at(share / 64).most_us for share in range(1, 65))
 
 
 def test_the_documented_times_are_those_of_the_committed_rows(bench: SimpleNamespace, committed: list[Any]) -> None:
     """Each row of the table in docs/selection.md begins with the recipe, its cells are the printed ones."""
-    printed = {
-        cells[1]: cells[2:-1]
-        for line in bench.selection_tables.verdict(committed).splitlines()
-        if len(cells := [cell.strip() for cell in line.split("|")]) == 9
-    }
+    printed = {row[0]: row[1:] for row in cells(bench.selection_tables.verdict(committed)) if len(row) == 7}
     names = {
         "**default** (`token_index`, INT4, 75% of the channels)": "tokens int4 48ch",
         "`token_index`, INT4, all channels": "tokens int4",
@@ -144,10 +124,8 @@ def test_the_documented_times_are_those_of_the_committed_rows(bench: SimpleNames
         "`csattention` alone (alpha 0.02)": "csa a.02",
         "`csattention` alone (alpha 0.078)": "csa",
     }
-    documented = documented_table("| recipe | stored | kept | selection |")
-    assert {names[name]: cells for name, *cells in documented} == {
-        name: cells for name, cells in printed.items() if name in names.values()
-    }
+    documented = documented_table("selection", "| recipe | stored | kept | selection |")
+    assert {names[name]: row for name, *row in documented} == {name: printed[name] for name in names.values()}
 
 
 ANSWERED = [
@@ -161,24 +139,23 @@ ANSWERED = [
 """Recipes whose answers were compared with dense in all layers: method of the rows, keep ratio, file, settings."""
 
 
-def test_answers_agree_with_the_worst_prompts_error(bench: SimpleNamespace) -> None:
+def test_answers_agree_with_the_worst_prompts_error(rows: Any) -> None:
     """Recipes at the target or below it lost nothing that shows, others did; a mean would pass blocks at 20%."""
-    results = ROOT / "benchmarks" / "results"
-    rows = bench.selection.read_rows(results / "selection-h200.jsonl.xz")
     mean: dict[tuple[str, float], float] = {}
     for name, keep, file, config in ANSWERED:
         own = [row for row in rows if row["source"] == "captured" and row["method"] == name]
         errors = [row["points"][f"{keep:g}"]["error"] for row in own]
-        asked = map(json.loads, (results / file).read_text().splitlines())
-        cells = [row for row in asked if {**row["config"], **config, "keep_ratio": keep} == row["config"]]
-        worst = min(cells, key=lambda row: (row["difference"], row["low"]))
+        asked = [
+            row for row in rows_of(RESULTS / file) if {**row["config"], **config, "keep_ratio": keep} == row["config"]
+        ]
+        worst = min(asked, key=lambda row: (row["difference"], row["low"]))
         assert (round(max(errors), 3) <= TARGET_ERROR) == (worst["high"] > 0), (name, keep)
         mean[name, keep] = sum(errors) / len(errors)
     assert mean["ab minmax int4", 0.2] < mean["csa > tokens48 .25", 0.05], "why the mean does not do"
 
 
 def test_the_documented_errors_of_the_captures_on_a_cpu(bench: SimpleNamespace) -> None:
-    rows = bench.selection.read_rows(ROOT / "benchmarks" / "results" / "selection-cpu.jsonl.xz")
+    rows = bench.selection.read_rows(RESULTS / "selection-cpu.jsonl.xz")
 
     def worst(method: str, keep: str) -> float:
         own = [row["points"][keep]["error"] for row in rows if row["method"] == method]
@@ -189,25 +166,18 @@ def test_the_documented_errors_of_the_captures_on_a_cpu(bench: SimpleNamespace) 
     assert (worst("tokens int4 48ch", "0.05"), worst("csa > tokens48 .25", "0.05")) == (0.259, 0.297)
 
 
-def test_a_sample_is_not_taken_to_be_as_fast_as_all(bench: SimpleNamespace) -> None:
-    rows = [row("all", TOKENS, (0.4, 0.16)), row("sampled", TOKENS, (0.4, 0.16), sum_every=16)]
-    found = {one.method: one.selection for one in bench.selection_tables.candidates(rows)}
-    assert found["all"] is not None
-    assert found["sampled"] is None
-
-
 def test_the_documented_errors_of_a_samples_sums(bench: SimpleNamespace) -> None:
-    rows = bench.selection.read_rows(ROOT / "benchmarks" / "results" / "selection-sums-cpu.jsonl.xz")
+    rows = bench.selection.read_rows(RESULTS / "selection-sums-cpu.jsonl.xz")
     lengths: list[str] = []
-    table = documented_table("| data, tokens | sums |")
-    for data, sums, *cells in table:
+    table = documented_table("selection", "| data, tokens | sums |")
+    for data, sums, *shown in table:
         lengths = re.findall(r"[a-z]+|\d[\d,]*", data) or lengths
         source, tokens, prompts = lengths[0], int(lengths[1].replace(",", "")), int(lengths[2])
         step = 1 if sums == "all" else int(sums.removeprefix("1/"))
         of = [one for one in rows if (one["source"], one["num_tokens"], one["sum_step"]) == (source, tokens, step)]
         of = [one for one in of if one["method"] == of[0]["method"]]
         assert len(of) == prompts
-        for cell, keep in zip(cells, ("0.05", "0.1", "0.2"), strict=True):
+        for cell, keep in zip(shown, ("0.05", "0.1", "0.2"), strict=True):
             errors = [one["points"][keep]["error"] for one in of]
             assert cell == f"{sum(errors) / len(errors):.3f} ({max(errors):.3f})", (data, sums, keep)
     assert len(table) == 6

@@ -1,45 +1,45 @@
-"""`benchmarks/soak.py`: what counts as a wrong token."""
+"""`benchmarks/soak.py`: what counts as a wrong token; and the tables of soaks and replays in the documents."""
 
 from __future__ import annotations
 
-import importlib
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.benchmarks.results import RESULTS, ROOT, document
+
 TIE = 0.13
 
 
 @pytest.fixture
-def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("soak")
-
-
-@pytest.fixture
-def reference(soak: Any) -> Any:
-    """At its third token, 9 is nearly as good as 7, and 5 is not."""
-    return soak.Reference([1, 2], [5, 6, 7, 8], [{5: 0.0}, {6: 0.0}, {7: 0.0, 9: 0.125, 5: 0.5}, {8: 0.0}])
+def soak(load: Any) -> Any:
+    return load("soak").soak
 
 
 @pytest.mark.parametrize(
-    ("tokens", "wanted"),
+    ("tokens", "tie", "wanted"),
     [
-        ([5, 6, 7, 8], ("equal", 4, 0.0)),
-        ([5, 6], ("equal", 2, 0.0)),  # aborted, or asked for fewer
-        ([], ("equal", 0, 0.0)),
-        ([5, 6, 9, 0], ("tie", 2, 0.125)),  # nothing behind a difference is compared
-        ([5, 6, 5, 8], ("wrong", 2, 0.5)),
-        ([5, 6, 4, 8], ("wrong", 2, math.inf)),  # not among the tokens whose probability was asked for
-        ([0, 6, 7, 8], ("wrong", 0, math.inf)),
+        ([5, 6, 7, 8], TIE, ("equal", 4, 0.0)),
+        ([5, 6], TIE, ("equal", 2, 0.0)),  # aborted, or asked for fewer
+        ([], TIE, ("equal", 0, 0.0)),
+        ([5, 6, 9, 0], TIE, ("tie", 2, 0.125)),  # nothing behind a difference is compared
+        ([5, 6, 9, 0], 0.125, ("tie", 2, 0.125)),
+        ([5, 6, 9, 0], 0.12, ("wrong", 2, 0.125)),
+        ([5, 6, 5, 8], TIE, ("wrong", 2, 0.5)),
+        ([5, 6, 5, 8], math.inf, ("tie", 2, 0.5)),
+        ([5, 6, 4, 8], TIE, ("wrong", 2, math.inf)),  # not among the tokens whose probability was asked for
+        ([0, 6, 7, 8], TIE, ("wrong", 0, math.inf)),
     ],
-    ids=["equal", "shorter", "none", "tie", "wrong", "unknown token", "first token"],
 )
-def test_a_token_is_equal_or_as_good_or_wrong(soak: Any, reference: Any, tokens: list[int], wanted: Any) -> None:
-    assert soak.compare(reference, tokens, TIE) == wanted
+def test_a_token_is_equal_or_as_good_or_wrong(soak: Any, tokens: list[int], tie: float, wanted: Any) -> None:
+    """At the third token 9 is nearly as good as 7, and 5 is not."""
+    reference = soak.Reference([1, 2], [5, 6, 7, 8], [{5: 0.0}, {6: 0.0}, {7: 0.0, 9: 0.125, 5: 0.5}, {8: 0.0}])
+    assert soak.compare(reference, tokens, tie) == wanted
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,81 @@ def test_ranks_took_the_same_paths_and_all_of_them_say_so(soak: Any, histories: 
     assert soak.together(histories, size) == wanted
 
 
-def test_a_tie_is_as_wide_as_is_asked_for(soak: Any, reference: Any) -> None:
-    assert soak.compare(reference, [5, 6, 9], 0.125)[0] == "tie"
-    assert soak.compare(reference, [5, 6, 9], 0.12)[0] == "wrong"
-    assert soak.compare(reference, [5, 6, 5], math.inf)[0] == "tie"
+# -- tables ----------------------------------------------------------------------------------------------------
+
+
+def printed(*files: Path | str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/soak_tables.py", *map(str, files)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def written(folder: Path, name: str, row: dict[str, Any]) -> Path:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(row))
+    return path
+
+
+def test_aborted_answers_are_none_and_halves_that_did_not_run_have_no_row(tmp_path: Path) -> None:
+    found = {"control": {"equal": 8, "tie": 1, "wrong": 1, "aborted": 5}, "shared": {"equal": 200}}
+    row = {"good": True, "found": found, "commit": "abc", "seconds": 60.0, "control": 20.0}
+    lines = printed(written(tmp_path, "a", row)).stdout.splitlines()
+    assert lines[2:] == [
+        "| a | abc | dense control | 20 | 10 | 8 | 1 | 1 (10.00%) |  |  | yes |",
+        "| a | abc | shared steps | 60 | 200 | 200 | 0 | 0 (0.00%) |  | 125 | yes |",
+    ]
+    # Where the file says: how long a half ran, and its farthest answer.
+    row |= {"farthest": {"control": None, "shared": 0.0}, "ran": {"control": 18.2, "shared": 213.2}, "good": False}
+    cells = [line.split(" | ") for line in printed(written(tmp_path, "a", row)).stdout.splitlines()[2:]]
+    assert [(one[3], one[8], one[-1]) for one in cells] == [("18", "not told", "no |"), ("213", "0.000", "no |")]
+
+
+def test_replays_are_added_up(tmp_path: Path) -> None:
+    def judged(equal: int, wrong: int, nats: float) -> dict[str, Any]:
+        return {"equal": equal, "wrong": wrong, "tokens of sparse steps": 1000, "max_nats": nats}
+
+    one, two = (
+        written(tmp_path, name, {"good": True, "commit": name, "sparse": judged(9, 1, nats), "dense": judged(5, 0, 0)})
+        for name, nats in (("a", 0.2), ("b", 0.4))
+    )
+    assert len(printed(one).stdout.splitlines()) == 4
+    assert printed(one, two).stdout.splitlines()[-2:] == [
+        "| all 2 |  | sparse | 2,000 | 20 | 18 | 0 | 2 (10.00%) | 13 | 0.400 |  |",
+        "| all 2 |  | dense | 2,000 | 10 | 10 | 0 | 0 (0.00%) |  | 0.000 |  |",
+    ]
+
+
+@pytest.mark.parametrize("text", ["[]", "no JSON", '{"found": 3}'])
+def test_a_file_that_is_neither_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    done = printed(path)
+    assert done.returncode == 2
+    assert f"{path}: expected a row of soak.py or replay.py" in done.stderr
+
+
+def test_the_documentation_shows_what_the_files_hold() -> None:
+    shown = document("benchmarks")
+    table = printed(RESULTS / "soak-h200-fp16.json", RESULTS / "replay-h200-fp16.json").stdout
+    assert len(table.splitlines()) > 4
+    assert table in shown
+    soaks = [RESULTS / f"soak-h200-{one}.json" for one in ("exact", "tp2")]
+    replays = [one for one in RESULTS.glob("replay-h200*.json") if "fp16" not in one.stem]
+    for line in [*printed(*soaks).stdout.splitlines()[2:], *printed(*replays).stdout.splitlines()[-2:]]:
+        cells = line.split(" | ")
+        if cells[2] != "exact, beside sparse steps":
+            assert f" | {' | '.join(cells[4:8])} |\n" in shown
+
+
+def test_no_answer_is_wrong_in_fp16_over_eight_minutes_nor_of_retracted_requests() -> None:
+    row, replayed, retracted = (
+        json.loads((RESULTS / f"{name}.json").read_text())
+        for name in ("soak-h200-fp16", "replay-h200-fp16", "soak-cpu-retracted")
+    )
+    assert row["dtype"] == replayed["dtype"] == "float16"
+    assert row["good"] and replayed["good"] and retracted["good"]  # noqa: PT018
+    assert sum(row["ran"].values()) >= 480
+    assert not any(row["found"][half].get("wrong") for half in ("control", "shared", "beside"))
+    assert not any(replayed[kind].get("wrong") for kind in ("sparse", "dense"))
+    sparse, chosen = retracted["replay"]["sparse"], retracted["replay"]["selections"]["by the server's queries"]
+    assert (retracted["dtype"], sparse["tokens behind"], chosen["other"]) == ("float32", 0, 0)
+    assert sparse["retractions"] > 0

@@ -22,9 +22,9 @@ from sglang_ext.decode.costs import Line, StepCosts
 from sglang_ext.decode.planner import DecodePlanner
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
-from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import RequestTable
+from tests.serving.planning import planner
 
 
 class Runtime:
@@ -89,15 +89,9 @@ def test_other_captures_are_left_as_they_are(case: str) -> None:
 COSTS = StepCosts(Line(0.0, 1.0), Line(0.0, 1.0), num_dense=1, num_anchors=1, num_reuse=0)
 
 
-def _steps(max_requests: int, **changes: Any) -> DecodePlanner:
-    view = SimpleNamespace(
-        num_qo_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.float32, kv_dtype=torch.float32,
-        num_slots=1024, max_requests=max_requests, decode_graphs=True, device=torch.device("cpu"),
-        req_to_token=torch.zeros(max_requests, 256, dtype=torch.int32), kv=lambda layer: None,
-    )  # fmt: skip
+def _steps(**changes: Any) -> DecodePlanner:
     config = config_from_dict({"share_prefixes": True, **changes})
-    plan = LayerPlan.default(2, 2)
-    return DecodePlanner(config, view, RequestTable(), Counters(2), TokenIndexSpec(), plan)
+    return planner(config, RequestTable(), Counters(2), LayerPlan.default(2, 2), 4)
 
 
 def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
@@ -105,7 +99,7 @@ def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
     same, and neither is replayed.
     """
     pytest.importorskip("triton")
-    steps = _steps(max_requests=4)
+    steps = _steps()
     assert steps.uses_indexes
     assert steps.paths_of(2) == (StepPath.CASCADE, StepPath.SPARSE)
     assert steps.sparse is not None
@@ -120,7 +114,7 @@ def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
 
 def test_with_a_search_period_one_more_graph_attends_what_an_earlier_step_selected() -> None:
     pytest.importorskip("triton")
-    steps = _steps(max_requests=4, search_period=4)
+    steps = _steps(search_period=4)
     assert steps.sparse is not None
     assert steps.paths_of(2) == (StepPath.CASCADE, StepPath.SPARSE, StepPath.KEPT)
     kv = PagedKV(*(torch.zeros(1024, 2, 64) for _ in "kv"))
@@ -139,7 +133,7 @@ def test_captured_sizes_are_tuned_once_for_all_paths(monkeypatch: pytest.MonkeyP
     calls: list[tuple[TunedConfigs, Any, list[int]]] = []
     monkeypatch.setattr(attention, "_known", lambda device: known)
     monkeypatch.setattr(tuning, "tune_at_start", lambda configs, shape, rows, *_: calls.append((configs, shape, rows)))
-    steps = _steps(max_requests=4)
+    steps = _steps()
     steps.tune([1, 2, 4, 200])
     steps.tune([2])
     (call,) = calls
@@ -154,9 +148,9 @@ def test_nothing_is_tuned_on_a_cpu_or_after_a_refusal(monkeypatch: pytest.Monkey
     pytest.importorskip("triton")
     calls: list[object] = []
     monkeypatch.setattr(tuning, "tune_at_start", lambda *given: calls.append(given))
-    _steps(max_requests=4).tune([1, 2])
+    _steps().tune([1, 2])
     monkeypatch.setattr(attention, "_known", lambda device: TunedConfigs("cpu"))
-    refused = _steps(max_requests=4)
+    refused = _steps()
     refused.refuse("a layer has a logit cap")
     refused.tune([1, 2])
     assert calls == []

@@ -137,11 +137,8 @@ def test_the_prefix_ends_where_requests_begin_to_differ(told: Any) -> None:
     assert told["tools in system"]["text"].rstrip().endswith("user<|end_header_id|>")
     # "the" is one token, and "them" begins with it; what follows may also be its last letter's.
     assert told["user's own"]["text"].endswith("A note on the")
-
-
-def test_a_request_with_other_tools_does_not_begin_so(told: Any) -> None:
     ids = told["tools"]["ids"]
-    assert told["of another tool"]["ids"][: len(ids)] != ids
+    assert told["of another tool"]["ids"][: len(ids)] != ids, "a request with other tools"
 
 
 def test_a_template_that_renders_the_date_is_a_warning(told: Any) -> None:
@@ -163,12 +160,8 @@ def test_what_sglang_refuses_is_a_value_error(told: Any, name: str, words: str) 
     assert words in told[name]["error"]
 
 
-def test_a_text_is_tokenized_as_requests_with_text_are(told: Any) -> None:
-    assert told["text"]["ids"] == told["of text"]["ids"]
-    assert told["text"]["warnings"] == ()
-
-
-def test_calibration_measures_the_request_behind_the_same_tokens(told: Any) -> None:
+def test_a_text_is_tokenized_as_requests_with_text_are_and_calibration_measures_the_request(told: Any) -> None:
+    assert (told["text"]["ids"], told["text"]["warnings"]) == (told["of text"]["ids"], ())
     assert told["calibration"] == {"ids": told["of tools"]["ids"], "prefix_len": len(told["tools"]["ids"])}
 
 

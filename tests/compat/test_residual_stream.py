@@ -46,19 +46,6 @@ class Decoder(torch.nn.Module):
             hidden, residual = layer(torch.arange(len(x)), hidden, residual=residual)
 
 
-def test_x_and_y_are_the_stream_before_and_behind_attention() -> None:
-    seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    decoder = Decoder()
-    observe_residual_stream(decoder, lambda layer, x, y: seen.append((layer, x, y)))
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    expected = [(0, x.clone(), x + x), (1, 2 * x, 4 * x)]
-    decoder(x.clone())
-    assert [layer for layer, *_ in seen] == [0, 1]
-    for (_, x_seen, y_seen), (_, x_expected, y_expected) in zip(seen, expected, strict=True):
-        torch.testing.assert_close(x_seen, x_expected)
-        torch.testing.assert_close(y_seen, y_expected)
-
-
 class BoundaryAttention(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor, forward_batch: SimpleNamespace) -> torch.Tensor:
         return hidden_states * 0.5
@@ -79,16 +66,20 @@ class BoundaryLayer(torch.nn.Module):
         return self.self_attn(hidden_states=stream.residual * 2, forward_batch=forward_batch)
 
 
-def test_the_stream_that_a_boundary_keeps_in_the_batch_is_seen() -> None:
+@pytest.mark.parametrize("boundary", [False, True], ids=["fused norms", "kept in the batch"])
+def test_x_and_y_are_the_stream_before_and_behind_attention(boundary: bool) -> None:
     seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     decoder = Decoder()
-    decoder.model.layers = torch.nn.ModuleList([BoundaryLayer(), BoundaryLayer()])
+    if boundary:
+        decoder.model.layers = torch.nn.ModuleList([BoundaryLayer(), BoundaryLayer()])
     observe_residual_stream(decoder, lambda layer, x, y: seen.append((layer, x, y)))
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    batch = SimpleNamespace(residual_stream=SimpleNamespace(residual=None))
-    hidden = x.clone()
-    for layer in decoder.model.layers:
-        hidden = layer(hidden, batch)
+    if boundary:
+        hidden, batch = x.clone(), SimpleNamespace(residual_stream=SimpleNamespace(residual=None))
+        for layer in decoder.model.layers:
+            hidden = layer(hidden, batch)
+    else:
+        decoder(x.clone())
     assert [layer for layer, *_ in seen] == [0, 1]
     for (_, x_seen, y_seen), (x_expected, y_expected) in zip(seen, [(x, 2 * x), (2 * x, 4 * x)], strict=True):
         torch.testing.assert_close(x_seen, x_expected)

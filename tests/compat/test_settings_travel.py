@@ -75,16 +75,9 @@ def test_settings_survive_pickling_as_they_go_to_the_scheduler(records: Any, how
     assert records[how] == [top_k, records["store"]]
 
 
-@pytest.mark.parametrize("how", ["off by function", "no flag"])
-def test_a_record_without_the_flag_has_no_settings(records: Any, how: str) -> None:
-    assert records[how] is None
-
-
-def test_the_users_attention_backend_stays_the_users(records: Any) -> None:
-    assert records["user's choice kept"] == "torch_native"
-
-
-def test_a_bad_configuration_raises_for_people_who_write_python(records: Any) -> None:
+def test_other_records_have_none_and_a_bad_configuration_raises(records: Any) -> None:
+    assert records["off by function"] is records["no flag"] is None
+    assert records["user's choice kept"] == "torch_native", "the attention backend stays the user's"
     assert "nope" in records["bad config"]
     assert "/nowhere" in records["bad store"]
 

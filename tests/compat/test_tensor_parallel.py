@@ -40,12 +40,12 @@ def test_what_does_not_go_with_it_is_named(fields: dict[str, Any], config: Any, 
 
 
 def test_a_clock_of_each_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "-1")
-    assert tensor_parallel.refusal(SimpleNamespace(tp_size=2), config_from_dict({})) is None
-    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "30")
-    message = tensor_parallel.refusal(SimpleNamespace(tp_size=2), config_from_dict({}))
-    assert "SGLANG_REQ_RUNNING_TIMEOUT unset" in str(message)
-    assert tensor_parallel.refusal(SimpleNamespace(tp_size=1), config_from_dict({})) is None
+    said = []
+    for seconds, size in (("-1", 2), ("30", 2), ("30", 1)):
+        monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", seconds)
+        said.append(tensor_parallel.refusal(SimpleNamespace(tp_size=size), config_from_dict({})))
+    assert "SGLANG_REQ_RUNNING_TIMEOUT unset" in str(said[1])
+    assert said[0] is said[2] is None
 
 
 @pytest.mark.skipif(versions.installed() != "0.5.16", reason="a later release may have fewer fields")

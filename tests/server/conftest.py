@@ -11,7 +11,7 @@ import pytest
 
 from sglang_ext.quality.tasks import make_document
 from tests.server.faults import Faults
-from tests.server.harness import EXACT_CONFIG, MODEL, PRODUCTION, SGLANG, SPARSE_CONFIG, Pool, Server, Texts, flags_of
+from tests.server.harness import PRODUCTION, Pool, Server, Texts
 from tests.server.jobs import Prebuilt, run_prebuild
 
 
@@ -98,32 +98,6 @@ def store(built: Prebuilt) -> Path:
 def own_store(built: Prebuilt, tmp_path: Path) -> Path:
     """A copy of the main store."""
     return Path(shutil.copytree(built.store, tmp_path / "store"))
-
-
-@pytest.fixture(scope="session")
-def sglang_version() -> str:
-    return SGLANG
-
-
-@pytest.fixture(scope="session")
-def model_path() -> str:
-    return str(MODEL)
-
-
-@pytest.fixture(scope="session")
-def exact_config() -> dict[str, Any]:
-    return dict(EXACT_CONFIG)
-
-
-@pytest.fixture(scope="session")
-def sparse_config() -> dict[str, Any]:
-    return dict(SPARSE_CONFIG)
-
-
-@pytest.fixture(scope="session")
-def cpu_flags() -> Callable[..., list[str]]:
-    """(store, config, changes) -> flags of launch_server."""
-    return flags_of
 
 
 #: Servers whose tests run in one process, one after another, as they read one store; others have one of their own.

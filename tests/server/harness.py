@@ -21,9 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.quality.evaluate import post, server_state
+from sglang_ext.quality.evaluate import Paired, Reply, ask_many, paired, post, server_state
 from sglang_ext.quality.ports import free_port, free_ports
-from sglang_ext.quality.tasks import Document
+from sglang_ext.quality.tasks import Document, Question
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "needle"
@@ -42,11 +42,7 @@ SPARSE_CONFIG: dict[str, Any] = {
     "prefetch_policy": "wait_complete",
 }
 #: All positions selected: the sparse path computes what dense attention does.
-EXACT_CONFIG: dict[str, Any] = {
-    **SPARSE_CONFIG,
-    "method": "ab_sparse",
-    "keep_ratio": 1.0,
-}
+EXACT_CONFIG: dict[str, Any] = {**SPARSE_CONFIG, "method": "ab_sparse", "keep_ratio": 1.0}
 #: As people serve, with an overlap schedule: indexes, groups without one, long own tokens selected from. Up to 2,560
 #: tokens all positions are selected, so answers behind the small documents equal dense; of `large` half of them are.
 PRODUCTION: dict[str, Any] = {
@@ -58,21 +54,9 @@ PRODUCTION: dict[str, Any] = {
 }
 
 CPU_FLAGS = [
-    "--device",
-    "cpu",
-    "--dtype",
-    "float32",
-    "--attention-backend",
-    "torch_native",
-    "--sampling-backend",
-    "pytorch",
-    "--grammar-backend",
-    "none",
-    "--disable-cuda-graph",
-    "--max-running-requests",
-    "8",
-    "--context-length",
-    "12288",
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-cuda-graph"),
+    *("--max-running-requests", "8", "--context-length", "12288"),
 ]
 DEFAULTS = {
     "--page-size": "16",
@@ -251,6 +235,71 @@ class Server:
                 break
         assert all(one == saying[-1] for one in saying), saying
         return answers, delta
+
+    def during(self, call: Callable[[], Any]) -> tuple[Any, Delta]:
+        """What a call gives, and what the counters did meanwhile."""
+        delta = self.delta()
+        found = call()
+        return found, self.done(delta)
+
+    def compared(self, prompts: Sequence[str], num_tokens: int, **fields: Any) -> tuple[list[Answer], Delta]:
+        """Prompts one by one, `fields` with them: their answers are those of dense decode. With the counters."""
+        dense = [self.generate(prompt, num_tokens, sparse=False).ids for prompt in prompts]
+        answers, delta = self.during(lambda: [self.generate(prompt, num_tokens, **fields) for prompt in prompts])
+        assert [answer.ids for answer in answers] == dense
+        return answers, delta
+
+    def compared_together(
+        self, jobs: Sequence[str | tuple[str, int]], num_tokens: int, met: Callable[[Delta], bool] = lambda _: True,
+        said: Callable[[Sequence[Answer]], Any] = lambda answers: [answer.ids for answer in answers], times: int = 1,
+        cold: bool = False,
+    ) -> tuple[list[Answer], Delta]:  # fmt: skip
+        """Prompts, or (prompt, its number of tokens), at the same time until they met: answers are those of dense
+        decode, asked alone. With the counters of the last attempt. `cold`: the first attempt finds no prefix cached.
+        """
+        asked = [job if isinstance(job, tuple) else (job, num_tokens) for job in jobs]
+        alone = [self.generate(prompt, count, sparse=False) for prompt, count in asked]
+        if cold:
+            self.flush()
+        calls = [lambda p=prompt, n=count: self.generate(p, n) for prompt, count in asked * times]
+        batch, delta = self.together_until(calls, met, said)
+        assert said(batch) == said(alone * times)
+        return batch, delta
+
+    def asked_twice(self, asked: Sequence[tuple[str, Question]]) -> tuple[Paired, Delta, list[Reply]]:
+        """Questions behind texts, all dense and all sparse: what was right, the counters and answers of the second."""
+        prompts = [f"{text} {question.text}" for text, question in asked]
+        longest = max(question.max_new_tokens for _, question in asked)
+        for text in dict(asked):
+            self.generate(text, 1, sparse=False)
+        dense, sparse = (
+            lambda: ask_many(self.url, prompts, sparse=False, concurrency=4, max_new_tokens=longest),
+            lambda: ask_many(self.url, prompts, sparse=True, concurrency=4, max_new_tokens=longest),
+        )
+        before, (after, delta) = dense(), self.during(sparse)
+        right = [
+            [question.score(reply.text) for (_, question), reply in zip(asked, replies, strict=True)]
+            for replies in (before, after)
+        ]
+        result = paired(*right)
+        print("PAIRED", json.dumps(vars(result)))
+        return result, delta, after
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON of the answer; None where none comes back."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+            text = response.read()
+        return json.loads(text) if text.strip().startswith((b"{", b"[")) else None
+
+    def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 120.0) -> None:
+        """Until the state is so."""
+        deadline = time.monotonic() + seconds
+        while not condition(self.state()):
+            assert time.monotonic() < deadline, f"nothing of it within {seconds:.0f} s"
+            time.sleep(0.05)
 
     def rows(self, steps: int, requests: int = 1) -> range:
         """Rows that may be counted for so many decode steps of so many requests: the overlap schedule runs one step

@@ -31,35 +31,36 @@ class Prebuilt:
         return next(line for line in self.report if line["id"] == name)
 
 
+def begin(command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """A job in a process group of its own."""
+    count_boot("job")
+    with log.open("w") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
+            env={**os.environ, **THREADS, **(env or {})},
+        )  # fmt: skip
+
+
 def run_job(
     command: Sequence[str], log: Path, timeout: float = JOB_SECONDS, env: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """A job in a process group of its own, which does not outlive it: (status, output). One that takes too long may end
+    """A job, whose process group does not outlive it: (status, output). One that takes too long may end
     by itself first, and what it started in other groups with it.
 
     Args:
         env: variables beside those of this process.
     """
-    count_boot("job")
-    with log.open("w") as out:
-        job = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=ROOT,
-            env={**os.environ, **THREADS, **(env or {})},
-        )
-        try:
-            status = job.wait(timeout)
-        except subprocess.TimeoutExpired:
-            job.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                job.wait(30)
-            raise
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
+    job = begin(command, log, env)
+    try:
+        status = job.wait(timeout)
+    except subprocess.TimeoutExpired:
+        job.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(30)
+        raise
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
     return status, log.read_text(errors="replace")
 
 

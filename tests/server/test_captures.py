@@ -12,7 +12,7 @@ import torch
 from sglang_ext.calibration.prompt_capture import PromptCapture, attention_importance, load_capture
 from sglang_ext.quality.tasks import make_document
 from tests.server.capture_job import DECODE_STEPS
-from tests.server.harness import MODEL, rendezvous
+from tests.server.harness import MODEL, flags_of, rendezvous
 from tests.server.jobs import run_job
 
 pytestmark = pytest.mark.full
@@ -60,7 +60,7 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory: Any, cpu_flags: Any, serve: Any) -> tuple[PromptCapture, list[int], int, str]:
+def captured(tmp_path_factory: Any, serve: Any) -> tuple[PromptCapture, list[int], int, str]:
     from transformers import AutoTokenizer
 
     serve.close()
@@ -70,7 +70,7 @@ def captured(tmp_path_factory: Any, cpu_flags: Any, serve: Any) -> tuple[PromptC
     ids = tokenizer.encode(f"{document.text} {document.questions[0].text}", add_special_tokens=False)
     path = tmp_path_factory.mktemp("capture") / "first.safetensors"
     request = json.dumps({"input_ids": ids, "prefix_len": len(prefix)})
-    flags = [*rendezvous(), *cpu_flags(None, None, {"--chunked-prefill-size": "384"})]
+    flags = [*rendezvous(), *flags_of(None, None, {"--chunked-prefill-size": "384"})]
     command = [sys.executable, "-m", "tests.server.capture_job", request, str(path), "--", *flags]
     status, output = run_job(command, path.with_suffix(".log"))
     assert status == 0, output[-4000:]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.llama_model import HOTELS, SYSTEM, TRAINS, WEATHER, llama_model
-from tests.server.harness import ROOT
+from tests.server.harness import EXACT_CONFIG, ROOT
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.full
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chatted(model: Path, prebuild: Any, serve: Any, exact_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def chatted(model: Path, prebuild: Any, serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(the job, a server on its store, a client)."""
     serve.close()
     prompts = [
@@ -38,7 +38,7 @@ def chatted(model: Path, prebuild: Any, serve: Any, exact_config: Any, tmp_path_
         {"id": "rendered", "text": RENDERED},
     ]
     job = prebuild(tmp_path_factory.mktemp("chat"), prompts, model=model)
-    server = serve(job.store, exact_config, model_path=str(model))
+    server = serve(job.store, EXACT_CONFIG, model_path=str(model))
     return job, server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300, max_retries=0)
 
 
@@ -65,9 +65,7 @@ def test_the_prompts_are_built_and_what_may_not_be_found_is_said(chatted: Any) -
 
 def test_a_chat_request_of_the_openai_client_finds_the_index(chatted: Any) -> None:
     job, server, client = chatted
-    delta = server.delta()
-    reply = ask(client, TOOLS)
-    server.done(delta)
+    reply, delta = server.during(lambda: ask(client, TOOLS))
     assert reply.usage.prompt_tokens > job.line("travel")["num_tokens"] > 1024
     assert delta.sparse_rows in server.rows(5)
     assert delta.fallbacks == {}
@@ -76,9 +74,7 @@ def test_a_chat_request_of_the_openai_client_finds_the_index(chatted: Any) -> No
 @pytest.mark.parametrize("tools", [[WEATHER, HOTELS], [WEATHER], None], ids=["another", "one", "none"])
 def test_a_request_with_other_tools_does_not_find_it(chatted: Any, tools: Any) -> None:
     _, server, client = chatted
-    delta = server.delta()
-    ask(client, openai.NOT_GIVEN if tools is None else tools)
-    server.done(delta)
+    _, delta = server.during(lambda: ask(client, openai.NOT_GIVEN if tools is None else tools))
     assert delta.sparse_rows == 0
     assert set(delta.fallbacks) == {"no_index"}
 

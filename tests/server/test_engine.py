@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.quality.ports import free_port
+from tests.server.harness import EXACT_CONFIG, MODEL
 from tests.server.jobs import run_job
 
 pytestmark = pytest.mark.full
@@ -36,25 +37,14 @@ if __name__ == "__main__":
 
 
 def test_an_engine_made_by_server_args_decodes_sparsely_and_equals_dense(
-    serve: Any, store: Path, exact_config: Any, texts: Any, model_path: str, tmp_path: Path
+    serve: Any, store: Path, texts: Any, tmp_path: Path
 ) -> None:
     serve.close()
-    kwargs = {
-        "model_path": model_path,
-        "device": "cpu",
-        "dtype": "float32",
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "disable_overlap_schedule": True,
-        "disable_cuda_graph": True,
-        "max_total_tokens": 8192,
-        "max_running_requests": 4,
-        "context_length": 4096,
-        "page_size": 16,
-        "nccl_port": free_port(),
-    }
-    given = {"config": exact_config, "store": str(store), "kwargs": kwargs, "prompt": texts.ask(texts.first, 0)}
+    kwargs: dict[str, Any] = {"model_path": str(MODEL), "device": "cpu", "dtype": "float32", "page_size": 16}
+    kwargs |= {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
+    kwargs |= {"disable_overlap_schedule": True, "disable_cuda_graph": True, "nccl_port": free_port()}
+    kwargs |= {"max_total_tokens": 8192, "max_running_requests": 4, "context_length": 4096}
+    given = {"config": EXACT_CONFIG, "store": str(store), "kwargs": kwargs, "prompt": texts.ask(texts.first, 0)}
     script = tmp_path / "engine.py"
     script.write_text(_ENGINE)
     command = [sys.executable, str(script), json.dumps(given)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from sglang_ext.quality.vocabulary import encode
-from tests.server.harness import REQUEST_SECONDS
+from tests.server.harness import EXACT_CONFIG, REQUEST_SECONDS, SGLANG
 
 LAYERS = 6
 STEPS = 12
@@ -25,18 +24,13 @@ def server(request: pytest.FixtureRequest) -> Any:
     """The server as people run it; at night also one without the overlap schedule, whose counts are exact."""
     if request.param == "overlap":
         return request.getfixturevalue("production")
-    serve, store, config = (request.getfixturevalue(name) for name in ("serve", "store", "exact_config"))
-    return serve(store, config)
+    return request.getfixturevalue("serve")(request.getfixturevalue("store"), EXACT_CONFIG)
 
 
 def test_greedy_output_with_all_positions_selected_equals_dense(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.first, 0), texts.ask(texts.first, 1), texts.ask(texts.second, 0), texts.long]
-    dense = [server.generate(prompt, STEPS, sparse=False) for prompt in prompts]
-    delta = server.delta()
-    sparse = [server.generate(prompt, STEPS) for prompt in prompts]
-    server.done(delta)
-    assert [a.ids for a in sparse] == [a.ids for a in dense]
-    steps = sum(a.decode_steps for a in sparse)
+    answers, delta = server.compared(prompts, STEPS)
+    steps = sum(a.decode_steps for a in answers)
     assert steps == len(prompts) * (STEPS - 1)
     assert delta.sparse_rows in server.rows(steps, len(prompts))
     assert (delta.dense_rows, delta.hits) == (0, len(prompts))
@@ -59,9 +53,7 @@ def test_logprobs_with_all_positions_selected_equal_dense(server: Any, texts: An
 
 
 def test_a_request_that_opts_out_decodes_dense_and_is_counted_by_request(server: Any, texts: Any) -> None:
-    delta = server.delta()
-    answer = server.generate(texts.ask(texts.first, 3), STEPS, sparse=False)
-    server.done(delta)
+    answer, delta = server.during(lambda: server.generate(texts.ask(texts.first, 3), STEPS, sparse=False))
     assert (delta.sparse_rows, delta.hits) == (0, 0)
     assert delta.dense_rows in server.rows(answer.decode_steps)
     assert delta.fallbacks == {"by_request": 1}
@@ -74,11 +66,16 @@ def test_a_short_prompt_is_counted_short_prefix(server: Any, texts: Any) -> None
     assert server.done(delta).fallbacks == {"short_prefix": 1}
 
 
-def test_several_answers_to_one_prompt_are_so_many_hits(server: Any, texts: Any) -> None:
-    delta = server.delta()
-    sampling = {"temperature": 0, "max_new_tokens": 4, "n": 4}
-    replies = _post(server, "/generate", {"text": texts.ask(texts.first, 3), "sampling_params": sampling})
-    assert len(replies) == server.done(delta).hits == 4
+def test_several_answers_to_one_prompt_are_so_many_hits_and_share_its_index(server: Any, texts: Any) -> None:
+    prompt, sampling = (
+        texts.ask(texts.first, 8),
+        {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True, "n": 4},
+    )
+    dense = server.generate(prompt, STEPS, sparse=False)
+    replies, delta = server.during(lambda: server.post("/generate", {"text": prompt, "sampling_params": sampling}))
+    assert [tuple(reply["output_ids"]) for reply in replies] == [dense.ids] * 4
+    assert (delta.hits, delta.dense_rows) == (4, 0)
+    assert delta.sparse_rows >= 4 * (STEPS - 1)
 
 
 def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_asking_alone(
@@ -86,11 +83,7 @@ def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_aski
 ) -> None:
     prompts = [texts.ask(doc, n) for n in range(2) for doc in (texts.first, texts.unindexed, texts.second)]
     prompts.append(texts.first.questions[1].text)
-    alone = [server.generate(prompt, 16, sparse=False) for prompt in prompts]
-    batch, delta = server.together_until(
-        [lambda p=p: server.generate(p, 16) for p in prompts], lambda found: found.sparse_steps < found.sparse_rows
-    )
-    assert [a.ids for a in batch] == [a.ids for a in alone]
+    _, delta = server.compared_together(prompts, 16, lambda found: found.sparse_steps < found.sparse_rows)
     assert delta.sparse_rows in server.rows(4 * 15, 4)
     assert delta.dense_rows in server.rows(3 * 15, 3)
     assert delta.fallbacks == {"no_index": 2}
@@ -98,28 +91,21 @@ def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_aski
 
 
 def test_requests_behind_one_cached_prefix_are_grouped(server: Any, texts: Any) -> None:
-    prompts = [texts.ask(texts.first, n) for n in range(4)]
-    alone = [server.generate(prompt, 24, sparse=False) for prompt in prompts]
-    batch, delta = server.together_until(
-        [lambda p=p: server.generate(p, 24) for p in prompts],
+    _, delta = server.compared_together(
+        [texts.ask(texts.first, n) for n in range(4)],
+        24,
         lambda found: (
             found.after["largest_group"] >= 3 and found.per_layer("selections_per_layer")[0] < found.sparse_rows
         ),
     )
-    assert [a.ids for a in batch] == [a.ids for a in alone]
     assert delta.after["largest_group"] >= 3, "in ten attempts"
     assert delta.per_layer("selections_per_layer")[0] < delta.sparse_rows, "a group selects once for all its rows"
 
 
 def test_a_private_suffix_longer_than_a_page_is_attended(server: Any, texts: Any) -> None:
     suffix = " ".join(texts.unindexed.text.split()[:205])
-    prompt = f"{texts.first.text} {suffix} {texts.first.questions[4].text}"
-    dense = server.generate(prompt, STEPS, sparse=False)
-    delta = server.delta()
-    sparse = server.generate(prompt, STEPS)
-    server.done(delta)
-    assert sparse.ids == dense.ids
-    assert delta.sparse_rows in server.rows(sparse.decode_steps)
+    _, delta = server.compared([f"{texts.first.text} {suffix} {texts.first.questions[4].text}"], STEPS)
+    assert delta.sparse_rows in server.rows(STEPS - 1)
     assert delta.per_layer("prefix_tokens_per_layer") == [1536 * delta.sparse_rows] * LAYERS
 
 
@@ -130,58 +116,35 @@ def test_an_index_longer_than_what_is_shared_is_not_used_and_the_shorter_one_is(
     # The longer prompt is in the radix cache as a whole, so the match alone would not tell.
     server.generate(texts.long, 1)
     words = texts.long.split()[: 1536 + shared]
-    prompt = f"{' '.join(words)} {texts.first.questions[5].text}"
-    dense = server.generate(prompt, STEPS, sparse=False)
-    delta = server.delta()
-    sparse = server.generate(prompt, STEPS)
-    server.done(delta)
-    assert sparse.ids == dense.ids
-    assert delta.sparse_rows in server.rows(sparse.decode_steps)
+    _, delta = server.compared([f"{' '.join(words)} {texts.first.questions[5].text}"], STEPS)
+    assert delta.sparse_rows in server.rows(STEPS - 1)
     assert delta.per_layer("prefix_tokens_per_layer") == [used * delta.sparse_rows] * LAYERS
 
 
 def test_a_prompt_shorter_than_every_index_of_its_text_finds_none(server: Any, texts: Any) -> None:
     server.generate(texts.first.text, 1)
-    delta = server.delta()
-    answer = server.generate(" ".join(texts.first.text.split()[:1535]), 4)
-    server.done(delta)
+    answer, delta = server.during(lambda: server.generate(" ".join(texts.first.text.split()[:1535]), 4))
     assert answer.cached_tokens >= 1520
     assert (delta.hits, delta.fallbacks) == (0, {"no_index": 1})
 
 
 def test_a_prompt_of_exactly_the_index_is_served(server: Any, texts: Any) -> None:
-    dense = server.generate(texts.first.text, STEPS, sparse=False)
-    delta = server.delta()
-    sparse = server.generate(texts.first.text, STEPS)
-    server.done(delta)
-    assert sparse.ids == dense.ids
-    assert delta.sparse_rows in server.rows(sparse.decode_steps)
+    _, delta = server.compared([texts.first.text], STEPS)
+    assert delta.sparse_rows in server.rows(STEPS - 1)
 
 
-def test_another_extra_key_does_not_see_the_index(server: Any, texts: Any) -> None:
-    prompt = texts.ask(texts.first, 0)
-    dense = server.generate(prompt, STEPS, sparse=False)
-    delta = server.delta()
-    other = server.generate(prompt, STEPS, extra_key="tenant-a")
-    server.done(delta)
+def test_an_index_is_for_its_own_extra_key(server: Any, texts: Any) -> None:
+    """Of `first` there is one without a key, of `second` also one of tenant-b."""
+    _, delta = server.compared([texts.ask(texts.first, 0)], STEPS, extra_key="tenant-a")
     assert (delta.hits, delta.sparse_rows, delta.fallbacks) == (0, 0, {"no_index": 1})
-    assert other.ids == dense.ids
-
-
-def test_an_index_of_an_extra_key_serves_that_key(server: Any, texts: Any) -> None:
-    prompt = texts.ask(texts.second, 0)
-    dense = server.generate(prompt, STEPS, sparse=False)
-    delta = server.delta()
-    named = server.generate(prompt, STEPS, extra_key="tenant-b")
-    server.done(delta)
+    _, delta = server.compared([texts.ask(texts.second, 0)], STEPS, extra_key="tenant-b")
     assert (delta.hits, delta.fallbacks) == (1, {})
     assert delta.sparse_rows in server.rows(STEPS - 1)
-    assert named.ids == dense.ids
 
 
-def test_another_cache_salt_does_not_see_the_index(server: Any, texts: Any, sglang_version: str) -> None:
+def test_another_cache_salt_does_not_see_the_index(server: Any, texts: Any) -> None:
     prompt = texts.ask(texts.second, 0)
-    if sglang_version == "0.5.16":
+    if SGLANG == "0.5.16":
         pytest.skip("this release has no cache_salt in /generate: it joins it into extra_key (tested above)")
     delta = server.delta()
     server.generate(prompt, 4, cache_salt="salt")
@@ -204,9 +167,9 @@ def test_two_simultaneous_cold_prefills_of_one_prompt_are_sparse_at_once_and_gro
         # While another request decodes, the scheduler is busy, and finds both in its queue afterwards.
         with ThreadPoolExecutor(1) as pool:
             busy = pool.submit(server.generate, texts.unindexed.questions[0].text, 4000, rid="busy")
-            _until(lambda before=delta.before: server.state()["dense_rows"] > before["dense_rows"] + 3)
-            replies = _post(server, "/generate", body)
-            _post(server, "/abort_request", {"rid": "busy"})
+            server.until(lambda state, before=delta.before: state["dense_rows"] > before["dense_rows"] + 3)
+            replies = server.post("/generate", body)
+            server.post("/abort_request", {"rid": "busy"})
             busy.exception(REQUEST_SECONDS)
         server.done(delta)
         if [reply["meta_info"]["cached_tokens"] for reply in replies] == [0, 0]:
@@ -223,20 +186,20 @@ def test_two_simultaneous_cold_prefills_of_one_prompt_are_sparse_at_once_and_gro
     assert selections[0] in server.rows(39)
 
 
-def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: Any, sglang_version: str) -> None:
+def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.first, 9), texts.ask(texts.first, 10), texts.ask(texts.second, 9)]
     dense = [server.generate(prompt, 60, sparse=False) for prompt in prompts]
     for _attempt in range(10):  # one that came late, or was done already, was not retracted
         delta = server.delta()
         with ThreadPoolExecutor(3) as pool:
             running = [pool.submit(server.generate, prompt, 60) for prompt in prompts]
-            _until(lambda before=delta.before: server.state()["sparse_rows"] > before["sparse_rows"] + 20)
-            _post(server, "/pause_generation", {"mode": "retract"})
+            server.until(lambda state, before=delta.before: state["sparse_rows"] > before["sparse_rows"] + 20)
+            server.post("/pause_generation", {"mode": "retract"})
             try:
-                if sglang_version != "0.5.16":  # which flushes only when nothing waits
+                if SGLANG != "0.5.16":  # which flushes only when nothing waits
                     server.flush()  # their KV is gone: the prefix is prefilled again, into other slots
             finally:
-                _post(server, "/continue_generation", {})
+                server.post("/continue_generation", {})
             answers = [future.result(REQUEST_SECONDS) for future in running]
         server.done(delta)
         assert [a.ids for a in answers] == [a.ids for a in dense]
@@ -253,21 +216,17 @@ def test_a_flushed_cache_does_not_disturb_the_index(server: Any, texts: Any) -> 
     prompt = texts.ask(texts.first, 6)
     warm = server.generate(prompt, STEPS)
     server.flush()
-    delta = server.delta()
-    cold = server.generate(prompt, STEPS)
-    server.done(delta)
+    cold, delta = server.during(lambda: server.generate(prompt, STEPS))
     assert (warm.ids, cold.cached_tokens) == (cold.ids, 0)
     assert delta.sparse_rows in server.rows(STEPS - 1)
 
 
 def test_an_aborted_running_request_leaves_nothing_behind(server: Any, texts: Any) -> None:
-    prompt = texts.ask(texts.first, 7)
-    dense = server.generate(prompt, STEPS, sparse=False)
-    delta = server.delta()
+    prompt, delta = texts.ask(texts.first, 7), server.delta()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.generate, prompt, 4000, rid="to-abort")
-        _until(lambda: server.state()["sparse_rows"] > delta.before["sparse_rows"] + 5)
-        _post(server, "/abort_request", {"rid": "to-abort"})
+        server.until(lambda state: state["sparse_rows"] > delta.before["sparse_rows"] + 5)
+        server.post("/abort_request", {"rid": "to-abort"})
         try:
             aborted = running.result(REQUEST_SECONDS)
         except OSError:
@@ -276,13 +235,12 @@ def test_an_aborted_running_request_leaves_nothing_behind(server: Any, texts: An
             assert aborted.meta["finish_reason"]["type"] == "abort"
             assert len(aborted.ids) < 4000
     server.done(delta)
-    assert server.generate(prompt, STEPS).ids == dense.ids
+    server.compared([prompt], STEPS)
 
 
 def test_two_live_requests_with_one_id_do_not_harm_the_server(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.first, 0), texts.ask(texts.second, 0)]
     dense = [server.generate(prompt, 32, sparse=False) for prompt in prompts]
-    delta = server.delta()
 
     def ask(prompt: str) -> Any:
         try:
@@ -290,36 +248,6 @@ def test_two_live_requests_with_one_id_do_not_harm_the_server(server: Any, texts
         except OSError as error:
             return error
 
-    replies = server.together([lambda p=p: ask(p) for p in prompts])
-    server.done(delta)
+    replies, _ = server.during(lambda: server.together([lambda p=p: ask(p) for p in prompts]))
     for reply, expected in zip(replies, dense, strict=True):
         assert isinstance(reply, OSError) or reply.ids == expected.ids
-
-
-def test_parallel_samples_of_one_prompt_share_its_index(server: Any, texts: Any) -> None:
-    prompt = texts.ask(texts.first, 8)
-    dense = server.generate(prompt, STEPS, sparse=False)
-    delta = server.delta()
-    body = {"text": prompt, "sampling_params": {"n": 3, "temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}}
-    replies = _post(server, "/generate", body)
-    server.done(delta)
-    assert [tuple(reply["output_ids"]) for reply in replies] == [dense.ids] * 3
-    assert delta.sparse_rows >= 3 * (STEPS - 1)
-    assert delta.dense_rows == 0
-
-
-def _until(condition: Any, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"nothing of it within {seconds:.0f} s"
-        time.sleep(0.05)
-
-
-def _post(server: Any, path: str, body: dict[str, Any]) -> Any:
-    import json
-    import urllib.request
-
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
-        text = response.read()
-    return json.loads(text) if text.strip().startswith((b"{", b"[")) else None

@@ -25,65 +25,48 @@ def test_bad_files_are_listed_and_the_rest_is_used(production: Any, faults: Faul
     assert state["indexes_usable"] + sum(state["indexes_unusable"].values()) == state["indexes_in_store"]
     assert state["indexes_unusable"] == {"of another model": 1}
     assert f"usable {state['indexes_usable']} of {state['indexes_in_store']} indexes" in production.log.read_text()
-    delta = production.delta()
-    answer = production.generate(texts.ask(texts.second, 0), STEPS)
-    assert production.done(delta).sparse_rows in production.rows(answer.decode_steps)
+    _, delta = production.compared([texts.ask(texts.second, 0)], STEPS)
+    assert delta.sparse_rows in production.rows(STEPS - 1)
 
 
 def test_a_corrupted_array_makes_its_requests_dense_and_the_answer_stays_right(
     production: Any, faults: Faults, texts: Any
 ) -> None:
     prompt = texts.ask(texts.damaged[1], 0)
-    dense = production.generate(prompt, STEPS, sparse=False)
-    delta = production.delta()
-    answer = production.generate(prompt, STEPS)
-    production.done(delta)
-    assert answer.ids == dense.ids
+    _, delta = production.compared([prompt], STEPS)
     assert (delta.sparse_rows, delta.fallbacks) == (0, {"index_corrupt": 1})
     assert str(faults.wrong) in production.log.read_text()
     assert any(str(faults.wrong) in problem for problem in production.state()["store_problems"])
-    # It is offered no more.
-    delta = production.delta()
-    assert production.generate(prompt, STEPS).ids == dense.ids
-    assert production.done(delta).fallbacks == {"no_index": 1}
+    _, delta = production.compared([prompt], STEPS)
+    assert delta.fallbacks == {"no_index": 1}, "it is offered no more"
 
 
 def test_wrong_content_behind_right_checksums_makes_its_requests_dense_and_the_server_lives(
     production: Any, texts: Any
 ) -> None:
     prompt = texts.ask(texts.damaged[0], 0)
-    dense = production.generate(prompt, STEPS, sparse=False)
-    delta = production.delta()
-    assert production.generate(prompt, STEPS, extra_key=Faults.HOSTILE).ids == dense.ids
-    production.done(delta)
+    _, delta = production.compared([prompt], STEPS, extra_key=Faults.HOSTILE)
     assert (delta.sparse_rows, delta.fallbacks) == (0, {"index_corrupt": 1})
     assert "channels of layer 1 in index" in production.log.read_text()
     assert any("to 32767; remove the index" in problem for problem in production.state()["store_problems"])
-    delta = production.delta()
-    assert production.generate(prompt, STEPS, extra_key=Faults.HOSTILE).ids == dense.ids
-    assert production.done(delta).fallbacks == {"no_index": 1}, "it is offered no more"
+    _, delta = production.compared([prompt], STEPS, extra_key=Faults.HOSTILE)
+    assert delta.fallbacks == {"no_index": 1}, "it is offered no more"
     answer = production.generate(texts.ask(texts.second, 0), STEPS)
     assert answer.decode_steps == STEPS - 1
 
 
 def test_an_index_of_another_dtype_is_a_mismatch_that_the_log_explains(production: Any, texts: Any) -> None:
-    delta = production.delta()
-    production.generate(texts.ask(texts.tail, 0), STEPS)
-    production.done(delta)
+    _, delta = production.during(lambda: production.generate(texts.ask(texts.tail, 0), STEPS))
     assert (delta.sparse_rows, delta.fallbacks) == (0, {"index_mismatch": 1})
-    log = production.log.read_text()
-    assert "model.kv_dtype: expected float32, found bfloat16" in log
+    assert "model.kv_dtype: expected float32, found bfloat16" in production.log.read_text()
 
 
 def test_a_failed_weight_update_leaves_the_indexes_in_use(production: Any, texts: Any) -> None:
     prompt = texts.ask(texts.second, 3)
-    before = production.generate(prompt, STEPS)
     with pytest.raises(OSError, match="HTTP 400"):
         post(production.url, "/update_weights_from_disk", {"model_path": "/nowhere/model"}, 300)
-    delta = production.delta()
-    answer = production.generate(prompt, STEPS)
-    assert production.done(delta).sparse_rows in production.rows(answer.decode_steps)
-    assert (answer.ids, delta.fallbacks) == (before.ids, {})
+    _, delta = production.compared([prompt], STEPS)
+    assert (delta.sparse_rows in production.rows(STEPS - 1), delta.fallbacks) == (True, {})
 
 
 def test_a_prompt_longer_than_the_context_gets_sglangs_error_and_the_server_lives(production: Any, texts: Any) -> None:

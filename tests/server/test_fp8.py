@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.harness import Answer
+from tests.server.harness import EXACT_CONFIG, SPARSE_CONFIG, Answer
 
 pytestmark = pytest.mark.full
 
@@ -25,44 +25,34 @@ def _answers(found: Sequence[Answer]) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def stored(prebuild: Any, texts: Any, exact_config: Any, tmp_path_factory: Any) -> Any:
+def stored(prebuild: Any, texts: Any, tmp_path_factory: Any) -> Any:
     prompts = [{"id": "first", "text": texts.first.text}, {"id": "second", "text": texts.second.text}]
-    return prebuild(tmp_path_factory.mktemp("fp8"), prompts, config={**exact_config, **METHODS}, **FP8)
+    return prebuild(tmp_path_factory.mktemp("fp8"), prompts, config={**EXACT_CONFIG, **METHODS}, **FP8)
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, stored: Any, exact_config: Any) -> Any:
+def server(serve: Any, stored: Any) -> Any:
     shared = {"share_prefixes": True, "min_shared_tokens": 512}
-    return serve(stored.store, {**exact_config, **METHODS, **shared}, **FP8)
+    return serve(stored.store, {**EXACT_CONFIG, **METHODS, **shared}, **FP8)
 
 
 def test_indexed_and_other_requests_in_one_batch_equal_dense(server: Any, stored: Any, texts: Any) -> None:
     assert [stored.line(name)["status"] for name in ("first", "second")] == ["built", "built"]
     prompts = [texts.ask(doc, n) for n in range(3) for doc in (texts.first, texts.second, texts.unindexed)]
-    alone = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
-    delta = server.delta()
-    batch = server.together([lambda p=p: server.generate(p, TOKENS) for p in prompts])
-    server.done(delta)
-    assert _answers(batch) == _answers(alone)
+    _, delta = server.compared_together(prompts, TOKENS, said=_answers)
     assert (delta.sparse_rows, delta.hits, delta.fallbacks) == (6 * (TOKENS - 1), 6, {"no_index": 3})
     assert server.state()["model"]["kv_dtype"] == "float8_e4m3fn"
 
 
 def test_requests_that_share_slots_without_an_index_equal_dense(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.unindexed, n) for n in range(4)]
-    alone = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
-    batch, delta = server.together_until(
-        [lambda p=p: server.generate(p, TOKENS) for p in prompts],
-        lambda found: found.shared_steps > TOKENS // 2,
-        _answers,
-    )
-    assert _answers(batch) == _answers(alone)
+    _, delta = server.compared_together(prompts, TOKENS, lambda found: found.shared_steps > TOKENS // 2, _answers)
     assert delta.shared_steps > TOKENS // 2
 
 
-def test_few_of_the_positions_find_the_answers(serve: Any, stored: Any, texts: Any, sparse_config: Any) -> None:
+def test_few_of_the_positions_find_the_answers(serve: Any, stored: Any, texts: Any) -> None:
     """The index that was built of fp8 keys ranks positions by them."""
-    server = serve(stored.store, {**sparse_config, **METHODS}, **FP8)
+    server = serve(stored.store, {**SPARSE_CONFIG, **METHODS}, **FP8)
     right, delta = 0.0, server.delta()
     for number, question in enumerate(texts.first.questions[:10]):
         right += question.score(server.generate(texts.ask(texts.first, number), to_the_end=True).text)
@@ -71,13 +61,10 @@ def test_few_of_the_positions_find_the_answers(serve: Any, stored: Any, texts: A
     assert right >= 8
 
 
-def test_an_index_of_another_kv_dtype_is_not_used(serve: Any, built: Any, texts: Any, exact_config: Any) -> None:
-    server = serve(built.store, exact_config, **FP8)
-    delta = server.delta()
-    server.generate(texts.ask(texts.first, 0), 4)
-    server.done(delta)
-    assert (delta.sparse_rows, delta.hits) == (0, 0)
-    assert delta.fallbacks == {"index_mismatch": 1}
+def test_an_index_of_another_kv_dtype_is_not_used(serve: Any, built: Any, texts: Any) -> None:
+    server = serve(built.store, EXACT_CONFIG, **FP8)
+    _, delta = server.during(lambda: server.generate(texts.ask(texts.first, 0), 4))
+    assert (delta.sparse_rows, delta.hits, delta.fallbacks) == (0, 0, {"index_mismatch": 1})
 
 
 @pytest.mark.parametrize("kind", ["fp8_e5m2"])

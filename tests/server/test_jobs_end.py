@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.server.harness import DISK, EXACT_CONFIG, JOB_SECONDS, MODEL, ROOT, THREADS, count_boot, flags_of, rendezvous
+from tests.server.harness import DISK, EXACT_CONFIG, JOB_SECONDS, MODEL, flags_of, rendezvous
+from tests.server.jobs import begin
 
 pytestmark = pytest.mark.full
 
@@ -27,18 +27,9 @@ class Job:
     """A job in a process group of its own."""
 
     def __init__(self, words: list[str], log: Path) -> None:
-        count_boot("job")
         self.log = log
         command = [sys.executable, "-m", "sglang_ext.cli", *words, "--", *rendezvous(), *flags_of(None, None, {})]
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                cwd=ROOT,
-                env={**os.environ, **THREADS},
-            )
+        self.process = begin(command, log)
 
     @property
     def said(self) -> str:

@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 
+from tests.server.harness import EXACT_CONFIG
+
 pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module", params=["1", "64"], ids=["page-1", "page-64"])
-def server(request: Any, serve: Any, built: Any, exact_config: Any) -> Any:
+def server(request: Any, serve: Any, built: Any) -> Any:
     """A process that has just been started on a store that another one filled."""
-    return serve(built.store, exact_config, fresh=True, page_size=request.param)
+    return serve(built.store, EXACT_CONFIG, fresh=True, page_size=request.param)
 
 
 def test_the_first_request_after_a_restart_prefills_the_prefix_itself_and_decodes_sparsely(
     server: Any, texts: Any
 ) -> None:
-    delta = server.delta()
-    assert delta.before["sparse_rows"] == 0
     prompt = texts.ask(texts.first, 0)
-    first = server.generate(prompt, 12)
-    server.done(delta)
+    first, delta = server.during(lambda: server.generate(prompt, 12))
+    assert delta.before["sparse_rows"] == 0
     assert first.cached_tokens == 0
     assert (delta.sparse_rows, delta.dense_rows) == (first.decode_steps, 0)
     assert (delta.hits, delta.fallbacks) == (1, {})
@@ -31,9 +31,7 @@ def test_the_first_request_after_a_restart_prefills_the_prefix_itself_and_decode
 
 def test_a_later_request_finds_the_prefix_in_the_cache_and_decodes_sparsely(server: Any, texts: Any) -> None:
     server.generate(texts.first.text, 1)
-    delta = server.delta()
-    answer = server.generate(texts.ask(texts.first, 1), 12)
-    server.done(delta)
+    answer, delta = server.during(lambda: server.generate(texts.ask(texts.first, 1), 12))
     assert answer.cached_tokens >= 1472
     assert delta.sparse_rows == answer.decode_steps
     assert delta.per_layer("prefix_tokens_per_layer") == [1536 * answer.decode_steps] * 6
@@ -50,11 +48,7 @@ def test_mixed_batches_equal_dense(server: Any, texts: Any) -> None:
         f"{' '.join(texts.long.split()[:2000])} {texts.first.questions[6].text}",
         texts.ask(texts.unindexed, 0),
     ]
-    alone = [server.generate(prompt, 16, sparse=False) for prompt in prompts]
-    batch, delta = server.together_until(
-        [lambda p=p: server.generate(p, 16) for p in prompts], lambda found: found.after["largest_group"] >= 2
-    )
-    assert [a.ids for a in batch] == [a.ids for a in alone]
+    _, delta = server.compared_together(prompts, 16, lambda found: found.after["largest_group"] >= 2)
     assert (delta.sparse_rows, delta.dense_rows) == (6 * 15, 15)
     assert (delta.hits, delta.fallbacks) == (6, {"no_index": 1})
     assert delta.after["largest_group"] >= 2
@@ -62,10 +56,5 @@ def test_mixed_batches_equal_dense(server: Any, texts: Any) -> None:
 
 def test_cold_prefills_of_one_prompt_at_once_equal_dense(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.second, n) for n in (4, 4, 5)]
-    alone = [server.generate(prompt, 24, sparse=False) for prompt in prompts]
-    server.flush()
-    delta = server.delta()
-    batch = server.together([lambda p=p: server.generate(p, 24) for p in prompts])
-    server.done(delta)
-    assert [a.ids for a in batch] == [a.ids for a in alone]
+    _, delta = server.compared_together(prompts, 24, cold=True)
     assert (delta.sparse_rows, delta.dense_rows, delta.hits) == (3 * 23, 0, 3)

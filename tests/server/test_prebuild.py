@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from prefix_index import FileStore
+from tests.server.harness import EXACT_CONFIG
 
 
 @pytest.mark.boot("production")
@@ -41,11 +42,7 @@ def test_a_built_line_holds_sizes_time_and_recall(built: Any) -> None:
     assert line["build_seconds"] > 0
     for value in line["recall"].values():
         assert 0 < value <= 1.0 + 1e-6
-
-
-@pytest.mark.boot("production")
-def test_one_text_in_two_namespaces_makes_two_indexes(built: Any) -> None:
-    assert built.line("second")["digest"] != built.line("second-named")["digest"]
+    assert built.line("second")["digest"] != built.line("second-named")["digest"], "one text in two namespaces"
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +94,12 @@ def test_a_chunked_prefill_leaves_the_same_arrays_as_one_chunk(resumed: Any, bui
 
 
 @pytest.fixture(scope="module")
-def building(serve: Any, exact_config: Any, tmp_path_factory: Any) -> Any:
+def building(serve: Any, tmp_path_factory: Any) -> Any:
     """(server that indexes what it prefills, in mixed chunks and pages of 64 tokens; path of its report)."""
     folder = tmp_path_factory.mktemp("building")
     (folder / "store").mkdir()
     report = folder / "report.jsonl"
-    config = {**exact_config, "build": "prefill", "build_report": str(report)}
+    config = {**EXACT_CONFIG, "build": "prefill", "build_report": str(report)}
     server = serve(folder / "store", config, enable_mixed_chunk="", chunked_prefill_size="512", page_size="64")
     return server, report
 
@@ -118,9 +115,7 @@ def test_a_server_that_builds_indexes_what_it_prefills_and_uses_it(building: Any
     first = server.generate(prompt, 12, rid="cold")
     line = _lines(report)["cold"]
     assert (line["status"], line["num_tokens"]) == ("built", 1536)
-    delta = server.delta()
-    second = server.generate(prompt, 12)
-    server.done(delta)
+    second, delta = server.during(lambda: server.generate(prompt, 12))
     assert (delta.sparse_rows, second.ids) == (11, first.ids)
 
 
@@ -162,11 +157,6 @@ def test_mixed_chunks_equal_dense(building: Any, texts: Any) -> None:
     prompts = [texts.ask(doc, n) for n, doc in enumerate((texts.first, texts.first, texts.second, texts.unindexed))]
     for document in (texts.first, texts.second):
         server.generate(document.text, 1)
-    alone = [server.generate(prompt, 24, sparse=False) for prompt in prompts]
-    server.flush()
-    batch, delta = server.together_until(
-        [lambda p=p: server.generate(p, 24) for p in prompts], lambda found: found.sparse_rows > 0
-    )
-    assert [a.ids for a in batch] == [a.ids for a in alone]
+    _, delta = server.compared_together(prompts, 24, lambda found: found.sparse_rows > 0, cold=True)
     assert 0 < delta.sparse_rows <= 4 * 23
     assert delta.hits >= 3, "of the documents that were prefilled whole"

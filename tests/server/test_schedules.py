@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.server.harness import REQUEST_SECONDS, Answer, Delta
+from tests.server.harness import EXACT_CONFIG, REQUEST_SECONDS, Answer, Delta
 
 #: Room for the first document and 256 tokens more, and an admission that expects short answers.
 SMALL_POOL: dict[str, Any] = {
@@ -20,26 +17,9 @@ SMALL_POOL: dict[str, Any] = {
 }
 
 
-def _batch(
-    server: Any, prompts: list[str], num_tokens: int, met: Callable[[Delta], bool] = lambda found: True
-) -> tuple[Any, list[Any], list[Any]]:
-    """(counters of the sparse pass, dense answers asked alone, sparse answers asked together, until so many met)."""
-    alone = [server.generate(prompt, num_tokens, sparse=False) for prompt in prompts]
-    server.flush()
-    batch, delta = server.together_until([lambda p=p: server.generate(p, num_tokens) for p in prompts], met)
-    return delta, alone, batch
-
-
 def _grouped(found: Delta) -> bool:
     """Whether requests selected together: a group selects once for all its rows."""
     return 0 < found.per_layer("selections_per_layer")[0] < found.sparse_rows
-
-
-def post_nothing(server: Any, path: str, body: dict[str, Any]) -> None:
-    """POST where no JSON comes back."""
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=REQUEST_SECONDS):
-        pass
 
 
 @pytest.mark.boot("production")
@@ -47,9 +27,8 @@ def test_the_overlap_schedule_equals_dense(production: Any, texts: Any) -> None:
     server = production
     prompts = [texts.ask(texts.first, n) for n in range(3)]
     prompts += [texts.ask(texts.second, 0), texts.ask(texts.unindexed, 0)]
-    delta, alone, batch = _batch(server, prompts, 24, _grouped)
+    _, delta = server.compared_together(prompts, 24, _grouped, cold=True)
     assert "disable_overlap_schedule=False" in server.log.read_text().replace("'", "").replace(": ", "=")
-    assert [a.ids for a in batch] == [a.ids for a in alone]
     assert delta.sparse_rows in server.rows(4 * 23, 4)
     assert _grouped(delta)
     assert delta.fallbacks == {"no_index": 1}
@@ -58,38 +37,20 @@ def test_the_overlap_schedule_equals_dense(production: Any, texts: Any) -> None:
 @pytest.mark.boot("production")
 def test_the_overlap_schedule_survives_requests_of_different_lengths(production: Any, texts: Any) -> None:
     """Rows of finished requests are given away while the step that still holds them runs."""
-    server = production
     jobs = [(texts.ask(doc, n), 3 + 5 * n) for n in range(4) for doc in (texts.first, texts.second)]
-    alone = [server.generate(prompt, count, sparse=False) for prompt, count in jobs]
-    delta = server.delta()
-    batch = server.together([lambda p=p, c=c: server.generate(p, c) for p, c in jobs * 2])
-    server.done(delta)
-    assert [a.ids for a in batch] == [a.ids for a in alone] * 2
-
-
-@pytest.mark.full
-@pytest.mark.boot("mixed")
-def test_mixed_chunks_equal_dense(serve: Any, store: Any, exact_config: Any, texts: Any) -> None:
-    server = serve(store, exact_config, enable_mixed_chunk="", chunked_prefill_size="256")
-    prompts = [texts.ask(texts.first, 0), texts.ask(texts.first, 1), texts.ask(texts.second, 0)]
-    prompts += [texts.ask(texts.unindexed, 0), texts.ask(texts.first, 2)]
-    delta, alone, batch = _batch(server, prompts, 24, lambda found: found.sparse_rows > 0)
-    assert [a.ids for a in batch] == [a.ids for a in alone]
-    assert 0 < delta.sparse_rows <= 4 * 23, "steps that ran inside a mixed batch are dense"
-    assert (delta.hits, delta.fallbacks) == (4, {"no_index": 1})
+    production.compared_together(jobs, 0, times=2)
 
 
 @pytest.mark.boot("small-pool")
-def test_retraction_under_memory_pressure_equals_dense(serve: Any, store: Any, exact_config: Any, texts: Any) -> None:
-    server = serve(store, exact_config, **SMALL_POOL)
+def test_retraction_under_memory_pressure_equals_dense(serve: Any, store: Any, texts: Any) -> None:
+    server = serve(store, EXACT_CONFIG, **SMALL_POOL)
     prompts = [texts.ask(texts.first, n) for n in range(4)]
     for _attempt in range(5):  # a request that is late finds room
-        delta, alone, batch = _batch(server, prompts, 100)
+        batch, delta = server.compared_together(prompts, 100, cold=True)
         retractions = sum(a.num_retractions for a in batch)
         if retractions:
             break
     assert retractions > 0, "expected the pool to be too small for four requests"
-    assert [a.ids for a in batch] == [a.ids for a in alone]
     assert (delta.dense_rows, delta.hits, delta.fallbacks) == (0, 4, {})
     assert delta.sparse_rows == 4 * 99 - retractions, "a prefill after a retraction gives one token itself"
 
@@ -102,11 +63,9 @@ def _aborted(future: Future[Answer]) -> bool:
 
 
 @pytest.mark.boot("small-pool")
-def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(
-    serve: Any, store: Any, exact_config: Any, texts: Any
-) -> None:
+def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(serve: Any, store: Any, texts: Any) -> None:
     """Such a request was matched, but never got a slot: it holds nothing, and no slot is given back when it ends."""
-    server = serve(store, exact_config, **SMALL_POOL)
+    server = serve(store, EXACT_CONFIG, **SMALL_POOL)
     words = texts.unindexed.text.split()
     prompts = [f"{texts.first.text} {' '.join(words[n * 130 : n * 130 + 130])}" for n in range(6)]
     server.flush()
@@ -120,7 +79,7 @@ def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(
             waited = state["requests"] < unfinished and state["sparse_rows"] > delta.before["sparse_rows"]
             assert state["index_users"] <= state["requests"]
         assert waited, "expected one request to decode and another one to wait for memory"
-        post_nothing(server, "/abort_request", {"abort_all": True})
+        server.post("/abort_request", {"abort_all": True})
         aborted = [_aborted(future) for future in running]
     assert any(aborted), "expected requests that were running or waiting to be aborted"
     server.done(delta)
@@ -129,12 +88,9 @@ def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(
 
 @pytest.mark.full
 @pytest.mark.boot("no-radix")
-def test_no_radix_cache_means_groups_of_one_and_equals_dense(
-    serve: Any, store: Any, exact_config: Any, texts: Any
-) -> None:
-    server = serve(store, exact_config, disable_radix_cache="")
+def test_no_radix_cache_means_groups_of_one_and_equals_dense(serve: Any, store: Any, texts: Any) -> None:
+    server = serve(store, EXACT_CONFIG, disable_radix_cache="")
     prompts = [texts.ask(texts.second, n) for n in range(3)]
-    delta, alone, batch = _batch(server, prompts, 12)
-    assert [a.ids for a in batch] == [a.ids for a in alone]
+    _, delta = server.compared_together(prompts, 12, cold=True)
     assert delta.after["largest_group"] == 1
     assert (delta.sparse_rows, delta.dense_rows) == (3 * 11, 0)

@@ -17,15 +17,11 @@ def server(production: Any) -> Any:
 
 def test_requests_on_one_prompt_decode_as_a_group_and_equal_dense(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.unindexed, n) for n in range(4)] + [texts.ask(texts.elsewhere, 0)]
-    delta = server.delta()
-    alone = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
-    before = server.done(delta).shared_steps
-    batch, delta = server.together_until(
-        [lambda p=p: server.generate(p, TOKENS) for p in prompts],
-        lambda found: found.shared_steps > TOKENS // 2 and found.shared_rows >= 4 * found.shared_steps,
+    _, delta = server.during(lambda: [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts])
+    assert delta.shared_steps == 0, "a request asked alone, or one that opts out, shares nothing"
+    _, delta = server.compared_together(
+        prompts, TOKENS, lambda found: found.shared_steps > TOKENS // 2 and found.shared_rows >= 4 * found.shared_steps
     )
-    assert before == 0, "a request asked alone, or one that opts out, shares nothing"
-    assert [a.ids for a in batch] == [a.ids for a in alone]
     assert delta.shared_steps > TOKENS // 2
     assert delta.shared_rows >= 4 * delta.shared_steps
     assert (delta.hits, delta.sparse_rows) == (0, 0)
@@ -34,11 +30,7 @@ def test_requests_on_one_prompt_decode_as_a_group_and_equal_dense(server: Any, t
 def test_members_come_and_go(server: Any, texts: Any) -> None:
     """Different lengths: the founder of a group leaves first, and its row is taken by the next prefill."""
     jobs = [(texts.ask(doc, n), 4 + 7 * n) for n in range(4) for doc in (texts.elsewhere, texts.unindexed)]
-    alone = [server.generate(prompt, count, sparse=False) for prompt, count in jobs]
-    batch, delta = server.together_until(
-        [lambda p=p, c=c: server.generate(p, c) for p, c in jobs * 2], lambda found: found.shared_steps > 8
-    )
-    assert [a.ids for a in batch] == [a.ids for a in alone] * 2
+    _, delta = server.compared_together(jobs, TOKENS, lambda found: found.shared_steps > 8, times=2)
     assert delta.shared_steps > 8
     shared = delta.after["shared"]
     assert (shared["requests"], shared["compared"], shared["refusal"]) == (0, 0, None)

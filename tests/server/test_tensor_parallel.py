@@ -33,16 +33,15 @@ def serve_two(serve: Any) -> Any:
     return start
 
 
-@pytest.mark.boot("two-ranks")
-def test_two_ranks_share_slots_build_an_index_and_read_it(serve_two: Any, texts: Any, tmp_path: Path) -> None:
+def _life(serve_two: Any, texts: Any, folder: Path) -> list[tuple[int, ...]]:
     """One server's life: what requests share is read once, then indexed, each rank its own KV head, then selected from.
 
-    Answers are always those of SGLang's own decode on the same ranks. All positions are selected.
+    Answers are always those of SGLang's own decode on the same ranks, which are returned. All positions are selected.
     """
-    report = tmp_path / "report.jsonl"
+    report = folder / "report.jsonl"
     build: dict[str, Any] = {"build": "shared", "build_share": 1.0, "build_after_hits": 13, "build_report": str(report)}
-    (tmp_path / "store").mkdir()
-    server = serve_two(tmp_path / "store", {**EXACT_CONFIG, **EXACT, **build})
+    (folder / "store").mkdir()
+    server = serve_two(folder / "store", {**EXACT_CONFIG, **EXACT, **build})
     prompts = _prompts(texts)[:4]
     first = server.generate(prompts[0], TOKENS).ids  # its prefill leaves the queries that the index is built from
     expected = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in prompts]
@@ -65,14 +64,35 @@ def test_two_ranks_share_slots_build_an_index_and_read_it(serve_two: Any, texts:
     assert builds["built"] == 1, builds
     (line,) = report.read_text().splitlines()
     assert '"status": "built"' in line
-    delta = server.delta()
-    assert _ask_together(server, prompts) == expected
-    server.done(delta)
-    assert delta.hits == len(prompts)
+    _decode_by_index(server, prompts, expected)
+    return expected
+
+
+def _decode_by_index(server: Any, prompts: Sequence[str], expected: Sequence[tuple[int, ...]]) -> None:
+    """Both ranks read their own KV heads of it, and take one path in every step."""
+    found, delta = server.during(lambda: _ask_together(server, prompts))
+    assert found == [*expected]
+    assert (delta.hits, delta.fallbacks) == (len(prompts), {})
     assert delta.sparse_rows >= len(prompts) * (TOKENS - 1)
     for rank in _same_path(delta.after):
         assert rank["sparse_steps"] == delta.after["sparse_steps"]
         assert rank["resident_bytes"] > 0
+
+
+@pytest.mark.boot("two-ranks")
+def test_two_ranks_share_slots_build_an_index_and_read_it(serve_two: Any, texts: Any, tmp_path: Path) -> None:
+    _life(serve_two, texts, tmp_path)
+
+
+@pytest.mark.full
+def test_one_rank_answers_the_same_and_reads_what_two_have_built(
+    expected: Any, serve: Any, serve_two: Any, texts: Any, tmp_path: Path
+) -> None:
+    assert _life(serve_two, texts, tmp_path) == expected[:4]
+    server = serve(tmp_path / "store", EXACT_CONFIG)
+    answer, delta = server.during(lambda: server.generate(_prompts(texts)[0], TOKENS))
+    assert answer.ids == expected[0]
+    assert delta.sparse_rows >= TOKENS - 1
 
 
 @pytest.fixture(scope="module")
@@ -105,48 +125,13 @@ def _same_path(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_shared_slots_are_read_once_on_both_ranks(
-    expected: Any, serve_two: Any, texts: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("no-indexes-for-two")
-    server = serve_two(folder, EXACT)
-    warm = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in _prompts(texts)]
-    assert warm == expected, "SGLang's own decode on two ranks"
-    answers, delta = server.together_until(
-        _calls(server, _prompts(texts)), lambda found: found.shared_steps > TOKENS // 2
-    )
-    assert [answer.ids for answer in answers] == expected
-    assert delta.shared_steps > TOKENS // 2
-    for rank in _same_path(delta.after):
-        assert rank["shared_steps"] == delta.after["shared_steps"]
-
-
-@pytest.mark.full
-def test_each_rank_reads_its_own_kv_heads_of_an_index(
-    expected: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
-) -> None:
-    """All positions are selected, so answers stay those of dense decode."""
-    server = serve_two(store, exact_config)
-    delta = server.delta()
-    assert _ask_together(server, _prompts(texts)) == expected
-    server.done(delta)
-    assert delta.hits == len(expected)
-    assert delta.sparse_rows >= len(expected) * (TOKENS - 1)
-    for rank in _same_path(delta.after):
-        assert rank["sparse_steps"] == delta.after["sparse_steps"]
-        assert rank["resident_bytes"] > 0
-
-
-@pytest.mark.full
-def test_a_selection_is_that_of_one_rank(
-    serve: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
-) -> None:
+def test_a_selection_is_that_of_one_rank(serve: Any, serve_two: Any, texts: Any, store: Path) -> None:
     """A quarter of the prefix, in a plan with reuse layers: each rank selects for its own head.
 
     Asked one by one, as a group selects for all of its requests, and who is in it depends on when they come.
     """
     plan = ["dense", "anchor", {"reuse": 1, "head_map": [0, 1]}, "anchor", {"reuse": 3}, "anchor"]
-    config = {**exact_config, "keep_ratio": 0.25, "layer_plan": plan}
+    config = {**EXACT_CONFIG, "keep_ratio": 0.25, "layer_plan": plan}
     servers = (lambda: serve(store, config), lambda: serve_two(store, config))
     one, two = ([call().ids for call in _calls(start(), _prompts(texts))] for start in servers)
     assert one == two
@@ -166,7 +151,7 @@ def _arrays(job: Any) -> dict[Any, Any]:
 
 @pytest.mark.full
 def test_two_ranks_build_what_one_builds(
-    expected: Any, serve: Any, texts: Any, prebuild: Any, exact_config: Any, tmp_path: Path, monkeypatch: Any
+    expected: Any, serve: Any, texts: Any, prebuild: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Rank 0 has the KV heads of both. Sums of two ranks round otherwise: codes may differ by one, here and there."""
     serve.close()
@@ -186,62 +171,23 @@ def test_two_ranks_build_what_one_builds(
         assert array.shape == theirs[key].shape
         near = abs(array - theirs[key]) <= 1e-3 * abs(theirs[key]) if array.dtype.kind == "f" else array == theirs[key]
         assert near.mean() > 0.98, key
-    server = serve(two.store, exact_config)
-    delta = server.delta()
-    assert server.generate(_prompts(texts)[0], TOKENS).ids == expected[0]
-    server.done(delta)
+    server = serve(two.store, EXACT_CONFIG)
+    answer, delta = server.during(lambda: server.generate(_prompts(texts)[0], TOKENS))
+    assert answer.ids == expected[0]
     assert delta.sparse_rows >= TOKENS - 1
 
 
 @pytest.mark.full
 def test_an_index_that_is_late_on_one_rank_is_used_on_none(
-    expected: Any, serve_two: Any, texts: Any, store: Path, exact_config: dict[str, Any]
+    expected: Any, serve_two: Any, texts: Any, store: Path
 ) -> None:
-    config = {**exact_config, "prefetch_policy": "best_effort"}
+    config = {**EXACT_CONFIG, "prefetch_policy": "best_effort"}
     server = serve_two(store, config, PYTHONPATH=os.pathsep.join([str(LATE), os.environ.get("PYTHONPATH", "")]))
     long = 320
-    delta = server.delta()
-    first = server.generate(_prompts(texts)[0], long)
-    server.done(delta)
+    first, delta = server.during(lambda: server.generate(_prompts(texts)[0], long))
     assert first.ids[:TOKENS] == expected[0]
     assert delta.fallbacks == {"index_loading": 1}, "while the second rank's part was on its way"
     assert 0 < delta.sparse_rows < long - 1, "and used once it was there"
     ranks = _same_path(delta.after)
     assert ranks[0]["sparse_steps"] == ranks[1]["sparse_steps"] == delta.after["sparse_steps"]
-    delta = server.delta()
-    assert _ask_together(server, _prompts(texts)[:4]) == expected[:4]
-    server.done(delta)
-    assert delta.sparse_rows >= 4 * (TOKENS - 1)
-    assert not delta.fallbacks
-    _same_path(delta.after)
-
-
-@pytest.mark.full
-def test_what_requests_share_is_indexed_by_both_ranks(
-    expected: Any, serve: Any, serve_two: Any, texts: Any, exact_config: Any, tmp_path: Path
-) -> None:
-    """Each rank builds its own KV head, rank 0 stores both; answers stay, on two ranks and on one."""
-    report = tmp_path / "report.jsonl"
-    config = {**exact_config, "build": "shared", "build_share": 1.0, "build_report": str(report)}
-    (tmp_path / "store").mkdir()
-    server = serve_two(tmp_path / "store", config)
-    prompts = _prompts(texts)
-    assert [server.generate(prompt, TOKENS).ids for prompt in prompts[:3]] == expected[:3]
-    deadline = time.monotonic() + 300
-    while server.state()["builds"]["built"] == 0 and time.monotonic() < deadline:
-        assert server.generate(prompts[0], 4 * TOKENS).ids[:TOKENS] == expected[0]
-    builds = server.state()["builds"]
-    assert builds["built"] == 1, builds
-    (line,) = report.read_text().splitlines()
-    assert '"status": "built"' in line
-    delta = server.delta()
-    assert _ask_together(server, prompts[:4]) == expected[:4]
-    server.done(delta)
-    assert delta.sparse_rows >= 4 * (TOKENS - 1)
-    for rank in _same_path(delta.after):
-        assert rank["sparse_steps"] == delta.after["sparse_steps"]
-    server = serve(tmp_path / "store", exact_config)
-    delta = server.delta()
-    assert server.generate(prompts[0], TOKENS).ids == expected[0]
-    server.done(delta)
-    assert delta.sparse_rows >= TOKENS - 1
+    _decode_by_index(server, _prompts(texts)[:4], expected[:4])  # the last one's index would be late again

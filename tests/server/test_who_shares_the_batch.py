@@ -16,6 +16,7 @@ import pytest
 
 from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from sglang_ext.decode.trace import Selected, SparseStep, read_trace
+from tests.server.harness import SPARSE_CONFIG
 
 pytestmark = pytest.mark.full
 
@@ -24,17 +25,17 @@ KEEP_RATIO, MAX_KEEP_RATIO = 0.1, 0.5
 
 
 @pytest.fixture(scope="module")
-def config(sparse_config: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("trace")
     kept = {"keep_ratio": KEEP_RATIO, "max_keep_ratio": MAX_KEEP_RATIO, "group_growth": "sqrt", "min_top_k": 64}
-    return {**sparse_config, **kept, "trace_folder": str(folder)}
+    return {**SPARSE_CONFIG, **kept, "trace_folder": str(folder)}
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, prebuild: Any, sparse_config: Any, config: Any, texts: Any, tmp_path_factory: Any) -> Any:
+def server(serve: Any, prebuild: Any, config: Any, texts: Any, tmp_path_factory: Any) -> Any:
     serve.close()
     prompts = [{"id": name, "text": getattr(texts, name).text} for name in ("first", "second")]
-    job = prebuild(tmp_path_factory.mktemp("neighbours"), prompts, config=sparse_config)
+    job = prebuild(tmp_path_factory.mktemp("neighbours"), prompts, config=SPARSE_CONFIG)
     assert job.status == 0, job.output[-3000:]
     return serve(job.store, config)
 

@@ -1,11 +1,63 @@
-"""A runtime whose requests do not wait: most tests begin where a request has its slot."""
+"""Requests on a runtime without SGLang: a model in plain tensors, and steps whose outputs are compared with dense ones.
+
+Most tests begin where a request has its slot.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import json
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from prefix_kernels.testing import dense_attention
+from prefix_kernels.types import PagedKV
 from sglang_ext.runtime import SparseRuntime
+
+LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
+NAMESPACE: dict[str, str | None] = {"extra_key": None}
+PROMPT, OTHER = list(range(64)), list(range(2000, 2064))
+
+
+class Request:
+    """As SGLang's: compared by identity, and weakly referenceable."""
+
+
+class Model:
+    """A model runner in plain tensors: what `ModelView` asks for."""
+
+    num_layers, num_qo_heads, num_kv_heads, head_dim, v_head_dim = LAYERS, KV_HEADS * GQA, KV_HEADS, DIM, DIM
+    dtype = kv_dtype = torch.float32
+    num_slots, max_requests, decode_graphs = 1024, 8, False
+    tp_rank, tp_size = 0, 1
+    has_kv_scales = True
+    device = torch.device("cpu")
+
+    def __init__(self, fingerprint: Any) -> None:
+        self._fingerprint = fingerprint
+        gen = torch.Generator().manual_seed(0)
+        self.weight = torch.randn(5, 7, generator=gen)
+        pools = [torch.randn(2, 1024, KV_HEADS, DIM, generator=gen) for _ in range(LAYERS)]
+        self.caches = [PagedKV(*pool, k_scale=0.5, v_scale=4.0) for pool in pools]
+        self.req_to_token = torch.randperm(1024, generator=gen)[: 8 * 120].reshape(8, 120).to(torch.int32)
+
+    def kv(self, layer: int) -> PagedKV:
+        return self.caches[layer]
+
+    def write_kv(self, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        cache = self.caches[layer.layer_id]
+        cache.k_cache[forward_batch.out_cache_loc] = k / cache.k_scale
+        cache.v_cache[forward_batch.out_cache_loc] = v / cache.v_scale
+
+    def fingerprint(self) -> Any:
+        return self._fingerprint
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", self.weight
 
 
 class Runtime(SparseRuntime):
@@ -13,6 +65,101 @@ class Runtime(SparseRuntime):
 
     wait = SparseRuntime.admit
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.held: list[Request] = []
+
     def admit(self, request: Hashable, *args: Any, **kwargs: Any) -> None:
         super().admit(request, *args, **kwargs)
         self.slot_taken(request)
+
+    def came(self, rid: str, tokens: Sequence[int] = (*PROMPT, 7), **options: Any) -> Request:
+        """A new request with its slot. It is kept, as SGLang keeps those that run."""
+        request = Request()
+        self.held.append(request)
+        self.admit(request, rid, list(tokens), NAMESPACE, **options)
+        return request
+
+    def share_slots(self, *rows: int) -> None:
+        """The prefix cache gives these rows the first row's slots of `PROMPT`."""
+        for row in rows:
+            self.view.req_to_token[row, : len(PROMPT)] = self.view.req_to_token[0, : len(PROMPT)]
+
+
+def mode(name: str) -> Any:
+    return SimpleNamespace(is_decode=lambda: name == "decode", is_extend=lambda: name == "extend")
+
+
+def prefill(runtime: SparseRuntime, rid: str, count: int, first: int = 0) -> None:
+    batch = SimpleNamespace(
+        forward_mode=mode("extend"), rids=[rid], extend_seq_lens_cpu=[count], extend_prefix_lens_cpu=[first]
+    )
+    with runtime.step(batch):
+        for number in range(LAYERS):
+            q = torch.randn(count, KV_HEADS * GQA * DIM)
+            layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
+            assert runtime.attend(q, None, None, layer, batch, True, None) is None
+
+
+def decode_batch(runtime: SparseRuntime, rids: list[str], lens: list[int], rows: list[int] | None = None) -> Any:
+    indices = torch.tensor(rows or list(range(len(rids))))
+    last = runtime.view.req_to_token[indices, torch.tensor(lens) - 1].long()
+    return SimpleNamespace(
+        forward_mode=mode("decode"),
+        rids=rids,
+        batch_size=len(rids),
+        req_pool_indices=indices,
+        seq_lens_cpu=torch.tensor(lens),
+        seq_lens=torch.tensor(lens),
+        out_cache_loc=last,
+    )
+
+
+def planned(runtime: SparseRuntime, rids: list[str], lens: list[int]) -> bool:
+    """Whether a decode step is attended here; its layers do not run."""
+    with runtime.step(decode_batch(runtime, rids, lens)):
+        return runtime.planned
+
+
+def run_step(runtime: SparseRuntime, batch: Any) -> list[bool]:
+    """Whether each layer of a decode step is attended here; if so, its output is compared with dense attention."""
+    attended = []
+    gen = torch.Generator().manual_seed(int(batch.seq_lens_cpu.sum()))
+    with runtime.step(batch):
+        for number in range(LAYERS):
+            layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
+            q = torch.randn(batch.batch_size, KV_HEADS * GQA * DIM, generator=gen)
+            k, v = (torch.randn(batch.batch_size, KV_HEADS * DIM, generator=gen) for _ in "kv")
+            result = runtime.attend(q, k, v, layer, batch, True, None)
+            attended.append(result is not None)
+            if result is None:
+                continue
+            kv = runtime.view.kv(number)
+            torch.testing.assert_close(kv.keys(batch.out_cache_loc, k.dtype).flatten(1), k)
+            for row, (slot, length) in enumerate(zip(batch.req_pool_indices, batch.seq_lens_cpu, strict=True)):
+                own = runtime.view.req_to_token[slot, :length].long()
+                heads = q[row].reshape(1, KV_HEADS * GQA, DIM)
+                keys, values = kv.keys(own, k.dtype), kv.values(own, k.dtype)
+                expected = dense_attention(heads, keys, values, DIM**-0.5).out.reshape(-1)
+                torch.testing.assert_close(result[row].double(), expected, atol=2e-5, rtol=0)
+    return attended
+
+
+def ours(runtime: SparseRuntime, rids: list[str], lens: list[int], rows: list[int] | None = None) -> bool:
+    """Whether a decode step, all of its layers, is attended here and not by SGLang."""
+    attended = run_step(runtime, decode_batch(runtime, rids, lens, rows))
+    assert len(set(attended)) == 1
+    return attended[0]
+
+
+def report(runtime: SparseRuntime) -> list[dict[str, Any]]:
+    """The lines of the build report."""
+    path = Path(str(runtime.config.build_report))
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()

@@ -1,4 +1,4 @@
-"""Real stores with real indexes, and a pool of KV that stands in for SGLang's."""
+"""Real stores with real indexes, and runtimes on them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 
 from prefix_index import FileStore, IndexEntry, IndexIdentity, ModelFingerprint, namespace_digest, page_hashes
 from prefix_index.testing import sample_model
-from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig, config_from_dict
+from sglang_ext.config import PAGE_TOKENS, Settings, SparseAttnConfig, config_from_dict
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
-
-LAYERS, KV_HEADS, GQA, HEAD_DIM = 3, 2, 2, 16
+from tests.serving.admitting import DIM, KV_HEADS, LAYERS, Model, Runtime
 
 
 class Bench:
@@ -44,17 +43,17 @@ class Bench:
 
     def keys(self, tokens: Sequence[int], layer: int) -> torch.Tensor:
         gen = torch.Generator().manual_seed(len(tokens) * 100 + layer)
-        return torch.randn(len(tokens), KV_HEADS, HEAD_DIM, generator=gen)
+        return torch.randn(len(tokens), KV_HEADS, DIM, generator=gen)
 
     def put(self, tokens: Sequence[int], **parts: Any) -> IndexEntry:
         identity = self.identity(tokens, **parts)
         queries = None
         if any(name != "exact" and name != "ab_sparse" for name in self.config.methods):
             gen = torch.Generator().manual_seed(1)
-            queries = torch.randn(LAYERS, KV_HEADS, 64, HEAD_DIM, generator=gen)
+            queries = torch.randn(LAYERS, KV_HEADS, 64, DIM, generator=gen)
         factory = IndexFactory(self.store, self.config)
         keys_of = partial(self.keys, tokens[: identity.num_tokens])
-        entry, _ = factory.build(identity, keys_of, queries, HEAD_DIM**-0.5)
+        entry, _ = factory.build(identity, keys_of, queries, DIM**-0.5)
         return entry
 
 
@@ -82,6 +81,22 @@ def bench(make_bench: Callable[..., Bench]) -> Bench:
 
 
 @pytest.fixture
-def sizes() -> tuple[int, int, int, int]:
-    """num_layers, num_kv_heads, query heads per KV head, head_dim."""
-    return LAYERS, KV_HEADS, GQA, HEAD_DIM
+def start(make_bench: Callable[..., Bench], tmp_path: Path) -> Iterator[Callable[..., Runtime]]:
+    """`start(prompts, store=..., **config)`: runtimes, each on a store of its own that holds indexes of the prompts, or
+    on the one that is named. All positions are selected, unless the configuration says otherwise.
+    """
+    started: list[Runtime] = []
+
+    def make(prompts: Sequence[Sequence[int]] = (), *, store: object = None, **fields: Any) -> Runtime:
+        every = {"keep_ratio": 1.0, "layer_plan": ["anchor"] * LAYERS, "prefetch_policy": "wait_complete"}
+        report = {"build_align": 16, "build_report": str(tmp_path / f"report-{len(started)}.jsonl")}
+        bench = make_bench(**{**every, **report, **fields})
+        for prompt in prompts:
+            bench.put(prompt)
+        settings = Settings(config=bench.config, store=str(store or bench.store.folder))
+        started.append(Runtime(settings, Model(bench.model)))
+        return started[-1]
+
+    yield make
+    for runtime in started:
+        runtime.close()

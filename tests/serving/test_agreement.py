@@ -17,7 +17,7 @@ from sglang_ext.decode.grouping import SlotComparisons
 from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
-from sglang_ext.prefix.residency import ResidentIndex, State
+from sglang_ext.prefix.residency import State
 from sglang_ext.ranks import (
     EVERY,
     KEPT,
@@ -31,6 +31,7 @@ from sglang_ext.ranks import (
     check_alike,
     dense,
 )
+from tests.serving.admitting import Request
 from tests.serving.meeting import Meeting
 
 A, B = "a" * 64, "b" * 64
@@ -141,10 +142,6 @@ def test_whatever_each_rank_knows_all_enter_the_same_votes(seed: int) -> None:
 # -- a request's index -----------------------------------------------------------------------------------------
 
 
-class _Request:
-    """As SGLang's: compared by identity, and weakly referenceable."""
-
-
 def _index(state: State, reason: str = "") -> Any:
     return SimpleNamespace(
         state=state, reason=reason, detail=reason, loaded=None, prefix_len=64, entry=SimpleNamespace(digest=A)
@@ -161,20 +158,21 @@ class _Unreadable:
         raise OSError("gone")
 
 
-def _readiness(ranks: Ranks, attachments: Sequence[Attachment]) -> Any:
-    table = RequestTable()
-    held = [_Request() for _ in attachments]
-    for request, attachment in zip(held, attachments, strict=True):
-        table.add(request, attachment)
-        table.enter(request)
+class _Requests:
+    """Requests of one rank, and what it may use."""
 
-    def release(attachment: Attachment) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self.table, self.counters, self.held = RequestTable(), Counters(1), list[Request]()
+        self.ready = Readiness(SparseAttnConfig(), self.table, self.counters, ranks, self._release)
+
+    @staticmethod
+    def _release(attachment: Attachment) -> None:
         attachment.index = None
 
-    counters = Counters(1)
-    ready = Readiness(SparseAttnConfig(), table, counters, ranks, release)
-    ready.held = held
-    return ready, counters
+    def came(self, attachment: Attachment) -> None:
+        self.held.append(Request())
+        self.table.add(self.held[-1], attachment)
+        self.table.enter(self.held[-1])
 
 
 @pytest.mark.parametrize("case", ["ready", "loading", "failed", "absent", "unlike", "raises"])
@@ -188,10 +186,11 @@ def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
         reason = "unsupported_mode" if ranks.rank == 1 and case == "unlike" else None
         attachment = Attachment("r", 80, None if reason else index, "no_index" if index is None else reason)
 
-        ready, counters = _readiness(ranks, [attachment])
-        problem = ready.settle(["r"], refused=False)
-        used = ready.usable(attachment) is not None
-        return problem, used, dict(counters.fallbacks), attachment.reason, attachment.index is None
+        requests = _Requests(ranks)
+        requests.came(attachment)
+        problem = requests.ready.settle(["r"], refused=False)
+        used = requests.ready.usable(attachment) is not None
+        return problem, used, dict(requests.counters.fallbacks), attachment.index is None
 
     one, two = Meeting(2).run(work)
     assert one[:3] == two[:3]
@@ -203,12 +202,13 @@ def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
         "raises": "unsupported_mode",
     }.get(case)
     assert one[:3] == (None, case == "ready", {reason: 1} if reason else {})
-    assert one[4] == two[4] == (case not in ("ready", "loading")), "nobody keeps an index that it may not use"
+    assert one[3] == two[3] == (case not in ("ready", "loading")), "nobody keeps an index that it may not use"
 
 
 def test_one_rank_votes_with_nobody() -> None:
-    attachment = Attachment("r", 80, _index(State.READY), None)
-    ready, _ = _readiness(OneRank(), [attachment])
+    attachment, requests = Attachment("r", 80, _index(State.READY), None), _Requests(OneRank())
+    requests.came(attachment)
+    ready = requests.ready
     assert ready.settle(["r"], refused=True) is None
     assert ready.usable(attachment) is attachment.index
     assert ready.snapshot() == {"votes": 0, "history": 0}
@@ -282,28 +282,19 @@ def test_processes_agree_through_gloo(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
 
 
-class _Request:
-    """Weakly referenced, as SGLang's."""
-
-
 def test_an_id_that_is_used_again_is_asked_for_again() -> None:
     """SGLang does not tell of every slot that a session gives back; the word of the request before must not count."""
 
     def work(ranks: Ranks) -> tuple[list[bool], int]:
-        requests, counters = RequestTable(), Counters(1)
-        ready = Readiness(SparseAttnConfig(), requests, counters, ranks, lambda one: None)
-        owners: list[Any] = [_Request(), _Request()]
-        requests.add(owners[0], Attachment("r", 200, None, "unsupported_mode", "of a streaming session"))
-        requests.enter(owners[0])
+        requests = _Requests(ranks)
+        ready = requests.ready
+        requests.came(Attachment("r", 200, None, "unsupported_mode", "of a streaming session"))
         ready.settle(["r"], refused=False)
-        owners.pop(0)
-        assert len(requests.take_forgotten()) == 1
-        entry: Any = SimpleNamespace(digest=A, identity=SimpleNamespace(num_tokens=128))
-        index = ResidentIndex(entry)
-        index.state = State.READY if ranks.rank == 0 else State.LOADING
+        requests.held.clear()
+        assert len(requests.table.take_forgotten()) == 1
+        index = _index(State.READY if ranks.rank == 0 else State.LOADING)
         attachment = Attachment("r", 200, index, None)
-        requests.add(owners[0], attachment)
-        requests.enter(owners[0])
+        requests.came(attachment)
         ready.settle(["r"], refused=False)
         used = [ready.usable(attachment) is not None]  # nobody was asked: nobody may
         ready.forget("r")  # as the runtime does when a request comes in

@@ -52,7 +52,7 @@ def test_another_namespace_does_not_see_it(bench: Any, namespace: dict[str, str 
     assert directory.lookup({"extra_key": "a"}, PROMPT).entry is not None
 
 
-def test_another_model_is_a_mismatch_that_names_the_field(bench: Any) -> None:
+def test_another_model_or_profile_is_a_mismatch_that_names_the_field(bench: Any) -> None:
     bench.put(PROMPT[:96])
     other = msgspec.structs.replace(bench.model, kv_dtype="bfloat16")
     found = _directory(bench, model=other).lookup({"extra_key": None}, PROMPT)
@@ -60,10 +60,6 @@ def test_another_model_is_a_mismatch_that_names_the_field(bench: Any) -> None:
     assert "kv_dtype" in str(found.detail)
     assert "float32" in str(found.detail)
     assert "bfloat16" in str(found.detail)
-
-
-def test_another_profile_is_a_mismatch(bench: Any) -> None:
-    bench.put(PROMPT[:96])
     found = _directory(bench, profile="other").lookup({"extra_key": None}, PROMPT)
     assert found.reason == "index_mismatch"
     assert "profile_digest" in str(found.detail)

@@ -8,39 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from prefix_kernels.types import PagedKV
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode import sparse
-from sglang_ext.decode.planner import DecodePlanner
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
-from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex, State
 from sglang_ext.ranks import Ranks
+from tests.serving.admitting import Request
 from tests.serving.meeting import Meeting
+from tests.serving.planning import LONGEST, PREFIX, blank_index, forward_of, path_of, planner
 
-PREFIX, LONGEST, ROWS, LAYERS, DIM = 128, 256, 8, 4, 64
-
-
-class _Request:
-    """As SGLang's: compared by identity, and weakly referenceable."""
-
-
-def _index(digest: str) -> ResidentIndex:
-    index = ResidentIndex(SimpleNamespace(digest=digest, identity=SimpleNamespace(num_tokens=PREFIX)))  # type: ignore[arg-type]
-    channels = TokenIndexSpec().kept_channels(DIM)
-    arrays = {
-        "channels": torch.zeros(1, channels, dtype=torch.int16),
-        "keys_packed": torch.zeros(1, PREFIX, channels // 2, dtype=torch.uint8),
-        "keys_scale": torch.ones(1, channels),
-        "keys_zero": torch.zeros(1, channels),
-    }
-    index.layers = [dict(arrays) for _ in range(LAYERS)]
-    return index
+ROWS, LAYERS = 8, 4
 
 
 def _script(seed: int, joins: float) -> list[tuple[list[tuple[str, int, int]], list[str]]]:
@@ -62,31 +43,19 @@ def _script(seed: int, joins: float) -> list[tuple[list[tuple[str, int, int]], l
 
 def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any]:
     own = random.Random(1000 * seed + ranks.rank)
-    cpu, table = torch.device("cpu"), torch.arange(ROWS * LONGEST, dtype=torch.int32).reshape(ROWS, LONGEST)
-    for row in range(ROWS):  # two documents
-        table[row, :PREFIX] = table[row % 2, :PREFIX]
-    kv = PagedKV(*(torch.zeros(ROWS * LONGEST, 1, DIM) for _ in "kv"))
-    view = SimpleNamespace(
-        num_qo_heads=2, num_kv_heads=1, head_dim=DIM, v_head_dim=DIM, dtype=torch.float32, kv_dtype=torch.float32,
-        num_slots=ROWS * LONGEST, max_requests=ROWS, decode_graphs=True, device=cpu, req_to_token=table,
-        kv=lambda layer: kv,
-    )  # fmt: skip
-    config = config_from_dict({"share_prefixes": True, "min_shared_tokens": PREFIX, "min_top_k": 16, **fields})
     requests, counters = RequestTable(), Counters(LAYERS)
-    plan = LayerPlan.default(LAYERS, 1)
-    steps = DecodePlanner(config, view, requests, counters, TokenIndexSpec(), plan, ranks)  # type: ignore[arg-type]
-    assert steps.sparse is not None
+    config = config_from_dict({"share_prefixes": True, "min_shared_tokens": PREFIX, "min_top_k": 16, **fields})
+    steps = planner(config, requests, counters, LayerPlan.default(LAYERS, 1), ROWS, 2, ranks)
     for size in (8, 4, 2, 1):
-        with steps.capturing(size, StepPath.CASCADE):
-            pass
-        with steps.capturing(size, StepPath.SPARSE):
-            pass
+        for path in (StepPath.CASCADE, StepPath.SPARSE):
+            with steps.capturing(size, path):
+                pass
 
     def release(attachment: Attachment) -> None:
         attachment.index = None
 
     ready = Readiness(config, requests, counters, ranks, release)
-    held: dict[str, _Request] = {}
+    held: dict[str, Request] = {}
     seen: list[Any] = []
     taken_by: list[Any] = []
     begin = steps.sparse.begin
@@ -94,22 +63,17 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
     for batch, gone in _script(seed, joins):
         for rid, row, _ in batch:
             if rid not in held:
-                held[rid] = _Request()
+                held[rid] = Request()
                 found = own.random() < 0.98
-                index = _index(f"{row % 2:064x}") if found else None
+                index = blank_index(LAYERS, f"{row % 2:064x}") if found else None
                 requests.add(held[rid], Attachment(rid, PREFIX, index, None if found else "no_index"))
                 requests.enter(held[rid])
             index = requests.of(held[rid]).index  # type: ignore[union-attr]
             if index is not None and index.state is State.LOADING and own.random() < 0.5:
                 index.state, index.reason = (State.READY, "") if own.random() < 0.9 else (State.FAILED, "index_memory")
-        lens, rows = torch.tensor([length for _, _, length in batch]), torch.tensor([row for _, row, _ in batch])
-        forward = SimpleNamespace(
-            rids=[rid for rid, _, _ in batch], batch_size=len(batch), seq_lens_cpu=lens, seq_lens=lens,
-            req_pool_indices=rows,
-        )  # fmt: skip
+        forward = forward_of(*([part[at] for part in batch] for at in range(3)))
         problem = ready.settle(forward.rids, refused=False)
-        step = steps.prepare(forward, ready.usable) if batch else None
-        path = None if step is None else step.path
+        path = path_of(steps, forward, ready.usable) if batch else None
         ready.took(str(path), len(batch))
         taken = taken_by[-1] if path in (StepPath.SPARSE, StepPath.KEPT) else None
         kept = None if taken is None else [*taken.reads, "own", *taken.private_reads]

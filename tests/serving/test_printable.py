@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,10 @@ import pytest
 
 from prefix_index import printable, printable_values
 from sglang_ext import logs
-from sglang_ext.config import Settings
 from sglang_ext.decode.trace import Prefill, read_trace
 from sglang_ext.prefill.recorder import MAX_CAPTURES
-from tests.serving.admitting import Runtime
+from tests.serving import admitting
 from tests.serving.test_captures import _captures, _events, _run
-from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _prefill
 from tests.serving.test_trace import prefill
 
 HOSTILE = "a\n[2026-01-01] INFO all is well\r\x1b[2J\x9b2J\u2028\u202e\ud800\udce9\x00"
@@ -93,21 +91,6 @@ def test_a_refusal_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == f"sglang-ext: expected a profile, got {SHOWN}\n"
 
 
-@pytest.fixture
-def start(make_bench: Callable[..., Any]) -> Iterator[Callable[..., Runtime]]:
-    started: list[Runtime] = []
-
-    def make(**fields: Any) -> Runtime:
-        bench = make_bench(keep_ratio=1.0, layer_plan=["anchor"] * LAYERS, build_align=16, **fields)
-        bench.put(PROMPT)
-        started.append(Runtime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model)))
-        return started[-1]
-
-    yield make
-    for runtime in started:
-        runtime.close()
-
-
 def test_server_info_can_be_sent_whatever_lies_in_the_store(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang sends it as msgpack between its processes, and as JSON to who asks."""
     from sglang_ext.compat import scheduler_hooks
@@ -127,13 +110,13 @@ def test_server_info_can_be_sent_whatever_lies_in_the_store(start: Any, monkeypa
         assert any(name in problem for problem in problems), problems
 
 
-def test_a_report_holds_text(start: Any, tmp_path: Path) -> None:
-    runtime, request = start(build="prefill", build_report=str(tmp_path / "report.jsonl")), Request()
-    runtime.admit(request, HOSTILE, list(range(100, 140)), {**NAMESPACE})
-    _prefill(runtime, HOSTILE, 40)
+def test_a_report_holds_text(start: Any) -> None:
+    runtime = start(build="prefill")
+    request = runtime.came(HOSTILE, range(100, 140))
+    admitting.prefill(runtime, HOSTILE, 40)
     runtime.slot_freed(request, 0, finished=True)
-    (line,) = (tmp_path / "report.jsonl").read_bytes().splitlines()
-    assert msgspec.json.decode(line)["rid"] == SHOWN
+    (line,) = admitting.report(runtime)
+    assert line["rid"] == SHOWN
 
 
 def test_any_request_id_can_be_traced(start: Any, tmp_path: Path) -> None:
@@ -146,6 +129,8 @@ def test_any_request_id_can_be_traced(start: Any, tmp_path: Path) -> None:
 def test_a_trace_is_for_its_user_alone_and_bounded(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    start(trace_folder=str(tmp_path / "new"))
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
     folder = tmp_path / "trace"
     folder.mkdir(mode=0o755)
     left = folder / f"steps-{os.getpid()}.trace"  # of an earlier process of this number, as containers have them
@@ -164,11 +149,6 @@ def test_a_trace_is_for_its_user_alone_and_bounded(
         "sparse attention: the trace ends before its time; expected less to write down; trace fewer requests, or "
         "restart the server"
     ) == 1
-
-
-def test_a_new_trace_folder_is_for_its_user_alone(start: Any, tmp_path: Path) -> None:
-    start(trace_folder=str(tmp_path / "trace"))
-    assert stat.S_IMODE((tmp_path / "trace").stat().st_mode) == 0o700
 
 
 def test_a_step_that_cannot_be_traced_ends_the_trace_and_not_the_server(

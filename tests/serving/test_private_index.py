@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +12,16 @@ import torch
 
 from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.types import PagedKV
-from sglang_ext.config import PAGE_TOKENS, ConfigError, Settings, config_from_dict
+from sglang_ext.config import PAGE_TOKENS, config_from_dict
 from sglang_ext.decode.grouping import StepGroups
 from sglang_ext.decode.types import PrefixGroup
 from sglang_ext.methods import METHODS
 from sglang_ext.methods.token_index import TokenIndexSpec, index_behind
 from sglang_ext.prefix.private_index import PrivateIndex, PrivateRules
 from sglang_ext.prefix.residency import ResidentIndex
-from tests.serving.admitting import Runtime
-from tests.serving.test_runtime import NAMESPACE, PROMPT, Model, Request, _decode_batch
+from tests.serving.admitting import DIM, KV_HEADS, LAYERS, PROMPT, planned
 
-PREFIX, LAYERS, KV_HEADS, DIM, LIMIT = 64, 3, 2, 16, 64
+PREFIX, LIMIT = 64, 64
 
 
 class _Entry:
@@ -137,36 +135,24 @@ def test_arrays_have_the_channels_and_bits_of_the_prefix(bits: int) -> None:
         index_behind({"tables": keys}, more)
 
 
-def test_a_server_goes_by_the_setting(make_bench: Callable[..., Any]) -> None:
-    fields = {"layer_plan": ["anchor"] * LAYERS, "prefetch_policy": "wait_complete", "top_k": 16}
-    bench = make_bench(method="token_index", private_dense_tokens=32, **fields)
-    bench.put(PROMPT)
-    runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
-    request, found = Request(), []
-    runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
+def test_a_server_goes_by_the_setting(start: Any) -> None:
+    runtime = start([PROMPT], method="token_index", private_dense_tokens=32, top_k=16)
+    request, found = runtime.came("a"), []
     attachment = runtime.requests.of(request)
-    assert attachment is not None
     for own in (32, 48, 49, 55):
-        with runtime.step(_decode_batch(runtime, ["a"], [len(PROMPT) + own])):
-            found.append(0 if attachment.private is None else attachment.private.prefix_len)
+        assert planned(runtime, ["a"], [len(PROMPT) + own])
+        found.append(0 if attachment.private is None else attachment.private.prefix_len)
     assert found == [0, 32, 32, 32]
     assert runtime.snapshot()["private_keep_ratio"] == pytest.approx(16 / 32)
     runtime.slot_freed(request, 0, finished=False)
     assert attachment.private is None
-    runtime.close()
 
 
-def test_what_has_grown_goes_before_what_replaces_it_is_made(
-    make_bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_grown_goes_before_what_replaces_it_is_made(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Device memory is promised for the indexes of one step, not of two."""
-    fields = {"layer_plan": ["anchor"] * LAYERS, "prefetch_policy": "wait_complete", "top_k": 8}
-    bench = make_bench(method="token_index", private_dense_tokens=32, **fields)
-    bench.put(PROMPT)
-    runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
-    requests = [Request(), Request()]
-    for number, request in enumerate(requests):
-        runtime.admit(request, str(number), [*PROMPT, number], NAMESPACE)
+    runtime = start([PROMPT], method="token_index", private_dense_tokens=32, top_k=8)
+    for number in range(2):
+        runtime.came(str(number), [*PROMPT, number])
     made: WeakSet[PrivateIndex] = WeakSet()
     there: list[list[int]] = []
     complete = PrivateIndex.complete
@@ -178,27 +164,8 @@ def test_what_has_grown_goes_before_what_replaces_it_is_made(
 
     monkeypatch.setattr(PrivateIndex, "complete", noted)
     for own in (40, 45, 50):
-        with runtime.step(_decode_batch(runtime, ["0", "1"], [len(PROMPT) + own] * 2)):
-            pass
+        assert planned(runtime, ["0", "1"], [len(PROMPT) + own] * 2)
     assert there == [[], [16], [], [32]]
-    runtime.close()
-
-
-# -- settings ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"private_dense_tokens": 31}, ["private_dense_tokens", "32 or more tokens, or null"]),
-        ({"private_dense_tokens": 64, "method": "csattention"}, ["other than token_index", "csattention"]),
-        ({"private_dense_tokens": 64, "trace_folder": "somewhere"}, ["trace_folder", "from prefixes only"]),
-    ],
-)
-def test_settings_that_it_cannot_have_are_refused(fields: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_from_dict(fields)
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_own_tokens_of_a_row_in_no_group_are_attended_in_full() -> None:

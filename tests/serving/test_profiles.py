@@ -28,16 +28,15 @@ from sglang_ext.profiles import (
     with_profile,
 )
 from sglang_ext.runtime import SparseRuntime
-from tests.serving.test_runtime import Model
+from tests.serving.admitting import DIM, KV_HEADS, LAYERS, Model
 
-LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
 PLAN = ["dense", "anchor", {"reuse": 1, "head_map": [1, 1]}]
 SPEC = {"first": {"method": "ab_sparse", "sizes": "profile"}, "second": {"method": "token_index", "num_channels": 4}}
 KEYS_ONLY = '{"method": "exact", "methods": {"exact": {}}}'
 
 
 def _model(**changes: Any) -> ModelFingerprint:
-    return sample_model(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, kv_dtype="float32", **changes)
+    return sample_model(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM, kv_dtype="float32", **changes)
 
 
 def _profile(**changes: Any) -> Profile:
@@ -45,7 +44,7 @@ def _profile(**changes: Any) -> Profile:
         "model": {
             "num_layers": LAYERS,
             "num_kv_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
+            "head_dim": DIM,
             "config_digest": _model().config_digest,
         },
         "block_sizes": [[16, 64], [32, 32], [64, 16]],
@@ -93,6 +92,7 @@ def test_the_profile_in_the_models_folder_fills_what_is_not_given(settle: Settle
     assert (config.method, config.keep_ratio) == ("two_level", 0.05)
     assert config.layer_plan == PLAN
     assert method_specs(config)["two_level"] == _profile().recommended.index_spec()
+    assert settle(method="two_level").config == config, "a named method has its parameters"
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,6 @@ def test_the_profile_in_the_models_folder_fills_what_is_not_given(settle: Settle
 def test_keys_that_are_given_win(settle: Settle, given: dict[str, Any], expected: dict[str, Any]) -> None:
     config = msgspec.to_builtins(settle(**given).config)
     assert {name: config[name] for name in expected} == expected
-
-
-def test_a_method_that_is_named_has_the_profiles_parameters_if_they_are_its_own(settle: Settle) -> None:
-    assert settle(method="two_level").config == settle().config
 
 
 def test_none_takes_no_profile_and_a_capture_never_has_one(settle: Settle, tmp_path: Path) -> None:
@@ -145,28 +141,21 @@ def test_where_a_profile_is_looked_for(folder: Path, tmp_path: Path, monkeypatch
     assert local_folder("nobody/has-this-model", cache_dir=str(tmp_path)) is None
 
 
-def test_the_environment_takes_the_models_profile_too(folder: Path, tmp_path: Path) -> None:
-    environ = {"SGLANG_SPARSE_ATTN": "1", "SGLANG_SPARSE_ATTN_STORE": str(tmp_path)}
-    settings = settings_from_env(environ, str(folder))
-    assert settings is not None
-    assert settings.profile == _profile()
-
-
 def test_what_was_merged_is_complete_in_itself(settle: Settle, folder: Path, tmp_path: Path) -> None:
-    """As prebuild hands it to its engine: parsed again, without the model's folder, it is the same."""
-    settings = settle(keep_ratio=0.2)
+    """As prebuild hands it to its engine: parsed again, without the model's folder, it is the same. And as it travels
+    between processes, with the profile itself.
+    """
+    settings, off = settle(keep_ratio=0.2), settle(profile="none")
     again = make_settings(msgspec.json.encode(settings.config).decode(), str(tmp_path))
     assert (again.config, again.profile) == (settings.config, settings.profile)
-    off = settle(profile="none")
     assert make_settings(msgspec.json.encode(off.config).decode(), off.store, str(folder)) == off
-
-
-def test_settings_travel_with_the_profile_itself(settle: Settle, folder: Path) -> None:
-    settings = settle()
-    text = settings.dump()
+    environ = {"SGLANG_SPARSE_ATTN": "1", "SGLANG_SPARSE_ATTN_STORE": str(tmp_path)}
+    by_environment = settings_from_env(environ, str(folder))
+    assert by_environment is not None
+    assert by_environment.profile == _profile()
     (folder / PROFILE_FILE).unlink()
-    assert Settings.load(text) == settings
-    assert Settings.load(text).profile == _profile()
+    assert Settings.load(settings.dump()) == settings
+    assert Settings.load(settings.dump()).profile == _profile()
 
 
 def test_with_profile_leaves_its_argument_alone() -> None:
@@ -209,22 +198,14 @@ def test_methods_that_do_not_go_with_the_profile_refuse_the_start(settle: Settle
         settle(**sized, profile="none")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_layers": 4}, "expected num_layers=4"),
-        ({"num_kv_heads": 4}, "expected num_kv_heads=4"),
-        ({"head_dim": 32}, "expected head_dim=32"),
-        ({"config_digest": "f" * 64}, "expected config_digest="),
-    ],
-)
-def test_a_profile_of_another_model_refuses_the_start(changes: dict[str, Any], words: str, settle: Settle) -> None:
+def test_a_profile_of_another_model_refuses_the_start(settle: Settle) -> None:
     check_profile(_profile(), _model())
-    other = msgspec.structs.replace(_model(), **changes)
-    with pytest.raises(ProfileError) as caught:
-        SparseRuntime(settle(), Model(other))
-    for word in ("--sparse-attn: profile:", words, "it is of another model", "calibrate", "set 'profile' to \"none\""):
-        assert word in str(caught.value)
+    for name, value in {"num_layers": 4, "num_kv_heads": 4, "head_dim": 32, "config_digest": "f" * 64}.items():
+        other = msgspec.structs.replace(_model(), **{name: value})
+        with pytest.raises(ProfileError) as caught:
+            SparseRuntime(settle(), Model(other))
+        for word in (f"profile: expected {name}={value!r}", "it is of another model", "calibrate", '"none"'):
+            assert word in str(caught.value)
 
 
 # -- what it changes -------------------------------------------------------------------------------------------
@@ -285,13 +266,11 @@ def test_equal_builds_have_equal_digests(settle: Settle) -> None:
     exact = settle(method="exact").config
     assert profile_digest(exact, profile) == profile_digest(exact)
 
-
-def test_channels_of_the_profile_need_no_queries(settle: Settle) -> None:
     def digest(profile: Profile | None, **keys: Any) -> str:
         named = {"token_index": {"num_channels": 4}}
         return profile_digest(settle(method="token_index", methods=named, **keys).config, profile)
 
-    assert digest(_profile(), seed=5) == digest(_profile()), "nothing is sampled"
+    assert digest(_profile(), seed=5) == digest(_profile()), "channels of the profile: nothing is sampled"
     assert digest(None, seed=5) != digest(None)
 
 
@@ -300,7 +279,7 @@ def test_an_index_is_built_with_each_layers_part_of_the_profile(settle: Settle, 
     prompt = list(range(128))
     identity = bench.identity(prompt, model=_model(), profile=profile_digest(config, profile))
     factory = IndexFactory(bench.store, config, profile)
-    entry, _ = factory.build(identity, lambda layer: bench.keys(prompt, layer), None, HEAD_DIM**-0.5)
+    entry, _ = factory.build(identity, lambda layer: bench.keys(prompt, layer), None, DIM**-0.5)
     spec = method_specs(config)["two_level"]
     with bench.store.get(entry.identity) as file:
         for layer in range(LAYERS):
@@ -331,8 +310,8 @@ def test_the_step_for_all_layers_runs_once_and_changes_nothing(
 
     monkeypatch.setattr(CSAttentionBuilder, "prepare", counted)
     entry = bench.put(prompt)
-    assert calls == [(LAYERS, KV_HEADS, 64, HEAD_DIM)]
-    queries = torch.randn(LAYERS, KV_HEADS, 64, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    assert calls == [(LAYERS, KV_HEADS, 64, DIM)]
+    queries = torch.randn(LAYERS, KV_HEADS, 64, DIM, generator=torch.Generator().manual_seed(1))
     builder = make_builder(method_specs(bench.config)["csattention"])
     with bench.store.get(entry.identity) as file:
         for layer in range(LAYERS):

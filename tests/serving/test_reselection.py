@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sglang_ext.decode.trace import Selected
 from sglang_ext.methods.layer_plan import LayerPlan
-from tests.serving.conftest import GQA, HEAD_DIM, KV_HEADS, LAYERS
+from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"method": "exact", "methods": {"exact": {}}, "min_sparse_prompt_len": 16, "store_min_free_bytes": 0}
@@ -65,7 +65,7 @@ def make(make_bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.Mon
         entry = bench.put(list(range(TOKENS)))
         plan = (str(bench.store.folder), {**CONFIG, **config}, tmp_path, PLAN, torch.device("cpu"))
         reselection = module.Reselection(*plan)
-        queries = torch.randn(2, KV_HEADS * GQA, HEAD_DIM, generator=torch.Generator().manual_seed(3))
+        queries = torch.randn(2, KV_HEADS * GQA, DIM, generator=torch.Generator().manual_seed(3))
         found = reselection.select(reselection._index(entry.digest), 1, queries)
         masks = np.zeros((KV_HEADS, TOKENS), dtype=bool)
         np.put_along_axis(masks, found.positions.numpy().astype(np.int64), True, axis=1)
@@ -83,33 +83,25 @@ def moved(step: Selected, head: int, by: Callable[[int], int] | None = None) -> 
     gone = next(int(one) for one in own if by is None or not masks[head][by(int(one))])
     masks[head][gone] = False
     masks[head][by(gone) if by else (~masks[head]).nonzero()[0][-1]] = True
-    return selected(step.digest, masks, -step.query(1, HEAD_DIM))
+    return selected(step.digest, masks, -step.query(1, DIM))
 
 
 def test_the_same_queries_give_the_same_positions_and_others_do_not(make: Callable[..., Case]) -> None:
     case = make()
-    servers = case.module.servers_queries(case.step, HEAD_DIM)
+    servers = case.module.servers_queries(case.step, DIM)
     assert torch.equal(servers[1], case.queries)
     assert case.reselection.compare(case.step, servers) == Counter(equal=KV_HEADS)
     assert case.reselection.compare(case.step, {1: case.queries[:1]}) == Counter(other=KV_HEADS), "a smaller group"
     assert case.reselection.compare(case.step, {1: -case.queries})["other"] == KV_HEADS
-
-
-def test_one_other_position_is_found(make: Callable[..., Case]) -> None:
-    case = make()
     assert case.reselection.compare(moved(case.step, 1), {1: case.queries}) == Counter(equal=1, other=1)
+    gone = msgspec.structs.replace(case.step, digest="0" * 64)
+    assert case.reselection.compare(gone, {1: case.queries}) is None, "its index left the store"
 
 
 def test_a_position_of_the_same_score_is_told_from_a_wrong_one(make: Callable[..., Case]) -> None:
     case = make(equal_keys=True, keep_ratio=0.27)  # 17: one of a pair is the last
     twin = moved(case.step, 0, lambda one: (one + TOKENS // 2) % TOKENS)
     assert case.reselection.compare(twin, {1: case.queries}) == Counter({"equal scores": 1, "equal": 1})
-
-
-def test_an_index_that_left_the_store_is_said(make: Callable[..., Case]) -> None:
-    case = make()
-    gone = msgspec.structs.replace(case.step, digest="0" * 64)
-    assert case.reselection.compare(gone, {1: case.queries}) is None
 
 
 def test_a_check_counts_by_the_replays_queries_and_by_the_servers(make: Callable[..., Case]) -> None:
@@ -121,24 +113,12 @@ def test_a_check_counts_by_the_replays_queries_and_by_the_servers(make: Callable
             check.take(rid, {1: torch.stack([case.queries[row]] * 2)}, [None, step])
     alone = msgspec.structs.replace(case.step, rids=["trace-1", "quiet"])
     check.take("trace-1", {1: case.queries[:1]}, [alone])
-    assert check.result() == {
-        "equal": 3,
-        "equal scores": 0,
-        "other": 1,
-        "steps": 2,
-        "share_by_position": 0.75,
-        "share_equal": 0.75,
+    most, half = ({"share_by_position": share, "share_equal": share} for share in (0.75, 0.5))
+    assert check.result() == {"equal": 3, "equal scores": 0, "other": 1, "steps": 2} | most | {
         "rows missing": 1,
         "index gone": 1,
         # Those of the second step are others.
-        "by the server's queries": {
-            "equal": 2,
-            "equal scores": 0,
-            "other": 2,
-            "steps": 2,
-            "share_by_position": 0.5,
-            "share_equal": 0.5,
-        },
+        "by the server's queries": {"equal": 2, "equal scores": 0, "other": 2, "steps": 2} | half,
         "max_query_off": 2.0,
     }
 

@@ -1,155 +1,168 @@
-"""Indexes on the device: shared, loaded in the background, kept within their budget."""
+"""Indexes on the device: shared, loaded in the background, kept within their budget; their content is looked at."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
-from prefix_index import IndexCorrupt, IndexUnreadable
-from sglang_ext.methods import METHODS
-from sglang_ext.prefix.residency import Residency, ResidentIndex, State
+from prefix_index import ArrayKey, FileStore, IndexCorrupt, IndexEntry, IndexPayload, IndexStoreError, IndexUnreadable
+from sglang_ext.methods import METHODS, method_specs
+from sglang_ext.prefix import residency as module
+from sglang_ext.prefix.residency import Residency, ResidentIndex, State, _batches
+
+PROMPT = list(range(64))
+#: Bytes of an index of 64 tokens: layers, tokens, KV heads, head_dim, fp32.
+ONE = 3 * 64 * 2 * 16 * 4
 
 
-def _residency(bench: Any, budget: int = 1 << 30, method: str = "exact") -> Residency:
-    return Residency(bench.store, METHODS[method].spec(), 3, 2, torch.device("cpu"), budget)
+@pytest.fixture
+def reside() -> Iterator[Callable[..., Residency]]:
+    """`reside(bench, budget=..., ...)`; closed in the end, when all adds up."""
+    made: list[Residency] = []
+
+    def make(bench: Any, budget: int = 1 << 30, spec: Any = None, heads: int = 2, first: int = 0) -> Residency:
+        spec = spec or METHODS["exact"].spec()
+        made.append(Residency(bench.store, spec, 3, heads, torch.device("cpu"), budget, first))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.check_integrity()
+        one.close()
 
 
-def _load(residency: Residency, entry: Any) -> ResidentIndex:
+def load(residency: Residency, entry: Any) -> ResidentIndex:
+    """In use, once it is there or has failed."""
     index = residency.acquire(entry)
     assert index.loaded is not None
     index.loaded.result(30)
     return index
 
 
-def _prompt(number: int, length: int = 64) -> list[int]:
+def prompt(number: int, length: int = 64) -> list[int]:
     return list(range(number * 1000, number * 1000 + length))
 
 
-def test_what_is_loaded_is_what_was_stored(bench: Any) -> None:
-    prompt = _prompt(1)
-    residency = _residency(bench)
-    index = _load(residency, bench.put(prompt))
+@pytest.mark.parametrize("staging", [1, 40_000, 1 << 30], ids=["layer by layer", "some layers", "all at once"])
+def test_what_is_loaded_is_what_was_stored(bench: Any, reside: Any, staging: int, monkeypatch: Any) -> None:
+    """It comes in by batches of layers, which do not show."""
+    monkeypatch.setattr(module, "STAGING_BYTES", staging)
+    residency = reside(bench)
+    index = load(residency, bench.put(PROMPT))
     assert (index.state, index.prefix_len, len(index.layers)) == (State.READY, 64, 3)
     for layer in range(3):
-        expected = bench.keys(prompt, layer).transpose(0, 1)
-        assert torch.equal(index.layers[layer]["keys"], expected)
-    assert index.nbytes == residency.resident_bytes() == 3 * 64 * 2 * 16 * 4
-    residency.check_integrity()
-    residency.close()
+        assert torch.equal(index.layers[layer]["keys"], bench.keys(PROMPT, layer).transpose(0, 1))
+    assert index.nbytes == residency.resident_bytes() == ONE
 
 
-def test_one_index_is_loaded_once_for_all_its_users(bench: Any) -> None:
-    residency = _residency(bench)
-    entry = bench.put(_prompt(1))
+def test_a_batch_has_at_least_one_layer_and_at_most_the_staging_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STAGING_BYTES", 10)
+    assert [list(batch) for batch in _batches([4, 4, 4, 30, 10, 1, 9])] == [[0, 1], [2], [3], [4], [5, 6]]
+    assert [list(batch) for batch in _batches([11, 0, 0])] == [[0], [1, 2]]
+
+
+def test_one_index_is_loaded_once_for_all_its_users(bench: Any, reside: Any) -> None:
+    residency, entry = reside(bench), bench.put(PROMPT)
     first, second = residency.acquire(entry), residency.acquire(entry)
     assert first is second
     assert (first.users, residency.num_users()) == (2, 2)
-    residency.release(first)
-    residency.release(second)
+    for index in (first, second):
+        residency.release(index)
     assert residency.num_users() == 0
-    residency.close()
 
 
-def test_the_least_recently_used_index_without_users_leaves(bench: Any) -> None:
-    entries = [bench.put(_prompt(n)) for n in range(4)]
-    one = 3 * 64 * 2 * 16 * 4
-    residency = _residency(bench, budget=2 * one)
-    a, b = _load(residency, entries[0]), _load(residency, entries[1])
+# -- the budget ------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_index_without_users_leaves(bench: Any, reside: Any) -> None:
+    entries = [bench.put(prompt(n)) for n in range(4)]
+    residency = reside(bench, 2 * ONE)
+    a, b = (load(residency, entry) for entry in entries[:2])
     residency.release(a)
     residency.release(b)
     residency.release(residency.acquire(entries[0]))  # a is now the more recent one
-    c = _load(residency, entries[2])
-    assert c.state is State.READY
+    assert load(residency, entries[2]).state is State.READY
     assert residency.acquire(entries[0]) is a
     assert residency.acquire(entries[1]) is not b
-    assert residency.resident_bytes() <= 2 * one
-    residency.check_integrity()
-    residency.close()
+    assert residency.resident_bytes() <= 2 * ONE
 
 
-def test_an_index_in_use_is_never_evicted_and_the_newcomer_fails_with_a_reason(bench: Any) -> None:
-    entries = [bench.put(_prompt(n)) for n in range(2)]
-    one = 3 * 64 * 2 * 16 * 4
-    residency = _residency(bench, budget=one)
-    held = _load(residency, entries[0])
-    refused = _load(residency, entries[1])
+def test_an_index_in_use_is_never_evicted_and_the_newcomer_fails_with_a_reason(bench: Any, reside: Any) -> None:
+    entries = [bench.put(prompt(n)) for n in range(2)]
+    residency = reside(bench, ONE)
+    held, refused = (load(residency, entry) for entry in entries)
     assert (held.state, refused.state) == (State.READY, State.FAILED)
     assert "raise index_gpu_bytes" in refused.detail
     residency.release(held)
     residency.release(refused)
-    again = _load(residency, entries[1])
+    again = load(residency, entries[1])
     assert (again is refused, again.state) == (False, State.READY), "a failed one is tried again"
-    residency.close()
 
 
-def test_who_waits_evicts_nothing_and_who_has_a_slot_does(bench: Any) -> None:
-    entries = [bench.put(_prompt(n)) for n in range(2)]
-    residency = _residency(bench, budget=3 * 64 * 2 * 16 * 4)
-    idle = _load(residency, entries[0])
+def test_who_waits_evicts_nothing_and_who_has_a_slot_does(bench: Any, reside: Any) -> None:
+    entries = [bench.put(prompt(n)) for n in range(2)]
+    residency = reside(bench, ONE)
+    idle = load(residency, entries[0])
     residency.release(idle)
     residency.prefetch(entries[1])
     residency._worker.submit(int).result(30)  # behind that load
     assert residency.acquire(entries[0], retry=False) is idle
     # What was short when it was fetched ahead may be there now.
-    failed = _load(residency, entries[1])
+    failed = load(residency, entries[1])
     assert (failed.state, failed.reason) == (State.FAILED, "index_memory")
     for index in (idle, failed):
         residency.release(index)
     loaded = residency.acquire(entries[1], retry=False)
-    assert loaded.loaded is not None
     loaded.loaded.result(30)
     assert loaded.state is State.READY
-    residency.check_integrity()
-    residency.close()
 
 
-def test_what_would_be_evicted_in_vain_stays(bench: Any) -> None:
-    one = 3 * 64 * 2 * 16 * 4
-    entries = [bench.put(_prompt(0)), bench.put(_prompt(1)), bench.put(_prompt(2, 128))]
-    residency = _residency(bench, budget=2 * one)
-    used, idle = _load(residency, entries[0]), _load(residency, entries[1])
+def test_what_would_be_evicted_in_vain_stays(bench: Any, reside: Any) -> None:
+    entries = [bench.put(prompt(0)), bench.put(prompt(1)), bench.put(prompt(2, 128))]
+    residency = reside(bench, 2 * ONE)
+    used, idle = load(residency, entries[0]), load(residency, entries[1])
     residency.release(idle)
-    large = _load(residency, entries[2])
+    large = load(residency, entries[2])
     assert (used.state, large.state, large.reason) == (State.READY, State.FAILED, "index_memory")
-    assert residency.resident_bytes() == 2 * one
+    assert residency.resident_bytes() == 2 * ONE
     assert residency.acquire(entries[1], retry=False) is idle
-    residency.close()
 
 
-def test_an_index_larger_than_the_budget_fails_with_both_sizes(bench: Any) -> None:
-    residency = _residency(bench, budget=1000)
-    index = _load(residency, bench.put(_prompt(1)))
-    assert index.state is State.FAILED
+def test_an_index_larger_than_the_budget_fails_with_both_sizes(bench: Any, reside: Any) -> None:
+    index = load(reside(bench, 1000), bench.put(PROMPT))
+    assert (index.state, index.reason) == (State.FAILED, "index_memory")
     assert "1000" in index.detail
-    assert "24576" in index.detail
-    assert index.reason == "index_memory"
-    residency.close()
+    assert str(ONE) in index.detail
 
 
-def test_a_corrupted_array_fails_as_index_corrupt_and_is_reported_to_the_store(bench: Any) -> None:
-    entry = bench.put(_prompt(1))
+# -- loads that fail, or take long -----------------------------------------------------------------------------
+
+
+def test_a_corrupted_array_fails_as_index_corrupt_and_is_reported_to_the_store(bench: Any, reside: Any) -> None:
+    entry = bench.put(PROMPT)
     path = bench.store.path_of(entry.digest)
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 0xFF
     path.write_bytes(raw)
-    residency = _residency(bench)
-    index = _load(residency, entry)
+    index = load(reside(bench), entry)
     assert (index.state, index.reason) == (State.FAILED, "index_corrupt")
     assert str(path) in index.detail
     assert [str(path)] == [problem.path for problem in bench.store.problems()]
     assert bench.store.list() == ()
-    residency.close()
 
 
 @pytest.mark.parametrize("error", [None, OSError("a defect of the store")])
 def test_a_damaged_index_is_reported_before_requests_are_told(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+    bench: Any, reside: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     """Who is told asks anew: it must not be offered the same index. A store that fails then changes nothing."""
-    entry, seen = bench.put(_prompt(1)), []
+    entry, seen = bench.put(PROMPT), []
 
     def damaged(key: Any) -> Any:
         raise IndexCorrupt("checksum", expected="a", found="b", remedy="c")
@@ -161,79 +174,57 @@ def test_a_damaged_index_is_reported_before_requests_are_told(
 
     monkeypatch.setattr(bench.store, "get", damaged)
     monkeypatch.setattr(bench.store, "report", report)
-    residency = _residency(bench)
-    index = _load(residency, entry)
+    residency = reside(bench)
+    index = load(residency, entry)
     assert seen == [State.LOADING]
     assert (index.state, index.reason) == (State.FAILED, "index_corrupt")
-    residency.close()
 
 
-def test_an_index_that_the_disk_does_not_give_now_is_not_reported(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = bench.put(_prompt(1))
-
+def test_an_index_that_the_disk_does_not_give_now_is_not_reported(bench: Any, reside: Any, monkeypatch: Any) -> None:
     def unreadable(key: Any) -> Any:
         raise IndexUnreadable("index", expected="readable bytes", found="Input/output error", remedy="check the disk")
 
+    entry, residency = bench.put(PROMPT), reside(bench)
     monkeypatch.setattr(bench.store, "get", unreadable)
-    residency = _residency(bench)
-    index = _load(residency, entry)
+    index = load(residency, entry)
     assert (index.state, index.reason) == (State.FAILED, "index_corrupt")
     assert bench.store.problems() == ()
     monkeypatch.undo()
-    assert _load(residency, entry).state is State.READY
-    residency.close()
+    assert load(residency, entry).state is State.READY
 
 
-def test_a_file_that_has_gone_fails_as_no_index(bench: Any) -> None:
-    entry = bench.put(_prompt(1))
-    bench.store.path_of(entry.digest).unlink()
-    residency = _residency(bench)
-    index = _load(residency, entry)
-    assert (index.state, index.reason) == (State.FAILED, "no_index")
-    residency.close()
-
-
-def test_an_index_without_the_method_fails_and_says_what_it_holds(bench: Any) -> None:
-    residency = _residency(bench, method="csattention")
-    index = _load(residency, bench.put(_prompt(1)))
+def test_an_index_that_has_gone_or_is_of_another_method_fails_by_name(bench: Any, reside: Any) -> None:
+    entry = bench.put(PROMPT)
+    index = load(reside(bench, spec=METHODS["csattention"].spec()), entry)
     assert (index.state, index.reason) == (State.FAILED, "index_mismatch")
     assert "csattention" in index.detail
-    assert "exact" in index.detail
-    residency.close()
+    assert "exact" in index.detail, "what it holds"
+    bench.store.path_of(entry.digest).unlink()
+    index = load(reside(bench), entry)
+    assert (index.state, index.reason) == (State.FAILED, "no_index")
 
 
-def test_acquire_does_not_wait_for_the_disk(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = bench.put(_prompt(1))
+def test_acquire_does_not_wait_for_the_disk(bench: Any, reside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry, residency = bench.put(PROMPT), reside(bench)
     gate, real = threading.Event(), bench.store.get
-
-    def slow(key: Any) -> Any:
-        assert gate.wait(30)
-        return real(key)
-
-    monkeypatch.setattr(bench.store, "get", slow)
-    residency = _residency(bench)
+    monkeypatch.setattr(bench.store, "get", lambda key: (gate.wait(30), real(key))[1])
     index = residency.acquire(entry)
     assert index.state is State.LOADING
     residency.release(index)  # its request ended before the load did
     gate.set()
-    assert index.loaded is not None
     index.loaded.result(30)
     assert (index.state, index.users) == (State.READY, 0)
-    residency.close()
 
 
-def test_concurrent_acquire_and_release_balance(bench: Any) -> None:
-    entries = [bench.put(_prompt(n)) for n in range(4)]
-    one = 3 * 64 * 2 * 16 * 4
-    residency = _residency(bench, budget=2 * one + 100)
+def test_concurrent_acquire_and_release_balance(bench: Any, reside: Any) -> None:
+    entries = [bench.put(prompt(n)) for n in range(4)]
+    residency = reside(bench, 2 * ONE + 100)
     errors: list[Exception] = []
 
     def work(seed: int) -> None:
         try:
             for n in range(60):
-                index = residency.acquire(entries[(seed + n * 7) % 4])
-                assert index.loaded is not None
-                index.loaded.result(30)
+                index = load(residency, entries[(seed + n * 7) % 4])
                 if index.state is State.READY:
                     assert len(index.layers) == 3
                 residency.check_integrity()
@@ -248,6 +239,140 @@ def test_concurrent_acquire_and_release_balance(bench: Any) -> None:
         thread.join()
     assert errors == []
     assert residency.num_users() == 0
-    assert residency.resident_bytes() <= 2 * one + 100
-    residency.check_integrity()
-    residency.close()
+    assert residency.resident_bytes() <= 2 * ONE + 100
+
+
+# -- right checksums, and wrong content ------------------------------------------------------------------------
+
+Change = Callable[[dict[ArrayKey, Any]], None]
+
+
+def set_in(name: str, layer: int, head: int, at: Any, value: float) -> Change:
+    def change(arrays: dict[ArrayKey, Any]) -> None:
+        arrays[ArrayKey(name, layer, head)][at] = value
+
+    return change
+
+
+def halved(arrays: dict[ArrayKey, Any]) -> None:
+    key = ArrayKey("token_index.keys_packed", 1, 1)
+    arrays[key] = arrays[key][: len(arrays[key]) // 2]
+
+
+def halved_everywhere(arrays: dict[ArrayKey, Any]) -> None:
+    for key in arrays:
+        if key.name == "token_index.keys_packed":
+            arrays[key] = arrays[key][: len(arrays[key]) // 2]
+
+
+def lacking(arrays: dict[ArrayKey, Any]) -> None:
+    del arrays[ArrayKey("token_index.channels", 2, 1)]
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "a channel of 32767": (
+        set_in("token_index.channels", 1, 1, -1, 32767),
+        r"channels of layer 1 in index [0-9a-f]{12}: expected values of 0 to 15, found \d+ to 32767; remove the index",
+    ),
+    "a channel of -1": (set_in("token_index.channels", 0, 0, 0, -1), "channels of layer 0"),
+    "a scale of NaN": (set_in("token_index.keys_scale", 2, 1, 3, np.nan), "keys_scale of layer 2"),
+    "keys of half the length": (halved, r"keys_packed of layer 1, KV head 1 .*: expected uint8 \[64, 6\]"),
+    "keys of half the length everywhere": (halved_everywhere, "keys_packed of layer 0, KV head 0"),
+    "an array that a head lacks": (lacking, "arrays of layer 2, KV head 1"),
+}
+
+
+def replaced(bench: Any, entry: IndexEntry, change: Change, created: float) -> IndexEntry:
+    """The index, built by somebody else."""
+    with bench.store.get(entry.digest) as index:
+        arrays = {key: array.copy() for key, array in index.read_many().items()}
+        whole = index.payload()
+    change(arrays)
+    info = msgspec.structs.replace(whole.info, created=created)
+    return bench.store.put(IndexPayload(whole.identity, arrays, spec=whole.spec, stats=whole.stats, info=info))
+
+
+@pytest.fixture
+def tokens(make_bench: Any) -> Any:
+    """A bench whose indexes are of tokens."""
+    return make_bench(method="token_index")
+
+
+@pytest.fixture
+def reading(tokens: Any, reside: Any) -> Any:
+    """Residencies of these indexes, of all KV heads or of some."""
+    return lambda **heads: reside(tokens, spec=method_specs(tokens.config)["token_index"], **heads)
+
+
+@pytest.fixture
+def reports(tokens: Any, monkeypatch: pytest.MonkeyPatch) -> list[IndexStoreError]:
+    found: list[IndexStoreError] = []
+    report = tokens.store.report
+
+    def counted(key: Any, error: IndexStoreError) -> None:
+        found.append(error)
+        report(key, error)
+
+    monkeypatch.setattr(tokens.store, "report", counted)
+    return found
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_wrong_content_is_index_corrupt_and_reported(
+    tokens: Any, reading: Any, reports: list[IndexStoreError], name: str
+) -> None:
+    change, message = CHANGES[name]
+    entry = replaced(tokens, tokens.put(PROMPT), change, 5.0)
+    with tokens.store.get(entry.digest) as index:
+        index.verify()  # nothing is wrong with its bytes
+    failed = load(reading(), entry)
+    assert (failed.state, failed.reason, failed.nbytes) == (State.FAILED, "index_corrupt", 0)
+    assert len(reports) == 1
+    with pytest.raises(IndexStoreError, match=message):
+        raise reports[0]
+
+
+def test_it_is_loaded_once_and_another_build_of_it_again(tokens: Any, reading: Any, reports: Any) -> None:
+    """The store may offer it again: its checksums are right, and who reads it may have had an older one."""
+    good = tokens.put(PROMPT)
+    entry = replaced(tokens, good, CHANGES["a channel of -1"][0], 5.0)
+    residency = reading()
+    failed = load(residency, entry)
+    residency.release(failed)
+    assert failed.state is State.FAILED
+    assert residency.acquire(entry) is failed, "not read again for each request"
+    assert residency.acquire(msgspec.structs.replace(entry, path="elsewhere")) is failed, "nor another copy"
+    assert len(reports) == 1
+    mended = tokens.put(PROMPT)
+    assert load(residency, mended).state is State.READY
+
+
+def test_a_report_takes_it_out_of_the_offer(tokens: Any, reading: Any) -> None:
+    entry = replaced(tokens, tokens.put(PROMPT), CHANGES["a channel of 32767"][0], 5.0)
+    tokens.store.close()
+    tokens.store = FileStore(tokens.store.folder)  # another process, which has not written it
+    tokens.store.open()
+    assert load(reading(), entry).state is State.FAILED
+    assert list(tokens.store.list()) == []
+    (problem,) = tokens.store.problems()
+    assert "channels of layer 1" in str(problem.error)
+
+
+def test_a_rank_looks_at_its_own_heads(tokens: Any, reading: Any) -> None:
+    entry = replaced(tokens, tokens.put(PROMPT), CHANGES["a channel of 32767"][0], 5.0)
+    for first, state in ((0, State.READY), (1, State.FAILED)):
+        assert load(reading(heads=1, first=first), entry).state is state
+
+
+def test_no_memory_is_not_damage(tokens: Any, reading: Any, reports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = tokens.put(PROMPT)
+
+    def none_left(*_: Any) -> Any:
+        raise MemoryError("Unable to allocate 1 TiB")
+
+    monkeypatch.setattr("prefix_index.reader.fresh_buffer", none_left)
+    residency = reading()
+    failed = load(residency, entry)
+    assert (failed.state, failed.reason, reports) == (State.FAILED, "index_memory", [])
+    monkeypatch.undo()
+    assert load(residency, entry).state is State.READY

@@ -24,6 +24,8 @@ def test_requests_on_one_prefix_make_one_group() -> None:
     assert lengths(prefixes, 3, 1, 2) == {(3, 1, 2): 100}
     assert prefixes.groups([2, None, 9, 1]) == [PrefixGroup((1, 0), (0, 3), 100)]
     assert prefixes.groups([2, None]) == []
+    prefixes.add(4, 110, {1: 9})
+    assert prefixes.groups([1, 4]) == [], "too little in common"
 
 
 def test_a_branch_that_shares_little_founds_its_own_group() -> None:
@@ -36,27 +38,12 @@ def test_a_branch_that_shares_little_founds_its_own_group() -> None:
     assert lengths(prefixes, *range(6)) == {(0, 1, 2, 3): 100, (4, 5): 100}
 
 
-def test_a_group_becomes_shorter_where_that_saves_more() -> None:
-    prefixes = SharedPrefixes(10)
-    prefixes.add(1, 110, {})
-    prefixes.add(2, 110, {1: 100})
-    prefixes.add(3, 110, {1: 90, 2: 90})
-    assert lengths(prefixes, 1, 2, 3) == {(1, 2, 3): 90}
-
-
-def test_too_little_in_common_is_no_group() -> None:
-    prefixes = SharedPrefixes(10)
-    prefixes.add(1, 110, {})
-    prefixes.add(2, 110, {1: 9})
-    assert prefixes.groups([1, 2]) == []
-
-
 def test_members_that_leave_take_what_they_kept_short_with_them() -> None:
     prefixes = SharedPrefixes(10)
     prefixes.add(1, 110, {})
     prefixes.add(2, 120, {1: 100})
     prefixes.add(3, 130, {1: 90, 2: 90})
-    assert lengths(prefixes, 1, 2, 3) == {(1, 2, 3): 90}
+    assert lengths(prefixes, 1, 2, 3) == {(1, 2, 3): 90}, "shorter, where that saves more"
     prefixes.remove(3)
     prefixes.remove(3)
     assert lengths(prefixes, 1, 2) == {(1, 2): 100}

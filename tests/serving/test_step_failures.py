@@ -1,10 +1,7 @@
 """A decode step that fails costs the groups of its own requests: never those of others, and never an answer."""
 
-# ruff: noqa: F401, F811 (a fixture of another module)
-
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +13,7 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.decode.cascade import CascadeDecode
 from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.types import DecodeBatch
-from sglang_ext.runtime import SparseRuntime
-from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Request, _decode_batch, _step, start
-
-OTHER = list(range(500, 564))
-Start = Callable[..., SparseRuntime]
+from tests.serving.admitting import OTHER, PROMPT, Runtime, decode_batch, ours, run_step
 
 
 class BrokenError(Exception):
@@ -31,92 +24,77 @@ def _raises(*_: Any, **__: Any) -> Any:
     raise BrokenError("an index that nobody can read")
 
 
-def _admitted(runtime: SparseRuntime, *prompts: list[int]) -> list[Request]:
-    requests = []
+def _admit(runtime: Runtime, *prompts: list[int]) -> None:
     for number, prompt in enumerate(prompts):
-        requests.append(Request())
-        runtime.admit(requests[-1], f"r{number}", [*prompt, number], NAMESPACE)
-    return requests
+        runtime.came(f"r{number}", [*prompt, number])
 
 
 @pytest.mark.parametrize("where", ["plan", "layer"])
 def test_its_requests_decode_dense_and_the_others_as_before(
-    start: Start,
-    where: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    start: Any, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = start([PROMPT, OTHER])
-    requests = _admitted(runtime, PROMPT, OTHER)
+    _admit(runtime, PROMPT, OTHER)
     with monkeypatch.context() as patched:
         if where == "plan":
             patched.setattr(runtime.planner.sparse, "begin", _raises)
         else:
             patched.setattr(runtime.planner.sparse.op, "select", _raises)
-        assert _step(runtime, _decode_batch(runtime, ["r0"], [66])) == [None] * LAYERS
+        assert not ours(runtime, ["r0"], [66])
     assert "a decode step of 1 requests failed" in caplog.text
-    assert _step(runtime, _decode_batch(runtime, ["r0"], [67])) == [None] * LAYERS, "from now on"
-    both = _step(runtime, _decode_batch(runtime, ["r0", "r1"], [68, 66]))
-    assert all(out is not None for out in both), "the other one has its index; each output was compared with dense"
-    late = Request()
-    runtime.admit(late, "late", [*PROMPT, 7], NAMESPACE)
-    assert all(out is not None for out in _step(runtime, _decode_batch(runtime, ["late"], [70], [2])))
+    assert not ours(runtime, ["r0"], [67]), "from now on"
+    assert ours(runtime, ["r0", "r1"], [68, 66]), "the other one has its index"
+    runtime.came("late")
+    assert ours(runtime, ["late"], [70], [2])
     state = runtime.snapshot()
     assert (state["fallbacks"], state["shared"]["refusal"]) == ({"unsupported_mode": 1}, None)
-    for request, row in zip(requests, range(2), strict=True):
+    for row, request in enumerate(runtime.held[:2]):
         runtime.slot_freed(request, row, finished=True)
     assert runtime.snapshot()["index_users"] == 1
 
 
 def test_a_layer_that_fails_in_the_middle_leaves_the_rest_to_sglang(
-    start: Start,
-    monkeypatch: pytest.MonkeyPatch,
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What came before stays; the failing layer's own keys and values are written twice, the same ones."""
     runtime = start([PROMPT])
-    held = _admitted(runtime, PROMPT)
+    _admit(runtime, PROMPT)
     run = runtime.planner.sparse.run
 
     def fails_late(q: Any, kv: Any, layer: int, *rest: Any) -> Any:
         return _raises() if layer == 1 else run(q, kv, layer, *rest)
 
     monkeypatch.setattr(runtime.planner.sparse, "run", fails_late)
-    outs = _step(runtime, _decode_batch(runtime, ["r0"], [66]))
-    assert [out is None for out in outs] == [False, True, True]
-    assert len(held) == 1
+    assert run_step(runtime, decode_batch(runtime, ["r0"], [66])) == [True, False, False]
 
 
-def test_groups_by_slots_go_on_with_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_by_slots_go_on_with_others(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = start(share_prefixes=True, min_shared_tokens=32)
-    held = _admitted(runtime, *[PROMPT] * 4)
-    for row in range(1, 4):
-        runtime.view.req_to_token[row, :64] = runtime.view.req_to_token[0, :64].clone()
+    _admit(runtime, *[PROMPT] * 4)
+    runtime.share_slots(1, 2, 3)
 
-    def steps(first: int, number: int, begin: int) -> list[Any]:
+    def steps(first: int, number: int, begin: int) -> list[bool]:
         rids, rows = [f"r{first}", f"r{first + 1}"], [first, first + 1]
-        lens = [[begin + n, begin + 4 + n] for n in range(number)]
-        return [_step(runtime, _decode_batch(runtime, rids, one, rows))[0] for one in lens]
+        return [ours(runtime, rids, [begin + n, begin + 4 + n], rows) for n in range(number)]
 
-    assert steps(0, 3, 66)[-1] is not None
+    assert steps(0, 3, 66)[-1]
     with monkeypatch.context() as patched:
         patched.setattr(runtime.planner.cascade, "begin", _raises)
-        assert steps(0, 1, 70) == [None]
+        assert steps(0, 1, 70) == [False]
     assert runtime.planner.refusal is None
-    assert steps(0, 3, 72)[-1] is None, "they share nothing any more"
-    assert steps(2, 3, 66)[-1] is not None
+    assert not steps(0, 3, 72)[-1], "they share nothing any more"
+    assert steps(2, 3, 66)[-1]
     assert runtime.snapshot()["shared"]["compared"] == 2, "what was known of those that failed is forgotten"
-    assert len(held) == 4
 
 
-def test_with_several_ranks_it_ends_the_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_several_ranks_it_ends_the_process(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may have prepared the step: another graph would be replayed there."""
     runtime = start(share_prefixes=True, min_shared_tokens=32)
-    held = _admitted(runtime, PROMPT)
+    _admit(runtime, PROMPT)
     monkeypatch.setattr(runtime.planner.cascade, "plan", _raises)
-    runtime.ranks = SimpleNamespace(size=2)  # type: ignore[assignment]
-    with pytest.raises(BrokenError), runtime.step(_decode_batch(runtime, ["r0"], [66])):
-        pass
-    assert len(held) == 1
+    runtime.ranks = SimpleNamespace(size=2)
+    with pytest.raises(BrokenError):
+        ours(runtime, ["r0"], [66])
 
 
 def test_tables_that_were_half_written_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:

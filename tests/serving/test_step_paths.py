@@ -4,65 +4,42 @@ there.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
 from prefix_kernels.launching import block_of
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.costs import Line, StepCosts
-from sglang_ext.decode.planner import DecodePlanner
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
-from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, RequestTable
-from sglang_ext.prefix.residency import ResidentIndex, State
+from sglang_ext.prefix.residency import State
+from tests.serving.admitting import Request
+from tests.serving.planning import PREFIX, blank_index, capture_all, forward_of, path_of, planner
 
-PREFIX, LONGEST, ROWS, LAYERS, DIM = 128, 256, 4, 3, 64
+ROWS, LAYERS = 4, 3
 #: Of 129 tokens exact costs 3 * 129 and sparse 129 + 2 * 33, beside a search of 2 * 200 or a part of it.
 COSTS = StepCosts(Line(0.0, 1.0), Line(200.0, 0.0), num_dense=1, num_anchors=2, num_reuse=0)
-
-
-class Request:
-    """As SGLang's: compared by identity, and weakly referenceable."""
 
 
 class Batches:
     """Requests on one indexed prefix, each in a row of the table of its own."""
 
     def __init__(self, roles: list[Any], **fields: Any) -> None:
-        self.index = ResidentIndex(SimpleNamespace(digest="d", identity=SimpleNamespace(num_tokens=PREFIX)))  # type: ignore[arg-type]
-        channels = TokenIndexSpec().kept_channels(DIM)
-        arrays = {
-            "channels": torch.zeros(1, channels, dtype=torch.int16),
-            "keys_packed": torch.zeros(1, PREFIX, channels // 2, dtype=torch.uint8),
-            "keys_scale": torch.ones(1, channels),
-        }
-        self.index.layers = [dict(arrays) for _ in range(LAYERS)]
+        self.index = blank_index(LAYERS)
         self.index.state = State.READY
-        cpu, table = torch.device("cpu"), torch.arange(ROWS * LONGEST, dtype=torch.int32).reshape(ROWS, LONGEST)
-        table[:, :PREFIX] = table[0, :PREFIX]
-        view: Any = SimpleNamespace(
-            num_qo_heads=2, num_kv_heads=1, head_dim=DIM, v_head_dim=DIM, dtype=torch.float32, kv_dtype=torch.float32,
-            num_slots=ROWS * LONGEST, max_requests=ROWS, decode_graphs=True, device=cpu,
-            req_to_token=table, kv=lambda layer: None,
-        )  # fmt: skip
         settings = {"share_prefixes": True, "min_top_k": 32, "search_period": 4, "min_shared_tokens": 10_000}
         config = config_from_dict({**settings, **fields, "layer_plan": roles})
         plan = LayerPlan.from_dict({"layers": roles}, num_layers=LAYERS, num_kv_heads=1)
         self.requests = RequestTable()
-        self.steps = DecodePlanner(config, view, self.requests, Counters(LAYERS), TokenIndexSpec(), plan)
-        sparse = self.steps.sparse
-        assert sparse is not None
-        sparse._costs[block_of(ROWS)] = COSTS
-        for path in self.steps.paths_of(ROWS):
-            with self.steps.capturing(ROWS, path):
-                pass
+        self.steps = planner(config, self.requests, Counters(LAYERS), plan, ROWS, 1)
+        assert self.steps.sparse is not None
+        self.steps.sparse._costs[block_of(ROWS)] = COSTS
+        capture_all(self.steps, ROWS)
         self.held: dict[int, Request] = {}
 
     def step(self, *rows: int, index: bool = True, beams: bool = False) -> StepPath | None:
@@ -72,13 +49,8 @@ class Batches:
                 self.held[row] = Request()
                 self.requests.add(self.held[row], Attachment(f"r{row}", PREFIX, self.index, None))
                 self.requests.enter(self.held[row])
-        lens = torch.tensor([PREFIX + 1 for _ in rows])
-        forward = SimpleNamespace(
-            rids=[f"r{row}" for row in rows], batch_size=len(rows) + beams, seq_lens_cpu=lens, seq_lens=lens,
-            req_pool_indices=torch.tensor(rows),
-        )  # fmt: skip
-        step = self.steps.prepare(forward, lambda one, **_: self.index if index else None)
-        path = None if step is None else step.path
+        forward = forward_of([f"r{row}" for row in rows], [*rows], [PREFIX + 1] * len(rows), beams)
+        path = path_of(self.steps, forward, lambda one, **_: self.index if index else None)
         assert path is None or path in self.steps.paths_of(len(rows)), "a graph that was never captured"
         return path
 

@@ -1,130 +1,125 @@
-"""The runtime on a shared folder, on a service that dies and comes back, and beside a remote store."""
+"""The runtime on a shared folder, on a service that dies or hangs (SIGSTOP) and comes back, beside a remote store, on a
+store that answers late: the scheduler's thread waits for none of them, and gets back what it was promised.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, StoreUnavailable
-from sglang_ext.config import Settings, config_from_dict
+from prefix_index import FileStore, IndexCorrupt, StoreFolderError, StoreUnavailable
+from sglang_ext.config import config_from_dict
+from sglang_ext.prefill.builds import ClaimDesk
 from sglang_ext.runtime import SparseRuntime
 from sglang_ext.storage import configured_store
-from tests.serving.admitting import Runtime
-from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch, _prefill, _step
+from tests.serving.admitting import (
+    NAMESPACE,
+    OTHER,
+    PROMPT,
+    Request,
+    Runtime,
+    eventually,
+    ours,
+    planned,
+    prefill,
+    report,
+)
 
-OTHER = list(range(2000, 2064))
+#: Whoever waits for a store that does not answer is seen to.
+PATIENT = {"store_timeout_s": 120.0}
+BUILDING = {**PATIENT, "build": "prefill"}
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begun = time.monotonic()
+    work()
+    return time.monotonic() - begun
 
 
 @pytest.fixture
-def start(make_bench: Callable[..., Any]) -> Iterator[Callable[..., SparseRuntime]]:
-    """Runtimes of one configuration; each names its store."""
-    started: list[SparseRuntime] = []
-
-    def make(store: object, **fields: Any) -> SparseRuntime:
-        fields = {
-            "method": "exact",
-            "methods": {"exact": {}},
-            "min_sparse_prompt_len": 16,
-            "keep_ratio": 1.0,
-            "layer_plan": ["anchor"] * LAYERS,
-            "prefetch_policy": "wait_complete",
-            "store_timeout_s": 120.0,  # whoever waits for a store that does not answer is seen to
-            **fields,
-        }
-        bench = make_bench()
-        runtime = Runtime(Settings(config=config_from_dict(fields), store=str(store)), Model(bench.model))
-        started.append(runtime)
-        return runtime
-
-    yield make
-    for runtime in started:
-        runtime.close()
+def folder(make_bench: Callable[..., Any]) -> Path:
+    """A store that holds an index of PROMPT."""
+    bench = make_bench()
+    bench.put(PROMPT)
+    return Path(bench.store.folder)
 
 
-def _report(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def statuses(runtime: SparseRuntime) -> list[str]:
+    return [line["status"] for line in report(runtime)]
 
 
 # -- one build at a time -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def builders(start: Callable[..., SparseRuntime], tmp_path: Path) -> Any:
-    """(two runtimes that build into one folder, their reports)."""
+def builders(start: Any, tmp_path: Path) -> tuple[Runtime, Runtime]:
+    """Two runtimes that build into one folder."""
     folder = tmp_path / "shared"
     folder.mkdir()
-    reports = [tmp_path / f"report-{number}.jsonl" for number in range(2)]
-    runtimes = [start(folder, build="prefill", build_report=str(report), build_align=16) for report in reports]
-    return runtimes, reports
+    return start(store=folder, **BUILDING), start(store=folder, **BUILDING)
 
 
 def test_of_two_servers_one_builds_and_the_other_says_so(builders: Any) -> None:
-    (one, two), reports = builders
-    first, second, third = Request(), Request(), Request()
-    one.admit(first, "a", [*PROMPT, 7], NAMESPACE)
-    two.admit(second, "b", [*PROMPT, 8], NAMESPACE)
-    (line,) = _report(reports[1])
+    one, two = builders
+    first, second = one.came("a"), two.came("b", [*PROMPT, 8])
+    (line,) = report(two)
     assert (line["status"], line["reason"]) == ("skipped", "building_elsewhere")
     assert len(line["digest"]) == 64
-    assert two.builds is not None
     assert len(two.builds) == 0, "nothing is recorded for it"
-    _prefill(one, "a", 65)
+    prefill(one, "a", 65)
     one.slot_freed(first, 0, finished=True)
-    assert [row["status"] for row in _report(reports[0])] == ["built"]
-    two.admit(third, "c", [*PROMPT, 9], NAMESPACE)
-    assert _report(reports[1])[-1]["status"] == "exists"
+    assert statuses(one) == ["built"]
+    two.came("c", [*PROMPT, 9])
     two.slot_freed(second, 0, finished=True)
-    assert len(_report(reports[1])) == 2
+    assert statuses(two) == ["skipped", "exists"]
 
 
 @pytest.mark.parametrize("how", ["forgotten", "rejected", "weights"])
 def test_a_build_that_comes_to_nothing_gives_its_lease_back(how: str, builders: Any) -> None:
-    (one, two), reports = builders
-    first, second = Request(), Request()
-    one.admit(first, "a", [*PROMPT, 7], NAMESPACE)
+    one, two = builders
+    first = one.came("a")
     if how == "rejected":
         one.slot_freed(first, 0, finished=True)
-        assert _report(reports[0])[0]["reason"] == "capture_rejected"
+        assert report(one)[0]["reason"] == "capture_rejected"
     elif how == "weights":
         one.weights_updated(replaced=True)
     else:
         del first
+        one.held.clear()
         one._sweep()
-    two.admit(second, "b", [*PROMPT, 8], NAMESPACE)
-    _prefill(two, "b", 65)
+    second = two.came("b", [*PROMPT, 8])
+    prefill(two, "b", 65)
     two.slot_freed(second, 0, finished=True)
-    assert [row["status"] for row in _report(reports[1])] == ["built"]
+    assert statuses(two) == ["built"]
 
 
 def test_two_requests_of_one_server_build_once(builders: Any) -> None:
-    (one, _), reports = builders
-    requests = [Request(), Request()]
-    for number, request in enumerate(requests):
-        one.admit(request, str(number), [*PROMPT, number], NAMESPACE)
-    assert _report(reports[0])[0]["reason"] == "building_elsewhere"
-    _prefill(one, "0", 65)
+    one, _ = builders
+    requests = [one.came("0"), one.came("1", [*PROMPT, 1])]
+    assert report(one)[0]["reason"] == "building_elsewhere"
+    prefill(one, "0", 65)
     for number, request in enumerate(requests):
         one.slot_freed(request, number, finished=True)
-    assert [row["status"] for row in _report(reports[0])] == ["skipped", "built"]
+    assert statuses(one) == ["skipped", "built"]
 
 
 def test_a_folder_that_goes_away_does_not_end_a_building_server(builders: Any) -> None:
-    import shutil
-
-    (one, _), reports = builders
+    one, _ = builders
     shutil.rmtree(one.store.folder)
-    request = Request()
-    one.admit(request, "a", [*PROMPT, 7], NAMESPACE)
-    (line,) = _report(reports[0])
+    one.came("a")
+    (line,) = report(one)
     assert (line["status"], line["reason"]) == ("failed", "StoreFolderError")
 
 
@@ -167,44 +162,32 @@ class Service:
 
 
 @pytest.fixture
-def service(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Service]:
-    """A running service whose folder holds an index of PROMPT."""
-    bench = make_bench()
-    bench.put(PROMPT)
-    served = Service(bench.store.folder, tmp_path / "s")
+def service(folder: Path, tmp_path: Path) -> Iterator[Service]:
+    """A running service of that folder."""
+    served = Service(folder, tmp_path / "s")
     served.start()
     yield served
     served.close()
 
 
-def _decodes_sparsely(runtime: SparseRuntime, rid: str, prompt: list[int]) -> bool:
-    request = Request()
-    runtime.admit(request, rid, [*prompt, 7], NAMESPACE)
-    sparse = all(out is not None for out in _step(runtime, _decode_batch(runtime, [rid], [66])))
+def decodes_sparsely(runtime: Runtime, rid: str, prompt: list[int]) -> bool:
+    request = runtime.came(rid, [*prompt, 7])
+    sparse = ours(runtime, [rid], [66])
     runtime.slot_freed(request, 0, finished=True)
     return sparse
 
 
-def _eventually(check: Callable[[], bool], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if check():
-            return True
-        time.sleep(0.1)
-    return False
-
-
 def test_a_server_on_a_service_lives_on_when_that_dies_and_finds_it_again(
-    service: Service, start: Callable[..., SparseRuntime], make_bench: Callable[..., Any]
+    service: Service, start: Any, make_bench: Callable[..., Any]
 ) -> None:
-    runtime = start(service.url)
-    assert _decodes_sparsely(runtime, "a", PROMPT)
+    runtime = start(store=service.url, **PATIENT)
+    assert decodes_sparsely(runtime, "a", PROMPT)
     service.signal(signal.SIGKILL)
     for number in range(3):
         begun = time.monotonic()
-        assert not _decodes_sparsely(runtime, f"gone-{number}", OTHER)
+        assert not decodes_sparsely(runtime, f"gone-{number}", OTHER)
         assert time.monotonic() - begun < 60, "the scheduler does not wait for the service"
-    assert _decodes_sparsely(runtime, "still", PROMPT), "resident, or read from the folder"
+    assert decodes_sparsely(runtime, "still", PROMPT), "resident, or read from the folder"
     state = runtime.snapshot()
     assert state["fallbacks"] == {"no_index": 3}
     assert any("store" in problem for problem in state["store_problems"])
@@ -212,44 +195,157 @@ def test_a_server_on_a_service_lives_on_when_that_dies_and_finds_it_again(
     bench = make_bench()
     with FileStore(service.folder) as store, bench.store.get(bench.put(OTHER).digest) as index:
         store.put(index.payload())
-    assert _eventually(lambda: _decodes_sparsely(runtime, f"again-{time.monotonic()}", OTHER))
+    assert eventually(lambda: decodes_sparsely(runtime, f"again-{time.monotonic()}", OTHER))
 
 
-def test_a_service_that_hangs_does_not_hold_up_admission(service: Service, start: Callable[..., SparseRuntime]) -> None:
-    runtime = start(service.url, prefetch_policy="best_effort")
+def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(service: Service, start: Any) -> None:
+    """A rescan takes until store_timeout_s, on a thread of its own."""
+    runtime = start(store=service.url, **BUILDING)
+    assert runtime.snapshot()["indexes_in_store"] == 1
     service.signal(signal.SIGSTOP)
-    longest = 0.0
-    requests = [Request() for _ in range(8)]
-    for number, request in enumerate(requests):
-        begun = time.monotonic()
-        runtime.admit(request, str(number), [*OTHER, number], NAMESPACE)
-        longest = max(longest, time.monotonic() - begun)
-        time.sleep(0.1)
-    assert longest < 60, "a rescan takes until store_timeout_s, on a thread of its own"
+    for number in range(4):
+        assert seconds(lambda n=number: runtime.came(str(n), [*OTHER[n:], n])) < 60
+        time.sleep(0.25)
+    assert max(seconds(runtime.snapshot) for _ in range(3)) < 60
+    assert runtime.snapshot()["indexes_in_store"] == 1
     service.signal(signal.SIGCONT)
+    assert eventually(lambda: runtime.snapshot()["store_problems"] == [])
 
 
-def test_a_service_that_is_not_there_stops_the_start(tmp_path: Path, start: Callable[..., SparseRuntime]) -> None:
+def test_a_service_that_is_not_there_stops_the_start(tmp_path: Path, start: Any) -> None:
     begun = time.monotonic()
     with pytest.raises(StoreUnavailable, match=r"expected .*, found .*; "):
-        start(f"ipc://{tmp_path}/none", store_timeout_s=1.0)
+        start(store=f"ipc://{tmp_path}/none", store_timeout_s=1.0)
     assert time.monotonic() - begun < 60
 
 
-def test_an_index_whose_store_does_not_answer_is_a_fallback_by_name_and_comes_back(
-    service: Service, start: Callable[..., SparseRuntime]
-) -> None:
-    runtime = start(service.url)
+def test_an_index_whose_store_does_not_answer_is_a_fallback_by_name_and_comes_back(start: Any) -> None:
+    runtime = start([PROMPT])
     real = runtime.store.get
 
     def unavailable(key: Any) -> Any:
         raise StoreUnavailable("service", expected="an answer", found="none", remedy="wait")
 
     runtime.store.get = unavailable
-    assert not _decodes_sparsely(runtime, "a", PROMPT)
+    assert not decodes_sparsely(runtime, "a", PROMPT)
     assert runtime.counters.fallbacks == {"store_unavailable": 1}
     runtime.store.get = real
-    assert _decodes_sparsely(runtime, "b", PROMPT), "not taken out of the offer: nothing is wrong with it"
+    assert decodes_sparsely(runtime, "b", PROMPT), "not taken out of the offer: nothing is wrong with it"
+
+
+# -- a store that answers late -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(start: Any, folder: Path) -> Runtime:
+    """A runtime that builds into that folder, beside a remote store."""
+    return start(store=folder, store_remote="memory:///", **BUILDING)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def late(runtime: SparseRuntime) -> Iterator[None]:
+    """The store answers for leases and questions at the end of the block."""
+    answer, store = threading.Event(), runtime.store
+    for name in ("lease", "contains"):
+        call = getattr(store, name)
+        setattr(store, name, lambda key, call=call: (answer.wait(60), call(key))[1])
+    try:
+        yield
+    finally:
+        answer.set()
+
+
+def test_what_is_admitted_while_the_store_hangs_is_built_once_it_answers(slow: Any, folder: Path) -> None:
+    with late(slow):
+        request = slow.came("a", [*OTHER, 7])
+        assert report(slow) == []
+        prefill(slow, "a", 65)
+    slow.slot_freed(request, 0, finished=True)
+    assert statuses(slow) == ["built"]
+    with FileStore(folder) as store:
+        assert len(store.list()) == 2
+
+
+def test_what_turns_out_to_be_stored_is_recorded_no_longer(slow: Any) -> None:
+    with late(slow):
+        slow.came("a")
+        assert len(slow.builds) == 1
+    assert eventually(lambda: (slow.builds.settle(), len(slow.builds) == 0)[1])
+    assert statuses(slow) == ["exists"]
+    assert slow.builds.recorder.take("a") is None
+
+
+def test_a_lease_that_comes_after_its_request_went_is_given_back(slow: Any, folder: Path) -> None:
+    with late(slow):
+        slow.came("a", [*OTHER, 7])
+        identity = slow.builds._pending["a"].identity
+        slow.builds.discard("a")
+
+    def free() -> bool:
+        with FileStore(folder) as store:
+            lease = store.lease(identity)
+            return lease is not None and (lease.release(), True)[1]
+
+    assert eventually(free)
+
+
+def test_a_request_in_the_queue_of_an_idle_server_holds_no_lease(start: Any) -> None:
+    runtime, request = start(**BUILDING), Request()
+    runtime.wait(request, "a", [*OTHER, 7], NAMESPACE)
+    assert len(runtime.builds) == 0, "it may be aborted there, and nobody says so"
+    runtime.slot_taken(request)
+    identity = runtime.builds._pending["a"].identity
+    with FileStore(runtime.store.folder) as other:
+        assert other.lease(identity) is None
+        runtime.slot_freed(request, 0, finished=False)
+        assert other.lease(identity) is not None, "it waits again"
+
+
+def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[..., Any]) -> None:
+    """The store fails between the lease and the last check: as any error, and the lease does not stay."""
+    bench = make_bench()
+    answers = [False]
+
+    class Failing(FileStore):
+        def contains(self, key: Any) -> bool:
+            if answers:
+                return answers.pop()
+            raise StoreFolderError("index store", expected="a folder", found="none", remedy="look")
+
+    with Failing(bench.store.folder) as store:
+        desk = ClaimDesk(store)
+        claim = desk.claim(bench.identity(OTHER))
+        assert isinstance(claim.refusal, StoreFolderError)
+        assert bench.store.lease(claim.identity) is not None
+        desk.close()
+
+
+@pytest.mark.parametrize("what", ["damaged, and not to be reported", "the loader's own defect"])
+def test_a_load_that_ends_oddly_is_a_fallback_and_the_next_request_tries_again(
+    start: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    runtime = start([PROMPT])
+
+    def raising(error: Exception) -> Callable[..., Any]:
+        def fails(*_: Any) -> Any:
+            raise error
+
+        return fails
+
+    if what.startswith("damaged"):
+        damage = IndexCorrupt("checksum", expected="a", found="b", remedy="c")
+        monkeypatch.setattr(runtime.store, "get", raising(damage))
+        read_only = StoreFolderError("index store", expected="a folder", found="Read-only file system", remedy="r")
+        monkeypatch.setattr(runtime.store, "report", raising(read_only))
+    else:
+        monkeypatch.setattr(runtime.residency, "_load", raising(RuntimeError(what)))
+    first = runtime.came("a")
+    assert not planned(runtime, ["a"], [66])
+    assert runtime.counters.fallbacks == {"index_corrupt" if what.startswith("damaged") else "index_loading": 1}
+    runtime.slot_freed(first, 0, finished=True)
+    monkeypatch.undo()
+    runtime.came("b", [*PROMPT, 8])
+    assert planned(runtime, ["b"], [66])
 
 
 # -- a remote store to share with -------------------------------------------------------------------------------------
@@ -257,67 +353,50 @@ def test_an_index_whose_store_does_not_answer_is_a_fallback_by_name_and_comes_ba
 
 @pytest.mark.parametrize("remote", ["memory:///", "an empty shared folder"])
 def test_a_folder_keeps_and_serves_its_own_beside_an_empty_remote_store(
-    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], tmp_path: Path, remote: str
+    folder: Path, start: Any, tmp_path: Path, remote: str
 ) -> None:
-    bench = make_bench()
-    entry = bench.put(PROMPT)
     (tmp_path / "empty").mkdir()
-    runtime = start(bench.store.folder, store_remote=remote if "://" in remote else f"file://{tmp_path}/empty")
+    runtime = start(store=folder, store_remote=remote if "://" in remote else f"file://{tmp_path}/empty")
     runtime.store.rescan(full=True)
-    assert _decodes_sparsely(runtime, "a", PROMPT)
-    assert Path(entry.path).exists()
+    assert decodes_sparsely(runtime, "a", PROMPT)
+    assert len([*folder.rglob("*.pfxindex")]) == 1
 
 
 @pytest.mark.parametrize("remote", ["s3://no-such-bucket-0/x", "file:///no/such/folder", "mooncake://127.0.0.1:1"])
 def test_a_remote_store_that_is_not_there_does_not_stop_the_start(
-    make_bench: Callable[..., Any], start: Callable[..., SparseRuntime], remote: str, monkeypatch: pytest.MonkeyPatch
+    start: Any, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("ENDPOINT_URL", "http://127.0.0.1:1"), ("REGION", "r"), ("ALLOW_HTTP", "true")):
+    aws = {"ENDPOINT_URL": "http://127.0.0.1:1", "REGION": "r", "ALLOW_HTTP": "true"}
+    for name, value in {**aws, "ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-    bench = make_bench()
-    bench.put(PROMPT)
     begun = time.monotonic()
-    runtime = start(bench.store.folder, store_remote=remote, store_timeout_s=1.0)
+    runtime = start([PROMPT], store_remote=remote, store_timeout_s=1.0)
     assert time.monotonic() - begun < 60
-    assert _decodes_sparsely(runtime, "a", PROMPT)
+    assert decodes_sparsely(runtime, "a", PROMPT)
     # A snapshot that the store did not answer in time says so in one problem more.
-    assert _eventually(lambda: len(runtime.snapshot()["store_problems"]) == 1)
+    assert eventually(lambda: len(runtime.snapshot()["store_problems"]) == 1)
 
 
 def test_an_index_of_a_shared_folder_is_served_and_kept_on_this_machine(
-    make_bench: Callable[..., Any],
-    start: Callable[..., SparseRuntime],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    folder: Path, start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = make_bench()
-    entry = bench.put(PROMPT)
-    (tmp_path / "mine").mkdir()
-    shared = f"file://{bench.store.folder}"
-    runtime = start(tmp_path / "mine", store_remote=shared, store_wait="wait_complete")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    runtime = start(store=mine, store_remote=f"file://{folder}", store_wait="wait_complete", **PATIENT)
     assert "store_wait='wait_complete' has no effect any more" in caplog.text
-    assert _decodes_sparsely(runtime, "a", PROMPT)
-    copy = tmp_path / "mine" / Path(entry.path).relative_to(bench.store.folder)
-    assert copy.read_bytes() == Path(entry.path).read_bytes()
+    assert decodes_sparsely(runtime, "a", PROMPT)
+    (index,) = folder.rglob("*.pfxindex")
+    assert (mine / index.relative_to(folder)).read_bytes() == index.read_bytes()
     assert runtime.snapshot()["store_counters"]["fetched"] == 1
 
 
-def test_what_is_built_goes_to_the_remote_store_and_is_read_back(
-    start: Callable[..., SparseRuntime], tmp_path: Path
-) -> None:
-    (tmp_path / "mine").mkdir()
-    report = tmp_path / "report.jsonl"
-    runtime = start(
-        tmp_path / "mine", store_remote="memory:///", build="prefill", build_report=str(report), build_align=16
-    )
-    request = Request()
-    runtime.admit(request, "a", [*PROMPT, 7], NAMESPACE)
-    _prefill(runtime, "a", 65)
+def test_what_is_built_goes_to_the_remote_store_and_is_read_back(start: Any) -> None:
+    runtime = start(store_remote="memory:///", **BUILDING)
+    request = runtime.came("a")
+    prefill(runtime, "a", 65)
     runtime.slot_freed(request, 0, finished=True)
-    assert _report(report)[0]["status"] == "built"
-    assert _decodes_sparsely(runtime, "b", PROMPT)
+    assert statuses(runtime) == ["built"]
+    assert decodes_sparsely(runtime, "b", PROMPT)
     assert runtime.store.flush(60)
     assert len(runtime.store.remotes[0].list()) == 1
     states: list[dict[str, Any]] = []
@@ -326,7 +405,7 @@ def test_what_is_built_goes_to_the_remote_store_and_is_read_back(
         states.append(json.loads(json.dumps(runtime.snapshot())))
         return states[-1]["store_problems"] == []  # else the store was slow, and what is shown is as last known
 
-    assert _eventually(in_time)
+    assert eventually(in_time)
     state = states[-1]
     assert (state["indexes_in_store"], state["store_bytes"] > 0) == (1, True)
     counters = state["store_counters"]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_ext.config import Settings
 from sglang_ext.decode.types import DecodeBatch, StepPath
 from sglang_ext.methods.base import METHODS, Method
 from tests.decode_oracle import OracleGroup
-from tests.serving.admitting import Runtime
-from tests.serving.test_runtime import LAYERS, NAMESPACE, PROMPT, Model, Request, _decode_batch
+from tests.serving.admitting import PROMPT, Model, ours
 from tests.sparse_server import KV_HEADS, Server
 from tests.toy_method import EveryNthBuilder, EveryNthOp, EveryNthSelector, EveryNthSpec
 
@@ -37,24 +34,14 @@ def test_it_selects_for_groups_and_single_requests(kernels: bool) -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_a_server_builds_stores_and_decodes_by_it(make_bench: Any, graphs: bool) -> None:
-    roles = ["anchor"] * LAYERS
-    bench = make_bench(method="every_nth", layer_plan=roles, prefetch_policy="wait_complete", share_prefixes=graphs)
-    bench.put(PROMPT)
-    model = Model(bench.model)
-    model.decode_graphs = graphs
-    runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), model)
-    assert runtime.planner.sparse is not None
+def test_a_server_builds_stores_and_decodes_by_it(start: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Model, "decode_graphs", graphs)
+    runtime = start([PROMPT], method="every_nth", share_prefixes=graphs)
     assert isinstance(runtime.planner.sparse.op, EveryNthOp) == graphs
     if not graphs:
-        request = Request()
-        runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
-        with runtime.step(_decode_batch(runtime, ["a"], [66])):
-            assert runtime.path is StepPath.SPARSE
-            layer = SimpleNamespace(layer_id=1, scaling=0.25)
-            q = torch.zeros(1, 64)
-            assert runtime.attend(q, None, None, layer, _decode_batch(runtime, ["a"], [66]), True, None) is not None
-    runtime.close()
+        runtime.came("a")
+        assert ours(runtime, ["a"], [66])
+        assert runtime.snapshot()["sparse_steps"] == 1
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,49 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.config import Settings
 from sglang_ext.decode.trace import Prefill, SparseStep, Start, read_trace
 from sglang_ext.runtime import SparseRuntime
-from tests.serving.admitting import Runtime
-from tests.serving.test_runtime import DIM, GQA, KV_HEADS, NAMESPACE, PROMPT, Model, Request, _decode_batch
+from tests.serving.admitting import DIM, GQA, KV_HEADS, PROMPT, decode_batch, mode
 
-ROLES: list[Any] = ["dense", "anchor", {"reuse": 1}]
-
-
-@pytest.fixture
-def start(make_bench: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
-    started: list[SparseRuntime] = []
-
-    def make(**fields: Any) -> SparseRuntime:
-        bench = make_bench(
-            keep_ratio=0.25,
-            min_top_k=0,
-            num_sink_tokens=1,
-            num_recent_pages=0,
-            layer_plan=ROLES,
-            prefetch_policy="wait_complete",
-            trace_folder=str(tmp_path / "trace"),
-            **fields,
-        )
-        bench.put(PROMPT)
-        settings = Settings(config=bench.config, store=str(bench.store.folder))
-        started.append(Runtime(settings, Model(bench.model)))
-        return started[-1]
-
-    yield make
-    for runtime in started:
-        runtime.close()
-
-
-@pytest.fixture
-def runtime(start: Callable[..., SparseRuntime]) -> SparseRuntime:
-    return start()
+#: A quarter of the prefix, and a plan with all roles.
+SELECTING: dict[str, Any] = {"keep_ratio": 0.25, "min_top_k": 0, "num_sink_tokens": 1, "num_recent_pages": 0}
+SELECTING |= {"layer_plan": ["dense", "anchor", {"reuse": 1}]}
 
 
 def prefill(runtime: SparseRuntime, rids: list[str], starts: list[int], lens: list[int]) -> None:
-    mode = SimpleNamespace(is_decode=lambda: False, is_extend=lambda: True)
     batch = SimpleNamespace(
-        forward_mode=mode, rids=rids, extend_prefix_lens_cpu=starts, extend_seq_lens_cpu=torch.tensor(lens)
+        forward_mode=mode("extend"), rids=rids, extend_prefix_lens_cpu=starts, extend_seq_lens_cpu=torch.tensor(lens)
     )
     with runtime.step(batch):
         pass
@@ -62,7 +30,7 @@ def decode(runtime: SparseRuntime, rids: list[str], lens: list[int], queries: li
     """One decode step of all layers; by group, (positions, counts) of each anchor layer. `queries` receives those of
     each layer: [rows, num_qo_heads, DIM].
     """
-    batch = _decode_batch(runtime, rids, lens)
+    batch = decode_batch(runtime, rids, lens)
     with runtime.step(batch):
         for number in range(3):
             layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
@@ -75,19 +43,19 @@ def decode(runtime: SparseRuntime, rids: list[str], lens: list[int], queries: li
     return copies.take(range(len(copies.groups)))
 
 
-def test_a_trace_holds_what_was_selected_for_requests_that_ask_for_it(runtime: SparseRuntime, tmp_path: Path) -> None:
+def test_a_trace_holds_what_was_selected_for_requests_that_ask_for_it(start: Any, tmp_path: Path) -> None:
+    runtime = start([PROMPT], trace_folder=str(tmp_path / "trace"), **SELECTING)
     rids = ["trace-1", "quiet", "trace-2"]
-    requests = [Request() for _ in rids]
-    for request, rid in zip(requests, rids, strict=True):
-        runtime.admit(request, rid, [*PROMPT, 1] if rid != "trace-2" else [7] * 70, NAMESPACE)
+    for rid in rids:
+        runtime.came(rid, [*PROMPT, 1] if rid != "trace-2" else [7] * 70)
     prefill(runtime, rids, [0, 16, 32], [65, 49, 38])
     chosen = decode(runtime, rids, [66, 66, 71])
     decode(runtime, ["quiet"], [67])
     (path,) = (tmp_path / "trace").iterdir()
-    start, *records = read_trace(path)
-    assert isinstance(start, Start)
-    assert start.dtype == "float32"
-    assert start.layer_plan == {"layers": ["dense", "anchor", {"reuse": 1, "head_map": [0, 1]}]}
+    head, *records = read_trace(path)
+    assert isinstance(head, Start)
+    assert head.dtype == "float32"
+    assert head.layer_plan == {"layers": ["dense", "anchor", {"reuse": 1, "head_map": [0, 1]}]}
     assert records[:2] == [Prefill("trace-1", 0, 65), Prefill("trace-2", 32, 70)]
     (step,) = records[2:]
     assert isinstance(step, SparseStep)
@@ -100,16 +68,13 @@ def test_a_trace_holds_what_was_selected_for_requests_that_ask_for_it(runtime: S
     assert mask.sum(1).tolist() == [16, 16]
 
 
-def test_a_trace_holds_the_queries_that_a_layer_searched_by(
-    start: Callable[..., SparseRuntime], tmp_path: Path
-) -> None:
+def test_a_trace_holds_the_queries_that_a_layer_searched_by(start: Any, tmp_path: Path) -> None:
     """With a period of two the fifth step searches again; the one before it kept the selection, and has none."""
-    runtime = start(search_period=2)
+    runtime = start([PROMPT], trace_folder=str(tmp_path / "trace"), search_period=2, **SELECTING)
     rids = ["trace-1", "trace-2"]
-    requests = [Request() for _ in rids]
-    for request, rid in zip(requests, rids, strict=True):
-        runtime.admit(request, rid, [*PROMPT, 1], NAMESPACE)
-    runtime.view.req_to_token[1, :64] = runtime.view.req_to_token[0, :64]
+    for rid in rids:
+        runtime.came(rid)
+    runtime.share_slots(1)
     given: list[list[torch.Tensor]] = [[] for _ in range(5)]
     for number, queries in enumerate(given):
         decode(runtime, rids, [66 + number, 66 + number], queries)
@@ -125,9 +90,10 @@ def test_a_trace_holds_the_queries_that_a_layer_searched_by(
         steps[3].groups[0].query(1, DIM)
 
 
-def test_a_record_that_was_cut_off_is_left_out(runtime: SparseRuntime, tmp_path: Path) -> None:
-    for start in (0, 10):
-        prefill(runtime, ["trace-1"], [start], [10])
+def test_a_record_that_was_cut_off_is_left_out(start: Any, tmp_path: Path) -> None:
+    runtime = start(trace_folder=str(tmp_path / "trace"))
+    for first in (0, 10):
+        prefill(runtime, ["trace-1"], [first], [10])
     (path,) = (tmp_path / "trace").iterdir()
     whole = path.read_bytes()
     for cut in (1, len(whole) // 6):
@@ -135,8 +101,5 @@ def test_a_record_that_was_cut_off_is_left_out(runtime: SparseRuntime, tmp_path:
         assert list(read_trace(path))[1:] == [Prefill("trace-1", 0, 10)]
 
 
-def test_without_the_setting_nothing_is_traced(make_bench: Callable[..., Any]) -> None:
-    bench = make_bench()
-    runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
-    assert runtime._trace is None
-    runtime.close()
+def test_without_the_setting_nothing_is_traced(start: Any) -> None:
+    assert start()._trace is None

@@ -28,9 +28,10 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Stands for the GPU and for time: each candidate takes a second, and wider blocks are faster."""
+    """Stands for the GPU and for time: each candidate takes a second, and wider blocks are faster. Keeps the log."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: pytest.LogCaptureFixture) -> None:
+        self.log = log
         self.now = 0.0
         self.timed: list[tuple[int, AttentionConfig]] = []
 
@@ -43,12 +44,20 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    @property
+    def said(self) -> str:
+        return self.log.text
+
+    @property
+    def warnings(self) -> list[str]:
+        return [one.getMessage() for one in self.log.records if one.levelno == logging.WARNING]
+
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
     monkeypatch.delenv("SGLANG_EXT_TUNE", raising=False)
     caplog.set_level(logging.INFO)
-    clock = Clock()
+    clock = Clock(caplog)
     monkeypatch.setattr(tuning, "_measured", clock.measured)
     for module in (tuning, tuning_at_start):
         monkeypatch.setattr(module, "time", clock)
@@ -62,45 +71,36 @@ def start(clock: Clock, cache: Path, limit_s: float = 1000.0) -> TunedConfigs:
     return configs
 
 
-def test_the_first_start_measures_and_the_second_one_reads(
-    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_start_measures_and_the_second_one_reads(clock: Clock, tmp_path: Path) -> None:
     cache = tmp_path / "new" / "tuned"
     configs = start(clock, cache)
     assert [entry.key.block_m for entry in configs.entries] == HEIGHTS
     assert configs(SHAPE, 1) == BEST
-    assert "16, 32 rows" in caplog.text
-    assert "SGLANG_EXT_TUNE=0" in caplog.text
-    assert str(configs.path_in(cache)) in caplog.text
-    assert "measuring: 5 of 6 candidates (32 rows), 5 s" in caplog.text
+    assert "16, 32 rows" in clock.said
+    assert "SGLANG_EXT_TUNE=0" in clock.said
+    assert str(configs.path_in(cache)) in clock.said
+    assert "measuring: 5 of 6 candidates (32 rows), 5 s" in clock.said
+    assert (clock.now, clock.said.count("measuring: ")) == (6.0, 1), "a line every few seconds, not each candidate"
     assert configs.path_in(cache).is_file()
     assert not list(cache.glob(".*"))
     measured, clock.timed = clock.timed, []
     assert measured
-    caplog.clear()
+    clock.log.clear()
     assert start(clock, cache).entries == configs.entries
     assert clock.timed == []
-    assert not caplog.records, "nothing to say either"
+    assert not clock.log.records, "nothing to say either"
 
 
-def test_progress_is_a_line_every_few_seconds_not_for_each_candidate(
-    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    start(clock, tmp_path)
-    assert clock.now == 6.0
-    assert caplog.text.count("measuring: ") == 1
-
-
-def test_what_the_time_does_not_suffice_for_is_measured_at_the_next_start(
-    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_time_does_not_suffice_for_is_measured_at_the_next_start(clock: Clock, tmp_path: Path) -> None:
+    configs = start(clock, tmp_path, limit_s=0.0)
+    assert (clock.timed, list(tmp_path.iterdir()), configs.missing(SHAPE, ROWS)) == ([], [], HEIGHTS)
     of_first = len(candidates(SHAPE, 16, SPACE, tuning.shared_memory_of(CPU)))
     configs = start(clock, tmp_path, limit_s=of_first + 0.5)
     assert [entry.key.block_m for entry in configs.entries] == [16]
     assert clock.now == of_first + 1, "one candidate of the second height, which is the package's own"
     assert configs(SHAPE, 8) == own_config(SHAPE, 32)
     assert configs.missing(SHAPE, ROWS) == [], "the best so far serves this process"
-    assert "tiles of 32 rows were not finished" in caplog.text
+    assert "tiles of 32 rows were not finished" in clock.said
     clock.timed = []
     later = start(clock, tmp_path)
     assert {batch for batch, _ in clock.timed} == {8}
@@ -110,17 +110,8 @@ def test_what_the_time_does_not_suffice_for_is_measured_at_the_next_start(
     assert clock.timed == []
 
 
-def test_no_time_at_all_measures_and_saves_nothing(clock: Clock, tmp_path: Path) -> None:
-    configs = start(clock, tmp_path, limit_s=0.0)
-    assert clock.timed == []
-    assert list(tmp_path.iterdir()) == []
-    assert configs.missing(SHAPE, ROWS) == HEIGHTS
-
-
 @pytest.mark.parametrize("what", ["cut short", "another GPU's", "nested"])
-def test_a_bad_file_is_named_measured_again_and_replaced(
-    what: str, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_file_is_named_measured_again_and_replaced(what: str, clock: Clock, tmp_path: Path) -> None:
     path = TunedConfigs("cpu", [TunedEntry(TileKey.of(SHAPE, 16), BEST, {})]).save(tmp_path)
     text = path.read_text()
     texts = {
@@ -130,43 +121,37 @@ def test_a_bad_file_is_named_measured_again_and_replaced(
     }
     path.write_text(texts[what])
     configs = start(clock, tmp_path)
-    assert str(path) in next(one.getMessage() for one in caplog.records if one.levelno == logging.WARNING)
+    assert str(path) in clock.warnings[0]
     assert clock.timed
     assert json.loads(path.read_text())["gpu"] == "cpu"
     assert TunedConfigs.for_device(CPU, tmp_path).entries == configs.entries
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(
-    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_a_warning(clock: Clock, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     configs = start(clock, tmp_path / "file" / "tuned")
     assert configs(SHAPE, 1) == BEST, "it serves this process"
-    (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    (warning,) = clock.warnings
     assert "expected a folder that can be written" in warning
     assert "XDG_CACHE_HOME" in warning
-    assert "kept in " not in caplog.records[-1].getMessage()
+    assert "kept in " not in clock.log.records[-1].getMessage()
 
 
 @pytest.mark.parametrize("value", ["0", "1", "", "no"])
 def test_the_environment_turns_it_off(
-    value: str, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    value: str, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_EXT_TUNE", value)
     configs = start(clock, tmp_path)
     assert bool(clock.timed) == (value != "0")
     assert configs(SHAPE, 1) == (own_config(SHAPE, 16) if value == "0" else BEST)
-    assert ("expected SGLANG_EXT_TUNE as 0 or 1, got 'no'" in caplog.text) == (value == "no")
+    assert ("expected SGLANG_EXT_TUNE as 0 or 1, got 'no'" in clock.said) == (value == "no")
     if value == "0":
-        assert "defaults serve" in caplog.text
-
-
-def test_what_was_kept_serves_with_measuring_turned_off(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start(clock, tmp_path)
-    monkeypatch.setenv("SGLANG_EXT_TUNE", "0")
-    assert start(clock, tmp_path)(SHAPE, 1) == BEST
+        assert "defaults serve" in clock.said
+        monkeypatch.delenv("SGLANG_EXT_TUNE")
+        start(clock, tmp_path)
+        monkeypatch.setenv("SGLANG_EXT_TUNE", "0")
+        assert start(clock, tmp_path)(SHAPE, 1) == BEST, "what was kept serves all the same"
 
 
 def test_shipped_parameters_are_not_measured_again(
@@ -189,7 +174,7 @@ def test_shipped_parameters_are_not_measured_again(
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), RuntimeError("broken"), KeyError("x")])
 def test_a_failure_keeps_what_was_found_and_the_start_goes_on(
-    error: Exception, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tuning._Problem
 
@@ -200,7 +185,7 @@ def test_a_failure_keeps_what_was_found_and_the_start_goes_on(
 
     monkeypatch.setattr(tuning, "_Problem", fails)
     configs = start(clock, tmp_path)
-    (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    (warning,) = clock.warnings
     assert type(error).__name__ in warning
     assert "the next start tries again" in warning
     assert configs(SHAPE, 1) == BEST
@@ -209,7 +194,7 @@ def test_a_failure_keeps_what_was_found_and_the_start_goes_on(
 
 
 def test_what_cannot_even_be_asked_does_not_stop_the_start(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(device: torch.device) -> int:
         raise RuntimeError("no driver")
@@ -217,17 +202,17 @@ def test_what_cannot_even_be_asked_does_not_stop_the_start(
     monkeypatch.setattr(tuning_at_start, "_free_bytes", refused)
     start(clock, tmp_path)
     assert clock.timed == []
-    assert "no driver" in caplog.text
+    assert "no driver" in clock.said
 
 
 def test_too_little_memory_is_said_and_nothing_is_measured(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = tuning.memory_needed(SHAPE, 32)
     monkeypatch.setattr(tuning_at_start, "_free_bytes", lambda device: needed - 1)
     start(clock, tmp_path)
     assert clock.timed == []
-    assert f"expected {needed >> 20} MiB of free device memory, got {(needed - 1) >> 20} MiB" in caplog.text
+    assert f"expected {needed >> 20} MiB of free device memory, got {(needed - 1) >> 20} MiB" in clock.said
     monkeypatch.setattr(tuning_at_start, "_free_bytes", lambda device: needed)
     start(clock, tmp_path)
     assert clock.timed

@@ -1,0 +1,32 @@
+"""What benchmarks write and the documents show."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+
+
+def document(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def cells(table: str) -> list[list[str]]:
+    """Of a Markdown table's lines."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def documented_table(name: str, head: str) -> list[list[str]]:
+    """Cells of the rows of the table in a document that begins so."""
+    lines = document(name).splitlines()
+    begun = lines.index(next(line for line in lines if line.startswith(head)))
+    return cells("\n".join(itertools.takewhile(lambda line: line.startswith("|"), lines[begun + 2 :])))
