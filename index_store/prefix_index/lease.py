@@ -150,7 +150,8 @@ class _FileLease(Lease):
         finally:
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def forget(self) -> None:
         """In a forked child: the lease is the parent's, and must end with it although the child lives on."""

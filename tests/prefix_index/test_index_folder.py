@@ -365,3 +365,8 @@ def test_two_processes_write_one_identity(folder: Path) -> None:
         a.kill()
         b.kill()
     holds_a_whole_index(folder)
+
+
+def test_a_path_with_a_nul_is_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(StoreFolderError, match="found nothing"):
+        FileStore(f"{tmp_path}/a\0b").open()

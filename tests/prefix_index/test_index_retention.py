@@ -14,6 +14,7 @@ import pytest
 import xxhash
 
 from prefix_index import (
+    FileStore,
     IndexCorrupt,
     IndexForeign,
     IndexStoreError,
@@ -250,3 +251,32 @@ def test_wrong_retention_in_the_books_is_an_inconsistency(folder: Path) -> None:
         store._books.catalog.add(IDS[0].digest, wrong)
         with pytest.raises(StoreInconsistent, match=r"retention of .*: expected Retention\(pinned=True"):
             store.check_integrity()
+
+
+@pytest.mark.parametrize("what", ["retain", "put"])
+def test_nothing_fails_behind_the_rename_of_a_retention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    rename, fstat, armed = os.rename, os.fstat, []
+
+    def renaming(*args: Any, **options: Any) -> None:
+        rename(*args, **options)
+        armed.extend([1] if str(args[1]).endswith(".pfxkeep") else [])
+
+    def looking(fd: int) -> os.stat_result:
+        if armed:
+            armed.clear()
+            raise OSError(errno.EIO, "Input/output error")
+        return fstat(fd)
+
+    with FileStore(tmp_path / "store", create=True) as store:
+        store.put(sample_payload(fill=1))
+        monkeypatch.setattr(os, "rename", renaming)
+        monkeypatch.setattr(os, "fstat", looking)
+        if what == "retain":
+            store.retain(sample_payload().identity, Retention(pinned=True))
+        else:
+            store.put(sample_payload(fill=2), retention=Retention(pinned=True))
+        monkeypatch.undo()
+        store.rescan(full=True)
+        assert [entry.retention.pinned for entry in store.list()] == [True]

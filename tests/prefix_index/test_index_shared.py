@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +29,7 @@ from prefix_index import (
     folder,
     link,
 )
-from prefix_index.remote import RemoteStore
+from prefix_index.remote import ObjectBlobs, RemoteStore
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.remote_stores import DIGEST, chunks_of, damage, flip
 from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed
@@ -333,3 +338,41 @@ def test_a_fetch_never_undoes_what_came_meanwhile(make: Make, blobs: Shaky, chan
 def test_options_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidPayload, match=message):
         SharedStore(FileStore(tmp_path / "a"), [FileStore(tmp_path / "b")], **options)
+
+
+def test_a_forgotten_lease_waits_for_no_remote_store(tmp_path: Path) -> None:
+    class Slow(ObjectBlobs):
+        def fetch(self, name: str, limit: int) -> bytes:
+            if name.endswith(".lease"):
+                time.sleep(2.0)
+            return super().fetch(name, limit)
+
+    with SharedStore(FileStore(tmp_path / "store", create=True), [RemoteStore(Slow("memory:///"))]) as store:
+        lease = store.lease(DIGEST)
+        assert lease is not None
+        begun = time.monotonic()
+        del lease
+        gc.collect()
+        assert time.monotonic() - begun < 1.0
+
+
+FORGOTTEN_WHILE_CALLING = """
+import gc, sys
+from prefix_index import FileStore, SharedStore
+from prefix_index.remote import ObjectBlobs, RemoteStore
+store = SharedStore(FileStore(sys.argv[1], create=True), [RemoteStore(ObjectBlobs("memory:///"))])
+store.open()
+gc.disable()
+def forget():
+    circle = [store.lease("a" * 64)]
+    circle.append(circle)
+forget()
+with store.remotes[0]._calls._lock:  # as where a call begins, and an allocation may start a collection
+    gc.collect()
+store.close()
+"""
+
+
+def test_a_lease_that_ends_in_a_garbage_collection_stops_nobody(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", FORGOTTEN_WHILE_CALLING, tmp_path / "store"], env=env, timeout=30, check=True)

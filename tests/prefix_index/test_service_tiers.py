@@ -119,12 +119,9 @@ def test_a_dram_folder_that_was_removed_comes_back(tmp_path: Path) -> None:
 def test_a_dram_tier_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     server = StoreServer(two_tiers(tmp_path), f"ipc://{tmp_path}/run/s")
-    copies = server.store.copies
-    assert copies is not None
 
     def tend() -> list[str | None]:
-        server._watch("memory", lambda: server._tend_copies(copies))
-        server._watch("store", lambda: server._tend(collect=True))
+        server._look_after(collect=True)
         return [tier.error for tier in server.status().tiers]
 
     server.open()

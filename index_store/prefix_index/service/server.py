@@ -271,10 +271,7 @@ class StoreServer:
         while not self._stopping.wait(self._limits.rescan_s):
             now = time.monotonic()
             try:
-                if self.store.copies is not None:
-                    self._watch("memory", partial(self._tend_copies, self.store.copies))
-                self._watch("store", partial(self._tend, collect=now >= collect_at))
-                self._look()
+                self._look_after(collect=now >= collect_at)
             except Exception:
                 self.counts["defects"] += 1
                 log.exception("rescan")
@@ -288,6 +285,12 @@ class StoreServer:
         self.store.rescan()
         if collect:
             self._evicted += len(self.store.collect())
+
+    def _look_after(self, *, collect: bool) -> None:
+        if self.store.copies is not None:
+            self._watch("memory", partial(self._tend_copies, self.store.copies))
+        self._watch("store", partial(self._tend, collect=collect))
+        self._look()
 
     def _tend_copies(self, copies: Copies) -> None:
         """Makes the copies' folder again where somebody removed it."""
