@@ -54,7 +54,7 @@ from engines import (
 Row = dict[str, Any]
 
 ENGINES = (*STOCK, "plugin", *INDEXED)
-PRIVATE = 64
+SUFFIX = 64
 """Tokens of each request behind the shared prefix."""
 SKIPPED = 20
 """First steps of a request that are not counted."""
@@ -66,8 +66,8 @@ KEY = ("engine", "path", "plan", "context", "batch", "start", "shape", "page", "
 
 def engine_flags(args: argparse.Namespace, engine: str, model: Path, store: Path) -> list[str]:
     """Command line of one engine."""
-    longest = max(args.contexts) + PRIVATE + args.tokens + SPARE + 64
-    pool = sum(args.contexts) + len(args.contexts) * max(args.batches) * 2 * (PRIVATE + args.tokens + SPARE + 64)
+    longest = max(args.contexts) + SUFFIX + args.tokens + SPARE + 64
+    pool = sum(args.contexts) + len(args.contexts) * max(args.batches) * 2 * (SUFFIX + args.tokens + SPARE + 64)
     flags = [*base_flags(args, engine, model), "--skip-tokenizer-init", "--context-length", str(longest)]
     flags += ["--max-total-tokens", str(pool), "--max-running-requests", str(max(args.batches))]
     if not args.cpu:
@@ -100,7 +100,7 @@ class Cell:
     def steps(self, length: int, batch: int, tokens: int, *, stock: bool) -> list[float]:
         """Seconds of the counted steps of one batch."""
         prefix = self.prefix(length)
-        prompts = [[*prefix, *self._tokens(PRIVATE)] for _ in range(batch)]
+        prompts = [[*prefix, *self._tokens(SUFFIX)] for _ in range(batch)]
 
         async def run() -> list[tuple[int, float]]:
             others = [asyncio.create_task(self._generate(one, tokens + SPARE + batch, stock)) for one in prompts[1:]]
@@ -114,7 +114,7 @@ class Cell:
     def counted(self) -> Row:
         """Steps that the plugin attended so far, exactly and sparsely; 0 in a stock engine."""
         state = self._engine.get_server_info()["internal_states"][0].get("sparse_attn") or {}
-        return {name: int(state.get(name, 0)) for name in ("shared_steps", "sparse_steps")}
+        return {name: int(state.get(name, 0)) for name in ("cascade_steps", "sparse_steps")}
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(10, self._vocab) for _ in range(count)]

@@ -187,7 +187,7 @@ class Bench:
     # -- decode paths --------------------------------------------------------------------------------------
 
     def attended(self, indexes: Sequence[ResidentIndex], selections: Sequence[Selections]) -> list[torch.Tensor]:
-        """Per layer, attention over what each group selected and its rows' own tokens: by definition, in torch."""
+        """Per layer, attention over what each group selected and its rows' suffix tokens: by definition, in torch."""
         outs = []
         for layer, kv in enumerate(self.caches):
             out = torch.zeros(self.q[layer].shape, device=self.device)

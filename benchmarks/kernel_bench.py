@@ -7,7 +7,7 @@
     python benchmarks/kernel_bench.py --table rows.jsonl
     python benchmarks/kernel_bench.py attention --smoke --out tiny.jsonl    # a CPU is enough
 
-Attention of one layer: 32 query heads, 8 KV heads of 128, bf16, prefixes and 64 private tokens a request, pages of 16
+Attention of one layer: 32 query heads, 8 KV heads of 128, bf16, prefixes and 64 suffix tokens a request, pages of 16
 in random order, CUDA graph replays with a cold L2 cache, medians. Per context and batch: FlashInfer's tensor-core
 decode and cascade, exact and sparse grouped attention (5% of the prefix, times the square root of the group), the
 suffix pass with its merge apart; `--groups 8x4` adds distinct prefixes; `plain` is the suffix pass from position 0
@@ -301,7 +301,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rivals", nargs="+", choices=[*RIVALS, "none"], help="measured in the same run (both)")
     add("--layers", type=int, default=1, metavar="N", help="attended by one graph, KV of their own (%(default)s)")
     add("--keep", type=float, default=0.05, help="share of the prefix, times sqrt(group) (%(default)s)")
-    add("--suffix", type=int, metavar="TOKENS", help="private tokens of a request (64)")
+    add("--suffix", type=int, metavar="TOKENS", help="suffix tokens of a request (64)")
     add("--page", type=int, default=16, metavar="TOKENS", help="of the pool (%(default)s)")
     add("--shape", nargs=3, type=int, metavar=("QO", "KV", "DIM"), help="query heads, KV heads, head dim (32 8 128)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="of queries and KV (bfloat16)")

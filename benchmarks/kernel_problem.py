@@ -56,7 +56,7 @@ class Sizes:
         context: tokens of each prefix, a multiple of page.
         batch: requests, a multiple of groups.
         groups: distinct prefixes, each read by batch / groups requests.
-        suffix: private tokens of each request.
+        suffix: suffix tokens of each request.
         page: tokens of a page.
     """
 

@@ -17,7 +17,7 @@ Runs, all through HTTP, streamed, with 32 requests at a time (sizes: `--set`, de
 - `groups`: `--dataset-name generated-shared-prefix`, groups of one system prompt each, requests spread by zipf.
 - `agent`: the same with `--gsp-num-turns`: conversations behind system prompts.
 - `branches`: `--dataset-name agentic-trace`: conversations behind one tool schema, which has branches.
-- `long`: the same, one conversation alone, whose own tokens grow beyond 16,384.
+- `long`: the same, one conversation alone, whose suffix tokens grow beyond 16,384.
 
 What is the same for every engine: flags, seed, and so prompts; the prefix cache is on and nothing is evicted. Before
 each run come a short rehearsal behind another prefix, and a pass that is not timed: from an empty cache, one request at
@@ -122,7 +122,7 @@ def brief(row: Row) -> str:
     text = f"{row['run']:8s} {row['output_throughput']:8.1f} tokens/s"
     for name in ("tpot", "ttft"):
         text += f", {name.upper()} {row[f'{name}_ms']:.2f}, p99 {row[f'{name}_ms_p99']:.2f} ms"
-    return f"{text}; {row['shared_steps']} shared and {row['sparse_steps']} sparse steps, {row['hits']} hits"
+    return f"{text}; {row['cascade_steps']} shared and {row['sparse_steps']} sparse steps, {row['hits']} hits"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

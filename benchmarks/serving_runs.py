@@ -58,7 +58,7 @@ RUNS: dict[str, Sizes] = {
 
 `groups`: system prompts of `prefix` tokens, requests spread over them by zipf. `agent`: conversations behind system
 prompts. `branches`: conversations behind one tool schema of `prefix` tokens, each followed by one of its branches.
-`long`: a conversation whose own tokens grow to `turns` times `question` and `output`.
+`long`: a conversation whose suffix tokens grow to `turns` times `question` and `output`.
 """
 
 #: Contents alone, in their order. Roles would be tokens that no row could tell from a prompt's.
@@ -245,8 +245,8 @@ def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
 
     Times are in ms. `prompt_tokens` and `cached_tokens` are (least, most) of all requests: as the tokenizer of
     `bench_serving` counts them (SGLang 0.5.16: of the first turn), and as the server found them in its prefix cache. By
-    turn: medians over the conversations. `private_keep_ratio` is the server's, since its start; None where nothing was
-    selected from requests' own tokens.
+    turn: medians over the conversations. `suffix_keep_ratio` is the server's, since its start; None where nothing was
+    selected from requests' suffix tokens.
 
     Raises:
         RuntimeError: a request failed, or did not find what it shares in the prefix cache.
@@ -273,7 +273,7 @@ def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
         turns = range(sizes["turns"])
         row["ttft_ms_by_turn"] = [1e3 * median(found["ttfts"][turn :: len(turns)]) for turn in turns]
         row["tpot_ms_by_turn"] = [_tpot_ms(found["itls"][turn :: len(turns)]) for turn in turns]
-    row["private_keep_ratio"] = _state(found).get("private_keep_ratio")
+    row["suffix_keep_ratio"] = _state(found).get("suffix_keep_ratio")
     return row | {name: counted(found)[name] - counted(before)[name] for name in counted(found)}
 
 
@@ -291,7 +291,7 @@ def counted(result: Row) -> dict[str, int]:
     in a stock server.
     """
     state = _state(result)
-    return {name: int(state.get(name, 0)) for name in ("shared_steps", "sparse_steps", "hits")}
+    return {name: int(state.get(name, 0)) for name in ("cascade_steps", "sparse_steps", "hits")}
 
 
 def _state(result: Row) -> Row:

@@ -13,7 +13,7 @@ from serving_runs import RUNS
 Row = dict[str, Any]
 
 _FIGURES = ("output_throughput", "ttft_ms", "ttft_ms_p99", "tpot_ms", "tpot_ms_p99", "itl_ms_p99")
-_STEPS = ("shared_steps", "sparse_steps")
+_STEPS = ("cascade_steps", "sparse_steps")
 _ORDER = ("flashinfer", "triton", "shared", "sparse", "auto", BUILDING)
 
 
@@ -69,6 +69,6 @@ def table(rows: Sequence[Row]) -> str:
 
             cells = [f"{device}, {shape}, {page}", run, name, text("output_throughput", 0)]
             cells += [f"{of['ttft_ms']:.0f}, {of['ttft_ms_p99']:.0f}", text("tpot_ms", 2), text("tpot_ms_p99", 2)]
-            steps = "" if name in STOCK else f"{of['shared_steps']:.0f}, {of['sparse_steps']:.0f}"
+            steps = "" if name in STOCK else f"{of['cascade_steps']:.0f}, {of['sparse_steps']:.0f}"
             lines.append("| " + " | ".join([*cells, text("itl_ms_p99", 2), steps]) + " |")
     return "\n".join(lines)

@@ -177,11 +177,19 @@ def held(engine: Any) -> dict[str, Any]:
     """What the plugin still holds; waits a little for the last steps to be over."""
     for _ in range(50):
         state = engine.get_server_info()["internal_states"][0]["sparse_attn"]
-        left = {"requests": state["requests"], **state["shared"]}
+        left = {"requests": state["requests"], **state["decode"]}
         if not left["requests"]:
             break
         time.sleep(0.1)
-    counted = ("shared_steps", "shared_rows", "sparse_steps", "sparse_rows", "dense_rows", "largest_group", "fallbacks")
+    counted = (
+        "cascade_steps",
+        "cascade_rows",
+        "sparse_steps",
+        "sparse_rows",
+        "dense_rows",
+        "largest_group",
+        "fallbacks",
+    )
     ranks = {"ranks": [rank["history"] for rank in state["ranks"]]} if "ranks" in state else {}
     return {**left, **{name: state[name] for name in counted}, **ranks}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import typing
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
 from sglang_ext.methods.base import did_you_mean
 from sglang_ext.methods.profile import Profile, ProfileError, used_by_builders
-from sglang_ext.options import Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
+from sglang_ext.options import FORMER_KEYS, Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
 from sglang_ext.storage import ENV_STORE, default_store, make_folder, remote_addresses
 
@@ -41,6 +42,8 @@ __all__ = [
     "parse_config",
     "settings_from_env",
 ]
+
+logger = logging.getLogger(__name__)
 
 ENV_ENABLE = "SGLANG_SPARSE_ATTN"
 ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
@@ -84,10 +87,10 @@ def _check_ranges(config: SparseAttnConfig) -> None:
         ("min_top_k", config.min_top_k >= 0, "0 or more tokens"),
         ("min_shared_tokens", config.min_shared_tokens >= 1, "1 or more tokens"),
         ("search_period", config.search_period >= 1, "1 or more decode steps"),
-        ("private_index_bytes", config.private_index_bytes > 0, "a positive number of bytes"),
+        ("suffix_index_bytes", config.suffix_index_bytes > 0, "a positive number of bytes"),
         (
-            "private_dense_tokens",
-            config.private_dense_tokens is None or config.private_dense_tokens >= 2 * PAGE_TOKENS,
+            "suffix_dense_tokens",
+            config.suffix_dense_tokens is None or config.suffix_dense_tokens >= 2 * PAGE_TOKENS,
             f"{2 * PAGE_TOKENS} or more tokens, or null",
         ),
         (
@@ -152,16 +155,16 @@ def _check_methods(config: SparseAttnConfig) -> None:
         raise _fail("sum_every 1 with a method other than token_index", config.sum_every, todo)
 
 
-def _check_private_part(config: SparseAttnConfig) -> None:
-    """What selects from a request's own tokens is made of their keys alone."""
-    if config.private_dense_tokens is None:
+def _check_suffix_part(config: SparseAttnConfig) -> None:
+    """What selects from a request's suffix tokens is made of their keys alone."""
+    if config.suffix_dense_tokens is None:
         return
     if config.method != "token_index":
         todo = f"Remove it; the method is {config.method!r}."
-        raise _fail("private_dense_tokens null with a method other than token_index", config.private_dense_tokens, todo)
+        raise _fail("suffix_dense_tokens null with a method other than token_index", config.suffix_dense_tokens, todo)
     if config.trace_folder is not None:
         todo = "Remove one of them: a trace has selections from prefixes only."
-        raise _fail("private_dense_tokens null with a trace_folder", config.private_dense_tokens, todo)
+        raise _fail("suffix_dense_tokens null with a trace_folder", config.suffix_dense_tokens, todo)
 
 
 def _check_layer_plan(config: SparseAttnConfig) -> None:
@@ -223,9 +226,25 @@ def _decoded(text: str | None) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise _fail("a readable file after '@'", str(path), f"{error}: check the path.") from error
     try:
-        return json.loads(source)
+        return _under_new_names(json.loads(source))
     except json.JSONDecodeError as error:
         raise _fail("a JSON object", source[:200], f"JSON error: {error}.") from error
+
+
+def _under_new_names(raw: Any) -> Any:
+    """A decoded configuration in which former names are replaced, each with a warning."""
+    if not isinstance(raw, dict):
+        return raw
+    for former, name in FORMER_KEYS.items():
+        if former in raw:
+            if name in raw:
+                raise _fail(f"{name!r} alone", former, f"Remove {former!r}, its former name.")
+            raw[name] = raw.pop(former)
+            logger.warning("--sparse-attn-config: %r is now %r; the former name is taken until 0.2", former, name)
+    if raw.get("decode_path") == "exact":
+        raw["decode_path"] = DecodePath.CASCADE.value
+        logger.warning("--sparse-attn-config: decode_path 'exact' is now 'cascade'; the former word is taken until 0.2")
+    return raw
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
@@ -233,7 +252,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     config = _converted(raw)
     _check_ranges(config)
     _check_methods(config)
-    _check_private_part(config)
+    _check_suffix_part(config)
     _check_layer_plan(config)
     _check_access(config)
     _check_remote(config)

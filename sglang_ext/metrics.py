@@ -26,6 +26,10 @@ REASONS = (
 )
 
 
+#: Former names of counters, which tell the same until 0.2.
+FORMER = {"shared_steps": "cascade_steps", "shared_rows": "cascade_rows", "private_keep_ratio": "suffix_keep_ratio"}
+
+
 class Counters:
     """Counters of one process. Not thread-safe: written by the scheduler thread, where requests run.
 
@@ -38,23 +42,23 @@ class Counters:
         self._attended = [0] * num_layers
         self._prefix = [0] * num_layers
         self._layer_steps = [0] * num_layers
-        self._private_attended = self._private_tokens = 0
+        self._suffix_attended = self._suffix_tokens = 0
         self.sparse_steps = 0
         self.sparse_rows = 0
         self.dense_rows = 0
         self.hits = 0
         self.largest_group = 0
-        self.shared_steps = 0
-        self.shared_rows = 0
+        self.cascade_steps = 0
+        self.cascade_rows = 0
         self.recorded_steps = 0
         self.recorded_graph_steps = 0
         self.fallbacks: Counter[str] = Counter()
         self._prometheus = _Prometheus() if prometheus else None
 
-    def count_attended_private(self, attended: int, tokens: int) -> None:
+    def count_attended_suffix(self, attended: int, tokens: int) -> None:
         """One step, all layers together: attended and covered tokens of requests' own indexes."""
-        self._private_attended += attended
-        self._private_tokens += tokens
+        self._suffix_attended += attended
+        self._suffix_tokens += tokens
 
     def count_attended(self, attended: Sequence[int], prefix: int) -> None:
         """One step: tokens of prefixes that each layer attended, and of how many; once per request."""
@@ -73,10 +77,10 @@ class Counters:
             self._prometheus.rows.labels(path="sparse").inc(sparse_rows)
             self._prometheus.rows.labels(path="dense").inc(dense_rows)
 
-    def count_shared(self, rows: int) -> None:
+    def count_cascade(self, rows: int) -> None:
         """One decode step without an index: so many rows attended with the shared slots read once."""
-        self.shared_rows += rows
-        self.shared_steps += rows > 0
+        self.cascade_rows += rows
+        self.cascade_steps += rows > 0
 
     def count_hit(self) -> None:
         """One request that found an index, at admission."""
@@ -101,20 +105,20 @@ class Counters:
 
         `keep_ratio` is the mean over all layers (dense ones, sink and recent window included) of prefix tokens
         attended over prefix tokens; `attended_per_step` the same in tokens per request, per layer.
-        `private_keep_ratio`: of requests' own tokens that were selected from, over all layers; None where none were.
+        `suffix_keep_ratio`: of requests' suffix tokens that were selected from, over all layers; None where none were.
         """
         attended = list(self._attended)
         ratios = [a / p for a, p in zip(attended, self._prefix, strict=True) if p]
         rows = self.sparse_rows
-        private = self._private_attended
-        return {
+        suffix = self._suffix_attended
+        counters = {
             "hits": self.hits,
             "sparse_steps": self.sparse_steps,
             "sparse_rows": rows,
             "dense_rows": self.dense_rows,
             "largest_group": self.largest_group,
-            "shared_steps": self.shared_steps,
-            "shared_rows": self.shared_rows,
+            "cascade_steps": self.cascade_steps,
+            "cascade_rows": self.cascade_rows,
             "recorded_steps": self.recorded_steps,
             "recorded_graph_steps": self.recorded_graph_steps,
             "fallbacks": dict(self.fallbacks),
@@ -124,8 +128,9 @@ class Counters:
             "prefix_tokens_per_layer": list(self._prefix),
             "selections_per_layer": list(self._layer_steps),
             "attended_per_step": [a / rows for a in attended] if rows else [],
-            "private_keep_ratio": private / self._private_tokens if self._private_tokens else None,
+            "suffix_keep_ratio": suffix / self._suffix_tokens if self._suffix_tokens else None,
         }
+        return {**counters, **{former: counters[name] for former, name in FORMER.items()}}
 
 
 class _Prometheus:

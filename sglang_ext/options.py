@@ -33,7 +33,7 @@ class DecodePath(str, Enum):
 
     AUTO = "auto"
     STOCK = "stock"
-    EXACT = "exact"
+    CASCADE = "cascade"
     SPARSE = "sparse"
 
 
@@ -45,6 +45,9 @@ class Eviction(str, Enum):
     LRU = "lru"
     COST_AWARE = "cost_aware"
 
+
+FORMER_KEYS = {"private_dense_tokens": "suffix_dense_tokens", "private_index_bytes": "suffix_index_bytes"}
+"""Former names, which `config` takes until 0.2 with a warning, as it does `"decode_path": "exact"` for `cascade`."""
 
 SUM_EVERY = 16
 """Of `token_index`: what more saves is little (docs/kernels.md), what it costs docs/selection.md says."""
@@ -62,13 +65,13 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         share_prefixes: whether requests on the same slots decode as a group, exactly, without an index; null: on a GPU.
             `false` also keeps indexes out of decode graphs.
         min_shared_tokens: reads that such groups must save in a step, at least: shared tokens times members less one.
-        decode_path: what decode steps inside CUDA graphs run on: `auto`, or one path (`stock`, `exact`, `sparse`).
+        decode_path: what decode steps inside CUDA graphs run on: `auto`, or one path (`stock`, `cascade`, `sparse`).
         search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members
             change searches anew.
-        private_dense_tokens: of a request's own tokens behind an indexed prefix the last so many, or half of them, are
+        suffix_dense_tokens: of a request's suffix behind an indexed prefix the last so many, or half of them, are
             attended in full; the others are selected from, by the rules of a prefix. null: all in full. Of
             `token_index` only.
-        private_index_bytes: device bytes for indexes of such tokens, promised with that key only; the longest ones
+        suffix_index_bytes: device bytes for indexes of such tokens, promised with that key only; the longest ones
             have them, the others' tokens are attended in full.
         max_keep_ratio: cap of a group's grown budget, as a fraction of the prefix.
         group_growth: growth of the budget with the group size (`none` or `sqrt`).
@@ -124,8 +127,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     min_shared_tokens: int = 8192
     decode_path: DecodePath = DecodePath.AUTO
     search_period: int = 1
-    private_dense_tokens: int | None = None
-    private_index_bytes: int = 1 << 30
+    suffix_dense_tokens: int | None = None
+    suffix_index_bytes: int = 1 << 30
     max_keep_ratio: float = 1.0
     group_growth: BudgetGrowth = BudgetGrowth.NONE
     pooling: Pooling = Pooling.MAX

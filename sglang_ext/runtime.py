@@ -370,7 +370,8 @@ class SparseRuntime:
         called on each, as SGLang hands a question to all of them.
         """
         self._sweep()
-        mine = {name: getattr(self.counters, name) for name in ("sparse_steps", "sparse_rows", "shared_steps")}
+        mine = {name: getattr(self.counters, name) for name in ("sparse_steps", "sparse_rows", "cascade_steps")}
+        decode = self.planner.snapshot()
         held: dict[str, Any] = {"builds": {} if self.builds is None else self.builds.snapshot()}
         held |= {"resident_bytes": self.residency.resident_bytes(), "index_users": self.residency.num_users()}
         held["allocated_bytes"] = torch.cuda.memory_allocated() if torch.cuda.is_available() else None
@@ -380,7 +381,8 @@ class SparseRuntime:
             "method": self.config.method,
             "model": msgspec.to_builtins(self.model),
             "profile": self.profile,
-            "shared": self.planner.snapshot(),
+            "decode": decode,
+            "shared": decode,  # its former name, until 0.2
             **self.watch.snapshot(),
             **held,
             "requests": len(self.requests),

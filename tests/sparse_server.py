@@ -28,8 +28,8 @@ from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 from sglang_ext.methods.registry import make_builder
 from sglang_ext.methods.token_index import TokenIndexSelector, TokenIndexSpec
-from sglang_ext.prefix.private_index import PrivateIndex, PrivateRules
 from sglang_ext.prefix.residency import ResidentIndex, State
+from sglang_ext.prefix.suffix_index import SuffixIndex, SuffixRules
 from tests.decode_oracle import Oracle, OracleGroup
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -136,12 +136,12 @@ class Server:
         self.oracle = Oracle(self.config, selector, self.plan)
         self.path: StepPath | None = None
         self.reads: list[GroupRead] = []
-        self.private_reads: list[GroupRead] = []
+        self.suffix_reads: list[GroupRead] = []
         self.groups: list[OracleGroup] = []
         self.rows: dict[int, int] = {}
         self.lens: dict[int, int] = {}
         self.index: dict[int, ResidentIndex | None] = {}
-        self.private: dict[int, PrivateIndex | None] = {}
+        self.suffix: dict[int, SuffixIndex | None] = {}
 
     def slots(self, count: int) -> torch.Tensor:
         taken, self.free = self.free[:count], self.free[count:]
@@ -166,23 +166,23 @@ class Server:
 
     def leave(self, serial: int) -> None:
         self.tracker.ended(serial)
-        self.private.pop(serial, None)
+        self.suffix.pop(serial, None)
         for of in (self.rows, self.lens, self.index):
             del of[serial]
 
-    def own_indexes(self, serials: list[int], rows: torch.Tensor) -> list[PrivateIndex | None]:
+    def own_indexes(self, serials: list[int], rows: torch.Tensor) -> list[SuffixIndex | None]:
         """As a step of the server makes them; all that are wanted."""
         for serial, row in zip(serials, rows.tolist(), strict=True):
-            index, rules = self.index[serial], PrivateRules.of(self.config)
+            index, rules = self.index[serial], SuffixRules.of(self.config)
             own = None
             if index is not None and rules is not None:
                 begin = index.prefix_len
-                own = rules.covering(self.private.get(serial), index, self.lens[serial] - begin)
+                own = rules.covering(self.suffix.get(serial), index, self.lens[serial] - begin)
                 if own is not None:
                     slots = self.table[row, begin : begin + own.prefix_len].long()
                     own.complete(self.anchors, self.caches.__getitem__, slots, self.dtype)
-            self.private[serial] = own
-        return [self.private[serial] for serial in serials]
+            self.suffix[serial] = own
+        return [self.suffix[serial] for serial in serials]
 
     def kept(self, number: int) -> dict[int, Selection]:
         """What the last search of a group found, by the oracle."""
@@ -218,9 +218,9 @@ class Server:
 
     def batch(self, serials: list[int], lens: list[int]) -> DecodeBatch:
         rows = torch.tensor([self.rows[serial] for serial in serials], device=self.device)
-        indexes, private = [self.index[serial] for serial in serials], self.own_indexes(serials, rows)
+        indexes, suffix = [self.index[serial] for serial in serials], self.own_indexes(serials, rows)
         device_lens = torch.tensor(lens, device=self.device)
-        return DecodeBatch(serials, lens, self.table, rows, device_lens, indexes, private)
+        return DecodeBatch(serials, lens, self.table, rows, device_lens, indexes, suffix)
 
     def step(self, serials: list[int], padded: int = 0) -> list[GroupRead]:
         """A decode step of all layers; outputs are compared with the oracle's, group by group as it was made."""
@@ -234,7 +234,7 @@ class Server:
         assert plan is not None
         self.path = self.sparse.begin(plan, batch)
         assert self.path is not None
-        self.reads, self.private_reads = list(plan.reads), list(plan.private_reads)
+        self.reads, self.suffix_reads = list(plan.reads), list(plan.suffix_reads)
         self.before, self.groups = self.groups, []
         starts = [0] * len(serials)
         for number, (prefix, index) in enumerate(zip(plan.selects.prefixes, plan.indexes, strict=True)):
@@ -298,7 +298,7 @@ def walk_groups(server: Server) -> None:
 
 
 def walk_own_tokens(server: Server) -> tuple[ResidentIndex, torch.Tensor]:
-    """Beside requests with few tokens of their own, and with none of an index: indexes of own tokens come and grow.
+    """Beside requests with few tokens of their own, and with none of an index: indexes of suffix tokens come and grow.
     Returns the index of the first two requests, and its slots.
     """
     first, second = server.prefix(210), server.prefix(130)
@@ -307,9 +307,9 @@ def walk_own_tokens(server: Server) -> tuple[ResidentIndex, torch.Tensor]:
     server.join(3, *second, 78)
     server.join(4, server.slots(90), None, 200)
     server.step([1, 2, 3, 4], padded=1)
-    assert server.private_reads == [GroupRead(1, 256, 51)]
+    assert server.suffix_reads == [GroupRead(1, 256, 51)]
     server.step([1, 2, 3, 4])  # of request 3 48 are covered now, more than its budget
-    assert [one.prefix_len for one in server.private_reads] == [256, 48]
+    assert [one.prefix_len for one in server.suffix_reads] == [256, 48]
     plans = server.sparse.plans
     for _ in range(3):
         kept = server.step([1, 2, 3, 4])

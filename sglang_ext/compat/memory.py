@@ -30,13 +30,13 @@ def promised_bytes(config: SparseAttnConfig, *, graphs: bool) -> int:
     if config.build is Build.CAPTURE or config.decode_path is DecodePath.STOCK:
         return 0  # a job, or a server in which nothing is attended here
     shares = config.share_prefixes is not False
-    indexes = config.decode_path is not DecodePath.EXACT
+    indexes = config.decode_path is not DecodePath.CASCADE
     if graphs:
         indexes = indexes and shares and METHODS[config.method].decode_op is not None
     total = BUFFER_BYTES if shares or indexes else 0
     if indexes:
         total += config.index_gpu_bytes + (BUILD_BYTES if config.build is Build.SHARED else 0)
-        total += config.private_index_bytes if config.private_dense_tokens is not None else 0
+        total += config.suffix_index_bytes if config.suffix_dense_tokens is not None else 0
         total += KEPT_BYTES if config.search_period > 1 or _reuses_earlier(config.layer_plan) else 0
     return total
 
@@ -66,12 +66,12 @@ def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, *
     promised = promised_bytes(settings.config, graphs=not off)
     if promised >= result:
         config, named, lower = settings.config, "", ""
-        if config.private_dense_tokens is not None:
-            named, lower = f", private_index_bytes {config.private_index_bytes}", " or private_index_bytes"
+        if config.suffix_dense_tokens is not None:
+            named, lower = f", suffix_index_bytes {config.suffix_index_bytes}", " or suffix_index_bytes"
         raise ValueError(
             f"--sparse-attn: expected more than {promised} bytes of device memory beside the weights, for indexes "
             f"(index_gpu_bytes {config.index_gpu_bytes}{named}) and buffers; got {result}. Lower index_gpu_bytes"
-            f"{lower} in --sparse-attn-config, set decode_path to exact (no indexes), or raise --mem-fraction-static."
+            f"{lower} in --sparse-attn-config, set decode_path to cascade (no indexes), or raise --mem-fraction-static."
         )
     if promised:
         logger.info(

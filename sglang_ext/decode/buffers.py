@@ -30,18 +30,18 @@ class StepLayout(NamedTuple):
     """Where a batch's lists lie.
 
     Attributes:
-        prefixes: the groups, then the stretches of own tokens that are selected from.
+        prefixes: the groups, then the suffixes that are selected from.
         begins: per group, where its table of slots begins in the arena.
         starts: per row, the first position of its own list; 0 without a prefix, else behind all that `prefixes` has.
         rooms: per row, entries that its list may have.
-        private: per row, the segment of its own list.
+        suffix: per row, the segment of its own list.
     """
 
     prefixes: tuple[PrefixGroup, ...]
     begins: tuple[int, ...]
     starts: tuple[int, ...]
     rooms: tuple[int, ...]
-    private: tuple[Segment, ...]
+    suffix: tuple[Segment, ...]
 
 
 def capacity(length: int) -> int:
@@ -112,27 +112,27 @@ class StepBuffers:
         for prefix in prefixes:
             for row in prefix.rows:
                 starts[row] = max(starts[row], prefix.begin + prefix.length)
-        private_lens = [length - start for length, start in zip(seq_lens, starts, strict=True)]
+        suffix_lens = [length - start for length, start in zip(seq_lens, starts, strict=True)]
         if before is not None and (before.prefixes, before.starts) == (tuple(prefixes), tuple(starts)):
-            free = [room - length for room, length in zip(before.rooms, private_lens, strict=True)]
-            if min(free) >= 0 and min(private_lens) > 0:
+            free = [room - length for room, length in zip(before.rooms, suffix_lens, strict=True)]
+            if min(free) >= 0 and min(suffix_lens) > 0:
                 return before
-        rooms = [capacity(length) for length in private_lens]
+        rooms = [capacity(length) for length in suffix_lens]
         needed = sum(prefix.length for prefix in prefixes) + sum(rooms)
-        if min(private_lens) < 1 or self._reserved + needed > len(self.arena) or len(seq_lens) > self.max_batch:
+        if min(suffix_lens) < 1 or self._reserved + needed > len(self.arena) or len(seq_lens) > self.max_batch:
             return None
-        at, begins, private = self._reserved, [], []
+        at, begins, suffix = self._reserved, [], []
         for prefix in prefixes:
             begins.append(at)
             at += prefix.length
         for row, room in enumerate(rooms):
-            private.append(Segment((row,), room, list_begin=at, list_id=row))
+            suffix.append(Segment((row,), room, list_begin=at, list_id=row))
             at += room
-        return StepLayout(tuple(prefixes), tuple(begins), tuple(starts), tuple(rooms), tuple(private))
+        return StepLayout(tuple(prefixes), tuple(begins), tuple(starts), tuple(rooms), tuple(suffix))
 
     def place(self, layout: StepLayout) -> None:
         """Begin a layout: send its tables."""
-        fields = (layout.starts, layout.private)
+        fields = (layout.starts, layout.suffix)
         listed = [(row, start, -1, s.list_begin, s.length) for row, (start, s) in enumerate(zip(*fields, strict=True))]
         send(torch.tensor(listed, dtype=torch.int32), self._lists)
         if layout.prefixes:

@@ -98,7 +98,7 @@ class CascadeDecode(DecodeBackend[CascadePlan]):
             self._planned = None  # until all of it is written
             pairs = zip(layout.prefixes, layout.begins, strict=True)
             shared = [Segment(one.rows, one.length, list_begin=begin) for one, begin in pairs]
-            attention.plan(shared, layout.private)
+            attention.plan(shared, layout.suffix)
             self._buffers.place(layout)
             self._buffers.copy_prefixes(layout, batch)
             self._planned = (attention, layout)

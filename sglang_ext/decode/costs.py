@@ -61,18 +61,18 @@ class StepCosts:
         """A step that attends so many tokens in each layer, each read once."""
         return (self.num_dense + self.num_anchors + self.num_reuse) * self.attend(tokens)
 
-    def sparse_us(self, prefixes: Sequence[int], budgets: Sequence[int], private: int, steps: int = 1) -> float:
+    def sparse_us(self, prefixes: Sequence[int], budgets: Sequence[int], suffix: int, steps: int = 1) -> float:
         """A step that selects: as the layers' roles say; of a selection each of its steps has its part.
 
         Args:
             prefixes: tokens of each.
             budgets: tokens selected of each.
-            private: tokens of the requests' own lists together.
+            suffix: tokens of the requests' own lists together.
             steps: that share a selection.
         """
-        dense = self.num_dense * self.attend(sum(prefixes) + private)
+        dense = self.num_dense * self.attend(sum(prefixes) + suffix)
         selecting = self.num_anchors * self.select(sum(prefixes)) / steps
-        return dense + selecting + (self.num_anchors + self.num_reuse) * self.attend(sum(budgets) + private)
+        return dense + selecting + (self.num_anchors + self.num_reuse) * self.attend(sum(budgets) + suffix)
 
 
 def measure_us(run: Callable[[], None], device: torch.device) -> float:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from prefix_kernels.slot_lists import common_slots
 from sglang_ext.decode.types import DecodeBatch, Index, PrefixGroup
-from sglang_ext.prefix.private_index import PrivateIndex
 from sglang_ext.prefix.residency import ResidentIndex
+from sglang_ext.prefix.suffix_index import SuffixIndex
 
 _LOCKSTEP = 2
 """Steps after which a result is taken in lockstep. With the overlap schedule the host prepares a step when the one
@@ -309,18 +309,18 @@ class StepGroups:
                 groups.append((PrefixGroup(key, tuple(same), length), found[number]))
         return sorted(groups, key=lambda group: group[0].rows)
 
-    def stretches(
-        self, groups: Sequence[tuple[PrefixGroup, ResidentIndex]], private: Sequence[PrivateIndex | None]
-    ) -> list[tuple[PrefixGroup, PrivateIndex]]:
-        """Own tokens of rows whose prefix is in a group, in the order of rows.
+    def suffixes(
+        self, groups: Sequence[tuple[PrefixGroup, ResidentIndex]], suffix: Sequence[SuffixIndex | None]
+    ) -> list[tuple[PrefixGroup, SuffixIndex]]:
+        """Suffixes of rows whose prefix is in a group, in the order of rows.
 
         Args:
             groups: from `of`.
-            private: per batch row, the index of its own tokens; fewer rows or None: these are attended in full.
+            suffix: per batch row, the index of its suffix tokens; fewer rows or None: these are attended in full.
         """
         found = []
         begins = {row: rows.length for rows, _ in groups for row in rows.rows}
-        for row, own in enumerate(private):
+        for row, own in enumerate(suffix):
             if own is not None and row in begins:
                 found.append((PrefixGroup((self._number_of(own),), (row,), own.prefix_len, begins[row]), own))
         return found

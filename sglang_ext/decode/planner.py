@@ -25,9 +25,9 @@ from sglang_ext.decode.types import DecodeBatch, StepPath
 from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
-from sglang_ext.prefix.private_index import PrivateRules
 from sglang_ext.prefix.requests import ALONE, Attachment, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex
+from sglang_ext.prefix.suffix_index import SuffixRules
 from sglang_ext.ranks import OneRank, Ranks
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _MEMBERS = 32
 """Requests of the group that decides how little may be shared: fewer must share more to be worth it."""
 
 _LEAST_SHARE = 16
-"""A step of groups without an index must save one of so many of its tokens: behind long private texts, SGLang's kernels
+"""A step of groups without an index must save one of so many of its tokens: behind long suffixes, SGLang's kernels
 may be the faster ones."""
 
 
@@ -115,7 +115,7 @@ class DecodePlanner:
         ranks = ranks or OneRank()
         self._forced = config.decode_path is DecodePath.SPARSE or not view.decode_graphs
         self._min_saved = config.min_shared_tokens
-        self._private_rules = PrivateRules.of(config)
+        self._suffix_rules = SuffixRules.of(config)
         self._anchors = layer_plan.anchor_layers
         self._view, self._requests, self._counters = view, requests, counters
         self._kept_steps = 0
@@ -149,7 +149,7 @@ class DecodePlanner:
         if shares:
             graphs = view.decode_graphs
             self.cascade = CascadeDecode(shape, self._tracker, arena_size, view.device, costs, captured=graphs)
-        if config.decode_path is not DecodePath.EXACT:
+        if config.decode_path is not DecodePath.CASCADE:
             self.sparse = self._sparse(shape, config, spec, layer_plan, arena_size, costs, ranks)
 
     def _sparse(
@@ -228,7 +228,7 @@ class DecodePlanner:
         step = self._prepare(forward_batch, attachments, usable)
         if step is None or step.backend is not self.sparse:
             self._counters.count_step(0, len(rids), 0)
-        self._counters.count_shared(len(rids) if step is not None and step.backend is self.cascade else 0)
+        self._counters.count_cascade(len(rids) if step is not None and step.backend is self.cascade else 0)
         return step
 
     def _prepare(
@@ -294,27 +294,27 @@ class DecodePlanner:
     def _with_indexes(
         self, batch: DecodeBatch, attachments: Sequence[Attachment | None], ready: Sequence[ResidentIndex | None]
     ) -> DecodeBatch:
-        """A batch with its rows' indexes, and those of their own tokens, with the arrays of all layers."""
+        """A batch with its rows' indexes, and those of their suffixes, with the arrays of all layers."""
         assert self.sparse is not None
         short = [one is not None and n <= one.prefix_len for one, n in zip(ready, batch.seq_lens, strict=True)]
         if any(short):  # rows shorter than their own prompts: nothing we know of does this
             self._count_fallback("index_mismatch", attachments, [True if one else None for one in short])
             ready = [None if one else index for one, index in zip(short, ready, strict=True)]
         batch = replace(batch, indexes=ready)
-        if self._private_rules is None or not self._anchors:
+        if self._suffix_rules is None or not self._anchors:
             return batch
-        before = [None if one is None else one.private for one in attachments]
-        private = self._private_rules.renew(before, ready, batch.seq_lens, self.sparse.free_groups(batch))
+        before = [None if one is None else one.suffix for one in attachments]
+        suffix = self._suffix_rules.renew(before, ready, batch.seq_lens, self.sparse.free_groups(batch))
         del before  # those that have grown go before new ones are made: so many bytes are promised
-        for attachment, own in zip(attachments, private, strict=True):
+        for attachment, own in zip(attachments, suffix, strict=True):
             if attachment is not None:
-                attachment.private = own
-        for row, own in enumerate(private):
+                attachment.suffix = own
+        for row, own in enumerate(suffix):
             if own is not None and not own.is_complete:
                 begin = own.prefix.prefix_len
                 slots = batch.req_to_token[batch.req_pool_indices[row : row + 1]][0, begin : begin + own.prefix_len]
                 own.complete(self._anchors, self._view.kv, slots.to(torch.int64), self._view.dtype)
-        return replace(batch, private=private)
+        return replace(batch, suffix=suffix)
 
     def _count_fallback(
         self, reason: str, attachments: Sequence[Attachment | None], concerned: Sequence[object]
@@ -332,7 +332,7 @@ class DecodePlanner:
         self._counters.count_step(sparse, rows - sparse, max(one.rows for one in plan.reads))
         prefix = sum(one.rows * one.prefix_len for one in plan.reads)
         self._counters.count_attended(self.sparse.attended(plan), prefix)
-        self._counters.count_attended_private(*self.sparse.attended_private(plan))
+        self._counters.count_attended_suffix(*self.sparse.attended_suffix(plan))
 
     # -- graphs --------------------------------------------------------------------------------------------
 

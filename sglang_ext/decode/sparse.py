@@ -40,7 +40,7 @@ _FAR, _NEAR = 65536, 4
 
 
 class _Selects(NamedTuple):
-    """What the tables of selections are made of; lists of private tokens may grow beside it."""
+    """What the tables of selections are made of; lists of suffix tokens may grow beside it."""
 
     tile: Hashable
     prefixes: tuple[PrefixGroup, ...]
@@ -68,15 +68,15 @@ class SparsePlan:
 
     Attributes:
         reads: of each prefix.
-        private_reads: of requests' own stretches.
+        suffix_reads: of requests' suffixes.
         selects: what is selected.
-        indexes: of the prefixes, then of the own stretches.
+        indexes: of the prefixes, then of the suffixes.
         settled: `selects`, where the groups' slots stay as they are.
         own: tokens that are in no group.
     """
 
     reads: tuple[GroupRead, ...]
-    private_reads: tuple[GroupRead, ...]
+    suffix_reads: tuple[GroupRead, ...]
     selects: _Selects
     indexes: tuple[Index, ...]
     settled: _Selects | None
@@ -125,7 +125,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._config, self._layer_plan, self._device = config, layer_plan, device
         self._shape = shape
         on_gpu, heads, batch = device.type == "cuda", shape.num_kv_heads, tracker.max_batch
-        self._num_passes = 2 if config.private_dense_tokens is None else 3
+        self._num_passes = 2 if config.suffix_dense_tokens is None else 3
         sets, width = num_sets(layer_plan, config.search_period), group_budget(config, max_prefix_len, batch)
         wanted = batch * (self._num_passes - 1)
         wanted = min(MAX_GROUPS, wanted) if captured else max(1, min(wanted, KEPT_BYTES // (4 * heads * width)))
@@ -179,8 +179,8 @@ class SparseDecode(DecodeBackend[SparsePlan]):
     def plan(self, batch: DecodeBatch) -> SparsePlan | None:
         """A batch's groups, by index and slots; None without one, or where there are too many for the buffers."""
         groups = self._groups.of(batch.serials, batch.indexes) if batch.indexes else []
-        stretches = self._groups.stretches(groups, batch.private)
-        all_groups: list[tuple[PrefixGroup, Index]] = [*groups, *stretches]
+        suffixes = self._groups.suffixes(groups, batch.suffix)
+        all_groups: list[tuple[PrefixGroup, Index]] = [*groups, *suffixes]
         prefixes = tuple(rows for rows, _ in all_groups)
         lengths = [prefix.length for prefix in prefixes]
         size = len(batch.serials)
@@ -235,7 +235,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         return StepPath.SPARSE if self._turns.searches else StepPath.KEPT
 
     def free_groups(self, batch: DecodeBatch) -> int:
-        """Stretches of own tokens that a step of these rows has room for beside its prefixes."""
+        """Suffixes that a step of these rows has room for beside its prefixes."""
         return max(0, self._max_groups - len(self._groups.of(batch.serials, batch.indexes)))
 
     def skip(self, plan: SparsePlan | None = None) -> None:
@@ -257,9 +257,9 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         whole = [Segment(prefix.rows, prefix.length, list_begin=begin) for prefix, begin, _ in groups]
         selected = [self._lists.segment(n, prefix.rows, budget) for n, (prefix, _, budget) in enumerate(groups)]
         for attention, listed in ((kernels.whole, whole), (kernels.selected, selected)):
-            # A row's prefix and its own stretch are segments of two passes.
+            # A row's prefix and its suffix are segments of two passes.
             own = [listed[num_prefixes:]] if self._num_passes == 3 else []
-            attention.plan(listed[:num_prefixes], *own, layout.private)
+            attention.plan(listed[:num_prefixes], *own, layout.suffix)
         self._buffers.place(layout)
         self._planned = tables
         self.plans += 1
@@ -287,10 +287,10 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         selected = sum(one.rows * one.budget for one in plan.reads)
         return [whole if role.mode is LayerMode.DENSE else selected for role in self._layer_plan.layers]
 
-    def attended_private(self, plan: SparsePlan) -> tuple[int, int]:
-        """Of requests' own stretches: tokens that all layers of a step attend, and that they have."""
-        have = sum(one.prefix_len for one in plan.private_reads)
-        budgets = sum(one.budget for one in plan.private_reads)
+    def attended_suffix(self, plan: SparsePlan) -> tuple[int, int]:
+        """Of requests' suffixes: tokens that all layers of a step attend, and that they have."""
+        have = sum(one.prefix_len for one in plan.suffix_reads)
+        budgets = sum(one.budget for one in plan.suffix_reads)
         roles = [role.mode for role in self._layer_plan.layers]
         return sum(have if mode is LayerMode.DENSE else budgets for mode in roles), have * len(roles)
 

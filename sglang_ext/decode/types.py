@@ -9,11 +9,11 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from sglang_ext.prefix.private_index import PrivateIndex
 from sglang_ext.prefix.residency import ResidentIndex
+from sglang_ext.prefix.suffix_index import SuffixIndex
 
-Index: TypeAlias = ResidentIndex | PrivateIndex
-"""What a group selects with: the index of a prefix, or of one request's own tokens behind it."""
+Index: TypeAlias = ResidentIndex | SuffixIndex
+"""What a group selects with: the index of a prefix, or of one request's suffix behind it."""
 
 
 class StepPath(str, Enum):
@@ -38,7 +38,7 @@ class DecodeBatch:
         device_seq_lens: [batch_size], `seq_lens` on the device.
         indexes: per row, the ready index to use, shorter than its sequence; None: the row attends all of it. Empty
             where no row has one.
-        private: per row, the index of its own tokens behind that, with the arrays of all layers; None: these are
+        suffix: per row, the index of its suffix tokens behind that, with the arrays of all layers; None: these are
             attended in full. Empty where no row has one.
     """
 
@@ -48,7 +48,7 @@ class DecodeBatch:
     req_pool_indices: Tensor
     device_seq_lens: Tensor
     indexes: Sequence[ResidentIndex | None] = ()
-    private: Sequence[PrivateIndex | None] = ()
+    suffix: Sequence[SuffixIndex | None] = ()
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +57,7 @@ class DecodeBatch:
 
 
 class PrefixGroup(NamedTuple):
-    """A prefix and the requests of a batch that sit on its slots; or a stretch of one request's own tokens behind it.
+    """A prefix and the requests of a batch that sit on its slots; or one request's suffix behind it.
 
     Attributes:
         key: what makes two of them the same in two steps.

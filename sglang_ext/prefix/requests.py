@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config import PrefetchPolicy, SparseAttnConfig
 from sglang_ext.metrics import REASONS, Counters
-from sglang_ext.prefix.private_index import PrivateIndex
 from sglang_ext.prefix.residency import ResidentIndex, State
+from sglang_ext.prefix.suffix_index import SuffixIndex
 from sglang_ext.ranks import LOADING, READY, Agreement, Ranks, Word, dense
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Attachment:
         admission: what those that record prompts are told when it gets a slot; None for nothing.
         runs_again: it had a slot before, and was retracted.
         deadline: monotonic time until which decode steps wait for the index; set at the first wait.
-        private: index of its own tokens behind the prefix; None where all of them are attended in full.
+        suffix: index of its suffix tokens; None where all of them are attended in full.
         serial: unlike any other attachment's, also of a later request with the same id.
         reported: reasons that were already counted for this request.
     """
@@ -56,15 +56,15 @@ class Attachment:
     admission: Admission | None = None
     runs_again: bool = False
     deadline: float | None = None
-    private: PrivateIndex | None = None
+    suffix: SuffixIndex | None = None
     serial: int = field(default_factory=_serials.__next__)
 
     def __post_init__(self) -> None:
         self.reported: set[str] = set()
 
     def start_over(self) -> None:
-        """Its slots are given back, so nothing is known of its own tokens."""
-        self.private, self.runs_again = None, True
+        """Its slots are given back, so nothing is known of its suffix tokens."""
+        self.suffix, self.runs_again = None, True
 
 
 class RequestTable:

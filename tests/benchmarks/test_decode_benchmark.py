@@ -122,7 +122,7 @@ def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
     assert flags("auto", "--plan", "anchors")["config"]["layer_plan"][:2] == ["dense", "anchor"]
     for one in (stock, ours):
         assert (one["--cuda-graph-bs-decode"], one["--max-running-requests"]) == ("1", "8")
-        assert int(one["--context-length"]) > 1024 + bench.decode.PRIVATE + 40
+        assert int(one["--context-length"]) > 1024 + bench.decode.SUFFIX + 40
         assert "--disable-cuda-graph" not in one
     assert "--disable-cuda-graph" in flags("plugin", cpu=True)
 
@@ -159,8 +159,8 @@ def test_with_sglang(tmp_path: Path) -> None:
     assert status == 0, (output + (tmp_path / "logs" / "plugin-0.log").read_text())[-4000:]
     shared, stock = rows_of(out)
     assert (shared["path"], stock["path"]) == ("shared", "stock")
-    assert shared["shared_steps"] > 40
-    assert (stock["shared_steps"], stock["sparse_steps"]) == (0, 0)
+    assert shared["cascade_steps"] > 40
+    assert (stock["cascade_steps"], stock["sparse_steps"]) == (0, 0)
     for one in (shared, stock):
         assert 20 <= one["steps"] <= 60 - 1 - 20, "fewer where more than 20 tokens came first, at once"
         assert 0 < one["ms_p10"] <= one["ms"] <= one["ms_p90"]

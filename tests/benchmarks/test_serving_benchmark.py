@@ -22,7 +22,7 @@ def bench(load: Any) -> SimpleNamespace:
 
 def row(engine: str, throughput: float, tpot_p99: float, **more: Any) -> dict[str, Any]:
     figures = {"output_throughput": throughput, "ttft_ms": 80.0, "ttft_ms_p99": 200.0, "itl_ms_p99": 40.0}
-    figures |= {"tpot_ms": tpot_p99 / 2, "tpot_ms_p99": tpot_p99, "shared_steps": 9, "sparse_steps": 2}
+    figures |= {"tpot_ms": tpot_p99 / 2, "tpot_ms_p99": tpot_p99, "cascade_steps": 9, "sparse_steps": 2}
     origin = {"device": "GPU", "shape": "tiny", "page": 16, "plan": "kascade", "config": {}, "flags": [], "start": 0}
     return {**origin, "engine": engine, "run": "groups", "sizes": {"groups": 2}, **figures, **more}
 
@@ -118,16 +118,16 @@ def result(**more: Any) -> dict[str, Any]:
     found |= {"ttfts": [0.1, 0.2, 0.3, 0.4], "cached_tokens": [64, 80, 64, 80]}
     found |= {"itls": [[0.01, 0.03], [0.05, 0.05], [0.02, 0.02], [0.03, 0.03]]}
     found |= {f"{of}_{name}_ms": 1.0 for name in ("ttft", "tpot", "itl") for of in ("median", "p99")}
-    state = {"shared_steps": 9, "sparse_steps": 2, "hits": 1, "private_keep_ratio": 0.25}
+    state = {"cascade_steps": 9, "sparse_steps": 2, "hits": 1, "suffix_keep_ratio": 0.25}
     return {**found, "server_info": {"internal_states": [{"sparse_attn": state}]}, **more}
 
 
 def test_a_row_is_what_the_measured_pass_found(bench: SimpleNamespace) -> None:
     sizes = {"prefix": 70, "question": 2, "turns": 2}
-    before = {"server_info": {"internal_states": [{"sparse_attn": {"shared_steps": 4, "sparse_steps": 2}}]}}
+    before = {"server_info": {"internal_states": [{"sparse_attn": {"cascade_steps": 4, "sparse_steps": 2}}]}}
     found = bench.runs.figures([{}, before, result()], sizes, 16)
-    assert (found["shared_steps"], found["sparse_steps"], found["hits"]) == (5, 0, 1)
-    assert found["private_keep_ratio"] == 0.25
+    assert (found["cascade_steps"], found["sparse_steps"], found["hits"]) == (5, 0, 1)
+    assert found["suffix_keep_ratio"] == 0.25
     assert found["ttft_ms_by_turn"] == pytest.approx([200.0, 300.0])
     assert found["tpot_ms_by_turn"] == pytest.approx([20.0, 40.0])
     assert (found["prompt_tokens"], found["cached_tokens"]) == ([70, 70], [64, 80])
@@ -135,7 +135,7 @@ def test_a_row_is_what_the_measured_pass_found(bench: SimpleNamespace) -> None:
         assert bench.runs.figures([{}, before, result(itls=times)], sizes, 16)["tpot_ms_by_turn"] == by_turn
     stock = {"server_info": {"internal_states": [{}]}}
     found = bench.runs.figures([stock, result(**stock)], sizes, 16)
-    assert (found["shared_steps"], found["private_keep_ratio"]) == (0, None)
+    assert (found["cascade_steps"], found["suffix_keep_ratio"]) == (0, None)
 
 
 def test_a_row_that_would_not_be_what_it_says_is_none(bench: SimpleNamespace) -> None:
@@ -209,7 +209,7 @@ def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pyte
     assert branches["cached_tokens"] == [576, 640], "behind the first turn also its question and answer, by pages"
     assert len(branches["tpot_ms_by_turn"]) == 2
     for one in (groups, branches):
-        assert one["shared_steps"] > 0
+        assert one["cascade_steps"] > 0
         assert (one["sparse_steps"], one["hits"]) == (0, 0)
         assert 0 < one["tpot_ms"] <= one["tpot_ms_p99"]
         assert 0 < one["ttft_ms"] <= one["ttft_ms_p99"]

@@ -30,7 +30,7 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
     [
         ("{}", 4 * GIB + BUFFER_BYTES),
         ('{"index_gpu_bytes": 1000}', 1000 + BUFFER_BYTES),
-        ('{"decode_path": "exact"}', BUFFER_BYTES),
+        ('{"decode_path": "cascade"}', BUFFER_BYTES),
         ('{"decode_path": "stock"}', 0),
         ('{"build": "capture", "capture_folder": "x"}', 0),
         ('{"build": "prefill", "decode_path": "stock"}', 0),
@@ -38,8 +38,8 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
         ('{"share_prefixes": false}', 0),
         ('{"method": "csattention"}', BUFFER_BYTES),
         ('{"search_period": 4}', 4 * GIB + BUFFER_BYTES + KEPT_BYTES),
-        ('{"search_period": 4, "decode_path": "exact"}', BUFFER_BYTES),
-        ('{"private_dense_tokens": 4096, "private_index_bytes": 3000}', 4 * GIB + 3000 + BUFFER_BYTES),
+        ('{"search_period": 4, "decode_path": "cascade"}', BUFFER_BYTES),
+        ('{"suffix_dense_tokens": 4096, "suffix_index_bytes": 3000}', 4 * GIB + 3000 + BUFFER_BYTES),
         (None, 0),
     ],
 )
@@ -52,7 +52,7 @@ def test_without_decode_graphs_any_index_may_be_used(tmp_path: Path) -> None:
         '{"share_prefixes": false}': 4 * GIB + BUFFER_BYTES,
         '{"method": "csattention"}': 4 * GIB + BUFFER_BYTES,
         '{"decode_path": "stock"}': 0,
-        '{"decode_path": "exact"}': BUFFER_BYTES,
+        '{"decode_path": "cascade"}': BUFFER_BYTES,
         '{"layer_plan": ["anchor", "anchor", {"reuse": 0}]}': 4 * GIB + BUFFER_BYTES + KEPT_BYTES,
     }
     for config, expected in promised.items():
@@ -69,8 +69,6 @@ def test_neither_a_cpu_nor_a_draft_worker_gives_any(tmp_path: Path) -> None:
 def test_a_start_that_leaves_no_pool_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"index_gpu_bytes 4294967296.*got 1073741824.*Lower index_gpu_bytes"):
         after_profile_available_bytes(GIB, configurator(tmp_path, "{}"))
-    own = configurator(tmp_path, '{"private_dense_tokens": 512, "private_index_bytes": 7000}')
-    with pytest.raises(
-        ValueError, match=r"private_index_bytes 7000\).*Lower index_gpu_bytes or private_index_bytes in"
-    ):
+    own = configurator(tmp_path, '{"suffix_dense_tokens": 512, "suffix_index_bytes": 7000}')
+    with pytest.raises(ValueError, match=r"suffix_index_bytes 7000\).*Lower index_gpu_bytes or suffix_index_bytes in"):
         after_profile_available_bytes(GIB, own)

@@ -43,14 +43,14 @@ SPARSE_CONFIG: dict[str, Any] = {
 }
 #: All positions selected: the sparse path computes what dense attention does.
 EXACT_CONFIG: dict[str, Any] = {**SPARSE_CONFIG, "method": "ab_sparse", "keep_ratio": 1.0}
-#: As people serve, with an overlap schedule: indexes, groups without one, long own tokens selected from. Up to 2,560
+#: As people serve, with an overlap schedule: indexes, groups without one, long suffix tokens selected from. Up to 2,560
 #: tokens all positions are selected, so answers behind the small documents equal dense; of `large` half of them are.
 PRODUCTION: dict[str, Any] = {
     **SPARSE_CONFIG,
     "min_top_k": 2560,
     "share_prefixes": True,
     "min_shared_tokens": 512,
-    "private_dense_tokens": 512,
+    "suffix_dense_tokens": 512,
 }
 
 CPU_FLAGS = [

@@ -1,4 +1,4 @@
-"""A keep ratio of 10% over all layers, counted, and the needle tasks at 8K beside dense. And long own tokens."""
+"""A keep ratio of 10% over all layers, counted, and the needle tasks at 8K beside dense. And long suffix tokens."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_a_tenth_of_all_layers_is_selected_and_answers_stay_within_two_points_of
 
 def test_what_stands_in_a_requests_own_tokens_is_found(built: Any, serve: Any, texts: Any) -> None:
     """A tenth of them is selected, behind a prefix whose index says nothing of them."""
-    server = serve(built[1], {**SPARSE_CONFIG, "private_dense_tokens": LIMIT})
+    server = serve(built[1], {**SPARSE_CONFIG, "suffix_dense_tokens": LIMIT})
     own = make_document("many_keys", seed=611, num_tokens=OWN_TOKENS, num_questions=32)
     result, delta, answers = server.asked_twice([(f"{texts.first.text} {own.text}", one) for one in own.questions])
     assert delta.sparse_rows == sum(reply.completion_tokens - 1 for reply in answers)
-    assert delta.before["private_keep_ratio"] is None, "dense requests select nothing"
+    assert delta.before["suffix_keep_ratio"] is None, "dense requests select nothing"
     # A tenth of what is covered, which is all but the last 256 to 512 tokens.
-    assert delta.after["private_keep_ratio"] == pytest.approx(SPARSE_CONFIG["keep_ratio"], abs=0.01)
+    assert delta.after["suffix_keep_ratio"] == pytest.approx(SPARSE_CONFIG["keep_ratio"], abs=0.01)
     assert result.dense > 0.8, f"the model does not answer the dense questions: {result}"
     assert result.difference >= -0.04, result

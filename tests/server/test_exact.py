@@ -102,7 +102,7 @@ def test_requests_behind_one_cached_prefix_are_grouped(server: Any, texts: Any) 
     assert delta.per_layer("selections_per_layer")[0] < delta.sparse_rows, "a group selects once for all its rows"
 
 
-def test_a_private_suffix_longer_than_a_page_is_attended(server: Any, texts: Any) -> None:
+def test_a_suffix_longer_than_a_page_is_attended(server: Any, texts: Any) -> None:
     suffix = " ".join(texts.unindexed.text.split()[:205])
     _, delta = server.compared([f"{texts.first.text} {suffix} {texts.first.questions[4].text}"], STEPS)
     assert delta.sparse_rows in server.rows(STEPS - 1)

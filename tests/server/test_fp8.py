@@ -46,8 +46,8 @@ def test_indexed_and_other_requests_in_one_batch_equal_dense(server: Any, stored
 
 def test_requests_that_share_slots_without_an_index_equal_dense(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.unindexed, n) for n in range(4)]
-    _, delta = server.compared_together(prompts, TOKENS, lambda found: found.shared_steps > TOKENS // 2, _answers)
-    assert delta.shared_steps > TOKENS // 2
+    _, delta = server.compared_together(prompts, TOKENS, lambda found: found.cascade_steps > TOKENS // 2, _answers)
+    assert delta.cascade_steps > TOKENS // 2
 
 
 def test_few_of_the_positions_find_the_answers(serve: Any, stored: Any, texts: Any) -> None:

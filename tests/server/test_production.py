@@ -1,4 +1,4 @@
-"""Half of a long document selected, and long own tokens selected from: counted, and answers beside dense ones."""
+"""Half of a long document selected, and long suffix tokens selected from: counted, and answers beside dense ones."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_half_of_a_long_document_answers_as_all_of_it(production: Any, texts: An
 
 def test_long_own_tokens_are_selected_from_and_answers_found(production: Any, texts: Any) -> None:
     own = make_document("many_keys", seed=611, num_tokens=OWN_TOKENS, num_questions=QUESTIONS)
-    before_any = production.settled()["private_keep_ratio"]
+    before_any = production.settled()["suffix_keep_ratio"]
     asked = [(f"{texts.first.text} {own.text}", question) for question in own.questions]
     result, delta, _ = production.asked_twice(asked)
     assert result.dense > 0.8, f"the model does not answer the dense questions: {result}"
     assert result.difference >= -1 / QUESTIONS, result
-    assert delta.before["private_keep_ratio"] == before_any, "dense requests select nothing"
+    assert delta.before["suffix_keep_ratio"] == before_any, "dense requests select nothing"
     assert delta.sparse_rows > 0
-    assert delta.after["private_keep_ratio"] < 0.9
+    assert delta.after["suffix_keep_ratio"] < 0.9

@@ -47,12 +47,12 @@ def _life(serve_two: Any, texts: Any, folder: Path) -> list[tuple[int, ...]]:
     expected = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in prompts]
     assert first == expected[0]
     answers, delta = server.together_until(
-        _calls(server, prompts), lambda found: found.shared_steps > TOKENS // 2, attempts=3
+        _calls(server, prompts), lambda found: found.cascade_steps > TOKENS // 2, attempts=3
     )
     assert [answer.ids for answer in answers] == expected
-    assert delta.shared_steps > TOKENS // 2
+    assert delta.cascade_steps > TOKENS // 2
     for rank in _same_path(delta.after):
-        assert rank["shared_steps"] == delta.after["shared_steps"]
+        assert rank["cascade_steps"] == delta.after["cascade_steps"]
     for _ in range(build["build_after_hits"]):
         if server.state()["builds"]["open"]:
             break
@@ -120,7 +120,7 @@ def _same_path(state: dict[str, Any]) -> list[dict[str, Any]]:
     assert len(ranks) == 2
     assert ranks[0]["history"] == ranks[1]["history"] != 0
     assert ranks[0]["votes"] == ranks[1]["votes"] > 0
-    assert state["shared"]["refusal"] in (None, "share_prefixes is off")
+    assert state["decode"]["refusal"] in (None, "share_prefixes is off")
     return ranks
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from sglang_ext.config import (
     ConfigError,
+    DecodePath,
     Settings,
     SparseAttnConfig,
     default_store,
@@ -44,9 +45,9 @@ def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Pat
         ('{"sum_every": 0}', ["sum_every", "1 to 64 tokens"]),
         ('{"sum_every": 65}', ["sum_every", "1 to 64 tokens"]),
         ('{"method": "exact", "sum_every": 2}', ["sum_every 1", "other than token_index"]),
-        ('{"private_dense_tokens": 31}', ["private_dense_tokens", "32 or more tokens, or null"]),
-        ('{"private_dense_tokens": 64, "method": "csattention"}', ["other than token_index", "csattention"]),
-        ('{"private_dense_tokens": 64, "trace_folder": "somewhere"}', ["trace_folder", "from prefixes only"]),
+        ('{"suffix_dense_tokens": 31}', ["suffix_dense_tokens", "32 or more tokens, or null"]),
+        ('{"suffix_dense_tokens": 64, "method": "csattention"}', ["other than token_index", "csattention"]),
+        ('{"suffix_dense_tokens": 64, "trace_folder": "somewhere"}', ["trace_folder", "from prefixes only"]),
         ('{"profile": ""}', ["profile", '"none" or null']),
         ('{"num_sink_tokens": -1}', ["num_sink_tokens", "0 or more"]),
         ('{"num_recent_pages": -1}', ["num_recent_pages"]),
@@ -71,7 +72,10 @@ def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Pat
         ('{"prefetch_policy": "eager"}', ["prefetch_policy to be one of best_effort, wait_complete, timeout", "eager"]),
         ('{"pooling": "median"}', ["pooling to be one of max, mean", "median"]),
         ('{"group_growth": "sqr"}', ["group_growth to be one of sqrt, none", "did you mean 'sqrt'?"]),
-        ('{"decode_path": "spars"}', ["decode_path to be one of auto, stock, exact, sparse", "did you mean 'sparse'?"]),
+        (
+            '{"decode_path": "spars"}',
+            ["decode_path to be one of auto, stock, cascade, sparse", "did you mean 'sparse'?"],
+        ),
         ('{"build": true}', ["build", "bool"]),
         ('{"method": "nope"}', ["method", "nope", "ab_sparse"]),
         ('{"method": "token_indx"}', ["method", "did you mean 'token_index'?"]),
@@ -193,3 +197,17 @@ def test_the_profile_digest_follows_what_is_built_and_nothing_else() -> None:
 
 def test_covered_tokens() -> None:
     assert [covered_tokens(*one) for one in ((1023, 64), (1024, 64), (15, 16))] == [960, 1024, 0]
+
+
+def test_former_names_are_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        config = parse_config('{"private_dense_tokens": 64, "private_index_bytes": 1024, "decode_path": "exact"}')
+    assert (config.suffix_dense_tokens, config.suffix_index_bytes) == (64, 1024)
+    assert config.decode_path is DecodePath.CASCADE
+    assert [record.args[-1] for record in caplog.records if record.args] == [
+        "suffix_dense_tokens",
+        "suffix_index_bytes",
+    ]
+    assert "'cascade'" in caplog.text
+    with pytest.raises(ConfigError, match="'suffix_dense_tokens' alone"):
+        parse_config('{"private_dense_tokens": 64, "suffix_dense_tokens": 64}')

@@ -76,7 +76,7 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
         path = path_of(steps, forward, ready.usable) if batch else None
         ready.took(str(path), len(batch))
         taken = taken_by[-1] if path in (StepPath.SPARSE, StepPath.KEPT) else None
-        kept = None if taken is None else [*taken.reads, "own", *taken.private_reads]
+        kept = None if taken is None else [*taken.reads, "own", *taken.suffix_reads]
         seen.append((path, kept, problem, ready.snapshot()))
         for rid in gone:
             ready.forget(rid)
@@ -105,7 +105,7 @@ def test_two_ranks_have_indexes_of_the_same_own_tokens(seed: int, monkeypatch: p
     pytest.importorskip("triton")
     monkeypatch.setattr(sparse, "measure_us", lambda *_: 1.0)
     monkeypatch.setattr(sparse.StepCosts, "sparse_us", lambda *_: 0.0)
-    fields = {"private_dense_tokens": 32, "private_index_bytes": 150 * 100}
+    fields = {"suffix_dense_tokens": 32, "suffix_index_bytes": 150 * 100}
     monkeypatch.setattr(ResidentIndex, "nbytes", PREFIX * 100, raising=False)
     one, two = Meeting(2).run(lambda ranks: _run(ranks, seed, **fields))
     for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):

@@ -206,8 +206,8 @@ def test_requests_on_one_prefix_share_it_without_an_index(start: Any) -> None:
     runtime.slot_freed(requests[1], 1, finished=False)  # retracted: it comes back with other slots
     assert not ours(runtime, ["r2"], [87], [2])
     state = runtime.snapshot()
-    assert (state["shared_steps"], state["shared_rows"], state["sparse_rows"]) == (4, 11, 0)
-    assert state["shared"]["compared"] == 1
+    assert (state["cascade_steps"], state["cascade_rows"], state["sparse_rows"]) == (4, 11, 0)
+    assert state["decode"]["compared"] == 1
 
 
 def test_a_layer_that_must_stay_dense_ends_the_sharing(start: Any) -> None:
@@ -224,7 +224,7 @@ def test_a_layer_that_must_stay_dense_ends_the_sharing(start: Any) -> None:
         assert runtime.attend(torch.zeros(2, 64), None, None, layer, batch, True, "a sliding window") is None
     assert not ours(runtime, ["r0", "r1"], [69, 73])
     state = runtime.snapshot()
-    assert state["shared"]["refusal"] == "layer 1 has a sliding window"
+    assert state["decode"]["refusal"] == "layer 1 has a sliding window"
     assert state["fallbacks"] == {"no_index": 2, "unsupported_layer": 1}
 
 

@@ -1,4 +1,4 @@
-"""What a server that builds beside serving knows of prefixes: how often each was hit, and queries of its own tokens."""
+"""What a server that builds beside serving knows of prefixes: how often each was hit, and queries of its tokens."""
 
 from __future__ import annotations
 

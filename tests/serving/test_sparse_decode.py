@@ -85,12 +85,12 @@ def test_lists_are_kept_where_somebody_reads_them_later() -> None:
 
 
 def test_long_own_tokens_are_selected_from() -> None:
-    server = Server(CPU, 5, kernels=False, private_dense_tokens=64)
+    server = Server(CPU, 5, kernels=False, suffix_dense_tokens=64)
     walk_own_tokens(server)
     plan = server.sparse.plan(server.batch([1, 2, 3, 4], [server.lens[serial] for serial in (1, 2, 3, 4)]))
     assert plan is not None
-    have, budgets = (sum(getattr(one, name) for one in plan.private_reads) for name in ("prefix_len", "budget"))
-    assert server.sparse.attended_private(plan) == (have + 3 * budgets, 4 * have), "the first layer is dense"
+    have, budgets = (sum(getattr(one, name) for one in plan.suffix_reads) for name in ("prefix_len", "budget"))
+    assert server.sparse.attended_suffix(plan) == (have + 3 * budgets, 4 * have), "the first layer is dense"
 
 
 def test_what_does_not_fit_is_left_to_others() -> None:

@@ -17,12 +17,12 @@ def test_a_line_goes_through_two_points_and_never_falls() -> None:
 
 
 def test_each_layer_costs_as_its_role_says_and_a_search_is_shared_out() -> None:
-    exact, private = COSTS.exact_us(10_100), 100
+    exact, suffix = COSTS.exact_us(10_100), 100
     assert exact == pytest.approx(8 * (5.0 + 20.2))
     whole, selected, search = 2 * (5.0 + 20.2), 6 * (5.0 + 2.2), 4 * (10.0 + 10.0)
-    assert COSTS.sparse_us([10_000], [1_000], private) == pytest.approx(whole + selected + search)
-    assert COSTS.sparse_us([10_000], [1_000], private, 4) == pytest.approx(whole + selected + search / 4)
-    assert COSTS.sparse_us([6_000, 4_000], [600, 400], private) == pytest.approx(whole + selected + search), (
+    assert COSTS.sparse_us([10_000], [1_000], suffix) == pytest.approx(whole + selected + search)
+    assert COSTS.sparse_us([10_000], [1_000], suffix, 4) == pytest.approx(whole + selected + search / 4)
+    assert COSTS.sparse_us([6_000, 4_000], [600, 400], suffix) == pytest.approx(whole + selected + search), (
         "lists add up"
     )
 

@@ -47,7 +47,7 @@ def test_its_requests_decode_dense_and_the_others_as_before(
     runtime.came("late")
     assert ours(runtime, ["late"], [70], [2])
     state = runtime.snapshot()
-    assert (state["fallbacks"], state["shared"]["refusal"]) == ({"unsupported_mode": 1}, None)
+    assert (state["fallbacks"], state["decode"]["refusal"]) == ({"unsupported_mode": 1}, None)
     for row, request in enumerate(runtime.held[:2]):
         runtime.slot_freed(request, row, finished=True)
     assert runtime.snapshot()["index_users"] == 1
@@ -84,7 +84,7 @@ def test_groups_by_slots_go_on_with_others(start: Any, monkeypatch: pytest.Monke
     assert runtime.planner.refusal is None
     assert not steps(0, 3, 72)[-1], "they share nothing any more"
     assert steps(2, 3, 66)[-1]
-    assert runtime.snapshot()["shared"]["compared"] == 2, "what was known of those that failed is forgotten"
+    assert runtime.snapshot()["decode"]["compared"] == 2, "what was known of those that failed is forgotten"
 
 
 def test_with_several_ranks_it_ends_the_process(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

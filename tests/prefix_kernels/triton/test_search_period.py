@@ -26,7 +26,7 @@ CROSSED: list[Any] = ["anchor", {"reuse": 0, "head_map": [1, 0]}, "anchor", {"re
 def test_a_selection_serves_its_steps_until_a_group_changes(
     dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
 ) -> None:
-    """Each anchor layer's own selection, in a step with other queries; own tokens grow in all of them."""
+    """Each anchor layer's own selection, in a step with other queries; suffix tokens grow in all of them."""
     server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, search_period=3)
     first, second = server.prefix(300), server.prefix(210)
     for serial in (1, 2):
@@ -68,19 +68,19 @@ def test_a_reuse_layer_may_follow_an_anchor_before_the_last_one(device: torch.de
 
 @pytest.mark.full
 def test_own_tokens_are_searched_when_the_step_searches(device: torch.device) -> None:
-    """Also when an index of own tokens has grown: the groups are others then."""
-    server = Server(device, 5, search_period=8, private_dense_tokens=64)
+    """Also when an index of suffix tokens has grown: the groups are others then."""
+    server = Server(device, 5, search_period=8, suffix_dense_tokens=64)
     first = server.prefix(210)
     server.join(1, *first, 300)
     server.join(2, *first, 20)
     searches(server, [1, 2], 4)
-    covered = [one.prefix_len for one in server.private_reads]
+    covered = [one.prefix_len for one in server.suffix_reads]
     found, grown = [], 0
     for _ in range(40):
         found += searches(server, [1, 2], 1)
-        if [one.prefix_len for one in server.private_reads] != covered:
+        if [one.prefix_len for one in server.suffix_reads] != covered:
             assert found[-1], "an index has grown"
-            covered, grown = [one.prefix_len for one in server.private_reads], grown + 1
+            covered, grown = [one.prefix_len for one in server.suffix_reads], grown + 1
     assert grown >= 1
     assert 40 > found.count(False) > 20
 

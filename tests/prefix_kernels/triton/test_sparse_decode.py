@@ -46,25 +46,25 @@ def test_long_own_tokens_are_selected_from(
     dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
 ) -> None:
     """Beside requests with few of their own, with none of an index, and while indexes grow, come and go."""
-    server = Server(device, 5, dtype=dtype, kv_dtype=kv_dtype, dim=dim, private_dense_tokens=64)
+    server = Server(device, 5, dtype=dtype, kv_dtype=kv_dtype, dim=dim, suffix_dense_tokens=64)
     index, slots = walk_own_tokens(server)
     for _ in range(24):
         server.lens[1] += 1
         server.table[server.rows[1], server.lens[1] - 1] = server.slots(1)[0]
     server.step([3, 1, 2, 4])
-    assert [one.prefix_len for one in server.private_reads] == [48, 288]
+    assert [one.prefix_len for one in server.suffix_reads] == [48, 288]
     server.leave(1)
     server.join(5, slots, index, 160)
     server.step([5, 4, 2])
-    assert [one.prefix_len for one in server.private_reads] == [128]
+    assert [one.prefix_len for one in server.suffix_reads] == [128]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sum_every", [1, None], ids=["raw scores kept", "as by default"])
 def test_own_tokens_of_a_request_alone(sum_every: int | None, device: torch.device) -> None:
-    server = Server(device, 1, private_dense_tokens=32, min_top_k=8, sum_every=sum_every)
+    server = Server(device, 1, suffix_dense_tokens=32, min_top_k=8, sum_every=sum_every)
     server.join(1, *server.prefix(130), 30)
-    found = [[one.prefix_len for one in (server.step([1]), server.private_reads)[1]] for _ in range(20)]
+    found = [[one.prefix_len for one in (server.step([1]), server.suffix_reads)[1]] for _ in range(20)]
     assert [found[0], found[3], found[-1]] == [[], [16], [32]]
 
 

@@ -1,11 +1,11 @@
-"""An index of a request's own tokens behind its prefix, made as the request grows.
+"""An index of a request's suffix behind its prefix, made as the request grows.
 
 Agents and long answers leave thousands of tokens behind a prefix that no stored index speaks of. Attending all of them
 would cost what the index of the prefix saves. So from a limit on, what lies further back is selected from, too: by a
 token index of the prefix's own channels, from the keys in the KV pool, which needs no queries.
 
 What is indexed grows in steps of half the limit, each time anew from the pool, so that the units are those of all
-tokens then. In sum that work grows with the square of the own tokens, over the limit.
+tokens then. In sum that work grows with the square of the suffix tokens, over the limit.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sglang_ext.methods.token_index import index_behind
 from sglang_ext.prefix.residency import LayerArrays, ResidentIndex
 
 
-class PrivateIndex:
+class SuffixIndex:
     """Of one request; to what selects it is an index like the prefix's, whose first token is the one behind that.
 
     Attributes:
         prefix: the prefix's index. Not owned.
-        prefix_len: private tokens that are covered, from the first one on.
+        prefix_len: suffix tokens that are covered, from the first one on.
         layers: by layer, the arrays of `TokenIndexBuilder`; empty where they were not made.
     """
 
@@ -63,11 +63,11 @@ class PrivateIndex:
 
 
 @dataclass(frozen=True)
-class PrivateRules:
-    """When a request's own tokens have an index, and whose.
+class SuffixRules:
+    """When a request's suffix tokens have an index, and whose.
 
     Attributes:
-        limit: of own tokens that are attended in full.
+        limit: of suffix tokens that are attended in full.
         nbytes: of all of a batch's own indexes, on the device.
         budget: tokens that a layer which selects attends of so many. An index of which it would attend all is none.
     """
@@ -77,35 +77,35 @@ class PrivateRules:
     budget: Callable[[int], int]
 
     @classmethod
-    def of(cls, config: SparseAttnConfig) -> PrivateRules | None:
-        """By the settings; None where all own tokens are attended in full."""
-        if config.private_dense_tokens is None:
+    def of(cls, config: SparseAttnConfig) -> SuffixRules | None:
+        """By the settings; None where all suffix tokens are attended in full."""
+        if config.suffix_dense_tokens is None:
             return None
-        return cls(config.private_dense_tokens, config.private_index_bytes, config.budget)
+        return cls(config.suffix_dense_tokens, config.suffix_index_bytes, config.budget)
 
-    def covering(self, before: PrivateIndex | None, prefix: ResidentIndex, num_private: int) -> PrivateIndex | None:
-        """The index that a request's own tokens have in a step; None where all of them are attended in full.
+    def covering(self, before: SuffixIndex | None, prefix: ResidentIndex, num_suffix: int) -> SuffixIndex | None:
+        """The index that a request's suffix tokens have in a step; None where all of them are attended in full.
 
         Args:
             before: that of the step before.
             prefix: the index of what stands before these tokens.
-            num_private: tokens behind the prefix, the one being decoded included. Where more than the limit are not
+            num_suffix: tokens behind the prefix, the one being decoded included. Where more than the limit are not
                 covered, half of it, or some more, are left so.
         """
         covered = before.prefix_len if before is not None and before.prefix is prefix else 0
-        if num_private - covered > self.limit:
-            covered = (num_private - self.limit // 2) // PAGE_TOKENS * PAGE_TOKENS
-            before = PrivateIndex(prefix, covered)
+        if num_suffix - covered > self.limit:
+            covered = (num_suffix - self.limit // 2) // PAGE_TOKENS * PAGE_TOKENS
+            before = SuffixIndex(prefix, covered)
         return before if covered > self.budget(covered) else None
 
     def renew(
         self,
-        before: Sequence[PrivateIndex | None],
+        before: Sequence[SuffixIndex | None],
         indexes: Sequence[ResidentIndex | None],
         seq_lens: Sequence[int],
         most: int,
-    ) -> list[PrivateIndex | None]:
-        """Per row of a step, the index of its own tokens: the longest have one, as far as number and bytes go.
+    ) -> list[SuffixIndex | None]:
+        """Per row of a step, the index of its suffix tokens: the longest have one, as far as number and bytes go.
 
         By the batch alone, so that all ranks have the same. Arrays are the caller's to make.
 
@@ -115,12 +115,12 @@ class PrivateRules:
             seq_lens: tokens of each request, the one being decoded included.
             most: indexes at a time.
         """
-        wanted: list[tuple[int, int, PrivateIndex]] = []
+        wanted: list[tuple[int, int, SuffixIndex]] = []
         for row, (last, prefix, length) in enumerate(zip(before, indexes, seq_lens, strict=True)):
             own = None if prefix is None else self.covering(last, prefix, length - prefix.prefix_len)
             if own is not None:
                 wanted.append((-own.prefix_len, row, own))
-        found: list[PrivateIndex | None] = [None] * len(seq_lens)
+        found: list[SuffixIndex | None] = [None] * len(seq_lens)
         room = self.nbytes
         for _, row, own in sorted(wanted, key=lambda of: of[:2])[:most]:
             room -= bytes_of(own.prefix, own.prefix_len)
@@ -130,5 +130,5 @@ class PrivateRules:
 
 
 def bytes_of(prefix: ResidentIndex, num_tokens: int) -> int:
-    """Device bytes of an index of so many own tokens in all layers, about: by those of the prefix's."""
+    """Device bytes of an index of so many suffix tokens in all layers, about: by those of the prefix's."""
     return -(-prefix.nbytes * num_tokens // prefix.prefix_len)

@@ -1,4 +1,4 @@
-"""A request's own tokens behind its prefix, selected from where there are many of them."""
+"""A request's suffix tokens behind its prefix, selected from where there are many of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sglang_ext.decode.grouping import StepGroups
 from sglang_ext.decode.types import PrefixGroup
 from sglang_ext.methods import METHODS
 from sglang_ext.methods.token_index import TokenIndexSpec, index_behind
-from sglang_ext.prefix.private_index import PrivateIndex, PrivateRules
 from sglang_ext.prefix.residency import ResidentIndex
+from sglang_ext.prefix.suffix_index import SuffixIndex, SuffixRules
 from tests.serving.admitting import DIM, KV_HEADS, LAYERS, PROMPT, planned
 
 PREFIX, LIMIT = 64, 64
@@ -48,7 +48,7 @@ def prefix_index() -> ResidentIndex:
 
 
 def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_full() -> None:
-    rules = PrivateRules(LIMIT, 1 << 30, lambda covered: covered // 10)
+    rules = SuffixRules(LIMIT, 1 << 30, lambda covered: covered // 10)
     prefix = ResidentIndex(_Entry())  # type: ignore[arg-type]
     own, grown = None, []
     for count in range(1, 1000):
@@ -65,27 +65,27 @@ def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_f
     assert rules.covering(own, ResidentIndex(_Entry()), LIMIT) is None, "it is of another prefix"  # type: ignore[arg-type]
 
 
-def covered(rules: PrivateRules, lens: list[int], most: int, before: list[Any] | None = None) -> list[int]:
-    """Tokens that indexes of so many own tokens cover, 0 where there is none."""
+def covered(rules: SuffixRules, lens: list[int], most: int, before: list[Any] | None = None) -> list[int]:
+    """Tokens that indexes of so many suffix tokens cover, 0 where there is none."""
     found = rules.renew(before or [None] * len(lens), [prefix_index()] * len(lens), [PREFIX + n for n in lens], most)
     return [0 if one is None else one.prefix_len for one in found]
 
 
 def test_none_is_made_of_which_all_would_be_attended() -> None:
-    rules = PrivateRules(LIMIT, 1 << 30, config_from_dict({"min_top_k": 128, "keep_ratio": 0.1}).budget)
+    rules = SuffixRules(LIMIT, 1 << 30, config_from_dict({"min_top_k": 128, "keep_ratio": 0.1}).budget)
     assert [covered(rules, [own], 1) for own in (100, 160, 161, 176, 190)] == [[0], [0], [0], [144], [144]]
 
 
 def test_the_longest_have_one_as_far_as_bytes_and_groups_go() -> None:
     lens, budget = [400, 900, 20, 640, 901], lambda covered: 16
-    assert covered(PrivateRules(LIMIT, 1 << 30, budget), lens, 5) == [368, 864, 0, 608, 864]
-    assert covered(PrivateRules(LIMIT, 1 << 30, budget), lens, 2) == [0, 864, 0, 0, 864]
-    assert covered(PrivateRules(LIMIT, 100 * (864 + 863), budget), lens, 5) == [0, 864, 0, 0, 0]
-    assert covered(PrivateRules(LIMIT, 100 * (864 + 864 + 607), budget), lens, 5) == [0, 864, 0, 0, 864]
+    assert covered(SuffixRules(LIMIT, 1 << 30, budget), lens, 5) == [368, 864, 0, 608, 864]
+    assert covered(SuffixRules(LIMIT, 1 << 30, budget), lens, 2) == [0, 864, 0, 0, 864]
+    assert covered(SuffixRules(LIMIT, 100 * (864 + 863), budget), lens, 5) == [0, 864, 0, 0, 0]
+    assert covered(SuffixRules(LIMIT, 100 * (864 + 864 + 607), budget), lens, 5) == [0, 864, 0, 0, 864]
 
 
 def test_one_is_kept_until_it_must_grow_and_goes_with_its_prefix() -> None:
-    rules, prefix = PrivateRules(LIMIT, 1 << 30, lambda covered: 16), prefix_index()
+    rules, prefix = SuffixRules(LIMIT, 1 << 30, lambda covered: 16), prefix_index()
     (first,) = rules.renew([None], [prefix], [PREFIX + 300], 1)
     assert rules.renew([first], [prefix], [PREFIX + 301], 1) == [first]
     (grown,) = rules.renew([first], [prefix], [PREFIX + 400], 1)
@@ -103,7 +103,7 @@ def test_each_layer_has_the_channels_of_its_own_prefix_and_keys_as_the_model_mad
     gen = torch.Generator().manual_seed(5)
     kv = PagedKV(*(torch.randn(512, KV_HEADS, DIM, generator=gen) for _ in "kv"), k_scale=4.0, v_scale=1.0)
     prefix, slots = prefix_index(), torch.randperm(512, generator=gen)[:256]
-    own = PrivateIndex(prefix, len(slots))
+    own = SuffixIndex(prefix, len(slots))
     assert not own.is_complete
     own.complete([1, 2], lambda layer: kv, slots, torch.float32)
     assert own.is_complete
@@ -136,33 +136,33 @@ def test_arrays_have_the_channels_and_bits_of_the_prefix(bits: int) -> None:
 
 
 def test_a_server_goes_by_the_setting(start: Any) -> None:
-    runtime = start([PROMPT], method="token_index", private_dense_tokens=32, top_k=16)
+    runtime = start([PROMPT], method="token_index", suffix_dense_tokens=32, top_k=16)
     request, found = runtime.came("a"), []
     attachment = runtime.requests.of(request)
     for own in (32, 48, 49, 55):
         assert planned(runtime, ["a"], [len(PROMPT) + own])
-        found.append(0 if attachment.private is None else attachment.private.prefix_len)
+        found.append(0 if attachment.suffix is None else attachment.suffix.prefix_len)
     assert found == [0, 32, 32, 32]
-    assert runtime.snapshot()["private_keep_ratio"] == pytest.approx(16 / 32)
+    assert runtime.snapshot()["suffix_keep_ratio"] == pytest.approx(16 / 32)
     runtime.slot_freed(request, 0, finished=False)
-    assert attachment.private is None
+    assert attachment.suffix is None
 
 
 def test_what_has_grown_goes_before_what_replaces_it_is_made(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Device memory is promised for the indexes of one step, not of two."""
-    runtime = start([PROMPT], method="token_index", private_dense_tokens=32, top_k=8)
+    runtime = start([PROMPT], method="token_index", suffix_dense_tokens=32, top_k=8)
     for number in range(2):
         runtime.came(str(number), [*PROMPT, number])
-    made: WeakSet[PrivateIndex] = WeakSet()
+    made: WeakSet[SuffixIndex] = WeakSet()
     there: list[list[int]] = []
-    complete = PrivateIndex.complete
+    complete = SuffixIndex.complete
 
-    def noted(own: PrivateIndex, *args: Any) -> None:
+    def noted(own: SuffixIndex, *args: Any) -> None:
         there.append(sorted(one.prefix_len for one in made if one.is_complete))
         made.add(own)
         complete(own, *args)
 
-    monkeypatch.setattr(PrivateIndex, "complete", noted)
+    monkeypatch.setattr(SuffixIndex, "complete", noted)
     for own in (40, 45, 50):
         assert planned(runtime, ["0", "1"], [len(PROMPT) + own] * 2)
     assert there == [[], [16], [], [32]]
@@ -174,7 +174,7 @@ def test_own_tokens_of_a_row_in_no_group_are_attended_in_full() -> None:
     step: Any = StepGroups(SimpleNamespace(), lambda index: numbers.setdefault(id(index), len(numbers)))  # type: ignore[arg-type]
     own = [SimpleNamespace(prefix_len=length) for length in (96, 64, 32)]
     groups = [(PrefixGroup((7,), (0, 2), 300), SimpleNamespace(prefix_len=300))]
-    found = step.stretches(groups, [own[0], own[1], own[2], None])
+    found = step.suffixes(groups, [own[0], own[1], own[2], None])
     assert [(rows.rows, rows.length, rows.begin) for rows, _ in found] == [((0,), 96, 300), ((2,), 32, 300)]
     assert [index for _, index in found] == [own[0], own[2]]
-    assert step.stretches([], own) == []
+    assert step.suffixes([], own) == []
