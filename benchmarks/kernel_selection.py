@@ -160,7 +160,7 @@ class Ours:
             config,
             device,
             max_block_size=1,
-            form=Form.JOINED if on_gpu else Form.SPLIT,
+            form=Form.FUSED if on_gpu else Form.UNFUSED,
             num_programs=None if on_gpu else 2 * heads,
         )
         stride = -(-length // _ALIGNED) * _ALIGNED

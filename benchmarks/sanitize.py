@@ -2,7 +2,7 @@
 """NVIDIA's compute-sanitizer over small cases of every Triton kernel, on a GPU.
 
     python benchmarks/sanitize.py --out sanitize.jsonl                      # memcheck and racecheck; minutes
-    python benchmarks/sanitize.py --tools synccheck --only score_items_hopper_kernel --out more.jsonl
+    python benchmarks/sanitize.py --tools synccheck --only score_items_sm90_kernel --out more.jsonl
 
 Each kernel is looked at in some of the GPU's tests of one file, in a process of their own; other launches of these are
 left alone. Memory comes from CUDA itself (`PYTORCH_NO_CUDA_MEMORY_CACHING`), so that a read behind a tensor is
@@ -67,12 +67,12 @@ class Case:
 
 CASES = (
     Case(
-        ("score_items_hopper_kernel", "select_kernel"),
+        ("score_items_sm90_kernel", "select_kernel"),
         "test_specialized_selection.py",
         "(test_every_tile_and_length and (129- or 4999-)) or (test_sums_of_a_sample and 16-) or other_lengths",
     ),
     Case(
-        ("attend_items_hopper_kernel",),
+        ("attend_items_sm90_kernel",),
         "test_specialized_attention.py",
         "share_a_launch or bits_that_the_merge_would or reuse_heads",
     ),

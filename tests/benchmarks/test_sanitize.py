@@ -63,7 +63,7 @@ def report(body: bool, apart: bool, others: str, count: int) -> str:
     """Of racecheck's, on Hopper's attention: a read and a write where its warp groups are started."""
     import sanitize_races
 
-    kernel, file = "attend_items_hopper_kernel", "hopper_kernels.py"
+    kernel, file = "attend_items_sm90_kernel", "sm90_kernels.py"
     source = (ROOT / "kernels" / "prefix_kernels" / "grouped_attention" / file).read_text()
     start = min(sanitize_races.parts(source, kernel))
     second = start + 20 if body else start
@@ -92,8 +92,8 @@ def test_races_of_the_dispatch_of_warp_groups_are_counted_apart(
     sanitize: Any, tool: Any, body: bool, apart: bool, others: str, count: int, errors: int, good: bool
 ) -> None:
     tool("cat <<'END'\n" + report(body, apart, others, count) + "\nEND", 86)
-    case = sanitize.Case(("attend_items_hopper_kernel",), "test_specialized_attention.py", "share_a_launch")
-    work = ("racecheck", "attend_items_hopper_kernel", case)
+    case = sanitize.Case(("attend_items_sm90_kernel",), "test_specialized_attention.py", "share_a_launch")
+    work = ("racecheck", "attend_items_sm90_kernel", case)
     row = sanitize.run_case(argparse.Namespace(case_seconds=20.0), work)
     assert (row["errors"], row["of the dispatch"], row["good"]) == (errors, int(apart and not body), good)
     assert "told" in row
@@ -137,13 +137,13 @@ def test_launches_are_counted(sanitize: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert sanitize.planted_race_kernel[(3,)](5, BLOCK=2) is kernel
     attend.kernel[(3,)](5)
     attend.kernel[(3,)](6)
-    assert sanitize_launches._launched == {"planted_race_kernel": 1, "attend_items_hopper_kernel": 2}
+    assert sanitize_launches._launched == {"planted_race_kernel": 1, "attend_items_sm90_kernel": 2}
     lines: list[str] = []
     reporter = argparse.Namespace(write_line=lines.append)
     sanitize_launches.pytest_terminal_summary(reporter)
-    assert lines[-1] == "dispatch of attend_items_hopper_kernel, 1 variants: apart"
-    assert lines[:2] == ["launched attend_items_hopper_kernel 2 times", "launched planted_race_kernel 1 times"]
+    assert lines[-1] == "dispatch of attend_items_sm90_kernel, 1 variants: apart"
+    assert lines[:2] == ["launched attend_items_sm90_kernel 2 times", "launched planted_race_kernel 1 times"]
     kernel.asm["ptx"] = kernel.asm["ptx"].replace("barrier.sync", "bar.warp.sync")
     sanitize_launches._variants[attend.kernel.fn][0] = kernel.asm["ptx"]
     sanitize_launches.pytest_terminal_summary(reporter)
-    assert lines[-1].startswith("dispatch of attend_items_hopper_kernel, 2 variants: not apart: [{")
+    assert lines[-1].startswith("dispatch of attend_items_sm90_kernel, 2 variants: not apart: [{")

@@ -13,8 +13,8 @@ from tests.benchmarks.results import ROOT
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.test_triton_compiles import launches
 
-KERNEL = "attend_items_hopper_kernel"
-SOURCE = ROOT / "kernels" / "prefix_kernels" / "grouped_attention" / "hopper_kernels.py"
+KERNEL = "attend_items_sm90_kernel"
+SOURCE = ROOT / "kernels" / "prefix_kernels" / "grouped_attention" / "sm90_kernels.py"
 CASES = [
     "specialized attention of 64 rows",
     "specialized attention of 64 rows, one program",

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 KV_HEADS, DIM = 2, 128
 SM_SCALE = 0.11
-FORMS = [Form.JOINED, Form.SPLIT]
+FORMS = [Form.FUSED, Form.UNFUSED]
 CONFIGS = {
     "8x128": AnchorConfig(8, 128, 4, 3, 4, specialized=True),
     "16x64": AnchorConfig(16, 64, 4, 3, 4, specialized=True),
@@ -185,7 +185,7 @@ def test_sums_of_a_sample_of_long_prefixes(length: int, sum_every: int, form: Fo
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [32, 64, 96, 128])
 def test_every_number_of_channels(channels: int, dtype: torch.dtype) -> None:
-    check(Problem([((0,), 777, 99)], channels=channels, dtype=dtype), CONFIGS["8x128"], Form.JOINED)
+    check(Problem([((0,), 777, 99)], channels=channels, dtype=dtype), CONFIGS["8x128"], Form.FUSED)
 
 
 @pytest.mark.parametrize("gqa", [1, 2, 5, 7, 8, 16])
@@ -194,7 +194,7 @@ def test_every_group_size_and_batch(rows: int, gqa: int) -> None:
     made = Problem([(tuple(range(rows)), 1234, 200)], gqa=gqa)
     config = default_config(made.shape, rows, specialized=True)
     assert config.specialized
-    check(made, config, Form.JOINED)
+    check(made, config, Form.FUSED)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -209,14 +209,14 @@ def test_groups_of_other_lengths(form: Form) -> None:
 def test_scores_that_leave_the_first_step_far_behind(config: AnchorConfig, rising: float) -> None:
     made = Problem([((0, 1), 4000, 300)], rising=rising)
     for num_programs in (2, 10):
-        check(made, config, Form.JOINED, num_programs)
+        check(made, config, Form.FUSED, num_programs)
 
 
 def test_the_same_in_every_run() -> None:
     made = Problem([(tuple(range(32)), 4999, 700)])
-    first, lists = made.run(CONFIGS["128x64"], Form.JOINED)
+    first, lists = made.run(CONFIGS["128x64"], Form.FUSED)
     for _ in range(5):
-        again, others = made.run(CONFIGS["128x64"], Form.JOINED)
+        again, others = made.run(CONFIGS["128x64"], Form.FUSED)
         # What lies between two KV heads' scores stays as it was: not a number.
         assert torch.equal(first.nan_to_num(), again.nan_to_num())
         assert torch.equal(lists.positions, others.positions)
@@ -239,7 +239,7 @@ def test_a_captured_run_follows_its_plan() -> None:
         queries.copy_(problem.q)
         slots[: len(problem.slots)] = problem.slots
         graph.replay()
-        _, wanted = problem.run(config, Form.JOINED)
+        _, wanted = problem.run(config, Form.FUSED)
         groups = len(problem.scored)
         assert torch.equal(lists.positions[:groups], wanted.positions[:groups])
         assert torch.equal(lists.counts[:groups], wanted.counts[:groups])

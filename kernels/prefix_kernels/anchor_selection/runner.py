@@ -52,9 +52,9 @@ _PHASES = 4
 class Form(Enum):
     """How the phases of a selection are launched. The result is the same."""
 
-    JOINED = "joined"
+    FUSED = "fused"
     """In one launch, whose programs wait for each other: all of them must fit the GPU at a time."""
-    SPLIT = "split"
+    UNFUSED = "unfused"
     """In one launch for each phase: on any GPU, and in Triton's interpreter."""
 
 
@@ -233,7 +233,7 @@ class AnchorSelection:
         *,
         listed: bool = False,
         max_block_size: int = 64,
-        form: Form = Form.JOINED,
+        form: Form = Form.FUSED,
         num_programs: int | None = None,
     ) -> None:
         sizes = (max_batch, max_groups, max_prefix_len, max_budget)
@@ -349,10 +349,10 @@ class AnchorSelection:
         Raises:
             ValueError: a tensor that the source needs is missing, or of another shape or dtype than planned for; slots
                 without a table; or one launch in Triton's interpreter.
-            RuntimeError: CUDA's, where one launch does not fit the GPU; take fewer `num_programs`, or `Form.SPLIT`.
+            RuntimeError: CUDA's, where one launch does not fit the GPU; take fewer `num_programs`, or `Form.UNFUSED`.
         """
-        if self.form is Form.JOINED and knobs.runtime.interpret:
-            raise ValueError("expected Form.SPLIT in Triton's interpreter, where no program waits for a later one")
+        if self.form is Form.FUSED and knobs.runtime.interpret:
+            raise ValueError("expected Form.UNFUSED in Triton's interpreter, where no program waits for a later one")
         arguments = self._tables.arguments(inputs, scores)
         if scores.dim() != 1 or scores.shape[0] < self._scores_end or (self._tokens and scores.data_ptr() % 16):
             raise ValueError(
@@ -366,7 +366,7 @@ class AnchorSelection:
         shape = (self.max_groups, self.shape.num_kv_heads, self.max_budget)
         check_lists(lists, shape, slot_table, self._slots_end)
         arguments |= self._own_arguments(inputs, lists, slot_table) | {"PAD": pad}
-        joined, heads = self.form is Form.JOINED, self.shape.num_kv_heads
+        joined, heads = self.form is Form.FUSED, self.shape.num_kv_heads
         if self.config.specialized:
             _check_inputs(inputs)
             items = {"items_ptr": self._score_items, "max_items": self._score_items.shape[0]}
@@ -492,8 +492,8 @@ def _launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[
         arguments: by parameter name, more than it has, with the items of this grid.
         joined: in one launch, whose programs wait for each other.
     """
-    from prefix_kernels.anchor_selection.hopper_kernels import score_items_hopper_kernel
-    from prefix_kernels.anchor_selection.hopper_product_kernels import words_layout
+    from prefix_kernels.anchor_selection.sm90_kernels import score_items_sm90_kernel
+    from prefix_kernels.anchor_selection.sm90_product_kernels import words_layout
 
     arguments = {
         **arguments,
@@ -505,9 +505,9 @@ def _launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[
     }
     for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
         arguments |= {"FIRST_PHASE": first, "LAST_PHASE": last}
-        names = {parameter.name for parameter in score_items_hopper_kernel.params}
+        names = {parameter.name for parameter in score_items_sm90_kernel.params}
         launch(
-            score_items_hopper_kernel,
+            score_items_sm90_kernel,
             grid,
             {name: value for name, value in arguments.items() if name in names},
             **config.launch_options(joined=joined),

@@ -36,7 +36,7 @@ class AttentionConfig:
         programs_per_sm: programs that fill one multiprocessor.
         max_registers: of a thread, at most; None leaves it to the compiler. With 65,536 of a multiprocessor over the
             threads of two programs, one's softmax hides behind the other's products.
-        specialized: sm_90's own kernel (`hopper_kernels`). Tiles of 64 or 128 rows; num_warps is 4, of each of its
+        specialized: sm_90's own kernel (`sm90_kernels`). Tiles of 64 or 128 rows; num_warps is 4, of each of its
             groups, and num_stages the blocks that its ring holds.
 
     Raises:

@@ -417,10 +417,10 @@ def _check_inputs(q: Tensor, kv: PagedKV, scale: float) -> None:
 
 
 def _launch_specialized(one: _Launch, arguments: dict[str, Any], num_kv_heads: int) -> None:
-    from prefix_kernels.grouped_attention.hopper_kernels import attend_items_hopper_kernel
+    from prefix_kernels.grouped_attention.sm90_kernels import attend_items_sm90_kernel
 
     launch(
-        attend_items_hopper_kernel,
+        attend_items_sm90_kernel,
         (num_kv_heads, one.programs),
         {**arguments, "num_items_ptr": one.num_items, "RING": one.config.num_stages},
         num_warps=one.config.num_warps,

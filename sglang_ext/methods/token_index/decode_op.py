@@ -96,7 +96,7 @@ class TokenIndexOp(SelectOp):
                 config,
                 self._device,
                 max_block_size=1,
-                form=Form.JOINED if on_gpu else Form.SPLIT,
+                form=Form.FUSED if on_gpu else Form.UNFUSED,
                 num_programs=None if on_gpu else 2 * self.shape.num_kv_heads,
             )
         return self._found[config.block_m]

@@ -23,7 +23,7 @@ from tests.prefix_kernels.triton.conftest import INTERPRETED
 
 KV_HEADS, GQA, DIM = 2, 4, 64
 HEADS = KV_HEADS * GQA
-FORMS = [Form.SPLIT] if INTERPRETED else [Form.SPLIT, Form.JOINED]
+FORMS = [Form.UNFUSED] if INTERPRETED else [Form.UNFUSED, Form.FUSED]
 SM_SCALE = 0.3
 POISON = 1_000_007
 CONFIG = AnchorConfig(block_n=64)
@@ -322,14 +322,14 @@ def test_padding_may_be_left_out(device: torch.device) -> None:
 def test_a_last_few_chunks_are_not_worth_a_round_of_their_own(device: torch.device) -> None:
     """What programs read of all chunks they read 32 at a time."""
     made = problem(Source.LOW_BIT, device, THREE)
-    programs = [runner(made, Form.SPLIT, chunks).programs_of_a_head for chunks in (16, 31, 33, 36, 37, 49, 66)]
+    programs = [runner(made, Form.UNFUSED, chunks).programs_of_a_head for chunks in (16, 31, 33, 36, 37, 49, 66)]
     assert programs == [16, 31, 32, 32, 37, 49, 64]
 
 
 def test_one_launch_or_one_for_each_phase(device: torch.device) -> None:
     made = problem(Source.LOW_BIT, device, THREE)
     with recording() as kept:
-        select(runner(made, Form.SPLIT), made)
+        select(runner(made, Form.UNFUSED), made)
     assert [(one.arguments["FIRST_PHASE"], one.arguments["LAST_PHASE"]) for one in kept.launches] == [
         (1, 1),
         (2, 2),
@@ -343,8 +343,8 @@ def test_one_launch_or_one_for_each_phase(device: torch.device) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="what Triton's interpreter cannot do")
 def test_the_interpreter_refuses_programs_that_wait(device: torch.device) -> None:
     made = problem(Source.LOW_BIT, device, THREE)
-    with pytest.raises(ValueError, match=r"expected Form.SPLIT in Triton's interpreter"):
-        select(runner(made, Form.JOINED), made)
+    with pytest.raises(ValueError, match=r"expected Form.UNFUSED in Triton's interpreter"):
+        select(runner(made, Form.FUSED), made)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_one_launch_is_four_on_a_whole_gpu(dtype: torch.dtype, device: torch.dev
         for name in ("positions", "counts", "slots"):
             assert torch.equal(getattr(first[1], name), getattr(second[1], name)), name
 
-    split, joined = build(Form.SPLIT), build(Form.JOINED)
+    split, joined = build(Form.UNFUSED), build(Form.FUSED)
     for plan in (made, short, made):
         for one, _, _ in (split, joined):
             one.plan(plan.scored, plan.selected)

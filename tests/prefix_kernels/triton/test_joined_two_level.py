@@ -20,7 +20,7 @@ from prefix_kernels.types import SelectedLists
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-FORMS = pytest.mark.parametrize("form", [Form.SPLIT] if INTERPRETED else list(Form), ids=lambda form: form.name)
+FORMS = pytest.mark.parametrize("form", [Form.UNFUSED] if INTERPRETED else list(Form), ids=lambda form: form.name)
 HEADS, GQA, DIM, KEPT = 2, 2, 64, 48
 BATCH, MAX_GROUPS, MAX_PREFIX, MAX_CANDIDATES, MAX_BUDGET, LAYERS = 6, 4, 720, 410, 330, 2
 MAX_BLOCKS = MAX_PREFIX // 16
@@ -103,7 +103,7 @@ def shapes(pooling: Pooling) -> tuple[ScoreShape, ScoreShape]:
     return blocks, ScoreShape(HEADS * GQA, HEADS, Source.LOW_BIT, KEPT, 4, True, pooling)
 
 
-def stage(shape: ScoreShape, form: Form = Form.SPLIT, num_chunks: int = 1, **options: Any) -> AnchorSelection:
+def stage(shape: ScoreShape, form: Form = Form.UNFUSED, num_chunks: int = 1, **options: Any) -> AnchorSelection:
     second = {"max_prefix_len": MAX_CANDIDATES, "max_budget": MAX_BUDGET, "listed": True, "max_block_size": 1}
     first = {"max_prefix_len": MAX_PREFIX, "max_budget": MAX_CANDIDATES, "listed": False, "max_block_size": 32}
     sizes: dict[str, Any] = {
@@ -116,7 +116,7 @@ def stage(shape: ScoreShape, form: Form = Form.SPLIT, num_chunks: int = 1, **opt
     )
 
 
-def joined(form: Form = Form.SPLIT, num_chunks: int = 1, pooling: Pooling = Pooling.MAX) -> TwoLevelSelection:
+def joined(form: Form = Form.UNFUSED, num_chunks: int = 1, pooling: Pooling = Pooling.MAX) -> TwoLevelSelection:
     first, second = (stage(shape, form, num_chunks) for shape in shapes(pooling))
     return TwoLevelSelection(first, second, MAX_BLOCKS, num_layers=LAYERS)
 

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 
-from prefix_kernels.anchor_selection.hopper_exchange_kernels import barrier, sums_of_threads
+from prefix_kernels.anchor_selection.sm90_exchange_kernels import barrier, sums_of_threads
 from prefix_kernels.pooled_scores.kernels import summed_candidate, summed_weight
 
 FEW_ROWS = gl.constexpr(32)

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from prefix_kernels.grouped_attention.hopper_merge_kernels import LN2, merge_parts
+from prefix_kernels.grouped_attention.sm90_merge_kernels import LN2, merge_parts
 from prefix_kernels.kernels import wait_for_the_kernel_before
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -221,7 +221,7 @@ def _attend(HALF: gl.constexpr, queue, ring, query, result, merging, sizes: gl.c
 
 
 @gluon.jit(do_not_specialize=["batch"])
-def attend_items_hopper_kernel(
+def attend_items_sm90_kernel(
     q_ptr,  # [batch, num_qo_heads, HEAD_DIM]
     k_ptr,  # [num_slots, num_kv_heads, HEAD_DIM]
     v_ptr,  # [num_slots, num_kv_heads, V_DIM]

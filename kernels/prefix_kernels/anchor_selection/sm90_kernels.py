@@ -9,7 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_kernels.anchor_selection.hopper_exchange_kernels import (
+from prefix_kernels.anchor_selection.kernels import KEY_BITS
+from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
     add_counts,
     add_up_counts,
     barrier,
@@ -17,7 +18,7 @@ from prefix_kernels.anchor_selection.hopper_exchange_kernels import (
     highest_of_columns,
     highest_of_two_steps,
 )
-from prefix_kernels.anchor_selection.hopper_product_kernels import (
+from prefix_kernels.anchor_selection.sm90_product_kernels import (
     FEW_ROWS,
     load_words,
     product,
@@ -26,7 +27,6 @@ from prefix_kernels.anchor_selection.hopper_product_kernels import (
     sum_item,
     sum_sample_item,
 )
-from prefix_kernels.anchor_selection.kernels import KEY_BITS
 from prefix_kernels.kernels import NUM_DIGITS, let_the_next_kernel_come, meet, wait_for_the_kernel_before
 from prefix_kernels.pooled_scores.kernels import HEADROOM, LN2, LOG2E, num_summed, stretch_of, sum_step
 from prefix_kernels.top_k_selection.kernels import DIGIT_BITS, ordered_keys
@@ -151,7 +151,7 @@ def _pool_item(
 
 
 @gluon.jit
-def score_items_hopper_kernel(
+def score_items_sm90_kernel(
     q_ptr,  # [batch, num_qo_heads, head_dim]
     rows_ptr,  # int32 [batch], batch rows by group
     groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
-from prefix_kernels.anchor_selection.hopper_kernels import score_items_hopper_kernel
+from prefix_kernels.anchor_selection.sm90_kernels import score_items_sm90_kernel
 from prefix_kernels.kernels import ARRIVALS
 from prefix_kernels.launching import Launch, recording
 from prefix_kernels.low_bit import quantize, unpack_codes
@@ -105,7 +105,7 @@ class Problem:
             self.config,
             self.q.device,
             max_block_size=1,
-            form=Form.JOINED if self.joined else Form.SPLIT,
+            form=Form.FUSED if self.joined else Form.UNFUSED,
             num_programs=KV_HEADS * max(1, self.programs),
         )
         select.plan(
@@ -115,7 +115,7 @@ class Problem:
         arena = torch.full((begins[-1] + stride,), UNTOUCHED)
         with recording() as kept:
             select.run(ScoreInputs(self.q, SM_SCALE), arena, select.new_lists())
-        scores = [one for one in kept.launches if one.kernel is score_items_hopper_kernel]
+        scores = [one for one in kept.launches if one.kernel is score_items_sm90_kernel]
         assert [one.grid for one in scores] == [(max(1, self.programs), KV_HEADS)] * (1 if self.joined else 2)
         return scores, index, arena[begins[HEAD] :][: self.count]
 
