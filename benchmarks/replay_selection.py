@@ -17,7 +17,7 @@ from prefix_index import IndexEntry
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import Selection
 from sglang_ext.config import parse_profiled
-from sglang_ext.decode.select_op import ReferenceOp, group_budget, selection_group
+from sglang_ext.decode.select_op import ReferenceOp, selection_group
 from sglang_ext.decode.trace import Selected
 from sglang_ext.methods import SelectArgs, make_selector, method_specs
 from sglang_ext.methods.layer_plan import LayerPlan
@@ -95,7 +95,7 @@ class Reselection:
     def select(self, index: ResidentIndex, layer: int, q: Tensor) -> Selection:
         """What a layer selects of an index by the queries [num_rows, num_qo_heads, head_dim] of a group."""
         length = index.prefix_len
-        group = selection_group(self._config, length, group_budget(self._config, length, len(q)))
+        group = selection_group(self._config, length, self._config.group_budget(length, len(q)))
         return self._op.select(q, group, index, layer, q.shape[2] ** -0.5, self._heads)
 
     def _compare(self, step: Selected, index: ResidentIndex, layer: int, q: Tensor) -> list[str]:

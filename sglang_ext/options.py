@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from prefix_kernels.budget import BudgetGrowth
+from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from prefix_kernels.pooling import Pooling
 
 
@@ -167,6 +167,12 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         """Prefix tokens that one request attends per KV head, sink and recent window included."""
         wanted = self.top_k if self.top_k is not None else max(int(self.keep_ratio * prefix_len), self.min_top_k)
         return max(1, min(wanted, prefix_len))
+
+    def group_budget(self, prefix_len: int, num_rows: int) -> int:
+        """Prefix tokens that a group of so many requests attends per KV head, never more than the prefix has."""
+        one = self.budget(prefix_len)
+        cap = max(one, int(self.max_keep_ratio * prefix_len))
+        return min(budget_for_group(one, num_rows, BudgetGrowth(self.group_growth), cap), prefix_len)
 
     @property
     def summed_every(self) -> int:

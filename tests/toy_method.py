@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from prefix_index import PAGE_TOKENS
+from prefix_kernels.launching import send
 from prefix_kernels.types import Selection
-from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp
 from sglang_ext.methods.arrays import Form
 from sglang_ext.methods.base import IndexBuilder, IndexSpec, SelectArgs
@@ -56,14 +57,20 @@ class EveryNthOp(ReferenceOp):
         shape = (sizes.max_groups, layer.num_kv_heads, sizes.max_budget)
         self.positions, self.at = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2))
         self.counts = torch.zeros(shape[:2], dtype=torch.int32, device=device)
+        self.buffers = (self.counts, self.positions, self.at)
 
     def plan(self, size: int, rows: Any, groups: Any, indexes: Any) -> None:
-        self.counts.zero_()
+        counts, positions, at = (torch.zeros(own.shape, dtype=own.dtype) for own in self.buffers)
         for number, group in enumerate(groups):
-            chosen = positions_of(group.prefix_len, group.budget).to(self.positions.device)
-            self.counts[number] = group.budget
-            self.positions[number, :, : group.budget] = chosen
-            self.at[number, :, : group.budget] = chosen + group.slot_start
+            chosen = positions_of(group.prefix_len, group.budget)
+            counts[number] = group.budget
+            positions[number, :, : group.budget] = chosen
+            at[number, :, : group.budget] = chosen + group.slot_start
+        for table, own in zip((counts, positions, at), self.buffers, strict=True):
+            send(table, own)
+
+    def plan_probe(self, size: int, group: Any) -> None:
+        self.plan(size, (), (group,), ())
 
     def run(
         self, size: int, q: torch.Tensor, sm_scale: float, slot_table: torch.Tensor, layer: Any, lists: Any

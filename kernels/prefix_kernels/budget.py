@@ -1,4 +1,4 @@
-"""Token budgets of groups and blocks."""
+"""How a budget of tokens grows with a group. A server's rule is `SparseAttnConfig.budget` and `group_budget`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,3 @@ def budget_for_group(
     factor = math.sqrt(num_rows) if BudgetGrowth(growth) is BudgetGrowth.SQRT else 1.0
     grown = math.ceil(budget * factor)
     return grown if cap is None else min(grown, cap)
-
-
-def num_blocks_for_budget(budget: int, block_size: int) -> int:
-    """K_h = ceil(T / B_h): blocks that hold a budget of T tokens. Source: AB-Sparse, 3.4 (kernel 2)."""
-    return -(-budget // block_size)

@@ -8,7 +8,7 @@ from prefix_kernels.block_scores import (
     low_bit_block_scores,
     token_scores,
 )
-from prefix_kernels.budget import BudgetGrowth, budget_for_group, num_blocks_for_budget
+from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from prefix_kernels.csa_scores import CompactLists, csa_scores, csa_scores_compact
 from prefix_kernels.low_bit import LowBitTensor, dequantize, pack_codes, quantize, unpack_codes
 from prefix_kernels.pooling import Pooling, pool_scores
@@ -28,7 +28,6 @@ __all__ = [
     "dequantize",
     "exact_scores",
     "low_bit_block_scores",
-    "num_blocks_for_budget",
     "pack_codes",
     "pool_scores",
     "quantize",

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import SelectionGroup
@@ -189,20 +188,13 @@ class ReferenceOp(SelectOp):
         raise TypeError("expected an operation of decode graphs to time, got the reference")
 
 
-def group_budget(config: SparseAttnConfig, prefix_len: int, num_rows: int) -> int:
-    """Tokens of a prefix per KV head that a group of so many requests attends, never more than the prefix has."""
-    one = config.budget(prefix_len)
-    cap = max(one, int(config.max_keep_ratio * prefix_len))
-    return min(budget_for_group(one, num_rows, BudgetGrowth(config.group_growth), cap), prefix_len)
-
-
 def selection_group(config: SparseAttnConfig, prefix_len: int, budget: int, slot_start: int = 0) -> SelectionGroup:
     """A group as an operation selects for it: sink and recent window count towards the budget.
 
     Args:
         config: of the windows.
         prefix_len: tokens of the prefix.
-        budget: from `group_budget`.
+        budget: from `SparseAttnConfig.group_budget`.
         slot_start: where its table of slots begins in the arena.
     """
     num_sink = min(config.num_sink_tokens, budget)

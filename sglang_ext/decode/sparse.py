@@ -24,7 +24,7 @@ from sglang_ext.decode.base import DecodeBackend
 from sglang_ext.decode.buffers import KEPT_BYTES, AnchorLists, StepBuffers, StepLayout, groups_that_fit, num_sets
 from sglang_ext.decode.costs import Line, StepCosts, measure_us
 from sglang_ext.decode.grouping import SlotTracker, StepGroups
-from sglang_ext.decode.select_op import ListSizes, SelectOp, group_budget, selection_group
+from sglang_ext.decode.select_op import ListSizes, SelectOp, selection_group
 from sglang_ext.decode.trace import SelectionCopies
 from sglang_ext.decode.types import DecodeBatch, GroupRead, Index, PrefixGroup, StepPath
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
@@ -126,7 +126,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._shape = shape
         on_gpu, heads, batch = device.type == "cuda", shape.num_kv_heads, tracker.max_batch
         self._num_passes = 2 if config.suffix_dense_tokens is None else 3
-        sets, width = num_sets(layer_plan, config.search_period), group_budget(config, max_prefix_len, batch)
+        sets, width = num_sets(layer_plan, config.search_period), config.group_budget(max_prefix_len, batch)
         wanted = batch * (self._num_passes - 1)
         wanted = min(MAX_GROUPS, wanted) if captured else max(1, min(wanted, KEPT_BYTES // (4 * heads * width)))
         self._max_groups = max_groups = groups_that_fit(wanted, sets, heads, width)
@@ -188,7 +188,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             return None
         if not self._whole.fits(size) or not self.op.fits(lengths):
             return None
-        budgets = tuple(group_budget(self._config, prefix.length, len(prefix.rows)) for prefix in prefixes)
+        budgets = tuple(self._config.group_budget(prefix.length, len(prefix.rows)) for prefix in prefixes)
         reads = [GroupRead(len(one.rows), one.length, n) for one, n in zip(prefixes, budgets, strict=True)]
         kernels = self._kernels(size)
         selects = _Selects(self.op.tile(kernels.size), prefixes, budgets)
@@ -343,7 +343,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         points = []  # all ranks measure, at the same capture: a collective is in order
         for tokens in (far // _NEAR, far):
             kernels.whole.plan([Segment(tuple(range(size)), tokens)])
-            budget = group_budget(self._config, tokens, size)
+            budget = self._config.group_budget(tokens, size)
             self.op.plan_probe(kernels.size, selection_group(self._config, tokens, budget))
             times = self._ranks.most([measure_us(run, self._device) for run in (attend, select)])
             points.append([(tokens, us) for us in times])

@@ -1,4 +1,4 @@
-"""Index builders and selectors, one folder per method. Imports torch and `prefix_kernels` only.
+"""Index builders and selectors, one folder per method. Imports no SGLang, and nothing of serving but in a `decode_op`.
 
 `METHODS` is the registry: name -> spec class, builder, selector. See `base` for the contract. Each folder has the same
 plan: `spec` (parameters, forms, check), `build`, `reference` (the selector), `decode_op` where there is one; a small

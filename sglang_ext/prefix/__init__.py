@@ -1,1 +1,1 @@
-"""From a prompt to its index: directory and residency."""
+"""From a prompt to its index: the store as a process sees it, residency, requests, indexes of suffixes."""

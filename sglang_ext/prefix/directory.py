@@ -155,9 +155,6 @@ class StoreWatch:
         self._workers.shutdown(wait=True)
 
 
-logger = logging.getLogger(__name__)
-
-
 def misfit(identity: IndexIdentity, model: ModelFingerprint, profile_digest: str) -> str | None:
     """Why an index can serve no request of a server, in few words; None where it can."""
     if identity.model != model:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prefix_index import IndexEntry
     from sglang_ext.prefill.recorder import Admission
 
+logger = logging.getLogger(__name__)
 _serials = itertools.count()
 
 ALONE = ("by_request", "unsupported_mode")
@@ -145,8 +146,6 @@ class RequestTable:
         """Requests that have a slot."""
         return sum(map(len, self._running.values()))
 
-
-logger = logging.getLogger(__name__)
 
 _ANOTHER = "so another tensor-parallel rank says"
 

@@ -1,4 +1,4 @@
-"""The grouped graph of each batch size: captured before SGLang's own, and chosen by the label of the step."""
+"""Our graphs of each batch size: captured before SGLang's own, and chosen by the label of the step."""
 
 from __future__ import annotations
 

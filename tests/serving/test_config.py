@@ -204,10 +204,7 @@ def test_former_names_are_taken_with_a_warning(caplog: pytest.LogCaptureFixture)
         config = parse_config('{"private_dense_tokens": 64, "private_index_bytes": 1024, "decode_path": "exact"}')
     assert (config.suffix_dense_tokens, config.suffix_index_bytes) == (64, 1024)
     assert config.decode_path is DecodePath.CASCADE
-    assert [record.args[-1] for record in caplog.records if record.args] == [
-        "suffix_dense_tokens",
-        "suffix_index_bytes",
-    ]
-    assert "'cascade'" in caplog.text
+    for name in ("suffix_dense_tokens", "suffix_index_bytes", "cascade"):
+        assert f"is now '{name}'" in caplog.text
     with pytest.raises(ConfigError, match="'suffix_dense_tokens' alone"):
         parse_config('{"private_dense_tokens": 64, "suffix_dense_tokens": 64}')

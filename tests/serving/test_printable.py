@@ -1,4 +1,4 @@
-"""Text from outside at each border where it leaves: the log, /server_info, reports, traces, captures."""
+"""Text from outside at each border where it leaves: the log, /get_server_info, reports, traces, captures."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.buffers import KEPT_BYTES, ListsTooLargeError, groups_that_fit, num_sets
-from sglang_ext.decode.select_op import graph_refusal, group_budget
+from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.decode.types import GroupRead, StepPath
 from sglang_ext.methods import parse_spec
 from sglang_ext.methods.layer_plan import LayerPlan
@@ -52,7 +52,7 @@ def test_budgets_below_the_windows_and_above_the_prefix(top_k: int) -> None:
 )
 def test_the_budget_of_a_group(fields: dict[str, Any], rows: int, expected: int) -> None:
     plain = {"group_growth": "none", "max_keep_ratio": 1.0}
-    assert group_budget(config_from_dict({**plain, **fields}), 64, rows) == expected
+    assert config_from_dict({**plain, **fields}).group_budget(64, rows) == expected
 
 
 def test_a_selection_serves_its_steps_until_a_group_changes() -> None:

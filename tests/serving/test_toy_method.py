@@ -1,4 +1,4 @@
-"""A method is added by one file and one line of the registry, decode graphs included."""
+"""A method is added by one file and one entry in the registry, decode graphs included."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_kernels.top_k_selection.plan import SelectionGroup
 from sglang_ext.decode.types import DecodeBatch, StepPath
 from sglang_ext.methods.base import METHODS, Method
 from tests.decode_oracle import OracleGroup
@@ -31,6 +32,12 @@ def test_it_selects_for_groups_and_single_requests(kernels: bool) -> None:
     server.join(3, *second, 9)
     for _ in range(4):
         server.step([1, 2, 3], padded=1)
+    if kernels:  # a start measures it
+        probe = SelectionGroup(server.lens[1] - 20, 64, num_sink=0, num_recent=0, slot_start=0)
+        server.sparse.op.plan_probe(3, probe)
+        lists = server.sparse._lists.first
+        server.sparse.op.run(3, torch.zeros(3, 1), 0.1, server.sparse._buffers.arena, None, lists)
+        assert lists.counts[0].tolist() == [64] * KV_HEADS
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -62,6 +69,7 @@ def test_a_captured_graph_replays_it_for_other_batches() -> None:
 
     graph = torch.cuda.CUDAGraph()
     with server.sparse.capturing(3, StepPath.SPARSE):
+        assert server.sparse.measure(3, server.caches[0]) is not None
         layers()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):

@@ -35,7 +35,7 @@ class TokenIndexOp(SelectOp):
     """What anchor layers select with: in one launch on a GPU.
 
     Args:
-        shape, config, spec, num_layers, sizes, device: see `decode.ops.op_maker`.
+        shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
     """
 
     def __init__(
