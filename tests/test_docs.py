@@ -86,7 +86,7 @@ def test_every_make_target_and_script_in_the_documents_exists(document: Path) ->
     mentioned += re.findall(r"^make ([a-z-]+)", "\n".join(shell_lines(text)), re.M)
     for target in mentioned:
         assert re.search(rf"^{target}:", makefile, re.M), f"{document.name} mentions make {target}"
-    for script in re.findall(r"(?<!tests/)\b(?:benchmarks|scripts)/\w+\.py", text):
+    for script in re.findall(r"\b(?:tests/[\w/]+|(?<!tests/)(?:benchmarks|scripts)/\w+)\.py", text):
         assert (ROOT / script).exists(), f"{document.name} names {script}"
 
 
@@ -180,8 +180,11 @@ def test_the_reference_page_is_what_the_sources_say() -> None:
 def test_every_method_and_fallback_reason_is_documented() -> None:
     from sglang_ext.methods import METHODS
     from sglang_ext.metrics import REASONS
+    from sglang_ext.options import DecodePath
 
     assert sorted(first_cells(table_with(text_of("docs/operating.md"), "no_index"))) == sorted(REASONS)
+    ways = first_cells(table_with(text_of("docs/operating.md"), '"auto"'))
+    assert sorted(ways) == sorted(f'"{way.value}"' for way in DecodePath)
     assert all(f"`{name}`" in text_of("docs/selection.md") for name in METHODS)
     assert all(f"`{name}`" in text_of("docs/architecture.md") for name in (*METHODS, *REASONS))
 
