@@ -233,8 +233,9 @@ def _decoded(text: str | None) -> Any:
 
 def _under_new_names(raw: Any) -> Any:
     """A decoded configuration in which former names are replaced, each with a warning."""
-    if not isinstance(raw, dict):
+    if not isinstance(raw, Mapping):
         return raw
+    raw = dict(raw)
     for former, name in FORMER_KEYS.items():
         if former in raw:
             if name in raw:
@@ -249,7 +250,7 @@ def _under_new_names(raw: Any) -> Any:
 
 def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     """Check a decoded configuration; raises ConfigError as `parse_config` does."""
-    config = _converted(raw)
+    config = _converted(_under_new_names(raw))
     _check_ranges(config)
     _check_methods(config)
     _check_suffix_part(config)

@@ -371,6 +371,7 @@ class SparseRuntime:
         """
         self._sweep()
         mine = {name: getattr(self.counters, name) for name in ("sparse_steps", "sparse_rows", "cascade_steps")}
+        mine["shared_steps"] = mine["cascade_steps"]  # its former name, until 0.2
         decode = self.planner.snapshot()
         held: dict[str, Any] = {"builds": {} if self.builds is None else self.builds.snapshot()}
         held |= {"resident_bytes": self.residency.resident_bytes(), "index_users": self.residency.num_users()}

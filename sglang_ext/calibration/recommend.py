@@ -240,12 +240,12 @@ def _usable(table: Sequence[RecipeQuality], name: str) -> list[RecipeQuality]:
     """A recipe's rows, keep ratio ascending, without those at the floor; where all are, the nearest to its ratio."""
     own = sorted((row for row in table if row.name == name), key=lambda row: row.keep_ratio)
     for row in own:
-        # Of all figures this one decides.
-        if not math.isfinite(row.worst_error):
-            raise ValueError(
-                f"expected a finite output error of {name} at {row.keep_ratio:.0%}, got {row.worst_error}; measure the "
-                "held-out prompts again"
-            )
+        for figure in (*FIGURES, "worst_error"):
+            if not math.isfinite(found := getattr(row, figure)):
+                raise ValueError(
+                    f"expected a finite {figure} of {name} at {row.keep_ratio:.0%}, got {found}; measure the held-out "
+                    "prompts again"
+                )
     return [row for row in own if not row.at_floor] or own[-1:]
 
 

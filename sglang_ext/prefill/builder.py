@@ -110,8 +110,7 @@ class IndexFactory:
         recall = dict.fromkeys(self.specs, 0.0)
         num_layers = identity.model.num_layers
         for layers in layer_batches(num_layers, identity.num_tokens):
-            given = [keys_of(layer) for layer in layers]
-            keys = given[0] if len(given) == 1 else torch.cat(given, dim=1)
+            keys = _side_by_side([keys_of(layer) for layer in layers])
             own = None if queries is None else queries[layers.start : layers.stop].flatten(0, 1)
             of_layers = {name: at_layers(whole, layers) for name, whole in prepared.items()}
             built = assembly.add(layers, None, keys, own, of_layers)
@@ -254,6 +253,11 @@ class IndexAssembly:
             method = key.name.split(".")[0]
             methods[method] = methods.get(method, 0) + array.nbytes
         return methods
+
+
+def _side_by_side(keys: list[Tensor]) -> Tensor:
+    """Keys of some layers as one layer's; the parts are let go of before anything is built."""
+    return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1)
 
 
 def _itemsize(dtype: str) -> int:

@@ -344,7 +344,7 @@ def _copied(ranks: Ranks, own: Inputs | None) -> list[_Part] | None:
         return None  # nobody has copied anything
     parts: list[_Part] = []
     try:
-        given = [part.cpu().contiguous() for part in own]
+        given = list(map(_on_host, own))  # of the device's one at a time
         rooms: list[list[Tensor]] = []
         if ranks.rank == 0:  # of queries, and of one layer's keys
             rooms = [[torch.empty_like(part) for _ in range(ranks.size)] for part in given[:2]]
@@ -352,6 +352,10 @@ def _copied(ranks: Ranks, own: Inputs | None) -> list[_Part] | None:
     except Exception:
         logger.exception("sparse attention: keys and queries of a prompt cannot be handed over")
     return parts if _all(ranks, bool(parts)) else None
+
+
+def _on_host(part: Tensor) -> Tensor:
+    return part.cpu().contiguous()
 
 
 def _all(ranks: Ranks, fine: bool) -> bool:

@@ -199,8 +199,11 @@ def test_channels_count_as_a_part_of_the_models_heads():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_figures_that_are_no_numbers_are_refused(value):
     rows = table(token_index=(0.4, 0.3, 0.2), two_level=(0.4, value, 0.2))
-    with pytest.raises(ValueError, match=f"expected a finite output error of two_level at 10%, got {value}"):
+    with pytest.raises(ValueError, match=rf"expected a finite \w+ of two_level at 10%, got -?{value}"):
         chosen(rows, "token_index", "two_level")
+    rows = [msgspec.structs.replace(row, read_share=value) for row in table(token_index=(0.4, 0.3, 0.2))]
+    with pytest.raises(ValueError, match=f"expected a finite read_share of token_index at 5%, got {value}"):
+        chosen(rows, "token_index")
 
 
 def test_budgets_at_the_floor_are_not_recommended():
