@@ -255,11 +255,6 @@ class IndexAssembly:
         return methods
 
 
-def _side_by_side(keys: list[Tensor]) -> Tensor:
-    """Keys of some layers as one layer's; the parts are let go of before anything is built."""
-    return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1)
-
-
 def _itemsize(dtype: str) -> int:
     """Bytes of a number of a dtype of torch, by its name."""
     found = getattr(torch, dtype)
@@ -270,6 +265,11 @@ def _itemsize(dtype: str) -> int:
 def covered_tokens(prompt_len: int, align: int) -> int:
     """Tokens of a prompt that an index covers: the largest multiple of `align` (a multiple of a page)."""
     return prompt_len // align * align
+
+
+def _side_by_side(keys: list[Tensor]) -> Tensor:
+    """Keys of some layers as one layer's; the parts are let go of before anything is built."""
+    return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1)
 
 
 def take_lease(store: IndexStore, identity: IndexIdentity) -> BuildLease | dict[str, Any]:
