@@ -58,15 +58,6 @@ def put_elsewhere(folder: Path, **changes: Any) -> None:
         other.put(sample_payload(**changes))
 
 
-def flip(path: Path, offset: int) -> None:
-    """Flips a bit in place, as a bad disk would; readers that have it mapped see it too."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes((byte ^ 1,)))
-
-
 def array_offset(path: Path, name: str = "channels") -> int:
     """Where in the file the values of an array lie: sought by its bytes."""
     with IndexFile.open(path) as index:

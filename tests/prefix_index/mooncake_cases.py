@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,12 @@ def eventually(call: Callable[[], Any], seconds: float = 60.0) -> Any:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
+
+
+def put_and_get(store: RemoteStore, payload: IndexPayload) -> None:
+    store.put(payload)
+    with store.get(payload.identity) as index:
+        index.verify()
 
 
 # Values
@@ -166,13 +173,7 @@ def test_a_holder_killed_takes_its_values_and_nothing_else(cluster: Cluster) -> 
             assert not store.contains(payload.identity)
             time.sleep(0.2)
         cluster.start_holder()
-
-        def put_and_get() -> None:
-            store.put(payload)
-            with store.get(payload.identity) as index:
-                index.verify()
-
-        eventually(put_and_get)
+        eventually(partial(put_and_get, store, payload))
         store._calls.timeout_s = 60.0
         store.rescan()
         store.check_integrity()
@@ -199,13 +200,7 @@ def test_a_holder_that_hangs_holds_nobody_up(cluster: Cluster) -> None:
     cluster.resume_holders()
     store._calls.timeout_s, store._calls._resume = 60.0, 0.0  # as if the back-off were over
     eventually(store.open)
-
-    def put_and_get() -> None:  # the master may have given the holder up meanwhile
-        store.put(payload)
-        with store.get(payload.identity) as index:
-            index.verify()
-
-    eventually(put_and_get)
+    eventually(partial(put_and_get, store, payload))  # the master may have given the holder up meanwhile
     store.close()
 
 
@@ -222,13 +217,7 @@ def test_a_master_killed_and_started_again(cluster: Cluster) -> None:
         cluster.start_master()
         # A master forgets everything; what it does not know is a miss.
         eventually(lambda: within(SOON, lambda: store.get(payload.identity), IndexNotFound))
-
-        def put_and_get() -> None:
-            store.put(payload)
-            with store.get(payload.identity) as index:
-                index.verify()
-
-        eventually(put_and_get)
+        eventually(partial(put_and_get, store, payload))
         store._calls.timeout_s = 60.0
         store.rescan()
         assert len(store.list()) == 1

@@ -18,7 +18,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "store_faults.jsonl"
 
 
 #: The others are in `make test-all`.
-BY_DAY = ("kill_between_names", "kill_during_write", "system_calls", "truncate")
+BY_DAY = {"kill_between_names", "kill_during_write", "kill_lease_holder", "lease_contention", "system_calls"}
+BY_DAY |= {"truncate", "two_writers"}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import subprocess
@@ -16,18 +15,8 @@ import pytest
 from prefix_index import FileStore, IndexEntry, IndexNotFound, IndexWriter, InvalidPayload, Retention, StoreFull
 from prefix_index.eviction import Candidate, choose_victims, cost_aware, lru
 from prefix_index.testing import sample_payload
-from tests.prefix_index.machine import Clock
-from tests.prefix_index.small_stores import (
-    IDS,
-    ONE,
-    PINNED,
-    built_in,
-    held,
-    index_file,
-    keep_file,
-    opened,
-    resident_bytes,
-)
+from tests.prefix_index.faults.tools import Clock, opened
+from tests.prefix_index.small_stores import IDS, ONE, PINNED, built_in, held, index_file, keep_file, resident_bytes
 
 # Policies.
 
@@ -195,19 +184,14 @@ def test_what_cannot_fit_evicts_nobody(folder: Path) -> None:
         assert [p.name for p in folder.rglob(".partial*")] == []
 
 
-def test_without_limits_nothing_leaves(folder: Path) -> None:
-    with opened(folder) as store:
-        for identity in IDS:
-            store.put(sample_payload(identity))
-        assert list(store.collect()) == []
-        assert held(store) == set(range(8))
-
-
-def test_collect_brings_a_folder_under_a_smaller_cap(folder: Path, clock: Clock) -> None:
+def test_collect_brings_a_folder_under_a_smaller_cap_and_removes_nothing_without_one(
+    folder: Path, clock: Clock
+) -> None:
     with opened(folder, clock=clock) as store:
         for identity in IDS[:4]:
             clock.now += 10
             store.put(sample_payload(identity))
+        assert list(store.collect()) == []
     with opened(folder, max_bytes=2 * ONE, clock=clock) as store:
         assert held(store) == {0, 1, 2, 3}
         assert {IDS.index(e.identity) for e in store.collect()} == {0, 1}
@@ -328,19 +312,6 @@ def test_recency_is_the_access_time(folder: Path, clock: Clock) -> None:
         assert index_file(folder, IDS[1]).stat().st_atime == got.st_atime + 1
         store.get(IDS[0]).close()
         assert path.stat().st_atime == got.st_atime + 2
-
-
-def test_a_folder_whose_times_cannot_be_set_is_read_all_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-        os.utime(index_file(folder, IDS[0]), (1, 1))
-        store.rescan()
-        monkeypatch.setattr(os, "utime", refuse)
-        with store.get(IDS[0]) as index:
-            index.verify()
 
 
 def test_a_clock_set_back_evicts_in_order_and_expires_nothing(folder: Path, clock: Clock) -> None:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
+import xxhash
 
-from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexStore, IndexTooNew
+from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexTooNew
 from prefix_index.remote import BlobMissing, BlobsFailed, BlobTooShort, ObjectBlobs, RemoteStore
 from prefix_index.remote.values import CHUNK, HEADER, ChunkedBuffer, check_header, value_header
 from prefix_index.testing import sample_identity, sample_payload
-from tests.examples import examples
-from tests.prefix_index import s3_server
-from tests.prefix_index.machine import STEPS, Clock, TwoStores
 from tests.prefix_index.remote_stores import (
     DIGEST,
     MANIFEST,
@@ -32,6 +25,7 @@ from tests.prefix_index.remote_stores import (
     flip,
     machine,
 )
+from tests.prefix_index.small_stores import python
 
 
 @pytest.fixture(params=OBJECT_STORE_NAMES)
@@ -160,8 +154,6 @@ def test_chunks_that_belong_elsewhere(store: RemoteStore, blobs: ObjectBlobs) ->
 
 
 def test_a_newer_version_and_somebody_elses_value(store: RemoteStore, blobs: ObjectBlobs) -> None:
-    import xxhash
-
     store.put(sample_payload())
 
     def newer(raw: bytearray) -> None:
@@ -238,12 +230,11 @@ def test_a_full_disk_is_a_full_store(tmp_path: Path) -> None:
         "except StoreFull as err: print('full', err)\n"
         "print(int(store.get(sample_identity()).array('channels')[0]), len(store.problems()))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, (tmp_path / "o").as_uri()], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("full file://")
-    assert "expected room for the index, found" in done.stdout
-    assert done.stdout.endswith("1 0\n")
+    with python(code, (tmp_path / "o").as_uri()) as process:
+        told, _ = process.communicate()
+    assert told.startswith("full file://")
+    assert "expected room for the index, found" in told
+    assert told.endswith("1 0\n")
 
 
 def test_credentials_show_nowhere() -> None:
@@ -274,45 +265,3 @@ def test_headers_tell_all_they_should() -> None:
     ):
         with pytest.raises(IndexCorrupt):
             check_header(raw, kind, digest, generation, index)
-
-
-# Against a dictionary
-
-
-class RemoteMachine(TwoStores):
-    """Two machines' stores on one object store."""
-
-    leases_outlive_a_store = False
-
-    def blobs(self) -> ObjectBlobs:
-        return ObjectBlobs("memory:///")
-
-    def make(self) -> IndexStore:
-        blobs = self.blobs()
-        self.clock = Clock()
-        self.other = machine(blobs, clock=self.clock)
-        self.other.open()
-        return machine(blobs, clock=self.clock)
-
-
-class RemoteFileMachine(RemoteMachine):
-    def blobs(self) -> ObjectBlobs:
-        self.folder = tempfile.mkdtemp()
-        return ObjectBlobs(Path(self.folder).as_uri())
-
-    def teardown(self) -> None:
-        super().teardown()
-        shutil.rmtree(self.folder)
-
-
-class RemoteS3Machine(RemoteMachine):
-    def blobs(self) -> ObjectBlobs:
-        return s3_server.new_bucket()
-
-
-TestRemoteMachine = RemoteMachine.TestCase
-TestRemoteMachine.settings = STEPS
-TestRemoteFileMachine = RemoteFileMachine.TestCase
-TestRemoteFileMachine.settings = settings(STEPS, max_examples=examples(10, day=4))
-TestRemoteS3Machine = pytest.mark.full(RemoteS3Machine.TestCase)
-TestRemoteS3Machine.settings = settings(STEPS, max_examples=examples(3, day=4), stateful_step_count=12)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from prefix_index import (
     IndexNotFound,
     IndexPayload,
     LazyArray,
-    Retention,
     StoreClosed,
     StoreFolderError,
     StoreFull,
@@ -32,31 +29,9 @@ from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.copied_stores import fill_of, remove
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.faults.tools import SOON, fork, reap
-from tests.prefix_index.served_stores import PROMPT, patient
+from tests.prefix_index.served_stores import patient
+from tests.prefix_index.small_stores import in_threads
 from tests.prefix_index.tiers import PATIENCE_S, eventually, serving
-
-
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[Service]:
-    """A service in a process of its own."""
-    with Service(tmp_path) as service:
-        yield service
-
-
-def test_clients_and_writers_in_the_folder_see_each_other(tmp_path: Path, process: Service) -> None:
-    with patient(process.endpoint) as a, patient(process.endpoint) as b, FileStore(tmp_path / "store") as other:
-        for n in range(1, 4):
-            a.put(sample_payload(sample_identity(PROMPT[: 16 * n])))
-        other.put(sample_payload(sample_identity(PROMPT), fill=3))
-        a.retain(sample_identity(PROMPT[:16]), Retention(pinned=True))
-        for store in (a, b):
-            store.rescan()
-            assert len(store.list()) == 4
-        assert a.list() == b.list()
-        other.delete(sample_identity(PROMPT))
-        with pytest.raises(IndexNotFound):
-            a.get(sample_identity(PROMPT))
-        eventually(lambda: a.status().indexes == 3)
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
@@ -136,6 +111,7 @@ def test_the_folder_goes_and_comes_back(process: Service, tmp_path: Path) -> Non
         with pytest.raises(IndexNotFound):
             client.get(sample_identity())
         assert not client.contains(sample_identity())
+        assert not client.delete(sample_identity())
         for call in (lambda: client.put(sample_payload(fill=2)), client.rescan):
             with pytest.raises(StoreFolderError, match="index store: expected a usable folder"):
                 call()
@@ -234,23 +210,13 @@ def test_a_child_forked_during_a_put_leaves_it_to_its_parent(tmp_path: Path) -> 
 
 
 def test_many_threads_use_one_client(tmp_path: Path) -> None:
-    errors_seen: list[BaseException] = []
     with serving(tmp_path) as endpoint, patient(endpoint) as client:
         client.put(sample_payload(fill=6))
 
         def work() -> None:
-            try:
-                for _ in range(20):
-                    assert fill_of(client.get(sample_identity())) == 6
-                    client.rescan()
-            except BaseException as err:
-                errors_seen.append(err)
+            for _ in range(20):
+                assert fill_of(client.get(sample_identity())) == 6
+                client.rescan()
 
-        threads = [threading.Thread(target=work) for _ in range(40)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * PATIENCE_S)
-        assert not any(thread.is_alive() for thread in threads)
-        assert errors_seen == []
+        in_threads(*[work] * 40)
         assert len(client.status().clients) == 1

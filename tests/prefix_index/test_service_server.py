@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,13 +24,6 @@ from sglang_ext.cli.store import memory_name
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.served_stores import PROMPT, patient, served
 from tests.prefix_index.tiers import eventually
-
-
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[Service]:
-    """A service in a process of its own."""
-    with Service(tmp_path) as service:
-        yield service
 
 
 def test_who_was_heard_from_least_recently_is_forgotten_first(tmp_path: Path) -> None:
@@ -77,25 +69,22 @@ def waiting() -> str:
     return "\n".join(line.replace(":", " ") for line in lines if "->" in line)
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://*:5555", "udp://x", "ws://x"])
-def test_network_endpoints_are_refused_by_name(endpoint: str) -> None:
-    with pytest.raises(InvalidPayload, match="a network address: the service knows no authentication"):
-        StoreClient(endpoint)
-    with pytest.raises(InvalidPayload, match="expected a Unix socket"):
-        socket_path(endpoint)
+NETWORK = "expected a Unix socket, found .*, a network address: the service knows no authentication"
+NO_PATH = "service endpoint: expected ipc:// and an absolute path"
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", "ipc://", "ipc://relative", "ipc://@abstract", "ipc:///a/", "/a/b", "ipc:///a\n"]
+    ("endpoint", "message"),
+    [
+        *((name, NETWORK) for name in ("tcp://127.0.0.1:5555", "tcp://*:5555", "udp://x", "ws://x")),
+        *((name, NO_PATH) for name in ("", "ipc://", "ipc://relative", "ipc://@abstract", "ipc:///a/", "/a/b")),
+        ("ipc:///a\n", NO_PATH),
+        ("ipc:///" + "a" * 200, "expected a path of at most 107 bytes, found 201 bytes"),
+    ],
 )
-def test_only_absolute_socket_paths(endpoint: str) -> None:
-    with pytest.raises(InvalidPayload, match="service endpoint: expected ipc:// and an absolute path"):
-        socket_path(endpoint)
-
-
-def test_too_long_a_path() -> None:
-    with pytest.raises(InvalidPayload, match="expected a path of at most 107 bytes, found 201 bytes"):
-        socket_path("ipc:///" + "a" * 200)
+def test_only_absolute_socket_paths(endpoint: str, message: str) -> None:
+    with pytest.raises(InvalidPayload, match=message):
+        StoreClient(endpoint)
 
 
 def test_a_place_that_cannot_be_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,16 +168,8 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     endpoint = f"ipc://{tmp_path}/run/s"
     command = [sys.executable, "-m", "sglang_ext.cli", "store"]
-    flags = [
-        "--dir",
-        tmp_path / "store",
-        "--memory-bytes",
-        "1M",
-        "--memory-dir",
-        tmp_path / "dram",
-        "--max-bytes",
-        "1G",
-    ]
+    flags = ["--dir", tmp_path / "store", "--memory-dir", tmp_path / "dram", "--memory-bytes", "1M"]
+    flags += ["--max-bytes", "1G"]
 
     def status_of(*flags: str) -> subprocess.CompletedProcess[str]:
         """The command waits two seconds for an answer, which may come later than that: then it is asked again."""
