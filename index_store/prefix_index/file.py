@@ -331,11 +331,6 @@ class FileStore(IndexStore):
             self.rescan()
             self._books.check_integrity()
 
-    def clean_partials(self, *, grace_s: float | None = None) -> int:
-        """Removes partial files whose writer is dead and that are older than the grace. Returns how many."""
-        self._check_open()
-        return self._keeper.clean_partials(grace_s=grace_s)
-
     def path_of(self, key: IndexLookup) -> Path:
         """Where the index is, or would be."""
         return Path(self._books.path_of(digest_of(key)))

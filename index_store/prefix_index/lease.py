@@ -12,7 +12,6 @@ import fcntl
 import os
 import stat
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -27,37 +26,6 @@ _PLANTED = frozenset((errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EMLINK))
 _RACES: Final = 100
 
 
-class Lease:
-    """A lease that ends by ``ends``, the last one first; also when nobody refers to it any more."""
-
-    def __init__(self, digest: str, *ends: Callable[[], object]) -> None:
-        self.digest = digest
-        self._ends = ends
-
-    def release(self) -> None:
-        ends, self._ends = self._ends, ()
-        with contextlib.ExitStack() as stack:
-            for end in ends:
-                stack.callback(end)
-
-    def __enter__(self) -> BuildLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.release()
-
-
-class Leases(Lease):
-    """Of several stores. Forgotten, each ends as it does by itself: a remote one waits for nobody."""
-
-    def __del__(self) -> None:
-        self._ends = ()
-
-
 class LocalLeases:
     """Leases among the threads of this process."""
 
@@ -69,7 +37,7 @@ class LocalLeases:
         ticket = object()
         if self._held.setdefault(digest, ticket) is not ticket:
             return None
-        return Lease(digest, partial(self._end, digest, ticket))
+        return BuildLease(digest, partial(self._end, digest, ticket))
 
     def _end(self, digest: str, ticket: object) -> None:
         if self._held.get(digest) is ticket:
@@ -129,7 +97,7 @@ class FolderLeases:
         return StoreFolderError("lease", "a regular file", "a link, pipe, socket or folder", "remove it", path)
 
 
-class _FileLease(Lease):
+class _FileLease(BuildLease):
     """Owns the descriptor whose lock is the lease."""
 
     def __init__(self, digest: str, folder: Path, fd: int) -> None:

@@ -118,7 +118,7 @@ def reprelude(raw: bytes, **changes: int) -> bytes:
     fields.update(changes)
     head = PRELUDE.pack(*fields.values())[:-8]
     head += struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
-    return head + raw[PRELUDE.size : -ALIGN] + encode_footer(head, fields["total"])
+    return head + raw[PRELUDE.size : -ALIGN] + encode_footer(int.from_bytes(head[-8:], "little"), fields["total"])
 
 
 def rebuild(entry: bytes, table: bytes, data: bytes) -> bytes:
