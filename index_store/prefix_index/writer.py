@@ -9,7 +9,6 @@ import io
 import os
 import secrets
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -18,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .folder import FULL, PARTIAL, LoadFailed, Signature, give_mode, owned_file, touch
+from .folder import FULL, PARTIAL, LoadFailed, Signature, close_in_children, give_mode, owned_file, touch
 from .format import (
     ALIGN,
     DTYPES,
@@ -233,7 +232,7 @@ class PartialFile:
         except OSError:
             os.unlink(self._name, dir_fd=self._dir_fd)
             raise
-        _being_written.add(self._out)
+        close_in_children(self._out)
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as err:
@@ -258,19 +257,6 @@ class PartialFile:
         os.rename(self._name, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
         self.is_published = True
         return signature
-
-
-_being_written: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    """In a forked child: the lock is the parent's, and must end with it although the child lives on."""
-    for out in tuple(_being_written):
-        with contextlib.suppress(OSError):
-            out.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _load(array: LazyArray) -> NDArray[Any]:
