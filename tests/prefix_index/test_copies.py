@@ -145,6 +145,8 @@ def test_a_damaged_header_of_a_copy_costs_only_time(folder: Path, where: str) ->
         assert not in_dram(index)
         assert fill_of(index) == 4
         assert list(store.problems()) == []
+        assert store.counters is not None
+        assert store.counters.damaged_dropped + store.counters.stale_dropped == (where != "a folder")
         if where == "a folder":
             path.rmdir()
         assert copied(store)

@@ -16,7 +16,17 @@ from prefix_index import FileStore, IndexEntry, IndexNotFound, IndexWriter, Inva
 from prefix_index.eviction import Candidate, choose_victims, cost_aware, lru
 from prefix_index.testing import sample_payload
 from tests.prefix_index.faults.tools import Clock, opened
-from tests.prefix_index.small_stores import IDS, ONE, PINNED, built_in, held, index_file, keep_file, resident_bytes
+from tests.prefix_index.small_stores import (
+    IDS,
+    ONE,
+    PINNED,
+    built_in,
+    held,
+    index_file,
+    keep_file,
+    refuse_call,
+    resident_bytes,
+)
 
 # Policies.
 
@@ -287,7 +297,7 @@ def test_on_a_disk_of_one_mebibyte(tmp_path: Path) -> None:
 # Recency
 
 
-def test_recency_is_the_access_time(folder: Path, clock: Clock) -> None:
+def test_recency_is_the_access_time(folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(folder, clock=clock) as store, opened(folder) as other:
         store.put(sample_payload(IDS[0]))
         path = index_file(folder, IDS[0])
@@ -312,6 +322,9 @@ def test_recency_is_the_access_time(folder: Path, clock: Clock) -> None:
         assert index_file(folder, IDS[1]).stat().st_atime == got.st_atime + 1
         store.get(IDS[0]).close()
         assert path.stat().st_atime == got.st_atime + 2
+        clock.now += 20_000
+        refuse_call(monkeypatch, "utime")
+        store.get(IDS[0]).close()  # whose time cannot be set is read all the same
 
 
 def test_a_clock_set_back_evicts_in_order_and_expires_nothing(folder: Path, clock: Clock) -> None:

@@ -58,7 +58,8 @@ def wait_for_files(folder: Path) -> list[Path]:
     return list(folder.glob("*/*.pfxindex"))
 
 
-def test_a_dram_folder_that_was_removed_comes_back(tmp_path: Path) -> None:
+def test_a_dram_folder_that_was_removed_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefix_index.service.server._WANT_AGAIN_S", 3600.0)
     with serving(tmp_path) as endpoint, patient(endpoint) as client:
         client.put(sample_payload(fill=2))
         wait_for_files(tmp_path / "dram")
