@@ -141,9 +141,6 @@ class Catalog:
     def __contains__(self, digest: str) -> bool:
         return self.get(digest) is not None
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, digest: str) -> IndexEntry | None:
         entry = self._entries.get(digest)
         return None if entry is None or has_expired(entry.retention, self._clock()) else entry

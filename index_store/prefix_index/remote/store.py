@@ -82,8 +82,8 @@ class RemoteStore(IndexStore):
         self._bad: dict[str, _Bad] = {}
         self._seen: dict[str, Found] = {}
         self._touched: set[str] = set()
-        self._strays: set[str] = set()
         """What this process learned of since a listing began: newer than the listing, which says nothing of it then."""
+        self._strays: set[str] = set()
 
     def open(self) -> None:
         with self._opening:
