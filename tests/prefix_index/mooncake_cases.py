@@ -28,11 +28,12 @@ from prefix_index import (
     StoreFull,
     StoreUnavailable,
 )
-from prefix_index.remote import BlobMissing, BlobsFailed, BlobTooShort, MooncakeBlobs, RemoteStore
+from prefix_index.remote import BlobsFailed, MooncakeBlobs, RemoteStore
 from prefix_index.testing import sample_identity, sample_payload
 from tests.examples import examples
 from tests.prefix_index.machine import STEPS, StoreMachine
 from tests.prefix_index.mooncake_cluster import HOST, Cluster, shared, shared_blobs
+from tests.prefix_index.remote_stores import check_values
 
 DIGEST = sample_identity().digest
 SOON = 20.0
@@ -94,32 +95,9 @@ def put_and_get(store: RemoteStore, payload: IndexPayload) -> None:
 
 
 def test_values() -> None:
-    blobs, folder = shared_blobs(), next(FOLDERS)
+    blobs = shared_blobs()
     blobs.open(60)
-    name = f"{folder}/x"
-    for call in (
-        lambda: blobs.fetch(name, 10),
-        lambda: blobs.size(name),
-        lambda: blobs.read(name, 0, [memoryview(bytearray(1))]),
-    ):
-        with pytest.raises(BlobMissing):
-            call()
-    blobs.write(name, memoryview(bytes(range(100))))
-    head, body = bytearray(10), bytearray(20)
-    blobs.read(name, 5, [memoryview(head), memoryview(body)])
-    assert bytes(head + body) == bytes(range(5, 35))
-    assert blobs.fetch(name, 100) == bytes(range(100))
-    with pytest.raises(BlobTooShort, match="100 bytes"):
-        blobs.read(name, 71, [memoryview(head), memoryview(body)])
-    with pytest.raises(BlobTooShort, match="100 bytes"):
-        blobs.fetch(name, 99)
-    for value in (b"longer" * 1000, b"short"):
-        blobs.write(name, memoryview(value))
-        assert blobs.fetch(name, 10_000) == value
-    assert blobs.names(folder) == {name: ""}
-    blobs.delete(name)
-    blobs.delete(name)
-    assert blobs.names(folder) == {}
+    check_values(blobs, next(FOLDERS))
 
 
 def test_an_index_of_many_chunks_whole_and_in_parts(cluster: Cluster) -> None:
