@@ -75,6 +75,8 @@ def test_cost_aware_keeps_what_is_dear_per_byte_and_second() -> None:
 def test_a_use_in_the_future_counts_as_one_now(policy: Any) -> None:
     assert leave([candidate(0, 1e9), candidate(1, 99)], 1, policy) == [1]
     assert leave([candidate(0, 1e9), candidate(1, 2e9), candidate(2, 100)], 100, policy) == [2]
+    dear = candidate(1, 100, seconds=2.0)
+    assert leave([candidate(0, 200), dear], 1, policy, latest=200.0) == [1], "the clock was set back: dear is idle"
 
 
 @pytest.mark.parametrize("policy", [lru, cost_aware])

@@ -56,32 +56,6 @@ FAR = Retention(expires=4e9)
 # ---- what passes is no verdict ----
 
 
-@pytest.mark.parametrize("left", [0, 1])
-def test_get_without_descriptors_forgets_nothing(folder: Path, left: int) -> None:
-    """In a child: other threads of this process may open and close files meanwhile."""
-
-    def work() -> None:
-        with opened(folder) as store:
-            store.put(sample_payload(IDS[0]), retention=PINNED)
-            settled(folder)
-            store.rescan()
-            with (
-                few_descriptors(left),
-                pytest.raises(IndexUnreadable, match="expected readable bytes, found Too many open"),
-            ):
-                store.get(IDS[0])
-            store.rescan()
-            assert [e.identity for e in store.list()] == [IDS[0]]
-            assert list(store.problems()) == []
-            store.check_integrity()
-            store.collect()
-            assert keep_file(folder, IDS[0]).exists()
-            assert store.contains(IDS[0])
-            store.get(IDS[0]).close()
-
-    assert reap(fork(work), 120) == 0
-
-
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ESTALE])
 @pytest.mark.parametrize("what", ["index", "shard"])
 def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,23 +259,6 @@ def test_a_put_over_a_retention_that_cannot_be_read_changes_nothing(
             assert index.stats["fill"] == 1
         assert store.put(sample_payload(IDS[0], fill=2)).retention == PINNED
         store.check_integrity()
-
-
-def test_reads_and_writes_that_do_a_part_are_gone_on_with(folder: Path) -> None:
-    for kept in (PINNED, FAR):
-        with refusing(Refusals("short", 0, 10**6)), opened(folder) as store:
-            store.put(sample_payload(IDS[0], fill=1))
-            store.retain(IDS[0], kept)
-            store.put(sample_payload(IDS[0], fill=2))
-            with store.get(IDS[0]) as index:
-                index.verify()
-        with opened(folder) as store:
-            assert [e.retention for e in store.list()] == [kept]
-            assert list(store.problems()) == []
-        with refusing(Refusals("short", 0, 10**6)), opened(folder) as store:
-            assert [e.retention for e in store.list()] == [kept]
-            assert store.contains(IDS[0])
-            assert list(store.problems()) == []
 
 
 def test_what_is_about_to_become_a_retention_is_nobodys_to_clear_away(folder: Path) -> None:
