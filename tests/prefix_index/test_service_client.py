@@ -31,9 +31,8 @@ from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.copied_stores import fill_of, remove
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.faults.tools import SOON, fork, reap
-from tests.prefix_index.served_stores import copied, patient, served, two_tiers
 from tests.prefix_index.small_stores import in_threads
-from tests.prefix_index.tiers import PATIENCE_S, eventually, serving
+from tests.prefix_index.tiers import PATIENCE_S, eventually, patient, served, two_tiers
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
@@ -99,7 +98,7 @@ def test_a_service_that_does_not_answer_and_one_that_says_something_else(
 
 def test_the_services_limits_hold_for_its_clients(tmp_path: Path) -> None:
     options = {"max_bytes": 5000, "min_free_bytes": 7, "eviction": "cost_aware"}
-    with serving(tmp_path, **options) as endpoint, patient(endpoint) as client:
+    with served(tmp_path, two_tiers(tmp_path, **options)) as endpoint, patient(endpoint) as client:
         limits = client.limits
         assert (limits.max_bytes, limits.min_free_bytes, limits.policy.__name__) == (5000, 7, "cost_aware")
         with pytest.raises(StoreFull, match="max_bytes=5000, min_free_bytes=7"):
@@ -126,7 +125,7 @@ def test_the_folder_goes_and_comes_back(process: Service, tmp_path: Path) -> Non
 
 
 def test_a_client_that_may_only_read_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path) as endpoint:
+    with served(tmp_path, two_tiers(tmp_path)) as endpoint:
         with patient(endpoint) as client:
             client.put(sample_payload(fill=3))
         monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
@@ -212,7 +211,7 @@ def test_a_child_forked_during_a_put_leaves_it_to_its_parent(tmp_path: Path) -> 
 
 
 def test_many_threads_use_one_client(tmp_path: Path) -> None:
-    with serving(tmp_path) as endpoint, patient(endpoint) as client:
+    with served(tmp_path, two_tiers(tmp_path)) as endpoint, patient(endpoint) as client:
         client.put(sample_payload(fill=6))
 
         def work() -> None:
@@ -252,7 +251,7 @@ def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(
     eventually(lambda: client.status().tiers[0].indexes == 1)
     assert client.status().tiers[0].hits > 0
     # Somebody who knows nothing of the service replaces it: the next get sees it.
-    copied(own)
+    assert own._prefetches.settle(60.0)  # a copy that comes late uses the index
     fill = 4
     with FileStore(tmp_path / "store") as other:
         other.put(sample_payload(fill=fill))
@@ -267,7 +266,7 @@ def wait_for_files(folder: Path) -> list[Path]:
 
 def test_a_dram_folder_that_was_removed_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefix_index.service.server._WANT_AGAIN_S", 3600.0)
-    with serving(tmp_path) as endpoint, patient(endpoint) as client:
+    with served(tmp_path, two_tiers(tmp_path)) as endpoint, patient(endpoint) as client:
         client.put(sample_payload(fill=2))
         wait_for_files(tmp_path / "dram")
         remove(tmp_path / "dram")

@@ -26,8 +26,9 @@ from prefix_index.testing import sample_identity, sample_payload
 from sglang_ext.cli.store import memory_name
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.faults.tools import SOON
-from tests.prefix_index.served_stores import PROMPT, patient, served
-from tests.prefix_index.tiers import eventually
+from tests.prefix_index.tiers import eventually, patient, served
+
+OTHER = sample_identity(range(64))
 
 
 def test_who_was_heard_from_least_recently_is_forgotten_first(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_folder_that_cannot_be_told_to_clients(tmp_path: Path) -> None:
 
 
 def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
-    with served(tmp_path, limits=Limits()) as endpoint:
+    with served(tmp_path) as endpoint:
         assert stat.S_IMODE(socket_path(endpoint).stat().st_mode) == 0o600
 
 
@@ -190,7 +191,7 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
     try:
         with patient(endpoint, timeout_s=300.0, name="test") as client:
             client.put(sample_payload())
-            lease = client.lease(sample_identity(PROMPT))
+            lease = client.lease(OTHER)
             assert lease is not None
 
             def status() -> messages.Status:
@@ -200,7 +201,7 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
             told = status()
             assert (told.pid, told.indexes) == (served.pid, 1)
             assert [(t.name, t.max_bytes) for t in told.tiers] == [("dram", 1 << 20), ("ssd", 1 << 30)]
-            assert told.leases == [sample_identity(PROMPT).digest]
+            assert told.leases == [OTHER.digest]
             assert any("(test)" in text for text in told.clients)
             shown = status_of()
             assert f"pid {served.pid}" in shown.stdout

@@ -20,10 +20,9 @@ from tests.prefix_index import s3_server
 from tests.prefix_index.faults.tools import Clock
 from tests.prefix_index.machine import DEFAULT, PAGES, STEPS, TENANT, Key, StoreMachine, TwoStores, identity_of
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, machine
-from tests.prefix_index.served_stores import patient
 from tests.prefix_index.shared_stores import SOON, Shaky, fill_of, flushed
 from tests.prefix_index.small_stores import ONE
-from tests.prefix_index.tiers import copies_in, serving
+from tests.prefix_index.tiers import copies_in, patient, served, two_tiers
 
 
 class FileMachine(TwoStores):
@@ -98,7 +97,8 @@ class ServiceMachine(StoreMachine):
 
     def make(self) -> StoreClient:
         self.folder = tempfile.TemporaryDirectory()
-        self.context = serving(Path(self.folder.name))
+        path = Path(self.folder.name)
+        self.context = served(path, two_tiers(path))
         endpoint = self.context.__enter__()
         self.other = patient(endpoint)
         self.other.open()
