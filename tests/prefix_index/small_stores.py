@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from prefix_index import BuildInfo, FileStore, IndexIdentity, IndexPayload, IndexWriter, Retention
+from prefix_index import ArrayKey, BuildInfo, FileStore, IndexFile, IndexIdentity, IndexPayload, IndexWriter, Retention
+from prefix_index.format import ALIGN, aligned
 from prefix_index.testing import sample_identity, sample_payload
 
 IDS = [sample_identity(range(i, i + 32)) for i in range(8)]
@@ -76,6 +77,19 @@ def keep_file(folder: Path, identity: IndexIdentity) -> Path:
 
 def index_file(folder: Path, identity: IndexIdentity) -> Path:
     return keep_file(folder, identity).with_suffix(".pfxindex")
+
+
+def fill_of(index: IndexFile) -> int:
+    """Reads all of it, and closes it."""
+    with index:
+        index.verify()
+        return int(index.array("channels")[0])
+
+
+def place_of(index: IndexFile, key: ArrayKey) -> int:
+    """Where in the file the values of an array begin."""
+    data_nbytes = sum(aligned(index.record(k).nbytes) for k in index.keys)
+    return index.nbytes - ALIGN - data_nbytes + index.record(key).offset
 
 
 def built_in(seconds: float, identity: IndexIdentity, values_per_array: int = 16) -> IndexPayload:

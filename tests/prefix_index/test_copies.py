@@ -6,36 +6,68 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from prefix_index import (
+    ArrayKey,
     Copies,
     FileStore,
     IndexCorrupt,
+    IndexFile,
     IndexNotFound,
     Retention,
     StoreFolderError,
 )
 from prefix_index.testing import sample_identity, sample_payload
-from tests.prefix_index.copied_stores import (
-    SOON,
-    array_offset,
-    copied,
-    copies,
-    fill_of,
-    in_dram,
-    opened,
-    put_elsewhere,
-    remove,
-)
-from tests.prefix_index.small_stores import flip, in_threads
-from tests.prefix_index.tiers import eventually
+from tests.prefix_index.faults.tools import SOON, remove
+from tests.prefix_index.small_stores import fill_of, flip, in_threads, place_of
+from tests.prefix_index.tiers import copies_in, eventually
 
 OTHER = sample_identity(range(48))
 DIGEST = sample_identity().digest
+CHANNELS = ArrayKey("channels")
+
+
+@contextlib.contextmanager
+def opened(folder: Path, *, max_bytes: int = 64 << 20, **options: Any) -> Iterator[FileStore]:
+    """A store of ``folder`` with copies in ``dram`` beside it."""
+    with FileStore(
+        folder, **{"create": True, "copies": copies_in(folder.parent / "dram", max_bytes), **options}
+    ) as store:
+        yield store
+        store.check_integrity()
+
+
+def copied(store: FileStore, key: Any = None) -> bool:
+    """Asks for a copy, and waits until that is made, or could not be. Whether ``get`` opens one then."""
+    store.prefetch(key or sample_identity())
+    assert store._prefetches.settle(SOON)
+    with store.get(key or sample_identity()) as index:
+        return in_dram(index)
+
+
+def in_dram(index: IndexFile) -> bool:
+    return "/dram/" in str(index.path)
+
+
+def copies(folder: Path) -> set[str]:
+    """Digests of the copies that there are."""
+    return {path.stem for path in (folder.parent / "dram").glob("*/*.pfxindex")}
+
+
+def put_elsewhere(folder: Path, **changes: Any) -> None:
+    with FileStore(folder, create=True) as other:
+        other.put(sample_payload(**changes))
+
+
+def damage(path: Path) -> None:
+    with IndexFile.open(path) as index:
+        flip(path, place_of(index, CHANNELS))
 
 
 def test_put_and_get_make_a_copy_and_get_opens_it(folder: Path) -> None:
@@ -157,7 +189,7 @@ def test_damage_in_a_copy_is_never_held_against_the_index(folder: Path) -> None:
         store.put(sample_payload(fill=4))
         assert copied(store)
         path = folder.parent / "dram" / DIGEST[:2] / f"{DIGEST}.pfxindex"
-        flip(path, array_offset(path))
+        damage(path)
         readers = [store.get(DIGEST) for _ in range(3)]
         for reader in readers:
             assert reader.path == str(path)
@@ -167,7 +199,7 @@ def test_damage_in_a_copy_is_never_held_against_the_index(folder: Path) -> None:
             assert list(store.problems()) == []
             assert fill_of(store.get(DIGEST)) == 4
         eventually(lambda: copied(store))  # the copy that was removed last may have been a job that still ran
-        flip(path, array_offset(path))
+        damage(path)
         nameless = IndexCorrupt("an array", expected="a", found="b", remedy="c")
         store.report(DIGEST, nameless)
         assert list(store.problems()) == [], "a check of the copy has found it guilty"
@@ -176,7 +208,7 @@ def test_damage_in_a_copy_is_never_held_against_the_index(folder: Path) -> None:
 def test_damage_found_while_copying_takes_the_index_out_of_the_offer(folder: Path) -> None:
     put_elsewhere(folder, fill=4)
     path = FileStore(folder).path_of(DIGEST)
-    flip(path, array_offset(path))
+    damage(path)
     with opened(folder) as store:
         store.prefetch(DIGEST)
         assert store._prefetches.settle(SOON)

@@ -36,7 +36,7 @@ from prefix_index import (
 from prefix_index.folder import open_direct
 from prefix_index.reader import ReadPlan, fresh_buffer, run
 from prefix_index.testing import sample_identity, sample_payload
-from tests.prefix_index.small_stores import flip, resident_bytes
+from tests.prefix_index.small_stores import flip, place_of, resident_bytes
 
 PIECE = 16384
 SIZES = (1, 0, 4096, 4095, 4097, 16384, 16385, 20480, 3, 100_001, 65536, 12288)
@@ -97,13 +97,6 @@ def drop_from_page_cache(path: Path) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
-
-
-def place_of(index: IndexFile, key: ArrayKey) -> int:
-    first = next(k for k in index.keys if index.record(k).nbytes)
-    data_offset = index.nbytes - 4096 - sum(-(-index.record(k).nbytes // 4096) * 4096 for k in index.keys)
-    assert index.record(first).offset == 0
-    return data_offset + index.record(key).offset
 
 
 def assert_same(found: dict[ArrayKey, Any], payload: IndexPayload, keys: Any = None) -> None:

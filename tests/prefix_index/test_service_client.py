@@ -28,10 +28,9 @@ from prefix_index.service import StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
 from prefix_index.service.endpoint import socket_path
 from prefix_index.testing import sample_identity, sample_payload
-from tests.prefix_index.copied_stores import fill_of, remove
 from tests.prefix_index.faults.service_process import Service
-from tests.prefix_index.faults.tools import SOON, fork, reap
-from tests.prefix_index.small_stores import in_threads
+from tests.prefix_index.faults.tools import SOON, fork, reap, remove
+from tests.prefix_index.small_stores import fill_of, in_threads
 from tests.prefix_index.tiers import PATIENCE_S, eventually, patient, served, two_tiers
 
 

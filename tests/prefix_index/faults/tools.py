@@ -97,6 +97,12 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def remove(path: Path) -> None:
+    """A folder, while somebody may be writing there."""
+    while path.exists():
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def identity_of(number: int) -> IndexIdentity:
     return sample_identity(range(1000 * number, 1000 * number + 32))
 
