@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import mmap
@@ -91,13 +90,7 @@ def test_a_store_that_stops_answering(tmp_path: Path) -> None:
             relay.silent = False
             store._calls.timeout_s = 30.0
 
-            def answers() -> bool:
-                with contextlib.suppress(StoreUnavailable), store.get(DIGEST) as index:
-                    index.verify()
-                    return True
-                return False
-
-            eventually(answers)
+            eventually(lambda: fill_of(store) == 1, but=(StoreUnavailable,))
 
 
 class Relay:

@@ -265,14 +265,7 @@ def test_one_connection_too_many_is_told_so_and_given_back(tmp_path: Path) -> No
         assert a.status().counts["refused"] >= 1
         b.close()
         with contextlib.ExitStack() as opened:
-
-            def fits() -> bool:
-                with contextlib.suppress(StoreUnavailable):
-                    opened.enter_context(patient(endpoint))
-                    return True
-                return False
-
-            eventually(fits)
+            eventually(lambda: opened.enter_context(patient(endpoint)), but=(StoreUnavailable,))
 
 
 def test_the_bound_leaves_descriptors_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,12 +320,8 @@ def test_a_service_outlives_more_connections_than_it_may_have_descriptors(tmp_pa
                 one.close()
             client.get(sample_payload().identity).close()
 
-            def answers() -> bool:
-                with contextlib.suppress(StoreUnavailable), patient(endpoint):
-                    return True
-                return False
-
-            eventually(answers)
+            with contextlib.ExitStack() as opened:
+                eventually(lambda: opened.enter_context(patient(endpoint)), but=(StoreUnavailable,))
     finally:
         for one in held:
             one.close()

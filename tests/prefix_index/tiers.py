@@ -20,9 +20,15 @@ PATIENCE_S = 60.0
 """Of stores whose time limits are not what is tested: no stall of the machine is an answer that did not come."""
 
 
-def eventually(holds: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+def eventually(
+    holds: Callable[[], object], seconds: float = PATIENCE_S, *, but: tuple[type[Exception], ...] = ()
+) -> None:
+    """Waits until ``holds`` says so; it may raise ``but`` until then."""
     deadline = time.monotonic() + seconds
-    while not holds():
+    while True:
+        with contextlib.suppress(*but):
+            if holds():
+                return
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.005)
 
