@@ -232,8 +232,7 @@ class FileStore(IndexStore):
         return entry
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
-        digest = self._digest(key)
-        return self._leases.acquire(digest)
+        return self._leases.acquire(self._digest(key))
 
     def prefetch(self, key: IndexLookup) -> None:
         """Asks for a copy in DRAM; without ``copies`` has the kernel read the file into the page cache."""
@@ -253,10 +252,8 @@ class FileStore(IndexStore):
             if copy is not None:
                 copy.close()
                 return
-            with self._lock:
-                entry = self.catalog.get(digest)
             try:
-                self.copies.make(index, entry, check)
+                self.copies.make(index, self.catalog.get(digest), check)
             except IndexCorrupt as err:
                 if err.path == index.path:
                     self.report(digest, err)

@@ -204,8 +204,7 @@ class RemoteStore(IndexStore):
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
         """As in the protocol: between machines where the store can create a value only if there is none."""
-        digest = self._digest(key)
-        return self._leases.acquire(digest)
+        return self._leases.acquire(self._digest(key))
 
     def prefetch(self, key: IndexLookup) -> None:
         """Nothing to do: a folder in front of this store brings indexes nearer."""
