@@ -170,7 +170,7 @@ class Housekeeper:
         return tuple(removed)
 
     def clean_partials(self, *, grace_s: float | None = None) -> int:
-        """See ``FileStore.clean_partials``."""
+        """Removes partial files whose writer is dead and that are older than the grace. Returns how many."""
         with self._lock:
             shards = self._books.shards
         removed = 0

@@ -232,8 +232,7 @@ class FileStore(IndexStore):
         return entry
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
-        digest = self._digest(key)
-        return self._leases.acquire(digest)
+        return self._leases.acquire(self._digest(key))
 
     def prefetch(self, key: IndexLookup) -> None:
         """Asks for a copy in DRAM; without ``copies`` has the kernel read the file into the page cache."""
@@ -253,10 +252,8 @@ class FileStore(IndexStore):
             if copy is not None:
                 copy.close()
                 return
-            with self._lock:
-                entry = self.catalog.get(digest)
             try:
-                self.copies.make(index, entry, check)
+                self.copies.make(index, self.catalog.get(digest), check)
             except IndexCorrupt as err:
                 if err.path == index.path:
                     self.report(digest, err)
@@ -330,11 +327,6 @@ class FileStore(IndexStore):
         with self._lock, os_errors(self.folder):
             self.rescan()
             self._books.check_integrity()
-
-    def clean_partials(self, *, grace_s: float | None = None) -> int:
-        """Removes partial files whose writer is dead and that are older than the grace. Returns how many."""
-        self._check_open()
-        return self._keeper.clean_partials(grace_s=grace_s)
 
     def path_of(self, key: IndexLookup) -> Path:
         """Where the index is, or would be."""

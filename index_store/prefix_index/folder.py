@@ -16,6 +16,7 @@ import os
 import random
 import stat
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -519,6 +520,23 @@ def _lock_soon(fd: int) -> bool:
             pause = min(pause * 2, 0.002)
         except OSError:
             return False
+
+
+_own: Final[weakref.WeakSet[io.FileIO]] = weakref.WeakSet()
+
+
+def close_in_children(file: io.FileIO) -> None:
+    """For a file that is locked: the lock must end with this process, although a child that it forked lives on."""
+    _own.add(file)
+
+
+def _close_all() -> None:
+    for file in tuple(_own):
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 def try_lock(fd: int) -> bool:

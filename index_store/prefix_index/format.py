@@ -326,12 +326,8 @@ class Prelude(NamedTuple):
         return PRELUDE.size + self.entry_nbytes
 
     @property
-    def header_nbytes(self) -> int:
-        return PRELUDE.size + self.entry_nbytes + self.table_nbytes
-
-    @property
     def data_offset(self) -> int:
-        return aligned(self.header_nbytes)
+        return aligned(self.table_offset + self.table_nbytes)
 
 
 _Section = TypeVar("_Section", Entry, Table)
@@ -432,14 +428,17 @@ def _is_unicode(text: str) -> bool:
 def encode_prelude(raw_entry: bytes, raw_table: bytes, total_nbytes: int) -> bytes:
     """The 64 bytes before the two sections."""
     sums = xxhash.xxh3_64_intdigest(raw_entry), xxhash.xxh3_64_intdigest(raw_table)
-    raw = PRELUDE.pack(MAGIC, FORMAT_VERSION, len(raw_entry), len(raw_table), 0, total_nbytes, *sums, 0, 0)[:-8]
-    return raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little")
+    return sealed(PRELUDE.pack(MAGIC, FORMAT_VERSION, len(raw_entry), len(raw_table), 0, total_nbytes, *sums, 0, 0))
 
 
-def encode_footer(prelude: bytes, total_nbytes: int) -> bytes:
+def encode_footer(prelude_xxh3: int, total_nbytes: int) -> bytes:
     """The last 4 KiB: zeros, then the 32 bytes that prove that the file is whole."""
-    raw = FOOTER.pack(END_MAGIC, total_nbytes, int.from_bytes(prelude[-8:], "little"), 0)[:-8]
-    return (raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little")).rjust(ALIGN, b"\0")
+    return sealed(FOOTER.pack(END_MAGIC, total_nbytes, prelude_xxh3, 0)).rjust(ALIGN, b"\0")
+
+
+def sealed(raw: bytes) -> bytes:
+    """The same, its last 8 bytes replaced by the xxh3 of those before."""
+    return raw[:-8] + xxhash.xxh3_64_intdigest(raw[:-8]).to_bytes(8, "little")
 
 
 # ---- checking a header ----
@@ -479,8 +478,7 @@ def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:
 
 def check_footer(raw: bytes, prelude: Prelude) -> None:
     """Checks the last 4 KiB. Raises IndexCorrupt for a write that was never finished."""
-    body = FOOTER.pack(END_MAGIC, prelude.total_nbytes, prelude.prelude_xxh3, 0)[:-8]
-    want = (body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")).rjust(ALIGN, b"\0")
+    want = encode_footer(prelude.prelude_xxh3, prelude.total_nbytes)
     if raw != want:
         raise corrupt("footer", f"{want[-32:].hex()} after zeros", raw[-32:].hex())
 

@@ -9,53 +9,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import stat
-import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from .errors import StoreFolderError
-from .folder import Access, give_mode, is_named, os_errors, shard_fd, shard_of
+from .folder import Access, close_in_children, give_mode, is_named, os_errors, owned_file, shard_fd, shard_of
 from .store import BuildLease
 
 LEASE: Final = ".lease-"
 _NO_LOCKS = frozenset((errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS))
 _PLANTED = frozenset((errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EMLINK))
 _RACES: Final = 100
-
-
-class Lease:
-    """A lease that ends by ``ends``, the last one first; also when nobody refers to it any more."""
-
-    def __init__(self, digest: str, *ends: Callable[[], object]) -> None:
-        self.digest = digest
-        self._ends = ends
-
-    def release(self) -> None:
-        ends, self._ends = self._ends, ()
-        with contextlib.ExitStack() as stack:
-            for end in ends:
-                stack.callback(end)
-
-    def __enter__(self) -> BuildLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.release()
-
-
-class Leases(Lease):
-    """Of several stores. Forgotten, each ends as it does by itself: a remote one waits for nobody."""
-
-    def __del__(self) -> None:
-        self._ends = ()
 
 
 class LocalLeases:
@@ -69,7 +37,7 @@ class LocalLeases:
         ticket = object()
         if self._held.setdefault(digest, ticket) is not ticket:
             return None
-        return Lease(digest, partial(self._end, digest, ticket))
+        return BuildLease(digest, partial(self._end, digest, ticket))
 
     def _end(self, digest: str, ticket: object) -> None:
         if self._held.get(digest) is ticket:
@@ -101,7 +69,9 @@ class FolderLeases:
                         return self._local.acquire(digest)
                     raise
                 if ours:
-                    return _FileLease(digest, self._folder, fd)
+                    file = owned_file(fd, "r+b")
+                    close_in_children(file)
+                    return BuildLease(digest, partial(_give_back, self._folder, digest, file))
                 # The last holder unlinked it between our open and our lock.
                 os.close(fd)
         return None
@@ -129,44 +99,13 @@ class FolderLeases:
         return StoreFolderError("lease", "a regular file", "a link, pipe, socket or folder", "remove it", path)
 
 
-class _FileLease(Lease):
-    """Owns the descriptor whose lock is the lease."""
-
-    def __init__(self, digest: str, folder: Path, fd: int) -> None:
-        super().__init__(digest)
-        self._folder = folder
-        self._fd = fd
-        _held.add(self)
-
-    def release(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        name = LEASE + self.digest
-        try:
-            with contextlib.suppress(OSError), shard_fd(self._folder, shard_of(self.digest)) as dir_fd:
-                if is_named(fd, dir_fd, name):
-                    os.unlink(name, dir_fd=dir_fd)
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            with contextlib.suppress(OSError):
-                os.close(fd)
-
-    def forget(self) -> None:
-        """In a forked child: the lease is the parent's, and must end with it although the child lives on."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-_held: weakref.WeakSet[_FileLease] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for lease in tuple(_held):
-        with contextlib.suppress(OSError):
-            lease.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
+def _give_back(folder: Path, digest: str, file: io.FileIO) -> None:
+    """Ends the lease whose lock ``file`` has. In a forked child the file is closed, and the lease is the parent's."""
+    if file.closed:
+        return
+    name = LEASE + digest
+    with contextlib.suppress(OSError), file:
+        with contextlib.suppress(OSError), shard_fd(folder, shard_of(digest)) as dir_fd:
+            if is_named(file.fileno(), dir_fd, name):
+                os.unlink(name, dir_fd=dir_fd)
+        fcntl.flock(file, fcntl.LOCK_UN)  # a child that is being forked has the descriptor too

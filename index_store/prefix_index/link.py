@@ -11,7 +11,6 @@ from typing import Final, TypeAlias, TypeVar
 
 from .errors import IndexStoreError, StoreUnavailable, out_of_memory
 from .file import FileStore
-from .lease import Lease
 from .prefetch import Cancelled
 from .reader import IndexLookup
 from .remote import RemoteStore
@@ -114,7 +113,7 @@ class Link:
         try:
             return self.ask(partial(self.store.lease, key))
         except IndexStoreError:
-            return Lease(digest_of(key))
+            return BuildLease(digest_of(key))
 
     def known(self, call: Callable[[], Sequence[_T]]) -> Sequence[_T]:
         """What the store knows without asking anybody."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from .errors import IndexFormatError, IndexMismatch, IndexNotFound, IndexStoreError, StoreClosed, out_of_memory
@@ -62,7 +61,6 @@ PIECE_NBYTES: Final = 4 << 20
 THREADS: Final = 8
 _VERIFY_NBYTES: Final = 64 << 20
 _READ_AHEAD_NBYTES: Final = 32 << 20
-_ZEROS: Final = bytes(ALIGN)
 _OFFSET: Final = attrgetter("offset")
 
 IndexLookup: TypeAlias = str | IndexIdentity
@@ -197,13 +195,11 @@ class IndexFile:
             raise self._named(err) from err.__cause__
         except MemoryError as err:
             raise self._named(out_of_memory(err, f"{plan.nbytes} bytes")) from None
-        starts = {record.offset: at for record, at in plan.places if record.nbytes}
-
-        def view(record: ArrayRecord) -> NDArray[Any]:
-            at = starts.get(record.offset, 0)
-            return np.ndarray(record.shape, DTYPES[record.dtype], flat[at : at + record.nbytes])
-
-        return {key: view(record) for key, record in wanted.items()}
+        views = {
+            record.key: np.ndarray(record.shape, DTYPES[record.dtype], flat[at : at + record.nbytes])
+            for record, at in plan.places
+        }
+        return {key: views[key] for key in wanted}
 
     def read_nbytes(self, keys: Iterable[ArrayKey] | None = None) -> int:
         """Bytes of the buffer that ``read_many(keys)`` fills: a multiple of 4 KiB. Raises IndexNotFound."""
@@ -249,14 +245,11 @@ class IndexFile:
         if record.nbytes:
             start = self._data_offset + record.offset
             raw = np.frombuffer(self._open().mapping(), np.uint8, aligned(record.nbytes), start)
-            self._check(record, raw)
+            try:
+                check_array(record, raw.data)
+            except IndexStoreError as err:
+                raise self._named(err) from None
         self._verified.add(record.key)
-
-    def _check(self, record: ArrayRecord, raw: NDArray[np.uint8]) -> None:
-        try:
-            check_array(record, raw.data)
-        except IndexStoreError as err:
-            raise self._named(err) from None
 
     def _named(self, err: IndexStoreError) -> IndexStoreError:
         return err if self.path is None else err.at(self.path)
@@ -339,56 +332,43 @@ class Placed(NamedTuple):
     record: ArrayRecord
     at: int
 
+    def check(self, buffer: memoryview) -> None:
+        check_array(self.record, buffer[self.at : self.at + aligned(self.record.nbytes)])
+
 
 class _LongArray:
-    """Checks one array whose parts arrive in any order, in several threads."""
+    """An array whose parts arrive in any order, in several threads. Who brings the last part checks all of them."""
 
     def __init__(self, placed: Placed, parts: int) -> None:
-        self.placed = placed
+        self._placed, self._missing = placed, parts
         self._lock = threading.Lock()
-        self._arrived = [False] * parts
-        self._next = 0
-        self._busy = False
-        self._hash = xxhash.xxh3_64()
 
-    def arrived(self, part: int, buffer: memoryview) -> None:
-        """Hashes what is next in order, unless another thread does. Raises IndexCorrupt after the last part."""
+    def arrived(self, buffer: memoryview) -> None:
         with self._lock:
-            self._arrived[part] = True
-            if self._busy:
-                return
-            self._busy = True
-        start, end = self.placed.at, self.placed.at + self.placed.record.nbytes
-        while True:
-            with self._lock:
-                if self._next == len(self._arrived) or not self._arrived[self._next]:
-                    self._busy = False
-                    break
-            first = start + self._next * PIECE_NBYTES
-            self._hash.update(buffer[first : min(first + PIECE_NBYTES, end)])
-            self._next += 1
-        if part == len(self._arrived) - 1 and end % ALIGN:
-            check_padding(self.placed.record, buffer[end : aligned(end)])
-        if self._next == len(self._arrived):
-            check_sum(self.placed.record, self._hash.hexdigest())
+            self._missing -= 1
+            is_last = self._missing == 0
+        if is_last:
+            self._placed.check(buffer)
 
 
 @dataclass
 class Piece:
-    """``nbytes`` (a multiple of 4 KiB) from ``offset`` of the container to ``at`` of the buffer."""
+    """``nbytes`` (a multiple of 4 KiB) from ``offset`` of the container to ``at`` of the buffer.
+
+    It holds the arrays of ``whole``, or a part of the array of ``part_of``.
+    """
 
     offset: int
     at: int
     nbytes: int
     whole: list[Placed] = field(default_factory=list)
-    part: tuple[_LongArray, int] | None = None
+    part_of: _LongArray | None = None
 
     def check(self, buffer: memoryview) -> None:
         for placed in self.whole:
-            check_array(placed.record, buffer[placed.at : placed.at + aligned(placed.record.nbytes)])
-        if self.part is not None:
-            array, number = self.part
-            array.arrived(number, buffer)
+            placed.check(buffer)
+        if self.part_of is not None:
+            self.part_of.arrived(buffer)
 
 
 @dataclass(frozen=True)
@@ -414,9 +394,9 @@ class ReadPlan:
                 continue
             if size > PIECE_NBYTES:
                 array = _LongArray(placed, -(-size // PIECE_NBYTES))
-                for number, begin in enumerate(range(0, size, PIECE_NBYTES)):
+                for begin in range(0, size, PIECE_NBYTES):
                     nbytes = min(PIECE_NBYTES, size - begin)
-                    pieces.append(Piece(offset + begin, at + begin, nbytes, part=(array, number)))
+                    pieces.append(Piece(offset + begin, at + begin, nbytes, part_of=array))
             elif last is not None and last.offset + last.nbytes == offset and last.nbytes + size <= PIECE_NBYTES:
                 last.nbytes += size
                 last.whole.append(placed)
@@ -478,15 +458,8 @@ def flat_buffer(out: NDArray[Any], nbytes: int, *, direct: bool | None) -> NDArr
 
 def check_array(record: ArrayRecord, raw: memoryview) -> None:
     """Raises IndexCorrupt where an array's bytes, or those behind them (its padding), are others than were written."""
-    check_sum(record, xxh3_hex(raw[: record.nbytes]))
-    check_padding(record, raw[record.nbytes :])
-
-
-def check_sum(record: ArrayRecord, found: str) -> None:
+    found, padding = xxh3_hex(raw[: record.nbytes]), bytes(raw[record.nbytes :])
     if found != record.xxh3:
         raise corrupt(f"checksum of {tuple(record.key)}", record.xxh3, found)
-
-
-def check_padding(record: ArrayRecord, raw: memoryview) -> None:
-    if bytes(raw) != _ZEROS[: len(raw)]:
+    if padding != bytes(len(padding)):
         raise corrupt(f"padding after {tuple(record.key)}", "zeros", "other bytes")

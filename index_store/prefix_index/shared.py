@@ -27,7 +27,6 @@ from .errors import (
 )
 from .file import FileStore
 from .folder import check_apart
-from .lease import Leases
 from .link import Link, Source, unavailable
 from .prefetch import Cancelled, Check, Promoter, Promotion
 from .reader import IndexFile, IndexLookup, is_damaged, open_in
@@ -40,6 +39,13 @@ _BEING_CHANGED_S: Final = 1.0
 _EVERYTHING: Final = "everything"
 DAMAGE: Final = (IndexFormatError, IndexMismatch)
 _MISSES: Final = (IndexNotFound, *DAMAGE, IndexUnreadable, StoreUnavailable)
+
+
+class _Leases(BuildLease):
+    """Of several stores. Forgotten, each ends as it does by itself: a remote one waits for nobody."""
+
+    def __del__(self) -> None:
+        self._ends = ()
 
 
 class SharedCounters(NamedTuple):
@@ -87,7 +93,6 @@ class SharedStore(IndexStore):
         remotes: Sequence[Source],
         *,
         timeout_s: float = 5.0,
-        publish: bool = True,
         rescan_s: float = 2.0,
     ) -> None:
         super().__init__()
@@ -98,7 +103,7 @@ class SharedStore(IndexStore):
         self.local = local
         self.remotes = tuple(remotes)
         self._links = [Link(remote) for remote in remotes]
-        self._timeout_s, self._publish, self._rescan_s = timeout_s, publish, rescan_s
+        self._timeout_s, self._rescan_s = timeout_s, rescan_s
         self._counts = dict.fromkeys(SharedCounters._fields, 0)
         self._counting = threading.Lock()
         self._fetching: dict[str, bool] = {}
@@ -161,8 +166,7 @@ class SharedStore(IndexStore):
             retention = next((there.retention for _, there in self._offers(digest)), None)
         with self._changing(digest):
             entry = self.local.put(payload, retention=retention)
-            if self._publish:
-                self._outdate(digest)
+            self._outdate(digest)
         self._post(digest)
         return entry
 
@@ -219,7 +223,7 @@ class SharedStore(IndexStore):
                 if lease is None:
                     return None
                 held.callback(lease.release)
-            return Leases(digest_of(key), held.pop_all().close)
+            return _Leases(digest_of(key), held.pop_all().close)
 
     def prefetch(self, key: IndexLookup) -> None:
         digest = self._digest(key)
@@ -462,7 +466,7 @@ class SharedStore(IndexStore):
             else:
                 self._tell_one(link, digest, check)
         newer = {digest_in(problem.path) for problem in link.store.problems() if isinstance(problem.error, IndexTooNew)}
-        for entry in self.local.list() if self._publish else ():
+        for entry in self.local.list():
             digest = entry.digest
             there = link.store.catalog.get(digest)
             if digest in newer or (there is not None and there.created >= entry.created):
@@ -514,8 +518,7 @@ class SharedStore(IndexStore):
         return existed
 
     def _send(self, link: Link, digest: str, entry: IndexEntry | None, check: Check) -> None:
-        outdated = digest in link.store.catalog.hidden
-        if not self._publish or (not outdated and link.ask(partial(link.store.contains, digest))):
+        if digest not in link.store.catalog.hidden and link.ask(partial(link.store.contains, digest)):
             return
         with open_in(self.local.folder, digest) as index:
             payload = checked(index.payload(), check)

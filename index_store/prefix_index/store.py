@@ -5,12 +5,13 @@ A store maps an ``IndexIdentity`` to one container. All methods may be called fr
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
@@ -52,17 +53,33 @@ def has_expired(retention: Retention, now: float) -> bool:
     return retention.expires is not None and retention.expires <= now
 
 
-class BuildLease(Protocol):
-    """The right to build one index while nobody else does. Ends with ``release()`` or with the holder's life."""
+class BuildLease:
+    """The right to build one index while nobody else does.
 
-    digest: str
+    It ends with ``release()``, with the holder's life, or when nobody refers to it any more. ``ends`` are called then,
+    the last one first.
+    """
+
+    def __init__(self, digest: str, *ends: Callable[[], object]) -> None:
+        self.digest = digest
+        self._ends = ends
 
     def release(self) -> None:
         """Gives the right back. Twice does nothing."""
+        ends, self._ends = self._ends, ()
+        with contextlib.ExitStack() as stack:
+            for end in ends:
+                stack.callback(end)
 
-    def __enter__(self) -> BuildLease: ...
+    def __enter__(self) -> BuildLease:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.release()
 
 
 class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -123,9 +140,6 @@ class Catalog:
 
     def __contains__(self, digest: str) -> bool:
         return self.get(digest) is not None
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def get(self, digest: str) -> IndexEntry | None:
         entry = self._entries.get(digest)

@@ -9,7 +9,6 @@ import io
 import os
 import secrets
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -18,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .folder import FULL, PARTIAL, LoadFailed, Signature, give_mode, owned_file, touch
+from .folder import FULL, PARTIAL, LoadFailed, Signature, close_in_children, give_mode, owned_file, touch
 from .format import (
     ALIGN,
     DTYPES,
@@ -127,7 +126,8 @@ class IndexWriter:
         raw_entry, raw_table = self._sections(rows)
         prelude = encode_prelude(raw_entry, raw_table, self.nbytes)
         place.write(0, memoryview((prelude + raw_entry + raw_table).ljust(self._data_offset, b"\0")))
-        place.write(self.nbytes - ALIGN, memoryview(encode_footer(prelude, self.nbytes)))
+        footer = encode_footer(int.from_bytes(prelude[-8:], "little"), self.nbytes)
+        place.write(self.nbytes - ALIGN, memoryview(footer))
 
     def _write_array(
         self, place: _Place, record: ArrayRecord, load: Callable[[LazyArray], NDArray[Any]]
@@ -232,7 +232,7 @@ class PartialFile:
         except OSError:
             os.unlink(self._name, dir_fd=self._dir_fd)
             raise
-        _being_written.add(self._out)
+        close_in_children(self._out)
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as err:
@@ -243,7 +243,7 @@ class PartialFile:
         """Raises, too, whatever the payload's lazy arrays raise (through ``os_errors``)."""
         assert self._out is not None, "create() first"
         if isinstance(data, bytes):
-            write_all(self._out.fileno(), data)
+            _Place(self._out).write(0, memoryview(data))
         else:
             data.write(self._out, load=_load)
         os.fsync(self._out.fileno())
@@ -253,25 +253,10 @@ class PartialFile:
         assert self._out is not None, "create() first"
         if used is not None:
             touch(self._out.fileno(), used)
-        signature = Signature.of(
-            os.fstat(self._out.fileno())
-        )  # a rename changes none of it, and nothing fails after one
+        signature = Signature.of(os.fstat(self._out.fileno()))  # the same after the rename, behind which nothing fails
         os.rename(self._name, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
         self.is_published = True
         return signature
-
-
-_being_written: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    """In a forked child: the lock is the parent's, and must end with it although the child lives on."""
-    for out in tuple(_being_written):
-        with contextlib.suppress(OSError):
-            out.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _load(array: LazyArray) -> NDArray[Any]:
@@ -311,13 +296,3 @@ def _create_partial(dir_fd: int, *, mode: int) -> tuple[str, int]:
         except OSError:
             return name, fd  # no locks here, so nobody clears away either
         os.close(fd)
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Writes all of it from where the file stands. Raises OSError."""
-    left = memoryview(data)
-    while left:
-        done = os.write(fd, left)
-        if not done:
-            raise OSError(errno.EIO, "wrote nothing")
-        left = left[done:]

@@ -18,7 +18,7 @@ from prefix_index import FileStore, Retention
 from prefix_index.testing import sample_payload
 from sglang_ext.cli.index import targets
 from tests.cli.conftest import flip, kept
-from tests.prefix_index.test_index_passing import refuse
+from tests.prefix_index.small_stores import refuse
 
 # -- rm ----------------------------------------------------------------------------------------------------------------
 

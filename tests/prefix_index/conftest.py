@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from prefix_index import ArrayKey, BuildInfo, IndexPayload, IndexStore
 from prefix_index.testing import sample_identity
+from tests.prefix_index.faults.service_process import Service
+from tests.prefix_index.faults.tools import Clock
 from tests.prefix_index.shared_stores import Make, Shaky, machines
 from tests.prefix_index.tiers import TIERS
 
@@ -35,10 +36,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def clock() -> Any:
-    from tests.prefix_index.machine import Clock  # which looks at hypothesis' profile: loaded once tests are collected
-
+def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Service]:
+    """A service in a process of its own."""
+    with Service(tmp_path) as service:
+        yield service
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from prefix_index import (
 )
 from prefix_index.testing import sample_identity, sample_model, sample_payload
 from tests.examples import examples
+from tests.prefix_index.faults.tools import Clock
 
 PROMPT = tuple(range(64))
 TENANTS = (None, "", "t")
@@ -32,16 +33,6 @@ FILL = st.integers(0, 200)
 
 def identity_of(pages: int, tenant: str | None) -> IndexIdentity:
     return sample_identity(PROMPT[: 16 * pages], extra_key=tenant)
-
-
-class Clock:
-    """Seconds since the Unix epoch that pass when a test says so."""
-
-    def __init__(self, now: float = 1_700_000_000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 Key = tuple[int, str | None]

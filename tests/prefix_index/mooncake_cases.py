@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,12 @@ from prefix_index import (
     StoreFull,
     StoreUnavailable,
 )
-from prefix_index.remote import BlobMissing, BlobsFailed, BlobTooShort, MooncakeBlobs, RemoteStore
+from prefix_index.remote import BlobsFailed, MooncakeBlobs, RemoteStore
 from prefix_index.testing import sample_identity, sample_payload
 from tests.examples import examples
 from tests.prefix_index.machine import STEPS, StoreMachine
 from tests.prefix_index.mooncake_cluster import HOST, Cluster, shared, shared_blobs
+from tests.prefix_index.remote_stores import check_values
 
 DIGEST = sample_identity().digest
 SOON = 20.0
@@ -83,36 +85,19 @@ def eventually(call: Callable[[], Any], seconds: float = 60.0) -> Any:
             time.sleep(0.1)
 
 
+def put_and_get(store: RemoteStore, payload: IndexPayload) -> None:
+    store.put(payload)
+    with store.get(payload.identity) as index:
+        index.verify()
+
+
 # Values
 
 
 def test_values() -> None:
-    blobs, folder = shared_blobs(), next(FOLDERS)
+    blobs = shared_blobs()
     blobs.open(60)
-    name = f"{folder}/x"
-    for call in (
-        lambda: blobs.fetch(name, 10),
-        lambda: blobs.size(name),
-        lambda: blobs.read(name, 0, [memoryview(bytearray(1))]),
-    ):
-        with pytest.raises(BlobMissing):
-            call()
-    blobs.write(name, memoryview(bytes(range(100))))
-    head, body = bytearray(10), bytearray(20)
-    blobs.read(name, 5, [memoryview(head), memoryview(body)])
-    assert bytes(head + body) == bytes(range(5, 35))
-    assert blobs.fetch(name, 100) == bytes(range(100))
-    with pytest.raises(BlobTooShort, match="100 bytes"):
-        blobs.read(name, 71, [memoryview(head), memoryview(body)])
-    with pytest.raises(BlobTooShort, match="100 bytes"):
-        blobs.fetch(name, 99)
-    for value in (b"longer" * 1000, b"short"):
-        blobs.write(name, memoryview(value))
-        assert blobs.fetch(name, 10_000) == value
-    assert blobs.names(folder) == {name: ""}
-    blobs.delete(name)
-    blobs.delete(name)
-    assert blobs.names(folder) == {}
+    check_values(blobs, next(FOLDERS))
 
 
 def test_an_index_of_many_chunks_whole_and_in_parts(cluster: Cluster) -> None:
@@ -166,13 +151,7 @@ def test_a_holder_killed_takes_its_values_and_nothing_else(cluster: Cluster) -> 
             assert not store.contains(payload.identity)
             time.sleep(0.2)
         cluster.start_holder()
-
-        def put_and_get() -> None:
-            store.put(payload)
-            with store.get(payload.identity) as index:
-                index.verify()
-
-        eventually(put_and_get)
+        eventually(partial(put_and_get, store, payload))
         store._calls.timeout_s = 60.0
         store.rescan()
         store.check_integrity()
@@ -199,13 +178,7 @@ def test_a_holder_that_hangs_holds_nobody_up(cluster: Cluster) -> None:
     cluster.resume_holders()
     store._calls.timeout_s, store._calls._resume = 60.0, 0.0  # as if the back-off were over
     eventually(store.open)
-
-    def put_and_get() -> None:  # the master may have given the holder up meanwhile
-        store.put(payload)
-        with store.get(payload.identity) as index:
-            index.verify()
-
-    eventually(put_and_get)
+    eventually(partial(put_and_get, store, payload))  # the master may have given the holder up meanwhile
     store.close()
 
 
@@ -222,13 +195,7 @@ def test_a_master_killed_and_started_again(cluster: Cluster) -> None:
         cluster.start_master()
         # A master forgets everything; what it does not know is a miss.
         eventually(lambda: within(SOON, lambda: store.get(payload.identity), IndexNotFound))
-
-        def put_and_get() -> None:
-            store.put(payload)
-            with store.get(payload.identity) as index:
-                index.verify()
-
-        eventually(put_and_get)
+        eventually(partial(put_and_get, store, payload))
         store._calls.timeout_s = 60.0
         store.rescan()
         assert len(store.list()) == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.remote import BlobMissing, Blobs, BlobTooShort, ObjectBlobs, RemoteStore
 from prefix_index.testing import sample_identity
 from tests.prefix_index import s3_server
 
@@ -28,6 +28,32 @@ OBJECT_STORES: dict[str, Callable[[Path], ObjectBlobs]] = {
 }
 #: Of fixtures; the server of S3 takes its time.
 OBJECT_STORE_NAMES = ["memory", "file", pytest.param("s3", marks=pytest.mark.full)]
+
+
+def check_values(blobs: Blobs, folder: str) -> None:
+    """What every store does with named values: parts are read, none is cut in silence, one missing is no failure."""
+    name, head, body = f"{folder}/x", bytearray(10), bytearray(20)
+    parts = [memoryview(head), memoryview(body)]
+    for call in (lambda: blobs.fetch(name, 10), lambda: blobs.size(name), lambda: blobs.read(name, 0, parts)):
+        with pytest.raises(BlobMissing):
+            call()
+    blobs.write(name, memoryview(bytes(range(100))))
+    assert blobs.size(name) == 100
+    assert blobs.fetch(name, 100) == bytes(range(100))
+    blobs.read(name, 5, parts)
+    assert bytes(head + body) == bytes(range(5, 35))
+    for offset in (71, 100, 1000):
+        with pytest.raises(BlobTooShort):
+            blobs.read(name, offset, parts)
+    with pytest.raises(BlobTooShort, match="100 bytes"):
+        blobs.fetch(name, 99)
+    for value in (b"longer" * 1000, b"short"):
+        blobs.write(name, memoryview(value))
+        assert blobs.fetch(name, 10_000) == value
+    assert blobs.names(folder).keys() == {name}
+    blobs.delete(name)
+    blobs.delete(name)
+    assert blobs.names(folder) == {}
 
 
 def machine(blobs: ObjectBlobs, **options: Any) -> RemoteStore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,53 +36,31 @@ class Shaky(ObjectBlobs):
         self.reading = threading.Event()
         self.writing = threading.Event()
 
-    def _go(self) -> None:
+    def reach(self, name: str) -> None:
+        """The way of a call to the store."""
         self.calls += 1
         self.answers.wait(2 * SOON)
         if self.fails:
             raise BlobsFailed("the network is gone")
-
-    def open(self, timeout_s: float) -> None:
-        self._go()
-        super().open(timeout_s)
-
-    def fetch(self, name: str, limit: int) -> bytes:
-        self._go()
-        return super().fetch(name, limit)
-
-    def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
-        self._go()
-        self.reading.set()
-        self.gate.wait(SOON)
-        super().read(name, offset, parts)
-
-    def size(self, name: str) -> int:
-        self._go()
-        return super().size(name)
-
-    def write(self, name: str, value: memoryview) -> None:
-        self._go()
-        self.writing.set()
-        self.gate.wait(SOON)
-        super().write(name, value)
-
-    def create(self, name: str, value: memoryview) -> bool | None:
-        self._go()
-        return super().create(name, value)
-
-    def delete(self, name: str) -> None:
-        self._go()
-        super().delete(name)
-
-    def names(self, folder: str) -> Mapping[str, str]:
-        self._go()
-        return super().names(folder)
+        if name in ("read", "write"):
+            (self.reading if name == "read" else self.writing).set()
+            self.gate.wait(SOON)
 
     def wipe(self) -> None:
         for name in self.names("prefix_index"):
             super().delete(name)
 
 
+def _shaky(name: str) -> Callable[..., Any]:
+    def call(self: Shaky, *args: Any) -> Any:
+        self.reach(name)
+        return getattr(ObjectBlobs, name)(self, *args)
+
+    return call
+
+
+for _name in ("open", "fetch", "read", "size", "write", "create", "delete", "names"):
+    setattr(Shaky, _name, _shaky(_name))
 Make = Callable[..., SharedStore]
 
 

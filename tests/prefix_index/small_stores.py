@@ -1,18 +1,25 @@
-"""What the tests of eviction and retention share: indexes of one size, and folders to keep a few of them in."""
+"""What tests of stores share: indexes of one size, folders to keep a few of them in, and a system that refuses."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import mmap
 import os
 import resource
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from prefix_index import BuildInfo, FileStore, IndexIdentity, IndexPayload, IndexWriter, Retention
+import pytest
+
+from prefix_index import ArrayKey, BuildInfo, FileStore, IndexFile, IndexIdentity, IndexPayload, IndexWriter, Retention
+from prefix_index.format import ALIGN, aligned
 from prefix_index.testing import sample_identity, sample_payload
 
 IDS = [sample_identity(range(i, i + 32)) for i in range(8)]
@@ -20,10 +27,48 @@ PINNED = Retention(pinned=True, name="tools")
 ONE = IndexWriter(sample_payload()).nbytes
 
 
-def opened(folder: Path, **options: Any) -> FileStore:
-    store = FileStore(folder, **{"create": True, **options})
-    store.open()
-    return store
+def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[Any]:
+    """Runs a program in a process that finds the packages which this one finds. Its output is text, in a pipe."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, **{"env": env, "stdout": subprocess.PIPE, "text": True, **options})
+
+
+def in_threads(*works: Callable[[], object]) -> None:
+    """Does each in a thread of its own, all at the same time. Raises the first error once all have ended."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        for work in [pool.submit(work) for work in works]:
+            work.result()
+
+
+def refuse_call(
+    patch: pytest.MonkeyPatch, name: str, when: Callable[..., bool] = lambda *_: True, error: int = errno.EIO
+) -> None:
+    """A call of ``os`` fails from now on where ``when`` says so of its arguments."""
+    real = getattr(os, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if when(*args):
+            raise OSError(error, os.strerror(error))
+        return real(*args, **kwargs)
+
+    patch.setattr(os, name, call)
+
+
+def refuse(patch: pytest.MonkeyPatch, path: Path, error: int) -> None:
+    """Opening this file, or folder, fails from now on, whoever asks."""
+    refuse_call(patch, "open", lambda at, flags, *_: Path(at).name == path.name and not flags & os.O_CREAT, error)
+
+
+def flip(path: Path, at: int, mask: int = 1) -> None:
+    """Changes bits where they lie, as a bad disk would: the file's times stay, and who has it mapped sees it."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ mask]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def keep_file(folder: Path, identity: IndexIdentity) -> Path:
@@ -32,6 +77,19 @@ def keep_file(folder: Path, identity: IndexIdentity) -> Path:
 
 def index_file(folder: Path, identity: IndexIdentity) -> Path:
     return keep_file(folder, identity).with_suffix(".pfxindex")
+
+
+def fill_of(index: IndexFile) -> int:
+    """Reads all of it, and closes it."""
+    with index:
+        index.verify()
+        return int(index.array("channels")[0])
+
+
+def place_of(index: IndexFile, key: ArrayKey) -> int:
+    """Where in the file the values of an array begin."""
+    data_nbytes = sum(aligned(index.record(k).nbytes) for k in index.keys)
+    return index.nbytes - ALIGN - data_nbytes + index.record(key).offset
 
 
 def built_in(seconds: float, identity: IndexIdentity, values_per_array: int = 16) -> IndexPayload:
@@ -64,6 +122,15 @@ def few_descriptors(left: int) -> Iterator[None]:
         for fd in taken:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def open_below(folder: Path) -> list[str]:
+    """What this process has open there: other threads have descriptors of their own, which come and go."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [link for link in links if link.startswith(str(folder))]
 
 
 def resident_bytes(path: Path) -> int:

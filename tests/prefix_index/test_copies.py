@@ -3,46 +3,71 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 from prefix_index import (
     ArrayKey,
     Copies,
     FileStore,
     IndexCorrupt,
+    IndexFile,
     IndexNotFound,
-    IndexPayload,
-    IndexStore,
-    LazyArray,
     Retention,
     StoreFolderError,
 )
 from prefix_index.testing import sample_identity, sample_payload
-from tests.examples import examples
-from tests.prefix_index.copied_stores import (
-    SOON,
-    array_offset,
-    copied,
-    copies,
-    fill_of,
-    flip,
-    in_dram,
-    opened,
-    put_elsewhere,
-    remove,
-)
-from tests.prefix_index.machine import STEPS, StoreMachine
+from tests.prefix_index.faults.tools import SOON, remove
+from tests.prefix_index.small_stores import fill_of, flip, in_threads, place_of
 from tests.prefix_index.tiers import copies_in, eventually
 
 OTHER = sample_identity(range(48))
 DIGEST = sample_identity().digest
+CHANNELS = ArrayKey("channels")
+
+
+@contextlib.contextmanager
+def opened(folder: Path, *, max_bytes: int = 64 << 20, **options: Any) -> Iterator[FileStore]:
+    """A store of ``folder`` with copies in ``dram`` beside it."""
+    with FileStore(
+        folder, **{"create": True, "copies": copies_in(folder.parent / "dram", max_bytes), **options}
+    ) as store:
+        yield store
+        store.check_integrity()
+
+
+def copied(store: FileStore, key: Any = None) -> bool:
+    """Asks for a copy, and waits until that is made, or could not be. Whether ``get`` opens one then."""
+    store.prefetch(key or sample_identity())
+    assert store._prefetches.settle(SOON)
+    with store.get(key or sample_identity()) as index:
+        return in_dram(index)
+
+
+def in_dram(index: IndexFile) -> bool:
+    return "/dram/" in str(index.path)
+
+
+def copies(folder: Path) -> set[str]:
+    """Digests of the copies that there are."""
+    return {path.stem for path in (folder.parent / "dram").glob("*/*.pfxindex")}
+
+
+def put_elsewhere(folder: Path, **changes: Any) -> None:
+    with FileStore(folder, create=True) as other:
+        other.put(sample_payload(**changes))
+
+
+def damage(path: Path) -> None:
+    with IndexFile.open(path) as index:
+        flip(path, place_of(index, CHANNELS))
 
 
 def test_put_and_get_make_a_copy_and_get_opens_it(folder: Path) -> None:
@@ -60,19 +85,6 @@ def test_put_and_get_make_a_copy_and_get_opens_it(folder: Path) -> None:
     with opened(folder) as store:
         store.get(OTHER).close()
         eventually(lambda: copies(folder) == {DIGEST, OTHER.digest})
-
-
-def test_each_lazy_array_is_loaded_once(folder: Path) -> None:
-    loads: list[int] = []
-
-    def load() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        loads.append(1)
-        return np.zeros(4096, np.uint8)
-
-    with opened(folder) as store:
-        store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4096,), load)}))
-        assert copied(store)
-        assert len(loads) == 1
 
 
 def test_what_does_not_fit_is_stored_and_served_and_not_read_again_at_each_get(folder: Path) -> None:
@@ -107,8 +119,6 @@ def test_a_replacement_by_another_process_is_served_though_size_and_times_are_eq
         assert copied(store)
         before = store.path_of(DIGEST).stat()
         put_elsewhere(folder, fill=2)
-        import os
-
         os.utime(store.path_of(DIGEST), ns=(before.st_atime_ns, before.st_mtime_ns))
         assert fill_of(store.get(DIGEST)) == 2
         assert store.counters is not None
@@ -167,6 +177,8 @@ def test_a_damaged_header_of_a_copy_costs_only_time(folder: Path, where: str) ->
         assert not in_dram(index)
         assert fill_of(index) == 4
         assert list(store.problems()) == []
+        assert store.counters is not None
+        assert store.counters.damaged_dropped + store.counters.stale_dropped == (where != "a folder")
         if where == "a folder":
             path.rmdir()
         assert copied(store)
@@ -177,7 +189,7 @@ def test_damage_in_a_copy_is_never_held_against_the_index(folder: Path) -> None:
         store.put(sample_payload(fill=4))
         assert copied(store)
         path = folder.parent / "dram" / DIGEST[:2] / f"{DIGEST}.pfxindex"
-        flip(path, array_offset(path))
+        damage(path)
         readers = [store.get(DIGEST) for _ in range(3)]
         for reader in readers:
             assert reader.path == str(path)
@@ -187,7 +199,7 @@ def test_damage_in_a_copy_is_never_held_against_the_index(folder: Path) -> None:
             assert list(store.problems()) == []
             assert fill_of(store.get(DIGEST)) == 4
         eventually(lambda: copied(store))  # the copy that was removed last may have been a job that still ran
-        flip(path, array_offset(path))
+        damage(path)
         nameless = IndexCorrupt("an array", expected="a", found="b", remedy="c")
         store.report(DIGEST, nameless)
         assert list(store.problems()) == [], "a check of the copy has found it guilty"
@@ -196,7 +208,7 @@ def test_damage_in_a_copy_is_never_held_against_the_index(folder: Path) -> None:
 def test_damage_found_while_copying_takes_the_index_out_of_the_offer(folder: Path) -> None:
     put_elsewhere(folder, fill=4)
     path = FileStore(folder).path_of(DIGEST)
-    flip(path, array_offset(path))
+    damage(path)
     with opened(folder) as store:
         store.prefetch(DIGEST)
         assert store._prefetches.settle(SOON)
@@ -251,65 +263,35 @@ def test_who_only_reads_copies_tells_of_each_use_and_makes_none(folder: Path) ->
 def test_threads_never_see_an_older_index_than_the_last_that_was_put(folder: Path) -> None:
     """One writer counts up, or deletes; what a reader gets was current at some time during its get."""
     latest, stop = [0], threading.Event()
-    errors: list[BaseException] = []
     with opened(folder, max_bytes=100 << 10) as store:
         payloads = [sample_payload(fill=fill) for fill in range(1, 60)]
         crowd = [sample_payload(sample_identity(range(100 * i, 100 * i + 32))) for i in range(1, 4)]
         for payload in crowd:
             store.put(payload)
 
-        def guard(work: Callable[[], None]) -> None:
-            try:
-                while not stop.is_set():
-                    work()
-            except BaseException as err:
-                errors.append(err)
-
         def read() -> None:
-            least = latest[0]
-            with contextlib.suppress(IndexNotFound):
-                assert fill_of(store.get(DIGEST)) >= least
+            while not stop.is_set():
+                least = latest[0]
+                with contextlib.suppress(IndexNotFound):
+                    assert fill_of(store.get(DIGEST)) >= least
 
         def crowd_out() -> None:
-            for payload in crowd:
-                with store.get(payload.identity) as index:
-                    assert np.array_equal(index.array("channels"), payload.arrays[index.keys[0]])
-            store.prefetch(DIGEST)
-            store.rescan()
+            while not stop.is_set():
+                for payload in crowd:
+                    with store.get(payload.identity) as index:
+                        assert np.array_equal(index.array("channels"), payload.arrays[index.keys[0]])
+                store.prefetch(DIGEST)
+                store.rescan()
 
-        threads = [threading.Thread(target=guard, args=(work,)) for work in (read, read, read, crowd_out)]
-        for thread in threads:
-            thread.start()
-        for fill, payload in enumerate(payloads, 1):
-            if fill % 7 == 0:
-                store.delete(DIGEST)
-            store.put(payload)
-            latest[0] = fill
-            time.sleep(0.005)
-        stop.set()
-        for thread in threads:
-            thread.join(SOON)
-        assert errors == []
+        def write() -> None:
+            with contextlib.ExitStack() as stack:
+                stack.callback(stop.set)
+                for fill, payload in enumerate(payloads, 1):
+                    if fill % 7 == 0:
+                        store.delete(DIGEST)
+                    store.put(payload)
+                    latest[0] = fill
+                    time.sleep(0.005)
+
+        in_threads(write, read, read, read, crowd_out)
         assert fill_of(store.get(DIGEST)) == 59
-
-
-class CopiedMachine(StoreMachine):
-    """A folder with copies of two of its indexes, against the dictionary."""
-
-    def make(self) -> IndexStore:
-        import tempfile
-
-        self.folder = tempfile.TemporaryDirectory()
-        path = Path(self.folder.name)
-        return FileStore(path / "store", create=True, copies=copies_in(path / "dram", 100 << 10))
-
-    def teardown(self) -> None:
-        super().teardown()
-        self.folder.cleanup()
-
-    def reopen(self) -> None:
-        """What was reported would be offered again: another machine's."""
-
-
-TestCopiedMachine = CopiedMachine.TestCase
-TestCopiedMachine.settings = settings(STEPS, max_examples=examples(20, day=4))

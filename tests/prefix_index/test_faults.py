@@ -17,12 +17,12 @@ LIMIT_S = 600.0
 RESULTS = ROOT / "benchmarks" / "results" / "store_faults.jsonl"
 
 
-#: The others are in `make test-all`.
-BY_DAY = ("kill_between_names", "kill_during_write", "system_calls", "truncate")
+#: In `make test-all` only: these take more than three seconds.
+SLOW = {"planted_files", "service_fuzzed_messages", "service_killed_under_load"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.full) for name in sorted(FOUND)]
+    "name", [pytest.param(name, marks=pytest.mark.full if name in SLOW else []) for name in sorted(FOUND)]
 )
 def test_campaign(name: str) -> None:
     outcome = run_one(name, FOUND[name].quick, 7, LIMIT_S)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import random
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +14,11 @@ import pytest
 
 from prefix_index import FileStore, InvalidPayload, Retention, StoreFolderError
 from prefix_index.connect import open_store
-from prefix_index.folder import Access
 from prefix_index.service import StoreServer
-from prefix_index.testing import sample_identity, sample_payload
+from prefix_index.testing import sample_payload
 from tests.prefix_index.faults import tools
-from tests.prefix_index.faults.tools import fork, reap
-from tests.prefix_index.small_stores import IDS, ONE, PINNED, index_file, keep_file, opened
+from tests.prefix_index.faults.tools import fork, opened, reap
+from tests.prefix_index.small_stores import IDS, ONE, PINNED, index_file, keep_file, python
 from tests.prefix_index.tiers import copies_in
 
 NOBODY = 65534
@@ -65,9 +61,11 @@ def test_mode_and_group_are_settings(folder: Path, umask: int, mode: int | str) 
 
 
 @pytest.mark.parametrize("mode", ["0600", "rwx", "", 0o4700, 0o070, -1])
-def test_modes_that_keep_the_owner_out_or_are_none_are_refused(folder: Path, mode: int | str) -> None:
+def test_modes_that_keep_the_owner_out_and_groups_that_are_none_are_refused(folder: Path, mode: int | str) -> None:
     with pytest.raises(InvalidPayload, match="mode of the store's folder: expected 0700 to 0777"):
         FileStore(folder, mode=mode)
+    with pytest.raises(InvalidPayload, match="group of the store: expected a group, found 'no-such-group'"):
+        FileStore(folder, group="no-such-group")
 
 
 def test_who_names_no_mode_keeps_to_that_of_the_folder(folder: Path) -> None:
@@ -79,11 +77,6 @@ def test_who_names_no_mode_keeps_to_that_of_the_folder(folder: Path) -> None:
         store.put(sample_payload(IDS[1]))
     assert modes(folder) == {0o770}
     assert file_modes(folder) == {0o660}
-
-
-def test_a_group_that_is_not_there_is_refused() -> None:
-    with pytest.raises(InvalidPayload, match="group of the store: expected a group, found 'no-such-group'"):
-        Access.of(0o750, "no-such-group")
 
 
 def as_somebody_else(work: Callable[[], None]) -> int | None:
@@ -204,10 +197,8 @@ with FileStore(sys.argv[1], max_bytes=int(sys.argv[3])) as store:
 
 def test_processes_keep_one_cap_together(folder: Path) -> None:
     cap = 5 * ONE + 100
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with opened(folder) as store:
-        command = [sys.executable, "-c", WRITER, str(folder)]
-        children = [subprocess.Popen([*command, str(i), str(cap)], env=env) for i in range(3)]
+        children = [python(WRITER, folder, i, cap, stdout=None) for i in range(3)]
         most = 0
         fd = os.open(folder, os.O_RDONLY)
         running = True
@@ -228,41 +219,3 @@ def test_processes_keep_one_cap_together(folder: Path) -> None:
         assert cap - ONE < most <= cap
         assert list(folder.rglob(".partial-*")) == []
         store.check_integrity()
-
-
-KEEPER = """
-import sys
-from prefix_index import FileStore, Retention
-from prefix_index.testing import sample_payload
-with FileStore(sys.argv[1]) as store:
-    print("ready", flush=True)
-    fill = int(sys.argv[2])
-    while True:
-        store.put(sample_payload(fill=fill), retention=Retention(pinned=True, expires=5e9))
-        store.retain(sample_payload().identity, Retention(expires=4e9))
-        store.put(sample_payload(fill=fill + 1), retention=Retention())
-        fill += 2
-"""
-
-
-def test_killed_at_random_moments_of_keeping(folder: Path) -> None:
-    legal = {Retention(), Retention(expires=4e9), Retention(pinned=True, expires=5e9)}
-    legal.add(Retention(pinned=True))  # the longer of two, of a put that was killed between two names
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    rng = random.Random(0)
-    with opened(folder) as store:
-        store.put(sample_payload(fill=1))
-    for round_ in range(10):
-        command = [sys.executable, "-c", KEEPER, str(folder), str(1000 * round_)]
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-            time.sleep(rng.uniform(0, 0.05))
-            child.kill()
-        with opened(folder, partial_grace_s=0.0) as store:
-            assert list(store.problems()) == []
-            assert {e.retention for e in store.list()} <= legal
-            with store.get(sample_identity()) as index:
-                index.verify()
-            store.check_integrity()
-            assert list(folder.rglob(".partial-*")) == []

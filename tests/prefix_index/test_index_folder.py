@@ -6,10 +6,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +27,8 @@ from prefix_index import (
     page_hashes,
 )
 from prefix_index.testing import sample_identity, sample_model, sample_payload
-from tests.prefix_index.small_stores import opened
+from tests.prefix_index.faults.tools import opened
+from tests.prefix_index.small_stores import refuse_call
 
 
 def put_file(folder: Path, **options: Any) -> Path:
@@ -43,73 +40,41 @@ def longest(store: FileStore) -> object:
     return store.longest(namespace_digest({}), page_hashes(range(32)), sample_model(), "profile-1")
 
 
-def test_layout_on_disk(folder: Path) -> None:
-    path = put_file(folder)
-    digest = sample_identity().digest
-    assert path == folder / digest[:2] / f"{digest}.pfxindex"
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert sorted(p.name for p in folder.rglob("*")) == sorted([digest[:2], path.name])
-
-
-def test_salt_appears_nowhere(folder: Path) -> None:
+def test_layout_on_disk_which_a_new_store_finds_and_no_salt_in_it(folder: Path) -> None:
     salt = "s3cret-tenant-salt"
-    path = put_file(folder, identity=sample_identity(extra_key=salt))
-    assert salt not in str(path)
+    identity = sample_identity(extra_key=salt)
+    path = put_file(folder, identity=identity, fill=5)
+    assert path == folder / identity.digest[:2] / f"{identity.digest}.pfxindex"
+    assert sorted(p.name for p in folder.rglob("*")) == sorted([identity.digest[:2], path.name])
     assert salt.encode() not in path.read_bytes()
-
-
-def test_index_survives_a_new_store(folder: Path) -> None:
-    put_file(folder, fill=5)
     with opened(folder, create=False) as store:
-        assert longest(store) is not None
-        with store.get(sample_identity()) as index:
+        assert [entry.identity for entry in store.list()] == [identity]
+        with store.get(identity) as index:
             assert index.array("channels")[0] == 5
 
 
-def test_missing_folder(folder: Path) -> None:
+def test_what_is_no_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreFolderError, match=r"store: expected an existing folder, found nothing; create"):
         opened(folder, create=False)
-
-
-def test_file_instead_of_folder(folder: Path) -> None:
+    with pytest.raises(StoreFolderError, match="found nothing"):
+        FileStore(f"{folder}/a\0b").open()
     folder.write_text("x")
     for create in (True, False):
         with pytest.raises(StoreFolderError, match="found something that is not a folder; give another path"):
             opened(folder, create=create)
-
-
-def test_folder_without_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.unlink()
     folder.mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(StoreFolderError, match="expected a writable folder, found no permission; change"):
         opened(folder)
 
 
-def test_folder_deleted_under_a_running_store(folder: Path) -> None:
-    path = put_file(folder)
-    with opened(folder) as store:
-        path.unlink()
-        path.parent.rmdir()
-        folder.rmdir()
-        with pytest.raises(IndexNotFound, match="No such file"):
-            store.get(sample_identity())
-        with pytest.raises(StoreFolderError, match="check that the folder exists"):
-            store.put(sample_payload())
-        with pytest.raises(StoreFolderError):
-            store.rescan()
-        assert not store.contains(sample_identity())
-        assert not store.delete(sample_identity())
-
-
 @pytest.mark.parametrize("call", ["posix_fallocate", "fsync", "rename"])
 def test_full_disk_leaves_the_old_index(folder: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with opened(folder) as store:
         store.put(sample_payload(fill=1))
         with monkeypatch.context() as patch:
-            patch.setattr(os, call, full)
+            refuse_call(patch, call, error=errno.ENOSPC)
             with pytest.raises(StoreFull, match=r"disk: expected room .* found No space left on device; free"):
                 store.put(sample_payload(fill=2))
         with store.get(sample_identity()) as index:
@@ -137,20 +102,6 @@ def test_other_processes_changes_are_seen_after_a_rescan(folder: Path) -> None:
         here.rescan()
         assert [e.nbytes for e in here.list()] == [e.nbytes for e in there.list()]
         here.check_integrity()
-
-
-def test_quiet_folders_are_not_listed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = put_file(folder)
-    long_ago = time.time_ns() - 10**10
-    os.utime(path.parent, ns=(long_ago, long_ago))
-    with opened(folder) as store:
-        with monkeypatch.context() as patch:
-            patch.setattr("prefix_index.books.list_shard", lambda *_: pytest.fail("listed again"))
-            store.rescan()
-            store.rescan()
-        path.unlink()
-        store.rescan()
-        assert list(store.list()) == []
 
 
 def test_changes_within_one_tick_of_the_clock_are_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,19 +169,6 @@ def newer(raw: bytes) -> bytes:
     return head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little") + raw[64:]
 
 
-def test_repaired_file_is_taken_in(folder: Path) -> None:
-    path = put_file(folder)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    with opened(folder) as store:
-        assert longest(store) is None
-        assert len(store.problems()) == 1
-        path.write_bytes(whole)
-        store.rescan(full=True)
-        assert longest(store) is not None
-        assert list(store.problems()) == []
-
-
 def test_linked_shard_folder_is_not_followed(folder: Path, tmp_path: Path) -> None:
     path = put_file(folder)
     elsewhere = tmp_path / "elsewhere"
@@ -243,19 +181,6 @@ def test_linked_shard_folder_is_not_followed(folder: Path, tmp_path: Path) -> No
             store.get(sample_identity())
         with pytest.raises(StoreFolderError):
             store.put(sample_payload())
-
-
-def test_damaged_array_is_found_when_read(folder: Path) -> None:
-    path = put_file(folder)
-    with path.open("r+b") as file:
-        file.seek(-5000, os.SEEK_END)
-        file.write(b"\xff")
-    with (
-        opened(folder) as store,
-        store.get(sample_identity()) as index,
-        pytest.raises(IndexCorrupt, match=r"pfxindex: (checksum of|padding after)"),
-    ):
-        index.verify()
 
 
 def test_partials_are_ignored_and_the_dead_ones_removed(folder: Path) -> None:
@@ -284,89 +209,3 @@ def test_lost_file_is_an_inconsistency_only_when_the_books_are_wrong(folder: Pat
         store._books.catalog.clear()
         with pytest.raises(StoreInconsistent, match=r"files: expected .*, found {}; this is a defect"):
             store.check_integrity()
-
-
-CHILD = """
-import os, signal, sys
-from prefix_index import FileStore, folder
-from prefix_index.testing import sample_payload
-store = FileStore(sys.argv[1]); store.open()
-die_at = sys.argv[2]
-def die(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
-if die_at:
-    setattr(folder.os, die_at, die)
-print("ready", flush=True)
-fill = int(sys.argv[3])
-while True:
-    store.put(sample_payload(fill=fill, values_per_array=1 << 16))
-    fill += 1
-"""
-
-
-def child(folder: Path, die_at: str, fill: int) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", CHILD, str(folder), die_at, str(fill)]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
-def holds_a_whole_index(folder: Path) -> int:
-    """Checks every byte of the one index there is; returns its fill."""
-    with opened(folder, partial_grace_s=0.0) as store:
-        assert len(store.list()) == 1
-        assert list(store.problems()) == []
-        assert list(folder.glob("*/.partial-*")) == []
-        with store.get(sample_identity()) as index:
-            index.verify()
-            fill = index.stats["fill"]
-            assert isinstance(fill, int)
-            for key, array in sample_payload(fill=fill, values_per_array=1 << 16).arrays.items():
-                assert (index.array(*key) == array).all()
-        store.check_integrity()
-        return fill
-
-
-@pytest.mark.parametrize("die_at", ["posix_fallocate", "fsync", "rename"])
-def test_killed_before_the_rename_leaves_the_old_index(folder: Path, die_at: str) -> None:
-    put_file(folder, fill=7, values_per_array=1 << 16)
-    with child(folder, die_at, 100) as process:
-        assert process.wait(120) == -signal.SIGKILL
-    assert len(list(folder.glob("*/.partial-*"))) == 1
-    assert holds_a_whole_index(folder) == 7
-
-
-def test_killed_at_random_moments(folder: Path) -> None:
-    put_file(folder, fill=7, values_per_array=1 << 16)
-    rng = random.Random(0)
-    last = 7
-    for round_ in range(12):
-        with child(folder, "", 1000 * (round_ + 1)) as process:
-            time.sleep(rng.uniform(0, 0.1))
-            process.kill()
-        fill = holds_a_whole_index(folder)
-        assert fill == last or fill >= 1000 * (round_ + 1)
-        last = fill
-
-
-def test_two_processes_write_one_identity(folder: Path) -> None:
-    put_file(folder, fill=1, values_per_array=1 << 16)
-    with child(folder, "", 0) as a, child(folder, "", 0) as b:
-        with opened(folder) as store:
-            until = time.monotonic() + 1.0
-            while time.monotonic() < until:
-                with store.get(sample_identity()) as index:
-                    index.verify()
-                store.rescan()
-                assert len(store.list()) == 1
-                assert list(store.problems()) == []
-        a.kill()
-        b.kill()
-    holds_a_whole_index(folder)
-
-
-def test_a_path_with_a_nul_is_a_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(StoreFolderError, match="found nothing"):
-        FileStore(f"{tmp_path}/a\0b").open()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,8 +12,8 @@ import pytest
 
 from prefix_index import FileStore, file, prefetch
 from prefix_index.testing import sample_payload
-from tests.prefix_index.faults.tools import fork, reap
-from tests.prefix_index.small_stores import IDS, opened
+from tests.prefix_index.faults.tools import fork, opened, reap
+from tests.prefix_index.small_stores import IDS, python
 
 
 class SlowInParent(FileStore):
@@ -118,5 +116,5 @@ for i in range(60):
 
 def test_a_process_with_prefetches_under_way_ends(folder: Path) -> None:
     """Without doing them all: that takes ten minutes, ten seconds each."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", EXIT, str(folder)], env=env, check=True, timeout=300)
+    with python(EXIT, folder) as process:
+        assert process.wait(300) == 0

@@ -1,9 +1,9 @@
-"""Bytes from outside: damaged, cut, foreign, newer, or made to hurt. An error with a name, never a wrong
-value."""
+"""Bytes from outside: damaged, cut, foreign, newer, or made to hurt. An error with a name, never a wrong value."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import resource
 import struct
@@ -74,35 +74,14 @@ def test_every_bit_of_arrays_and_every_byte_of_their_padding_is_detected(
     assert survivors(raw, bits, read) == []
 
 
-def test_any_number_of_flipped_bits_in_one_byte_of_the_header_is_detected(raw: bytes) -> None:
-    head = PRELUDE.size + sum(struct.unpack_from("<II", raw, 12))
-    for i in range(head):
-        data = bytearray(raw)
-        data[i] ^= 0xFF
-        with pytest.raises(IndexFormatError):
-            IndexFile.from_buffer(bytes(data))
-
-
-def test_truncation_at_every_length(raw: bytes) -> None:
+def test_every_other_length_is_detected(raw: bytes) -> None:
     for length in range(len(raw)):
         with pytest.raises(IndexCorrupt, match="file length"):
             IndexFile.from_buffer(raw[:length])
-
-
-@pytest.mark.parametrize("extra", [1, 4095, 4096, 8192])
-def test_appended_bytes_are_detected(raw: bytes, extra: int) -> None:
-    with pytest.raises(IndexCorrupt, match="file length"):
-        IndexFile.from_buffer(raw + bytes(extra))
-
-
-def test_swapped_arrays_are_detected(raw: bytes) -> None:
-    data = raw[:4096] + raw[8192:12288] + raw[4096:8192] + raw[12288:]
-    with pytest.raises(IndexCorrupt, match="checksum of"):
-        read_all(data)
-
-
-def test_missing_footer_is_an_unfinished_write(raw: bytes) -> None:
-    with pytest.raises(IndexCorrupt, match="footer: expected"):
+    for extra in (1, 4095, 4096, 8192):
+        with pytest.raises(IndexCorrupt, match="file length"):
+            IndexFile.from_buffer(raw + bytes(extra))
+    with pytest.raises(IndexCorrupt, match="footer: expected"):  # a write that was never finished
         IndexFile.from_buffer(raw[:-4096] + bytes(4096))
 
 
@@ -139,17 +118,15 @@ def reprelude(raw: bytes, **changes: int) -> bytes:
     fields.update(changes)
     head = PRELUDE.pack(*fields.values())[:-8]
     head += struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
-    return head + raw[PRELUDE.size : -ALIGN] + encode_footer(head, fields["total"])
+    return head + raw[PRELUDE.size : -ALIGN] + encode_footer(int.from_bytes(head[-8:], "little"), fields["total"])
 
 
 def rebuild(entry: bytes, table: bytes, data: bytes) -> bytes:
-    """A container around any two sections, with every checksum of the frame right: what an attacker would
-    send."""
+    """A container around any two sections, with every checksum of the frame right: what an attacker would send."""
     header_nbytes = PRELUDE.size + len(entry) + len(table)
     total = aligned(header_nbytes) + len(data) + ALIGN
-    body = (bytes(PRELUDE.size) + entry + table).ljust(aligned(header_nbytes), b"\0") + data + bytes(ALIGN)
-    magic = int.from_bytes(b"\x89PFXIDX\n", "little").to_bytes(8, "little")
-    body = PRELUDE.pack(magic, 1, 0, 0, 0, 0, 0, 0, 0, 0) + body[PRELUDE.size :]
+    prelude = PRELUDE.pack(b"\x89PFXIDX\n", 1, 0, 0, 0, 0, 0, 0, 0, 0)
+    body = (prelude + entry + table).ljust(aligned(header_nbytes), b"\0") + data + bytes(ALIGN)
     return reprelude(
         body,
         entry_nbytes=len(entry),
@@ -168,53 +145,55 @@ def sections(raw: bytes) -> tuple[Any, Any, bytes]:
     return msgspec.json.decode(entry), msgspec.json.decode(table), data
 
 
-@pytest.mark.parametrize("field", ["zero", "zero2"])
-def test_reserved_fields_must_be_zero(raw: bytes, field: str) -> None:
-    with pytest.raises(IndexCorrupt, match="reserved prelude fields"):
-        IndexFile.from_buffer(reprelude(raw, **{field: 1}))
-
-
-@pytest.mark.parametrize("field", ["entry_nbytes", "table_nbytes"])
-@pytest.mark.parametrize("value", [0, 1, 65536, 2**31, 2**32 - 1])
-def test_impossible_section_lengths(raw: bytes, field: str, value: int) -> None:
-    with pytest.raises(IndexCorrupt):
-        IndexFile.from_buffer(reprelude(raw, **{field: value}))
+def test_impossible_preludes(raw: bytes) -> None:
+    for field in ("zero", "zero2"):
+        with pytest.raises(IndexCorrupt, match="reserved prelude fields"):
+            IndexFile.from_buffer(reprelude(raw, **{field: 1}))
+    for field, nbytes in itertools.product(("entry_nbytes", "table_nbytes"), (0, 1, 65536, 2**31, 2**32 - 1)):
+        with pytest.raises(IndexCorrupt):
+            IndexFile.from_buffer(reprelude(raw, **{field: nbytes}))
 
 
 NAME, LAYER, KV_HEAD, DTYPE, SHAPE, OFFSET, NBYTES, XXH3 = range(8)
+
+
+def put(row: int, field: int, value: object) -> Callable[[list[list[Any]]], object]:
+    return lambda rows: rows[row].__setitem__(field, value)
+
+
 HOSTILE_ROWS: dict[str, Callable[[list[list[Any]]], object]] = {
-    "negative offset": lambda rows: rows[1].__setitem__(OFFSET, -4096),
-    "offset past the end": lambda rows: rows[1].__setitem__(OFFSET, 2**62),
-    "unaligned offset": lambda rows: rows[2].__setitem__(OFFSET, 4100),
-    "overlap": lambda rows: rows[2].__setitem__(OFFSET, 0),
+    "negative offset": put(1, OFFSET, -4096),
+    "offset past the end": put(1, OFFSET, 2**62),
+    "unaligned offset": put(2, OFFSET, 4100),
+    "overlap": put(2, OFFSET, 0),
     "hole": lambda rows: rows.pop(2),
     "missing last": lambda rows: rows.pop(),
     "more data than there is": lambda rows: rows.append(["z", 0, 0, "uint8", [1], 12288, 1, "0" * 16]),
-    "huge dimension": lambda rows: rows[1].__setitem__(SHAPE, [2**62, 2**62]),
-    "product that wraps in 64 bits": lambda rows: rows[1].__setitem__(SHAPE, [2**32, 2**32, 6]),
-    "negative dimensions": lambda rows: rows[1].__setitem__(SHAPE, [-2, -3]),
-    "zero behind sizes that no array can have": lambda rows: rows[0].__setitem__(SHAPE, [2**46, 2**46, 0]),
-    "zero times huge": lambda rows: rows[0].__setitem__(SHAPE, [0, 2**60]),
-    "too many dimensions": lambda rows: rows[1].__setitem__(SHAPE, [6] + [1] * 1000),
-    "bytes other than shape": lambda rows: rows[1].__setitem__(NBYTES, 20),
-    "huge bytes": lambda rows: rows[1].__setitem__(NBYTES, 2**63 - 1),
+    "huge dimension": put(1, SHAPE, [2**62, 2**62]),
+    "product that wraps in 64 bits": put(1, SHAPE, [2**32, 2**32, 6]),
+    "negative dimensions": put(1, SHAPE, [-2, -3]),
+    "zero behind sizes that no array can have": put(0, SHAPE, [2**46, 2**46, 0]),
+    "zero times huge": put(0, SHAPE, [0, 2**60]),
+    "too many dimensions": put(1, SHAPE, [6] + [1] * 1000),
+    "bytes other than shape": put(1, NBYTES, 20),
+    "huge bytes": put(1, NBYTES, 2**63 - 1),
     "duplicate": lambda rows: rows[2].__setitem__(slice(0, 3), rows[1][:3]),
-    "unknown dtype": lambda rows: rows[1].__setitem__(DTYPE, "object"),
-    "path as name": lambda rows: rows[1].__setitem__(NAME, "../../etc"),
-    "no name": lambda rows: rows[1].__setitem__(NAME, ""),
-    "negative layer": lambda rows: rows[1].__setitem__(LAYER, -2),
-    "huge head": lambda rows: rows[1].__setitem__(KV_HEAD, 2**40),
-    "checksum not hex": lambda rows: rows[1].__setitem__(XXH3, "z" * 16),
-    "checksum not hex in the middle": lambda rows: rows[1].__setitem__(XXH3, "0" * 7 + "g" + "0" * 8),
-    "checksum in upper case": lambda rows: rows[1].__setitem__(XXH3, "A" * 16),
-    "checksum of other digits": lambda rows: rows[1].__setitem__(XXH3, "\uff11" * 16),
-    "long checksum": lambda rows: rows[1].__setitem__(XXH3, "0" * 17),
-    "checksum with a newline": lambda rows: rows[1].__setitem__(XXH3, "0" * 15 + "\n"),
+    "unknown dtype": put(1, DTYPE, "object"),
+    "path as name": put(1, NAME, "../../etc"),
+    "no name": put(1, NAME, ""),
+    "negative layer": put(1, LAYER, -2),
+    "huge head": put(1, KV_HEAD, 2**40),
+    "checksum not hex": put(1, XXH3, "z" * 16),
+    "checksum not hex in the middle": put(1, XXH3, "0" * 7 + "g" + "0" * 8),
+    "checksum in upper case": put(1, XXH3, "A" * 16),
+    "checksum of other digits": put(1, XXH3, "\uff11" * 16),
+    "long checksum": put(1, XXH3, "0" * 17),
+    "checksum with a newline": put(1, XXH3, "0" * 15 + "\n"),
     "short row": lambda rows: rows[1].pop(),
     "long row": lambda rows: rows[1].append(0),
-    "float offset": lambda rows: rows[1].__setitem__(OFFSET, 0.5),
-    "integer of a thousand digits": lambda rows: rows[1].__setitem__(SHAPE, [10**1000]),
-    "string for shape": lambda rows: rows[1].__setitem__(SHAPE, "6"),
+    "float offset": put(1, OFFSET, 0.5),
+    "integer of a thousand digits": put(1, SHAPE, [10**1000]),
+    "string for shape": put(1, SHAPE, "6"),
 }
 
 
@@ -223,8 +202,11 @@ def test_hostile_rows_with_right_checksums(raw: bytes, name: str) -> None:
     entry, table, data = sections(raw)
     assert IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), msgspec.json.encode(table), data))
     HOSTILE_ROWS[name](table["arrays"])
+    hostile = rebuild(msgspec.json.encode(entry), json.dumps(table).encode(), data)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(IndexCorrupt):
-        IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), json.dumps(table).encode(), data))
+        IndexFile.from_buffer(hostile)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
 def rows_of(count: int) -> list[ArrayRecord]:
@@ -311,16 +293,6 @@ def test_hostile_entries(raw: bytes) -> None:
             IndexFile.from_buffer(rebuild(msgspec.json.encode(copy), msgspec.json.encode(table), data))
 
 
-def test_data_hidden_in_padding_is_found(raw: bytes) -> None:
-    entry, table, data = sections(raw)
-    hidden = bytearray(data)
-    hidden[4000] = 1
-    whole = rebuild(msgspec.json.encode(entry), msgspec.json.encode(table), bytes(hidden))
-    index = IndexFile.from_buffer(whole)
-    with pytest.raises(IndexCorrupt, match="padding after"):
-        index.verify()
-
-
 @settings(max_examples=examples(400))
 @given(data=st.data())
 def test_random_bytes_never_crash(raw: bytes, data: st.DataObject) -> None:
@@ -342,14 +314,3 @@ def test_random_sections_never_crash(raw: bytes, table: bytes) -> None:
         IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), table, data))
     with pytest.raises(IndexFormatError):
         IndexFile.from_buffer(rebuild(table, msgspec.json.encode({}), data))
-
-
-def test_hostile_headers_take_little_memory(raw: bytes) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    entry, table, data = sections(raw)
-    for change in HOSTILE_ROWS.values():
-        rows = msgspec.json.decode(msgspec.json.encode(table))
-        change(rows["arrays"])
-        with pytest.raises(IndexCorrupt):
-            IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), json.dumps(rows).encode(), data))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB

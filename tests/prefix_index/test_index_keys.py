@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import subprocess
-import sys
 import time
 
 import msgspec
@@ -32,6 +28,7 @@ PAGES_0_31 = [
     "2509c4fd06644f94f4de430a08776c6e8a1467570cac9eb6f7a1631fd4be987f",
 ]
 IDENTITY = "f4ff7d8f18aa707fd087679a5ce7514812bf4e45427ed3bf0c0ebe6a623bc041"
+CANONICAL = "cf0c4895ed707baaf7f40eaf8263541a10f2599db4d8955d035dc0a8f254ee32"  # of {"a":[1.5,null],"b":1}
 FIELDS = st.dictionaries(st.text(max_size=8), st.none() | st.text(max_size=8), max_size=4)
 
 
@@ -40,19 +37,7 @@ def test_golden_digests() -> None:
     assert namespace_digest({"extra_key": "a", "cache_salt": "b"}) == NAMESPACE_AB
     assert [h.hex() for h in page_hashes(range(32))] == PAGES_0_31
     assert sample_identity().digest == IDENTITY
-
-
-def test_page_hash_is_the_documented_formula() -> None:
-    tokens = np.arange(100, 164)
-    first = hashlib.sha256(bytes(32) + tokens[:16].astype("<i8").tobytes()).digest()
-    second = hashlib.sha256(first + tokens[16:32].astype("<i8").tobytes()).digest()
-    assert page_hashes(tokens)[:2] == [first, second]
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 31, 32, 33])
-@pytest.mark.parametrize("page_tokens", [1, 16])
-def test_only_full_pages_are_hashed(num_tokens: int, page_tokens: int) -> None:
-    assert len(page_hashes(list(range(num_tokens)), page_tokens)) == num_tokens // page_tokens
+    assert canonical_digest({"b": 1, "a": [1.5, None]}) == CANONICAL
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=70), st.integers(1, 20))
@@ -62,8 +47,9 @@ def test_hashes_depend_on_values_and_order_not_on_the_container(tokens: list[int
     assert page_hashes(np.repeat(np.array(tokens, dtype=">i8"), 2)[::2], page) == expected
     assert page_hashes(tuple(tokens), page) == expected
     assert len(set(expected)) == len(expected)
-    for cut in range(len(tokens)):
+    for cut in range(len(tokens) + 1):
         assert page_hashes(tokens[:cut], page) == expected[: cut // page]
+    assert len(expected) == len(tokens) // page
 
 
 def test_smaller_integer_dtypes_hash_the_same() -> None:
@@ -129,24 +115,6 @@ def test_namespace_does_not_depend_on_the_order_of_fields_and_stays_when_a_field
     assert namespace_digest({"a": "1", "b": "2"}) == namespace_digest({"b": "2", "a": "1"})
     assert namespace_digest({"extra_key": "x"}) == namespace_digest({"extra_key": "x", "cache_salt": None})
     assert namespace_digest({"extra_key": "\ud800"}) != namespace_digest({})
-
-
-def test_digests_are_equal_in_another_process() -> None:
-    program = (
-        "from prefix_index import *; from prefix_index.testing import *;"
-        "print(namespace_digest({'extra_key': 'a', 'cache_salt': 'b'}), page_hashes(range(32))[-1].hex(),"
-        " sample_identity(extra_key='k').digest, canonical_digest({'b': 1, 'a': [1.5, None]}))"
-    )
-    here = [
-        namespace_digest({"extra_key": "a", "cache_salt": "b"}),
-        page_hashes(range(32))[-1].hex(),
-        sample_identity(extra_key="k").digest,
-        canonical_digest({"a": [1.5, None], "b": 1}),
-    ]
-    for seed in ("0", "1", "4242"):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        out = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-        assert out.stdout.split() == here
 
 
 OTHER_IDENTITIES = {

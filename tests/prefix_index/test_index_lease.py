@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +11,9 @@ import pytest
 
 from prefix_index import FileStore, StoreFolderError
 from prefix_index.testing import sample_identity
+from tests.prefix_index.small_stores import in_threads, open_below
 
 DIGEST = sample_identity().digest
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 @pytest.fixture
@@ -36,44 +26,6 @@ def lease_file(folder: Path) -> Path:
     return folder / DIGEST[:2] / f".lease-{DIGEST}"
 
 
-CHILD = """
-import os, sys, time
-from prefix_index import FileStore
-from prefix_index.testing import sample_identity
-store = FileStore(sys.argv[1]); store.open()
-lease = store.lease(sample_identity())
-assert lease is not None
-if sys.argv[2] == "fork" and os.fork() == 0:
-    time.sleep(300)
-print("held", flush=True)
-time.sleep(300)
-"""
-
-COUNTER = """
-import sys, time
-from pathlib import Path
-from prefix_index import FileStore
-from prefix_index.testing import sample_identity
-store = FileStore(sys.argv[1]); store.open()
-counter = Path(sys.argv[2])
-done = 0
-while done < int(sys.argv[3]):
-    lease = store.lease(sample_identity())
-    if lease is None:
-        time.sleep(0.0005)
-        continue
-    with lease:
-        counter.write_text(str(int(counter.read_text()) + 1))
-    done += 1
-"""
-
-
-def run(script: str, *args: object) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", script, *map(str, args)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
-
-
 def test_two_stores_of_one_folder_exclude_each_other(folder: Path, store: FileStore) -> None:
     with FileStore(folder) as other:
         lease = store.lease(DIGEST)
@@ -83,32 +35,6 @@ def test_two_stores_of_one_folder_exclude_each_other(folder: Path, store: FileSt
         with other.lease(sample_identity()) or pytest.fail("not freed"):
             assert store.lease(DIGEST) is None
         assert list(lease_file(folder).parent.iterdir()) == []
-
-
-def test_stores_of_two_folders_do_not(tmp_path: Path, store: FileStore) -> None:
-    with FileStore(tmp_path / "other", create=True) as other, store.lease(DIGEST) or pytest.fail("held"):
-        assert other.lease(DIGEST) is not None
-
-
-@pytest.mark.parametrize("how", ["alone", "fork"])
-def test_a_lease_ends_with_its_holder(folder: Path, store: FileStore, how: str) -> None:
-    """Also where a child that it forked lives on."""
-    with run(CHILD, folder, how) as holder:
-        assert holder.stdout is not None
-        try:
-            assert holder.stdout.readline() == "held\n"
-            assert store.lease(DIGEST) is None
-            store.collect()
-            assert store.lease(DIGEST) is None
-            holder.kill()
-            until = time.monotonic() + 60  # the child lives far longer
-            while (lease := store.lease(DIGEST)) is None and time.monotonic() < until:
-                time.sleep(0.01)
-            assert lease is not None
-            lease.release()
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # nobody of its group lives on
-                os.killpg(holder.pid, signal.SIGKILL)
 
 
 def test_what_a_dead_holder_left_is_cleared_away(folder: Path, store: FileStore) -> None:
@@ -134,22 +60,6 @@ def test_a_fresh_lease_file_is_left_to_whoever_is_about_to_lock_it(folder: Path)
         store.rescan()
         store.collect()
         assert lease_file(folder).exists()
-
-
-def test_never_two_holders(folder: Path, store: FileStore, tmp_path: Path) -> None:
-    """A counter without a lock of its own, raised by three processes, while a fourth clears leases away."""
-    counter = tmp_path / "counter"
-    counter.write_text("0")
-    lease_file(folder).parent.mkdir()
-    store.rescan()
-    children = [run(COUNTER, folder, counter, 150) for _ in range(3)]
-    while any(child.poll() is None for child in children):
-        store.collect()
-        time.sleep(0.002)
-    for child in children:
-        with child:
-            assert child.returncode == 0
-    assert counter.read_text() == "450"
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "folder"])
@@ -225,14 +135,6 @@ def test_a_lease_outlives_the_store_it_came_from(folder: Path, store: FileStore)
 
 
 def test_no_descriptor_is_lost(folder: Path, store: FileStore) -> None:
-    def open_there() -> list[str]:
-        """Of this folder only: other threads of this process have descriptors of their own, which come and go."""
-        links = []
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        return [link for link in links if link.startswith(str(folder))]
-
     def busy() -> None:
         for _ in range(50):
             lease = store.lease(DIGEST)
@@ -241,11 +143,6 @@ def test_no_descriptor_is_lost(folder: Path, store: FileStore) -> None:
 
     busy()
     with store.lease(DIGEST) or pytest.fail("held"):
-        assert open_there() == [str(lease_file(folder))]
-    assert open_there() == []
-    threads = [threading.Thread(target=busy) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert open_there() == []
+        assert open_below(folder) == [str(lease_file(folder))]
+    in_threads(*[busy] * 4)
+    assert open_below(folder) == []

@@ -19,14 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import prefix_index.reader as direct_module
 import prefix_index.reader as reader_module
 from prefix_index import (
     ArrayKey,
     FileStore,
     IndexCorrupt,
     IndexFile,
-    IndexFormatError,
     IndexNotFound,
     IndexPayload,
     IndexUnreadable,
@@ -38,7 +36,7 @@ from prefix_index import (
 from prefix_index.folder import open_direct
 from prefix_index.reader import ReadPlan, fresh_buffer, run
 from prefix_index.testing import sample_identity, sample_payload
-from tests.prefix_index.small_stores import resident_bytes
+from tests.prefix_index.small_stores import flip, place_of, resident_bytes
 
 PIECE = 16384
 SIZES = (1, 0, 4096, 4095, 4097, 16384, 16385, 20480, 3, 100_001, 65536, 12288)
@@ -47,7 +45,7 @@ SIZES = (1, 0, 4096, 4095, 4097, 16384, 16385, 20480, 3, 100_001, 65536, 12288)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_module, "PIECE_NBYTES", PIECE)
+    monkeypatch.setattr(reader_module, "PIECE_NBYTES", PIECE)
 
 
 def values(nbytes: int, seed: int) -> Any:
@@ -99,21 +97,6 @@ def drop_from_page_cache(path: Path) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
-
-
-def flip(path: Path, at: int, mask: int = 1) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ mask]))
-
-
-def place_of(index: IndexFile, key: ArrayKey) -> int:
-    first = next(k for k in index.keys if index.record(k).nbytes)
-    data_offset = index.nbytes - 4096 - sum(-(-index.record(k).nbytes // 4096) * 4096 for k in index.keys)
-    assert index.record(first).offset == 0
-    return data_offset + index.record(key).offset
 
 
 def assert_same(found: dict[ArrayKey, Any], payload: IndexPayload, keys: Any = None) -> None:
@@ -205,35 +188,8 @@ def test_damage_is_found_in_every_array_and_named(path: Path, where: str) -> Non
         index.read_many()
 
 
-def test_sampled_bits_of_the_file_on_disk(path: Path) -> None:
-    """Header, arrays, padding, footer: no flipped bit survives opening and reading, by any path."""
-    chance, undetected = random.Random(7), []
-    size = path.stat().st_size
-    for mode in modes(path):
-        for _ in range(150):
-            at, mask = chance.randrange(size), 1 << chance.randrange(8)
-            flip(path, at, mask)
-            try:
-                with IndexFile.open(path) as index:
-                    index.read_many(direct=mode)
-                undetected.append((at, mask))
-            except IndexFormatError:
-                pass
-            flip(path, at, mask)
-    assert undetected == []
-
-
-def test_a_file_cut_before_opening_is_corrupt_at_every_boundary(path: Path) -> None:
-    size, chance = path.stat().st_size, random.Random(3)
-    lengths = [*range(size - 4096, -1, -4096), *(chance.randrange(size) for _ in range(60))]
-    for length in sorted(lengths, reverse=True):
-        os.truncate(path, length)
-        with pytest.raises(IndexCorrupt, match=r"x.pfxindex: file length: expected"):
-            IndexFile.open(path)
-
-
 def test_a_file_cut_while_it_is_open_is_corrupt_at_every_boundary(path: Path) -> None:
-    """No signal kills the reader, whatever is missing: nothing here is mapped."""
+    """No signal kills the reader, whatever is missing: nothing here is mapped yet."""
     for mode in modes(path):
         whole = path.read_bytes()
         data_end = len(whole) - 4096
@@ -244,6 +200,8 @@ def test_a_file_cut_while_it_is_open_is_corrupt_at_every_boundary(path: Path) ->
                 os.truncate(path, length)
                 with pytest.raises(IndexCorrupt, match=r"bytes from \d+ on: .* somebody cut the file|checksum of"):
                     index.read_many(direct=mode)
+                with pytest.raises(IndexCorrupt, match=r"file length: .* somebody cut the file"):
+                    index.array("ids", 1, 0)
                 path.write_bytes(whole)
             index.read_many(direct=mode)
 
@@ -371,7 +329,7 @@ def test_long_arrays_are_checked_in_any_order_of_arrival(payload: IndexPayload, 
 
 
 def test_parts_of_long_arrays_arrive_in_many_threads() -> None:
-    """Every part is hashed once, and the last thread to leave has compared the sum."""
+    """The thread that brings the last part compares the sum."""
     out = io.BytesIO()
     write_index(out, IndexPayload(sample_identity(), {ArrayKey("a"): values(60 * PIECE + 5, 1)}))
     for damaged in (False, True):

@@ -1,4 +1,6 @@
-"""What one refused system call costs a folder's store: an error that says so, never a retention or a descriptor."""
+"""What the system refuses costs a folder's store an error that says so: no index is forgotten or hidden for it, no
+retention lost, no descriptor leaked.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,22 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from prefix_index import (
     FileStore,
     IndexFile,
+    IndexForeign,
+    IndexNotFound,
     IndexPayload,
     IndexStoreError,
     IndexUnreadable,
     Retention,
+    StoreClosed,
     StoreFolderError,
+    StoreFull,
     books,
 )
 from prefix_index.folder import PARTIAL, remove_unlocked
@@ -27,24 +34,209 @@ from prefix_index.retention import _prepared
 from prefix_index.testing import sample_payload
 from tests.prefix_index.conformance import find
 from tests.prefix_index.faults.refusals import KINDS, Refusals, refusing
-from tests.prefix_index.faults.tools import fork, reap
-from tests.prefix_index.machine import Clock
-from tests.prefix_index.small_stores import IDS, ONE, PINNED, index_file, keep_file, opened, settled
-from tests.prefix_index.test_index_passing import refuse
+from tests.prefix_index.faults.tools import Clock, fork, opened, reap
+from tests.prefix_index.small_stores import (
+    IDS,
+    ONE,
+    PINNED,
+    few_descriptors,
+    held,
+    index_file,
+    keep_file,
+    open_below,
+    refuse,
+    refuse_call,
+    settled,
+)
+from tests.prefix_index.tiers import copies_in
 
 FAR = Retention(expires=4e9)
 
 
-def raising(monkeypatch: pytest.MonkeyPatch, name: str, fails: Callable[..., bool]) -> None:
-    """A call of ``os`` fails with EIO where ``fails`` says so of its arguments."""
-    real = getattr(os, name)
+# ---- what passes is no verdict ----
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if fails(*args):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(*args, **kwargs)
 
-    monkeypatch.setattr(os, name, call)
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize("what", ["index", "shard"])
+def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]))
+        path = index_file(folder, IDS[0])
+        with monkeypatch.context() as patch:
+            refuse(patch, path if what == "index" else path.parent, error)
+            with pytest.raises(IndexUnreadable):
+                store.get(IDS[0])
+            assert not store.contains(IDS[0])
+        assert [e.identity for e in store.list()] == [IDS[0]]
+        assert list(store.problems()) == []
+        store.get(IDS[0]).close()
+
+
+def test_a_linked_folder_is_foreign(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As systems say it that look at the link before they look for a folder."""
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]))
+        refuse(monkeypatch, index_file(folder, IDS[0]).parent, errno.ELOOP)
+        with pytest.raises(IndexForeign, match="folder of the index: expected a folder, found a symbolic link"):
+            store.get(IDS[0])
+        assert list(store.list()) == []
+
+
+def test_what_came_back_is_seen_again(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]))
+        path = index_file(folder, IDS[0])
+        times = path.parent.stat()
+        path.rename(folder / "away")
+        os.utime(path.parent, ns=(times.st_atime_ns, times.st_mtime_ns - 60 * 10**9))
+        store.rescan()
+        with pytest.raises(IndexNotFound):
+            store.get(IDS[0])
+        (folder / "away").rename(path)
+        os.utime(path.parent, ns=(times.st_atime_ns, times.st_mtime_ns - 60 * 10**9))
+        store.rescan()
+        assert len(store.list()) == 1
+
+
+@pytest.mark.parametrize("suffix", [".pfxindex", ".pfxkeep"])
+def test_a_scan_asks_again_for_what_it_was_refused(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder) as writer:
+        writer.put(sample_payload(IDS[0]), retention=PINNED)
+    settled(folder)
+    path = index_file(folder, IDS[0]).with_suffix(suffix)
+    with monkeypatch.context() as patch:
+        refuse(patch, path, errno.EIO)
+        store = opened(folder)
+        assert [Path(p.path) for p in store.problems()] == [path]
+        assert isinstance(store.problems()[0].error, IndexUnreadable)
+        store.check_integrity()
+    with store:
+        store.rescan()
+        assert [e.retention for e in store.list()] == [PINNED]
+        assert list(store.problems()) == []
+        with monkeypatch.context() as patch:
+            refuse(patch, keep_file(folder, IDS[0]), errno.EIO)
+            store.rescan(full=True)
+            assert [e.retention for e in store.list()] == [PINNED]
+        store.check_integrity()
+
+
+@pytest.mark.parametrize("left", range(5))
+def test_a_store_that_opened_without_descriptors_sees_all_after_a_rescan(folder: Path, left: int) -> None:
+    with opened(folder) as writer:
+        writer.put(sample_payload(IDS[0]))
+    settled(folder)
+
+    def work() -> None:
+        store = FileStore(folder)
+        with few_descriptors(left):
+            try:
+                store.open()
+            except StoreFolderError:
+                with pytest.raises(StoreClosed):
+                    store.list()
+        with store:
+            store.rescan()
+            assert len(store.list()) == 1
+            assert list(store.problems()) == []
+            store.check_integrity()
+
+    assert reap(fork(work), 120) == 0
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EACCES, errno.EIO])
+def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
+    folder: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folder) as store, opened(folder) as other:
+        store.put(sample_payload(IDS[0]), retention=PINNED)
+        used = store.used_bytes
+        other.put(sample_payload(IDS[1]))
+        settled(folder)
+        shard = index_file(folder, IDS[0]).parent
+        with monkeypatch.context() as patch:
+            refuse(patch, shard, error)
+            for full in (False, True):
+                store.rescan(full=full)
+                assert IDS[0] in [e.identity for e in store.list()]
+                assert store.used_bytes >= used
+                assert [Path(p.path) for p in store.problems()] == [shard]
+                with pytest.raises(StoreFolderError, match="folder of indexes: expected one that can be listed, found"):
+                    raise store.problems()[0].error
+                store.check_integrity()
+        store.rescan()
+        assert list(store.problems()) == []
+        assert {e.identity for e in store.list()} == {IDS[0], IDS[1]}
+        assert [e.retention for e in store.list() if e.identity == IDS[0]] == [PINNED]
+
+
+def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dram = folder.parent / "dram"
+    with opened(folder, copies=copies_in(dram)) as store:
+        store.put(sample_payload(IDS[0]))
+        assert store._prefetches.settle(60)
+        with monkeypatch.context() as patch:
+            none_left = IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
+            patch.setattr("prefix_index.copies.open_named", Mock(side_effect=none_left))
+            store.get(IDS[0]).close()
+        assert store.counters is not None
+        assert store.counters.damaged_dropped == 0
+        assert index_file(dram, IDS[0]).exists()
+
+
+# ---- what stands still ----
+
+
+def filled(folder: Path, count: int, **options: Any) -> FileStore:
+    store = opened(folder, clock=Clock(), **options)
+    for i in range(count):
+        store._clock.now += 10  # type: ignore[attr-defined]
+        store.put(sample_payload(IDS[i]))
+    return store
+
+
+def test_the_next_one_leaves_for_one_that_cannot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with filled(folder, 3, max_bytes=3 * ONE) as store:
+        refuse_call(monkeypatch, "unlink", lambda name, *_: IDS[0].digest in str(name), errno.EPERM)
+        store.put(sample_payload(IDS[3]))
+        assert held(store) == {0, 2, 3}
+        assert store.used_bytes == 3 * ONE
+        assert [Path(p.path) for p in store.problems()] == [index_file(folder, IDS[0])]
+        with pytest.raises(StoreFolderError, match="index that must leave: expected a file to remove, found Operation"):
+            raise store.problems()[0].error
+        assert store.contains(IDS[0])
+        store.check_integrity()
+        monkeypatch.undo()
+        assert store.delete(IDS[0])
+        assert list(store.problems()) == []
+
+
+def test_the_cap_holds_where_nothing_can_be_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with filled(folder, 3, max_bytes=3 * ONE) as store:
+        refuse_call(monkeypatch, "unlink", lambda name, *_: str(name).endswith(".pfxindex"), errno.EPERM)
+        for i in (3, 4):
+            with pytest.raises(StoreFull, match=rf"found {ONE} bytes too few and 0 to evict"):
+                store.put(sample_payload(IDS[i]))
+        store.rescan(full=True)
+        assert held(store) == {0, 1, 2}
+        assert store.used_bytes == 3 * ONE
+        store.put(sample_payload(IDS[1], fill=7))  # replacing takes no room
+        store.check_integrity()
+
+
+def test_collect_tells_what_it_could_not_remove(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(folder, 3).close()
+    with opened(folder, max_bytes=2 * ONE) as store:
+        refuse_call(monkeypatch, "unlink", lambda name, *_: IDS[0].digest in str(name), errno.EPERM)
+        assert [e.identity for e in store.collect()] == [IDS[1]]
+        assert held(store) == {0, 2}
+        assert [Path(p.path) for p in store.problems()] == [index_file(folder, IDS[0])]
+        store.retain(IDS[0], Retention(expires=1.0))
+        assert list(store.collect()) == []
+        store.check_integrity()
+        monkeypatch.undo()
+        assert [e.identity for e in store.collect()] == [IDS[0]]
+        assert list(store.problems()) == []
 
 
 # ---- retention ----
@@ -69,23 +261,6 @@ def test_a_put_over_a_retention_that_cannot_be_read_changes_nothing(
         store.check_integrity()
 
 
-def test_reads_and_writes_that_do_a_part_are_gone_on_with(folder: Path) -> None:
-    for kept in (PINNED, FAR):
-        with refusing(Refusals("short", 0, 10**6)), opened(folder) as store:
-            store.put(sample_payload(IDS[0], fill=1))
-            store.retain(IDS[0], kept)
-            store.put(sample_payload(IDS[0], fill=2))
-            with store.get(IDS[0]) as index:
-                index.verify()
-        with opened(folder) as store:
-            assert [e.retention for e in store.list()] == [kept]
-            assert list(store.problems()) == []
-        with refusing(Refusals("short", 0, 10**6)), opened(folder) as store:
-            assert [e.retention for e in store.list()] == [kept]
-            assert store.contains(IDS[0])
-            assert list(store.problems()) == []
-
-
 def test_what_is_about_to_become_a_retention_is_nobodys_to_clear_away(folder: Path) -> None:
     with opened(folder) as store:
         store.put(sample_payload(IDS[0]))
@@ -102,7 +277,7 @@ def test_a_retention_that_cannot_be_lengthened_is_no_success(folder: Path, monke
     with opened(folder) as store:
         store.put(sample_payload(IDS[0], fill=1), retention=FAR)
         with monkeypatch.context() as patch:
-            raising(patch, "unlink", lambda name, *_: str(name).endswith(".pfxkeep"))
+            refuse_call(patch, "unlink", lambda name, *_: str(name).endswith(".pfxkeep"))
             with pytest.raises(StoreFolderError):
                 store.put(sample_payload(IDS[0], fill=2), retention=Retention())
         store.rescan()
@@ -135,7 +310,7 @@ def test_nothing_leaves_by_what_was_known_of_a_folder_that_cannot_be_listed(
         other.retain(IDS[0], PINNED)
         clock.now += 20
         with monkeypatch.context() as patch:
-            raising(patch, "scandir", lambda place: isinstance(place, int))
+            refuse_call(patch, "scandir", lambda place: isinstance(place, int))
             assert list(store.collect()) == []
         other.rescan()
         assert [(e.identity, e.retention) for e in other.list()] == [(IDS[0], PINNED)]
@@ -144,14 +319,6 @@ def test_nothing_leaves_by_what_was_known_of_a_folder_that_cannot_be_listed(
 
 
 # ---- descriptors and errors ----
-
-
-def open_in(folder: Path) -> list[str]:
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return [path for path in found if path.startswith(str(folder))]
 
 
 OPERATIONS: dict[str, Callable[[FileStore], object]] = {
@@ -186,7 +353,7 @@ def test_each_call_refused_once_loses_no_descriptor(folder: Path, name: str, kin
                 refusals = Refusals(kind, number, 1)
                 with contextlib.suppress(IndexStoreError), refusing(refusals):
                     OPERATIONS[name](store)
-                assert open_in(folder) == [], (number, open_in(folder))
+                assert open_below(folder) == [], (number, open_below(folder))
                 store.rescan()
                 assert name == "delete" or [e.identity for e in store.list()] == [IDS[0]], number
                 number += 1

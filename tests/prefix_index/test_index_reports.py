@@ -11,43 +11,13 @@ from typing import Any
 
 import pytest
 
-from prefix_index import ArrayKey, FileStore, IndexCorrupt, IndexNotFound, IndexPayload, LazyArray
+from prefix_index import ArrayKey, FileStore, IndexCorrupt, IndexPayload, LazyArray
 from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.conformance import same_arrays
-from tests.prefix_index.small_stores import IDS, index_file, opened, settled
+from tests.prefix_index.faults.tools import opened
+from tests.prefix_index.small_stores import IDS, flip, index_file, refuse_call, settled
 
 ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
-
-
-def flip(path: Path, at: int) -> None:
-    """Changes a byte where it lies; the file keeps its modification time."""
-    before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 1]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def test_builders_and_readers_agree_about_a_damaged_file(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload())
-        flip(index_file(folder, sample_identity()), 8192)
-        with store.get(sample_identity()) as index, pytest.raises(IndexCorrupt) as caught:
-            index.read_many()
-        store.report(sample_identity(), caught.value)
-        for full in (False, True):
-            store.rescan(full=full)
-            assert not store.contains(sample_identity())
-            with pytest.raises(IndexCorrupt) as again:
-                store.get(sample_identity())
-            assert str(again.value) == str(caught.value)
-            assert [p.error for p in store.problems()] == [caught.value]
-            store.check_integrity()
-        store.put(sample_payload(fill=2))
-        assert store.contains(sample_identity())
-        assert same_arrays(store, sample_payload(fill=2))
 
 
 def test_a_file_that_another_process_replaced_is_offered_again(folder: Path) -> None:
@@ -81,23 +51,12 @@ def test_a_report_of_a_replaced_version_hides_the_new_one_only_if_that_is_damage
             store.report(sample_identity(), ERROR)
             assert same_arrays(store, sample_payload(fill=5))
             assert list(store.problems()) == []
-            if isinstance(store, FileStore):
-                flip(index_file(folder, sample_identity()), 8192)
-            else:
-                store._held[sample_identity().digest].buffer[8192] ^= 1
+            flip(index_file(folder, sample_identity()), 8192)
             store.report(sample_identity(), ERROR)
         assert not store.contains(sample_identity())
         with pytest.raises(IndexCorrupt, match="checksum of"):
             store.get(sample_identity())
         assert "checksum of" in str(store.problems()[0].error)
-
-
-def test_a_report_of_nothing_leaves_nothing(folder: Path) -> None:
-    with FileStore(folder, create=True) as store:
-        store.report("0" * 64, ERROR)
-        assert list(store.problems()) == []
-        with pytest.raises(IndexNotFound):
-            store.get("0" * 64)
 
 
 def test_a_put_whose_file_was_deleted_meanwhile_is_not_listed_for_ever(
@@ -132,19 +91,12 @@ def test_a_put_whose_file_was_deleted_meanwhile_is_not_listed_for_ever(
 
 
 def test_after_a_failed_last_sync_the_books_tell_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.fsync
-
-    def fail(fd: int) -> None:
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(5, "Input/output error")
-        real(fd)
-
     with opened(folder) as store:
         store.put(sample_payload(fill=1))
         settled(folder)
         store.rescan()
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", fail)
+            refuse_call(patch, "fsync", lambda fd: stat.S_ISDIR(os.fstat(fd).st_mode))
             with pytest.raises(Exception, match="Input/output error"):
                 store.put(sample_payload(values_per_array=4096, fill=2))
         nbytes = index_file(folder, sample_identity()).stat().st_size

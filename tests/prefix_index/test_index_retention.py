@@ -25,10 +25,8 @@ from prefix_index import (
 )
 from prefix_index.retention import remove_orphans
 from prefix_index.testing import sample_payload
-from tests.prefix_index.faults.naming import RETENTIONS, put_and_die, what_is_wrong
-from tests.prefix_index.faults.tools import payload_of
-from tests.prefix_index.machine import Clock
-from tests.prefix_index.small_stores import IDS, PINNED, index_file, keep_file, opened
+from tests.prefix_index.faults.tools import Clock, opened
+from tests.prefix_index.small_stores import IDS, PINNED, index_file, keep_file, refuse_call
 
 
 def test_retention_survives_and_is_seen_by_others(folder: Path) -> None:
@@ -173,19 +171,12 @@ def test_an_orphan_speaks_for_no_new_index(folder: Path) -> None:
 def test_a_failed_put_leaves_the_retention(
     folder: Path, before: Retention | None, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rename = os.rename
-
-    def full(source: str, to: str, **options: Any) -> None:
-        if to.endswith(suffix):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        rename(source, to, **options)
-
     with opened(folder) as store:
         if before is not None:
             store.put(sample_payload(IDS[0], fill=1), retention=before)
         files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         with monkeypatch.context() as patch:
-            patch.setattr(os, "rename", full)
+            refuse_call(patch, "rename", lambda _, to: to.endswith(suffix), errno.ENOSPC)
             with pytest.raises(StoreFull):
                 store.put(sample_payload(IDS[0], fill=2), retention=Retention(expires=5e9))
         store.rescan()
@@ -194,22 +185,6 @@ def test_a_failed_put_leaves_the_retention(
             assert keep_file(folder, IDS[0]).read_bytes() == files[keep_file(folder, IDS[0])]  # the longer one
             return
         assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == files
-
-
-@pytest.mark.parametrize("before", RETENTIONS, ids=str)
-@pytest.mark.parametrize("asked", [None, *RETENTIONS], ids=str)
-def test_a_writer_that_dies_between_two_names_shortens_nothing(
-    folder: Path, before: Retention, asked: Retention | None
-) -> None:
-    steps = 0
-    while True:
-        with opened(folder) as store:
-            store.put(payload_of(0, 1), retention=before)
-        killed = put_and_die(folder, steps, payload_of(0, 2), asked)
-        assert what_is_wrong(folder, before, asked, killed=killed) is None
-        if not killed:
-            return
-        steps += 1
 
 
 def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None:
@@ -226,7 +201,7 @@ def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None
         assert [path.name for path in left if path.exists()] == []
         left[0].touch()
         os.utime(left[0], (time.time() + 3600, time.time() + 3600))
-        assert store.clean_partials() == 1
+        assert store._keeper.clean_partials() == 1
         fd = os.open(shard, os.O_RDONLY)
         keep_file(folder, IDS[0]).touch()
         os.utime(keep_file(folder, IDS[0]), (time.time() + 3600, time.time() + 3600))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +26,9 @@ from prefix_index import (
 )
 from prefix_index.testing import sample_identity, sample_model, sample_payload
 from tests.prefix_index.conformance import PINNED, PROMPT, find, miss, same_arrays
+from tests.prefix_index.small_stores import in_threads
+
+ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
 
 
 def test_put_then_get(store: IndexStore) -> None:
@@ -113,9 +118,10 @@ def test_longest_never_offers_an_index_whose_length_contradicts_its_hash(
     assert miss(store, model=sample_model(kv_dtype="float32")) is None
 
 
-def test_longest_falls_to_a_shorter_index_of_the_right_model(store: IndexStore) -> None:
+def test_longest_falls_to_a_shorter_index_of_the_right_model_that_has_not_expired(store: IndexStore) -> None:
     store.put(sample_payload(sample_identity(PROMPT, model=sample_model(num_layers=3))))
-    store.put(sample_payload(sample_identity(PROMPT[:64])))
+    store.put(sample_payload(sample_identity(PROMPT)), retention=long_ago())
+    store.put(sample_payload(sample_identity(PROMPT[:64])), retention=in_a_year())
     found = find(store)
     assert found is not None
     assert found.identity.num_tokens == 64
@@ -145,15 +151,14 @@ def test_two_models_of_one_prefix_live_side_by_side(store: IndexStore) -> None:
 
 def test_report_takes_an_index_out_of_the_offer_until_replaced(store: IndexStore) -> None:
     store.put(sample_payload(sample_identity(PROMPT)))
-    error = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
-    store.report(sample_identity(PROMPT), error)
+    store.report(sample_identity(PROMPT), ERROR)
     for full in (False, True):
         store.rescan(full=full)
         assert find(store) is None
         assert not store.contains(sample_identity(PROMPT))
         with pytest.raises(IndexCorrupt, match="checksum: expected a, found b; build again"):
             store.get(sample_identity(PROMPT))
-        assert [p.error for p in store.problems()] == [error]
+        assert [p.error for p in store.problems()] == [ERROR]
     store.put(sample_payload(sample_identity(PROMPT), fill=3))
     assert find(store) is not None
     assert store.contains(sample_identity(PROMPT))
@@ -161,9 +166,12 @@ def test_report_takes_an_index_out_of_the_offer_until_replaced(store: IndexStore
     assert list(store.problems()) == []
 
 
-def test_reported_index_is_deleted_as_any_other(store: IndexStore) -> None:
+def test_a_reported_index_is_deleted_as_any_other_and_one_that_is_not_there_not_reported(store: IndexStore) -> None:
+    store.report(sample_identity(), ERROR)
+    assert list(store.problems()) == []
     store.put(sample_payload())
-    store.report(sample_identity(), IndexCorrupt("checksum", expected="a", found="b", remedy="build again"))
+    assert store.contains(sample_identity())
+    store.report(sample_identity(), ERROR)
     assert store.delete(sample_identity())
     assert not store.delete(sample_identity())
     assert list(store.problems()) == []
@@ -171,18 +179,11 @@ def test_reported_index_is_deleted_as_any_other(store: IndexStore) -> None:
         store.get(sample_identity())
 
 
-def test_report_of_an_index_that_is_not_there_is_nothing(store: IndexStore) -> None:
-    store.report(sample_identity(), IndexCorrupt("checksum", expected="a", found="b", remedy="build again"))
-    assert list(store.problems()) == []
-    store.put(sample_payload())
-    assert store.contains(sample_identity())
-
-
 def test_report_about_an_old_version_does_not_hide_its_replacement(store: IndexStore) -> None:
     store.put(sample_payload(fill=1))
     with store.get(sample_identity()):
         store.put(sample_payload(fill=2))
-        store.report(sample_identity(), IndexCorrupt("checksum", expected="a", found="b", remedy="build again"))
+        store.report(sample_identity(), ERROR)
     store.rescan()
     assert len(store.list()) == 1
     assert list(store.problems()) == []
@@ -233,7 +234,7 @@ def test_closed_store_says_so(store: IndexStore) -> None:
         lambda: store.get(sample_identity()),
         lambda: store.contains(sample_identity()),
         lambda: store.delete(sample_identity()),
-        lambda: store.report(sample_identity(), IndexCorrupt("a", expected="b", found="c", remedy="d")),
+        lambda: store.report(sample_identity(), ERROR),
         lambda: find(store),
         lambda: miss(store),
         lambda: store.retain(sample_identity(), Retention()),
@@ -264,37 +265,230 @@ def test_prefetch_changes_nothing_one_can_see(store: IndexStore) -> None:
 
 def test_many_threads(store: IndexStore) -> None:
     payloads = [sample_payload(sample_identity(PROMPT[: 16 * n]), fill=n) for n in range(1, 5)]
-    errors: list[BaseException] = []
 
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
-        try:
-            for _ in range(25):
-                payload = payloads[rng.integers(len(payloads))]
-                match rng.integers(6):
-                    case 0:
-                        store.put(payload)
-                    case 3:
-                        store.collect()
-                    case 4:
-                        with contextlib.suppress(IndexNotFound):
-                            store.retain(payload.identity, PINNED)
-                    case 1:
-                        store.delete(payload.identity)
-                    case 2:
-                        find(store)
-                        store.rescan()
-                    case _:
-                        with contextlib.suppress(IndexNotFound):
-                            assert same_arrays(store, payload)
-        except BaseException as err:
-            errors.append(err)
+        for _ in range(25):
+            payload = payloads[rng.integers(len(payloads))]
+            match rng.integers(6):
+                case 0:
+                    store.put(payload)
+                case 1:
+                    store.delete(payload.identity)
+                case 2:
+                    find(store)
+                    store.rescan()
+                case 3:
+                    store.collect()
+                case 4:
+                    with contextlib.suppress(IndexNotFound):
+                        store.retain(payload.identity, PINNED)
+                case _:
+                    with contextlib.suppress(IndexNotFound):
+                        assert same_arrays(store, payload)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    in_threads(*(partial(work, seed) for seed in range(6)))
     store.rescan()
     assert list(store.problems()) == []
+
+
+def test_each_lazy_array_is_loaded_once(store: IndexStore) -> None:
+    loads: list[int] = []
+
+    def load() -> Any:
+        loads.append(1)
+        return np.zeros(4096, np.uint8)
+
+    store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4096,), load)}))
+    store.prefetch(sample_identity())
+    store.get(sample_identity()).close()
+    store.check_integrity()  # once work in the background is done
+    assert len(loads) == 1
+
+
+# ---- how long an index stays, and leases ----
+
+
+def in_a_year(*, pinned: bool = False) -> Retention:
+    """Parameters are made when tests are collected, which may be hours before they run."""
+    return Retention(pinned=pinned, expires=time.time() + 365 * 86_400)
+
+
+def long_ago(*, pinned: bool = False) -> Retention:
+    return Retention(pinned=pinned, expires=time.time() - 3600)
+
+
+@pytest.mark.parametrize("retention", [PINNED, in_a_year(), in_a_year(pinned=True)], ids=["pin", "ttl", "both"])
+def test_retention_is_shown_and_kept_when_the_index_is_replaced(store: IndexStore, retention: Retention) -> None:
+    assert store.put(sample_payload(fill=1), retention=retention).retention == retention
+    store.rescan()
+    assert [e.retention for e in store.list()] == [retention]
+    assert store.put(sample_payload(fill=2)).retention == retention
+    store.rescan(full=True)
+    found = find(store, range(32))
+    assert found is not None
+    assert found.retention == retention
+    assert same_arrays(store, sample_payload(fill=2))
+    assert store.put(sample_payload(fill=3), retention=Retention()).retention == Retention()
+    store.rescan()
+    assert [e.retention for e in store.list()] == [Retention()]
+
+
+def test_retain_changes_only_how_long_it_stays(store: IndexStore) -> None:
+    entry = store.put(sample_payload(fill=1))
+    other = store.put(sample_payload(sample_identity(PROMPT)))
+    for key, retention in ((entry.identity, PINNED), (entry.digest, in_a_year()), (entry.digest, Retention())):
+        assert store.retain(key, retention) == msgspec.structs.replace(entry, retention=retention)
+        store.rescan()
+        assert {e.digest: e.retention for e in store.list()} == {entry.digest: retention, other.digest: Retention()}
+        assert same_arrays(store, sample_payload(fill=1))
+
+
+def test_retain_of_nothing(store: IndexStore) -> None:
+    with pytest.raises(IndexNotFound, match="index: expected"):
+        store.retain(sample_identity(), PINNED)
+    store.put(sample_payload())
+    assert [e.retention for e in store.list()] == [Retention()]
+
+
+def test_what_was_deleted_leaves_no_retention_behind(store: IndexStore) -> None:
+    store.put(sample_payload(), retention=PINNED)
+    assert store.delete(sample_identity())
+    assert store.put(sample_payload()).retention == Retention()
+    assert [e.retention for e in store.list()] == [Retention()]
+    store.retain(sample_identity(), long_ago())
+    store.delete(sample_identity())
+    assert list(store.collect()) == []
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("how", ["put", "retain"])
+def test_an_expired_index_is_a_miss_everywhere(store: IndexStore, how: str, pinned: bool) -> None:
+    identity = sample_identity(PROMPT)
+    held = None
+    if how == "put":
+        store.put(sample_payload(identity), retention=long_ago(pinned=pinned))
+    else:
+        store.put(sample_payload(identity))
+        held = store.get(identity)
+        store.retain(identity, long_ago(pinned=pinned))
+    for _ in range(2):
+        assert not store.contains(identity)
+        with pytest.raises(IndexNotFound, match="index: expected"):
+            store.get(identity)
+        with pytest.raises(IndexNotFound, match="index: expected"):
+            store.retain(identity, Retention())
+        assert list(store.list()) == []
+        assert list(store.problems()) == []
+        assert find(store) is None
+        assert miss(store, model=sample_model(kv_dtype="float32")) is None
+        store.rescan()
+    if held is not None:
+        held.verify()
+        held.close()
+
+
+def test_a_report_of_an_expired_index_changes_nothing(store: IndexStore) -> None:
+    identity = sample_identity(PROMPT)
+    store.put(sample_payload(identity))
+    store.get(identity).close()
+    store.retain(identity, long_ago())
+    store.report(identity, ERROR)
+    assert list(store.problems()) == []
+    store.put(sample_payload(identity, fill=1))
+    assert same_arrays(store, sample_payload(identity, fill=1))
+
+
+def test_an_index_expires_when_its_time_comes(store: IndexStore) -> None:
+    expires = time.time() + 0.4
+    store.put(sample_payload(sample_identity(PROMPT)), retention=Retention(expires=expires))
+    if store.contains(sample_identity(PROMPT)):
+        assert find(store) is not None or time.time() >= expires
+    while time.time() <= expires:
+        time.sleep(0.05)
+    assert not store.contains(sample_identity(PROMPT))
+    assert find(store) is None
+    assert [e.identity for e in store.collect()] == [sample_identity(PROMPT)]
+
+
+def test_an_index_built_again_after_it_expired_stays(store: IndexStore) -> None:
+    store.put(sample_payload(fill=1), retention=long_ago(pinned=True))
+    assert store.put(sample_payload(fill=2)).retention == Retention()
+    assert list(store.collect()) == []
+    assert same_arrays(store, sample_payload(fill=2))
+
+
+def test_collect_removes_what_has_expired_and_nothing_else(store: IndexStore) -> None:
+    assert list(store.collect()) == []
+    retentions = [Retention(), PINNED, in_a_year(), long_ago(), long_ago(pinned=True)]
+    ids = [sample_identity(PROMPT[: 16 * n]) for n in range(1, 6)]
+    for identity, retention in zip(ids, retentions, strict=True):
+        store.put(sample_payload(identity), retention=retention)
+    assert {e.digest for e in store.collect()} == {i.digest for i in ids[3:]}
+    assert list(store.collect()) == []
+    assert {e.digest: e.retention for e in store.list()} == {
+        i.digest: r for i, r in zip(ids[:3], retentions[:3], strict=True)
+    }
+    for identity in ids:
+        assert store.contains(identity) == (identity in ids[:3])
+
+
+def test_one_lease_per_index(store: IndexStore) -> None:
+    first = store.lease(sample_identity())
+    assert first is not None
+    assert first.digest == sample_identity().digest
+    assert store.lease(sample_identity()) is None
+    assert store.lease(sample_identity().digest) is None
+    other = store.lease(sample_identity(PROMPT))
+    assert other is not None
+    store.put(sample_payload())
+    assert store.lease(sample_identity()) is None
+    first.release()
+    again = store.lease(sample_identity())
+    assert again is not None
+    first.release()  # twice, and long after: takes nothing from the one who holds it now
+    assert store.lease(sample_identity()) is None
+    again.release()
+    other.release()
+    assert store.collect() is not None
+    assert len(store.list()) == 1
+
+
+def test_a_lease_ends_with_its_block(store: IndexStore) -> None:
+    lease = store.lease(sample_identity())
+    assert lease is not None
+
+    def build() -> None:
+        with lease:
+            assert store.lease(sample_identity()) is None
+            raise RuntimeError("the build failed")
+
+    with pytest.raises(RuntimeError, match="the build failed"):
+        build()
+    with store.lease(sample_identity()) or pytest.fail("still held") as again:
+        assert again.digest == sample_identity().digest
+
+
+def test_of_many_threads_one_gets_the_lease(store: IndexStore) -> None:
+    start = threading.Barrier(6)
+    building: list[int] = []
+    built: list[int] = []
+
+    def work(me: int) -> None:
+        start.wait()
+        while not store.contains(sample_identity()):
+            lease = store.lease(sample_identity())
+            if lease is None:
+                time.sleep(0.005)
+                continue
+            with lease:
+                if store.contains(sample_identity()):
+                    continue
+                building.append(me)
+                assert building == [me]
+                store.put(sample_payload())
+                built.append(me)
+                building.remove(me)
+
+    in_threads(*(partial(work, me) for me in range(6)))
+    assert len(built) == 1

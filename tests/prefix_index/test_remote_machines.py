@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefix_index import ArrayKey, IndexCorrupt, IndexNotFound, IndexPayload, Retention, namespace_digest, page_hashes
-from prefix_index.remote import ObjectBlobs, RemoteStore, claims
+from prefix_index import IndexCorrupt
+from prefix_index.remote import ObjectBlobs, claims
 from prefix_index.remote.values import LEASE, LEASES, unpack_record
-from prefix_index.testing import sample_identity, sample_model, sample_payload
-from tests.prefix_index.machine import Clock
+from prefix_index.testing import sample_payload
+from tests.prefix_index.faults.tools import Clock
 from tests.prefix_index.remote_stores import (
     DIGEST,
     OBJECT_STORE_NAMES,
@@ -31,6 +30,8 @@ from tests.prefix_index.remote_stores import (
     flip,
     machine,
 )
+from tests.prefix_index.small_stores import in_threads, python
+from tests.prefix_index.tiers import eventually
 
 
 @pytest.fixture(params=OBJECT_STORE_NAMES)
@@ -39,12 +40,6 @@ def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectBlob
     made.open(60)
     yield made
     made.close()
-
-
-@pytest.fixture
-def store(blobs: ObjectBlobs) -> Iterator[RemoteStore]:
-    with machine(blobs) as store:
-        yield store
 
 
 # Several machines
@@ -94,31 +89,6 @@ def test_a_report_that_cannot_be_looked_into_hides_nothing(tmp_path: Path) -> No
         assert list(store.problems()) == []
 
 
-def test_what_one_machine_puts_the_others_find(blobs: ObjectBlobs) -> None:
-    with machine(blobs) as one, machine(blobs) as two:
-        one.put(sample_payload(fill=1))
-        two.put(sample_payload(sample_identity(range(64)), fill=2), retention=Retention(pinned=True))
-        assert two.get(DIGEST).array("channels")[0] == 1  # known by its digest, before any listing
-        for store in (one, two):
-            store.rescan()
-            assert len(store.list()) == 2
-            found = store.longest(
-                namespace_digest({"extra_key": None}), page_hashes(range(64)), sample_model(), "profile-1"
-            )
-            assert found is not None
-            assert (found.identity.num_tokens, found.retention) == (64, Retention(pinned=True))
-        two.put(sample_payload(fill=3))
-        assert one.get(DIGEST).array("channels")[0] == 3
-        one.retain(DIGEST, Retention(pinned=True))
-        two.rescan()
-        assert all(e.retention.pinned for e in two.list())
-        assert one.delete(DIGEST)
-        with pytest.raises(IndexNotFound):
-            two.get(DIGEST)
-        one.check_integrity()
-        two.check_integrity()
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_a_listing_that_took_long_does_not_undo_what_happened_meanwhile(full: bool) -> None:
     class Slow(ObjectBlobs):
@@ -153,14 +123,7 @@ def test_two_writers_of_one_key_on_two_machines(tmp_path: Path) -> None:
     blobs = file_blobs(tmp_path)
     with machine(blobs, grace_s=-10) as one, machine(blobs) as two:
         for turn in range(10):
-            threads = [
-                threading.Thread(target=store.put, args=(sample_payload(fill=2 * turn + i),))
-                for i, store in enumerate((one, two))
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            in_threads(*(partial(store.put, sample_payload(fill=2 * turn + i)) for i, store in enumerate((one, two))))
             for store in (one, two):
                 with store.get(DIGEST) as index:
                     index.verify()
@@ -172,31 +135,26 @@ def test_two_writers_of_one_key_on_two_machines(tmp_path: Path) -> None:
 
 def test_readers_under_a_writer_on_another_machine(tmp_path: Path) -> None:
     blobs = file_blobs(tmp_path)
-    errors: list[BaseException] = []
     with machine(blobs) as writer, machine(blobs) as reader:
         writer.put(sample_payload(fill=0))
         done = threading.Event()
 
         def read() -> None:
-            try:
-                while not done.is_set():
-                    with reader.get(DIGEST) as index:
-                        fill = int(index.array("channels")[0])
-                        assert index.stats == {"fill": fill}
-                        index.verify()
-                    reader.rescan()
-            except BaseException as err:
-                errors.append(err)
+            while not done.is_set():
+                with reader.get(DIGEST) as index:
+                    fill = int(index.array("channels")[0])
+                    assert index.stats == {"fill": fill}
+                    index.verify()
+                reader.rescan()
 
-        threads = [threading.Thread(target=read) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for fill in range(1, 40):
-            writer.put(sample_payload(fill=fill))
-        done.set()
-        for thread in threads:
-            thread.join()
-    assert errors == []
+        def write() -> None:
+            try:
+                for fill in range(1, 40):
+                    writer.put(sample_payload(fill=fill))
+            finally:
+                done.set()
+
+        in_threads(write, read, read, read)
 
 
 def test_collect_leaves_a_put_under_way_alone(tmp_path: Path) -> None:
@@ -228,10 +186,9 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_index_or_the_new(tmp_path:
     with machine(blobs) as store:
         store.put(sample_payload(fill=0))
         for _ in range(8):
-            command = [sys.executable, "-c", code, (tmp_path / "objects").as_uri()]
-            with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+            with python(code, (tmp_path / "objects").as_uri()) as writer:
                 assert writer.stdout is not None
-                assert writer.stdout.readline() == b"up\n"
+                assert writer.stdout.readline() == "up\n"
                 time.sleep(float(rng.uniform(0, 0.1)))
                 writer.kill()
             with store.get(DIGEST) as index:
@@ -242,43 +199,6 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_index_or_the_new(tmp_path:
     with machine(blobs, grace_s=-10) as store:
         store.collect()
         assert len(chunks_of(blobs)) == -(-store.list()[0].nbytes // 4096)
-
-
-# Ranges
-
-
-class Counting(ObjectBlobs):
-    """Counts the bytes that are read."""
-
-    nbytes = 0
-
-    def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
-        super().read(name, offset, parts)
-        self.nbytes += sum(len(part) for part in parts)
-
-
-def big_payload(fill: int = 1) -> IndexPayload:
-    arrays: Any = {
-        ArrayKey("csa.k", layer, head): np.full((64, 512), fill + 10 * layer + head, np.uint8)
-        for layer in range(4)
-        for head in range(4)
-    }
-    return IndexPayload(sample_identity(), arrays)
-
-
-# Leases
-
-
-def test_one_lease_between_machines(blobs: ObjectBlobs) -> None:
-    with machine(blobs) as one, machine(blobs) as two:
-        lease = one.lease(DIGEST)
-        assert lease is not None
-        assert two.lease(DIGEST) is None
-        assert one.lease(DIGEST) is None
-        lease.release()
-        with two.lease(DIGEST) or pytest.fail("still held"):
-            assert one.lease(DIGEST) is None
-        assert blobs.names("prefix_index") == {}
 
 
 def test_a_lease_outlives_its_time_only_while_its_holder_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,11 +215,10 @@ def test_a_lease_outlives_its_time_only_while_its_holder_lives(tmp_path: Path, m
         return unpack_record(LEASE, DIGEST, blobs.fetch(f"prefix_index/{DIGEST}.lease", 1 << 20), LEASES).expires
 
     with machine(blobs, lease_ttl_s=0.6, grace_s=0) as store:
-        command = [sys.executable, "-c", code, (tmp_path / "objects").as_uri(), DIGEST]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        with python(code, (tmp_path / "objects").as_uri(), DIGEST) as holder:
             try:
                 assert holder.stdout is not None
-                assert holder.stdout.readline() == b"True\n"
+                assert holder.stdout.readline() == "True\n"
                 first, deadline = expires(), time.monotonic() + 60
                 while expires() == first:
                     assert time.monotonic() < deadline, "the holder does not renew it"
@@ -322,9 +241,8 @@ def test_a_broken_or_absurd_lease_stops_nobody(tmp_path: Path) -> None:
     blobs = file_blobs(tmp_path)
     with machine(blobs, grace_s=0) as store:
         blobs.write(f"prefix_index/{DIGEST}.lease", memoryview(b"garbage"))
-        lease = store.lease(DIGEST)
-        assert lease is not None
-        lease.release()
+        with store.lease(DIGEST) or pytest.fail("held"):
+            pass
         blobs.write(f"prefix_index/{DIGEST}.lease", memoryview(b"garbage"))
         store.collect()
         assert blobs.names("prefix_index") == {}
@@ -333,8 +251,4 @@ def test_a_broken_or_absurd_lease_stops_nobody(tmp_path: Path) -> None:
 def test_a_forgotten_lease_ends(tmp_path: Path) -> None:
     with machine(file_blobs(tmp_path), lease_ttl_s=3600) as store:
         store.lease(DIGEST)
-        deadline = time.monotonic() + 60
-        while (lease := store.lease(DIGEST)) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        lease.release()
+        eventually(lambda: store.lease(DIGEST))

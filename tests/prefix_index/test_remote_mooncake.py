@@ -21,7 +21,7 @@ def test_everything_over_mooncake_in_a_network_namespace(tmp_path: Path) -> None
     report = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--hypothesis-profile=full"]
     command += ["-k", "mooncake", f"--junitxml={report}"]
-    modules = ("mooncake_cases.py", "test_index_stores.py", "test_index_store_lifetimes.py")
+    modules = ("mooncake_cases.py", "test_index_stores.py")
     command += [*(str(HERE / name) for name in modules), "--durations=8"]
     done = mooncake_cluster.run_inside(command, timeout_s=800)
     assert done.returncode == 0, done.stdout[-20_000:]

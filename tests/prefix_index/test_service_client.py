@@ -1,10 +1,9 @@
-"""The store service's clients: when the service or its folder goes and comes back, forks, time limits."""
+"""The store service's clients: while it or a folder goes and comes back, forks, time limits, what comes from DRAM."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,44 +18,20 @@ from prefix_index import (
     IndexNotFound,
     IndexPayload,
     LazyArray,
-    Retention,
     StoreClosed,
     StoreFolderError,
     StoreFull,
     StoreUnavailable,
 )
-from prefix_index.service import StoreClient, messages
+from prefix_index.folder import come_back
+from prefix_index.service import StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
 from prefix_index.service.endpoint import socket_path
 from prefix_index.testing import sample_identity, sample_payload
-from tests.prefix_index.copied_stores import fill_of, remove
 from tests.prefix_index.faults.service_process import Service
-from tests.prefix_index.faults.tools import SOON, fork, reap
-from tests.prefix_index.served_stores import PROMPT, patient
-from tests.prefix_index.tiers import PATIENCE_S, eventually, serving
-
-
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[Service]:
-    """A service in a process of its own."""
-    with Service(tmp_path) as service:
-        yield service
-
-
-def test_clients_and_writers_in_the_folder_see_each_other(tmp_path: Path, process: Service) -> None:
-    with patient(process.endpoint) as a, patient(process.endpoint) as b, FileStore(tmp_path / "store") as other:
-        for n in range(1, 4):
-            a.put(sample_payload(sample_identity(PROMPT[: 16 * n])))
-        other.put(sample_payload(sample_identity(PROMPT), fill=3))
-        a.retain(sample_identity(PROMPT[:16]), Retention(pinned=True))
-        for store in (a, b):
-            store.rescan()
-            assert len(store.list()) == 4
-        assert a.list() == b.list()
-        other.delete(sample_identity(PROMPT))
-        with pytest.raises(IndexNotFound):
-            a.get(sample_identity(PROMPT))
-        eventually(lambda: a.status().indexes == 3)
+from tests.prefix_index.faults.tools import SOON, fork, reap, remove
+from tests.prefix_index.small_stores import fill_of, in_threads
+from tests.prefix_index.tiers import PATIENCE_S, eventually, patient, served, two_tiers
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
@@ -122,7 +97,7 @@ def test_a_service_that_does_not_answer_and_one_that_says_something_else(
 
 def test_the_services_limits_hold_for_its_clients(tmp_path: Path) -> None:
     options = {"max_bytes": 5000, "min_free_bytes": 7, "eviction": "cost_aware"}
-    with serving(tmp_path, **options) as endpoint, patient(endpoint) as client:
+    with served(tmp_path, two_tiers(tmp_path, **options)) as endpoint, patient(endpoint) as client:
         limits = client.limits
         assert (limits.max_bytes, limits.min_free_bytes, limits.policy.__name__) == (5000, 7, "cost_aware")
         with pytest.raises(StoreFull, match="max_bytes=5000, min_free_bytes=7"):
@@ -136,6 +111,7 @@ def test_the_folder_goes_and_comes_back(process: Service, tmp_path: Path) -> Non
         with pytest.raises(IndexNotFound):
             client.get(sample_identity())
         assert not client.contains(sample_identity())
+        assert not client.delete(sample_identity())
         for call in (lambda: client.put(sample_payload(fill=2)), client.rescan):
             with pytest.raises(StoreFolderError, match="index store: expected a usable folder"):
                 call()
@@ -148,7 +124,7 @@ def test_the_folder_goes_and_comes_back(process: Service, tmp_path: Path) -> Non
 
 
 def test_a_client_that_may_only_read_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path) as endpoint:
+    with served(tmp_path, two_tiers(tmp_path)) as endpoint:
         with patient(endpoint) as client:
             client.put(sample_payload(fill=3))
         monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
@@ -234,23 +210,105 @@ def test_a_child_forked_during_a_put_leaves_it_to_its_parent(tmp_path: Path) -> 
 
 
 def test_many_threads_use_one_client(tmp_path: Path) -> None:
-    errors_seen: list[BaseException] = []
-    with serving(tmp_path) as endpoint, patient(endpoint) as client:
+    with served(tmp_path, two_tiers(tmp_path)) as endpoint, patient(endpoint) as client:
         client.put(sample_payload(fill=6))
 
         def work() -> None:
-            try:
-                for _ in range(20):
-                    assert fill_of(client.get(sample_identity())) == 6
-                    client.rescan()
-            except BaseException as err:
-                errors_seen.append(err)
+            for _ in range(20):
+                assert fill_of(client.get(sample_identity())) == 6
+                client.rescan()
 
-        threads = [threading.Thread(target=work) for _ in range(40)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * PATIENCE_S)
-        assert not any(thread.is_alive() for thread in threads)
-        assert errors_seen == []
+        in_threads(*[work] * 40)
         assert len(client.status().clients) == 1
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> FileStore:
+    return two_tiers(tmp_path)
+
+
+@pytest.fixture
+def client(tmp_path: Path, own: FileStore) -> Iterator[StoreClient]:
+    with served(tmp_path, own) as endpoint, patient(endpoint) as client:
+        yield client
+
+
+def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(
+    client: StoreClient, own: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefix_index.service.server._WANT_AGAIN_S", 0.1)
+
+    def tier() -> str:
+        with client.get(sample_identity()) as index:
+            assert index.array("channels")[0] == fill
+            index.verify()
+            return Path(index.path or "").relative_to(tmp_path).parts[0]
+
+    for fill in (1, 2, 3):
+        client.put(sample_payload(fill=fill))
+        eventually(lambda: tier() == "dram")
+    eventually(lambda: client.status().tiers[0].indexes == 1)
+    assert client.status().tiers[0].hits > 0
+    # Somebody who knows nothing of the service replaces it: the next get sees it.
+    assert own._prefetches.settle(60.0)  # a copy that comes late uses the index
+    fill = 4
+    with FileStore(tmp_path / "store") as other:
+        other.put(sample_payload(fill=fill))
+    assert tier() == "store"
+    eventually(lambda: tier() == "dram")
+
+
+def wait_for_files(folder: Path) -> list[Path]:
+    eventually(lambda: any(folder.glob("*/*.pfxindex")))
+    return list(folder.glob("*/*.pfxindex"))
+
+
+def test_a_dram_folder_that_was_removed_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefix_index.service.server._WANT_AGAIN_S", 3600.0)
+    with served(tmp_path, two_tiers(tmp_path)) as endpoint, patient(endpoint) as client:
+        client.put(sample_payload(fill=2))
+        wait_for_files(tmp_path / "dram")
+        remove(tmp_path / "dram")
+        with client.get(sample_identity()) as index:
+            assert index.array("channels")[0] == 2
+        eventually(lambda: (tmp_path / "dram").is_dir())
+        copy = tmp_path / "dram" / sample_identity().digest[:2] / f"{sample_identity().digest}.pfxindex"
+        eventually(lambda: client.get(sample_identity()).path == str(copy))
+        client.check_integrity()
+
+
+def test_a_dram_tier_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    server = StoreServer(two_tiers(tmp_path), f"ipc://{tmp_path}/run/s")
+
+    def tend() -> list[str | None]:
+        server._look_after(collect=True)
+        return [tier.error for tier in server.status().tiers]
+
+    server.open()
+    with caplog.at_level("WARNING", "prefix_index.service"):
+        remove(tmp_path / "dram")
+        assert tend() == [None, None]
+        assert [record.message for record in caplog.records] == [
+            f"{tmp_path}/dram: the DRAM tier's folder was gone, with all copies; it was made anew"
+        ]
+        remove(tmp_path / "dram")
+        (tmp_path / "dram").touch()
+        for _ in range(3):
+            errors = tend()
+        (message,) = [record.message for record in caplog.records[1:]]
+        assert message == errors[0]
+        assert "index store: expected a usable folder, found File exists" in message
+        (tmp_path / "dram").unlink()
+        tend()
+        assert tend() == [None, None]
+    server.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_dram_folder_is_not_made_below_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 12345, -1)
+    with pytest.raises(StoreFolderError, match="folder's parent: expected one of user 0, found user 12345's"):
+        come_back(tmp_path / "theirs" / "dram")
+    assert not (tmp_path / "theirs" / "dram").exists()

@@ -1,37 +1,34 @@
-"""The store service's process: its limits, who may listen on which socket, and the command that runs it."""
+"""The store service's process: its limits, how many connect, who listens on which socket and is asked, its command."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import resource
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
-from prefix_index import FileStore, InvalidPayload, StoreFolderError
+from prefix_index import FileStore, InvalidPayload, StoreFolderError, StoreUnavailable
 from prefix_index.service import Limits, StoreClient, StoreServer, messages
-from prefix_index.service.endpoint import SocketPlace, socket_path
+from prefix_index.service.endpoint import SocketPlace, most_connections, raise_descriptor_limit, socket_path
 from prefix_index.service.server import _leases
 from prefix_index.testing import sample_identity, sample_payload
 from sglang_ext.cli.store import memory_name
 from tests.prefix_index.faults.service_process import Service
-from tests.prefix_index.served_stores import PROMPT, patient, served
-from tests.prefix_index.tiers import eventually
+from tests.prefix_index.faults.tools import SOON
+from tests.prefix_index.tiers import eventually, patient, served
 
-
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[Service]:
-    """A service in a process of its own."""
-    with Service(tmp_path) as service:
-        yield service
+OTHER = sample_identity(range(64))
 
 
 def test_who_was_heard_from_least_recently_is_forgotten_first(tmp_path: Path) -> None:
@@ -77,25 +74,22 @@ def waiting() -> str:
     return "\n".join(line.replace(":", " ") for line in lines if "->" in line)
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://*:5555", "udp://x", "ws://x"])
-def test_network_endpoints_are_refused_by_name(endpoint: str) -> None:
-    with pytest.raises(InvalidPayload, match="a network address: the service knows no authentication"):
-        StoreClient(endpoint)
-    with pytest.raises(InvalidPayload, match="expected a Unix socket"):
-        socket_path(endpoint)
+NETWORK = "expected a Unix socket, found .*, a network address: the service knows no authentication"
+NO_PATH = "service endpoint: expected ipc:// and an absolute path"
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", "ipc://", "ipc://relative", "ipc://@abstract", "ipc:///a/", "/a/b", "ipc:///a\n"]
+    ("endpoint", "message"),
+    [
+        *((name, NETWORK) for name in ("tcp://127.0.0.1:5555", "tcp://*:5555", "udp://x", "ws://x")),
+        *((name, NO_PATH) for name in ("", "ipc://", "ipc://relative", "ipc://@abstract", "ipc:///a/", "/a/b")),
+        ("ipc:///a\n", NO_PATH),
+        ("ipc:///" + "a" * 200, "expected a path of at most 107 bytes, found 201 bytes"),
+    ],
 )
-def test_only_absolute_socket_paths(endpoint: str) -> None:
-    with pytest.raises(InvalidPayload, match="service endpoint: expected ipc:// and an absolute path"):
-        socket_path(endpoint)
-
-
-def test_too_long_a_path() -> None:
-    with pytest.raises(InvalidPayload, match="expected a path of at most 107 bytes, found 201 bytes"):
-        socket_path("ipc:///" + "a" * 200)
+def test_only_absolute_socket_paths(endpoint: str, message: str) -> None:
+    with pytest.raises(InvalidPayload, match=message):
+        StoreClient(endpoint)
 
 
 def test_a_place_that_cannot_be_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +110,7 @@ def test_a_folder_that_cannot_be_told_to_clients(tmp_path: Path) -> None:
 
 
 def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
-    with served(tmp_path, limits=Limits()) as endpoint:
+    with served(tmp_path) as endpoint:
         assert stat.S_IMODE(socket_path(endpoint).stat().st_mode) == 0o600
 
 
@@ -179,16 +173,8 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     endpoint = f"ipc://{tmp_path}/run/s"
     command = [sys.executable, "-m", "sglang_ext.cli", "store"]
-    flags = [
-        "--dir",
-        tmp_path / "store",
-        "--memory-bytes",
-        "1M",
-        "--memory-dir",
-        tmp_path / "dram",
-        "--max-bytes",
-        "1G",
-    ]
+    flags = ["--dir", tmp_path / "store", "--memory-dir", tmp_path / "dram", "--memory-bytes", "1M"]
+    flags += ["--max-bytes", "1G"]
 
     def status_of(*flags: str) -> subprocess.CompletedProcess[str]:
         """The command waits two seconds for an answer, which may come later than that: then it is asked again."""
@@ -205,7 +191,7 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
     try:
         with patient(endpoint, timeout_s=300.0, name="test") as client:
             client.put(sample_payload())
-            lease = client.lease(sample_identity(PROMPT))
+            lease = client.lease(OTHER)
             assert lease is not None
 
             def status() -> messages.Status:
@@ -215,7 +201,7 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
             told = status()
             assert (told.pid, told.indexes) == (served.pid, 1)
             assert [(t.name, t.max_bytes) for t in told.tiers] == [("dram", 1 << 20), ("ssd", 1 << 30)]
-            assert told.leases == [sample_identity(PROMPT).digest]
+            assert told.leases == [OTHER.digest]
             assert any("(test)" in text for text in told.clients)
             shown = status_of()
             assert f"pid {served.pid}" in shown.stdout
@@ -269,3 +255,109 @@ def test_a_client_of_another_protocol_version_is_told(tmp_path: Path) -> None:
             assert "from a client of this version" in failed.expected
         finally:
             socket.close(linger=0)
+
+
+def test_one_connection_too_many_is_told_so_and_given_back(tmp_path: Path) -> None:
+    with served(tmp_path, limits=Limits(connections=2)) as endpoint, patient(endpoint) as a, patient(endpoint) as b:
+        a.put(sample_payload())
+        with pytest.raises(StoreUnavailable, match=r"at most 2 connections .*found 3 of them"):
+            patient(endpoint).open()
+        assert a.status().counts["refused"] >= 1
+        b.close()
+        with contextlib.ExitStack() as opened:
+            eventually(lambda: opened.enter_context(patient(endpoint)), but=(StoreUnavailable,))
+
+
+def test_the_bound_leaves_descriptors_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(1024, 1024)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[0])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.__setitem__(0, new))
+    assert most_connections(4096) == 448
+    limits[0] = (1024, 1 << 20)
+    raise_descriptor_limit()
+    assert limits[0] == (1 << 16, 1 << 20)
+    assert most_connections(4096) == 4096
+    limits[0] = (20, 20)
+    raise_descriptor_limit()
+    assert limits[0] == (20, 20)
+    assert most_connections(4096) == 1
+    limits[0] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    raise_descriptor_limit()
+    assert most_connections(4096) == 4096
+
+
+def test_a_service_outlives_more_connections_than_it_may_have_descriptors(tmp_path: Path) -> None:
+    """Under a hard limit of 1,024, which is as far as the soft one can be raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this process may not have as many descriptors itself")
+    (tmp_path / "run").mkdir(mode=0o700)
+    endpoint = f"ipc://{tmp_path}/run/s"
+    command = [sys.executable, "-m", "sglang_ext.cli", "store", "serve", "--dir", str(tmp_path / "store")]
+    service = subprocess.Popen(
+        [*command, "--endpoint", endpoint],
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024)),
+    )
+    held: list[socket.socket] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        with patient(endpoint) as client:
+            client.put(sample_payload())
+            for number in range(1200):
+                one = socket.socket(socket.AF_UNIX)
+                held.append(one)
+                one.settimeout(SOON)
+                with contextlib.suppress(OSError):
+                    one.connect(str(socket_path(endpoint)))
+                if number % 20 == 0:
+                    time.sleep(0.02)  # its loop has a turn
+                    assert service.poll() is None, f"the service ended at connection {number}"
+            assert client.status().counts["cut"] > 0
+            with pytest.raises(StoreUnavailable):
+                patient(endpoint, timeout_s=5.0).open()
+            for one in held:
+                one.close()
+            client.get(sample_payload().identity).close()
+
+            with contextlib.ExitStack() as opened:
+                eventually(lambda: opened.enter_context(patient(endpoint)), but=(StoreUnavailable,))
+    finally:
+        for one in held:
+            one.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        service.terminate()
+        status = service.wait(SOON)
+    assert status == 0
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+def test_a_folder_that_others_can_write_to_is_no_place_for_a_socket(tmp_path: Path, mode: int) -> None:
+    """They could rename the socket away and back. Also once a client is connected."""
+    with served(tmp_path) as endpoint, patient(endpoint) as client:
+        folder = socket_path(endpoint).parent
+        client.put(sample_payload())
+        folder.chmod(mode)
+        message = rf"/run: socket's folder: expected one that only user .* can write to, found mode {mode:04o}; chmod"
+        for call in (patient(endpoint).open, client.status):
+            with pytest.raises(StoreFolderError, match=message):
+                call()
+        client.get(sample_payload().identity).close()  # which tells nobody
+        folder.chmod(0o700)
+        client.get(sample_payload().identity).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_socket_in_somebody_elses_folder_is_not_asked(tmp_path: Path) -> None:
+    with served(tmp_path) as endpoint, patient(endpoint) as client:
+        folder = socket_path(endpoint).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (tmp_path / "link").symlink_to(folder)
+        os.chown(tmp_path / "link", 12345, -1, follow_symlinks=False)
+        with pytest.raises(StoreFolderError, match="socket's folder: expected owner 0, found owner 12345"):
+            patient(f"ipc://{tmp_path}/link/s").open()
+        os.chown(folder, 12345, -1)
+        for call in (patient(endpoint).open, client.status):
+            with pytest.raises(StoreFolderError, match="socket's folder: expected owner 0, found owner 12345"):
+                call()
+        os.chown(folder, 0, -1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +20,15 @@ PATIENCE_S = 60.0
 """Of stores whose time limits are not what is tested: no stall of the machine is an answer that did not come."""
 
 
-def eventually(holds: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+def eventually(
+    holds: Callable[[], object], seconds: float = PATIENCE_S, *, but: tuple[type[Exception], ...] = ()
+) -> None:
+    """Waits until ``holds`` says so; it may raise ``but`` until then."""
     deadline = time.monotonic() + seconds
-    while not holds():
+    while True:
+        with contextlib.suppress(*but):
+            if holds():
+                return
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.005)
 
@@ -84,28 +89,29 @@ def shared_file_objects(tmp_path: Path) -> Iterator[IndexStore]:
 @contextlib.contextmanager
 def service(tmp_path: Path) -> Iterator[IndexStore]:
     """A client of a service in another thread, with both of its tiers."""
-    with serving(tmp_path) as endpoint:
-        yield StoreClient(endpoint, timeout_s=PATIENCE_S)
+    with served(tmp_path, two_tiers(tmp_path)) as endpoint:
+        yield patient(endpoint)
+
+
+def patient(endpoint: str, **options: Any) -> StoreClient:
+    """A client that takes no stall of the machine for a service that is away."""
+    return StoreClient(endpoint, **{"timeout_s": PATIENCE_S, **options})
+
+
+def two_tiers(tmp_path: Path, **options: Any) -> FileStore:
+    """``options`` are those of the durable folder."""
+    return FileStore(tmp_path / "store", create=True, copies=copies_in(tmp_path / "dram"), **options)
 
 
 @contextlib.contextmanager
-def serving(tmp_path: Path, fast_bytes: int = 150 << 10, **options: Any) -> Iterator[str]:
-    """A running service on ``tmp_path/store``; ``options`` are those of that folder. Gives the endpoint.
-
-    It collects nothing by itself: how long a test takes does not matter.
+def served(tmp_path: Path, own: FileStore | None = None, limits: Limits | None = None) -> Iterator[str]:
+    """A service in another thread; gives its endpoint. By default of ``tmp_path/store`` alone, and one that collects
+    nothing by itself: how long a test takes does not matter.
     """
-    slow = FileStore(tmp_path / "store", create=True, copies=copies_in(tmp_path / "dram", fast_bytes), **options)
-    with (
-        tempfile.TemporaryDirectory(prefix="svc-") as folder,  # a socket's path must be short
-        running(slow, f"ipc://{folder}/socket", Limits(collect_s=3600.0)) as endpoint,
-    ):
-        yield endpoint
-
-
-@contextlib.contextmanager
-def running(store: FileStore, endpoint: str, limits: Limits | None = None) -> Iterator[str]:
-    """A service in another thread; gives its endpoint."""
-    server = StoreServer(store, endpoint, limits)
+    (tmp_path / "run").mkdir(mode=0o700)
+    endpoint = f"ipc://{tmp_path}/run/s"
+    own = own or FileStore(tmp_path / "store", create=True)
+    server = StoreServer(own, endpoint, limits or Limits(collect_s=3600.0))
     server.open()
     thread = threading.Thread(target=server.serve)
     thread.start()

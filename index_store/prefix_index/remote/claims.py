@@ -19,7 +19,7 @@ from functools import partial
 from typing import Final
 
 from ..errors import IndexFormatError, IndexStoreError
-from ..lease import Lease, LocalLeases
+from ..lease import LocalLeases
 from ..store import BuildLease
 from .values import LEASE, LEASES, LeaseRecord, Values, new_generation, pack_record, unpack_record
 
@@ -95,7 +95,7 @@ class SharedLeases:
             return None
 
 
-class _SharedLease(Lease):
+class _SharedLease(BuildLease):
     """``beat`` runs on a thread that refers to no lease object, so that a forgotten one ends."""
 
     def __init__(self, local: BuildLease, beat: Callable[[threading.Event], None]) -> None:

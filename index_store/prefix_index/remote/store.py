@@ -82,8 +82,8 @@ class RemoteStore(IndexStore):
         self._bad: dict[str, _Bad] = {}
         self._seen: dict[str, Found] = {}
         self._touched: set[str] = set()
-        self._strays: set[str] = set()
         """What this process learned of since a listing began: newer than the listing, which says nothing of it then."""
+        self._strays: set[str] = set()
 
     def open(self) -> None:
         with self._opening:
@@ -204,8 +204,7 @@ class RemoteStore(IndexStore):
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
         """As in the protocol: between machines where the store can create a value only if there is none."""
-        digest = self._digest(key)
-        return self._leases.acquire(digest)
+        return self._leases.acquire(self._digest(key))
 
     def prefetch(self, key: IndexLookup) -> None:
         """Nothing to do: a folder in front of this store brings indexes nearer."""

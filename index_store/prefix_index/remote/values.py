@@ -27,7 +27,7 @@ from ..errors import (
     StoreUnavailable,
     out_of_memory,
 )
-from ..format import ALIGN, MAX_NBYTES, Entry, corrupt
+from ..format import ALIGN, MAX_NBYTES, Entry, corrupt, sealed
 from ..store import IndexEntry, Retention
 from .blobs import BlobMissing, Blobs, BlobsError, BlobsFull, BlobsLocal, BlobTooShort, copy_bytes
 from .calls import Calls
@@ -107,8 +107,7 @@ def generation_time(generation: str) -> int:
 def value_header(kind: int, digest: str, generation: str, index: int, body: memoryview | bytes) -> bytes:
     """The 64 bytes before ``body``."""
     names = bytes.fromhex(digest[:32]), int(generation, 16)
-    raw = HEADER.pack(MAGIC, VERSION, kind, index, *names, len(body), xxhash.xxh3_64_intdigest(body), 0)[:-8]
-    return raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little")
+    return sealed(HEADER.pack(MAGIC, VERSION, kind, index, *names, len(body), xxhash.xxh3_64_intdigest(body), 0))
 
 
 def check_header(raw: bytes, kind: int, digest: str, generation: str | None, index: int) -> tuple[int, int, str]:

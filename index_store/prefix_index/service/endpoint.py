@@ -19,7 +19,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import InvalidPayload, StoreFolderError
 from ..folder import pread, try_lock
-from ..writer import write_all
 
 SCHEME: Final = "ipc://"
 _LONGEST_PATH: Final = 107
@@ -105,7 +104,7 @@ class SocketPlace:
         try:
             with _usable(folder):
                 os.ftruncate(self._lock_fd, 0)
-                write_all(self._lock_fd, f"{os.getpid()}\n".encode())
+                os.write(self._lock_fd, f"{os.getpid()}\n".encode())
                 self._remove_socket()
         except BaseException:
             self.give_back()

@@ -9,14 +9,12 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import zmq
 
-from ..copies import Copies
 from ..errors import IndexStoreError, StoreFolderError, printable
 from ..file import FileStore
 from ..folder import check_apart, come_back, is_shard
@@ -281,29 +279,26 @@ class StoreServer:
                 stats_at = now + self._limits.stats_s
                 log.info("%s", self._summary())
 
-    def _tend(self, *, collect: bool) -> None:
-        self.store.rescan()
-        if collect:
-            self._evicted += len(self.store.collect())
-
     def _look_after(self, *, collect: bool) -> None:
-        if self.store.copies is not None:
-            self._watch("memory", partial(self._tend_copies, self.store.copies))
-        self._watch("store", partial(self._tend, collect=collect))
+        copies = self.store.copies
+        if copies is not None:
+            with self._complaining("memory"):
+                if come_back(copies.folder):
+                    self._wanted.clear()
+                    log.warning("%s: the DRAM tier's folder was gone, with all copies; it was made anew", copies.folder)
+                if copies.problem is not None:
+                    raise copies.problem
+        with self._complaining("store"):
+            self.store.rescan()
+            if collect:
+                self._evicted += len(self.store.collect())
         self._look()
 
-    def _tend_copies(self, copies: Copies) -> None:
-        """Makes the copies' folder again where somebody removed it."""
-        if come_back(copies.folder):
-            self._wanted.clear()
-            log.warning("%s: the DRAM tier's folder was gone, with all copies; it was made anew", copies.folder)
-        if copies.problem is not None:
-            raise copies.problem
-
-    def _watch(self, what: str, work: Callable[[], None]) -> None:
-        """Logs an error once, and that it is over."""
+    @contextlib.contextmanager
+    def _complaining(self, what: str) -> Iterator[None]:
+        """Logs a folder's error once, and that it is over."""
         try:
-            work()
+            yield
             if self._complaints.pop(what, None) is not None:
                 log.info("the %s folder is usable again", what)
         except IndexStoreError as err:

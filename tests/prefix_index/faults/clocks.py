@@ -9,22 +9,14 @@ from pathlib import Path
 from prefix_index import FileStore, IndexNotFound, IndexStoreError, Retention
 
 from .outcome import Campaign, Outcome
-from .tools import SMALL, Tally, folder, identity_of, opened, payload_of, read_fill
+from .tools import SMALL, Clock, Tally, folder, identity_of, opened, payload_of, read_fill
 
 YEAR = 365 * 86_400.0
 NOW = 1.8e9
 KEYS = 12
 
 
-class Clock:
-    """Seconds since the Unix epoch, as somebody set them."""
-
-    def __init__(self) -> None:
-        self.now = NOW
-
-    def __call__(self) -> float:
-        return self.now
-
+class JumpingClock(Clock):
     def jump(self, rng: random.Random) -> None:
         """Mostly ahead by a little, sometimes by years, either way; before 1970 never."""
         step = rng.choice((0.0, 1e-6, 1.0, 60.0, 3600.0, -1.0, -3600.0, YEAR, -YEAR, 10 * YEAR, -10 * YEAR))
@@ -33,7 +25,7 @@ class Clock:
 
 def clock_jumps(count: int, seed: int) -> Outcome:
     """Whatever the clock says: an index is there until its ``expires``, and a miss from then on; none is lost."""
-    tally, rng, clock = Tally("clock_jumps"), random.Random(seed), Clock()
+    tally, rng, clock = Tally("clock_jumps"), random.Random(seed), JumpingClock(NOW)
     with folder() as path, opened(path, clock=clock) as store:
         model: dict[int, tuple[int, float | None]] = {}
         for step in range(count):
@@ -116,7 +108,7 @@ def reopen_and_compare(tally: Tally, path: Path, clock: Clock, model: dict[int, 
 
 def lru_after_jumps(count: int, seed: int) -> Outcome:
     """After each jump of the clock the index used last still stays longest, and the cap holds."""
-    tally, rng, clock = Tally("lru_after_jumps"), random.Random(seed), Clock()
+    tally, rng, clock = Tally("lru_after_jumps"), random.Random(seed), JumpingClock(NOW)
     with folder() as path:
         with opened(path) as store:
             cap = 4 * store.put(payload_of(0, 0)).nbytes

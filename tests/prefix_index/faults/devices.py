@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import shutil
-import signal
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -24,17 +23,15 @@ from .tools import (
     MEDIUM,
     SMALL,
     SOON,
-    Line,
     Tally,
     array_of,
     fill_of,
     folder,
-    fork,
     identity_of,
+    in_child,
     opened,
     payload_of,
     read_fill,
-    reap,
 )
 
 KEYS = 6
@@ -88,7 +85,7 @@ def io_error(count: int, seed: int) -> Outcome:
                     drop_from_cache(store.path_of(identity_of(number)))
                     for index in (partial(opened_before.__getitem__, number), partial(store.get, identity_of(number))):
                         tally.tried += 1
-                        said = in_reader(partial(read_once, index, number, read))
+                        said = in_child(partial(read_once, index, number, read), SOON) or "stuck"
                         seen[f"{name}: {said}"] += 1
                         # IndexCorrupt: a loop device fills a short read with zeros, as a broken disk may.
                         fine = said in ("right", "IndexUnreadable", "IndexCorrupt")
@@ -104,23 +101,6 @@ def drop_from_cache(path: Path) -> None:
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
-
-
-def in_reader(work: Callable[[], str]) -> str:
-    """What ``work`` says in a child, or the signal that ended it."""
-    line = Line()
-
-    def run() -> None:
-        try:
-            line.say(work())
-        except BaseException as err:
-            line.say(f"{type(err).__name__}: {err}"[:300].replace("\n", " "))
-
-    code = reap(fork(run), SOON)
-    said = line.close()
-    if code is None:
-        return "stuck"
-    return said[0] if said else signal.Signals(-code).name if code < 0 else f"exit {code}"
 
 
 def free_floor(count: int, seed: int) -> Outcome:

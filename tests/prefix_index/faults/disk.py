@@ -30,6 +30,7 @@ from .tools import (
     payload_of,
     read_fill,
     reap,
+    remove,
     stored_files,
 )
 
@@ -243,7 +244,7 @@ def folder_gone(count: int, seed: int) -> Outcome:
                 reader = store.get(identity_of(0))
                 pid = fork(partial(put_until_gone, place, i))
                 time.sleep(rng.uniform(0, 0.01))
-                (remove, replace, replace_shard)[i % 3](place, other)
+                (lambda place, _: remove(place), replace, replace_shard)[i % 3](place, other)
                 gone_under(tally, f"try {i}", store, replaced=i % 3 == 1)
                 reader.verify()
                 reader.close()
@@ -266,11 +267,6 @@ def put_until_gone(place: Path, fill: int) -> None:
     with contextlib.suppress(StoreFolderError), opened(place, create=False) as store:
         for _ in range(10):
             store.put(payload_of(3, fill, MEDIUM))
-
-
-def remove(place: Path, other: Path) -> None:
-    while place.exists():
-        shutil.rmtree(place, ignore_errors=True)
 
 
 def replace(place: Path, other: Path) -> None:

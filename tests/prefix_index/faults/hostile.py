@@ -170,7 +170,7 @@ CALLS: Final[dict[str, Callable[[FileStore], object]]] = {
     "lease": lease_and_release,
     "prefetch": lambda store: store.prefetch(MINE),
     "collect": lambda store: store.collect(),
-    "clean_partials": lambda store: store.clean_partials(),
+    "clean_partials": lambda store: store._keeper.clean_partials(),
     "delete": lambda store: store.delete(MINE),
     "check_integrity": lambda store: store.check_integrity(),
 }

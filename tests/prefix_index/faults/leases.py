@@ -47,7 +47,7 @@ KINDS = ("alone", "with a forked child", "taking and releasing", "with a subproc
 def kill_lease_holder(count: int, seed: int) -> Outcome:
     """`kill -9` of the holder of a build lease: nobody else gets it before, and the next who asks does after."""
     tally, rng, seen = Tally("kill_lease_holder"), random.Random(seed), Counter[str]()
-    with folder() as path, opened(path) as store:
+    with folder() as path, opened(path, partial_grace_s=0.0) as store:
         for i in range(count):
             kind = KINDS[i % (4 if i % 8 == 3 else 3)]
             seen[kind] += 1
@@ -56,6 +56,7 @@ def kill_lease_holder(count: int, seed: int) -> Outcome:
             pid = fork(partial(hold, path, line, kind))
             if not line.wait_for("held", SOON):
                 tally.hang(f"try {i}: a free lease was refused: {line.heard!r}")
+            store.collect()  # which clears away what the dead left
             if kind != "taking and releasing":
                 tally.expect(store.lease(identity_of(0)) is None, f"try {i}: a second holder beside one {kind}")
             time.sleep(rng.uniform(0, 0.003))
@@ -80,7 +81,9 @@ def kill_lease_holder(count: int, seed: int) -> Outcome:
 
 
 def lease_contention(count: int, seed: int) -> Outcome:
-    """Eight processes want one lease all the time: never two at once, and each gets it now and then."""
+    """Eight processes want one lease all the time and clear away what the dead left: never two at once, and each gets
+    it now and then.
+    """
     tally = Tally("lease_contention")
     each = count // PROCESSES
     with folder() as path:
@@ -89,9 +92,11 @@ def lease_contention(count: int, seed: int) -> Outcome:
         def want(number: int) -> str:
             rng, held = random.Random(seed * PROCESSES + number), 0
             until = time.monotonic() + 5 * SOON + count * 0.05
-            with opened(path / "store") as store:
+            with opened(path / "store", partial_grace_s=0.0) as store:
                 while held < each:
                     assert time.monotonic() < until, f"only {held} leases in time"
+                    if rng.random() < 0.05:
+                        store.collect()
                     lease = store.lease(identity_of(0))
                     if lease is None:
                         time.sleep(rng.uniform(0, 0.001))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import shutil
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from prefix_index.service import StoreClient
 
 from .outcome import Campaign, Outcome
 from .service_process import CALL_S, Service, client_of
-from .tools import SMALL, Tally, folder, payload_of, read_fill
+from .tools import SMALL, Tally, folder, payload_of, read_fill, remove
 
 
 def service_folder_gone(count: int, seed: int) -> Outcome:
@@ -24,8 +23,7 @@ def service_folder_gone(count: int, seed: int) -> Outcome:
             tally.tried += 1
             client.put(payload_of(0, 2 * i, SMALL))
             tally.expect(read_fill(client, 0) == 2 * i, f"try {i}: bytes before")
-            while (path / "store").exists():  # somebody may be writing there
-                shutil.rmtree(path / "store", ignore_errors=True)
+            remove(path / "store")
             for _ in range(rng.randrange(1, 4)):
                 without_folder(tally, client, i)
             (path / "store").mkdir()

@@ -27,6 +27,16 @@ SMALL = 1 << 12
 MEDIUM = 1 << 20
 
 
+class Clock:
+    """Seconds since the Unix epoch that pass when a test says so."""
+
+    def __init__(self, now: float = 1_700_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Tally:
     """Counts faults and what came of them; keeps the first few things that went wrong."""
 
@@ -84,6 +94,12 @@ def folder() -> Iterator[Path]:
     try:
         yield path
     finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """A folder, while somebody may be writing there."""
+    while path.exists():
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -198,7 +214,9 @@ class Line:
 
 
 def in_child(work: Callable[[], str], seconds: float) -> str | None:
-    """What ``work`` returned in a forked child, its error as text; None when it did not end in time."""
+    """What ``work`` returned in a forked child, its error as text, or the signal that ended it; None when it did not
+    end in time.
+    """
     line = Line()
 
     def run() -> None:
@@ -209,5 +227,5 @@ def in_child(work: Callable[[], str], seconds: float) -> str | None:
         line.say(text.replace("\n", " ")[:4000])
 
     code = reap(fork(run), seconds)
-    said = line.close()
-    return None if code is None else "".join(said)
+    said = "".join(line.close())
+    return None if code is None else said or (signal.Signals(-code).name if code < 0 else f"exit {code}")

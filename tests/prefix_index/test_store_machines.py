@@ -1,4 +1,4 @@
-"""SharedStore against a dictionary, while its remote store loses values at random and goes away."""
+"""Every kind of store against a plain dictionary, driven by hypothesis."""
 
 from __future__ import annotations
 
@@ -7,14 +7,159 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from prefix_index import FileStore, IndexNotFound, SharedStore, StoreUnavailable, link
-from prefix_index.remote import RemoteStore
-from tests.prefix_index.machine import DEFAULT, PAGES, STEPS, TENANT, Clock, Key, StoreMachine, identity_of
-from tests.prefix_index.remote_stores import CHUNK_NBYTES
+from prefix_index import FileStore, IndexNotFound, IndexStore, SharedStore, StoreUnavailable, link
+from prefix_index.copies import digest_in
+from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.service import StoreClient
+from tests.examples import examples
+from tests.prefix_index import s3_server
+from tests.prefix_index.faults.tools import Clock
+from tests.prefix_index.machine import DEFAULT, PAGES, STEPS, TENANT, Key, StoreMachine, TwoStores, identity_of
+from tests.prefix_index.remote_stores import CHUNK_NBYTES, machine
 from tests.prefix_index.shared_stores import SOON, Shaky, fill_of, flushed
+from tests.prefix_index.small_stores import ONE
+from tests.prefix_index.tiers import copies_in, patient, served, two_tiers
+
+
+class FileMachine(TwoStores):
+    """Two stores in one folder; the second one's changes are known to the first after a rescan."""
+
+    max_bytes: int | None = None
+
+    def make(self) -> IndexStore:
+        self.clock = Clock()
+        self.folder = Path(tempfile.mkdtemp())
+        self.other = FileStore(self.folder, max_bytes=self.max_bytes, clock=self.clock)
+        self.other.open()
+        return FileStore(self.folder, max_bytes=self.max_bytes, clock=self.clock)
+
+    def teardown(self) -> None:
+        super().teardown()
+        shutil.rmtree(self.folder)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def get_elsewhere(self, data: st.DataObject) -> None:
+        self.pass_time(10)
+        if self.model:
+            key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+            self.other.get(identity_of(*key)).close()
+            self.use(key)
+
+
+class SmallFileMachine(FileMachine):
+    """Room for three indexes in the folder, whichever of the two stores writes or reads them."""
+
+    max_entries = 3
+
+    def make(self) -> IndexStore:
+        self.max_bytes = 3 * ONE
+        return super().make()
+
+    @rule(pages=PAGES, tenant=TENANT)
+    def report(self, pages: int, tenant: str | None) -> None:
+        """A reported file keeps its place, and only its replacement frees it: too much for this model."""
+
+
+MORE_STEPS = settings(STEPS, max_examples=examples(40, day=8), stateful_step_count=60)  # a full store needs many puts
+TestFileMachine = FileMachine.TestCase
+TestFileMachine.settings = STEPS
+TestSmallFileMachine = SmallFileMachine.TestCase
+TestSmallFileMachine.settings = MORE_STEPS
+
+
+class CopiedMachine(StoreMachine):
+    """A folder with copies of two of its indexes, against the dictionary."""
+
+    def make(self) -> IndexStore:
+        self.folder = tempfile.TemporaryDirectory()
+        path = Path(self.folder.name)
+        return FileStore(path / "store", create=True, copies=copies_in(path / "dram", 100 << 10))
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.folder.cleanup()
+
+    def reopen(self) -> None:
+        """What was reported would be offered again: another machine's."""
+
+
+TestCopiedMachine = CopiedMachine.TestCase
+TestCopiedMachine.settings = settings(STEPS, max_examples=examples(20, day=4))
+
+
+class ServiceMachine(StoreMachine):
+    """One client of a service with both tiers, against the dictionary; a second client sees the same."""
+
+    def make(self) -> StoreClient:
+        self.folder = tempfile.TemporaryDirectory()
+        path = Path(self.folder.name)
+        self.context = served(path, two_tiers(path))
+        endpoint = self.context.__enter__()
+        self.other = patient(endpoint)
+        self.other.open()
+        return patient(endpoint)
+
+    def teardown(self) -> None:
+        try:
+            self.other.rescan()
+            reported = {digest_in(problem.path) for problem in self.store.problems()}  # by this client, to itself
+            assert [e for e in self.other.list() if e.digest not in reported] == list(self.store.list())
+            self.other.close()
+            super().teardown()
+        finally:
+            self.context.__exit__(None, None, None)
+            self.folder.cleanup()
+
+    def reopen(self) -> None:
+        """What was reported would be offered again: another machine's."""
+
+
+TestServiceMachine = ServiceMachine.TestCase
+TestServiceMachine.settings = settings(STEPS, max_examples=examples(10, day=4))
+
+
+class RemoteMachine(TwoStores):
+    """Two machines' stores on one object store."""
+
+    leases_outlive_a_store = False
+
+    def blobs(self) -> ObjectBlobs:
+        return ObjectBlobs("memory:///")
+
+    def make(self) -> IndexStore:
+        blobs = self.blobs()
+        self.clock = Clock()
+        self.other = machine(blobs, clock=self.clock)
+        self.other.open()
+        return machine(blobs, clock=self.clock)
+
+
+class RemoteFileMachine(RemoteMachine):
+    def blobs(self) -> ObjectBlobs:
+        self.folder = tempfile.mkdtemp()
+        return ObjectBlobs(Path(self.folder).as_uri())
+
+    def teardown(self) -> None:
+        super().teardown()
+        shutil.rmtree(self.folder)
+
+
+class RemoteS3Machine(RemoteMachine):
+    def blobs(self) -> ObjectBlobs:
+        return s3_server.new_bucket()
+
+
+TestRemoteMachine = RemoteMachine.TestCase
+TestRemoteMachine.settings = STEPS
+TestRemoteFileMachine = RemoteFileMachine.TestCase
+TestRemoteFileMachine.settings = settings(STEPS, max_examples=examples(10, day=4))
+TestRemoteS3Machine = pytest.mark.full(RemoteS3Machine.TestCase)
+TestRemoteS3Machine.settings = settings(STEPS, max_examples=examples(3, day=4), stateful_step_count=12)
 
 
 class SharedMachine(StoreMachine):
