@@ -211,7 +211,6 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         return costs.sparse_us(lengths, plan.selects.budgets, plan.own, self._turns.steps_of(plan.settled))
 
     def begin(self, plan: SparsePlan, batch: DecodeBatch) -> StepPath | None:
-        """See the base."""
         before = self._planned.layout if self._planned else None
         layout = self._buffers.lay_out(batch.seq_lens, plan.selects.prefixes, before)
         if layout is None:
@@ -298,7 +297,6 @@ class SparseDecode(DecodeBackend[SparsePlan]):
 
     @contextmanager
     def capturing(self, size: int, path: StepPath) -> Iterator[None]:
-        """See the base."""
         self._whole.will_capture(size)
         self._selected.will_capture(size)
         self._active = kernels = self._kernels(size)
