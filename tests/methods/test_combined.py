@@ -84,14 +84,6 @@ def test_union_by_hand(first, second, budget):
         assert len(got[head]) == budget
 
 
-def test_a_union_holds_half_a_budget_of_each():
-    first, second = PARTS[0], PARTS[1]
-    got = choose({"method": "union", "first": first, "second": second}, budget=48)
-    for part in (first, second):
-        for head, half in enumerate(choose(part, budget=28)):
-            assert half <= got[head]
-
-
 def test_parts_keep_their_arrays_and_heads():
     data = {"method": "two_level", "first": PARTS[2], "second": PARTS[3], "candidate_ratio": 0.3}
     _, arrays = built(data)
