@@ -234,16 +234,6 @@ def test_layers_of_dense_heads_attend_everything_in_the_plan_they_were_calibrate
     assert roles([], _profile(layer_plan={})) == ["dense", "dense", "anchor"]
 
 
-def test_a_rank_has_its_heads_of_the_plan() -> None:
-    own_heads = ["dense", "anchor", {"reuse": 1}]
-    profile = _profile(layer_plan={"layers": own_heads}, dense_heads=[[0], [], []])
-    for rank in range(2):
-        plan = layer_plan_of_rank(own_heads, profile, _model(), rank, 2)
-        assert (plan.num_kv_heads, plan[2].head_map) == (1, (0,))
-    with pytest.raises(ValueError, match="ranks do not exchange selections"):
-        layer_plan_of_rank(PLAN, _profile(dense_heads=[[], [], []]), _model(), 0, 2)
-
-
 def test_a_rank_loads_its_own_heads(bench: Any) -> None:
     prompt = list(range(64))
     entry = bench.put(prompt)

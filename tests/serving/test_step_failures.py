@@ -6,14 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.types import PagedKV
-from sglang_ext.decode.cascade import CascadeDecode
-from sglang_ext.decode.grouping import SlotTracker
-from sglang_ext.decode.types import DecodeBatch
 from tests.serving.admitting import OTHER, PROMPT, Runtime, decode_batch, ours, run_step
+from tests.serving.test_cascade import Server
 
 
 class BrokenError(Exception):
@@ -99,38 +94,22 @@ def test_with_several_ranks_it_ends_the_process(start: Any, monkeypatch: pytest.
 
 def test_tables_that_were_half_written_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch before comes back unchanged: nothing of the one that failed may be left in its tables."""
-    cpu, gen = torch.device("cpu"), torch.Generator().manual_seed(0)
-    kv = PagedKV(*(torch.randn(512, 1, 16, generator=gen) for _ in "kv"))
-    table = torch.randperm(512, generator=gen)[: 4 * 100].reshape(4, 100).int()
-    table[1, :64], table[3, :64] = table[0, :64], table[2, :64]
-    tracker = SlotTracker(4, 16, cpu, "reference")
-    decode = CascadeDecode(AttentionShape(2, 1, 16, 16, torch.float32, torch.float32), tracker, 2048, cpu)
-
-    def batch(first: int) -> DecodeBatch:
-        rows, lens = torch.tensor([first, first + 1]), [70, 72]
-        return DecodeBatch([first, first + 1], lens, table, rows, torch.tensor(lens))
-
-    for first in (0, 2):
+    server = Server()
+    for serials in ([1, 2], [3, 4]):
+        prefix = server.slots(300)
+        for serial in serials:
+            server.join(serial, prefix, 5)
         for _ in range(3):
-            tracker.learn(batch(first))
-    q = torch.randn(2, 2, 16, generator=gen)
-
-    def begin(of: DecodeBatch) -> None:
-        plan = decode.plan(of)
-        assert plan is not None
-        assert decode.begin(plan, of) is not None
-
-    begin(batch(0))
-    before = decode.run(q, kv, 0, 0.25)
-    copy = decode._buffers.copy_prefixes
+            server.step(serials)
+    assert server.step([1, 2])
+    copy = server.decode._buffers.copy_prefixes
 
     def fails_late(*of: Any) -> None:
         copy(*of)
         raise BrokenError
 
     with monkeypatch.context() as patched:
-        patched.setattr(decode._buffers, "copy_prefixes", fails_late)
+        patched.setattr(server.decode._buffers, "copy_prefixes", fails_late)
         with pytest.raises(BrokenError):
-            begin(batch(2))
-    begin(batch(0))
-    assert torch.equal(decode.run(q, kv, 0, 0.25), before)
+            server.step([3, 4])
+    assert server.step([1, 2]), "and is compared with dense attention"
