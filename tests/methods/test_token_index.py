@@ -26,6 +26,7 @@ def test_scores_by_loop(bits, symmetric, num_channels):
     keys, samples, q = randn(70, 2, 16), randn(2, 50, 16, seed=1), randn(3, 4, 16, seed=2)
     arrays = make_builder(spec).build_layer(keys, samples)
     got = scores(spec, arrays, q, 70)
+    assert torch.equal(arrays["keys_zero"], arrays["keys_scale"] * -(1 << bits - 1)) == symmetric
     for head in range(2):
         parts = (arrays[f"keys_{name}"][head] for name in LowBitTensor._fields)
         stored = dequantize(LowBitTensor(*parts))

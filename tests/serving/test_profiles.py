@@ -225,10 +225,10 @@ def test_layers_of_dense_heads_attend_everything_in_the_plan_they_were_calibrate
     """A layer that reused one of them selects itself."""
     model, all_select = _model(), ["anchor"] * 3
 
-    def roles(layers: list[Any], profile: Profile | None) -> list[Any]:
-        return list(layer_plan_of_rank(layers, profile, model).to_dict()["layers"])
+    def roles(layers: list[Any], profile: Profile | None, *rank: int) -> list[Any]:
+        return list(layer_plan_of_rank(layers, profile, model, *rank).to_dict()["layers"])
 
-    assert roles(PLAN, _profile()) == ["dense", "dense", "anchor"]
+    assert roles(PLAN, _profile()) == roles(PLAN, _profile(), 1, 2) == ["dense", "dense", "anchor"]
     assert roles(all_select, _profile()) == all_select
     assert roles(PLAN, None) == PLAN
     assert roles([], _profile(layer_plan={})) == ["dense", "dense", "anchor"]
