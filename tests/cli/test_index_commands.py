@@ -295,6 +295,3 @@ def test_verify_shows_its_progress_on_a_terminal(shelf: Any, program: Any) -> No
     assert b"verify" in seen
     assert b"%|" in seen
     assert b"%|" not in out
-
-
-# -- JSON --------------------------------------------------------------------------------------------------------------
