@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.serving.admitting import OTHER, PROMPT, Runtime, decode_batch, ours, run_step
 from tests.serving.test_cascade import Server
+from tests.sparse_server import Server as SparseServer
 
 
 class BrokenError(Exception):
@@ -92,24 +94,28 @@ def test_with_several_ranks_it_ends_the_process(start: Any, monkeypatch: pytest.
         ours(runtime, ["r0"], [66])
 
 
-def test_tables_that_were_half_written_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch before comes back unchanged: nothing of the one that failed may be left in its tables."""
-    server = Server()
+@pytest.mark.parametrize("kind", ["exact", "sparse"])
+def test_tables_that_were_half_written_are_written_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches come back unchanged: neither the one that failed nor the one before it may take tables for written."""
+    server: Any = Server() if kind == "exact" else SparseServer(torch.device("cpu"), kernels=False)
+    backend = server.decode if kind == "exact" else server.sparse
     for serials in ([1, 2], [3, 4]):
-        prefix = server.slots(300)
+        prefix = [server.slots(300)] if kind == "exact" else server.prefix(300)
         for serial in serials:
-            server.join(serial, prefix, 5)
-        for _ in range(3):
+            server.join(serial, *prefix, 5)
+        for _ in range(4):
             server.step(serials)
     assert server.step([1, 2])
-    copy = server.decode._buffers.copy_prefixes
+
+    copy = backend._buffers.copy_prefixes
 
     def fails_late(*of: Any) -> None:
         copy(*of)
         raise BrokenError
 
-    with monkeypatch.context() as patched:
-        patched.setattr(server.decode._buffers, "copy_prefixes", fails_late)
-        with pytest.raises(BrokenError):
-            server.step([3, 4])
-    assert server.step([1, 2]), "and is compared with dense attention"
+    for after, fails in (([1, 2], fails_late), ([3, 4], _raises)):
+        with monkeypatch.context() as patched:
+            patched.setattr(backend._buffers, "copy_prefixes", fails)
+            with pytest.raises(BrokenError):
+                server.step([3, 4])
+        assert server.step(after), "and is compared with the oracle"
