@@ -48,7 +48,9 @@ def test_an_index_of_another_length_is_refused(data: dict[str, Any]) -> None:
         check(spec, heads, 1025)
 
 
-@pytest.mark.parametrize(("name", "value"), [("channels", -1), ("channels", 16), ("keys_scale", float("nan"))])
+@pytest.mark.parametrize(
+    ("name", "value"), [("channels", -1), ("channels", 16), ("keys_scale", float("nan")), ("keys_zero", 2e5)]
+)
 def test_values_out_of_their_range_are_refused(name: str, value: float) -> None:
     spec, heads = built({"method": "token_index"}, 64)
     heads[1][name][-1] = value
