@@ -1,7 +1,7 @@
 """Operations of sparse decoding behind a shared prefix, in torch and Triton.
 
-`types` holds the values that operations exchange, `ops` the torch references, whose docstrings are the algorithms. A
-planned operation (`GroupedAttention`, `AnchorSelection`, `PooledScores`, `TopKSelection`, `CsaScores` and the two-level
+`types` holds the values that operations exchange. The docstrings of the torch references are the algorithms. A planned
+operation (`GroupedAttention`, `AnchorSelection`, `PooledScores`, `TopKSelection`, `CsaScores` and the two-level
 selections) makes its device buffers once, writes its tables in `plan()` and launches Triton kernels in `run()`.
 """
 

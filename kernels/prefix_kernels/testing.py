@@ -1,4 +1,4 @@
-"""For tests and benchmarks: planted inputs, dense oracle, recall of attention mass, error budgets.
+"""For tests and benchmarks: planted inputs, dense oracle, recall of attention mass.
 
 Everything is seeded and made on the CPU, so the numbers are the same whichever device reads them.
 """
@@ -11,16 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prefix_kernels.types import AttnState, PagedKV, Selection
-
-ERROR_BUDGET: dict[torch.dtype, float] = {
-    torch.float64: 1e-6,
-    torch.float32: 2e-5,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1.6e-2,
-}
-"""Largest absolute error of an output against the fp64 oracle on unit-variance values, by the inputs' dtype,
-when the operation computes in fp32 and its output is cast to that dtype."""
+from prefix_kernels.types import AttnState, Selection
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,22 +151,6 @@ def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     angle = positions[..., None] * frequency
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1)
-
-
-def paged_kv(keys: Tensor, values: Tensor, *, num_slots: int | None = None, seed: int = 0) -> tuple[PagedKV, Tensor]:
-    """Put keys and values [prefix_len, num_kv_heads, dim] into a pool in random slots; every other slot holds NaN.
-
-    Returns:
-        The pool, of `num_slots` or twice the prefix plus 3, and slots [prefix_len] int64.
-    """
-    prefix_len = keys.shape[0]
-    num_slots = 2 * prefix_len + 3 if num_slots is None else num_slots
-    order = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))
-    slots = order[:prefix_len].to(keys.device)
-    k_cache = keys.new_full((num_slots, *keys.shape[1:]), torch.nan)
-    v_cache = values.new_full((num_slots, *values.shape[1:]), torch.nan)
-    k_cache[slots], v_cache[slots] = keys, values
-    return PagedKV(k_cache, v_cache), slots
 
 
 def dense_attention(q: Tensor, keys: Tensor, values: Tensor, sm_scale: float) -> AttnState:

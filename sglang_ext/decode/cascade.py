@@ -83,12 +83,10 @@ class CascadeDecode(DecodeBackend[CascadePlan]):
         return CascadePlan(groups, size, sum(batch.seq_lens) - saved, saved)
 
     def cost_us(self, plan: CascadePlan) -> float | None:
-        """See the base."""
         costs = self._costs.get(block_of(self.attentions.padded(plan.size)))
         return None if costs is None else costs.exact_us(plan.tokens)
 
     def begin(self, plan: CascadePlan, batch: DecodeBatch) -> StepPath | None:
-        """See the base."""
         before = self._planned[1] if self._planned else None
         layout = self._buffers.lay_out(batch.seq_lens, plan.groups, before)
         if layout is None:
@@ -117,7 +115,6 @@ class CascadeDecode(DecodeBackend[CascadePlan]):
 
     @contextmanager
     def capturing(self, size: int, path: StepPath) -> Iterator[None]:
-        """See the base."""
         self.attentions.will_capture(size)
         self._active = self.attentions.of(size)
         self._active.plan()

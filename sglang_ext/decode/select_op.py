@@ -124,7 +124,6 @@ class ReferenceOp(SelectOp):
         self._planned: list[tuple[tuple[int, ...], SelectionGroup, weakref.ref[Index]]] = []
 
     def number_of(self, index: Index) -> int:
-        """See the base."""
         return self._known.setdefault(index, next(self._numbers))
 
     def fits(self, lengths: Sequence[int]) -> bool:
@@ -132,7 +131,6 @@ class ReferenceOp(SelectOp):
         return True
 
     def tile(self, size: int) -> Hashable:
-        """See the base."""
         return None
 
     def plan(
@@ -142,14 +140,12 @@ class ReferenceOp(SelectOp):
         groups: Sequence[SelectionGroup],
         indexes: Sequence[Index],
     ) -> None:
-        """See the base."""
         # Whoever decodes holds its index. Held here, too, an evicted one would keep its memory until the next step.
         self._planned = list(zip(rows, groups, map(weakref.ref, indexes), strict=True))
 
     def run(
         self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor, layer: int | None, lists: SelectedLists
     ) -> None:
-        """See the base."""
         assert layer is not None
         assert lists.slots is not None
         for number, (rows, group, held) in enumerate(self._planned):

@@ -211,15 +211,13 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         return costs.sparse_us(lengths, plan.selects.budgets, plan.own, self._turns.steps_of(plan.settled))
 
     def begin(self, plan: SparsePlan, batch: DecodeBatch) -> StepPath | None:
-        """See the base."""
         before = self._planned.layout if self._planned else None
         layout = self._buffers.lay_out(batch.seq_lens, plan.selects.prefixes, before)
         if layout is None:
             return None
         tables = _Tables(plan.kernels, layout, plan.selects)
         if self._planned != tables:
-            self._write(tables, plan.indexes, len(plan.reads))
-            self._buffers.copy_prefixes(layout, batch)
+            self._write(tables, plan.indexes, len(plan.reads), batch)
         elif plan.settled is None:
             self._buffers.copy_prefixes(layout, batch)  # slots of a request that nothing is known of may yet change
         self._buffers.refresh(batch)
@@ -246,7 +244,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         """
         self._turns.skip(None if plan is None else plan.settled)
 
-    def _write(self, tables: _Tables, indexes: Sequence[Index], num_prefixes: int) -> None:
+    def _write(self, tables: _Tables, indexes: Sequence[Index], num_prefixes: int, batch: DecodeBatch) -> None:
         kernels, layout, selects = tables
         before, self._planned = self._planned, None  # until all of it is written
         groups = list(zip(layout.prefixes, layout.begins, selects.budgets, strict=True))
@@ -261,6 +259,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             own = [listed[num_prefixes:]] if self._num_passes == 3 else []
             attention.plan(listed[:num_prefixes], *own, layout.suffix)
         self._buffers.place(layout)
+        self._buffers.copy_prefixes(layout, batch)
         self._planned = tables
         self.plans += 1
 
@@ -298,7 +297,6 @@ class SparseDecode(DecodeBackend[SparsePlan]):
 
     @contextmanager
     def capturing(self, size: int, path: StepPath) -> Iterator[None]:
-        """See the base."""
         self._whole.will_capture(size)
         self._selected.will_capture(size)
         self._active = kernels = self._kernels(size)

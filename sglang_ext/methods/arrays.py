@@ -1,4 +1,4 @@
-"""The arrays of an index: what they must be, how they are cut per KV head, and their bytes.
+"""The arrays of an index: what they must be, how they are cut per KV head, their bytes, and layers built at once.
 
 *Checked once.* An index is data from outside: right checksums say that nobody changed it since it was written, not that
 it fits. So each array is looked at when it is loaded, and before one is stored. A spec knows its own arrays: `forms`
@@ -22,8 +22,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+RAGGED = "ragged_"
+ROW_INDPTR = "row_indptr"
 LARGEST = float(1 << 17)
 """What a stored number may reach: twice the largest of fp16, so that no score of finite queries leaves fp32."""
+TOKENS_AT_ONCE = 1 << 17
+"""Tokens, over all layers of a batch, that are built at once: device memory as for one layer of so long a prefix."""
 
 
 class IndexSize(NamedTuple):
@@ -122,13 +126,6 @@ def check_layer(spec: Checked, arrays: Mapping[str, Tensor], size: IndexSize, wh
         spec.check(arrays, size)
     except ContentError as error:
         raise ContentError(f"{error.what} of {where}", error.expected, error.found) from None
-
-
-RAGGED = "ragged_"
-ROW_INDPTR = "row_indptr"
-
-TOKENS_AT_ONCE = 1 << 17
-"""Tokens, over all layers of a batch, that are built at once: device memory as for one layer of so long a prefix."""
 
 
 def is_ragged(name: str) -> bool:

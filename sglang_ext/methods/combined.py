@@ -33,11 +33,9 @@ class CombinedSpec(IndexSpec):
     """Of a method made of two others, its fields `first` and `second`: their arrays are its own."""
 
     def forms(self, size: IndexSize) -> dict[str, Form]:
-        """See the base."""
         return named({name: part.forms(size) for name, part in self.nested.items()})
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
-        """See the base."""
         for name, part in self.nested.items():
             part.check(part_arrays(arrays, name), size)
 
@@ -54,11 +52,9 @@ class CombinedBuilder(IndexBuilder[C]):
         return any(builder.needs_queries for builder in self._parts().values())
 
     def prepare(self, queries: Tensor | None) -> dict[str, Tensor]:
-        """See the base."""
         return named({name: builder.prepare(queries) for name, builder in self._parts().items()})
 
     def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
-        """See the base."""
         known = {name: part_arrays(prepared or {}, name) for name in self.spec.nested}
         return named({name: one.build_layer(keys, queries, known[name]) for name, one in self._parts().items()})
 

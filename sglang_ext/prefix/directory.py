@@ -1,4 +1,8 @@
-"""The store as one scheduler process sees it: looked at anew without blocking, counted, asked for a prompt's index."""
+"""The store as one scheduler process sees it.
+
+`PrefixDirectory` finds a prompt's index in what is known of the store. `StoreWatch` owns the store and keeps that
+known, without making the scheduler wait.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +36,94 @@ _PATIENCE_S = 0.05
 _LATE = f"index store: expected an answer within {_PATIENCE_S:g} s, found none yet; what is shown is as last known"
 
 
-def _builds(settings: Settings) -> bool:
-    return settings.config.build in (Build.SHARED, Build.PREFILL)
+@dataclass(frozen=True)
+class Lookup:
+    """Outcome of a look-up: an index, or the named reason why there is none.
+
+    Attributes:
+        entry: the longest usable index of the prompt; None with a reason.
+        reason: a word of the list of fallbacks; None with an entry, and for a prompt without a whole page, of which
+            nobody would expect an index (SGLang's warm-up and health probes).
+        detail: for people: which field of an otherwise fitting index differs.
+        hashes: of the prompt's pages, chained; empty for a prompt that is too short to be looked up.
+    """
+
+    entry: IndexEntry | None
+    reason: str | None = None
+    detail: str | None = None
+    hashes: Sequence[bytes] = ()
+
+
+class PrefixDirectory:
+    """Look-ups by chained page hash. Used by the scheduler thread only; the store is open and not owned.
+
+    Args:
+        store: where indexes live.
+        model: fingerprint of the model served.
+        profile_digest: digest of how this server expects indexes to be built.
+        min_prefix_len: tokens; shorter prefixes are `short_prefix`.
+        rescan_seconds: how often, at most, a look-up that found nothing looks for files of other processes.
+        rescan: how it looks, without blocking for long; the store's own `rescan` when None.
+    """
+
+    def __init__(
+        self,
+        store: IndexStore,
+        model: ModelFingerprint,
+        profile_digest: str,
+        min_prefix_len: int,
+        rescan_seconds: float = 0.2,
+        rescan: Callable[[], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._look_again = rescan or store.rescan
+        self._model = model
+        self._profile_digest = profile_digest
+        self._min_prefix_len = min_prefix_len
+        self._rescan_seconds = rescan_seconds
+        self._next_rescan = 0.0
+        self._rescan_error = ""
+
+    def lookup(self, namespace_fields: Mapping[str, str | None], prompt: Sequence[int]) -> Lookup:
+        """Find the longest index whose tokens all stand at the start of this prompt.
+
+        Args:
+            namespace_fields: everything in SGLang's RadixKey that is not tokens.
+            prompt: [num_tokens] token ids of the request's own prompt, without generated tokens.
+        """
+        if len(prompt) < self._min_prefix_len:
+            return Lookup(None, "short_prefix" if len(prompt) >= PAGE_TOKENS else None)
+        namespace = namespace_digest(namespace_fields)
+        hashes = page_hashes(prompt, PAGE_TOKENS)
+        self._rescan()
+        entry = self._store.longest(namespace, hashes, self._model, self._profile_digest)
+        if entry is None:
+            why = self._store.near_miss(namespace, hashes, self._model, self._profile_digest)
+            return Lookup(None, "index_mismatch" if why else "no_index", why or None, hashes)
+        if entry.identity.num_tokens < self._min_prefix_len:
+            return Lookup(None, "short_prefix", None, hashes)
+        return Lookup(entry, hashes=hashes)
+
+    def _rescan(self) -> None:
+        now = time.monotonic()
+        if now < self._next_rescan:
+            return
+        self._next_rescan = now + self._rescan_seconds
+        try:
+            self._look_again()
+        except IndexStoreError as error:  # the folder has gone: what is known stays known, the server lives on
+            if str(error) != self._rescan_error:
+                logger.error("sparse attention: the index store cannot be scanned for new indexes: %s", error)
+            self._rescan_error = str(error)
+        else:
+            self._rescan_error = ""
+
+
+def misfit(identity: IndexIdentity, model: ModelFingerprint, profile_digest: str) -> str | None:
+    """Why an index can serve no request of a server, in few words; None where it can."""
+    if identity.model != model:
+        return "of another model"
+    return "built with other settings" if identity.profile_digest != profile_digest else None
 
 
 class StoreWatch:
@@ -54,7 +144,8 @@ class StoreWatch:
         misfit: Callable[[IndexIdentity], str | None],
         publish: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.store: IndexStore = configured_store(settings.store, settings.config, write=_builds(settings))
+        builds = settings.config.build in (Build.SHARED, Build.PREFILL)
+        self.store: IndexStore = configured_store(settings.store, settings.config, write=builds)
         # Two threads, since a rescan must not wait until a question for problems has ended.
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="sparse-attn-watch")
         # A folder's rescan is some stat calls as a rule, and then worth waiting for. Not where the last one took long:
@@ -153,93 +244,3 @@ class StoreWatch:
         self._workers.shutdown(wait=False, cancel_futures=True)
         self.store.close()
         self._workers.shutdown(wait=True)
-
-
-def misfit(identity: IndexIdentity, model: ModelFingerprint, profile_digest: str) -> str | None:
-    """Why an index can serve no request of a server, in few words; None where it can."""
-    if identity.model != model:
-        return "of another model"
-    return "built with other settings" if identity.profile_digest != profile_digest else None
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """Outcome of a look-up: an index, or the named reason why there is none.
-
-    Attributes:
-        entry: the longest usable index of the prompt; None with a reason.
-        reason: a word of the list of fallbacks; None with an entry, and for a prompt without a whole page, of which
-            nobody would expect an index (SGLang's warm-up and health probes).
-        detail: for people: which field of an otherwise fitting index differs.
-        hashes: of the prompt's pages, chained; empty for a prompt that is too short to be looked up.
-    """
-
-    entry: IndexEntry | None
-    reason: str | None = None
-    detail: str | None = None
-    hashes: Sequence[bytes] = ()
-
-
-class PrefixDirectory:
-    """Look-ups by chained page hash. Used by the scheduler thread only; the store is open and not owned.
-
-    Args:
-        store: where indexes live.
-        model: fingerprint of the model served.
-        profile_digest: digest of how this server expects indexes to be built.
-        min_prefix_len: tokens; shorter prefixes are `short_prefix`.
-        rescan_seconds: how often, at most, a look-up that found nothing looks for files of other processes.
-        rescan: how it looks, without blocking for long; the store's own `rescan` when None.
-    """
-
-    def __init__(
-        self,
-        store: IndexStore,
-        model: ModelFingerprint,
-        profile_digest: str,
-        min_prefix_len: int,
-        rescan_seconds: float = 0.2,
-        rescan: Callable[[], None] | None = None,
-    ) -> None:
-        self._store = store
-        self._look_again = rescan or store.rescan
-        self._model = model
-        self._profile_digest = profile_digest
-        self._min_prefix_len = min_prefix_len
-        self._rescan_seconds = rescan_seconds
-        self._next_rescan = 0.0
-        self._rescan_error = ""
-
-    def lookup(self, namespace_fields: Mapping[str, str | None], prompt: Sequence[int]) -> Lookup:
-        """Find the longest index whose tokens all stand at the start of this prompt.
-
-        Args:
-            namespace_fields: everything in SGLang's RadixKey that is not tokens.
-            prompt: [num_tokens] token ids of the request's own prompt, without generated tokens.
-        """
-        if len(prompt) < self._min_prefix_len:
-            return Lookup(None, "short_prefix" if len(prompt) >= PAGE_TOKENS else None)
-        namespace = namespace_digest(namespace_fields)
-        hashes = page_hashes(prompt, PAGE_TOKENS)
-        self._rescan()
-        entry = self._store.longest(namespace, hashes, self._model, self._profile_digest)
-        if entry is None:
-            why = self._store.near_miss(namespace, hashes, self._model, self._profile_digest)
-            return Lookup(None, "index_mismatch" if why else "no_index", why or None, hashes)
-        if entry.identity.num_tokens < self._min_prefix_len:
-            return Lookup(None, "short_prefix", None, hashes)
-        return Lookup(entry, hashes=hashes)
-
-    def _rescan(self) -> None:
-        now = time.monotonic()
-        if now < self._next_rescan:
-            return
-        self._next_rescan = now + self._rescan_seconds
-        try:
-            self._look_again()
-        except IndexStoreError as error:  # the folder has gone: what is known stays known, the server lives on
-            if str(error) != self._rescan_error:
-                logger.error("sparse attention: the index store cannot be scanned for new indexes: %s", error)
-            self._rescan_error = str(error)
-        else:
-            self._rescan_error = ""

@@ -27,6 +27,7 @@ _serials = itertools.count()
 
 ALONE = ("by_request", "unsupported_mode")
 """Reasons for which a request shares nothing."""
+_ANOTHER = "so another tensor-parallel rank says"
 
 
 @dataclass(eq=False)
@@ -145,13 +146,6 @@ class RequestTable:
     def __len__(self) -> int:
         """Requests that have a slot."""
         return sum(map(len, self._running.values()))
-
-
-_ANOTHER = "so another tensor-parallel rank says"
-
-
-def _dense(reason: str) -> int:
-    return dense(REASONS.index(reason))
 
 
 class Readiness:
@@ -311,3 +305,8 @@ class Readiness:
         if attachment is not None and reason is not None and reason not in attachment.reported:
             attachment.reported.add(reason)
             self._counters.count_fallback(reason)
+
+
+def _dense(reason: str) -> int:
+    """What ranks exchange for a named reason."""
+    return dense(REASONS.index(reason))

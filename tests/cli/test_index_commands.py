@@ -295,22 +295,3 @@ def test_verify_shows_its_progress_on_a_terminal(shelf: Any, program: Any) -> No
     assert b"verify" in seen
     assert b"%|" in seen
     assert b"%|" not in out
-
-
-# -- JSON --------------------------------------------------------------------------------------------------------------
-
-
-def test_json_is_valid_on_every_command(
-    shelf: Any, index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    digest = shelf.entries[0].digest
-    looking = ("ls", f"show {digest}", "du", "verify")
-    keeping = (f"pin {digest}", f"expire --never {digest}", f"unpin {digest}", "gc --dry-run", "gc")
-    for words in (*looking, *keeping, "export --all --to out", "import out", f"rm --yes {digest}"):
-        said = index(*words.split(), "--json")
-        assert said.status == 0, said
-        assert said.lines
-        assert all(isinstance(line, dict) for line in said.lines)
-    with FileStore(shelf.folder) as left:
-        assert len(left.list()) == 4

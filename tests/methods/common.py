@@ -2,7 +2,7 @@
 
 import torch
 
-from prefix_kernels.ops import Pooling
+from prefix_kernels.pooling import Pooling
 from prefix_kernels.testing import attention_recall
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_kernels.low_bit import LowBitTensor, dequantize
-from prefix_kernels.ops import Pooling
+from prefix_kernels.pooling import Pooling
 from sglang_ext.methods import make_builder, make_selector, parse_spec
 from sglang_ext.methods.arrays import join_heads, split_heads
 from sglang_ext.methods.base import LayerProfile

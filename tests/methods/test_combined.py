@@ -16,6 +16,8 @@ PARTS = [
     {"method": "token_index", "num_channels": 8},
     {"method": "exact"},
 ]
+#: In another order: the few pairs that run by day are of two different methods.
+OTHERS = [*PARTS[1:], PARTS[0]]
 LAYER = LayerProfile(block_sizes=(32, 16))
 
 
@@ -40,7 +42,7 @@ def choose(data, arrays=None, q=Q, budget=40):
 WINDOWS = set(range(3)) | set(range(295, 300))
 
 
-@pytest.mark.parametrize("second", PARTS, ids=name_of)
+@pytest.mark.parametrize("second", OTHERS, ids=name_of)
 @pytest.mark.parametrize("first", PARTS, ids=name_of)
 @pytest.mark.parametrize("ratio", [0.05, 0.3, 1.0])
 def test_two_levels_by_hand(first, second, ratio):
@@ -60,7 +62,7 @@ def test_two_levels_by_hand(first, second, ratio):
         assert not outside or min(inside) >= max(outside)
 
 
-@pytest.mark.parametrize("second", PARTS, ids=name_of)
+@pytest.mark.parametrize("second", OTHERS, ids=name_of)
 @pytest.mark.parametrize("first", PARTS, ids=name_of)
 @pytest.mark.parametrize("budget", [8, 40, 41, 250, 300])
 def test_union_by_hand(first, second, budget):
@@ -82,14 +84,6 @@ def test_union_by_hand(first, second, budget):
         else:
             assert taken <= got[head]
         assert len(got[head]) == budget
-
-
-def test_a_union_holds_half_a_budget_of_each():
-    first, second = PARTS[0], PARTS[1]
-    got = choose({"method": "union", "first": first, "second": second}, budget=48)
-    for part in (first, second):
-        for head, half in enumerate(choose(part, budget=28)):
-            assert half <= got[head]
 
 
 def test_parts_keep_their_arrays_and_heads():

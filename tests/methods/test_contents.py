@@ -48,6 +48,16 @@ def test_an_index_of_another_length_is_refused(data: dict[str, Any]) -> None:
         check(spec, heads, 1025)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("channels", -1), ("channels", 16), ("keys_scale", float("nan")), ("keys_zero", 2e5)]
+)
+def test_values_out_of_their_range_are_refused(name: str, value: float) -> None:
+    spec, heads = built({"method": "token_index"}, 64)
+    heads[1][name][-1] = value
+    with pytest.raises(ContentError, match=rf"{name} of layer 3: expected values of .*, got .*{value:g}"):
+        check(spec, heads, 64)
+
+
 @pytest.mark.parametrize("list_len", [1, 2, 40, 300])
 def test_lists_by_offsets_and_by_bitmaps(list_len: int) -> None:
     """Each way of being no list of ascending positions, in one list of many."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from prefix_kernels import Selection
-from prefix_kernels.ops import top_k_selection
 from prefix_kernels.testing import PLANTED, PlantedConfig, attention_recall, planted_config, planted_prefix
+from prefix_kernels.top_k_selection import top_k_selection
 
 
 def test_critical_keys_are_distinct_and_inside_the_margins():

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.ops import BudgetGrowth, budget_for_group, top_k_selection
+from prefix_kernels.budget import BudgetGrowth, budget_for_group
+from prefix_kernels.top_k_selection import top_k_selection
 from tests.examples import examples
 
 

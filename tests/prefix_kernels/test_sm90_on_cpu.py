@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -193,20 +194,23 @@ class Problem:
         return (whole + lower).amax(dim=0) * log_unit, (whole + higher).amax(dim=0) * log_unit
 
 
+#: Of more than 4,096 candidates every second one is summed. Queries may all be 0, or some of the least unit that there
+#: is; the last ones are in a larger one.
+SIZES: list[dict[str, Any]] = [
+    *({"count": count} for count in (41, 64, 128, 193, 333)),
+    *({"count": count, "sum_every": 16} for count in (333, 4203)),
+    *({"count": 333, "programs": programs} for programs in (1, 3)),
+    *({"count": 4203, "sum_every": 16, "programs": programs} for programs in (1, 3)),
+    *({"count": 333, "size": size} for size in (0.0, 2.0**-22, 2.0**-18, 2.0**-14)),
+]
+
+
 @pytest.mark.parametrize("requests", [1, 8, 32, 33])
-@pytest.mark.parametrize(("count", "sum_every"), [(333, 1), (333, 16), (4203, 16)])
-def test_scores_are_those_of_fp64(requests: int, count: int, sum_every: int) -> None:
-    """Of more than 4,096 candidates every second one is summed; 33 requests are two tiles, each in its own unit."""
-    made = Problem(requests, count, sum_every)
-    assert sum_step(count, sum_every) == (2 if count > 2 * LEAST_SUMMED else 1)
-    assert made.error(made.run()) < LIMIT
-
-
-@pytest.mark.parametrize("requests", [1, 8, 33])
-@pytest.mark.parametrize(("count", "sum_every"), [(333, 1), (4203, 16)])
-@pytest.mark.parametrize("programs", [1, 3])
-def test_a_launch_for_each_phase(programs: int, count: int, sum_every: int, requests: int) -> None:
-    made = Problem(requests, count, sum_every, programs=programs)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_scores_are_those_of_fp64(sizes: dict[str, Any], requests: int) -> None:
+    """In one launch, or with `programs` in one for each phase; 33 requests are two tiles, each in its own unit."""
+    made = Problem(requests, **sizes)
+    assert sum_step(made.count, made.shape.sum_every) == (2 if made.count > 2 * LEAST_SUMMED else 1)
     assert made.error(made.run()) < LIMIT
 
 
@@ -219,13 +223,6 @@ def test_programs_that_wait_for_each_other(count: int, sum_every: int, programs:
     scores = made.run()
     assert made.error(scores) < LIMIT
     assert torch.equal(scores, split.run())
-
-
-@pytest.mark.parametrize("requests", [1, 8, 32])
-@pytest.mark.parametrize("count", [41, 64, 128, 193])
-def test_few_candidates(requests: int, count: int) -> None:
-    made = Problem(requests, count)
-    assert made.error(made.run()) < LIMIT
 
 
 @pytest.mark.parametrize("requests", [1, 8, 32])
@@ -244,14 +241,6 @@ def test_scores_that_are_all_far_from_zero(way: float, count: int, sum_every: in
     """Exponentials of them would all be 0, or leave fp32. Of few candidates many threads have none."""
     made = Problem(requests, count, sum_every)
     made.q = made.q.abs() * way
-    assert made.error(made.run()) < LIMIT
-
-
-@pytest.mark.parametrize("requests", [1, 8, 32])
-@pytest.mark.parametrize("size", [0.0, 2.0**-22, 2.0**-18, 2.0**-14])
-def test_small_queries(size: float, requests: int) -> None:
-    """All are 0, or some of the least unit that there is; the last ones are in a larger one."""
-    made = Problem(requests, 333, size=size)
     assert made.error(made.run()) < LIMIT
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -54,37 +51,6 @@ def test_every_group_size_and_batch(gqa: int, rows: int, device: torch.device) -
     close(*run(attention, q, kv, slots, 0.09), dense_attention(q, keys, values, 0.09), torch.bfloat16)
 
 
-@pytest.mark.parametrize("config", [LOW, HIGH], ids=["64", "128"])
-@pytest.mark.parametrize("num_programs", [2, 10, 40, 132])
-def test_groups_and_suffixes_share_a_launch(num_programs: int, config: AttentionConfig, device: torch.device) -> None:
-    """Lists of their own per head, counts on the device, an empty list, rows without any, and a plan after another."""
-    gen = torch.Generator().manual_seed(num_programs)
-    lengths = [700, 260, *torch.randint(0, 200, (40,), generator=gen).tolist()]
-    bounds = [0, *itertools.accumulate(lengths)]
-    q, keys, values, kv, slots = paged(bounds[-1], 40, 2, 4, 128, 128, torch.bfloat16, device)
-    members = (tuple(range(0, 36, 2)), tuple(range(1, 36, 2)))
-    own = [torch.randperm(700, generator=gen)[:300].sort().values for _ in range(2)]
-    arena = torch.cat([slots, *(slots[chosen.to(device)] for chosen in own)]).int()
-    counts = torch.tensor([[7, 7], [300, 0]], dtype=torch.int32, device=device)
-    groups = [
-        Segment(members[0], 300, list_begin=bounds[-1], head_stride=300, list_id=1),
-        Segment(members[1], 260, list_begin=700),
-    ]
-    suffixes = [Segment((r,), lengths[2 + r], list_begin=bounds[2 + r]) for r in range(39)]
-    attention = GroupedAttention(AttentionShape.of(q, kv), 40, [config, config], device, num_programs=num_programs)
-    attention.plan([Segment(tuple(range(40)), 5)], [])
-    run(attention, q, kv, arena, 0.1, counts=counts)
-    attention.plan(groups, suffixes)
-    out, lse = run(attention, q, kv, arena, 0.1, counts=counts)
-    for row, head in itertools.product(range(40), range(2)):
-        chosen = list(range(bounds[2 + row], bounds[3 + row])) if row < 39 else []
-        chosen += own[0].tolist() if row in members[0] and head == 0 else []
-        chosen += range(700, 960) if row in members[1] else []
-        part = slice(head * 4, head * 4 + 4)
-        oracle = dense_attention(q[row, part][None], keys[chosen, head, None], values[chosen, head, None], 0.1)
-        close(out[row, part][None], lse[row, part][None], oracle, torch.bfloat16)
-
-
 @pytest.mark.parametrize("v_dim", [64, 128])
 def test_groups_and_suffixes_of_two_kernels_are_merged_by_a_third(v_dim: int, device: torch.device) -> None:
     q, keys, values, kv, slots = paged(700, 12, 2, 4, 128, v_dim, torch.bfloat16, device)
@@ -116,45 +82,6 @@ def test_many_launches_merge_what_each_of_them_wrote(device: torch.device) -> No
         attention.run(q if n % 2 else -q, kv, slots, 0.1, out, lse)
     assert all(torch.equal(out, first[0]) for out in outs[1::2])
     assert not any(torch.equal(out, first[0]) for out in outs[::2])
-
-
-def test_reuse_heads_read_another_head_s_list(device: torch.device) -> None:
-    q, keys, values, kv, slots = paged(600, 2, 3, 2, 64, 64, torch.float16, device)
-    attention = GroupedAttention(AttentionShape.of(q, kv), 2, [LOW], device, num_programs=6)
-    attention.plan([Segment((0, 1), 200, head_stride=200, list_id=1)])
-    counts = torch.tensor([[9, 9, 9], [5, 200, 170]], dtype=torch.int32, device=device)
-    heads = torch.tensor([2, 2, 0], dtype=torch.int32, device=device)
-    out, lse = run(attention, q, kv, slots.int(), 0.1, counts=counts, head_map=heads)
-    for head, chosen in enumerate((range(400, 570), range(400, 570), range(5))):
-        part = slice(head * 2, head * 2 + 2)
-        oracle = dense_attention(
-            q[:, part], keys[list(chosen), head : head + 1], values[list(chosen), head : head + 1], 0.1
-        )
-        close(out[:, part], lse[:, part], oracle, torch.float16)
-
-
-def test_a_row_s_result_does_not_depend_on_the_batch(device: torch.device) -> None:
-    q, _, _, kv, slots = paged(900, 30, 2, 4, 128, 128, torch.bfloat16, device)
-    attention = GroupedAttention(AttentionShape.of(q, kv), 30, [LOW], device, num_programs=80, chunk=128)
-    attention.plan([Segment(tuple(range(30)), 900)])
-    together = run(attention, q, kv, slots, 0.1)
-    for row in (0, 17, 29):
-        attention.plan([Segment((row,), 900)])
-        alone = run(attention, q, kv, slots, 0.1)
-        assert all(torch.equal(one[row], other[row]) for one, other in zip(alone, together, strict=True))
-
-
-def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(device: torch.device) -> None:
-    q, _, _, kv, slots = paged(200, 3, 2, 4, 64, 64, torch.bfloat16, device)
-    attention = GroupedAttention(AttentionShape.of(q, kv), 3, [LOW, LOW], device, num_programs=2)
-    shared = Segment((0, 1, 2), 150)
-    attention.plan([shared])
-    direct = run(attention, q, replace(kv, v_scale=0.75), slots, 0.125)
-    attention.plan([shared], [Segment((2,), 50, list_begin=150)])
-    merged = run(attention, q, replace(kv, v_scale=0.75), slots, 0.125)
-    for one, other in zip(direct, merged, strict=True):
-        assert torch.equal(one[:2], other[:2])
-        assert not torch.equal(one[2], other[2])
 
 
 def test_a_captured_graph_follows_the_plans(device: torch.device) -> None:

@@ -212,15 +212,6 @@ def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: A
     assert (delta.dense_rows, delta.hits, delta.fallbacks) == (0, 3, {})
 
 
-def test_a_flushed_cache_does_not_disturb_the_index(server: Any, texts: Any) -> None:
-    prompt = texts.ask(texts.first, 6)
-    warm = server.generate(prompt, STEPS)
-    server.flush()
-    cold, delta = server.during(lambda: server.generate(prompt, STEPS))
-    assert (warm.ids, cold.cached_tokens) == (cold.ids, 0)
-    assert delta.sparse_rows in server.rows(STEPS - 1)
-
-
 def test_an_aborted_running_request_leaves_nothing_behind(server: Any, texts: Any) -> None:
     prompt, delta = texts.ask(texts.first, 7), server.delta()
     with ThreadPoolExecutor(1) as pool:

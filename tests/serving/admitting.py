@@ -90,15 +90,24 @@ def mode(name: str) -> Any:
     return SimpleNamespace(is_decode=lambda: name == "decode", is_extend=lambda: name == "extend")
 
 
-def prefill(runtime: SparseRuntime, rid: str, count: int, first: int = 0) -> None:
-    batch = SimpleNamespace(
+def extend_batch(rid: str, count: int, first: int = 0) -> Any:
+    """SGLang's batch of a prefill step of one request."""
+    return SimpleNamespace(
         forward_mode=mode("extend"), rids=[rid], extend_seq_lens_cpu=[count], extend_prefix_lens_cpu=[first]
     )
-    with runtime.step(batch):
-        for number in range(LAYERS):
-            q = torch.randn(count, KV_HEADS * GQA * DIM)
-            layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
-            assert runtime.attend(q, None, None, layer, batch, True, None) is None
+
+
+def prefill_layers(runtime: SparseRuntime, batch: Any, count: int, gen: torch.Generator | None = None) -> None:
+    """All layers of a prefill step, which SGLang attends itself."""
+    for number in range(LAYERS):
+        q = torch.randn(count, KV_HEADS * GQA * DIM, generator=gen)
+        layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
+        assert runtime.attend(q, None, None, layer, batch, True, None) is None
+
+
+def prefill(runtime: SparseRuntime, rid: str, count: int, first: int = 0) -> None:
+    with runtime.step(batch := extend_batch(rid, count, first)):
+        prefill_layers(runtime, batch, count)
 
 
 def decode_batch(runtime: SparseRuntime, rids: list[str], lens: list[int], rows: list[int] | None = None) -> Any:

@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
-from prefix_kernels.types import PagedKV
 from sglang_ext.calibration.prompt_capture import load_capture
 from sglang_ext.config import config_from_dict
 from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.recorder import Admission
+from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, Model
 
-LAYERS, HEADS, KV_HEADS, DIM, PROMPT = 2, 4, 2, 8, 12
-
-
-def _view() -> SimpleNamespace:
-    generator = torch.Generator().manual_seed(0)
-    pools = [PagedKV(*torch.randn(2, 40, KV_HEADS, DIM, generator=generator), 0.5, 4.0) for _ in range(LAYERS)]
-    table = torch.arange(40).flip(0)[None]
-    return SimpleNamespace(
-        num_layers=LAYERS,
-        num_qo_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        req_to_token=table,
-        kv=lambda layer: pools[layer],
-    )
+HEADS, PROMPT = KV_HEADS * GQA, 12
 
 
 def _captures(folder: Path) -> PrefillCaptures:
@@ -44,7 +27,7 @@ def _captures(folder: Path) -> PrefillCaptures:
             "capture_steps": 3,
         }
     )
-    return PrefillCaptures(config, _view())
+    return PrefillCaptures(config, Model(None))
 
 
 def _run(captures: PrefillCaptures, rid: str, steps: int, layers_of_last_step: int = LAYERS) -> torch.Tensor:
@@ -73,10 +56,11 @@ def test_a_capture_holds_queries_keys_values_and_the_layers_scale(tmp_path: Path
     assert capture.sm_scale == 0.125
     assert capture.positions[~capture.sampled].tolist() == [10, 11, 12, 13]
     torch.testing.assert_close(capture.queries, q[:, capture.positions])
+    slots = captures._view.req_to_token[0, :PROMPT].long()
     for layer in range(LAYERS):
         pool = captures._view.kv(layer)
-        assert torch.equal(capture.keys[layer], 0.5 * pool.k_cache.flip(0)[:PROMPT])
-        assert torch.equal(capture.values[layer], 4 * pool.v_cache.flip(0)[:PROMPT])
+        assert torch.equal(capture.keys[layer], 0.5 * pool.k_cache[slots])
+        assert torch.equal(capture.values[layer], 4 * pool.v_cache[slots])
 
 
 def test_a_token_that_a_layer_has_not_seen_is_left_out(tmp_path: Path) -> None:

@@ -225,23 +225,13 @@ def test_layers_of_dense_heads_attend_everything_in_the_plan_they_were_calibrate
     """A layer that reused one of them selects itself."""
     model, all_select = _model(), ["anchor"] * 3
 
-    def roles(layers: list[Any], profile: Profile | None) -> list[Any]:
-        return list(layer_plan_of_rank(layers, profile, model).to_dict()["layers"])
+    def roles(layers: list[Any], profile: Profile | None, *rank: int) -> list[Any]:
+        return list(layer_plan_of_rank(layers, profile, model, *rank).to_dict()["layers"])
 
-    assert roles(PLAN, _profile()) == ["dense", "dense", "anchor"]
+    assert roles(PLAN, _profile()) == roles(PLAN, _profile(), 1, 2) == ["dense", "dense", "anchor"]
     assert roles(all_select, _profile()) == all_select
     assert roles(PLAN, None) == PLAN
     assert roles([], _profile(layer_plan={})) == ["dense", "dense", "anchor"]
-
-
-def test_a_rank_has_its_heads_of_the_plan() -> None:
-    own_heads = ["dense", "anchor", {"reuse": 1}]
-    profile = _profile(layer_plan={"layers": own_heads}, dense_heads=[[0], [], []])
-    for rank in range(2):
-        plan = layer_plan_of_rank(own_heads, profile, _model(), rank, 2)
-        assert (plan.num_kv_heads, plan[2].head_map) == (1, (0,))
-    with pytest.raises(ValueError, match="ranks do not exchange selections"):
-        layer_plan_of_rank(PLAN, _profile(dense_heads=[[], [], []]), _model(), 0, 2)
 
 
 def test_a_rank_loads_its_own_heads(bench: Any) -> None:

@@ -108,14 +108,6 @@ def test_one_seed_gives_one_sample_and_another_seed_another() -> None:
     assert _sampled(200, 10, [64, 136], 5) != _sampled(200, 10, [64, 136], 6)
 
 
-def test_memory_is_bounded_by_the_reservoir() -> None:
-    recorder = _started(16, 5000)
-    _feed(recorder, "a", 5000, [1000] * 5)
-    samples = _taken(recorder).samples
-    assert samples is not None
-    assert samples.shape == (LAYERS, 16, HEADS, DIM)
-
-
 @pytest.mark.parametrize(
     ("first", "rows", "layers", "message"),
     [
@@ -202,13 +194,6 @@ def test_requests_of_one_step_are_told_apart_by_their_rows() -> None:
         recorder.record(step, layer, _queries(35, layer).reshape(35, HEADS * DIM))
     kept = {rid: _taken(recorder, rid).queries(2)[0, 0, ::2, 0].tolist() for rid in ("a", "c")}
     assert kept == {"a": list(range(20)), "c": list(range(25, 35))}
-
-
-def test_a_discarded_request_leaves_nothing() -> None:
-    recorder = _started(8, 50)
-    recorder.discard("a")
-    recorder.discard("a")
-    assert recorder.take("a") is None
 
 
 def test_only_so_many_requests_are_recorded_at_a_time() -> None:

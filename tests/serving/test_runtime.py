@@ -19,8 +19,6 @@ from sglang_ext.config import Settings
 from sglang_ext.methods import METHODS, make_selector
 from sglang_ext.methods.token_index import TokenIndexSelector
 from sglang_ext.runtime import SparseRuntime
-
-# Builds beside serving take these from here.
 from tests.serving.admitting import (
     DIM,
     GQA,
@@ -35,8 +33,6 @@ from tests.serving.admitting import (
     prefill,
     report,
 )
-from tests.serving.admitting import decode_batch as _decode_batch  # noqa: F401
-from tests.serving.admitting import mode as _mode  # noqa: F401
 
 
 def test_an_admitted_request_decodes_sparsely_until_its_slot_is_freed(start: Any) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +13,26 @@ import pytest
 import torch
 
 from prefix_index import page_hashes
-from sglang_ext.config import Settings
 from sglang_ext.methods import METHODS, method_specs
 from sglang_ext.prefill import background_build, shared_builds
 from sglang_ext.prefill.background_build import Build
 from sglang_ext.prefill.prefixes import Prefix
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.runtime import SparseRuntime
-from tests.serving.admitting import Runtime
-from tests.serving.test_runtime import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, Model, Request, _mode
-from tests.serving.traffic import Traffic, eventually
+from tests.serving.admitting import (
+    DIM,
+    GQA,
+    KV_HEADS,
+    LAYERS,
+    NAMESPACE,
+    Request,
+    Runtime,
+    decode_batch,
+    eventually,
+    extend_batch,
+    prefill_layers,
+    report,
+)
 
 SHARED = list(range(64))
 
@@ -33,29 +42,61 @@ def hashes(tokens: list[int]) -> tuple[bytes, ...]:
 
 
 @pytest.fixture
-def start(make_bench: Any, tmp_path: Path) -> Iterator[Callable[..., SparseRuntime]]:
-    started: list[SparseRuntime] = []
+def start(start: Callable[..., Runtime]) -> Callable[..., Runtime]:
+    """Runtimes that build beside serving."""
+    return partial(start, build="shared", method="token_index", build_share=1.0)
 
-    def make(**fields: Any) -> SparseRuntime:
-        given = {
-            "build": "shared",
-            "method": "token_index",
-            "keep_ratio": 1.0,
-            "layer_plan": ["anchor"] * LAYERS,
-            "prefetch_policy": "wait_complete",
-            "build_align": 16,
-            "build_share": 1.0,
-            "build_report": str(tmp_path / "report.jsonl"),
-            **fields,
-        }
-        bench = make_bench(**given)
-        runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
-        started.append(runtime)
-        return runtime
 
-    yield make
-    for runtime in started:
-        runtime.close()
+class Traffic:
+    """Requests on one runtime, each on the slots that the prefix cache would give it."""
+
+    def __init__(self, runtime: SparseRuntime) -> None:
+        self.runtime = runtime
+        self.requests: dict[str, tuple[Request, int]] = {}
+        self.gen = torch.Generator().manual_seed(3)
+
+    def prefill(self, rid: str, tokens: list[int], cached: int, chunk: int = 1000) -> None:
+        """Admit and prefill; the first `cached` tokens lie on the slots of row 0."""
+        runtime, request, row = self.runtime, Request(), len(self.requests)
+        self.requests[rid] = (request, row)
+        runtime.view.req_to_token[row, :cached] = runtime.view.req_to_token[0, :cached]
+        runtime.admit(request, rid, tokens, NAMESPACE)
+        for first in range(cached, len(tokens), chunk):
+            count = min(chunk, len(tokens) - first)
+            with runtime.step(batch := extend_batch(rid, count, first)):
+                prefill_layers(runtime, batch, count, self.gen)
+                runtime.prefilled(in_graph=False)
+
+    def decode(self, rid: str, length: int) -> bool:
+        """One step; whether an index served it."""
+        _, row = self.requests[rid]
+        batch = decode_batch(self.runtime, [rid], [length], [row])
+        with self.runtime.step(batch):
+            return self.runtime.planned
+
+    def end(self, rid: str, finished: bool = True) -> None:
+        request, row = self.requests[rid]
+        self.runtime.slot_freed(request, row, finished=finished)
+
+    def retract(self, rid: str) -> None:
+        """It loses its slot, and gets another one."""
+        self.end(rid, finished=False)
+        self.runtime.slot_taken(self.requests[rid][0])
+
+    def decode_until(self, rid: str, length: int, done: Callable[[], bool], seconds: float = 60.0) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.decode(rid, length)
+            if done():
+                return True
+            time.sleep(0.002)
+        return False
+
+    def hand_over(self, rid: str, length: int, build: Build) -> None:
+        """Decode until one more piece of the build is given, then no more until it is done."""
+        given = build.given + 1
+        assert self.decode_until(rid, length, lambda: build.given == given)
+        assert eventually(lambda: build.built == given)
 
 
 def sharing(runtime: SparseRuntime, rids: str) -> Traffic:
@@ -71,11 +112,7 @@ def counts(runtime: SparseRuntime) -> dict[str, Any]:
     return runtime.builds.snapshot()
 
 
-def lines(tmp_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
-
-
-def test_a_shared_prefix_gets_an_index_of_the_cached_keys_while_requests_decode(start: Any, tmp_path: Path) -> None:
+def test_a_shared_prefix_gets_an_index_of_the_cached_keys_while_requests_decode(start: Any) -> None:
     runtime = start()
     traffic = Traffic(runtime)
     traffic.prefill("a", [*SHARED, *range(100, 118)], 0, chunk=30)
@@ -83,7 +120,7 @@ def test_a_shared_prefix_gets_an_index_of_the_cached_keys_while_requests_decode(
     assert counts(runtime)["prefixes"] == 1
     traffic.prefill("c", [*SHARED, *range(300, 318)], 64)
     assert traffic.decode_until("c", 83, lambda: counts(runtime)["built"] == 1)
-    (line,) = lines(tmp_path)
+    (line,) = report(runtime)
     assert (line["status"], line["num_tokens"], line["hits"]) == ("built", 64, 2)
     traffic.prefill("d", [*SHARED, *range(400, 418)], 64)
     assert traffic.decode("d", 83)  # served by the index
@@ -168,7 +205,7 @@ def test_builds_take_turns_by_whose_requests_decode(start: Any, monkeypatch: pyt
 
 
 def test_too_many_builds_and_those_nobody_has_keys_for_are_given_up(
-    start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_build, "PIECE_TOKENS", 64)
     runtime = start(build_after_hits=1)
@@ -181,7 +218,7 @@ def test_too_many_builds_and_those_nobody_has_keys_for_are_given_up(
     assert not builder.add(Build(Prefix("", hashes(list(range(700, 764))), hits=2), oldest.identity))
     assert eventually(lambda: counts(runtime)["failed"] == 1)
     assert (oldest.closed, builder.open) == (True, more)
-    assert lines(tmp_path)[0]["reason"] == "abandoned"
+    assert report(traffic.runtime)[0]["reason"] == "abandoned"
     with runtime.store.lease(oldest.identity) as lease:  # it went back
         assert lease is not None
     more[-1].built = 1  # of equals the one added last leaves, however far it is: on every rank the same
@@ -209,7 +246,7 @@ def begun(start: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Traffic, Build]:
     return traffic, build
 
 
-def test_an_idle_server_gives_leases_back(begun: tuple[Traffic, Build], tmp_path: Path) -> None:
+def test_an_idle_server_gives_leases_back(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
     for rid in "ab":
         traffic.end(rid)
@@ -217,7 +254,7 @@ def test_an_idle_server_gives_leases_back(begun: tuple[Traffic, Build], tmp_path
     assert eventually(lambda: counts(traffic.runtime)["failed"] == 1)
     assert build.closed
     assert not leased(traffic.runtime, build)
-    assert lines(tmp_path)[0]["reason"] == "abandoned"
+    assert report(traffic.runtime)[0]["reason"] == "abandoned"
 
 
 def test_a_build_with_a_piece_on_its_way_is_not_idle(begun: tuple[Traffic, Build]) -> None:
@@ -284,10 +321,7 @@ def test_a_capture_that_broke_leaves_room(start: Any) -> None:
     for rid in ("a", "b"):
         runtime.admit(Request(), rid, list(range(ord(rid), ord(rid) + 80)), NAMESPACE)
         for first in (0, 60):  # tokens 30 to 59 never come
-            batch = SimpleNamespace(
-                forward_mode=_mode("extend"), rids=[rid], extend_seq_lens_cpu=[30], extend_prefix_lens_cpu=[first]
-            )
-            with runtime.step(batch):
+            with runtime.step(extend_batch(rid, 30, first)):
                 pass
     assert runtime.builds.recorder.num_captures == 0
 
@@ -308,13 +342,13 @@ def test_keys_of_a_request_with_anothers_id_are_not_taken(begun: tuple[Traffic, 
     assert build.given == given
 
 
-def test_a_failed_build_is_reported_and_the_server_goes_on(start: Any, tmp_path: Path) -> None:
+def test_a_failed_build_is_reported_and_the_server_goes_on(start: Any) -> None:
     runtime = start(build_after_hits=1)
     for number in range(LAYERS):
         runtime.view.kv(number).k_cache.fill_(torch.nan)
     traffic = sharing(runtime, "ab")
     assert traffic.decode_until("b", 83, lambda: counts(runtime)["failed"] == 1)
-    (line,) = lines(tmp_path)
+    (line,) = report(runtime)
     assert (line["status"], line["reason"]) == ("failed", "ValueError")
     assert "NaN" in line["detail"]
     assert runtime.store.list() == ()

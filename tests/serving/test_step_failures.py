@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.types import PagedKV
-from sglang_ext.decode.cascade import CascadeDecode
-from sglang_ext.decode.grouping import SlotTracker
-from sglang_ext.decode.types import DecodeBatch
 from tests.serving.admitting import OTHER, PROMPT, Runtime, decode_batch, ours, run_step
+from tests.serving.test_cascade import Server
+from tests.sparse_server import Server as SparseServer
 
 
 class BrokenError(Exception):
@@ -97,40 +94,28 @@ def test_with_several_ranks_it_ends_the_process(start: Any, monkeypatch: pytest.
         ours(runtime, ["r0"], [66])
 
 
-def test_tables_that_were_half_written_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch before comes back unchanged: nothing of the one that failed may be left in its tables."""
-    cpu, gen = torch.device("cpu"), torch.Generator().manual_seed(0)
-    kv = PagedKV(*(torch.randn(512, 1, 16, generator=gen) for _ in "kv"))
-    table = torch.randperm(512, generator=gen)[: 4 * 100].reshape(4, 100).int()
-    table[1, :64], table[3, :64] = table[0, :64], table[2, :64]
-    tracker = SlotTracker(4, 16, cpu, "reference")
-    decode = CascadeDecode(AttentionShape(2, 1, 16, 16, torch.float32, torch.float32), tracker, 2048, cpu)
+@pytest.mark.parametrize("kind", ["exact", "sparse"])
+def test_tables_that_were_half_written_are_written_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches come back unchanged: neither the one that failed nor the one before it may take tables for written."""
+    server: Any = Server() if kind == "exact" else SparseServer(torch.device("cpu"), kernels=False)
+    backend = server.decode if kind == "exact" else server.sparse
+    for serials in ([1, 2], [3, 4]):
+        prefix = [server.slots(300)] if kind == "exact" else server.prefix(300)
+        for serial in serials:
+            server.join(serial, *prefix, 5)
+        for _ in range(4):
+            server.step(serials)
+    assert server.step([1, 2])
 
-    def batch(first: int) -> DecodeBatch:
-        rows, lens = torch.tensor([first, first + 1]), [70, 72]
-        return DecodeBatch([first, first + 1], lens, table, rows, torch.tensor(lens))
-
-    for first in (0, 2):
-        for _ in range(3):
-            tracker.learn(batch(first))
-    q = torch.randn(2, 2, 16, generator=gen)
-
-    def begin(of: DecodeBatch) -> None:
-        plan = decode.plan(of)
-        assert plan is not None
-        assert decode.begin(plan, of) is not None
-
-    begin(batch(0))
-    before = decode.run(q, kv, 0, 0.25)
-    copy = decode._buffers.copy_prefixes
+    copy = backend._buffers.copy_prefixes
 
     def fails_late(*of: Any) -> None:
         copy(*of)
         raise BrokenError
 
-    with monkeypatch.context() as patched:
-        patched.setattr(decode._buffers, "copy_prefixes", fails_late)
-        with pytest.raises(BrokenError):
-            begin(batch(2))
-    begin(batch(0))
-    assert torch.equal(decode.run(q, kv, 0, 0.25), before)
+    for after, fails in (([1, 2], fails_late), ([3, 4], _raises)):
+        with monkeypatch.context() as patched:
+            patched.setattr(backend._buffers, "copy_prefixes", fails)
+            with pytest.raises(BrokenError):
+                server.step([3, 4])
+        assert server.step(after), "and is compared with the oracle"

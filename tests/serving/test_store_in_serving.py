@@ -25,10 +25,8 @@ from sglang_ext.prefill.builds import ClaimDesk
 from sglang_ext.runtime import SparseRuntime
 from sglang_ext.storage import configured_store
 from tests.serving.admitting import (
-    NAMESPACE,
     OTHER,
     PROMPT,
-    Request,
     Runtime,
     eventually,
     ours,
@@ -86,13 +84,15 @@ def test_of_two_servers_one_builds_and_the_other_says_so(builders: Any) -> None:
     assert statuses(two) == ["skipped", "exists"]
 
 
-@pytest.mark.parametrize("how", ["forgotten", "rejected", "weights"])
+@pytest.mark.parametrize("how", ["forgotten", "rejected", "retracted", "weights"])
 def test_a_build_that_comes_to_nothing_gives_its_lease_back(how: str, builders: Any) -> None:
     one, two = builders
     first = one.came("a")
     if how == "rejected":
         one.slot_freed(first, 0, finished=True)
         assert report(one)[0]["reason"] == "capture_rejected"
+    elif how == "retracted":
+        one.slot_freed(first, 0, finished=False)
     elif how == "weights":
         one.weights_updated(replaced=True)
     else:
@@ -287,18 +287,6 @@ def test_a_lease_that_comes_after_its_request_went_is_given_back(slow: Any, fold
             return lease is not None and (lease.release(), True)[1]
 
     assert eventually(free)
-
-
-def test_a_request_in_the_queue_of_an_idle_server_holds_no_lease(start: Any) -> None:
-    runtime, request = start(**BUILDING), Request()
-    runtime.wait(request, "a", [*OTHER, 7], NAMESPACE)
-    assert len(runtime.builds) == 0, "it may be aborted there, and nobody says so"
-    runtime.slot_taken(request)
-    identity = runtime.builds._pending["a"].identity
-    with FileStore(runtime.store.folder) as other:
-        assert other.lease(identity) is None
-        runtime.slot_freed(request, 0, finished=False)
-        assert other.lease(identity) is not None, "it waits again"
 
 
 def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[..., Any]) -> None:

@@ -19,7 +19,6 @@ from prefix_kernels.csa_scores.compact import (
     check_lists,
     decode_lists,
     encode_lists,
-    list_bytes,
 )
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "csa_scores_compact",
     "decode_lists",
     "encode_lists",
-    "list_bytes",
 ]
 
 _Picked = tuple[Tensor, Tensor, Tensor]

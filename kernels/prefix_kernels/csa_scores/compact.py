@@ -44,12 +44,6 @@ def bitmap_is_smaller(list_len: int, prefix_len: int) -> bool:
     return -(-prefix_len // 8) < list_len + 2 * -(-prefix_len // BLOCK_POSITIONS)
 
 
-def list_bytes(list_len: int, prefix_len: int, bits: int) -> int:
-    """Bytes of one list: places, counts, codes, scale and zero."""
-    offsets = list_len + 2 * -(-prefix_len // BLOCK_POSITIONS)
-    return min(offsets, -(-prefix_len // 8)) + -(-list_len * bits // 8) + 4
-
-
 def encode_lists(positions: Tensor, scores: Tensor, prefix_len: int, bits: int) -> CompactLists:
     """The compact form; positions are kept exactly, scores to within half a step of `scale`.
 

@@ -25,7 +25,6 @@ class ABSparseBuilder(IndexBuilder[ABSparseSpec]):
     """
 
     def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
-        """See the base."""
         check_keys(keys)
         if self.spec.sizes == "uniform":
             arrays = self._build(keys, self.spec.block_size)

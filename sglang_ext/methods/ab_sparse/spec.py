@@ -58,7 +58,6 @@ class ABSparseSpec(IndexSpec):
         return _PARTS[self.representation]
 
     def forms(self, size: IndexSize) -> dict[str, Form]:
-        """See the base."""
         blocks, forms = -(-size.prefix_len // self.block_size), dict[str, Form]()
         for part in self.parts:
             if self.quantization == "none":
@@ -76,7 +75,6 @@ class ABSparseSpec(IndexSpec):
         return {**forms, "block_sizes": Form("int32", (), min(BLOCK_SIZES), max(BLOCK_SIZES))}
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
-        """See the base."""
         if self.sizes == "uniform":
             return
         sizes, rows = arrays["block_sizes"].tolist(), arrays[ROW_INDPTR].diff().tolist()

@@ -1,7 +1,7 @@
 """CSAttention: query-centric tables per subspace, token scores by sparse accumulation. See `spec`."""
 
-from sglang_ext.methods.csattention.build import CSAttentionBuilder, insert_keys
+from sglang_ext.methods.csattention.build import CSAttentionBuilder
 from sglang_ext.methods.csattention.reference import CSAttentionSelector
 from sglang_ext.methods.csattention.spec import CSAttentionSpec, subspace_channels
 
-__all__ = ["CSAttentionBuilder", "CSAttentionSelector", "CSAttentionSpec", "insert_keys", "subspace_channels"]
+__all__ = ["CSAttentionBuilder", "CSAttentionSelector", "CSAttentionSpec", "subspace_channels"]

@@ -1,12 +1,12 @@
-"""The Top-L lists of CSAttention's centroids: made of a prefix's keys, grown by new keys, and how they are kept.
+"""The Top-L lists of CSAttention's centroids: made of a prefix's keys, and how they are kept.
 
-Source: CSAttention, 3.2 (2) and 3.3 (5). Making lists waits for the device only where keys are so large that scores
-might leave fp16's range.
+Source: CSAttention, 3.2 (2). Making lists waits for the device only where keys are so large that scores might leave
+fp16's range.
 
 Codecs: the paper's (B.1), int32 position and fp16 score, 6 bytes an entry; and the compact one of
 `prefix_kernels.csa_scores.compact`. Of N positions a list of L = alpha * N entries takes L * (1 + bits / 8) + N / 128
 bytes with offsets and L * bits / 8 + N / 8 with a bitmap, whichever is less (the bitmap from alpha = 0.117 on). With
-either, 4 bytes a list keep the baseline that streaming insert needs; searches do not read it.
+either, 4 bytes a list keep the baseline; searches do not read it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefix_kernels.csa_scores import (
-    BLOCK_POSITIONS,
-    CompactLists,
-    bitmap_is_smaller,
-    check_entries,
-    check_lists,
-    decode_lists,
-    encode_lists,
-)
+from prefix_kernels.csa_scores import BLOCK_POSITIONS, CompactLists, bitmap_is_smaller, check_entries, encode_lists
 from sglang_ext.methods.arrays import LARGEST, ContentError, Form
 from sglang_ext.methods.base import Arrays, require_arrays, to_half
 
@@ -110,31 +102,6 @@ def _score_dtype(keys: Tensor, largest: float) -> torch.dtype:
     """
     fits = 2 * math.sqrt(keys.shape[2]) * largest <= SAFE_SCORE
     return torch.float16 if keys.is_cuda and keys.element_size() == 2 and fits else torch.float32
-
-
-def grown_lists(
-    lists: CentroidLists, centroids: Tensor, new_keys: Tensor, channels: Tensor | None, first_position: int
-) -> CentroidLists:
-    """Lists of the same length after new keys were tried in each, see `build.insert_keys`.
-
-    Args:
-        lists: their positions are below first_position.
-        centroids, channels: as in `centroid_lists`.
-        new_keys: [num_new, num_kv_heads, head_dim] floating and finite, of positions first_position and on.
-
-    Raises:
-        ValueError: a score does not fit into fp16.
-    """
-    num_new, num_kv_heads, _ = new_keys.shape
-    m, _, subspace_dim = centroids.shape[1:]
-    if channels is not None:
-        new_keys = new_keys[:, :, channels]
-    parts = new_keys.float().reshape(num_new, num_kv_heads, m, subspace_dim).permute(1, 2, 3, 0)
-    fresh = to_half(torch.matmul(centroids.float(), parts) - lists.baseline[..., None], "csattention partial score")
-    number = torch.arange(first_position, first_position + num_new, dtype=torch.int32, device=new_keys.device)
-    positions = torch.cat([lists.positions, number.expand(*fresh.shape)], dim=3)
-    kept, scores = top_lists(torch.cat([lists.scores, fresh.float()], dim=3), lists.positions.shape[3])
-    return lists._replace(positions=positions.gather(3, kept.long()), scores=scores)
 
 
 def top_lists(scores: Tensor, list_len: int) -> tuple[Tensor, Tensor]:
@@ -237,24 +204,6 @@ class TableLayout(NamedTuple):
                 raise ContentError("lists", f"{self.list_len} ascending positions in each", error) from None
         elif not bool((arrays["positions"].diff(dim=-1) > 0).all()):
             raise ContentError("positions", "ascending positions", "others")
-
-    def decode(self, arrays: Arrays) -> CentroidLists:
-        """The lists of a layer, with the scores as they are stored. Raises ValueError for arrays of another shape."""
-        centroids, baseline = require_arrays(arrays, ("centroids", "baseline"), "csattention")
-        lead = tuple(centroids.shape[:3])
-        if self.codec == "paper":
-            positions, scores = require_arrays(arrays, ("positions", "scores"), "csattention")
-            wanted = (*lead, self.list_len)
-            if tuple(positions.shape) != wanted:
-                raise ValueError(
-                    f"expected positions {wanted} for prefix_len={self.prefix_len}, got {tuple(positions.shape)}; is "
-                    "the index of another prefix or spec? After a streaming insert use CSAttentionSpec.fixed"
-                )
-            return CentroidLists(positions, scores.float(), baseline)
-        lists = compact_lists(arrays)
-        check_lists(lists, lead, self.list_len, self.prefix_len, self.score_bits)
-        positions, scores = decode_lists(lists, self.list_len, self.score_bits)
-        return CentroidLists(positions.int(), scores, baseline)
 
 
 def compact_lists(arrays: Arrays) -> CompactLists:

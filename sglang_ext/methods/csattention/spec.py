@@ -23,7 +23,6 @@ below 13% from 4,096 tokens on.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -47,7 +46,7 @@ class CSAttentionSpec(IndexSpec):
         num_subspaces: m; divides head_dim.
         num_centroids: C per subspace.
         list_ratio: alpha; every centroid lists L = ceil(alpha * prefix_len) positions.
-        list_entries: L itself, whatever the prefix's length; 0 for that by list_ratio. See `fixed`.
+        list_entries: L itself, whatever the prefix's length; 0 for that by list_ratio.
         iterations: of k-means, after seeding.
         batch_size: queries of a k-means iteration; 0 for all.
         max_samples: queries per KV head that are clustered; more are thinned out evenly at random by `seed`.
@@ -103,16 +102,11 @@ class CSAttentionSpec(IndexSpec):
         entries = self.list_entries or math.ceil(round(self.list_ratio * prefix_len, 6))
         return min(prefix_len, max(1, entries))
 
-    def fixed(self, prefix_len: int) -> CSAttentionSpec:
-        """The same for an index that is built at `prefix_len` and then grows: its lists keep their length."""
-        return dataclasses.replace(self, list_entries=self.list_len(prefix_len))
-
     def tables(self, prefix_len: int) -> TableLayout:
         """How the lists of such a prefix are kept."""
         return TableLayout(self.codec, self.score_bits, self.list_len(prefix_len), prefix_len)
 
     def forms(self, size: IndexSize) -> dict[str, Form]:
-        """See the base."""
         lead = (self.num_subspaces, self.num_centroids)
         forms = {
             "centroids": Form("float16", (*lead, size.head_dim // self.num_subspaces), -_UNIT, _UNIT),
@@ -123,14 +117,13 @@ class CSAttentionSpec(IndexSpec):
         return forms
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
-        """See the base."""
         self.tables(size.prefix_len).check(arrays)
 
     def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
         """See the base: all centroids and weights, and the lists of each row's nearest centroids, each once."""
         (centroids,) = require_arrays(arrays, ("centroids",), self.method)
         lists = nbytes({name: array for name, array in arrays.items() if name in LIST_ARRAYS})
-        # Streaming inserts alone read the baseline.
+        # No search reads the baseline.
         rest = nbytes({name: array for name, array in arrays.items() if name not in (*LIST_ARRAYS, "baseline")})
         num_kv_heads, num_subspaces, num_centroids, _ = centroids.shape
         one = lists / (num_kv_heads * num_subspaces * num_centroids)

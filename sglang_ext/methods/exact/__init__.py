@@ -28,7 +28,6 @@ class ExactSpec(IndexSpec):
     method: ClassVar[str] = "exact"
 
     def forms(self, size: IndexSize) -> dict[str, Form]:
-        """See the base."""
         return {"keys": Form("float32", (size.prefix_len, size.head_dim), -LARGEST, LARGEST)}
 
     def candidate_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, candidates: int) -> float:
@@ -40,7 +39,6 @@ class ExactBuilder(IndexBuilder[ExactSpec]):
     """Keeps the keys themselves: `keys` [num_kv_heads, prefix_len, head_dim] fp32."""
 
     def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
-        """See the base."""
         check_keys(keys)
         return {"keys": keys.transpose(0, 1).float().contiguous()}
 
@@ -49,7 +47,6 @@ class ExactSelector(Selector[ExactSpec]):
     """Token scores q.k, pooled after the softmax."""
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
-        """See the base."""
         (keys,) = require_arrays(arrays, ("keys",), ExactSpec.method)
         if keys.shape[1] != args.prefix_len:
             raise ValueError(f"expected keys of prefix_len={args.prefix_len} positions, got {keys.shape[1]}")

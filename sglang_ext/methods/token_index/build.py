@@ -30,7 +30,6 @@ class TokenIndexBuilder(IndexBuilder[TokenIndexSpec]):
         return self.spec.selects_channels and not profiled
 
     def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
-        """See the base."""
         if self.needs_queries:
             queries, _ = check_samples(queries, keys, self.spec.method)
         else:

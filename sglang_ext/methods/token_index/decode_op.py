@@ -68,14 +68,12 @@ class TokenIndexOp(SelectOp):
         self._known: WeakKeyDictionary[Index, tuple[int, Tensor]] = WeakKeyDictionary()
 
     def number_of(self, index: Index) -> int:
-        """See the base."""
         if index not in self._known:
             found = [array_addresses(self.shape, arrays_of(layer)) for layer in index.layers]
             self._known[index] = (next(_numbers), torch.tensor(found, dtype=torch.int64))
         return self._known[index][0]
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        """See the base."""
         return max(lengths) <= self._sizes.max_prefix_len and sum(n + _ALIGNED for n in lengths) <= self._sizes.room
 
     def tile(self, size: int) -> Hashable:
@@ -104,7 +102,6 @@ class TokenIndexOp(SelectOp):
     def plan(
         self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
     ) -> None:
-        """See the base."""
         selection = self._of(size)
         self._raw_scores(selection, size)  # made before a capture
         if not groups:
@@ -119,7 +116,6 @@ class TokenIndexOp(SelectOp):
         send(addresses, self._addresses)
 
     def plan_probe(self, size: int, group: SelectionGroup) -> None:
-        """See the base."""
         shape, length, device = self.shape, group.prefix_len, self._device
         row_bytes = shape.channels * shape.bits // 8
         self._probed = (

@@ -25,7 +25,6 @@ class TokenIndexSelector(Selector[TokenIndexSpec]):
     sum_every: int = 1
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
-        """See the base."""
         channels, *parts = require_arrays(arrays, ARRAYS, self.spec.method)
         quantized = LowBitTensor(*parts)
         if quantized.packed.shape[1] != args.prefix_len or quantized.bits != self.spec.bits:

@@ -72,7 +72,6 @@ class TokenIndexSpec(IndexSpec):
         return self.num_channels > 0 or self.channel_ratio < 1.0
 
     def forms(self, size: IndexSize) -> dict[str, Form]:
-        """See the base."""
         kept = self.kept_channels(size.head_dim)
         return {
             "channels": Form("int16", (kept,), 0, size.head_dim - 1),
@@ -80,7 +79,6 @@ class TokenIndexSpec(IndexSpec):
         }
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
-        """See the base."""
         channels = arrays["channels"]
         if not bool((channels[:, 1:] > channels[:, :-1]).all()):
             raise ContentError("channels", "ascending channels", channels.tolist())

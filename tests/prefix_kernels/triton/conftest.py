@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_kernels.types import PagedKV
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
 
@@ -48,3 +50,17 @@ if INTERPRETED:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def paged_kv(keys: torch.Tensor, values: torch.Tensor) -> tuple[PagedKV, torch.Tensor]:
+    """A pool that holds keys and values [prefix_len, num_kv_heads, dim] in random slots, and NaN in all others.
+
+    Returns:
+        The pool, and slots [prefix_len] int64.
+    """
+    num_slots = 2 * len(keys) + 3
+    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(0))[: len(keys)].to(keys.device)
+    k_cache = keys.new_full((num_slots, *keys.shape[1:]), torch.nan)
+    v_cache = values.new_full((num_slots, *values.shape[1:]), torch.nan)
+    k_cache[slots], v_cache[slots] = keys, values
+    return PagedKV(k_cache, v_cache), slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,14 +13,31 @@ from prefix_kernels import PagedKV
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, block_m_for
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from prefix_kernels.grouped_attention.tuned import own_config
-from prefix_kernels.testing import ERROR_BUDGET, dense_attention, paged_kv
-from tests.prefix_kernels.triton.conftest import INTERPRETED
+from prefix_kernels.grouped_attention.tuning import ERROR_BUDGET
+from prefix_kernels.testing import dense_attention
+from tests.prefix_kernels.triton.conftest import INTERPRETED, paged_kv
 
 #: The interpreter multiplies bf16 wrongly, so it is left to a GPU.
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 LSE_BUDGET = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 TALL = AttentionConfig(64, 16, 4, 3, 2)
 FLAT = AttentionConfig(16, 16, 4, 3, 2)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+OWN = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
+"""Of Hopper's own kernel, in which groups and suffixes share a launch."""
+
+
+class Kernel(NamedTuple):
+    """Configurations of a group's pass and of the suffixes', and the dtype that is tried with them."""
+
+    passes: tuple[AttentionConfig, AttentionConfig]
+    dtype: torch.dtype
+
+
+PORTABLE = Kernel((TALL, FLAT), torch.float32)
+KERNELS = pytest.mark.parametrize(
+    "kernel", [PORTABLE, *([Kernel((OWN, OWN), torch.bfloat16)] if HOPPER else [])], ids=lambda of: str(of.dtype)
+)
 
 
 def inputs(
@@ -88,8 +105,9 @@ def test_every_group_size_head_width_and_batch(
     close(*found, dense_attention(q, keys, values, dim**-0.5), dtype)
 
 
-def test_heads_read_their_own_lists(device: torch.device) -> None:
-    q, keys, values, kv, slots = paged(90, 3, 3, 4, 64, 64, torch.float32, device)
+@KERNELS
+def test_heads_read_their_own_lists(kernel: Kernel, device: torch.device) -> None:
+    q, keys, values, kv, slots = paged(90, 3, 3, 4, 64, 64, kernel.dtype, device)
     own = [[3, 7, *range(40, 90)], [0], []]  # positions up to the end, one alone, and none
     arena = torch.zeros(3, 52, dtype=torch.int32, device=device)
     for head, chosen in enumerate(own):
@@ -97,11 +115,13 @@ def test_heads_read_their_own_lists(device: torch.device) -> None:
     counts = torch.tensor([[52, 1, 0]], dtype=torch.int32, device=device)
     kv.k_cache[slots[1]], kv.v_cache[slots[1]] = torch.nan, torch.nan  # selected by none
     segment = Segment((0, 1, 2), 52, head_stride=52, list_id=0)
-    out, lse = attended(q, kv, arena.flatten(), [segment], 0.3, counts=counts)
+    attention = GroupedAttention(AttentionShape.of(q, kv), 3, kernel.passes[:1], q.device)
+    attention.plan([segment])
+    out, lse = run(attention, q, kv, arena.flatten(), 0.3, counts=counts)
     for head, chosen in enumerate(own[:2]):
         part = slice(head * 4, head * 4 + 4)
         oracle = dense_attention(q[:, part], keys[chosen, head : head + 1], values[chosen, head : head + 1], 0.3)
-        close(out[:, part], lse[:, part], oracle, torch.float32)
+        close(out[:, part], lse[:, part], oracle, kernel.dtype)
     assert torch.equal(out[:, 8:], torch.zeros_like(out[:, 8:]))
     assert bool((lse[:, 8:] == -torch.inf).all())
 
@@ -125,11 +145,12 @@ class Batch:
     members = ((0, 2, 3, 5), (4, 1))
     alone = 6
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernel: Kernel = PORTABLE) -> None:
+        self.kernel = kernel
         suffixes = [3, 17, 1, 0, 5, 9, 50]
         self.lengths = [*self.prefix_lens, *suffixes]
         self.bounds = [0, *itertools.accumulate(self.lengths)]
-        self.q, self.keys, self.values = inputs(sum(self.lengths), 7, 2, 4, 64, 64, torch.float32, device)
+        self.q, self.keys, self.values = inputs(sum(self.lengths), 7, 2, 4, 64, 64, kernel.dtype, device)
         self.kv, self.slots = paged_kv(self.keys, self.values)
         self.shape = AttentionShape.of(self.q, self.kv)
         self.groups = [
@@ -139,7 +160,7 @@ class Batch:
         self.suffixes = [Segment((r,), suffixes[r], list_begin=self.bounds[2 + r]) for r in range(7)]
 
     def attention(self, **options: Any) -> GroupedAttention:
-        return GroupedAttention(self.shape, 8, [TALL, FLAT], self.q.device, **options)
+        return GroupedAttention(self.shape, 8, self.kernel.passes, self.q.device, **options)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         for row in range(7):
@@ -147,12 +168,13 @@ class Batch:
             own += [range(*self.bounds[g : g + 2]) for g, rows in enumerate(self.members) if row in rows]
             chosen = sorted(itertools.chain(*own))
             oracle = dense_attention(self.q[row : row + 1], self.keys[chosen], self.values[chosen], 0.1)
-            close(out[row : row + 1], lse[row : row + 1], oracle, torch.float32)
+            close(out[row : row + 1], lse[row : row + 1], oracle, self.kernel.dtype)
 
 
+@KERNELS
 @pytest.mark.parametrize("num_programs", [2, 9, 64])
-def test_groups_and_suffixes_in_one_plan(num_programs: int, device: torch.device) -> None:
-    batch = Batch(device)
+def test_groups_and_suffixes_in_one_plan(num_programs: int, kernel: Kernel, device: torch.device) -> None:
+    batch = Batch(device, kernel)
     attention = batch.attention(num_programs=num_programs)
     attention.plan(batch.groups, batch.suffixes)
     batch.check(*run(attention, batch.q, batch.kv, batch.slots.int(), 0.1))
@@ -170,8 +192,9 @@ def test_the_reference_of_a_plan(device: torch.device) -> None:
         run(reference, batch.q, batch.kv, batch.slots, 0.1)
 
 
-def test_a_plan_replaces_the_one_before(device: torch.device) -> None:
-    batch = Batch(device)
+@KERNELS
+def test_a_plan_replaces_the_one_before(kernel: Kernel, device: torch.device) -> None:
+    batch = Batch(device, kernel)
     attention = batch.attention(num_programs=40)
     attention.plan([Segment(tuple(range(7)), 83)], batch.suffixes)
     run(attention, batch.q, batch.kv, batch.slots, 0.1)
@@ -183,9 +206,10 @@ def test_a_plan_replaces_the_one_before(device: torch.device) -> None:
     assert bool((lse == -torch.inf).all())
 
 
-def test_a_row_s_result_does_not_depend_on_the_batch(device: torch.device) -> None:
-    batch = Batch(device)
-    attention = GroupedAttention(batch.shape, 8, [TALL, TALL], batch.q.device, num_programs=64, chunk=32)
+@KERNELS
+def test_a_row_s_result_does_not_depend_on_the_batch(kernel: Kernel, device: torch.device) -> None:
+    batch, config = Batch(device, kernel), kernel.passes[0]
+    attention = GroupedAttention(batch.shape, 8, [config] * 2, batch.q.device, num_programs=64, chunk=64)
     attention.plan(batch.groups, batch.suffixes)
     together = run(attention, batch.q, batch.kv, batch.slots, 0.1)
     for row in range(7):
@@ -208,12 +232,15 @@ def test_a_split_list_gives_what_an_unsplit_one_does(dtype: torch.dtype, device:
         close(*run(attention, q, kv, slots, 0.125), oracle, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("passes", "dtype"),
+    [*(((TALL, FLAT), dtype) for dtype in DTYPES), *([((OWN, OWN), torch.bfloat16)] if HOPPER else [])],
+)
 def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(
-    dtype: torch.dtype, device: torch.device
+    passes: tuple[AttentionConfig, AttentionConfig], dtype: torch.dtype, device: torch.device
 ) -> None:
     q, _, _, kv, slots = paged(50, 3, 2, 4, 64, 64, dtype, device)
-    attention = GroupedAttention(AttentionShape.of(q, kv), 3, [TALL, FLAT], q.device, num_programs=2)
+    attention = GroupedAttention(AttentionShape.of(q, kv), 3, passes, q.device, num_programs=2)
     shared = Segment((0, 1, 2), 40)
     attention.plan([shared])
     direct = run(attention, q, replace(kv, v_scale=0.75), slots, 0.125)
@@ -224,10 +251,11 @@ def test_a_tile_with_no_other_part_writes_the_bits_that_the_merge_would(
         assert not torch.equal(one[2], other[2])
 
 
-def test_reuse_heads_read_another_head_s_list(device: torch.device) -> None:
-    q, keys, values, kv, slots = paged(60, 2, 3, 2, 64, 64, torch.float32, device)
+@KERNELS
+def test_reuse_heads_read_another_head_s_list(kernel: Kernel, device: torch.device) -> None:
+    q, keys, values, kv, slots = paged(60, 2, 3, 2, 64, 64, kernel.dtype, device)
     lists = torch.stack([slots[:20], slots[20:40], slots[40:60]]).flatten().int()
-    attention = GroupedAttention(AttentionShape.of(q, kv), 2, [FLAT], q.device, num_programs=6)
+    attention = GroupedAttention(AttentionShape.of(q, kv), 2, kernel.passes[1:], q.device, num_programs=6)
     attention.plan([Segment((0, 1), 20, head_stride=20, list_id=1)])
     counts = torch.tensor([[9, 9, 9], [5, 20, 7]], dtype=torch.int32, device=device)
     heads = torch.tensor([2, 2, 0], dtype=torch.int32, device=device)
@@ -237,7 +265,7 @@ def test_reuse_heads_read_another_head_s_list(device: torch.device) -> None:
         oracle = dense_attention(
             q[:, part], keys[list(chosen), head : head + 1], values[list(chosen), head : head + 1], 0.1
         )
-        close(out[:, part], lse[:, part], oracle, torch.float32)
+        close(out[:, part], lse[:, part], oracle, kernel.dtype)
 
 
 def test_fp8_keys_and_values_with_scales(device: torch.device) -> None:

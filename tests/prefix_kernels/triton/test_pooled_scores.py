@@ -21,8 +21,7 @@ from prefix_kernels.low_bit import LowBitTensor, dequantize, quantize
 from prefix_kernels.pooled_scores import PooledScores, ScoreConfig, ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.runner import default_config
 from prefix_kernels.pooling import HEADROOM, Pooling, pool_scores
-from prefix_kernels.testing import paged_kv
-from tests.prefix_kernels.triton.conftest import INTERPRETED
+from tests.prefix_kernels.triton.conftest import INTERPRETED, paged_kv
 
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 #: Largest error of a natural-log score of about unit variance, by the dtype of the queries.

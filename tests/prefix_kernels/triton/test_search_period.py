@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, Gr
 from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
 from sglang_ext.decode.buffers import AnchorLists, StepBuffers
-from sglang_ext.decode.trace import StepTrace, read_trace
 from sglang_ext.methods.layer_plan import LayerPlan
 from tests.sparse_server import FIRST, Server, searches, until_search
 
@@ -48,16 +45,6 @@ def test_a_selection_serves_its_steps_until_a_group_changes(
     assert searches(server, [3, 1, 2, 5], 1) == [True]
 
 
-def test_a_step_that_is_attended_otherwise_ends_a_search(device: torch.device) -> None:
-    server = Server(device, search_period=4)
-    server.join(1, *server.prefix(210), 4)
-    searches(server, [1], 4)
-    until_search(server, [1])
-    assert searches(server, [1], 1) == [False]
-    server.sparse.skip()
-    assert searches(server, [1], 2) == [True, False]
-
-
 @pytest.mark.full
 def test_a_reuse_layer_may_follow_an_anchor_before_the_last_one(device: torch.device) -> None:
     server = Server(device, search_period=3, layer_plan=CROSSED)
@@ -83,17 +70,6 @@ def test_own_tokens_are_searched_when_the_step_searches(device: torch.device) ->
             covered, grown = [one.prefix_len for one in server.suffix_reads], grown + 1
     assert grown >= 1
     assert 40 > found.count(False) > 20
-
-
-def test_lists_of_two_anchors_are_apart(device: torch.device) -> None:
-    server = Server(device, search_period=2)
-    lists = server.sparse._lists
-    one, other = lists.of(1), lists.of(3)
-    assert lists.of(2) is one
-    assert one.slots is not None
-    assert other.slots is not None
-    assert one.slots.data_ptr() != other.slots.data_ptr()
-    assert one.counts.data_ptr() != other.counts.data_ptr()
 
 
 def test_the_kernel_reads_each_set_by_head_map_and_counts(device: torch.device) -> None:
@@ -135,23 +111,3 @@ def test_the_kernel_reads_each_set_by_head_map_and_counts(device: torch.device) 
                 keys, values = kv.k_cache[at, head : head + 1], kv.v_cache[at, head : head + 1]
                 wanted = dense_attention(q[row : row + 1, part], keys, values, 0.1).out
                 torch.testing.assert_close(out[row : row + 1, part].double(), wanted, atol=2e-5, rtol=0)
-
-
-@pytest.mark.full
-def test_a_kept_step_is_traced_as_the_search_that_it_uses(device: torch.device, tmp_path: Path) -> None:
-    server = Server(device, search_period=3, trace_folder=str(tmp_path))
-    server.join(1, *server.prefix(210), 5)
-    trace = StepTrace(str(tmp_path), server.plan, server.dtype)
-    mode, found = SimpleNamespace(is_decode=lambda: True), []
-    for _ in range(8):
-        found += searches(server, [1], 1)
-        lens = torch.tensor([server.lens[1]])
-        batch = SimpleNamespace(rids=["trace-1"], seq_lens_cpu=lens, forward_mode=mode)
-        trace.note(batch, server.path, server.sparse.copies)
-    _, *steps = read_trace(next(tmp_path.glob("*.trace")))
-    assert len(steps) == 8
-    assert False in found
-    for number, searched in enumerate(found):
-        same = number > 0 and steps[number].groups[0].bits == steps[number - 1].groups[0].bits
-        assert same != searched
-        assert steps[number].groups[0].seq_lens == [server.lens[1] - 7 + number]
