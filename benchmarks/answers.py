@@ -234,8 +234,7 @@ class Plan:
     def documents(self, suite: str, task: str, length: int) -> list[Document]:
         args = self._args
         if suite == "ruler":
-            found = ruler(args.packages, args.model_path, self.work, task, length, args.samples)
-            return found
+            return ruler(args.packages, args.model_path, self.work, task, length, args.samples)
         count = args.forced_documents if suite == "forced" else args.documents
         count = 1 if suite == "times" else count
         return list(documents(args.packages, self._chat, length, count, args.seed))

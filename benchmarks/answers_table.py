@@ -110,14 +110,14 @@ def points(share: float) -> str:
 def answers_table(rows: Sequence[Row]) -> list[str]:
     """A line for each suite, configuration and number of requests in flight."""
     lines = [
-        "| suite | configuration | in flight | questions | dense | right | points [95%] | lost, won | worst cell | kept "
-        "| sparse steps |",
+        "| suite | configuration | in flight | questions | dense | right | points [95%] | lost, won | worst cell "
+        "| kept | sparse steps |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (suite, config, in_flight), (said, own) in differences(rows).items():
         counts = {(row["cell"], row["length"]): row for row in own}.values()
-        steps = sum(row["tokens"] for row in counts)
         sparse = sum(row["sparse_rows"] for row in counts)
+        steps = sparse + sum(row["dense_rows"] + row["cascade_rows"] for row in counts)
         kept = [row["keep_ratio"] for row in counts if row["keep_ratio"] is not None]
         move, task, length = said.worst
         lines.append(

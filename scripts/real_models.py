@@ -64,7 +64,7 @@ def check(path: Path, name: str) -> None:
 
 
 def trim(source: Path, target: Path) -> None:
-    """Copy a GGUF whose embedding is there twice, with the copy of more bits (`output.weight`) as the tied embedding."""
+    """Copy a GGUF whose embedding is there twice: the copy of more bits (`output.weight`) becomes the tied one."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     reader = GGUFReader(source)

@@ -50,7 +50,7 @@ class _Recording:
 
     def write(self, path: Path) -> None:
         """All steps, whole or not at all."""
-        arrays = {name: torch.stack(values).cpu().numpy() for name, values in self.columns.items()}
+        arrays: Any = {name: torch.stack(values).cpu().numpy() for name, values in self.columns.items()}
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
             np.savez(file, **arrays, rows=np.array(self.rows))
@@ -60,7 +60,7 @@ class _Recording:
 _recordings: dict[str, _Recording] = {}
 
 
-class ForcedTokens(CustomLogitProcessor):
+class ForcedTokens(CustomLogitProcessor):  # type: ignore[misc]
     """Writes down each step's log-probabilities, before it forces the step's token. See the module.
 
     Of a batch it sees the rows that name it; the count of these is written down as the step's `rows`.

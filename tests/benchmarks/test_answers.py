@@ -33,7 +33,7 @@ def test_answers_are_scored_by_their_rule(
 
 
 def row(config: str, task: str, scores: list[float], documents: list[int], **own: Any) -> dict[str, Any]:
-    counted = {"sparse_rows": 90, "keep_ratio": 0.1, "tokens": 100}
+    counted = {"sparse_rows": 90, "dense_rows": 9, "cascade_rows": 1, "keep_ratio": 0.1}
     fixed = {"suite": "documents", "cell": "", "length": 8192, "in_flight": 16, "seed": 0, "model": "m"}
     return {**fixed, "config": config, "task": task, "scores": scores, "documents": documents, **counted, **own}
 
