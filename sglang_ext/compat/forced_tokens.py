@@ -2,7 +2,8 @@
 
 A request that names `ForcedTokens` (`custom_logit_processor`, on a server with `--enable-custom-logit-processor`) and
 `custom_params` of `forcing(...)` generates the given tokens, whatever the model would have said, and leaves a file of
-what it would have said. `sglang_ext.quality.agreement` compares two such files.
+what it would have said. Without given tokens it goes its own way, greedy or drawn. `sglang_ext.quality.agreement`
+compares two such files.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class _Recording:
 
     forced: list[int] | None
     compared: Tensor | None
+    drawn: torch.Generator | None
     columns: dict[str, list[Tensor]] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
 
@@ -34,7 +36,11 @@ class _Recording:
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         best = logprobs.argmax()
         ids = logprobs.topk(min(top, len(logprobs))).indices if self.compared is None else self.compared[step]
-        token = best if self.forced is None else torch.tensor(self.forced[step], device=logits.device)
+        token = best
+        if self.forced is not None:
+            token = torch.tensor(self.forced[step], device=logits.device)
+        elif self.drawn is not None:
+            token = logprobs.exp().multinomial(1, generator=self.drawn)[0]
         for name, value in (
             ("ids", ids),
             ("logprobs", logprobs[ids]),
@@ -44,7 +50,7 @@ class _Recording:
         ):
             self.columns.setdefault(name, []).append(value)
         self.rows.append(rows)
-        if self.forced is not None:
+        if token is not best:
             logits.fill_(-torch.inf)
             logits[token] = 0.0
 
@@ -84,24 +90,29 @@ class ForcedTokens(CustomLogitProcessor):  # type: ignore[misc]
 
 def _begun(wanted: dict[str, Any], device: torch.device) -> _Recording:
     if wanted["reference"] is None:
-        return _Recording(None, None)
+        seed = wanted["seed"]
+        drawn = None if seed is None else torch.Generator(device).manual_seed(seed)
+        return _Recording(None, None, drawn)
     reference: Steps = load_steps(wanted["reference"])
-    return _Recording(reference.tokens.tolist(), torch.from_numpy(reference.ids).to(device))
+    return _Recording(reference.tokens.tolist(), torch.from_numpy(reference.ids).to(device), None)
 
 
-def forcing(out: Path, steps: int, *, reference: Path | None = None, top: int = 64) -> dict[str, Any]:
+def forcing(
+    out: Path, steps: int, *, reference: Path | None = None, seed: int | None = None, top: int = 64
+) -> dict[str, Any]:
     """The request's part of forcing: SGLang's fields, to be joined with its own.
 
     Args:
         out: file to be written by the server, on its machine.
         steps: tokens generated.
         reference: file whose tokens are forced, and at whose token ids log-probabilities are taken; None: the request
-            goes its own greedy way and takes them at the `top` best of each step.
+            goes its own way and takes them at the `top` best of each step.
+        seed: where there is no reference: tokens are drawn at temperature 1; None: greedy.
         top: token ids of a step, where there is no reference; at most the vocabulary.
 
     Returns:
         Fields of a `/generate` request; its sampling parameters are greedy and ignore the end of text.
     """
-    own = {"out": str(out), "steps": steps, "reference": reference and str(reference), "top": top}
+    own = {"out": str(out), "steps": steps, "reference": reference and str(reference), "seed": seed, "top": top}
     sampling = {"temperature": 0.0, "max_new_tokens": steps, "ignore_eos": True, "custom_params": {"forcing": own}}
     return {"sampling_params": sampling, "custom_logit_processor": ForcedTokens.to_str()}
