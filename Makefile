@@ -27,7 +27,7 @@ ALL := $(SPREAD) --hypothesis-profile=full
 SERVED := tests/server/test_exact.py tests/server/test_faults.py tests/server/test_vanished_store.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
+.PHONY: help demo test test-all models models-small serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -40,11 +40,17 @@ test: venv ## what protects a change: at most 15 minutes on two cores
 	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY)
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/compat $(SERVED)
 
-test-all: venv ## everything: all of it on the oldest release, seams and the day's servers on the newest
+test-all: venv models-small ## everything: all of it on the oldest release, seams and the day's servers on the newest
 	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL) --dist worksteal tests/prefix_kernels/triton
 	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL)
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(ALL) tests/compat
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/server
+
+models: venv-$(firstword $(SGLANG_VERSIONS)) ## two real language models and RULER, which answers are judged by (600 MB)
+	$(OLD)/bin/python scripts/real_models.py .models
+
+models-small: venv-$(firstword $(SGLANG_VERSIONS))
+	$(OLD)/bin/python scripts/real_models.py .models --only smollm2-135m-instruct
 
 serve: venv-$(SGLANG_VERSION) ## the server with the shipped model and --sparse-attn (STORE, PORT, SPARSE_ATTN_CONFIG, FLAGS)
 	@mkdir -p $(STORE)

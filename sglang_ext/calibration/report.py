@@ -15,6 +15,7 @@ import msgspec
 
 from sglang_ext.calibration.comparison import BlockComparison, Difference, HeldOut
 from sglang_ext.calibration.fit import Fit, FitSetting, criterion_table
+from sglang_ext.calibration.judge import Verdict
 from sglang_ext.calibration.layer_statistics import SCORES, MeasureSetting
 from sglang_ext.calibration.measurement import PromptInfo, PromptMeasurement
 from sglang_ext.calibration.plans import anchor_total, layer_similarity
@@ -56,6 +57,7 @@ class Result:
     left_out: dict[str, str]
     measure: MeasureSetting
     settings: FitSetting
+    verdict: Verdict | None = None
 
 
 def write_report(shown: Result, folder: str | Path) -> None:
@@ -96,6 +98,7 @@ def report_values(shown: Result) -> dict[str, Any]:
         "held_out": shown.held_out,
         "selection_quality": shown.quality,
         "recommended": shown.choice,
+        "judged": shown.verdict,
     }
 
 
@@ -112,6 +115,7 @@ def _plots(shown: Result) -> dict[str, bytes]:
         "importance": plots.importance_plot(means.importance),
         "held_out": plots.comparison_plot(shown.held_out),
         "selection_quality": plots.quality_plot(shown.quality),
+        **({"judged": plots.judged_plot(shown.verdict)} if shown.verdict else {}),
     }
 
 
@@ -133,6 +137,7 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
         ),
         "<h2>Recommendation</h2>",
         _paragraph(f"{shown.choice.name} at a keep ratio of {shown.choice.keep_ratio:.0%}: {shown.choice.reason}."),
+        *(_judged(shown.verdict, plots) if shown.verdict else ()),
         _image(plots, "selection_quality", "attention recall and output error of the recipes by budget"),
         _rows(shown.quality, _QUALITY),
         "<h2>What it was measured on</h2>",
@@ -172,6 +177,29 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
         f"<title>Calibration of sparse attention</title><style>{_STYLE}</style></head>\n"
         f"<body>\n{body}\n</body></html>\n"
     )
+
+
+def _judged(verdict: Verdict, plots: Mapping[str, bytes]) -> list[str]:
+    first = verdict.judged[0]
+    text = (
+        f"Candidates served {len(first.kl)} held-out prompts of {first.least_tokens:,} to {first.most_tokens:,} tokens "
+        f"through the server's own decode steps; dense's tokens were forced. The bound is a KL of {verdict.max_kl:.4f} "
+        "nats. Milliseconds are of a step behind the longest prompt."
+    )
+    rows = [
+        (
+            one.candidate.name,
+            one.steps,
+            f"{one.mean_kl:.4f} [{one.interval[0]:.4f}, {one.interval[1]:.4f}]",
+            f"{one.top1:.2%}",
+            f"{one.step_ms:.2f} ({min(one.ms):.2f} to {max(one.ms):.2f})",
+            f"{one.sparse_share:.1%}",
+            "recommended" if one.candidate == verdict.chosen else "" if one.mean_kl <= verdict.max_kl else "too far",
+        )
+        for one in verdict.judged
+    ]
+    head = ("candidate", "positions", "KL from dense [95%], nats", "top-1", "ms a step", "sparse rows", "")
+    return [_paragraph(text), _table(head, rows), _image(plots, "judged", "KL from dense against the time of a step")]
 
 
 def _data(shown: Result) -> str:

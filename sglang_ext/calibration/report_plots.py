@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 from matplotlib.figure import Figure
 
 from sglang_ext.calibration.comparison import HeldOut
+from sglang_ext.calibration.judge import Verdict
 from sglang_ext.calibration.layer_statistics import SCORES
 from sglang_ext.calibration.plans import assigned_anchors
 from sglang_ext.calibration.recommend import RecipeQuality
@@ -122,6 +123,21 @@ def quality_plot(rows: Sequence[RecipeQuality]) -> bytes:
         axes.set_xticks(ratios, [f"{ratio:.0%}" for ratio in ratios])
         axes.minorticks_off()
         axes.legend(fontsize=8)
+    return _png(figure)
+
+
+def judged_plot(verdict: Verdict) -> bytes:
+    """KL from dense against the time of a step, of all candidates, with the bound."""
+    figure = Figure(figsize=(7.5, 4.2))
+    axes = figure.subplots()
+    for one in verdict.judged:
+        low, high = one.interval
+        spread = [[one.mean_kl - low], [min(high, 10 * one.mean_kl) - one.mean_kl]]
+        chosen = one.candidate == verdict.chosen
+        axes.errorbar(one.step_ms, one.mean_kl, yerr=spread, marker="*" if chosen else "o", capsize=3)
+        axes.annotate(one.candidate.name, (one.step_ms, one.mean_kl), fontsize=7)
+    axes.axhline(verdict.max_kl, color="k", linestyle="--", linewidth=0.8)
+    axes.set(xlabel="ms a step", ylabel="KL from dense, nats", yscale="log")
     return _png(figure)
 
 

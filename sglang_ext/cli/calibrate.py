@@ -25,6 +25,10 @@ Give prompts as long as those that will be served, at least two, better some doz
 Measurements lie in OUT.state, one small file per prompt. Running the job again measures only what is missing; with
 all prompts measured, it fits the profile anew without running the model (--anchors, --tau, ...). Every second prompt
 (all questions about one text together) is held out in the report's comparisons; the profile is fitted on all.
+
+Attention mass proposes layer plans and budgets. On a GPU each of them then serves held-out prompts (an engine start
+each): dense's tokens are forced through its decode steps, and the fastest whose KL divergence from dense is within the
+bound is recommended. Where none is faster than the plan of a model without a profile, that one is.
 Flags after -- go to SGLang (device, dtype, attention backend, context length, ...): use those of the server.
 """
 
@@ -50,6 +54,7 @@ def add_parser(commands: Any) -> None:
     )
     _add_measuring(parser.add_argument_group("what is measured (a state made with other values is refused)"))
     _add_fitting(parser.add_argument_group("what is chosen (may change between runs)"))
+    _add_judging(parser.add_argument_group("how proposals are judged"))
     add_sglang_flags(parser)
     parser.set_defaults(run=run)
 
@@ -102,6 +107,26 @@ def _add_fitting(group: Any) -> None:
     )
     group.add_argument(
         "--num-channels", type=_count, default=32, metavar="N", help="of the token index (default: %(default)s)"
+    )
+
+
+def _add_judging(group: Any) -> None:
+    group.add_argument(
+        "--judge",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="serve held-out prompts by each proposal and recommend by that; auto: on a GPU (default). On a CPU there "
+        "are no decode graphs, and times are those of the reference",
+    )
+    group.add_argument(
+        "--max-kl",
+        type=_nats,
+        metavar="NATS",
+        help="bound of the KL divergence from dense (default: that of every layer selecting at --keep-ratio on the "
+        "same prompts, and a quarter)",
+    )
+    group.add_argument(
+        "--rows", type=_count, default=16, metavar="N", help="requests that decode together (default: %(default)s)"
     )
 
 
@@ -172,6 +197,16 @@ def _ratio(text: str) -> float:
         value = -1.0
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text!r}")
+    return value
+
+
+def _nats(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected nats above 0, got {text!r}")
     return value
 
 

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from prefix_index import ModelFingerprint
 from sglang_ext import __version__
 from sglang_ext.calibration.comparison import compare
 from sglang_ext.calibration.fit import Fit, FitSetting, fit_settings, with_flat_heads
+from sglang_ext.calibration.judge import Candidate, Verdict, choose, proposals
 from sglang_ext.calibration.layer_statistics import MeasureSetting
 from sglang_ext.calibration.measurement import (
     MEASUREMENT_VERSION,
@@ -52,6 +53,7 @@ from sglang_ext.calibration.recommend import (
 from sglang_ext.calibration.report import Result, write_report
 from sglang_ext.cli.capturing import CaptureSession
 from sglang_ext.cli.checks import check_writable
+from sglang_ext.cli.judging import Judge
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.fingerprint import weights_digest
@@ -178,13 +180,19 @@ class CalibrateJob:
         held_out = compare(*halves, [info.task for info in held], groups, self._fit)
         quality = quality_table(torch.stack(tried), list(self._recipes), self._measure.keep_ratios)
         fit = fit_settings(averages, self._fit)
-        choice = self._choice(quality, fit, self._model.head_dim)
-        fit = with_flat_heads(fit, averages, self._fit, self._measure.keep_ratios.index(choice.keep_ratio))
+        verdict = self._judged(averages, fit, infos) if self._judges() else None
+        if verdict is None:
+            choice = self._choice(quality, fit, self._model.head_dim)
+            fit = with_flat_heads(fit, averages, self._fit, self._measure.keep_ratios.index(choice.keep_ratio))
+        else:
+            choice = self._as_judged(verdict.chosen, verdict.reason)
+            fit = self._fit_of(averages, verdict.chosen)
         profile = self._profile(self._model, fit, choice, infos)
         profile.save(self._args.out)
         if self._args.report is not None:
             result = Result(
-                profile, averages, fit, held_out, quality, choice, infos, self._left_out, self._measure, self._fit
+                *(profile, averages, fit, held_out, quality, choice, infos, self._left_out, self._measure, self._fit),
+                verdict,
             )
             write_report(result, self._args.report)
         self._say(fit, choice, len(infos))
@@ -211,6 +219,51 @@ class CalibrateJob:
         rows = measured_tokens(capture, setting.max_tokens)
         info = PromptInfo(prompt.id, prompt.task, held_out, len(ids), capture.prefix_len, len(rows))
         save_measurement(measurement, info, self._path(prompt.id))
+
+    def _judges(self) -> bool:
+        """Whether candidates are judged: where there are decode graphs, unless told."""
+        wanted = self._args.judge
+        return wanted == "yes" or (wanted == "auto" and self._device != "cpu" and graph_refusal(self._method) is None)
+
+    def _judged(self, averages: PromptMeasurement, fit: Fit, infos: Sequence[PromptInfo]) -> Verdict:
+        """Serve the held-out prompts by each proposal, and choose."""
+        assert self._model is not None
+        layers = self._model.num_layers - self._fit.first_layer(self._model.num_layers)
+        folder = self._folder / "judged"
+        folder.mkdir(exist_ok=True)
+        candidates: dict[Candidate, Path | None] = {}
+        for candidate in proposals(len(fit.anchors), layers, self._args.keep_ratio):
+            candidates[candidate] = None
+            if candidate.anchors is not None:
+                path = folder / f"{candidate.anchors}-{candidate.keep_ratio:g}.json"
+                own = self._fit_of(averages, candidate)
+                self._profile(self._model, own, self._as_judged(candidate, ""), infos).save(path)
+                candidates[candidate] = path
+        held = {info.id for info in infos if info.held_out}
+        groups: dict[str, list[CalibrationPrompt]] = {}
+        for prompt in self._prompts:
+            if prompt.id in held:
+                groups.setdefault(prefix_digest(prompt), []).append(prompt)
+        key = f"{self._digest} {self._model.weights_digest}"
+        judge = Judge(
+            self._args.model_path, self._args.sglang_flags, list(groups.values()), folder, key, self._args.rows
+        )
+        return choose(judge.judge(candidates), self._args.max_kl)
+
+    def _fit_of(self, averages: PromptMeasurement, candidate: Candidate) -> Fit:
+        """The fit with a candidate's plan. Without a number of anchors it is the plan of a model without a profile."""
+        layers = averages.oracle.shape[0] - self._fit.first_layer(averages.oracle.shape[0])
+        setting = replace(self._fit, num_anchors=candidate.anchors or layers)
+        fit = fit_settings(averages, setting)
+        if candidate.anchors is None:
+            return fit
+        ratios = self._measure.keep_ratios
+        nearest = min(range(len(ratios)), key=lambda i: abs(ratios[i] - candidate.keep_ratio))
+        return with_flat_heads(fit, averages, setting, nearest)
+
+    def _as_judged(self, candidate: Candidate, reason: str) -> Choice:
+        spec = self._recipes[self._method].to_dict()
+        return Choice(name=self._method, spec=spec, keep_ratio=candidate.keep_ratio, reason=reason)
 
     def _profile(self, model: ModelFingerprint, fit: Fit, choice: Choice, infos: Sequence[PromptInfo]) -> Profile:
         return Profile(
@@ -249,7 +302,8 @@ class CalibrateJob:
         where = f", report {self._args.report}" if self._args.report else ""
         print(
             f"{len(self._prompts)} prompts: {measured} measured, {len(self._left_out)} left out; anchors "
-            f"{', '.join(map(str, fit.plan.anchor_layers))}; recommended {choice.name} at {choice.keep_ratio:.0%}; "
+            f"{', '.join(map(str, fit.plan.anchor_layers))}; recommended {choice.name} at {choice.keep_ratio:.0%} "
+            f"({choice.reason}); "
             f"profile {self._args.out}{where}",
             file=sys.stderr,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import signal
@@ -106,6 +107,25 @@ class OfflineEngine:
         info = self._engine.get_server_info()
         state: dict[str, Any] = info["internal_states"][0]["sparse_attn"]
         return state
+
+    def generate(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Answers of requests that run together, in their order.
+
+        Args:
+            requests: fields of `/generate`, one request each.
+
+        Raises:
+            ValueError: SGLang refuses one of them.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        async def one(fields: dict[str, Any]) -> Any:
+            return await self._engine.tokenizer_manager.generate_request(GenerateReqInput(**fields), None).__anext__()
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*map(one, requests))
+
+        return list(self._engine.loop.run_until_complete(together()))
 
     def prefill(
         self,

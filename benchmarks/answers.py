@@ -1,0 +1,395 @@
+#!/usr/bin/env python3
+"""Answers of a real language model, dense and sparse, on the same questions: what a speed may cost.
+
+    make models                                                       # once
+    python benchmarks/answers.py --out answers.jsonl                  # dense, exact and the default, on a GPU
+    python benchmarks/answers.py --out answers.jsonl --suites forced documents ruler \\
+        --config dense --config 'default 5%={"keep_ratio": 0.05}'     # configurations by name
+    python benchmarks/answers.py --table answers.jsonl --plot answers.png
+    python benchmarks/answers.py --prompts development.jsonl --seed 500 --documents 4     # for `sglang-ext calibrate`
+
+Each configuration is a server of its own, started here. `dense` is stock SGLang; `cascade` reads shared prefixes once,
+exactly; the others select in every decode step (`"decode_path": "sparse"`), behind indexes built from the prompts'
+own prefill. Suites:
+
+    forced      teacher-forced agreement inside sustained decoding: dense's tokens are forced through the decode loop
+    documents   many questions of six kinds behind one document, and conversations
+    ruler       RULER's 13 tasks, each sample its own prefix
+    times       milliseconds of a decode step, of as many requests as are in flight (alone on its GPU)
+
+Rows are appended as they are measured, and none is measured twice: an interrupted run goes on. Dense is measured first,
+since `forced` compares with its files in `--work`. Questions and documents are functions of `--seed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from answers_data import KINDS, RULER_TASKS, Chat, Document, Question, documents, ruler
+from answers_table import plot, table
+from engines import Row, append, launched, read
+from kernel_rows import origin
+from tqdm import tqdm
+
+from sglang_ext.quality.agreement import Agreement, agreement, load_steps
+from sglang_ext.quality.evaluate import keep_ratio_between, post, server_state
+
+DENSE = "dense"
+SUITES = ("forced", "documents", "ruler", "times")
+FORCED_QUESTIONS = 16
+"""Of a document, asked at once."""
+START_SECONDS = 600.0
+
+#: What every sparse configuration has unless it says otherwise: indexes by prefill, used by every step.
+SELECTING: Row = {
+    "build": "prefill",
+    "decode_path": "sparse",
+    "prefetch_policy": "wait_complete",
+    "profile": "none",
+    "index_gpu_bytes": 2 << 30,
+    "share_prefixes": True,
+    "min_shared_tokens": 1024,
+}
+CONFIGS: dict[str, Row] = {DENSE: {}, "cascade": {"build": "off", "decode_path": "cascade"}, "default": {}}
+"""Configurations that have a name; `--config NAME=JSON` gives others."""
+
+
+class Served:
+    """A running server and the questions for it.
+
+    Args:
+        url: of the server.
+        chat: of its model.
+        sparse: whether it has the plugin, with counters.
+    """
+
+    def __init__(self, url: str, chat: Chat, sparse: bool) -> None:
+        self._url = url
+        self.chat = chat
+        self._sparse = sparse
+
+    def generate(self, ids: Sequence[int], fields: Row) -> Row:
+        """One request."""
+        reply: Row = post(self._url, "/generate", {"input_ids": list(ids), **fields})
+        return reply
+
+    def warm(self, document: Document) -> list[int]:
+        """The prefix of a document, prefilled and, where the configuration says so, indexed."""
+        ids = self.chat.prefix(document.text)
+        self.generate(ids, {"sampling_params": {"temperature": 0.0, "max_new_tokens": 1}})
+        return ids
+
+    def converse(self, prefix: Sequence[int], turns: Sequence[Question]) -> list[tuple[float, int]]:
+        """Score and generated tokens of each turn; each answer stays in the context of the next."""
+        ids, found = list(prefix), []
+        for number, question in enumerate(turns):
+            ids += self.chat.question(question, first=number == 0)
+            sampling = {"temperature": 0.0, "max_new_tokens": question.max_new_tokens}
+            reply = self.generate(ids, {"sampling_params": sampling})
+            answer = reply["output_ids"]
+            found.append((question.score(self.chat.text(answer)), len(answer)))
+            ended = reply["meta_info"]["finish_reason"]["type"] == "stop"
+            ids += answer[:-1] if ended and answer else answer
+        return found
+
+    def state(self) -> Row:
+        """The plugin's counters; empty without the plugin."""
+        return server_state(self._url) if self._sparse else {}
+
+
+def counted(before: Row, after: Row) -> Row:
+    """What the plugin counted between two states."""
+    if not after:
+        return {}
+    names = ("sparse_rows", "cascade_rows", "dense_rows")
+    counts = {name: after[name] - before[name] for name in names}
+    return {**counts, "largest_group": after["largest_group"], "keep_ratio": keep_ratio_between(before, after)}
+
+
+def ask(served: Served, docs: Sequence[Document], in_flight: int, done: Callable[[], None]) -> Iterator[Row]:
+    """Ask all questions of these documents, so many at a time; a row for each task.
+
+    `scores` has one entry for each question, `documents` the number of its document.
+    """
+    before, begun = served.state(), time.perf_counter()
+    asked = [(number, turns) for number, document in enumerate(docs) for turns in document.conversations]
+    prefixes = [served.chat.prefix(document.text) for document in docs]
+
+    def one(item: tuple[int, Sequence[Question]]) -> list[tuple[float, int]]:
+        found = served.converse(prefixes[item[0]], item[1])
+        done()
+        return found
+
+    with ThreadPoolExecutor(in_flight) as pool:
+        replies = list(pool.map(one, asked))
+    ours = {**counted(before, served.state()), "seconds": time.perf_counter() - begun}
+    ours["tokens"] = sum(size - 1 for found in replies for _, size in found)
+    tasks: dict[str, Row] = {}
+    for (number, turns), found in zip(asked, replies, strict=True):
+        for question, (score, _) in zip(turns, found, strict=True):
+            row = tasks.setdefault(question.task, {"scores": [], "documents": []})
+            row["scores"].append(round(score, 4))
+            row["documents"].append(number)
+    return ({"task": task, **row, **ours} for task, row in tasks.items())
+
+
+def force(served: Served, docs: Sequence[Document], in_flight: int, steps: int, work: Path, name: str) -> Row:
+    """Force dense's tokens, so many requests of one document at a time, and compare with dense's log-probabilities.
+
+    Raises:
+        FileNotFoundError: dense was not measured with this folder of references.
+    """
+    from sglang_ext.compat.forced_tokens import forcing
+
+    before = served.state()
+    spans = {"all": (1, None), "full": (in_flight, None), "smaller": (1, in_flight - 1)}
+    found: dict[str, list[Agreement]] = {span: [] for span in spans}
+    kl_documents = []
+    for document in docs:
+        prompts, references = forced_prompts(served, document), reference_paths(work, document)
+        if not all(path.exists() for path in references):
+            raise FileNotFoundError(f"expected {references[0]}; measure the configuration {DENSE} with this --work")
+        outs = [path.with_name(f"{name}-{path.name}") for path in references]
+        fields = [forcing(out, steps, reference=path) for out, path in zip(outs, references, strict=True)]
+        with ThreadPoolExecutor(in_flight) as pool:
+            list(pool.map(served.generate, prompts, fields))
+        pairs = [(load_steps(reference), load_steps(out)) for reference, out in zip(references, outs, strict=True)]
+        for out in outs:
+            out.unlink()
+        for span, rows in spans.items():
+            if rows[1] != 0:
+                found[span] += [one for pair in pairs if (one := agreement(*pair, *rows))]
+        kl_documents.append(statistics.fmean(one.kl for one in found["all"][-len(pairs) :]))
+    means = {span: mean_agreement(own) for span, own in found.items() if own}
+    return {**means, "kl_documents": kl_documents, **counted(before, served.state())}
+
+
+def mean_agreement(found: Sequence[Agreement]) -> Row:
+    """Over all steps of these."""
+    steps = sum(one.steps for one in found)
+    figures = ("kl", "top1", "delta")
+    return {"steps": steps, **{name: sum(getattr(one, name) * one.steps for one in found) / steps for name in figures}}
+
+
+def forced_prompts(served: Served, document: Document) -> list[list[int]]:
+    """The first turns of a document's conversations."""
+    prefix = served.chat.prefix(document.text)
+    asked = document.conversations[:: max(1, len(document.conversations) // FORCED_QUESTIONS)][:FORCED_QUESTIONS]
+    return [prefix + served.chat.question(turns[0], first=True) for turns in asked]
+
+
+def reference_paths(work: Path, document: Document) -> list[Path]:
+    """Where dense's own steps are."""
+    count = min(FORCED_QUESTIONS, len(document.conversations))
+    return [work / f"dense-{document.name}-{i}.npz" for i in range(count)]
+
+
+def reference_files(served: Served, docs: Sequence[Document], steps: int, work: Path) -> None:
+    """Dense's own greedy answers with their log-probabilities, where they are not there yet."""
+    from sglang_ext.compat.forced_tokens import forcing
+
+    work.mkdir(parents=True, exist_ok=True)
+    for document in docs:
+        outs = reference_paths(work, document)
+        if not all(out.exists() for out in outs):
+            for out in outs:
+                out.unlink(missing_ok=True)
+            with ThreadPoolExecutor(len(outs)) as pool:
+                fields = [forcing(out, steps) for out in outs]
+                list(pool.map(served.generate, forced_prompts(served, document), fields))
+
+
+def step_ms(served: Served, document: Document, in_flight: int) -> list[float]:
+    """Milliseconds of a decode step, of five batches: what 128 more tokens took."""
+    prompts = forced_prompts(served, document)[:in_flight]
+
+    def seconds(tokens: int) -> float:
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        begun = time.perf_counter()
+        with ThreadPoolExecutor(in_flight) as pool:
+            list(pool.map(partial(served.generate, fields={"sampling_params": sampling}), prompts))
+        return time.perf_counter() - begun
+
+    seconds(8)
+    return [1e3 * (seconds(160) - seconds(32)) / 128 for _ in range(5)]
+
+
+class Plan:
+    """What is asked of each configuration: cells of (suite, task or "", length, requests in flight)."""
+
+    def __init__(self, args: argparse.Namespace, chat: Chat) -> None:
+        self._args = args
+        self._chat = chat
+        self.work = args.work / Path(args.model_path).name / f"seed-{args.seed}"
+
+    def documents(self, suite: str, task: str, length: int) -> list[Document]:
+        args = self._args
+        if suite == "ruler":
+            return ruler(args.packages, args.model_path, self.work, task, length, args.samples)
+        count = args.forced_documents if suite == "forced" else args.documents
+        count = 1 if suite == "times" else count
+        return list(documents(args.packages, self._chat, length, count, args.seed))
+
+    def size(self, suite: str) -> int:
+        """Steps of the progress bar that one cell takes."""
+        args = self._args
+        conversations = sum(KINDS.values())
+        return {
+            "forced": args.forced_documents,
+            "documents": args.documents * conversations,
+            "ruler": args.samples,
+            "times": 1,
+        }[suite]
+
+    def cells(self) -> list[tuple[str, str, int]]:
+        """(suite, task, length), in the order of measuring: a length's documents are prefilled once for all suites."""
+        args = self._args
+        found = []
+        for length in args.lengths:
+            found += [(suite, "", length) for suite in SUITES if suite in args.suites and suite != "ruler"]
+            if "ruler" in args.suites:
+                found += [("ruler", task, length) for task in args.tasks]
+        return found
+
+
+def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: Chat, bar: Any) -> None:
+    """One configuration: start its server, measure the cells that the result file lacks."""
+    known = {"config": name, "settings": config, "seed": args.seed, "model": Path(args.model_path).name}
+    known |= {"flags": args.sglang_flags, "steps": args.steps, **origin(args)}
+    rows = read([args.out]) if Path(args.out).exists() else []
+    same = ("config", "settings", "seed", "model", "flags", "steps", "device")
+    done = {
+        (row["suite"], row["cell"], row["length"], row["in_flight"])
+        for row in rows
+        if all(row[key] == known[key] for key in same)
+    }
+    wanted = [
+        (cell, [n for n in args.in_flight if (*cell, n) not in done])
+        for cell in plan.cells()
+        if any((*cell, n) not in done for n in args.in_flight)
+    ]
+    asked = sum(plan.size(suite) * len(numbers) for (suite, _, _), numbers in wanted)
+    bar.update(len(args.in_flight) * sum(plan.size(suite) for suite, _, _ in plan.cells()) - asked)
+    if not wanted:
+        return
+    flags = ["--model-path", args.model_path, "--enable-custom-logit-processor", *args.sglang_flags]
+    work, references = plan.work, plan.work / f"forced-{args.steps}"
+    (work / "logs").mkdir(parents=True, exist_ok=True)
+    if name != DENSE:
+        store = work / "stores" / name.replace("/", "-")
+        store.mkdir(parents=True, exist_ok=True)
+        flags += ["--sparse-attn", "--sparse-attn-store", str(store)]
+        flags += ["--sparse-attn-config", json.dumps({**SELECTING, **CONFIGS.get(name, {}), **config})]
+    with launched(flags, work / "logs" / f"{name.replace('/', '-')}.log", START_SECONDS) as url:
+        served = Served(url, chat, name != DENSE)
+        for (suite, task, length), numbers in wanted:
+            docs = plan.documents(suite, task, length)
+            bar.set_description(f"{name}, {suite} {task} {length}")
+            for document in docs:
+                served.warm(document)
+            if suite == "forced" and name == DENSE:
+                reference_files(served, docs, args.steps, references)
+            for in_flight in numbers:
+                cell = {"suite": suite, "cell": task, "length": length, "in_flight": in_flight}
+                if suite in ("documents", "ruler"):
+                    found = list(ask(served, docs, in_flight, bar.update))
+                elif suite == "forced":
+                    own = force(served, docs, in_flight, args.steps, references, f"of-{name.replace('/', '-')}")
+                    bar.update(len(docs))
+                    found = [{"task": "forced", **own}]
+                else:
+                    found = [{"task": "times", "ms": step_ms(served, docs[0], in_flight)}]
+                    bar.update()
+                for row in found:
+                    append(args.out, {**cell, **row, **known})
+
+
+def write_prompts(path: Path, docs: Sequence[Document], chat: Chat) -> None:
+    """A development set of these documents for `sglang-ext calibrate`: two questions each, of different kinds."""
+    with path.open("w") as file:
+        for number, document in enumerate(docs):
+            asked = {turns[0].task: turns[0] for turns in document.conversations}
+            kinds = [list(asked)[(2 * number + i) % len(asked)] for i in range(2)]
+            for kind in kinds:
+                question = chat.question(asked[kind], first=True)
+                line = {"id": f"{kind}-{document.name}", "input_ids": chat.prefix(document.text), "question": question}
+                file.write(json.dumps(line) + "\n")
+
+
+def config_of(text: str) -> tuple[str, Row]:
+    """`NAME`, or `NAME=JSON`, of the command line."""
+    name, given, settings = text.partition("=")
+    try:
+        found = json.loads(settings) if given else {}
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"expected NAME=JSON, got {text!r}: {error}") from error
+    if not given and name not in CONFIGS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(CONFIGS)}, or NAME=JSON, got {text!r}")
+    return name, found
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", default=".models/qwen2.5-coder-0.5b-instruct")
+    parser.add_argument("--packages", type=Path, default=Path(".models/packages"), help="folder of `make models`")
+    parser.add_argument("--config", type=config_of, action="append", metavar="NAME[=JSON]", help="repeat for several")
+    parser.add_argument("--suites", nargs="+", default=["forced", "documents"], choices=SUITES)
+    parser.add_argument("--tasks", nargs="+", default=list(RULER_TASKS), choices=RULER_TASKS, help="of RULER")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 30720], metavar="TOKENS")
+    parser.add_argument("--in-flight", nargs="+", type=int, default=[16], metavar="REQUESTS")
+    parser.add_argument("--documents", type=int, default=32, help="of each length; 37 questions each")
+    parser.add_argument("--forced-documents", type=int, default=8, help="of each length, 16 questions each")
+    parser.add_argument("--steps", type=int, default=64, help="of a forced answer; the first is prefill's")
+    parser.add_argument("--samples", type=int, default=20, help="of each RULER task and length")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=Path(".models/answers"), help="folder of references and logs")
+    parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
+    parser.add_argument("--prompts", type=Path, metavar="JSONL", help="write a development set, measure nothing")
+    parser.add_argument("--out", default="answers.jsonl", help="result file; rows are appended")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    parser.add_argument("--plot", metavar="FILE.png", help="with --table: answers lost and KL against time")
+    parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS")
+    args = parser.parse_args(argv)
+    if args.plot and args.table is None:
+        parser.error("expected --table FILE with --plot: the rows to draw")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what the result file does not hold yet; returns the exit status."""
+    args = parse(argv)
+    if args.table is not None:
+        rows = read(args.table)
+        print(table(rows))
+        if args.plot:
+            plot(rows, args.plot)
+        return 0
+    from transformers import AutoTokenizer
+
+    configs = args.config or [(name, {}) for name in CONFIGS]
+    configs.sort(key=lambda one: one[0] != DENSE)
+    chat = Chat(AutoTokenizer.from_pretrained(args.model_path))
+    plan = Plan(args, chat)
+    if args.prompts:
+        docs = [one for length in args.lengths for one in plan.documents("documents", "", length)]
+        write_prompts(args.prompts, docs, chat)
+        return 0
+    total = len(configs) * len(args.in_flight) * sum(plan.size(suite) for suite, _, _ in plan.cells())
+    with tqdm(total=total, unit=" conversations", smoothing=0.05) as bar:
+        for name, config in configs:
+            measure(args, name, config, plan, chat, bar)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What the rows of `answers.py` say: differences with intervals, agreement, and a picture of both against time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+
+COUNTS_FROM = 0.2
+"""Share of right dense answers below which a cell says nothing."""
+
+_Z = 1.959964
+"""Of a two-sided 95% interval."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Answers of one configuration less dense's, over the cells that count. Shares of right answers, 0 to 1.
+
+    Attributes:
+        questions: in counting cells.
+        dense, other: shares of right answers.
+        difference: other - dense.
+        low, high: its 95% interval; questions of one document are one cluster.
+        lost, won: questions whose score is lower, higher than dense's.
+        worst: the cell that loses most: (difference, task, length).
+        cells: that count, and all.
+    """
+
+    questions: int
+    dense: float
+    other: float
+    difference: float
+    low: float
+    high: float
+    lost: int
+    won: int
+    worst: tuple[float, str, int]
+    cells: tuple[int, int]
+
+
+def compare(pairs: Sequence[tuple[Row, Row]]) -> Difference | None:
+    """(dense, other) rows of the same cells -> None where no cell counts.
+
+    Raises:
+        ValueError: rows of different questions.
+    """
+    clusters: dict[tuple[str, int, int], list[float]] = {}
+    dense: list[float] = []
+    other: list[float] = []
+    worst: list[tuple[float, str, int]] = []
+    for first, second in pairs:
+        if first["documents"] != second["documents"]:
+            raise ValueError(f"expected the same questions in both rows of {first['task']}, got different ones")
+        if statistics.fmean(first["scores"]) < COUNTS_FROM:
+            continue
+        moves = [b - a for a, b in zip(first["scores"], second["scores"], strict=True)]
+        # RULER's samples have a prefix each; other documents are asked by several tasks.
+        cell = first["cell"] if first["suite"] == "ruler" else ""
+        for number, move in zip(first["documents"], moves, strict=True):
+            clusters.setdefault((cell, first["length"], number), []).append(move)
+        dense += first["scores"]
+        other += second["scores"]
+        worst.append((statistics.fmean(moves), first["task"], first["length"]))
+    if not dense:
+        return None
+    count, mean = len(dense), (sum(other) - sum(dense)) / len(dense)
+    spread = sum((sum(moves) - mean * len(moves)) ** 2 for moves in clusters.values())
+    half = _Z * math.sqrt(spread * len(clusters) / max(len(clusters) - 1, 1)) / count
+    moves = [b - a for a, b in zip(dense, other, strict=True)]
+    return Difference(
+        questions=count,
+        dense=sum(dense) / count,
+        other=sum(other) / count,
+        difference=mean,
+        low=mean - half,
+        high=mean + half,
+        lost=sum(move < 0 for move in moves),
+        won=sum(move > 0 for move in moves),
+        worst=min(worst),
+        cells=(len(worst), len(pairs)),
+    )
+
+
+def differences(rows: Sequence[Row]) -> dict[tuple[str, str, int], tuple[Difference, list[Row]]]:
+    """(suite, configuration, requests in flight) -> its difference from dense, and its rows."""
+    asked = [row for row in rows if "scores" in row]
+    key = ("suite", "cell", "task", "length", "in_flight", "seed", "model")
+    dense = {tuple(row[name] for name in key): row for row in asked if row["config"] == "dense"}
+    groups: dict[tuple[str, str, int], list[Row]] = {}
+    for row in asked:
+        if row["config"] != "dense" and tuple(row[name] for name in key) in dense:
+            groups.setdefault((row["suite"], row["config"], row["in_flight"]), []).append(row)
+    found = {}
+    for group, own in groups.items():
+        said = compare([(dense[tuple(row[name] for name in key)], row) for row in own])
+        if said:
+            found[group] = (said, own)
+    return found
+
+
+def points(share: float) -> str:
+    return f"{100 * share:+.2f}"
+
+
+def answers_table(rows: Sequence[Row]) -> list[str]:
+    """A line for each suite, configuration and number of requests in flight."""
+    lines = [
+        "| suite | configuration | in flight | questions | dense | right | points [95%] | lost, won | worst cell "
+        "| kept | sparse steps |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (suite, config, in_flight), (said, own) in differences(rows).items():
+        counts = {(row["cell"], row["length"]): row for row in own}.values()
+        sparse = sum(row["sparse_rows"] for row in counts)
+        steps = sparse + sum(row["dense_rows"] + row["cascade_rows"] for row in counts)
+        kept = [row["keep_ratio"] for row in counts if row["keep_ratio"] is not None]
+        move, task, length = said.worst
+        lines.append(
+            f"| {suite} | {config} | {in_flight} | {said.questions} | {said.dense:.1%} | {said.other:.1%} "
+            f"| {points(said.difference)} [{points(said.low)}, {points(said.high)}] | {said.lost}, {said.won} "
+            f"| {points(move)} {task} {length} | {f'{statistics.fmean(kept):.1%}' if kept else ''} "
+            f"| {sparse / steps:.1%} |"
+        )
+    return lines
+
+
+def forced_table(rows: Sequence[Row]) -> list[str]:
+    """A line for each configuration, length and number of requests in flight."""
+    lines = [
+        "| configuration | tokens | in flight | steps | KL | top-1 | change of the token's log-probability "
+        "| KL, smaller groups (steps) | largest group |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["suite"] != "forced":
+            continue
+        full, smaller = row.get("full") or row["all"], row.get("smaller")
+        few = f"{smaller['kl']:.4f} ({smaller['steps']})" if smaller else ""
+        lines.append(
+            f"| {row['config']} | {row['length']} | {row['in_flight']} | {full['steps']} | {full['kl']:.4f} "
+            f"| {full['top1']:.2%} | {full['delta']:.4f} | {few} | {row.get('largest_group', '')} |"
+        )
+    return lines
+
+
+def times(rows: Sequence[Row]) -> dict[tuple[str, int, int], float]:
+    """(configuration, length, requests in flight) -> median ms of a step."""
+    return {
+        (row["config"], row["length"], row["in_flight"]): statistics.median(row["ms"])
+        for row in rows
+        if row["suite"] == "times"
+    }
+
+
+def times_table(rows: Sequence[Row]) -> list[str]:
+    lines = ["| configuration | tokens | in flight | ms a step (least, most of five) |", "|---|---|---|---|"]
+    lines += [
+        f"| {row['config']} | {row['length']} | {row['in_flight']} "
+        f"| {statistics.median(row['ms']):.2f} ({min(row['ms']):.2f}-{max(row['ms']):.2f}) |"
+        for row in rows
+        if row["suite"] == "times"
+    ]
+    return lines
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All tables that the rows have something for, as Markdown."""
+    tables = [answers_table(rows), forced_table(rows), times_table(rows)]
+    return "\n\n".join("\n".join(lines) for lines in tables if len(lines) > 2)
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Answers lost, and KL, against milliseconds a step at the greatest length, of configurations that were timed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = times(rows)
+    longest = max((length for _, length, _ in found), default=0)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    for (suite, config, in_flight), (said, _) in differences(rows).items():
+        ms = found.get((config, longest, in_flight))
+        if suite == "documents" and ms is not None:
+            spread = [[100 * (said.difference - said.low)], [100 * (said.high - said.difference)]]
+            left.errorbar(ms, 100 * said.difference, yerr=spread, marker="o", capsize=3)
+            left.annotate(f"{config}, {in_flight}", (ms, 100 * said.difference), fontsize=7)
+    for row in rows:
+        ms = found.get((row["config"], row["length"], row["in_flight"])) if row["suite"] == "forced" else None
+        if ms is not None and row["length"] == longest:
+            right.plot(ms, row["all"]["kl"], "o")
+            right.annotate(f"{row['config']}, {row['in_flight']}", (ms, row["all"]["kl"]), fontsize=7)
+    left.axhline(0.0, color="grey", linewidth=0.5)
+    left.set(xlabel="ms a step", ylabel="right answers less dense's, points", title="Answers, all lengths")
+    right.set(xlabel="ms a step", ylabel="KL from dense, nats", yscale="log", title=f"Forced, {longest} tokens")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,140 @@
+"""Layer plans and budgets judged by what the model then says, and by the time of a decode step.
+
+Attention mass proposes candidates; it does not say what they cost in answers. Each candidate serves the held-out
+prompts, and dense's tokens are forced through its decode steps (`quality.agreement`). Of those whose KL divergence from
+dense is within a bound the fastest is recommended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, median, stdev
+
+import msgspec
+
+SLACK = 1.25
+"""The bound, unless another is given: the KL of the default candidate on the same prompts, and a quarter."""
+
+LONG_PREFIX = 4096
+"""Tokens; a plan judged behind shorter prefixes says nothing about long ones."""
+
+ANCHOR_SHARES = (1.0, 2 / 3, 1 / 2, 1 / 3)
+"""Of the anchors that keep the attention mass: how many the proposed plans have."""
+
+KEEP_RATIOS = (0.05, 0.02)
+"""Budgets of the proposals, beside the one that was measured."""
+
+_Z = 1.959964
+"""Of a two-sided 95% interval."""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer plan and budget.
+
+    Attributes:
+        anchors: layers that select; None: all but the dense ones, the plan of a model without a profile.
+        keep_ratio: budget as a fraction of the prefix.
+    """
+
+    anchors: int | None
+    keep_ratio: float
+
+    @property
+    def name(self) -> str:
+        layers = "every layer selects" if self.anchors is None else f"{self.anchors} layers select"
+        return f"{layers}, {self.keep_ratio:.0%}"
+
+
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """What one candidate did.
+
+    Attributes:
+        candidate: which.
+        steps: positions that were compared.
+        kl: of each prompt, nats: mean over its positions.
+        top1: share of positions whose most probable token is dense's.
+        ms: milliseconds of a decode step behind the longest prompt, of each repetition.
+        least_tokens, most_tokens: of the prompts' prefixes.
+        sparse_share: of the rows that were decoded, those that the plan served.
+    """
+
+    candidate: Candidate
+    steps: int
+    kl: list[float]
+    top1: float
+    ms: list[float]
+    least_tokens: int
+    most_tokens: int
+    sparse_share: float
+
+    @property
+    def mean_kl(self) -> float:
+        """Mean over prompts."""
+        return fmean(self.kl)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95% interval of `mean_kl`; prompts are independent, positions of one prompt are not."""
+        if len(self.kl) < 2:
+            return 0.0, math.inf
+        half = _Z * stdev(self.kl) / math.sqrt(len(self.kl))
+        return max(self.mean_kl - half, 0.0), self.mean_kl + half
+
+    @property
+    def step_ms(self) -> float:
+        """Median of the repetitions."""
+        return median(self.ms)
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The candidate that is recommended, the bound it is within, why, and all that were judged, fastest first."""
+
+    chosen: Candidate
+    max_kl: float
+    reason: str
+    judged: list[Judged]
+
+
+def proposals(anchors: int, layers: int, keep_ratio: float) -> list[Candidate]:
+    """Candidates to judge, the default one first.
+
+    Args:
+        anchors: how many keep the attention mass.
+        layers: that are not dense.
+        keep_ratio: of the default candidate.
+    """
+    ratios = dict.fromkeys((keep_ratio, *KEEP_RATIOS))
+    counts = dict.fromkeys(max(1, round(share * anchors)) for share in ANCHOR_SHARES)
+    plans = [None, *(count for count in counts if count < layers)]
+    return [Candidate(anchors=count, keep_ratio=ratio) for count in plans for ratio in ratios]
+
+
+def choose(judged: Sequence[Judged], max_kl: float | None = None) -> Verdict:
+    """The fastest candidate within the bound; the default where none is faster than it.
+
+    Args:
+        judged: the default candidate first.
+        max_kl: the bound in nats; None: `SLACK` of the default candidate's.
+    """
+    default = judged[0]
+    bound = SLACK * default.mean_kl if max_kl is None else max_kl
+    within = [one for one in judged if one.mean_kl <= bound]
+    order = sorted(judged, key=lambda one: one.step_ms)
+    # What a repetition of the default reaches by chance is no gain.
+    faster = [one for one in within if one.step_ms < min(default.ms)]
+    best = min(faster, key=lambda one: one.step_ms, default=default)
+    said = f"KL {best.mean_kl:.4f} (bound {bound:.4f}), {best.step_ms:.2f} ms a step"
+    if best is default:
+        if default.mean_kl > bound:
+            said += "; no candidate is within the bound, raise --max-kl or the budget"
+        else:
+            said += "; no candidate within the bound is faster"
+    else:
+        said += f", where the default takes {default.step_ms:.2f}"
+    if default.most_tokens < LONG_PREFIX:
+        said += (
+            f"; judged behind {default.most_tokens} tokens at most: says nothing about prefixes of {LONG_PREFIX} and "
+            "more"
+        )
+    return Verdict(chosen=best.candidate, max_kl=bound, reason=said, judged=order)

@@ -1,0 +1,211 @@
+"""Candidates of a calibration behind the real engine: dense's tokens forced through each one's decode steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from sglang_ext.calibration.judge import Candidate, Judged
+from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
+from sglang_ext.cli.arguments import names_cpu
+from sglang_ext.config import Build, DecodePath, PrefetchPolicy
+from sglang_ext.prefill.prompt_tokens import TokenSource
+from sglang_ext.quality.agreement import agreement, load_steps
+
+STEPS = 48
+"""Tokens of a forced answer; the first is prefill's."""
+SHORT, LONG = 8, 40
+"""Tokens of the two answers whose difference in time is that of their steps."""
+REPETITIONS = 5
+MOST_PROMPTS = 8
+"""Held-out prefixes that candidates are judged behind."""
+
+
+class Judge:
+    """Judges candidates one by one; what was judged is read from the folder.
+
+    Args:
+        model_path: the model.
+        sglang_flags: as for the server.
+        prompts: held-out ones, at least one; a group for each prefix.
+        folder: of results and dense's steps; those of another key, other flags or rows are not used.
+        key: tells one set of prompts from another.
+        rows: requests that decode together behind a prompt.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        sglang_flags: Sequence[str],
+        prompts: Sequence[Sequence[CalibrationPrompt]],
+        folder: Path,
+        key: str,
+        rows: int,
+    ) -> None:
+        self._model_path = model_path
+        self._flags = list(sglang_flags)
+        self._prompts = prompts[:: -(-len(prompts) // MOST_PROMPTS)]
+        self._asked: list[list[list[int]]] = []
+        self._prefixes: list[list[int]] = []
+        self._rows = rows
+        folder.mkdir(exist_ok=True)
+        self._results = folder / "judged.json"
+        self._references = folder / "dense"
+        self._key = json.dumps([key, self._flags, rows, STEPS])
+
+    def judge(self, candidates: Mapping[Candidate, Path | None]) -> list[Judged]:
+        """Results in the order of the candidates.
+
+        Args:
+            candidates: each with the profile that says its plan; None: the plan of a model without one.
+
+        Raises:
+            ValueError: SGLang refuses a prompt.
+            EngineStartError, EngineDiedError: see `OfflineEngine`.
+        """
+        known = {one.candidate: one for one in self._read()}
+        missing = [candidate for candidate in candidates if candidate not in known]
+        bar = tqdm(missing, desc="judge", unit="candidate", initial=len(known), total=len(candidates))
+        if missing and not all(path.exists() for _, path in self._rows_of(self._references)):
+            bar.set_postfix_str("dense")
+            self._references.mkdir(exist_ok=True)
+            self._measure({"build": Build.OFF.value, "decode_path": DecodePath.STOCK.value}, None)
+        for candidate in bar:
+            bar.set_postfix_str(candidate.name)
+            known[candidate] = self._judge_one(candidate, candidates[candidate])
+            content = {"key": self._key, "judged": list(known.values())}
+            partial = self._results.with_suffix(".partial")
+            partial.write_bytes(msgspec.json.encode(content))
+            partial.replace(self._results)
+        return [known[candidate] for candidate in candidates]
+
+    def _read(self) -> list[Judged]:
+        """What is there of the same prompts and flags."""
+        if not self._results.exists():
+            return []
+        try:
+            content = msgspec.json.decode(self._results.read_bytes())
+            if content["key"] == self._key:
+                return msgspec.convert(content["judged"], list[Judged])
+        except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError):
+            print(f"expected results in {self._results}, got something else; judging anew", file=sys.stderr)
+        for _, path in self._rows_of(self._references):
+            path.unlink(missing_ok=True)
+        return []
+
+    def _rows_of(self, folder: Path) -> list[tuple[int, Path]]:
+        """Prompt and file of each row."""
+        return [
+            (number, folder / f"{number}-{row}.npz")
+            for number in range(len(self._prompts))
+            for row in range(self._rows)
+        ]
+
+    def _judge_one(self, candidate: Candidate, profile: Path | None) -> Judged:
+        settings = {
+            "build": Build.PREFILL.value,
+            "decode_path": DecodePath.SPARSE.value,
+            "prefetch_policy": PrefetchPolicy.WAIT_COMPLETE.value,
+            "share_prefixes": True,
+            "keep_ratio": candidate.keep_ratio,
+            "profile": "none" if profile is None else str(profile.absolute()),
+        }
+        folder = self._results.parent / "forced"
+        folder.mkdir(exist_ok=True)
+        for _, path in self._rows_of(folder):
+            path.unlink(missing_ok=True)
+        ms, state = self._measure(settings, folder)
+        kl: list[list[tuple[float, int]]] = [[] for _ in self._prompts]
+        agreed = 0.0
+        for (number, own), (_, reference) in zip(self._rows_of(folder), self._rows_of(self._references), strict=True):
+            found = agreement(load_steps(reference), load_steps(own))
+            assert found is not None
+            kl[number].append((found.kl, found.steps))
+            agreed += found.top1 * found.steps
+            own.unlink()
+        steps = sum(count for one in kl for _, count in one)
+        lengths = [len(prefix) for prefix in self._prefixes]
+        sparse = state["sparse_rows"]
+        return Judged(
+            candidate=candidate,
+            steps=steps,
+            kl=[fmean(value for value, _ in one) for one in kl],
+            top1=agreed / steps,
+            ms=ms,
+            least_tokens=min(lengths),
+            most_tokens=max(lengths),
+            sparse_share=sparse / (sparse + state["dense_rows"] + state["cascade_rows"]),
+        )
+
+    def _measure(self, settings: dict[str, Any], folder: Path | None) -> tuple[list[float], dict[str, Any]]:
+        """Force dense's tokens behind every prompt into files of the folder; None: make dense's own, drawn.
+
+        Returns:
+            Milliseconds of a step behind the longest prompt, none where dense's own are made; the plugin's counters.
+        """
+        from sglang_ext.compat.engine import OfflineEngine
+        from sglang_ext.compat.forced_tokens import forcing
+
+        with tempfile.TemporaryDirectory(prefix="sparse-attn-judge-") as store:
+            flags = ["--model-path", self._model_path, "--log-level", "error", *self._flags]
+            flags += ["--enable-custom-logit-processor", "--sparse-attn", "--sparse-attn-store", store]
+            flags += ["--sparse-attn-config", json.dumps(settings)]
+            if not names_cpu(flags) and "--cuda-graph-bs-decode" not in flags:
+                flags += ["--cuda-graph-bs-decode", "1", str(self._rows)]
+            engine = OfflineEngine(flags)
+            try:
+                engine.open()
+                self._tokenize(engine.tokens)
+                for number, prefix in enumerate(self._prefixes):
+                    engine.generate([_plain(prefix, 1)])
+                    requests = []
+                    for row, ids in enumerate(self._asked[number]):
+                        reference = self._references / f"{number}-{row}.npz"
+                        own = (
+                            forcing(reference, STEPS, seed=row)
+                            if folder is None
+                            else forcing(folder / reference.name, STEPS, reference=reference)
+                        )
+                        requests.append({"input_ids": ids, **own})
+                    engine.generate(requests)
+                state = engine.state()
+                ms = [] if folder is None else self._times(engine)
+                return ms, state
+            finally:
+                engine.close()
+
+    def _tokenize(self, source: TokenSource) -> None:
+        """Token ids of the prefixes, and of the rows behind each: its questions in turns."""
+        if self._asked:
+            return
+        for group in self._prompts:
+            found = [(tokens.ids, length) for tokens, length in (prompt_tokens(one, source) for one in group)]
+            ids, length = found[0]
+            self._prefixes.append(ids[:length])
+            self._asked.append([found[row % len(found)][0] for row in range(self._rows)])
+
+    def _times(self, engine: Any) -> list[float]:
+        """Milliseconds of a step behind the longest prompt: what more tokens take."""
+        asked = max(self._asked, key=lambda rows: len(rows[0]))
+
+        def seconds(tokens: int) -> float:
+            begun = time.perf_counter()
+            engine.generate([_plain(ids, tokens) for ids in asked])
+            return time.perf_counter() - begun
+
+        seconds(SHORT)
+        return [1e3 * (seconds(LONG) - seconds(SHORT)) / (LONG - SHORT) for _ in range(REPETITIONS)]
+
+
+def _plain(ids: Sequence[int], tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"input_ids": list(ids), "sampling_params": sampling}

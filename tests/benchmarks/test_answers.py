@@ -1,0 +1,79 @@
+"""The answers benchmark: scores, paired differences, and the tables of its rows."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def bench(load: Any) -> SimpleNamespace:
+    return load("answers", "answers_data", "answers_table")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected", "answer", "score"),
+    [
+        ("all", ("12", "34"), " 12, and then", 0.5),
+        ("all", ("Abc",), "it is aBC.", 1.0),
+        ("any", ("no", "yes it is"), "Yes it is", 1.0),
+        ("any", ("blue",), "red", 0.0),
+        ("verbatim", ("went up the hill",), " went\nup the hill again", 1.0),
+        ("verbatim", ("went up the hill",), "she went up the hill", 0.0),
+    ],
+)
+def test_answers_are_scored_by_their_rule(
+    bench: SimpleNamespace, rule: str, expected: tuple[str, ...], answer: str, score: float
+) -> None:
+    question = bench.answers_data.Question("task", "?", "", expected, rule, 8)
+    assert question.score(answer) == score
+
+
+def row(config: str, task: str, scores: list[float], documents: list[int], **own: Any) -> dict[str, Any]:
+    counted = {"sparse_rows": 90, "dense_rows": 9, "cascade_rows": 1, "keep_ratio": 0.1}
+    fixed = {"suite": "documents", "cell": "", "length": 8192, "in_flight": 16, "seed": 0, "model": "m"}
+    return {**fixed, "config": config, "task": task, "scores": scores, "documents": documents, **counted, **own}
+
+
+def test_differences_are_paired_clustered_and_of_cells_that_count(bench: SimpleNamespace) -> None:
+    documents = [0, 0, 1, 1]
+    rows = [
+        row("dense", "needle", [1, 1, 1, 0], documents),
+        row("dense", "copy", [0, 0, 0, 0.5], documents),  # dense scores under a fifth
+        row("dense", "free", [1, 0, 1, 0], documents),
+        row("ours", "needle", [1, 0, 1, 1], documents),
+        row("ours", "copy", [1, 1, 1, 1], documents),
+        row("ours", "free", [0.5, 0, 1, 0], documents),
+        row("ours", "needle", [1, 1, 1, 1], documents, in_flight=1),  # dense was not asked so
+    ]
+    ((group, (said, _)),) = bench.answers_table.differences(rows).items()
+    assert group == ("documents", "ours", 16)
+    assert (said.questions, said.cells, said.lost, said.won) == (8, (2, 3), 2, 1)
+    assert (said.dense, said.other) == (5 / 8, 4.5 / 8)
+    assert said.difference == -0.5 / 8
+    assert said.worst == (-0.125, "free", 8192)
+    # Documents lose 1.5 and win 1 of 4 questions each: what is beside the mean, summed by document.
+    spread = (-1.5 + 4 * 0.0625) ** 2 + (1 + 4 * 0.0625) ** 2
+    half = 1.959964 * math.sqrt(spread * 2) / 8
+    assert (said.low, said.high) == pytest.approx((said.difference - half, said.difference + half))
+    (line,) = bench.answers_table.answers_table(rows)[2:]
+    assert "| -6.25 [" in line
+    assert "| 2, 1 | -12.50 free 8192 | 10.0% | 90.0% |" in line
+
+
+def test_rows_of_other_questions_are_not_paired(bench: SimpleNamespace) -> None:
+    rows = [row("dense", "free", [1, 1], [0, 1]), row("ours", "free", [1, 1], [0, 0])]
+    with pytest.raises(ValueError, match="expected the same questions in both rows of free"):
+        bench.answers_table.differences(rows)
+
+
+def test_the_command_takes_configurations_by_name_or_json(bench: SimpleNamespace, capsys: Any) -> None:
+    args = bench.answers.parse(["--config", "dense", "--config", 'tenth={"keep_ratio": 0.1}'])
+    assert args.config == [("dense", {}), ("tenth", {"keep_ratio": 0.1})]
+    for wrong in ("tenth", "tenth={"):
+        with pytest.raises(SystemExit):
+            bench.answers.parse(["--config", wrong])
+        assert "NAME=JSON" in capsys.readouterr().err
