@@ -108,11 +108,14 @@ def points(share: float) -> str:
 
 
 def answers_table(rows: Sequence[Row]) -> list[str]:
-    """A line for each suite, configuration and number of requests in flight."""
+    """A line for each suite, configuration and number of requests in flight, with KL and time where they are known."""
+    kl = {key: [one["kl"] for one in full] for key, (_, full) in forced(rows).items()}
+    ms = times(rows)
+    longest = max((length for _, length, _ in ms), default=0)
     lines = [
         "| suite | configuration | in flight | questions | dense | right | points [95%] | lost, won | worst cell "
-        "| kept | sparse steps |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| kept | sparse steps | KL by length | ms a step, {longest} tokens |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (suite, config, in_flight), (said, own) in differences(rows).items():
         counts = {(row["cell"], row["length"]): row for row in own}.values()
@@ -120,31 +123,47 @@ def answers_table(rows: Sequence[Row]) -> list[str]:
         steps = sparse + sum(row["dense_rows"] + row["cascade_rows"] for row in counts)
         kept = [row["keep_ratio"] for row in counts if row["keep_ratio"] is not None]
         move, task, length = said.worst
+        took = ms.get((config, longest, in_flight))
         lines.append(
             f"| {suite} | {config} | {in_flight} | {said.questions} | {said.dense:.1%} | {said.other:.1%} "
             f"| {points(said.difference)} [{points(said.low)}, {points(said.high)}] | {said.lost}, {said.won} "
             f"| {points(move)} {task} {length} | {f'{statistics.fmean(kept):.1%}' if kept else ''} "
-            f"| {sparse / steps:.1%} |"
+            f"| {f'{sparse / steps:.1%}' if steps else ''} "
+            f"| {', '.join(f'{one:.4f}' for one in kl.get((config, in_flight), []))} "
+            f"| {f'{took:.2f}' if took else ''} |"
         )
     return lines
 
 
-def forced_table(rows: Sequence[Row]) -> list[str]:
-    """A line for each configuration, length and number of requests in flight."""
-    lines = [
-        "| configuration | tokens | in flight | steps | KL | top-1 | change of the token's log-probability "
-        "| KL, smaller groups (steps) | largest group |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def forced(rows: Sequence[Row]) -> dict[tuple[str, int], tuple[list[Row], list[Row]]]:
+    """(configuration, requests in flight) -> rows of its lengths, ascending, and their figures of full groups."""
+    found: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        if row["suite"] != "forced":
-            continue
-        full, smaller = row.get("full") or row["all"], row.get("smaller")
-        few = f"{smaller['kl']:.4f} ({smaller['steps']})" if smaller else ""
-        lines.append(
-            f"| {row['config']} | {row['length']} | {row['in_flight']} | {full['steps']} | {full['kl']:.4f} "
-            f"| {full['top1']:.2%} | {full['delta']:.4f} | {few} | {row.get('largest_group', '')} |"
-        )
+        if row["suite"] == "forced":
+            found.setdefault((row["config"], row["in_flight"]), []).append(row)
+    for own in found.values():
+        own.sort(key=lambda row: row["length"])
+    return {key: (own, [row.get("full") or row["all"] for row in own]) for key, own in found.items()}
+
+
+def forced_table(rows: Sequence[Row]) -> list[str]:
+    """A line for each configuration and number of requests in flight; figures of its lengths stand side by side."""
+    lines = [
+        "| configuration | in flight | tokens | steps | KL | top-1 | the token's log-probability moves "
+        "| KL, smaller groups (steps) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (config, in_flight), (own, full) in forced(rows).items():
+        few = [f"{row['smaller']['kl']:.4f} ({row['smaller']['steps']})" for row in own if row.get("smaller")]
+        cells = [
+            " / ".join(str(row["length"]) for row in own),
+            str(sum(one["steps"] for one in full)),
+            " / ".join(f"{one['kl']:.4f}" for one in full),
+            " / ".join(f"{one['top1']:.1%}" for one in full),
+            " / ".join(f"{one['delta']:.3f}" for one in full),
+            " / ".join(few),
+        ]
+        lines.append(f"| {config} | {in_flight} | {' | '.join(cells)} |")
     return lines
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -130,8 +131,12 @@ def provenance(args: argparse.Namespace) -> Row:
 
 
 def read(paths: Sequence[str]) -> list[Row]:
-    """Rows of result files."""
-    return [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
+    """Rows of result files, packed ones (`.xz`) too."""
+    found = []
+    for path in paths:
+        with lzma.open(path, "rt") if str(path).endswith(".xz") else Path(path).open() as file:
+            found += [json.loads(line) for line in file]
+    return found
 
 
 def unmeasured(path: str, rows: Sequence[Row], key: Sequence[str]) -> list[Row]:

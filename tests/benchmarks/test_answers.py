@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.benchmarks.results import RESULTS, document
+
 
 @pytest.fixture(scope="module")
 def bench(load: Any) -> SimpleNamespace:
@@ -77,3 +79,41 @@ def test_the_command_takes_configurations_by_name_or_json(bench: SimpleNamespace
         with pytest.raises(SystemExit):
             bench.answers.parse(["--config", wrong])
         assert "NAME=JSON" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def committed(bench: SimpleNamespace) -> list[dict[str, Any]]:
+    return bench.answers.read([RESULTS / "answers-h200.jsonl.xz"])  # type: ignore[no-any-return]
+
+
+def test_the_documented_table_is_the_printed_one(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
+    assert bench.answers.table(committed).split("\n\n")[0] in document("benchmarks")
+
+
+def test_the_default_plan_is_within_the_bounds_and_plans_of_few_layers_are_not(
+    bench: SimpleNamespace, committed: list[dict[str, Any]]
+) -> None:
+    found = {key[1:]: said for key, (said, _) in bench.answers_table.differences(committed).items()}
+    for config in ("5%", "10%", "5% sqrt", "10% sqrt"):
+        for in_flight in (16, 8) if "sqrt" in config else (16, 8, 1):
+            said = found[config, in_flight]
+            assert said.cells == (18, 18)
+            assert said.questions >= 2000
+            assert said.difference >= -0.0075, (config, in_flight)
+            assert said.low >= -0.015, (config, in_flight)
+    for config in ("8 layers 5%", "8 layers 5% sqrt", "4 layers 5%", "4 layers 5% sqrt"):
+        assert found[config, 16].difference < -0.0075, config
+
+
+def test_the_documented_bounds_are_those_of_the_default_plans_rows(
+    bench: SimpleNamespace, committed: list[dict[str, Any]]
+) -> None:
+    rows = bench.answers_table.forced(committed)
+    bounds = [1.25 * full["kl"] for full in rows["5%", 16][1]]
+    first, second, third = (f"{bound:.4f}" for bound in bounds)
+    text = " ".join(document("benchmarks").split())
+    assert f"KL at most {first}, {second} and {third}, a quarter more" in text
+    noise = [full["kl"] for key, (_, full) in rows.items() if key[0] == "dense" for full in full]
+    assert (f"{min(noise):.4f}", f"{max(noise):.4f}") == ("0.0001", "0.0002")
+    dense = {key[2]: f"{ms:.2f}" for key, ms in bench.answers_table.times(committed).items() if key[0] == "dense"}
+    assert f"take {dense[1]}, {dense[8]} and {dense[16]} ms at 1, 8 and 16 in flight" in text

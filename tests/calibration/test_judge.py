@@ -1,0 +1,58 @@
+"""Which candidate a calibration recommends."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from sglang_ext.calibration.judge import Candidate, Judged, choose, proposals
+
+DEFAULT = Candidate(anchors=None, keep_ratio=0.05)
+
+
+def judged(anchors: int | None, kl: list[float], ms: list[float], tokens: int = 8192) -> Judged:
+    candidate = Candidate(anchors=anchors, keep_ratio=0.05)
+    fixed = {"steps": 100, "top1": 0.99, "sparse_share": 1.0, "least_tokens": 1024}
+    return Judged(candidate=candidate, kl=kl, ms=ms, most_tokens=tokens, **fixed)  # type: ignore[arg-type]
+
+
+def test_proposals_begin_with_the_default_and_repeat_none() -> None:
+    found = proposals(18, 23, 0.05)
+    assert found[0] == DEFAULT
+    assert [(one.anchors, one.keep_ratio) for one in found] == [
+        (count, ratio) for count in (None, 18, 12, 9, 6) for ratio in (0.05, 0.02)
+    ]
+    assert {one.anchors for one in proposals(23, 23, 0.1)} == {None, 15, 12, 8}, "all layers: that is the default"
+    assert [one.keep_ratio for one in proposals(1, 1, 0.1)] == [0.1, 0.05, 0.02]
+
+
+def test_the_fastest_within_the_bound_is_chosen() -> None:
+    default = judged(None, [0.01, 0.03], [2.0, 2.1, 2.2])
+    near, far = judged(12, [0.02, 0.03], [1.8, 1.8, 1.8]), judged(4, [0.02, 0.031], [1.0, 1.0, 1.0])
+    verdict = choose([default, near, far])
+    assert verdict.chosen == near.candidate
+    assert verdict.max_kl == pytest.approx(1.25 * 0.02)
+    assert verdict.judged == [far, near, default], "fastest first"
+    assert "KL 0.0250 (bound 0.0250), 1.80 ms a step, where the default takes 2.10" in verdict.reason
+    assert choose([default, near, far], max_kl=0.03).chosen == far.candidate
+
+
+def test_where_none_is_faster_the_default_stays_and_the_reason_says_so() -> None:
+    default = judged(None, [0.02], [2.0, 2.1, 2.2])
+    by_chance = judged(12, [0.02], [2.05, 2.05, 2.05])
+    assert choose([default, by_chance]).chosen == DEFAULT
+    assert "no candidate within the bound is faster" in choose([default, by_chance]).reason
+    assert "no candidate is within the bound, raise --max-kl" in choose([default, by_chance], max_kl=0.01).reason
+
+
+def test_short_prompts_are_said() -> None:
+    assert "says nothing about prefixes of 4096 and more" in choose([judged(None, [0.1], [1.0], 4095)]).reason
+    assert "says nothing" not in choose([judged(None, [0.1], [1.0], 4096)]).reason
+
+
+def test_the_interval_is_over_prompts() -> None:
+    low, high = judged(None, [0.01, 0.02, 0.06], [1.0]).interval
+    half = 1.959964 * math.sqrt(0.0007) / math.sqrt(3)
+    assert (low, high) == pytest.approx((max(0.03 - half, 0.0), 0.03 + half))
+    assert judged(None, [0.01], [1.0]).interval == (0.0, math.inf)

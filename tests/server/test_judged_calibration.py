@@ -1,0 +1,68 @@
+"""A calibration that serves its proposals: real engines one after another, results kept, the bound obeyed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.methods.profile import load_profile
+from sglang_ext.quality.tasks import make_document
+from tests.server.harness import CPU_FLAGS, MODEL, THREADS
+
+pytestmark = [pytest.mark.full, pytest.mark.server]
+
+
+def calibrate(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
+    """The report's figures, and what the job said."""
+    command = [sys.executable, "-m", "sglang_ext.cli", "calibrate", "--model-path", str(MODEL)]
+    command += ["--data", str(folder / "prompts.jsonl"), "--out", str(folder / "profile.json")]
+    command += ["--report", str(folder / "report"), "--judge", "yes", "--rows", "4", "--anchors", "1", *words, "--"]
+    flags = [*CPU_FLAGS, "--page-size", "16", "--chunked-prefill-size", "4096", "--max-total-tokens", "16384"]
+    environment = {**os.environ, **THREADS, "SGLANG_EXT_CPU_SHORT_EXTEND": "1"}
+    done = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report: dict[str, Any] = json.loads((folder / "report" / "report.json").read_text())
+    return report, done.stderr
+
+
+def test_proposals_are_served_kept_and_chosen_within_the_bound(tmp_path: Path) -> None:
+    with (tmp_path / "prompts.jsonl").open("w") as file:
+        for seed in (500, 501):
+            document = make_document("many_keys", seed=seed, num_tokens=4096, num_questions=4)
+            for number, question in enumerate(document.questions):
+                line = {"id": f"many_keys-{seed}-{number}", "text": document.text, "question": question.text}
+                file.write(json.dumps(line) + "\n")
+    report, _ = calibrate(tmp_path)
+    judged = {(one["candidate"]["anchors"], one["candidate"]["keep_ratio"]): one for one in report["judged"]["judged"]}
+    assert set(judged) == {(count, ratio) for count in (None, 1) for ratio in (0.05, 0.02)}
+    for one in judged.values():
+        assert one["steps"] == 4 * 47, "one held-out document, four rows"
+        assert one["sparse_share"] > 0.98
+        assert one["most_tokens"] == 4096
+    assert fmean(judged[None, 0.05]) < fmean(judged[None, 0.02]), "a smaller budget is farther from dense"
+    assert fmean(judged[None, 0.05]) < fmean(judged[1, 0.05]), "and so is reuse"
+    bound = report["judged"]["max_kl"]
+    assert bound == pytest.approx(1.25 * fmean(judged[None, 0.05]))
+    chosen = report["judged"]["chosen"]
+    assert fmean(judged[chosen["anchors"], chosen["keep_ratio"]]) <= bound
+    assert (tmp_path / "report" / "judged.png").stat().st_size > 1000
+
+    # Again, with all bounds off: nothing is measured, and the fastest counts.
+    report, said = calibrate(tmp_path, "--max-kl", "1000")
+    assert "starting SGLang" not in said
+    fastest = min(report["judged"]["judged"], key=lambda one: sorted(one["ms"])[len(one["ms"]) // 2])
+    default = judged[None, 0.05]
+    if sorted(fastest["ms"])[2] < min(default["ms"]):
+        assert report["judged"]["chosen"] == fastest["candidate"]
+    profile = load_profile(tmp_path / "profile.json")
+    assert profile.recommended.keep_ratio == report["judged"]["chosen"]["keep_ratio"]
+
+
+def fmean(one: dict[str, Any]) -> float:
+    return sum(one["kl"]) / len(one["kl"])
