@@ -51,6 +51,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         candidate: which.
+        profile: digest of the profile that said its plan; empty: the plan of a model without one.
         steps: positions that were compared.
         kl: of each prompt, nats: mean over its positions.
         top1: share of positions whose most probable token is dense's.
@@ -60,6 +61,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     candidate: Candidate
+    profile: str
     steps: int
     kl: list[float]
     top1: float

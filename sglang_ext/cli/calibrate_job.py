@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -63,6 +64,7 @@ from sglang_ext.methods.profile import CalibrationData, Profile, ProfiledModel, 
 from sglang_ext.profiles import local_folder
 
 SETTINGS_FILE = "settings.json"
+JUDGED_FOLDER = "judged"
 _MEASUREMENT = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 
@@ -229,7 +231,7 @@ class CalibrateJob:
         """Serve the held-out prompts by each proposal, and choose."""
         assert self._model is not None
         layers = self._model.num_layers - self._fit.first_layer(self._model.num_layers)
-        folder = self._folder / "judged"
+        folder = self._folder / JUDGED_FOLDER
         folder.mkdir(exist_ok=True)
         candidates: dict[Candidate, Path | None] = {}
         for candidate in proposals(len(fit.anchors), layers, self._args.keep_ratio):
@@ -329,6 +331,7 @@ class CalibrateJob:
         for path in self._files():
             path.unlink()
         (self._folder / SETTINGS_FILE).unlink(missing_ok=True)
+        shutil.rmtree(self._folder / JUDGED_FOLDER, ignore_errors=True)
 
     def _settings(self) -> dict[str, Any]:
         """What measurements depend on, plain values."""

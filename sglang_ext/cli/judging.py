@@ -18,6 +18,7 @@ from sglang_ext.calibration.judge import Candidate, Judged
 from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
 from sglang_ext.cli.arguments import names_cpu
 from sglang_ext.config import Build, DecodePath, PrefetchPolicy
+from sglang_ext.methods.profile import load_profile
 from sglang_ext.prefill.prompt_tokens import TokenSource
 from sglang_ext.quality.agreement import agreement, load_steps
 
@@ -69,10 +70,12 @@ class Judge:
             candidates: each with the profile that says its plan; None: the plan of a model without one.
 
         Raises:
-            ValueError: SGLang refuses a prompt.
+            ValueError: a prompt without room for what is forced behind it, or one that SGLang refuses.
             EngineStartError, EngineDiedError: see `OfflineEngine`.
         """
-        known = {one.candidate: one for one in self._read()}
+        digests = {one: load_profile(path).digest() if path else "" for one, path in candidates.items()}
+        # A plan of other settings has another profile.
+        known = {one.candidate: one for one in self._read() if digests.get(one.candidate) == one.profile}
         missing = [candidate for candidate in candidates if candidate not in known]
         bar = tqdm(missing, desc="judge", unit="candidate", initial=len(known), total=len(candidates))
         if missing and not all(path.exists() for _, path in self._rows_of(self._references)):
@@ -81,7 +84,7 @@ class Judge:
             self._measure({"build": Build.OFF.value, "decode_path": DecodePath.STOCK.value}, None)
         for candidate in bar:
             bar.set_postfix_str(candidate.name)
-            known[candidate] = self._judge_one(candidate, candidates[candidate])
+            known[candidate] = self._judge_one(candidate, candidates[candidate], digests[candidate])
             content = {"key": self._key, "judged": list(known.values())}
             partial = self._results.with_suffix(".partial")
             partial.write_bytes(msgspec.json.encode(content))
@@ -110,7 +113,7 @@ class Judge:
             for row in range(self._rows)
         ]
 
-    def _judge_one(self, candidate: Candidate, profile: Path | None) -> Judged:
+    def _judge_one(self, candidate: Candidate, profile: Path | None, digest: str) -> Judged:
         settings = {
             "build": Build.PREFILL.value,
             "decode_path": DecodePath.SPARSE.value,
@@ -137,6 +140,7 @@ class Judge:
         sparse = state["sparse_rows"]
         return Judged(
             candidate=candidate,
+            profile=digest,
             steps=steps,
             kl=[fmean(value for value, _ in one) for one in kl],
             top1=agreed / steps,
@@ -164,7 +168,7 @@ class Judge:
             engine = OfflineEngine(flags)
             try:
                 engine.open()
-                self._tokenize(engine.tokens)
+                self._tokenize(engine.tokens, engine.context_len)
                 for number, prefix in enumerate(self._prefixes):
                     engine.generate([_plain(prefix, 1)])
                     requests = []
@@ -183,12 +187,18 @@ class Judge:
             finally:
                 engine.close()
 
-    def _tokenize(self, source: TokenSource) -> None:
+    def _tokenize(self, source: TokenSource, context_len: int) -> None:
         """Token ids of the prefixes, and of the rows behind each: its questions in turns."""
         if self._asked:
             return
         for group in self._prompts:
             found = [(tokens.ids, length) for tokens, length in (prompt_tokens(one, source) for one in group)]
+            longest, room = max(len(ids) for ids, _ in found), context_len - 1 - STEPS
+            if longest > room:
+                raise ValueError(
+                    f"{group[0].id}: expected at most {room} tokens, so that {STEPS} more fit, got {longest}; "
+                    "raise --context-length, shorten the prompt, or say --judge no"
+                )
             ids, length = found[0]
             self._prefixes.append(ids[:length])
             self._asked.append([found[row % len(found)][0] for row in range(self._rows)])

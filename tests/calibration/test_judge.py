@@ -13,7 +13,7 @@ DEFAULT = Candidate(anchors=None, keep_ratio=0.05)
 
 def judged(anchors: int | None, kl: list[float], ms: list[float], tokens: int = 8192) -> Judged:
     candidate = Candidate(anchors=anchors, keep_ratio=0.05)
-    fixed = {"steps": 100, "top1": 0.99, "sparse_share": 1.0, "least_tokens": 1024}
+    fixed = {"profile": "", "steps": 100, "top1": 0.99, "sparse_share": 1.0, "least_tokens": 1024}
     return Judged(candidate=candidate, kl=kl, ms=ms, most_tokens=tokens, **fixed)  # type: ignore[arg-type]
 
 
