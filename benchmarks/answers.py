@@ -374,7 +374,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
     parser.add_argument("--prompts", type=Path, metavar="JSONL", help="write a development set, measure nothing")
     parser.add_argument("--out", default="answers.jsonl", help="result file; rows are appended")
-    parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    parser.add_argument(
+        "--table", nargs="+", metavar="FILE", help="print rows of --in-flight as Markdown, measure nothing"
+    )
     parser.add_argument("--plot", metavar="FILE.png", help="with --table: answers lost and KL against time")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS")
     args = parser.parse_args(argv)
@@ -391,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure what the result file does not hold yet; returns the exit status."""
     args = parse(argv)
     if args.table is not None:
-        rows = read(args.table)
+        rows = [row for row in read(args.table) if row["in_flight"] in args.in_flight]
         print(table(rows))
         if args.plot:
             plot(rows, args.plot)

@@ -109,15 +109,20 @@ def points(share: float) -> str:
 
 def answers_table(rows: Sequence[Row]) -> list[str]:
     """A line for each suite, configuration and number of requests in flight, with KL and time where they are known."""
+    lengths = {tuple(row["length"] for row in own) for own, _ in forced(rows).values()}
+    one_head = len(lengths) == 1
     kl = {
-        key: ", ".join(f"{one['kl']:.4f} ({row['length']})" for row, one in zip(own, full, strict=True))
+        key: ", ".join(
+            f"{one['kl']:.4f}" + ("" if one_head else f" ({row['length']})") for row, one in zip(own, full, strict=True)
+        )
         for key, (own, full) in forced(rows).items()
     }
+    at = f"at {', '.join(map(str, min(lengths)))}" if one_head else "(tokens)"
     ms = times(rows)
     longest = max((length for _, length, _ in ms), default=0)
     lines = [
         "| suite | configuration | in flight | questions | dense | right | points [95%] | lost, won | worst cell "
-        f"| kept | sparse steps | KL (tokens) | ms a step, {longest} tokens |",
+        f"| kept | sparse steps | KL {at} | ms a step, {longest} tokens |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (suite, config, in_flight), (said, own) in differences(rows).items():

@@ -109,7 +109,8 @@ def committed(bench: SimpleNamespace) -> list[dict[str, Any]]:
 
 
 def test_the_documented_table_is_the_printed_one(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
-    assert bench.answers.table(committed).split("\n\n")[0] in document("benchmarks")
+    shown = bench.answers.table([row for row in committed if row["in_flight"] == 16])
+    assert shown.split("\n\n")[0] in document("benchmarks")
 
 
 def test_the_default_plan_is_within_the_bounds_and_plans_of_few_layers_are_not(
@@ -155,6 +156,10 @@ def test_the_sentences_about_real_answers_are_the_rows(bench: SimpleNamespace, c
     )
     text = " ".join(document("benchmarks").split())
     assert f"loses {-100 * found['8 layers 5% sqrt', 16].difference:.2f} points" in text
+    fewer = [said for (config, in_flight), said in found.items() if in_flight < 16]
+    moves = [-100 * said.difference for said in fewer]
+    assert f"loses {min(moves):.2f} to {max(moves):.2f} points" in text
+    assert f"the least lower end is {100 * min(said.low for said in fewer):.2f}" in text
     kl = {key: [one["kl"] for one in full] for key, (_, full) in bench.answers_table.forced(committed).items()}
     bounds = [1.25 * one for one in kl["5%", 16]]
     within = {key[0] for key, own in kl.items() if all(a <= b for a, b in zip(own, bounds, strict=False))}
