@@ -49,8 +49,9 @@ test-all: venv models-small ## everything: all of it on the oldest release, seam
 models: venv-$(firstword $(SGLANG_VERSIONS)) ## two real language models and RULER, which answers are judged by (600 MB)
 	$(OLD)/bin/python scripts/real_models.py .models
 
+# Where nothing can be fetched, the tests of that model say so; all others run.
 models-small: venv-$(firstword $(SGLANG_VERSIONS))
-	$(OLD)/bin/python scripts/real_models.py .models --only smollm2-135m-instruct
+	-$(OLD)/bin/python scripts/real_models.py .models --only smollm2-135m-instruct
 
 serve: venv-$(SGLANG_VERSION) ## the server with the shipped model and --sparse-attn (STORE, PORT, SPARSE_ATTN_CONFIG, FLAGS)
 	@mkdir -p $(STORE)

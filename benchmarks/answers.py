@@ -17,6 +17,7 @@ own prefill. Suites:
     ruler       RULER's 13 tasks, each sample its own prefix
     times       milliseconds of a decode step, of as many requests as are in flight (alone on its GPU)
 
+Servers listen on loopback; `forced` starts them with `--enable-custom-logit-processor`: clients can run code there.
 Rows are appended as they are measured, and none is measured twice: an interrupted run goes on. Dense is measured first,
 since `forced` compares with its files in `--work`. Questions and documents are functions of `--seed`.
 """
@@ -24,6 +25,7 @@ since `forced` compares with its files in `--work`. Questions and documents are 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import sys
@@ -40,7 +42,8 @@ from engines import Row, append, launched, read
 from kernel_rows import origin
 from tqdm import tqdm
 
-from sglang_ext.quality.agreement import Agreement, agreement, load_steps
+from sglang_ext.cli.arguments import sglang_option
+from sglang_ext.quality.agreement import Agreement, agreement, check_generated, load_steps
 from sglang_ext.quality.evaluate import keep_ratio_between, post, server_state
 
 DENSE = "dense"
@@ -159,9 +162,12 @@ def force(served: Served, docs: Sequence[Document], in_flight: int, steps: int, 
         if not all(path.exists() for path in references):
             raise FileNotFoundError(f"expected {references[0]}; measure the configuration {DENSE} with this --work")
         outs = [path.with_name(f"{name}-{path.name}") for path in references]
+        for out in outs:  # of a run that was interrupted
+            out.unlink(missing_ok=True)
         fields = [forcing(out, steps, reference=path) for out, path in zip(outs, references, strict=True)]
         with ThreadPoolExecutor(in_flight) as pool:
-            list(pool.map(served.generate, prompts, fields))
+            for out, reply in zip(outs, pool.map(served.generate, prompts, fields), strict=True):
+                check_generated(out, reply["output_ids"])
         pairs = [(load_steps(reference), load_steps(out)) for reference, out in zip(references, outs, strict=True)]
         for out in outs:
             out.unlink()
@@ -205,7 +211,9 @@ def reference_files(served: Served, docs: Sequence[Document], steps: int, work: 
                 out.unlink(missing_ok=True)
             with ThreadPoolExecutor(len(outs)) as pool:
                 fields = [forcing(out, steps) for out in outs]
-                list(pool.map(served.generate, forced_prompts(served, document), fields))
+                replies = pool.map(served.generate, forced_prompts(served, document), fields)
+                for out, reply in zip(outs, replies, strict=True):
+                    check_generated(out, reply["output_ids"])
 
 
 def step_ms(served: Served, document: Document, in_flight: int) -> list[float]:
@@ -263,26 +271,31 @@ class Plan:
 
 def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: Chat, bar: Any) -> None:
     """One configuration: start its server, measure the cells that the result file lacks."""
+    asked = {key: getattr(args, key) for key in ("documents", "forced_documents", "samples", "steps")}
     known = {"config": name, "settings": config, "seed": args.seed, "model": Path(args.model_path).name}
-    known |= {"flags": args.sglang_flags, "steps": args.steps, **origin(args)}
+    known |= {"asked": asked, "profile": digest_of(config.get("profile")), "flags": args.sglang_flags, **origin(args)}
     rows = read([args.out]) if Path(args.out).exists() else []
-    same = ("config", "settings", "seed", "model", "flags", "steps", "device")
+    same = ("config", "settings", "seed", "model", "asked", "profile", "flags", "device", "commit", "sglang")
     done = {
         (row["suite"], row["cell"], row["length"], row["in_flight"])
         for row in rows
-        if all(row[key] == known[key] for key in same)
+        if all(row.get(key) == known[key] for key in same)
     }
     wanted = [
         (cell, [n for n in args.in_flight if (*cell, n) not in done])
         for cell in plan.cells()
         if any((*cell, n) not in done for n in args.in_flight)
     ]
-    asked = sum(plan.size(suite) * len(numbers) for (suite, _, _), numbers in wanted)
-    bar.update(len(args.in_flight) * sum(plan.size(suite) for suite, _, _ in plan.cells()) - asked)
+    left = sum(plan.size(suite) * len(numbers) for (suite, _, _), numbers in wanted)
+    bar.update(len(args.in_flight) * sum(plan.size(suite) for suite, _, _ in plan.cells()) - left)
     if not wanted:
         return
-    flags = ["--model-path", args.model_path, "--enable-custom-logit-processor", *args.sglang_flags]
-    work, references = plan.work, plan.work / f"forced-{args.steps}"
+    flags = ["--model-path", args.model_path, *args.sglang_flags]
+    flags += ["--enable-custom-logit-processor"] if "forced" in args.suites else []
+    # Dense's files are of one machine, one set of flags and prompts.
+    same_dense = json.dumps([asked, args.sglang_flags, known["device"], known["sglang"]])
+    work = plan.work
+    references = work / f"forced-{hashlib.sha256(same_dense.encode()).hexdigest()[:12]}"
     (work / "logs").mkdir(parents=True, exist_ok=True)
     if name != DENSE:
         store = work / "stores" / name.replace("/", "-")
@@ -325,6 +338,11 @@ def write_prompts(path: Path, docs: Sequence[Document], chat: Chat) -> None:
                 file.write(json.dumps(line) + "\n")
 
 
+def digest_of(profile: str | None) -> str | None:
+    """SHA-256 of a profile's file, which a later calibration may replace."""
+    return hashlib.sha256(Path(profile).read_bytes()).hexdigest() if profile not in (None, "none") else None
+
+
 def config_of(text: str) -> tuple[str, Row]:
     """`NAME`, or `NAME=JSON`, of the command line."""
     name, given, settings = text.partition("=")
@@ -356,12 +374,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
     parser.add_argument("--prompts", type=Path, metavar="JSONL", help="write a development set, measure nothing")
     parser.add_argument("--out", default="answers.jsonl", help="result file; rows are appended")
-    parser.add_argument("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    parser.add_argument(
+        "--table", nargs="+", metavar="FILE", help="print rows of --in-flight as Markdown, measure nothing"
+    )
     parser.add_argument("--plot", metavar="FILE.png", help="with --table: answers lost and KL against time")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS")
     args = parser.parse_args(argv)
     if args.plot and args.table is None:
         parser.error("expected --table FILE with --plot: the rows to draw")
+    if {"forced", "times"} & set(args.suites) and max(args.in_flight) > FORCED_QUESTIONS:
+        parser.error(f"expected at most {FORCED_QUESTIONS} in flight for forced and times, got {max(args.in_flight)}")
+    if "forced" in args.suites and any(sglang_option(args.sglang_flags, name) for name in ("--tp-size", "--tp")):
+        parser.error("expected one rank for forced: each of several would write down its steps; leave --tp-size out")
     return args
 
 
@@ -369,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure what the result file does not hold yet; returns the exit status."""
     args = parse(argv)
     if args.table is not None:
-        rows = read(args.table)
+        rows = [row for row in read(args.table) if row["in_flight"] in args.in_flight]
         print(table(rows))
         if args.plot:
             plot(rows, args.plot)

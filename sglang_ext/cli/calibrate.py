@@ -23,12 +23,12 @@ Prompts are JSON lines: {"id": "task-1", "text": "..."}, or "messages" (with "to
 Give prompts as long as those that will be served, at least two, better some dozens of several tasks.
 
 Measurements lie in OUT.state, one small file per prompt. Running the job again measures only what is missing; with
-all prompts measured, it fits the profile anew without running the model (--anchors, --tau, ...). Every second prompt
-(all questions about one text together) is held out in the report's comparisons; the profile is fitted on all.
+all prompts measured, it fits the profile anew without measuring (--anchors, --tau, ...). Every second prompt (all
+questions about one text together) is held out in comparisons; the profile is fitted on all.
 
 Attention mass proposes layer plans and budgets. On a GPU each of them then serves held-out prompts (an engine start
-each): dense's tokens are forced through its decode steps, and the fastest whose KL divergence from dense is within the
-bound is recommended. Where none is faster than the plan of a model without a profile, that one is.
+each): dense's tokens are forced through its decode steps, and the fastest whose KL divergence from dense is surely
+within the bound is recommended. Where none is faster than every layer selecting, that is. --judge no leaves it out.
 Flags after -- go to SGLang (device, dtype, attention backend, context length, ...): use those of the server.
 """
 
@@ -90,7 +90,8 @@ def _add_fitting(group: Any) -> None:
         "--anchors",
         type=_count,
         metavar="N",
-        help="layers that select (default: the fewest that keep 98%% of the layers' own attention mass)",
+        help="layers that select (default: the fewest that keep 98%% of the layers' own attention mass); where "
+        "proposals are judged, the only plan beside every layer selecting",
     )
     group.add_argument("--tau", type=_ratio, default=0.98, help="recall that block sizes keep (default: %(default)s)")
     group.add_argument(
@@ -163,7 +164,7 @@ def _run(args: argparse.Namespace) -> int:
         return _refuse(error)
     except OSError as error:
         return _refuse(f"expected to be able to write the profile, the report and measurements, got: {error}")
-    if refusal and job.missing:
+    if refusal and (job.missing or job.judges):
         return _refuse(refusal)
     try:
         if job.missing:

@@ -52,6 +52,7 @@ from sglang_ext.calibration.recommend import (
     recommend,
 )
 from sglang_ext.calibration.report import Result, write_report
+from sglang_ext.cli.arguments import names_cpu
 from sglang_ext.cli.capturing import CaptureSession
 from sglang_ext.cli.checks import check_writable
 from sglang_ext.cli.judging import Judge
@@ -121,7 +122,8 @@ class CalibrateJob:
         self.missing = [prompt for prompt in self._prompts if not self._is_measured(prompt)]
         if not self.missing and self._model is not None:
             self._check_weights(self._model)
-            print("every prompt is measured already; the profile is fitted without running the model", file=sys.stderr)
+            then = "proposals are judged" if self.judges else "the profile is fitted without running the model"
+            print(f"every prompt is measured already; {then}", file=sys.stderr)
 
     def measure(self, session: CaptureSession) -> None:
         """Run and measure every prompt that is missing. What cannot be measured is left out, with its reason.
@@ -182,7 +184,7 @@ class CalibrateJob:
         held_out = compare(*halves, [info.task for info in held], groups, self._fit)
         quality = quality_table(torch.stack(tried), list(self._recipes), self._measure.keep_ratios)
         fit = fit_settings(averages, self._fit)
-        verdict = self._judged(averages, fit, infos) if self._judges() else None
+        verdict = self._judged(average(halves[0]), infos) if self.judges else None
         if verdict is None:
             choice = self._choice(quality, fit, self._model.head_dim)
             fit = with_flat_heads(fit, averages, self._fit, self._measure.keep_ratios.index(choice.keep_ratio))
@@ -222,25 +224,27 @@ class CalibrateJob:
         info = PromptInfo(prompt.id, prompt.task, held_out, len(ids), capture.prefix_len, len(rows))
         save_measurement(measurement, info, self._path(prompt.id))
 
-    def _judges(self) -> bool:
+    @property
+    def judges(self) -> bool:
         """Whether candidates are judged: where there are decode graphs, unless told."""
         wanted = self._args.judge
-        return wanted == "yes" or (wanted == "auto" and self._device != "cpu" and graph_refusal(self._method) is None)
+        graphs = self._device != "cpu" and not names_cpu(self._args.sglang_flags)
+        return wanted == "yes" or (wanted == "auto" and graphs and graph_refusal(self._method) is None)
 
-    def _judged(self, averages: PromptMeasurement, fit: Fit, infos: Sequence[PromptInfo]) -> Verdict:
-        """Serve the held-out prompts by each proposal, and choose."""
+    def _judged(self, averages: PromptMeasurement, infos: Sequence[PromptInfo]) -> Verdict:
+        """Serve the held-out prompts by each proposal, fitted on the others, and choose."""
         assert self._model is not None
         layers = self._model.num_layers - self._fit.first_layer(self._model.num_layers)
         folder = self._folder / JUDGED_FOLDER
         folder.mkdir(exist_ok=True)
-        candidates: dict[Candidate, Path | None] = {}
-        for candidate in proposals(len(fit.anchors), layers, self._args.keep_ratio):
-            candidates[candidate] = None
-            if candidate.anchors is not None:
-                path = folder / f"{candidate.anchors}-{candidate.keep_ratio:g}.json"
-                own = self._fit_of(averages, candidate)
-                self._profile(self._model, own, self._as_judged(candidate, ""), infos).save(path)
-                candidates[candidate] = path
+        anchors = len(fit_settings(averages, self._fit).anchors)
+        candidates: dict[Candidate, Path] = {}
+        given = self._fit.num_anchors is not None
+        for candidate in proposals(anchors, layers, self._args.keep_ratio, given=given):
+            path = folder / f"{candidate.anchors or 'all'}-{candidate.keep_ratio:g}.json"
+            own = self._fit_of(averages, candidate)
+            self._profile(self._model, own, self._as_judged(candidate, ""), infos).save(path)
+            candidates[candidate] = path
         held = {info.id for info in infos if info.held_out}
         groups: dict[str, list[CalibrationPrompt]] = {}
         for prompt in self._prompts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import tempfile
@@ -16,11 +17,11 @@ from tqdm import tqdm
 
 from sglang_ext.calibration.judge import Candidate, Judged
 from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
-from sglang_ext.cli.arguments import names_cpu
+from sglang_ext.cli.arguments import names_cpu, sglang_option
 from sglang_ext.config import Build, DecodePath, PrefetchPolicy
 from sglang_ext.methods.profile import load_profile
 from sglang_ext.prefill.prompt_tokens import TokenSource
-from sglang_ext.quality.agreement import agreement, load_steps
+from sglang_ext.quality.agreement import agreement, check_generated, load_steps
 
 STEPS = 48
 """Tokens of a forced answer; the first is prefill's."""
@@ -38,9 +39,12 @@ class Judge:
         model_path: the model.
         sglang_flags: as for the server.
         prompts: held-out ones, at least one; a group for each prefix.
-        folder: of results and dense's steps; those of another key, other flags or rows are not used.
-        key: tells one set of prompts from another.
+        folder: of results and dense's steps; those of another key, other prompts, flags or rows lie beside them.
+        key: tells one model and set of prompts from another.
         rows: requests that decode together behind a prompt.
+
+    Raises:
+        ValueError: flags of several ranks, each of which would write down its steps.
     """
 
     def __init__(
@@ -58,52 +62,53 @@ class Judge:
         self._asked: list[list[list[int]]] = []
         self._prefixes: list[list[int]] = []
         self._rows = rows
-        folder.mkdir(exist_ok=True)
-        self._results = folder / "judged.json"
-        self._references = folder / "dense"
-        self._key = json.dumps([key, self._flags, rows, STEPS])
+        for name in ("--tp-size", "--tp", "--tensor-parallel-size"):
+            if sglang_option(self._flags, name) not in (None, "1"):
+                raise ValueError(f"expected one rank to judge with, got {name}; leave it out, or say --judge no")
+        ids = [[prompt.id for prompt in group] for group in self._prompts]
+        own = hashlib.sha256(json.dumps([key, ids, self._flags, rows, STEPS]).encode()).hexdigest()
+        self._folder = folder / own[:16]
+        self._results = self._folder / "judged.json"
+        self._references = self._folder / "dense"
 
-    def judge(self, candidates: Mapping[Candidate, Path | None]) -> list[Judged]:
+    def judge(self, candidates: Mapping[Candidate, Path]) -> list[Judged]:
         """Results in the order of the candidates.
 
         Args:
-            candidates: each with the profile that says its plan; None: the plan of a model without one.
+            candidates: each with the profile that says its plan.
 
         Raises:
             ValueError: a prompt without room for what is forced behind it, or one that SGLang refuses.
             EngineStartError, EngineDiedError: see `OfflineEngine`.
         """
-        digests = {one: load_profile(path).digest() if path else "" for one, path in candidates.items()}
+        digests = {one: load_profile(path).digest() for one, path in candidates.items()}
         # A plan of other settings has another profile.
         known = {one.candidate: one for one in self._read() if digests.get(one.candidate) == one.profile}
         missing = [candidate for candidate in candidates if candidate not in known]
         bar = tqdm(missing, desc="judge", unit="candidate", initial=len(known), total=len(candidates))
         if missing and not all(path.exists() for _, path in self._rows_of(self._references)):
             bar.set_postfix_str("dense")
-            self._references.mkdir(exist_ok=True)
+            self._references.mkdir(parents=True, exist_ok=True)
+            for _, path in self._rows_of(self._references):
+                path.unlink(missing_ok=True)
             self._measure({"build": Build.OFF.value, "decode_path": DecodePath.STOCK.value}, None)
         for candidate in bar:
             bar.set_postfix_str(candidate.name)
             known[candidate] = self._judge_one(candidate, candidates[candidate], digests[candidate])
-            content = {"key": self._key, "judged": list(known.values())}
             partial = self._results.with_suffix(".partial")
-            partial.write_bytes(msgspec.json.encode(content))
+            partial.write_bytes(msgspec.json.encode(list(known.values())))
             partial.replace(self._results)
         return [known[candidate] for candidate in candidates]
 
     def _read(self) -> list[Judged]:
-        """What is there of the same prompts and flags."""
+        """What is there."""
         if not self._results.exists():
             return []
         try:
-            content = msgspec.json.decode(self._results.read_bytes())
-            if content["key"] == self._key:
-                return msgspec.convert(content["judged"], list[Judged])
-        except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError):
-            print(f"expected results in {self._results}, got something else; judging anew", file=sys.stderr)
-        for _, path in self._rows_of(self._references):
-            path.unlink(missing_ok=True)
-        return []
+            return msgspec.json.decode(self._results.read_bytes(), type=list[Judged])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            print(f"expected results in {self._results}, got {error}; judging anew", file=sys.stderr)
+            return []
 
     def _rows_of(self, folder: Path) -> list[tuple[int, Path]]:
         """Prompt and file of each row."""
@@ -113,16 +118,16 @@ class Judge:
             for row in range(self._rows)
         ]
 
-    def _judge_one(self, candidate: Candidate, profile: Path | None, digest: str) -> Judged:
+    def _judge_one(self, candidate: Candidate, profile: Path, digest: str) -> Judged:
         settings = {
             "build": Build.PREFILL.value,
             "decode_path": DecodePath.SPARSE.value,
             "prefetch_policy": PrefetchPolicy.WAIT_COMPLETE.value,
             "share_prefixes": True,
             "keep_ratio": candidate.keep_ratio,
-            "profile": "none" if profile is None else str(profile.absolute()),
+            "profile": str(profile.absolute()),
         }
-        folder = self._results.parent / "forced"
+        folder = self._folder / "forced"
         folder.mkdir(exist_ok=True)
         for _, path in self._rows_of(folder):
             path.unlink(missing_ok=True)
@@ -147,7 +152,7 @@ class Judge:
             ms=ms,
             least_tokens=min(lengths),
             most_tokens=max(lengths),
-            sparse_share=sparse / (sparse + state["dense_rows"] + state["cascade_rows"]),
+            sparse_share=sparse / max(sparse + state["dense_rows"], 1),
         )
 
     def _measure(self, settings: dict[str, Any], folder: Path | None) -> tuple[list[float], dict[str, Any]]:
@@ -171,16 +176,20 @@ class Judge:
                 self._tokenize(engine.tokens, engine.context_len)
                 for number, prefix in enumerate(self._prefixes):
                     engine.generate([_plain(prefix, 1)])
-                    requests = []
-                    for row, ids in enumerate(self._asked[number]):
-                        reference = self._references / f"{number}-{row}.npz"
-                        own = (
-                            forcing(reference, STEPS, seed=row)
-                            if folder is None
-                            else forcing(folder / reference.name, STEPS, reference=reference)
+                    references = [path for at, path in self._rows_of(self._references) if at == number]
+                    outs = references if folder is None else [folder / path.name for path in references]
+                    requests = [
+                        {"input_ids": ids, **forcing(out, STEPS, reference=None if folder is None else path, seed=row)}
+                        for row, (ids, out, path) in enumerate(zip(self._asked[number], outs, references, strict=True))
+                    ]
+                    for out, reply in zip(outs, engine.generate(requests), strict=True):
+                        check_generated(out, reply["output_ids"])
+                    together = int(max(load_steps(out).rows.max() for out in outs))
+                    if together < self._rows:
+                        raise ValueError(
+                            f"expected {self._rows} requests to decode together, got {together}; raise "
+                            "--max-running-requests or --max-total-tokens, lower --rows, or say --judge no"
                         )
-                        requests.append({"input_ids": ids, **own})
-                    engine.generate(requests)
                 state = engine.state()
                 ms = [] if folder is None else self._times(engine)
                 return ms, state

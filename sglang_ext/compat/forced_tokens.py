@@ -3,7 +3,9 @@
 A request that names `ForcedTokens` (`custom_logit_processor`, on a server with `--enable-custom-logit-processor`) and
 `custom_params` of `forcing(...)` generates the given tokens, whatever the model would have said, and leaves a file of
 what it would have said. Without given tokens it goes its own way, greedy or drawn. `sglang_ext.quality.agreement`
-compares two such files.
+compares two such files. One rank serves: each of several would write.
+
+`--enable-custom-logit-processor` lets whoever reaches the server run code in it: for a loopback address only.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ A file of `Steps` is what one request left (`sglang_ext.compat.forced_tokens`). 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,16 @@ def load_steps(path: str | Path) -> Steps:
     """Read a file of steps; raises OSError where it is missing."""
     with np.load(path) as arrays:
         return Steps(**{name: arrays[name] for name in Steps.__dataclass_fields__})
+
+
+def check_generated(path: str | Path, output_ids: Sequence[int]) -> None:
+    """Raise ValueError unless a request generated what its file says: else its steps are not those of its tokens."""
+    tokens = load_steps(path).tokens.tolist()
+    if tokens != list(output_ids):
+        raise ValueError(
+            f"expected the tokens of {path} to be generated, got others: steps were lost or counted twice; prefill "
+            "each request in one chunk (--chunked-prefill-size), and give the server room (--max-total-tokens)"
+        )
 
 
 def kl_divergence(reference: npt.NDArray[Any], other: npt.NDArray[Any]) -> Floats:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.benchmarks.results import RESULTS, document
+from tests.benchmarks.results import RESULTS, ROOT, document
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,17 @@ def test_answers_are_scored_by_their_rule(
 
 
 def row(config: str, task: str, scores: list[float], documents: list[int], **own: Any) -> dict[str, Any]:
-    counted = {"sparse_rows": 90, "dense_rows": 9, "cascade_rows": 1, "keep_ratio": 0.1}
-    fixed = {"suite": "documents", "cell": "", "length": 8192, "in_flight": 16, "seed": 0, "model": "m"}
+    counted = {"sparse_rows": 90, "dense_rows": 10, "keep_ratio": 0.1}
+    fixed = {
+        "suite": "documents",
+        "cell": "",
+        "length": 8192,
+        "in_flight": 16,
+        "seed": 0,
+        "model": "m",
+        "settings": {},
+        "device": "d",
+    }
     return {**fixed, "config": config, "task": task, "scores": scores, "documents": documents, **counted, **own}
 
 
@@ -72,6 +82,14 @@ def test_rows_of_other_questions_are_not_paired(bench: SimpleNamespace) -> None:
         bench.answers_table.differences(rows)
 
 
+def test_a_table_mixes_no_models_and_no_settings_of_one_name(bench: SimpleNamespace) -> None:
+    rows = [row("dense", "free", [1, 1], [0, 1]), row("ours", "free", [1, 1], [0, 1])]
+    assert "| ours |" in bench.answers.table(rows)
+    for other in ({"model": "n"}, {"settings": {"keep_ratio": 0.2}}):
+        with pytest.raises(ValueError, match="expected rows of one model, device and settings by name"):
+            bench.answers.table([*rows, row("ours", "copy", [1, 1], [0, 1], **other)])
+
+
 def test_the_command_takes_configurations_by_name_or_json(bench: SimpleNamespace, capsys: Any) -> None:
     args = bench.answers.parse(["--config", "dense", "--config", 'tenth={"keep_ratio": 0.1}'])
     assert args.config == [("dense", {}), ("tenth", {"keep_ratio": 0.1})]
@@ -79,6 +97,10 @@ def test_the_command_takes_configurations_by_name_or_json(bench: SimpleNamespace
         with pytest.raises(SystemExit):
             bench.answers.parse(["--config", wrong])
         assert "NAME=JSON" in capsys.readouterr().err
+    for words in (["--in-flight", "32"], ["--", "--tp-size", "2"]):
+        with pytest.raises(SystemExit):
+            bench.answers.parse(words)
+        assert "for forced" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +109,8 @@ def committed(bench: SimpleNamespace) -> list[dict[str, Any]]:
 
 
 def test_the_documented_table_is_the_printed_one(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
-    assert bench.answers.table(committed).split("\n\n")[0] in document("benchmarks")
+    shown = bench.answers.table([row for row in committed if row["in_flight"] == 16])
+    assert shown.split("\n\n")[0] in document("benchmarks")
 
 
 def test_the_default_plan_is_within_the_bounds_and_plans_of_few_layers_are_not(
@@ -117,3 +140,39 @@ def test_the_documented_bounds_are_those_of_the_default_plans_rows(
     assert (f"{min(noise):.4f}", f"{max(noise):.4f}") == ("0.0001", "0.0002")
     dense = {key[2]: f"{ms:.2f}" for key, ms in bench.answers_table.times(committed).items() if key[0] == "dense"}
     assert f"take {dense[1]}, {dense[8]} and {dense[16]} ms at 1, 8 and 16 in flight" in text
+
+
+def test_the_sentences_about_real_answers_are_the_rows(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
+    found = {key[1:]: said for key, (said, _) in bench.answers_table.differences(committed).items()}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    default, few = found["5%", 16], found["4 layers 5% sqrt", 16]
+    low, high = (f"{100 * end:+.1f}" for end in (default.low, default.high))
+    said = f"{100 * default.difference:.1f} points [{low}, {high}] over {default.questions:,} questions"
+    assert said in readme
+    assert f"lost {-100 * few.difference:.2f} points" in readme
+    apart = 100 * (found["calibrated 5%", 16].difference - found["4 layers 5%", 16].difference)
+    assert f"{apart:.0f} points lie between plans of 17 and of 4 selecting layers" in " ".join(
+        document("calibration").split()
+    )
+    text = " ".join(document("benchmarks").split())
+    assert f"loses {-100 * found['8 layers 5% sqrt', 16].difference:.2f} points" in text
+    fewer = [said for (config, in_flight), said in found.items() if in_flight < 16]
+    moves = [-100 * said.difference for said in fewer]
+    assert f"loses {min(moves):.2f} to {max(moves):.2f} points" in text
+    assert f"the least lower end is {100 * min(said.low for said in fewer):.2f}" in text
+    kl = {key: [one["kl"] for one in full] for key, (_, full) in bench.answers_table.forced(committed).items()}
+    bounds = [1.25 * one for one in kl["5%", 16]]
+    within = {key[0] for key, own in kl.items() if all(a <= b for a, b in zip(own, bounds, strict=False))}
+    assert "8 layers 5% sqrt" in within
+    assert not {"8 layers 5%", "4 layers 5%", "4 layers 5% sqrt"} & within
+    least = min(
+        sum(row["scores"]) / len(row["scores"]) for row in committed if row["config"] == "dense" and "scores" in row
+    )
+    assert f"Dense scores {math.floor(1000 * least) / 10}% or more" in text
+
+
+def test_the_rows_name_the_profiles_that_are_there(committed: list[dict[str, Any]]) -> None:
+    named = {(row["settings"]["profile"], row["profile"]) for row in committed if row["settings"].get("profile")}
+    assert len(named) == 3
+    for path, digest in named:
+        assert hashlib.sha256((ROOT / path).read_bytes()).hexdigest() == digest

@@ -11,10 +11,10 @@ from sglang_ext.calibration.judge import Candidate, Judged, choose, proposals
 DEFAULT = Candidate(anchors=None, keep_ratio=0.05)
 
 
-def judged(anchors: int | None, kl: list[float], ms: list[float], tokens: int = 8192) -> Judged:
+def judged(anchors: int | None, kl: list[float], ms: list[float], tokens: int = 8192, share: float = 1.0) -> Judged:
     candidate = Candidate(anchors=anchors, keep_ratio=0.05)
-    fixed = {"profile": "", "steps": 100, "top1": 0.99, "sparse_share": 1.0, "least_tokens": 1024}
-    return Judged(candidate=candidate, kl=kl, ms=ms, most_tokens=tokens, **fixed)  # type: ignore[arg-type]
+    fixed = {"profile": "", "steps": 100, "top1": 0.99, "least_tokens": 1024}
+    return Judged(candidate=candidate, kl=kl, ms=ms, most_tokens=tokens, sparse_share=share, **fixed)  # type: ignore[arg-type]
 
 
 def test_proposals_begin_with_the_default_and_repeat_none() -> None:
@@ -25,25 +25,42 @@ def test_proposals_begin_with_the_default_and_repeat_none() -> None:
     ]
     assert {one.anchors for one in proposals(23, 23, 0.1)} == {None, 15, 12, 8}, "all layers: that is the default"
     assert [one.keep_ratio for one in proposals(1, 1, 0.1)] == [0.1, 0.05, 0.02]
+    assert {one.anchors for one in proposals(8, 23, 0.05, given=True)} == {None, 8}
 
 
-def test_the_fastest_within_the_bound_is_chosen() -> None:
+def test_the_fastest_surely_within_the_bound_is_chosen() -> None:
     default = judged(None, [0.01, 0.03], [2.0, 2.1, 2.2])
-    near, far = judged(12, [0.02, 0.03], [1.8, 1.8, 1.8]), judged(4, [0.02, 0.031], [1.0, 1.0, 1.0])
-    verdict = choose([default, near, far])
+    near, far = judged(12, [0.0149, 0.0349], [1.8, 1.8, 1.8]), judged(4, [0.0151, 0.0351], [1.0, 1.0, 1.0])
+    # On the mean within the bound, but not surely: it is nearer on one prompt and farther on the other.
+    unsure = judged(6, [0.0, 0.04], [0.9, 0.9, 0.9])
+    verdict = choose([default, near, far, unsure])
     assert verdict.chosen == near.candidate
     assert verdict.max_kl == pytest.approx(1.25 * 0.02)
-    assert verdict.judged == [far, near, default], "fastest first"
-    assert "KL 0.0250 (bound 0.0250), 1.80 ms a step, where the default takes 2.10" in verdict.reason
-    assert choose([default, near, far], max_kl=0.03).chosen == far.candidate
+    assert verdict.judged == [unsure, far, near, default], "fastest first"
+    assert "KL 0.0249 (bound 0.0250), 1.80 ms a step, where the default takes 2.10" in verdict.reason
+    assert choose([default, near, far], max_kl=0.1).chosen == far.candidate
 
 
 def test_where_none_is_faster_the_default_stays_and_the_reason_says_so() -> None:
     default = judged(None, [0.02], [2.0, 2.1, 2.2])
-    by_chance = judged(12, [0.02], [2.05, 2.05, 2.05])
-    assert choose([default, by_chance]).chosen == DEFAULT
+    by_chance, unused = judged(12, [0.02], [2.0, 2.0, 2.0]), judged(9, [0.0], [1.0, 1.0, 1.0], share=0.1)
+    assert choose([default, by_chance, unused]).chosen == DEFAULT
     assert "no candidate within the bound is faster" in choose([default, by_chance]).reason
-    assert "no candidate is within the bound, raise --max-kl" in choose([default, by_chance], max_kl=0.01).reason
+
+
+def test_a_default_beyond_the_bound_gives_way_to_what_is_within() -> None:
+    default, slower = judged(None, [0.03], [2.0]), judged(18, [0.01], [3.0])
+    verdict = choose([default, slower], max_kl=0.02)
+    assert verdict.chosen == slower.candidate
+    assert verdict.reason.endswith("; the default is not within the bound")
+    none = choose([default, slower], max_kl=0.001)
+    assert none.chosen == DEFAULT
+    assert "and no candidate is: raise --max-kl or the budget" in none.reason
+
+
+def test_nothing_is_compared_with_a_default_that_was_not_served() -> None:
+    with pytest.raises(ValueError, match=r"expected the index to serve 95% of the rows of .*, got 10%; see the log"):
+        choose([judged(None, [0.02], [2.0], share=0.1)])
 
 
 def test_short_prompts_are_said() -> None:
@@ -55,4 +72,4 @@ def test_the_interval_is_over_prompts() -> None:
     low, high = judged(None, [0.01, 0.02, 0.06], [1.0]).interval
     half = 1.959964 * math.sqrt(0.0007) / math.sqrt(3)
     assert (low, high) == pytest.approx((max(0.03 - half, 0.0), 0.03 + half))
-    assert judged(None, [0.01], [1.0]).interval == (0.0, math.inf)
+    assert judged(None, [0.01], [1.0]).interval == (0.01, 0.01)

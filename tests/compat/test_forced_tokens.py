@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_ext.compat.forced_tokens import ForcedTokens, forcing
-from sglang_ext.quality.agreement import Agreement, agreement, load_steps
+from sglang_ext.quality.agreement import Agreement, agreement, check_generated, load_steps
 
 VOCAB, STEPS = 24, 4
 
@@ -83,3 +83,18 @@ def test_other_tokens_are_not_compared(tmp_path: Path, generator: torch.Generato
     assert not np.array_equal(a.tokens, b.tokens)
     with pytest.raises(ValueError, match="expected the reference's tokens forced on the other"):
         agreement(a, b)
+
+
+def test_tokens_that_were_not_generated_are_seen(tmp_path: Path, generator: torch.Generator) -> None:
+    (tokens,) = decode([forcing(tmp_path / "a", STEPS)], torch.randn(STEPS, 1, VOCAB, generator=generator))
+    check_generated(tmp_path / "a", tokens)
+    with pytest.raises(ValueError, match=r"expected the tokens of .* to be generated, got others"):
+        check_generated(tmp_path / "a", [*tokens[1:], tokens[0]])
+
+
+def test_tokens_are_drawn_by_seed(tmp_path: Path, generator: torch.Generator) -> None:
+    logits = torch.randn(STEPS, 1, VOCAB, generator=generator)
+    drawn = [decode([forcing(tmp_path / f"{i}", STEPS, seed=seed)], logits) for i, seed in enumerate((1, 1, 2, 3))]
+    assert drawn[0] == drawn[1]
+    assert len({tuple(one[0]) for one in drawn}) > 1
+    assert load_steps(tmp_path / "0").tokens.tolist() == drawn[0][0]

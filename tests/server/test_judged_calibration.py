@@ -33,7 +33,7 @@ def calibrate(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
 
 def test_proposals_are_served_kept_and_chosen_within_the_bound(tmp_path: Path) -> None:
     with (tmp_path / "prompts.jsonl").open("w") as file:
-        for seed in (500, 501):
+        for seed in (500, 501):  # one is fitted, the other is held out
             document = make_document("many_keys", seed=seed, num_tokens=4096, num_questions=4)
             for number, question in enumerate(document.questions):
                 line = {"id": f"many_keys-{seed}-{number}", "text": document.text, "question": question.text}
@@ -53,13 +53,16 @@ def test_proposals_are_served_kept_and_chosen_within_the_bound(tmp_path: Path) -
     assert fmean(judged[chosen["anchors"], chosen["keep_ratio"]]) <= bound
     assert (tmp_path / "report" / "judged.png").stat().st_size > 1000
 
-    # Again, with all bounds off: nothing is measured, and the fastest counts.
+    # Again, with another bound: nothing is served anew, and what is farther counts too.
+    (results,) = (tmp_path / "profile.json.state" / "judged").glob("*/judged.json")
+    before = results.stat().st_mtime_ns
     report, said = calibrate(tmp_path, "--max-kl", "1000")
-    assert "starting SGLang" not in said
-    fastest = min(report["judged"]["judged"], key=lambda one: sorted(one["ms"])[len(one["ms"]) // 2])
-    default = judged[None, 0.05]
-    if sorted(fastest["ms"])[2] < min(default["ms"]):
-        assert report["judged"]["chosen"] == fastest["candidate"]
+    assert results.stat().st_mtime_ns == before
+    assert "proposals are judged" in said
+    median = {key: sorted(one["ms"])[2] for key, one in judged.items()}
+    fastest = min(median, key=lambda key: median[key])
+    if median[fastest] <= 0.95 * median[None, 0.05]:
+        assert report["judged"]["chosen"] == judged[fastest]["candidate"]
     profile = load_profile(tmp_path / "profile.json")
     assert profile.recommended.keep_ratio == report["judged"]["chosen"]["keep_ratio"]
 
