@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.ops import top_k_selection
 from prefix_kernels.pooling import Pooling
+from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
 from sglang_ext.calibration.selection_quality import (
     full_attention,
