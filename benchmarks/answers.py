@@ -51,6 +51,8 @@ SUITES = ("forced", "documents", "ruler", "times")
 FORCED_QUESTIONS = 16
 """Of a document, asked at once."""
 START_SECONDS = 600.0
+SPARSE_SHARE = 0.95
+"""Of a selecting configuration's rows: the least that has to be decoded so."""
 
 #: What every sparse configuration has unless it says otherwise: indexes by prefill, used by every step.
 SELECTING: Row = {
@@ -160,7 +162,10 @@ def force(served: Served, docs: Sequence[Document], in_flight: int, steps: int, 
     for document in docs:
         prompts, references = forced_prompts(served, document), reference_paths(work, document)
         if not all(path.exists() for path in references):
-            raise FileNotFoundError(f"expected {references[0]}; measure the configuration {DENSE} with this --work")
+            raise FileNotFoundError(
+                f"expected dense's steps in {work}, got no {references[0].name}; measure the configuration {DENSE} "
+                "with this --work and these flags"
+            )
         outs = [path.with_name(f"{name}-{path.name}") for path in references]
         for out in outs:  # of a run that was interrupted
             out.unlink(missing_ok=True)
@@ -297,11 +302,12 @@ def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: 
     work = plan.work
     references = work / f"forced-{hashlib.sha256(same_dense.encode()).hexdigest()[:12]}"
     (work / "logs").mkdir(parents=True, exist_ok=True)
-    if name != DENSE:
+    settings = {} if name == DENSE else {**SELECTING, **CONFIGS.get(name, {}), **config}
+    if settings:
         store = work / "stores" / name.replace("/", "-")
         store.mkdir(parents=True, exist_ok=True)
         flags += ["--sparse-attn", "--sparse-attn-store", str(store)]
-        flags += ["--sparse-attn-config", json.dumps({**SELECTING, **CONFIGS.get(name, {}), **config})]
+        flags += ["--sparse-attn-config", json.dumps(settings)]
     with launched(flags, work / "logs" / f"{name.replace('/', '-')}.log", START_SECONDS) as url:
         served = Served(url, chat, name != DENSE)
         for (suite, task, length), numbers in wanted:
@@ -323,7 +329,20 @@ def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: 
                     found = [{"task": "times", "ms": step_ms(served, docs[0], in_flight)}]
                     bar.update()
                 for row in found:
+                    check_selected(settings, row)
                     append(args.out, {**cell, **row, **known})
+
+
+def check_selected(settings: Row, row: Row) -> None:
+    """Raise RuntimeError where a row of a selecting configuration was decoded otherwise: its answers are another's."""
+    if settings.get("decode_path") != "sparse" or "sparse_rows" not in row:
+        return
+    sparse, dense = row["sparse_rows"], row["dense_rows"]
+    if sparse < SPARSE_SHARE * (sparse + dense) or not sparse:
+        raise RuntimeError(
+            f"expected {SPARSE_SHARE:.0%} of the rows to be decoded by selection, got {sparse} of {sparse + dense}; "
+            "the server's log in --work says why not (index_gpu_bytes, a build that failed)"
+        )
 
 
 def write_prompts(path: Path, docs: Sequence[Document], chat: Chat) -> None:
@@ -384,6 +403,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("expected --table FILE with --plot: the rows to draw")
     if {"forced", "times"} & set(args.suites) and max(args.in_flight) > FORCED_QUESTIONS:
         parser.error(f"expected at most {FORCED_QUESTIONS} in flight for forced and times, got {max(args.in_flight)}")
+    if args.steps < 2:
+        parser.error(f"expected --steps of at least 2, as prefill makes the first token, got {args.steps}")
     if "forced" in args.suites and any(sglang_option(args.sglang_flags, name) for name in ("--tp-size", "--tp")):
         parser.error("expected one rank for forced: each of several would write down its steps; leave --tp-size out")
     return args

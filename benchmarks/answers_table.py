@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_ext.quality.evaluate import Z95
+
 Row = dict[str, Any]
 
 COUNTS_FROM = 0.2
 """Share of right dense answers below which a cell says nothing."""
-
-_Z = 1.959964
-"""Of a two-sided 95% interval."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,10 @@ def compare(pairs: Sequence[tuple[Row, Row]]) -> Difference | None:
     worst: list[tuple[float, str, int]] = []
     for first, second in pairs:
         if first["documents"] != second["documents"]:
-            raise ValueError(f"expected the same questions in both rows of {first['task']}, got different ones")
+            raise ValueError(
+                f"expected the same questions in both rows of {first['task']}, got different ones; measure both "
+                "with one --seed and --documents"
+            )
         if statistics.fmean(first["scores"]) < COUNTS_FROM:
             continue
         moves = [b - a for a, b in zip(first["scores"], second["scores"], strict=True)]
@@ -70,7 +72,7 @@ def compare(pairs: Sequence[tuple[Row, Row]]) -> Difference | None:
         return None
     count, mean = len(dense), (sum(other) - sum(dense)) / len(dense)
     spread = sum((sum(moves) - mean * len(moves)) ** 2 for moves in clusters.values())
-    half = _Z * math.sqrt(spread * len(clusters) / max(len(clusters) - 1, 1)) / count
+    half = Z95 * math.sqrt(spread * len(clusters) / max(len(clusters) - 1, 1)) / count
     moves = [b - a for a, b in zip(dense, other, strict=True)]
     return Difference(
         questions=count,
@@ -208,7 +210,10 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         own = (row["model"], row["settings"], row.get("profile"), row["device"])
         if known.setdefault(row["config"], own) != own or len({one[0] for one in known.values()}) > 1:
-            raise ValueError(f"expected rows of one model, device and settings by name, got several of {row['config']}")
+            raise ValueError(
+                f"expected rows of one model, device and settings by name, got several of {row['config']}; print "
+                "them apart"
+            )
     tables = [answers_table(rows), forced_table(rows), times_table(rows)]
     return "\n\n".join("\n".join(lines) for lines in tables if len(lines) > 2)
 

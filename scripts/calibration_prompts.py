@@ -2,7 +2,7 @@
 
     python scripts/calibration_prompts.py --out prompts.jsonl --lengths 4096 8192 --documents 2
 
-The shipped model's profile was made from such a set; its seeds are not those of the accuracy benchmark.
+The shipped model's profile was made from such a set; its seeds are not those of tests.
 """
 
 from __future__ import annotations

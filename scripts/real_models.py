@@ -146,4 +146,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except subprocess.CalledProcessError as error:
+        sys.exit(
+            f"expected `{' '.join(map(str, error.cmd[:6]))} ...` to work, got status {error.returncode}, see above; "
+            "start again where packages can be fetched: what is there already is kept"
+        )

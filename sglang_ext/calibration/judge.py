@@ -13,6 +13,8 @@ from statistics import fmean, median, stdev
 
 import msgspec
 
+from sglang_ext.quality.evaluate import Z95
+
 SLACK = 1.25
 """The bound, unless another is given: the KL of the default candidate on the same prompts, and a quarter."""
 
@@ -30,9 +32,6 @@ ANCHOR_SHARES = (1.0, 2 / 3, 1 / 2, 1 / 3)
 
 KEEP_RATIOS = (0.05, 0.02)
 """Budgets of the proposals, beside the one that was measured."""
-
-_Z = 1.959964
-"""Of a two-sided 95% interval."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +56,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         candidate: which.
-        profile: digest of the profile that said its plan; empty: the plan of a model without one.
+        profile: digest of the profile that said its plan.
         steps: positions that were compared.
         kl: of each prompt, nats: mean over its positions.
         top1: share of positions whose most probable token is dense's.
@@ -95,7 +94,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
 def _half(values: Sequence[float]) -> float:
     """Half of the 95% interval of a mean; 0 of one value."""
-    return _Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return Z95 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

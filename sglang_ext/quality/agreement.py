@@ -107,7 +107,7 @@ def agreement(reference: Steps, other: Steps, least_rows: int = 1, most_rows: in
         ValueError: they generated different tokens.
     """
     if not np.array_equal(reference.tokens, other.tokens) or not np.array_equal(reference.ids, other.ids):
-        raise ValueError("expected the reference's tokens forced on the other, got different ones")
+        raise ValueError("expected the reference's tokens forced on the other, got different ones; force them again")
     kept = (other.rows >= least_rows) & (other.rows <= (most_rows or other.rows.max()))
     kept[0] = False
     if not kept.any():

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-#: z of a two-sided 95% interval.
-_Z = 1.959964
+Z95 = 1.959964
+"""z of a two-sided 95% interval."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def paired(dense: Sequence[bool], sparse: Sequence[bool]) -> Paired:
     lost = sum(d and not s for d, s in zip(dense, sparse, strict=True)) + 0.5
     total = count + 2
     center = (gained - lost) / total
-    half = _Z * math.sqrt(max(gained + lost - (gained - lost) ** 2 / total, 0.0)) / total
+    half = Z95 * math.sqrt(max(gained + lost - (gained - lost) ** 2 / total, 0.0)) / total
     accuracy_dense, accuracy_sparse = sum(dense) / count, sum(sparse) / count
     return Paired(
         count, accuracy_dense, accuracy_sparse, accuracy_sparse - accuracy_dense, center - half, center + half

@@ -90,6 +90,17 @@ def test_a_table_mixes_no_models_and_no_settings_of_one_name(bench: SimpleNamesp
             bench.answers.table([*rows, row("ours", "copy", [1, 1], [0, 1], **other)])
 
 
+@pytest.mark.parametrize(("sparse", "dense", "good"), [(95, 5, True), (94, 6, False), (0, 0, False)])
+def test_rows_that_were_not_selected_are_refused(bench: SimpleNamespace, sparse: int, dense: int, good: bool) -> None:
+    counts = {"sparse_rows": sparse, "dense_rows": dense}
+    bench.answers.check_selected({"decode_path": "cascade"}, counts)
+    if good:
+        bench.answers.check_selected({"decode_path": "sparse"}, counts)
+        return
+    with pytest.raises(RuntimeError, match="expected 95% of the rows to be decoded by selection, got"):
+        bench.answers.check_selected({"decode_path": "sparse"}, counts)
+
+
 def test_the_command_takes_configurations_by_name_or_json(bench: SimpleNamespace, capsys: Any) -> None:
     args = bench.answers.parse(["--config", "dense", "--config", 'tenth={"keep_ratio": 0.1}'])
     assert args.config == [("dense", {}), ("tenth", {"keep_ratio": 0.1})]
@@ -140,6 +151,10 @@ def test_the_documented_bounds_are_those_of_the_default_plans_rows(
     assert (f"{min(noise):.4f}", f"{max(noise):.4f}") == ("0.0001", "0.0002")
     dense = {key[2]: f"{ms:.2f}" for key, ms in bench.answers_table.times(committed).items() if key[0] == "dense"}
     assert f"take {dense[1]}, {dense[8]} and {dense[16]} ms at 1, 8 and 16 in flight" in text
+    ms = bench.answers_table.times(committed)
+    for in_flight in (8, 16):  # "exact decode is the fastest at 8 and 16"
+        own = {key[0]: one for key, one in ms.items() if key[2] == in_flight}
+        assert min(own, key=lambda name: own[name]) == "cascade"
 
 
 def test_the_sentences_about_real_answers_are_the_rows(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
