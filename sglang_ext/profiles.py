@@ -74,12 +74,14 @@ def with_profile(raw: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
     """
     merged = dict(raw)
     recommended = profile.recommended
+    merged.setdefault("layer_plan", profile.plan().to_dict()["layers"])
+    if recommended is None:  # an imported plan
+        return merged
     if "method" not in raw and recommended.method in (raw.get("methods") or {recommended.method: {}}):
         merged["method"] = recommended.method
     if "methods" not in raw and merged.get("method") == recommended.method:
         merged["methods"] = {recommended.method: recommended.index_spec().to_dict()}
     merged.setdefault("keep_ratio", recommended.keep_ratio)
-    merged.setdefault("layer_plan", profile.plan().to_dict()["layers"])
     return merged
 
 

@@ -50,7 +50,7 @@ def load_published_plan(
         if found is None:
             raise ValueError(
                 f"expected a file name like MODEL_layers_0_2_8_13_14.npy, got {path.name!r}; keep the published "
-                "name or pass the anchors"
+                "name, or name the anchors (--anchors 0,2,8,13,14)"
             )
         anchors = [int(part) for part in found[1].split("_")]
     with path.open("rb") as file:

@@ -17,6 +17,7 @@ from sglang_ext.cli.stopping import BROKEN_PIPE, INTERRUPTED, TERMINATED, Termin
 COMMANDS = {
     "prebuild": "sglang_ext.cli.prebuild",
     "calibrate": "sglang_ext.cli.calibrate",
+    "profile": "sglang_ext.cli.profile",
     "index": "sglang_ext.cli.index",
     "store": "sglang_ext.cli.store",
 }

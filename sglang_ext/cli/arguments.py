@@ -14,11 +14,22 @@ class Parser(argparse.ArgumentParser):
     """Shows the usage of the command that an unknown argument was given to, and says where SGLang's flags go."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of subcommands, too
-        """As argparse's, but what is unknown is an error here; argparse would leave it to the top-level parser."""
-        found, unknown = super().parse_known_args(args, namespace)
+        """As argparse's, but what is unknown is an error here; argparse would leave it to the top-level parser.
+
+        What stands behind -- is kept from argparse, which finds no place for it where an argument without a name came
+        first.
+        """
+        passes_on = any(action.dest == _PASSED_ON for action in self._actions)
+        own, behind = args, None
+        if passes_on and "--" in args:
+            cut = args.index("--")
+            own, behind = args[:cut], args[cut + 1 :]
+        found, unknown = super().parse_known_args(own, namespace)
+        if behind is not None:
+            setattr(found, _PASSED_ON, [*getattr(found, _PASSED_ON), *behind])
         if unknown:
             message = f"unrecognized arguments: {' '.join(unknown)}"
-            if any(action.dest == _PASSED_ON for action in self._actions):
+            if passes_on:
                 message += f"; flags of SGLang go behind --, as in: {self.prog} ... -- {unknown[0]} ..."
             self.error(message)
         return found, unknown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,25 @@ def checkpoint_fingerprint(args: Any, config: Any, folder: str, *, weights: str,
         head_dim=int(config.head_dim),
         v_head_dim=int(getattr(config, "v_head_dim", None) or config.head_dim),
     )
+
+
+def read_model(flags: Sequence[str]) -> ModelFingerprint:
+    """The model that a server with these flags serves, by its configuration alone: weights are neither read nor loaded,
+    and of the fingerprint `weights_digest` and `kv_dtype` are no values.
+
+    Args:
+        flags: SGLang's, `--model-path` and a device that is there among them.
+
+    Raises:
+        EngineStartError: SGLang refuses them, or is not supported.
+        FileNotFoundError: the model is not on this machine.
+    """
+    from sglang_ext.compat.engine import checked_record
+
+    record = checked_record(flags)
+    config = _model_config(record)
+    folder = resolve_folder(config.model_path, record.revision, record.download_dir)
+    return checkpoint_fingerprint(record, config, folder, weights=_UNREAD, kv_dtype=_UNREAD)
 
 
 def model_refusal(record: Any, settings: Settings) -> str | None:

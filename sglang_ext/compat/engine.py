@@ -50,17 +50,9 @@ class OfflineEngine:
             SystemExit: the same, of what the plugin refuses; the message is printed.
             EngineDiedError: it does not start, or a process ended meanwhile.
         """
-        from sglang.srt.plugins import load_plugins
-
-        from sglang_ext.compat import versions
-
-        message = versions.unsupported_message(versions.installed())
-        if message:
-            raise EngineStartError(message)
-        load_plugins()
+        record = checked_record(self._flags)
         from sglang.srt.entrypoints.engine import Engine
 
-        record = _checked_record(self._flags)
         on_sigterm = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_says_more_than_that)
         self._launched = True
@@ -203,12 +195,21 @@ class _FlagParser(argparse.ArgumentParser):
         raise EngineStartError(f"expected flags of SGLang behind --, got: {message}")
 
 
-def _checked_record(flags: Sequence[str]) -> Any:
+def checked_record(flags: Sequence[str]) -> Any:
     """ServerArgs of the flags, as far as they can be checked before any process is started.
 
     Raises:
-        EngineStartError: SGLang refuses them.
+        EngineStartError: an SGLang that is not supported, or SGLang refuses the flags.
+        SystemExit: the plugin refuses them; the message is printed.
     """
+    from sglang.srt.plugins import load_plugins
+
+    from sglang_ext.compat import versions
+
+    message = versions.unsupported_message(versions.installed())
+    if message:
+        raise EngineStartError(message)
+    load_plugins()
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     parser = _FlagParser(prog="sglang")

@@ -1,7 +1,8 @@
 """A model's profile: what calibration found out, as one JSON file that is checked against the model when loaded.
 
 The file is one JSON object with the fields of `Profile`; unknown keys are refused. Lists over layers have one entry
-per layer of the whole model, lists over KV heads one per KV head before tensor parallelism.
+per layer of the whole model, lists over KV heads one per KV head before tensor parallelism. A profile that was imported
+has the model and a layer plan alone: nothing was measured.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class ProfileError(ValueError):
 
 
 class ProfiledModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model that was calibrated.
+    """The model that the profile is of.
 
     Attributes:
         num_layers, num_kv_heads: of the whole model.
@@ -71,32 +72,35 @@ class CalibrationData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """What the profile was measured on.
 
     Attributes:
-        prompts: number of prompts.
+        prompts: number of prompts; 0: nothing was measured, the layer plan was imported.
         tokens: tokens of all prompts.
         seed: of every random choice.
         versions: package name -> version of what took part.
-        description: where the prompts come from, for people.
+        description: where the prompts, or an imported plan, come from, for people.
     """
 
-    prompts: int
-    tokens: int
-    seed: int
+    prompts: int = 0
+    tokens: int = 0
+    seed: int = 0
     versions: dict[str, str] = {}
     description: str = ""
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A calibration result. Plain values only; every instance is valid.
+    """A calibration result, or an imported layer plan. Plain values only; every instance is valid.
+
+    What only a calibration finds out (block sizes, channels, dense heads, recommendation) is there where prompts were
+    measured, and empty where a plan was imported.
 
     Attributes:
         version: of this format.
-        model: the model that was calibrated.
+        model: the model that the profile is of.
         block_sizes: [num_layers][num_kv_heads] tokens per block, of `BLOCK_SIZES`.
         layer_plan: as `LayerPlan.to_dict` writes it.
         channels: [num_layers][num_kv_heads][num_channels] ascending channel numbers; as many for every head. Empty:
             none were measured.
         dense_heads: [num_layers] KV heads, ascending, whose attention is too flat to select from.
-        recommended: what to serve with.
+        recommended: what to serve with; None: the server's own defaults.
         calibration: what it was measured on.
 
     Raises:
@@ -105,11 +109,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     version: int = PROFILE_VERSION
     model: ProfiledModel
-    block_sizes: tuple[tuple[int, ...], ...]
+    block_sizes: tuple[tuple[int, ...], ...] = ()
     layer_plan: dict[str, Any]
     channels: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    dense_heads: tuple[tuple[int, ...], ...]
-    recommended: Recommendation
+    dense_heads: tuple[tuple[int, ...], ...] = ()
+    recommended: Recommendation | None = None
     calibration: CalibrationData
 
     def __post_init__(self) -> None:
@@ -118,7 +122,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         _check(self)
         try:
             self.plan()
-            self.recommended.index_spec()
+            if self.recommended is not None:
+                self.recommended.index_spec()
         except (TypeError, ValueError) as error:
             raise ProfileError(f"profile: {error}") from error
 
@@ -180,8 +185,9 @@ def layer_profile(profile: Profile | None, layer: int, heads: range | None = Non
     if profile is None:
         return NO_PROFILE
     own = slice(None) if heads is None else slice(heads.start, heads.stop)
+    sizes = profile.block_sizes[layer][own] if profile.block_sizes else ()
     channels = profile.channels[layer][own] if profile.channels else ()
-    return LayerProfile(profile.block_sizes[layer][own], channels)
+    return LayerProfile(sizes, channels)
 
 
 def stacked_profile(profile: Profile | None, layers: Iterable[int], heads: range | None = None) -> LayerProfile:
@@ -253,16 +259,31 @@ def _version_error(version: int) -> ProfileError:
 
 
 def _check(profile: Profile) -> None:
-    model, data, ratio = profile.model, profile.calibration, profile.recommended.keep_ratio
-    for name, value in (
-        ("model.num_layers", model.num_layers),
-        ("model.num_kv_heads", model.num_kv_heads),
-        ("model.head_dim", model.head_dim),
-        ("calibration.prompts", data.prompts),
-        ("calibration.tokens", data.tokens),
-    ):
+    model, data = profile.model, profile.calibration
+    counts = {f"model.{name}": getattr(model, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
+    measured = data.prompts != 0 or data.tokens != 0
+    if measured:
+        counts |= {"calibration.prompts": data.prompts, "calibration.tokens": data.tokens}
+    for name, value in counts.items():
         if value < 1:
             raise ProfileError(f"profile: expected {name} >= 1, got {value}; calibrate again")
+    if measured:
+        _check_measured(profile)
+        return
+    for name in ("block_sizes", "channels", "dense_heads", "recommended"):
+        if getattr(profile, name):
+            raise ProfileError(
+                f"profile: expected no {name} where nothing was measured (calibration.prompts is 0), got "
+                f"{getattr(profile, name)}; remove {name}, or calibrate"
+            )
+
+
+def _check_measured(profile: Profile) -> None:
+    """The parts that a calibration has."""
+    model = profile.model
+    if profile.recommended is None:
+        raise ProfileError("profile: expected a recommendation from measured prompts, got none; calibrate again")
+    ratio = profile.recommended.keep_ratio
     if not 0.0 < ratio <= 1.0:
         raise ProfileError(f"profile: expected keep_ratio above 0 and at most 1, got {ratio}; correct it")
     for layer, sizes in _layers("block_sizes", profile.block_sizes, model):

@@ -36,6 +36,12 @@ def plain(**changes):
     return data
 
 
+def imported(**changes):
+    """A profile without measurements, as JSON values."""
+    data = {"version": 1, "model": {**MODEL, "config_digest": DIGEST}, "layer_plan": plain()["layer_plan"]}
+    return {**data, "calibration": {"description": "layer plan imported"}, **changes}
+
+
 def decode(data):
     return decode_profile(json.dumps(data).encode())
 
@@ -69,6 +75,26 @@ def test_optional_parts():
     made = decode(data)
     assert made.channels == ()
     assert made.recommended.index_spec().method == "ab_sparse"
+
+
+def test_an_imported_plan_has_no_values_that_were_not_measured(tmp_path):
+    made = decode(imported())
+    made.save(tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == made
+    assert (made.block_sizes, made.channels, made.dense_heads, made.recommended) == ((), (), (), None)
+    assert made.plan() == decode(plain()).plan()
+    assert profile.stacked_profile(made, [0, 2], range(1)) == profile.NO_PROFILE
+
+
+@pytest.mark.parametrize("name", ["block_sizes", "channels", "dense_heads", "recommended"])
+def test_what_is_measured_stands_with_its_prompts(name):
+    with pytest.raises(ProfileError, match=rf"expected no {name} where nothing was measured .* remove {name}, or cal"):
+        decode(imported(**{name: plain()[name]}))
+    data = plain()
+    del data[name]
+    if name != "channels":
+        with pytest.raises(ProfileError, match=r"expected (block_sizes|dense_heads|a recom).*calibrate again"):
+            decode(data)
 
 
 @pytest.mark.parametrize(

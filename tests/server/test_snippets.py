@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sglang_ext.quality.ports import free_ports
@@ -54,6 +55,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "development.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     prompts = [{name: line[name] for name in ("id", "text")} for line in lines]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    np.save(tmp_path / "needle_layers_0_2.npy", np.array([[0, 1]] * 6, dtype=np.int32))
     (tmp_path / "sparse.json").write_text(json.dumps({"keep_ratio": 0.2, "store_min_free_bytes": 16 << 20}))
     return tmp_path
 
@@ -64,7 +66,7 @@ def put_in(line: str, folder: Path) -> str:
     cpu = " ".join([*CPU_FLAGS, *SMALL, "--nccl-port", str(nccl_port)])
     line = re.sub(r"--attention-backend (flashinfer|triton)( --sampling-backend.*)?", cpu, line)
     line = line.replace("SGLANG FLAGS", cpu).replace("--lengths 4096 8192 16384", "--lengths 1024 1536")
-    line = re.sub(r"\bMODEL\b", str(MODEL), line)
+    line = re.sub(r"\bMODEL\b", str(MODEL), line).replace("HEAD_MAP.npy", "needle_layers_0_2.npy")
     line = re.sub(r"\bDIR\b", "./store", line).replace(
         "ipc:///run/user/1000/sglang-ext/store", f"ipc://{folder}/socket"
     )

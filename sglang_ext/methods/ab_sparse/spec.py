@@ -85,9 +85,10 @@ class ABSparseSpec(IndexSpec):
         """See the base: `block_sizes`, where heads have the profile's."""
         if self.sizes == "uniform":
             return {}
-        if not layers:
+        if not layers or not layers[0].block_sizes:
+            came = "one without block sizes" if layers else "none"
             raise ValueError(
-                "expected a profile for ab_sparse.sizes=profile, got none; name one ('profile'), make one "
+                f"expected a profile for ab_sparse.sizes=profile, got {came}; name one ('profile'), make one "
                 "(sglang-ext calibrate), or set sizes to uniform"
             )
         return {"block_sizes": [list(layer.block_sizes) for layer in layers]}
