@@ -19,12 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from prefix_kernels.block_scores import block_scores_mean, block_scores_minmax
-from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.pooling import Pooling
 from sglang_ext.calibration.prompt_capture import LayerCapture, attention_chunks, pool_tokens
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, block_representation
-from sglang_ext.methods.base import LayerProfile
-from sglang_ext.methods.token_index import TokenIndexBuilder, TokenIndexSpec
 
 KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
 """Budgets that may be recommended, as fractions of the prefix."""
@@ -46,8 +43,6 @@ class MeasureSetting:
         top_k: keys that the similarity of layers compares (Kascade, 3.3: 64).
         mass: share of attention whose number of keys is the sparsity (Kascade, Figure 1: 0.95).
         max_tokens: tokens of a prompt that are measured, at most; they are spread evenly.
-        pooling: over a KV head's query heads, of what layers take over from each other.
-        estimates: whether that is chosen by the default token index, as in serving, or by the keys themselves.
     """
 
     keep_ratio: float = 0.05
@@ -58,8 +53,6 @@ class MeasureSetting:
     top_k: int = 64
     mass: float = 0.95
     max_tokens: int = 32
-    pooling: Pooling = Pooling.MEAN
-    estimates: bool = False
 
 
 def served_budget(prefix_len: int, keep_ratio: float, min_top_k: int) -> int:
@@ -209,14 +202,7 @@ def prompt_similarity(layers: Iterable[LayerCapture], sm_scale: float, top_k: in
     return _table((one / one[-1].diagonal(dim1=1, dim2=2)[..., None]).amin(dim=1) for one in taken)
 
 
-def reuse_recovery(
-    layers: Iterable[LayerCapture],
-    sm_scale: float,
-    top_k: int,
-    pooling: Pooling = Pooling.MEAN,
-    *,
-    estimates: bool = False,
-) -> Tensor:
+def reuse_recovery(layers: Iterable[LayerCapture], sm_scale: float, top_k: int) -> Tensor:
     """Attention mass that a layer keeps when it attends the Top-k of another, mean over tokens.
 
     As `prompt_similarity`, but for the mean token, and as a share of all attention: this is what reuse costs, with the
@@ -225,29 +211,10 @@ def reuse_recovery(
     Returns:
         [a, b, h, g] fp64 on the CPU in 0..1; a == b, g == h is the head's own Top-k; 0 where a > b.
     """
-    taken = _recovered_mass(layers, sm_scale, top_k, pooling, estimates=estimates)
-    return _table(one.double().mean(dim=1) for one in taken)
+    return _table(one.double().mean(dim=1) for one in _recovered_mass(layers, sm_scale, top_k))
 
 
-def _estimated(capture: LayerCapture) -> LayerCapture:
-    """The keys as the default token index knows them."""
-    keys, heads = capture.keys, capture.num_kv_heads
-    samples = capture.queries.unflatten(1, (heads, -1)).permute(1, 0, 2, 3).flatten(1, 2)
-    channels, *parts = TokenIndexBuilder(TokenIndexSpec(), LayerProfile()).build_layer(keys, samples).values()
-    known = torch.zeros_like(keys, dtype=torch.float32).transpose(0, 1)
-    index = channels.long()[:, None].expand(-1, keys.shape[0], -1)
-    known = known.scatter(2, index, dequantize(LowBitTensor(*parts)).float()).transpose(0, 1)
-    return capture._replace(keys=known.to(keys.dtype))
-
-
-def _recovered_mass(
-    layers: Iterable[LayerCapture],
-    sm_scale: float,
-    top_k: int,
-    pooling: Pooling = Pooling.MEAN,
-    *,
-    estimates: bool = False,
-) -> Iterator[Tensor]:
+def _recovered_mass(layers: Iterable[LayerCapture], sm_scale: float, top_k: int) -> Iterator[Tensor]:
     """For each layer b its mass in the Top-k keys of every layer up to it: [b + 1, num_tokens, heads of b, of a] fp32.
 
     In memory at once: the Top-k positions of all layers (int32), one layer's capture and a chunk of its attention.
@@ -257,10 +224,8 @@ def _recovered_mass(
         heads, num_tokens, top = capture.num_kv_heads, capture.num_tokens, min(top_k, capture.prefix_len)
         chosen.append(torch.empty(num_tokens, heads * top, dtype=torch.int32, device=capture.keys.device))
         taken = torch.empty(len(chosen), num_tokens, heads, heads, device=capture.keys.device)
-        room = heads * heads * top
-        ranks = attention_chunks(_estimated(capture) if estimates else capture, sm_scale, room, pooling)
-        for (tokens, rank), (_, log_mass) in zip(ranks, attention_chunks(capture, sm_scale, room), strict=True):
-            chosen[-1][tokens] = rank.topk(top, dim=2).indices.transpose(0, 1).flatten(1).int()
+        for tokens, log_mass in attention_chunks(capture, sm_scale, heads * heads * top):
+            chosen[-1][tokens] = log_mass.topk(top, dim=2).indices.transpose(0, 1).flatten(1).int()
             mass = log_mass.exp_()
             for layer, picks in enumerate(chosen):
                 part = mass.gather(2, picks[tokens].long().expand(heads, -1, -1))

@@ -143,7 +143,7 @@ def measure_prompt(
         best=torch.stack(served),
         sparsity=torch.stack(sparsity),
         similarity=prompt_similarity(layers(), scale, setting.top_k),
-        recovery=reuse_recovery(layers(), scale, budget, setting.pooling, estimates=setting.estimates),
+        recovery=reuse_recovery(layers(), scale, budget),
         importance=importance,
         q_max=q_max,
         k_max=k_max,

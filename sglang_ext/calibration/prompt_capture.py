@@ -109,9 +109,9 @@ def check_capture(capture: LayerCapture) -> None:
 
 
 def attention_chunks(
-    capture: LayerCapture, sm_scale: float, elements_per_token: int = 0, pooling: Pooling = Pooling.MEAN
+    capture: LayerCapture, sm_scale: float, elements_per_token: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Attention of the tokens over the keys, post-softmax, pooled over the query heads of a KV head's group.
+    """Attention of the tokens over the keys, post-softmax, mean over the query heads of a KV head's group.
 
     Source: Kascade, 3.4 (post-softmax pooling; decode pools over the GQA group only).
 
@@ -119,7 +119,6 @@ def attention_chunks(
         capture: one layer's, checked.
         sm_scale: the model's attention scale.
         elements_per_token: of the reader's largest temporary; a chunk keeps it below `ELEMENTS_PER_CHUNK`, too.
-        pooling: over the query heads; the mean is the group's attention.
 
     Yields:
         Which tokens, and [num_kv_heads, num_tokens of the slice, prefix_len] fp32, natural log of the probability, to
@@ -135,7 +134,7 @@ def attention_chunks(
         # A block of one key is its own mean.
         raw = block_scores_mean(capture.queries[tokens], capture.keys.transpose(0, 1))
         hidden = key >= visible[tokens, None]
-        yield tokens, pool_tokens(raw.masked_fill_(hidden[None, :, None], -torch.inf), sm_scale, pooling)
+        yield tokens, pool_tokens(raw.masked_fill_(hidden[None, :, None], -torch.inf), sm_scale, Pooling.MEAN)
 
 
 def pool_tokens(raw: Tensor, sm_scale: float, pooling: Pooling) -> Tensor:

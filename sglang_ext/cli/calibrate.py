@@ -81,10 +81,6 @@ def _add_measuring(group: Any) -> None:
         help="first layers, which read everything (default: 0)",
     )
     group.add_argument(
-        "--pooling", choices=("mean", "max"), default="mean", help="over heads, of what layers take over from others"
-    )
-    group.add_argument("--estimates", action="store_true", help="rank by the token index, not by the keys")
-    group.add_argument(
         "--device", default="auto", help="where to measure: cpu, cuda, or auto: cuda where there is one (default)"
     )
 

@@ -20,7 +20,6 @@ import torch
 from tqdm import tqdm
 
 from prefix_index import ModelFingerprint
-from prefix_kernels.pooling import Pooling
 from sglang_ext import __version__
 from sglang_ext.calibration.comparison import compare
 from sglang_ext.calibration.fit import Fit, FitSetting, fit_settings, with_flat_heads
@@ -94,8 +93,6 @@ class CalibrateJob:
             num_sink=config.num_sink_tokens,
             num_recent=config.num_recent_pages * 16,
             max_tokens=args.max_tokens,
-            pooling=Pooling(args.pooling),
-            estimates=args.estimates,
         )
         self._fit = FitSetting(
             num_anchors=args.anchors,
