@@ -82,24 +82,27 @@ class Served:
         self.chat = chat
         self._sparse = sparse
 
-    def generate(self, ids: Sequence[int], fields: Row) -> Row:
-        """One request."""
-        reply: Row = post(self._url, "/generate", {"input_ids": list(ids), **fields})
+    def generate(self, document: Document, ids: Sequence[int], fields: Row) -> Row:
+        """One request, in the document's own namespace.
+
+        RULER's documents begin alike, and of a prompt that lies in the cache in part no index is built.
+        """
+        body = {"input_ids": list(ids), "extra_key": document.name, **fields}
+        reply: Row = post(self._url, "/generate", body)
         return reply
 
-    def warm(self, document: Document) -> list[int]:
-        """The prefix of a document, prefilled and, where the configuration says so, indexed."""
-        ids = self.chat.prefix(document.text)
-        self.generate(ids, {"sampling_params": {"temperature": 0.0, "max_new_tokens": 1}})
-        return ids
+    def warm(self, document: Document) -> None:
+        """Prefill a document's prefix and, where the configuration says so, index it."""
+        sampling = {"temperature": 0.0, "max_new_tokens": 1}
+        self.generate(document, self.chat.prefix(document.text), {"sampling_params": sampling})
 
-    def converse(self, prefix: Sequence[int], turns: Sequence[Question]) -> list[tuple[float, int]]:
+    def converse(self, document: Document, turns: Sequence[Question]) -> list[tuple[float, int]]:
         """Score and generated tokens of each turn; each answer stays in the context of the next."""
-        ids, found = list(prefix), []
+        ids, found = self.chat.prefix(document.text), []
         for number, question in enumerate(turns):
             ids += self.chat.question(question, first=number == 0)
             sampling = {"temperature": 0.0, "max_new_tokens": question.max_new_tokens}
-            reply = self.generate(ids, {"sampling_params": sampling})
+            reply = self.generate(document, ids, {"sampling_params": sampling})
             answer = reply["output_ids"]
             found.append((question.score(self.chat.text(answer)), len(answer)))
             ended = reply["meta_info"]["finish_reason"]["type"] == "stop"
@@ -127,10 +130,9 @@ def ask(served: Served, docs: Sequence[Document], in_flight: int, done: Callable
     """
     before, begun = served.state(), time.perf_counter()
     asked = [(number, turns) for number, document in enumerate(docs) for turns in document.conversations]
-    prefixes = [served.chat.prefix(document.text) for document in docs]
 
     def one(item: tuple[int, Sequence[Question]]) -> list[tuple[float, int]]:
-        found = served.converse(prefixes[item[0]], item[1])
+        found = served.converse(docs[item[0]], item[1])
         done()
         return found
 
@@ -171,7 +173,7 @@ def force(served: Served, docs: Sequence[Document], in_flight: int, steps: int, 
             out.unlink(missing_ok=True)
         fields = [forcing(out, steps, reference=path) for out, path in zip(outs, references, strict=True)]
         with ThreadPoolExecutor(in_flight) as pool:
-            for out, reply in zip(outs, pool.map(served.generate, prompts, fields), strict=True):
+            for out, reply in zip(outs, pool.map(partial(served.generate, document), prompts, fields), strict=True):
                 check_generated(out, reply["output_ids"])
         pairs = [(load_steps(reference), load_steps(out)) for reference, out in zip(references, outs, strict=True)]
         for out in outs:
@@ -216,7 +218,7 @@ def reference_files(served: Served, docs: Sequence[Document], steps: int, work: 
                 out.unlink(missing_ok=True)
             with ThreadPoolExecutor(len(outs)) as pool:
                 fields = [forcing(out, steps) for out in outs]
-                replies = pool.map(served.generate, forced_prompts(served, document), fields)
+                replies = pool.map(partial(served.generate, document), forced_prompts(served, document), fields)
                 for out, reply in zip(outs, replies, strict=True):
                     check_generated(out, reply["output_ids"])
 
@@ -229,7 +231,7 @@ def step_ms(served: Served, document: Document, in_flight: int) -> list[float]:
         sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
         begun = time.perf_counter()
         with ThreadPoolExecutor(in_flight) as pool:
-            list(pool.map(partial(served.generate, fields={"sampling_params": sampling}), prompts))
+            list(pool.map(partial(served.generate, document, fields={"sampling_params": sampling}), prompts))
         return time.perf_counter() - begun
 
     seconds(8)
@@ -308,7 +310,9 @@ def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: 
         store.mkdir(parents=True, exist_ok=True)
         flags += ["--sparse-attn", "--sparse-attn-store", str(store)]
         flags += ["--sparse-attn-config", json.dumps(settings)]
-    with launched(flags, work / "logs" / f"{name.replace('/', '-')}.log", START_SECONDS) as url:
+    # Whoever measures into another file at the same time has a log of his own: it says when the server is ready.
+    log = work / "logs" / f"{name.replace('/', '-')}-{Path(args.out).stem}.log"
+    with launched(flags, log, START_SECONDS) as url:
         served = Served(url, chat, name != DENSE)
         for (suite, task, length), numbers in wanted:
             docs = plan.documents(suite, task, length)

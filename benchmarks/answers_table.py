@@ -89,17 +89,29 @@ def compare(pairs: Sequence[tuple[Row, Row]]) -> Difference | None:
 
 
 def differences(rows: Sequence[Row]) -> dict[tuple[str, str, int], tuple[Difference, list[Row]]]:
-    """(suite, configuration, requests in flight) -> its difference from dense, and its rows."""
+    """(suite, configuration, requests in flight) -> its difference from dense, and its rows.
+
+    Dense is that of the same commit, where it was measured then.
+    """
     asked = [row for row in rows if "scores" in row]
     key = ("suite", "cell", "task", "length", "in_flight", "seed", "model")
-    dense = {tuple(row[name] for name in key): row for row in asked if row["config"] == "dense"}
+    dense: dict[tuple[Any, ...], Row] = {}
+    for row in asked:
+        if row["config"] == "dense":
+            own = tuple(row[name] for name in key)
+            dense.setdefault(own, row)
+            dense.setdefault((*own, row.get("commit")), row)
     groups: dict[tuple[str, str, int], list[Row]] = {}
     for row in asked:
         if row["config"] != "dense" and tuple(row[name] for name in key) in dense:
             groups.setdefault((row["suite"], row["config"], row["in_flight"]), []).append(row)
     found = {}
     for group, own in groups.items():
-        said = compare([(dense[tuple(row[name] for name in key)], row) for row in own])
+        pairs = []
+        for row in own:
+            cell = tuple(row[name] for name in key)
+            pairs.append((dense.get((*cell, row.get("commit")), dense[cell]), row))
+        said = compare(pairs)
         if said:
             found[group] = (said, own)
     return found
@@ -145,11 +157,15 @@ def answers_table(rows: Sequence[Row]) -> list[str]:
 
 
 def forced(rows: Sequence[Row]) -> dict[tuple[str, int], tuple[list[Row], list[Row]]]:
-    """(configuration, requests in flight) -> rows of its lengths, ascending, and their figures of full groups."""
+    """(configuration, requests in flight) -> rows of its lengths, ascending, and their figures of full groups.
+
+    Of a length that was measured twice, the first row.
+    """
     found: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         if row["suite"] == "forced":
-            found.setdefault((row["config"], row["in_flight"]), []).append(row)
+            own = found.setdefault((row["config"], row["in_flight"]), [])
+            own += [] if any(one["length"] == row["length"] for one in own) else [row]
     for own in found.values():
         own.sort(key=lambda row: row["length"])
     return {key: (own, [row.get("full") or row["all"] for row in own]) for key, own in found.items()}
@@ -177,12 +193,12 @@ def forced_table(rows: Sequence[Row]) -> list[str]:
 
 
 def times(rows: Sequence[Row]) -> dict[tuple[str, int, int], float]:
-    """(configuration, length, requests in flight) -> median ms of a step."""
-    return {
-        (row["config"], row["length"], row["in_flight"]): statistics.median(row["ms"])
-        for row in rows
-        if row["suite"] == "times"
-    }
+    """(configuration, length, requests in flight) -> median ms of a step; of what was measured twice, the first."""
+    found: dict[tuple[str, int, int], float] = {}
+    for row in rows:
+        if row["suite"] == "times":
+            found.setdefault((row["config"], row["length"], row["in_flight"]), statistics.median(row["ms"]))
+    return found
 
 
 def span(row: Row) -> str:

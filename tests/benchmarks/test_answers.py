@@ -116,7 +116,8 @@ def test_the_command_takes_configurations_by_name_or_json(bench: SimpleNamespace
 
 @pytest.fixture(scope="module")
 def committed(bench: SimpleNamespace) -> list[dict[str, Any]]:
-    return bench.answers.read([RESULTS / "answers-h200.jsonl.xz"])  # type: ignore[no-any-return]
+    files = [RESULTS / "answers-h200.jsonl.xz", RESULTS / "answers-h200-judged.jsonl.xz"]
+    return bench.answers.read(files)  # type: ignore[no-any-return]
 
 
 def test_the_documented_table_is_the_printed_one(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
@@ -135,6 +136,8 @@ def test_the_default_plan_is_within_the_bounds_and_plans_of_few_layers_are_not(
             assert said.questions >= 2000
             assert said.difference >= -0.0075, (config, in_flight)
             assert said.low >= -0.015, (config, in_flight)
+    assert found["judged", 16].difference >= -0.0075
+    assert found["judged", 16].low >= -0.015
     for config in ("8 layers 5%", "8 layers 5% sqrt", "4 layers 5%", "4 layers 5% sqrt"):
         assert found[config, 16].difference < -0.0075, config
 
@@ -152,6 +155,12 @@ def test_the_documented_bounds_are_those_of_the_default_plans_rows(
     dense = {key[2]: f"{ms:.2f}" for key, ms in bench.answers_table.times(committed).items() if key[0] == "dense"}
     assert f"take {dense[1]}, {dense[8]} and {dense[16]} ms at 1, 8 and 16 in flight" in text
     ms = bench.answers_table.times(committed)
+    one_run = bench.answers_table.times([row for row in committed if row["commit"] == "75426e9"])
+    judged, default = ([f"{one_run[name, 30720, n]:.2f}" for n in (1, 8, 16)] for name in ("judged", "5%"))
+    said = (
+        f"`judged` takes {judged[0]}, {judged[1]} and {judged[2]} ms, `5%` {default[0]}, {default[1]} and {default[2]}"
+    )
+    assert said in text
     for in_flight in (8, 16):  # "exact decode is the fastest at 8 and 16"
         own = {key[0]: one for key, one in ms.items() if key[2] == in_flight}
         assert min(own, key=lambda name: own[name]) == "cascade"
@@ -186,8 +195,31 @@ def test_the_sentences_about_real_answers_are_the_rows(bench: SimpleNamespace, c
     assert f"Dense scores {math.floor(1000 * least) / 10}% or more" in text
 
 
+def test_the_pooling_table_is_the_rows(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
+    files = [RESULTS / "answers-h200-judged.jsonl.xz", RESULTS / "answers-h200-pooling.jsonl.xz"]
+    rows = bench.answers.read(files)
+    shown = bench.answers_table.forced(rows) | {("5%", 16): bench.answers_table.forced(committed)["5%", 16]}
+
+    def kl(config: str) -> str:
+        own = [f"{one['kl']:.4f}" for one in shown[config, 16][1]]
+        return ", ".join([*own, *["-"] * (3 - len(own))])
+
+    text = document("benchmarks")
+    assert f"| the maximum of their shares, the default | {kl('5%')} | {kl('exact')} |" in text
+    assert f"| the mean | {kl('5% mean')} | {kl('exact mean')} |" in text
+    found = {key[1]: said for key, (said, _) in bench.answers_table.differences(rows).items()}
+    for name, config in (("mean attention", "by attention"), ("the maximum on", "as served")):
+        said = found[f"8 layers, maps {config}"]
+        low, high, move = (f"{100 * one:+.2f}" for one in (said.low, said.high, said.difference))
+        line = next(line for line in text.splitlines() if line.startswith(f"| {name}"))
+        assert f"| {move} [{low}, {high}] | {kl(f'8 layers, maps {config}').removesuffix(', -')} |" in line
+    named = {(row["settings"]["profile"], row["profile"]) for row in rows if row["settings"].get("profile")}
+    for path, digest in named:
+        assert hashlib.sha256((ROOT / path).read_bytes()).hexdigest() == digest
+
+
 def test_the_rows_name_the_profiles_that_are_there(committed: list[dict[str, Any]]) -> None:
     named = {(row["settings"]["profile"], row["profile"]) for row in committed if row["settings"].get("profile")}
-    assert len(named) == 3
+    assert len(named) == 4
     for path, digest in named:
         assert hashlib.sha256((ROOT / path).read_bytes()).hexdigest() == digest
