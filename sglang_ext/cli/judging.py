@@ -25,8 +25,9 @@ from sglang_ext.quality.agreement import agreement, check_generated, load_steps
 
 STEPS = 48
 """Tokens of a forced answer; the first is prefill's."""
-SHORT, LONG = 8, 40
-"""Tokens of the two answers whose difference in time is that of their steps."""
+SHORT, LONG, LONG_ON_CPU = 8, 136, 40
+"""Tokens of the two answers whose difference in time is that of their steps. A GPU's steps are so short that few of them
+are lost in what a prefill's time varies by."""
 REPETITIONS = 5
 MOST_PROMPTS = 8
 """Held-out prefixes that candidates are judged behind."""
@@ -58,6 +59,7 @@ class Judge:
     ) -> None:
         self._model_path = model_path
         self._flags = list(sglang_flags)
+        self._long = LONG_ON_CPU if names_cpu(self._flags) else LONG
         self._prompts = prompts[:: -(-len(prompts) // MOST_PROMPTS)]
         self._asked: list[list[list[int]]] = []
         self._prefixes: list[list[int]] = []
@@ -66,7 +68,7 @@ class Judge:
             if sglang_option(self._flags, name) not in (None, "1"):
                 raise ValueError(f"expected one rank to judge with, got {name}; leave it out, or say --judge no")
         ids = [[prompt.id for prompt in group] for group in self._prompts]
-        own = hashlib.sha256(json.dumps([key, ids, self._flags, rows, STEPS]).encode()).hexdigest()
+        own = hashlib.sha256(json.dumps([key, ids, self._flags, rows, STEPS, self._long]).encode()).hexdigest()
         self._folder = folder / own[:16]
         self._results = self._folder / "judged.json"
         self._references = self._folder / "dense"
@@ -202,10 +204,11 @@ class Judge:
             return
         for group in self._prompts:
             found = [(tokens.ids, length) for tokens, length in (prompt_tokens(one, source) for one in group)]
-            longest, room = max(len(ids) for ids, _ in found), context_len - 1 - STEPS
+            more = max(STEPS, self._long)
+            longest, room = max(len(ids) for ids, _ in found), context_len - 1 - more
             if longest > room:
                 raise ValueError(
-                    f"{group[0].id}: expected at most {room} tokens, so that {STEPS} more fit, got {longest}; "
+                    f"{group[0].id}: expected at most {room} tokens, so that {more} more fit, got {longest}; "
                     "raise --context-length, shorten the prompt, or say --judge no"
                 )
             ids, length = found[0]
@@ -222,7 +225,7 @@ class Judge:
             return time.perf_counter() - begun
 
         seconds(SHORT)
-        return [1e3 * (seconds(LONG) - seconds(SHORT)) / (LONG - SHORT) for _ in range(REPETITIONS)]
+        return [1e3 * (seconds(self._long) - seconds(SHORT)) / (self._long - SHORT) for _ in range(REPETITIONS)]
 
 
 def _plain(ids: Sequence[int], tokens: int) -> dict[str, Any]:

@@ -161,6 +161,12 @@ def test_the_documented_bounds_are_those_of_the_default_plans_rows(
         f"`judged` takes {judged[0]}, {judged[1]} and {judged[2]} ms, `5%` {default[0]}, {default[1]} and {default[2]}"
     )
     assert said in text
+    shares = [one_run["judged", 30720, n] / one_run["5%", 30720, n] for n in (1, 8, 16)]
+    lost = -100 * next(
+        said.difference for key, (said, _) in bench.answers_table.differences(committed).items() if key[1] == "judged"
+    )
+    said = f"takes {min(shares):.2f} to {max(shares):.2f} of the default's step and loses {lost:.2f} points"
+    assert said in " ".join(document("calibration").split())
     for in_flight in (8, 16):  # "exact decode is the fastest at 8 and 16"
         own = {key[0]: one for key, one in ms.items() if key[2] == in_flight}
         assert min(own, key=lambda name: own[name]) == "cascade"
