@@ -23,7 +23,8 @@ from prefix_kernels.budget import budget_for_group
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.runner import ScoreInputs
-from prefix_kernels.top_k_selection import SelectionGroup
+from prefix_kernels.top_k_selection import SelectionGroup, pack_lists
+from prefix_kernels.top_k_selection.plan import list_stride
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
 from sglang_ext.methods.token_index import TokenIndexSpec
 
@@ -156,7 +157,7 @@ class Ours:
             batch,
             1,
             length,
-            prefix.budget,
+            heads * list_stride(prefix.budget),
             config,
             device,
             max_block_size=1,
@@ -169,7 +170,8 @@ class Ours:
             tuple(range(batch)), (length,) * heads, firsts, (0,) * heads, begins, (channels, packed, scale)
         )
         selected = SelectionGroup(length, prefix.budget, num_sink=NUM_SINK, num_recent=NUM_RECENT)
-        self._selection.plan([group], [selected])
+        (self._selected,) = pack_lists([selected], heads)
+        self._selection.plan([group], [self._selected])
         self._arena = torch.empty(heads * stride, device=device)
         self._scores = self._arena.view(heads, stride)[:, :length]
         self._lists = self._selection.new_lists(with_slots=True)
@@ -188,17 +190,19 @@ class Ours:
 
     def run(self) -> None:
         """As planned."""
-        self._selection.run(self._inputs, self._arena, self._lists, slot_table=self._slots, pad=False)
+        self._selection.run(self._inputs, self._arena, self._lists, slot_table=self._slots)
 
     def check(self) -> Gate:
         """Errors within a factor e^8 of the best score, which alone may rank; lists and slots."""
-        wanted, positions = self._prefix.wanted, self._lists.positions[0]
+        wanted, heads = self._prefix.wanted, self._prefix.wanted.shape[0]
+        positions = self._selected.lists_in(self._lists.positions, heads)
         error = (self._scores - wanted).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         worst = float(error[wanted > wanted.amax(dim=1, keepdim=True) - 8.0].max())
         wrong = self._prefix.wrongly_chosen(self._scores, positions)
         if wrong == 0.0:
             assert self._lists.slots is not None
-            wrong = float((self._slots[positions.long()] != self._lists.slots[0]).sum())
+            slots = self._selected.lists_in(self._lists.slots, heads)
+            wrong = float((self._slots[positions.long()] != slots).sum())
         return Gate(math.inf if wrong else worst / self._limit, {"log_prob": worst, "wrong_tokens": wrong})
 
 

@@ -6,7 +6,7 @@ With `kernels` they run as decode graphs hold them; without, the reference opera
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from prefix_kernels.anchor_selection.runner import fits_specialized
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoreShape, Source
 from prefix_kernels.pooling import Pooling
+from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.grouping import SlotTracker
@@ -100,7 +101,7 @@ class Server:
             pool = torch.randn(2, size * SLOTS, KV_HEADS, dim, generator=gen)
             k_cache, v_cache = (one.div(by).to(device, kv_dtype) for one, by in zip(pool, scales, strict=True))
             self.caches.append(PagedKV(k_cache, v_cache, *scales))
-        self.table = torch.zeros(10, size * WIDTH, dtype=torch.int32, device=device)
+        self.table = torch.zeros(max_batch + 4, size * WIDTH, dtype=torch.int32, device=device)
         self.free = torch.randperm(size * SLOTS, generator=gen).int()
         self.config = config_from_dict({**CONFIG, "layer_plan": ROLES, **changes})
         roles = {"layers": changes.get("layer_plan", ROLES)}
@@ -159,7 +160,7 @@ class Server:
         return slots, index
 
     def join(self, serial: int, slots: torch.Tensor, index: ResidentIndex | None, own: int) -> None:
-        row = min(set(range(1, 10)) - set(self.rows.values()))
+        row = min(set(range(1, len(self.table))) - set(self.rows.values()))
         self.rows[serial], self.lens[serial], self.index[serial] = row, len(slots) + own, index
         self.table[row, : len(slots)] = slots
         self.table[row, len(slots) : len(slots) + own] = self.slots(own)
@@ -196,7 +197,10 @@ class Server:
         places[own] = torch.arange(len(own), dtype=torch.int32, device=self.device)
         lists = self.sparse._lists.of(layer)
         assert lists.slots is not None
-        counts, slots = lists.counts[number].clone(), lists.slots[number, :, : len(own)]
+        assert self.sparse._planned is not None
+        budgets = self.sparse._planned.selects.budgets
+        placed = pack_lists([SelectionGroup(budget, budget) for budget in budgets], KV_HEADS)[number]
+        counts, slots = lists.counts[number].clone(), placed.lists_in(lists.slots, KV_HEADS)
         listed = torch.arange(slots.shape[1], device=self.device) < counts[:, None]
         return Selection(torch.where(listed, places[slots.clamp(min=0).long()], -1), counts)
 
@@ -295,6 +299,42 @@ def walk_groups(server: Server) -> None:
     assert server.step([4, 2, 6, 3], padded=2) == [GroupRead(1, 210, 42), GroupRead(2, 300, 85), GroupRead(1, 210, 42)]
     server.step([4, 2, 6, 3])
     assert server.step([4, 2, 6, 3]) == [GroupRead(2, 210, 60), GroupRead(2, 300, 85)]
+
+
+def join_many(server: Server, members: Sequence[int]) -> list[int]:
+    """Prefixes of different lengths, with so many requests each; their serials."""
+    serials: list[int] = []
+    for number, count in enumerate(members):
+        prefix = server.prefix(40 + 37 * number % 101)
+        for _ in range(count):
+            serials.append(len(serials) + 1)
+            server.join(serials[-1], *prefix, 3 + number % 4)
+    return serials
+
+
+def walk_surplus(server: Server) -> None:
+    """Room for two lists of 60 tokens: the prefixes that save most are selected from, the others attended whole, in one
+    step; who leaves makes room.
+    """
+    server.sparse._lists.entries = KV_HEADS * 120
+    prefixes = [server.prefix(length) for length in (200, 300, 100, 300)]
+    for serial, prefix in enumerate(prefixes, 1):
+        server.join(serial, *prefix, 5)
+    for _ in range(3):
+        assert server.step([1, 2, 3, 4], padded=1) == [GroupRead(1, 300, 60), GroupRead(1, 300, 60)]
+    plan = server.sparse.plan(server.batch([1, 2, 3, 4], [server.lens[serial] for serial in (1, 2, 3, 4)]))
+    assert plan is not None
+    assert (plan.surplus, plan.others) == ((0, 2), 2)
+    assert plan.own == sum(server.lens.values()) - 600
+    server.join(5, *prefixes[0], 7)
+    assert server.step([5, 1, 2, 3, 4])[0] == GroupRead(1, 300, 60), "nothing is known of its slots yet"
+    server.step([5, 1, 2, 3, 4])
+    # Two rows on 200 tokens save 343 of 400 tokens, one on 300 tokens saves 240.
+    assert server.step([5, 1, 2, 3, 4]) == [GroupRead(2, 200, 57), GroupRead(1, 300, 60)]
+    server.leave(2)
+    assert server.step([5, 1, 3, 4]) == [GroupRead(2, 200, 57), GroupRead(1, 300, 60)]
+    server.leave(4)
+    assert server.step([5, 1, 3]) == [GroupRead(2, 200, 57), GroupRead(1, 100, 32)]
 
 
 def walk_own_tokens(server: Server) -> tuple[ResidentIndex, torch.Tensor]:

@@ -54,9 +54,8 @@ class EveryNthOp(ReferenceOp):
 
     def __init__(self, layer: Any, config: Any, spec: EveryNthSpec, num_layers: int, sizes: ListSizes, device: Any):
         super().__init__(EveryNthSelector(spec), None)  # type: ignore[arg-type]
-        shape = (sizes.max_groups, layer.num_kv_heads, sizes.max_budget)
-        self.positions, self.at = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2))
-        self.counts = torch.zeros(shape[:2], dtype=torch.int32, device=device)
+        self.counts = torch.zeros(sizes.max_groups, layer.num_kv_heads, dtype=torch.int32, device=device)
+        self.positions, self.at = torch.zeros(2, sizes.list_entries, dtype=torch.int32, device=device)
         self.buffers = (self.counts, self.positions, self.at)
 
     def plan(self, size: int, rows: Any, groups: Any, indexes: Any) -> None:
@@ -64,13 +63,13 @@ class EveryNthOp(ReferenceOp):
         for number, group in enumerate(groups):
             chosen = positions_of(group.prefix_len, group.budget)
             counts[number] = group.budget
-            positions[number, :, : group.budget] = chosen
-            at[number, :, : group.budget] = chosen + group.slot_start
+            group.lists_in(positions, counts.shape[1])[:] = chosen
+            group.lists_in(at, counts.shape[1])[:] = chosen + group.slot_start
         for table, own in zip((counts, positions, at), self.buffers, strict=True):
             send(table, own)
 
-    def plan_probe(self, size: int, group: Any) -> None:
-        self.plan(size, (), (group,), ())
+    def plan_probe(self, size: int, rows: Any, groups: Any) -> None:
+        self.plan(size, (), groups, ())
 
     def run(
         self, size: int, q: torch.Tensor, sm_scale: float, slot_table: torch.Tensor, layer: Any, lists: Any

@@ -23,7 +23,7 @@ from prefix_kernels.pooled_scores.runner import (
     Source,
     array_addresses,
 )
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import SelectedLists
 
 Arrays = tuple[Tensor | None, ...]
@@ -62,6 +62,7 @@ class TwoLevelGroup:
         num_sink: leading positions always taken.
         num_recent: trailing positions always taken.
         slot_start: where the prefix's position-to-slot table begins in the arena of slots.
+        list_begin, head_stride: where its lists are written, as a `SelectionGroup` says.
 
     Raises:
         ValueError: fewer candidates than the budget, codes of other sizes than the prefix, blocks below one token, or
@@ -77,6 +78,8 @@ class TwoLevelGroup:
     num_sink: int = 0
     num_recent: int = 0
     slot_start: int = 0
+    list_begin: int = 0
+    head_stride: int = 0
 
     def __post_init__(self) -> None:
         if self.num_candidates < min(self.budget, self.prefix_len) or not self.layers:
@@ -111,10 +114,10 @@ class TwoLevelSelection:
     """Candidates by the scores of blocks, and the best of these, by keys of 16 bits: two selections in turn.
 
     Args:
-        first: chooses the candidates from all blocks or tokens (`Source.MINMAX` or `Source.LOW_BIT`). Its `max_budget`
-            is the most candidates of a KV head.
-        second: chooses the budget among the candidates: listed, `Source.LOW_BIT`. Its `max_prefix_len` is at least
-            `first.max_budget`.
+        first: chooses the candidates from all blocks or tokens (`Source.MINMAX` or `Source.LOW_BIT`). Its
+            `list_entries` are those of all candidates.
+        second: chooses the budget among the candidates: listed, `Source.LOW_BIT`. Its `max_prefix_len` is the most
+            candidates of a KV head.
         max_blocks: of one KV head in the first level, at most.
         num_layers: layers, each with indexes of its own.
 
@@ -124,8 +127,8 @@ class TwoLevelSelection:
 
     Attributes:
         candidates: what `first` chose in the last run; the windows are the ends of each list.
-        first_scores, second_scores: arenas, of the blocks and of the candidates, `first_stride` and `second_stride`
-            apart. Not written where all are chosen.
+        first_scores, second_scores: arenas, of the blocks, `first_stride` apart, and of the candidates, at their
+            places in `candidates`. Not written where all are chosen.
     """
 
     def __init__(
@@ -139,17 +142,16 @@ class TwoLevelSelection:
                 f"expected a second level with listed=True and Source.LOW_BIT, got listed={second.listed} and "
                 f"{second.shape.source.name}; it scores the candidates alone"
             )
-        if second.max_prefix_len < first.max_budget:
-            raise ValueError(
-                f"expected a selection among {first.max_budget} candidates, got one among {second.max_prefix_len}; "
-                "raise its max_prefix_len"
-            )
         if first.listed:
             raise ValueError("expected a first level of all rows, got listed=True; it names the candidates")
         self.first, self.second, self.num_layers = first, second, num_layers
         self.candidates = first.new_lists()
-        self.first_stride, self.second_stride = _aligned(max_blocks), _aligned(first.max_budget)
-        self.first_scores, self.second_scores = _arena(first, self.first_stride), _arena(second, self.second_stride)
+        self.first_stride = _aligned(max_blocks)
+        num_scores = first.max_groups * first.shape.num_kv_heads * self.first_stride
+        self.first_scores, self.second_scores = (
+            torch.empty(size, dtype=torch.float32, device=first.device)
+            for size in (num_scores, _aligned(first.list_entries))
+        )
         self._first_arrays, self._second_arrays = (_LayerArrays(one, num_layers) for one in (first, second))
         self._slots_end = 0
 
@@ -161,24 +163,29 @@ class TwoLevelSelection:
         """Write the tables of both levels and all layers. Copies to the device, without a wait.
 
         Args:
-            groups: row g of the lists is that of the group at place g; rows behind the last get counts of 0.
+            groups: row g of the counts is that of the group at place g; rows behind the last are left as they are.
 
         Raises:
             ValueError: more groups, rows, tokens, blocks or candidates than the stages have room for, or indexes of
                 another shape. Stages may be planned for different groups then: plan again before the next run.
         """
-        heads, width = self.first.shape.num_kv_heads, self.first.max_budget
+        heads = self.first.shape.num_kv_heads
         _check_layers(groups, self.num_layers, heads)
         named = [
             SelectionGroup(group.prefix_len, group.num_candidates, block_size=group.block_size, **group.windows)
             for group in groups
         ]
+        named = pack_lists(named, heads)
         self.first.plan(_scored_blocks(groups, heads, self.first_stride), named)
         # To the second selection the candidates are all there is.
         chosen = [
-            SelectionGroup(group.count, group.budget, slot_start=group.slot_start, **group.windows) for group in groups
-        ]
-        self.second.plan(_scored_candidates(groups, heads, width, self.second_stride), chosen)
+            SelectionGroup(
+                group.count, group.budget, slot_start=group.slot_start, list_begin=group.list_begin,
+                head_stride=group.head_stride, **group.windows,
+            )
+            for group in groups
+        ]  # fmt: skip
+        self.second.plan(_scored_candidates(groups, heads, named), chosen)
         self._first_arrays.plan([[layer.first for layer in group.layers] for group in groups])
         self._second_arrays.plan([[layer.second for layer in group.layers] for group in groups])
         self._slots_end = max((group.slot_start + group.prefix_len for group in groups), default=0)
@@ -211,7 +218,7 @@ class TwoLevelSelection:
         positions = self.candidates.positions
         first = ScoreInputs(q, sm_scale, raw=raw[0], arrays=self._first_arrays.of(layer))
         second = ScoreInputs(q, sm_scale, lists=positions, raw=raw[1], arrays=self._second_arrays.of(layer))
-        self.first.run(first, self.first_scores, self.candidates, pad=False)
+        self.first.run(first, self.first_scores, self.candidates)
         self.second.run(second, self.second_scores, lists, slot_table=slot_table)
 
 
@@ -237,12 +244,6 @@ class _LayerArrays:
 
 def _aligned(count: int) -> int:
     return -(-count // ALIGNED) * ALIGNED
-
-
-def _arena(scoring: AnchorSelection, stride: int) -> Tensor:
-    """Uninitialised scores of all groups and KV heads, `stride` apart."""
-    size = scoring.max_groups * scoring.shape.num_kv_heads * stride
-    return torch.empty(size, dtype=torch.float32, device=scoring.device)
 
 
 def _begins_of(number: int, num_kv_heads: int, stride: int) -> tuple[int, ...]:
@@ -284,17 +285,13 @@ def _scored_blocks(groups: Sequence[TwoLevelGroup], num_kv_heads: int, score_str
 
 
 def _scored_candidates(
-    groups: Sequence[TwoLevelGroup], num_kv_heads: int, list_stride: int, score_stride: int
+    groups: Sequence[TwoLevelGroup], num_kv_heads: int, named: Sequence[SelectionGroup]
 ) -> list[ScoredGroup]:
-    """The candidates, as scores are planned: lists and scores lie so far apart."""
-    return [
-        ScoredGroup(
-            group.rows,
-            (group.count,) * num_kv_heads,
-            tuple(group.prefix_len * head for head in range(num_kv_heads)),
-            _begins_of(number, num_kv_heads, list_stride),
-            _begins_of(number, num_kv_heads, score_stride),
-            group.layers[0].second,
-        )
-        for number, group in enumerate(groups)
-    ]
+    """The candidates, as scores are planned: a score lies where its candidate is listed."""
+    scored = []
+    for group, listed in zip(groups, named, strict=True):
+        begins = tuple(listed.list_begin + head * listed.head_stride for head in range(num_kv_heads))
+        firsts = tuple(group.prefix_len * head for head in range(num_kv_heads))
+        counts = (group.count,) * num_kv_heads
+        scored.append(ScoredGroup(group.rows, counts, firsts, begins, begins, group.layers[0].second))
+    return scored

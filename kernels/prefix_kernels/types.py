@@ -202,10 +202,13 @@ class Selection:
 class SelectedLists:
     """The lists of all groups, in fixed device buffers. Owned by the receiver, written by a selection's `run`.
 
+    Lists lie where the plan says: KV head h of a group writes from entry `list_begin + h * head_stride` on. Nothing is
+    written behind a list's count, nor for groups that the plan does not name.
+
     Attributes:
-        positions: [max_groups, num_kv_heads, max_budget] int32, ascending within `counts`, then -1.
+        positions: [entries] int32, ascending within each list.
         counts: [max_groups, num_kv_heads] int32.
-        slots: of the shape of `positions`, int32: the slots of those positions, then -1. None: not wanted.
+        slots: [entries] int32: the slots of those positions. None: not wanted.
     """
 
     positions: Tensor
@@ -213,25 +216,28 @@ class SelectedLists:
     slots: Tensor | None
 
 
-def new_lists(shape: tuple[int, int, int], device: torch.device, *, with_slots: bool) -> SelectedLists:
-    """Buffers [max_groups, num_kv_heads, max_budget] that hold no selection."""
+def new_lists(entries: int, counts: tuple[int, int], device: torch.device, *, with_slots: bool) -> SelectedLists:
+    """Buffers of so many entries, with counts [max_groups, num_kv_heads], that hold no selection."""
     return SelectedLists(
-        torch.full(shape, -1, dtype=torch.int32, device=device),
-        torch.zeros(shape[:2], dtype=torch.int32, device=device),
-        torch.full(shape, -1, dtype=torch.int32, device=device) if with_slots else None,
+        torch.full((entries,), -1, dtype=torch.int32, device=device),
+        torch.zeros(counts, dtype=torch.int32, device=device),
+        torch.full((entries,), -1, dtype=torch.int32, device=device) if with_slots else None,
     )
 
 
-def check_lists(lists: SelectedLists, shape: tuple[int, int, int], slot_table: Tensor | None, slots_end: int) -> None:
-    """Raise unless the lists have this shape, and the table of slots reaches `slots_end`; slots both or none.
+def check_lists(
+    lists: SelectedLists, counts: tuple[int, int], lists_end: int, slot_table: Tensor | None, slots_end: int
+) -> None:
+    """Raise unless there are counts [groups, num_kv_heads] of so many groups or more, the lists reach `lists_end`, and
+    the table of slots `slots_end`; slots both or none.
 
     Raises:
         ValueError: as said.
     """
-    check_int32("positions", lists.positions, shape)
-    check_int32("counts", lists.counts, shape[:2])
+    check_int32("counts", lists.counts, (max(lists.counts.shape[0], counts[0]), counts[1]))
+    check_int32("positions", lists.positions, (max(lists.positions.shape[0], lists_end),))
     if lists.slots is not None:
-        check_int32("slots", lists.slots, shape)
+        check_int32("slots", lists.slots, tuple(lists.positions.shape))
     if (lists.slots is None) != (slot_table is None):
         raise ValueError("expected slots and slot_table both or none of them, got one; use new_lists(with_slots=...)")
     if slot_table is None:

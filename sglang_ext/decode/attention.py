@@ -34,6 +34,7 @@ class Attends(Protocol):
         *,
         counts: Tensor | None = None,
         head_map: Tensor | None = None,
+        head_slots: Tensor | None = None,
     ) -> None:
         """Attend as planned."""
 

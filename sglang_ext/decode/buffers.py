@@ -11,6 +11,7 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import Segment
 from prefix_kernels.launching import send
 from prefix_kernels.slot_lists import copy_slot_lists
+from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride
 from prefix_kernels.types import SelectedLists
 from sglang_ext.decode.types import DecodeBatch, PrefixGroup
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
@@ -22,6 +23,9 @@ _LEAST_FREE = 64
 """Entries that a new layout leaves free in each list: it serves as many steps of the same requests, at least."""
 
 
+LIST_BYTES = 32 << 20
+"""Device memory of a set of lists, at most, unless one group alone takes more: lists of 64 requests, of 2,048 positions
+for each of 8 KV heads, take an eighth of it."""
 KEPT_BYTES = 512 << 20
 """Device memory of the lists beside the first set, at most: fewer groups have lists before there are more."""
 
@@ -57,7 +61,7 @@ class StepBuffers:
     taken by another request while the step runs.
 
     Attributes:
-        arena: [reserved + arena_size] int32; the first `reserved` entries are the caller's.
+        arena: [arena_size] int32.
         num_sets: copies of the counts.
         counts: [num_sets * (max_batch + reserved_counts), num_kv_heads] int32: in each copy row i has the entries of
             the list of batch row i; rows from max_batch on are the caller's, and may differ from copy to copy.
@@ -68,7 +72,7 @@ class StepBuffers:
         arena_size: slots of all lists of a batch, at most.
         device: of the KV pool.
         implementation: of `copy_slot_lists`.
-        reserved, reserved_counts, num_sets: see above.
+        reserved_counts, num_sets: see above.
     """
 
     def __init__(
@@ -79,18 +83,16 @@ class StepBuffers:
         device: torch.device,
         implementation: str,
         *,
-        reserved: int = 0,
         reserved_counts: int = 0,
         num_sets: int = 1,
     ) -> None:
         self.max_batch, self.num_sets = max_batch, num_sets
         self._implementation = implementation
-        self._reserved = reserved
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.arena = integers(reserved + arena_size)
+        self.arena = integers(arena_size)
         self.counts = integers(num_sets * (max_batch + reserved_counts), num_kv_heads)
         self._sets = self.counts.view(num_sets, max_batch + reserved_counts, num_kv_heads)
         self._lists = integers(max_batch, _LIST_FIELDS)
@@ -119,9 +121,9 @@ class StepBuffers:
                 return before
         rooms = [capacity(length) for length in suffix_lens]
         needed = sum(prefix.length for prefix in prefixes) + sum(rooms)
-        if min(suffix_lens) < 1 or self._reserved + needed > len(self.arena) or len(seq_lens) > self.max_batch:
+        if min(suffix_lens) < 1 or needed > len(self.arena) or len(seq_lens) > self.max_batch:
             return None
-        at, begins, suffix = self._reserved, [], []
+        at, begins, suffix = 0, [], []
         for prefix in prefixes:
             begins.append(at)
             at += prefix.length
@@ -184,91 +186,79 @@ def num_sets(layer_plan: LayerPlan, search_period: int) -> int:
     return max(1, len(layer_plan.anchor_layers)) if search_period > 1 else 1
 
 
-def groups_that_fit(num_groups: int, num_sets: int, num_kv_heads: int, width: int) -> int:
-    """Groups of a batch, at most `num_groups`, whose kept lists take no more than `KEPT_BYTES`.
+def list_entries(max_groups: int, num_sets: int, num_kv_heads: int, width: int, most_bytes: int = LIST_BYTES) -> int:
+    """Entries of a set of lists: for all groups the largest budget, but no more than `most_bytes` for more than one
+    group, and `KEPT_BYTES` for all sets.
 
     Args:
-        num_groups: at most.
-        num_sets: from `num_sets`; the first one is not counted.
+        max_groups: at most.
+        num_sets: from `num_sets`; the first one does not count against `KEPT_BYTES`.
         num_kv_heads: KV heads.
-        width: entries of a list.
+        width: largest budget.
+        most_bytes: of one set.
 
     Raises:
-        ListsTooLargeError: not even those of one group do.
+        ListsTooLargeError: not even those of one group fit `KEPT_BYTES`.
     """
-    of_one = (num_sets - 1) * num_kv_heads * width * 4
-    if of_one > KEPT_BYTES:
+    of_one, kept = num_kv_heads * list_stride(width), 4 * (num_sets - 1)
+    if kept * of_one > KEPT_BYTES:
         raise ListsTooLargeError(
-            f"expected lists of at most {KEPT_BYTES} bytes for one group, got {of_one} ({num_sets} anchor layers, "
-            f"{num_kv_heads} KV heads, {width} positions); set search_period to 1 and let layers reuse the last layer "
-            "that selects, or lower max_keep_ratio, --context-length or the number of anchor layers"
+            f"expected lists of at most {KEPT_BYTES} bytes for one group, got {kept * of_one} ({num_sets} anchor "
+            f"layers, {num_kv_heads} KV heads, {width} positions); set search_period to 1 and let layers reuse the "
+            "last layer that selects, or lower max_keep_ratio, --context-length or the number of anchor layers"
         )
-    return min(num_groups, KEPT_BYTES // of_one) if of_one else num_groups
+    entries = min(max_groups * of_one, max(of_one, most_bytes // 4))
+    return min(entries, KEPT_BYTES // kept if kept else entries) // 4 * 4
 
 
 class AnchorLists:
     """Lists of one anchor layer after the other, or of each of them a set of its own.
 
-    A segment of a group names its list in the first set. A layer reads another set by its head map: list and count of a
-    KV head are found by (begin of the list) + head * width and (row of the counts) * num_kv_heads + head, so a map that
-    adds groups * num_kv_heads to each head for each set reaches the next set's lists. Rows of counts of requests' own
-    lists lie between those of two sets: by so many rows the counts that are handed over begin later.
+    The lists of a step's groups lie one behind the other, as `pack_lists` places them, at the same entries of each set.
+    Attention of a layer takes the slots and the counts of its set.
 
     Attributes:
-        shape: (max_groups, num_kv_heads, max_budget) of each set.
-        head_maps: per layer, int32 [num_kv_heads] for attention of what it or its anchor layer selected; None: its own
-            heads, of the first set.
+        entries: of each set.
+        head_maps: per layer, int32 [num_kv_heads] for attention of what its anchor layer selected; None: its own heads.
 
     Args:
         layer_plan: role of each layer.
-        buffers: whose arena begins with the sets' slots, and whose counts have as many copies.
-        shape: see above.
+        buffers: whose counts have as many copies as there are sets.
+        entries: see above.
         device: of the KV pool.
     """
 
-    def __init__(
-        self, layer_plan: LayerPlan, buffers: StepBuffers, shape: tuple[int, int, int], device: torch.device
-    ) -> None:
-        groups, heads, width = self.shape = shape
-        self._buffers = buffers
-        listed = groups * heads * width
+    def __init__(self, layer_plan: LayerPlan, buffers: StepBuffers, entries: int, device: torch.device) -> None:
+        self.entries, self._buffers = entries, buffers
         # Attention reads slots; positions are read by nobody but a trace, at once.
-        positions = torch.full(shape, -1, dtype=torch.int32, device=device)
+        positions, *slots = torch.zeros(1 + buffers.num_sets, entries, dtype=torch.int32, device=device)
         self._sets = [
-            SelectedLists(
-                positions,
-                buffers.counts_of(number)[buffers.max_batch :],
-                buffers.arena[number * listed :][:listed].view(shape),
-            )
-            for number in range(buffers.num_sets)
+            SelectedLists(positions, buffers.counts_of(number)[buffers.max_batch :], own)
+            for number, own in enumerate(slots)
         ]
         own_sets = buffers.num_sets > 1
         number_of = {layer: number if own_sets else 0 for number, layer in enumerate(layer_plan.anchor_layers)}
         self._set_of: list[int] = []
         self.head_maps: list[Tensor | None] = []
         for layer, role in enumerate(layer_plan.layers):
-            number = number_of.get(layer if role.anchor_layer is None else role.anchor_layer, 0)
-            heads_read = range(heads) if role.anchor_layer is None else role.head_map
-            own = role.anchor_layer is None and number == 0
-            mapped = [number * groups * heads + head for head in heads_read]
-            self.head_maps.append(None if own else torch.tensor(mapped, dtype=torch.int32, device=device))
-            self._set_of.append(number)
-
-    @property
-    def first(self) -> SelectedLists:
-        """The first set."""
-        return self._sets[0]
+            self._set_of.append(number_of.get(layer if role.anchor_layer is None else role.anchor_layer, 0))
+            mapped = None if role.anchor_layer is None else role.head_map
+            self.head_maps.append(None if mapped is None else torch.tensor(mapped, dtype=torch.int32, device=device))
 
     def of(self, layer: int) -> SelectedLists:
         """That a layer writes, or reads."""
         return self._sets[self._set_of[layer]]
 
     def counts(self, layer: int) -> Tensor:
-        """int32 [num_lists, num_kv_heads], as attention of a layer takes it together with its head map."""
-        return self._buffers.counts[self._set_of[layer] * self._buffers.max_batch :]
+        """int32 [num_lists, num_kv_heads], as attention of a layer takes it together with the slots of its set."""
+        return self._buffers.counts_of(self._set_of[layer])
 
-    def segment(self, number: int, rows: tuple[int, ...], budget: int) -> Segment:
-        """Of a group and its selection, in the first set."""
-        _, heads, width = self.shape
-        first = number * heads * width
-        return Segment(rows, budget, list_begin=first, head_stride=width, list_id=self._buffers.max_batch + number)
+    def segment(self, number: int, rows: tuple[int, ...], group: SelectionGroup) -> Segment:
+        """Of a group and its selection."""
+        list_id = self._buffers.max_batch + number
+        return Segment(rows, group.count, group.list_begin, group.head_stride, list_id)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory, the counts apart."""
+        return 4 * self.entries * (1 + len(self._sets))

@@ -38,6 +38,11 @@ class CascadePlan(NamedTuple):
     tokens: int
     saved: int
 
+    @property
+    def lists(self) -> int:
+        """Groups, and requests that are in none."""
+        return self.size - sum(len(group.rows) - 1 for group in self.groups)
+
 
 class CascadeDecode(DecodeBackend[CascadePlan]):
     """Groups the running requests by their slots, and attends for them.
@@ -84,7 +89,7 @@ class CascadeDecode(DecodeBackend[CascadePlan]):
 
     def cost_us(self, plan: CascadePlan) -> float | None:
         costs = self._costs.get(block_of(self.attentions.padded(plan.size)))
-        return None if costs is None else costs.exact_us(plan.tokens)
+        return None if costs is None else costs.exact_us(plan.tokens, plan.lists)
 
     def begin(self, plan: CascadePlan, batch: DecodeBatch) -> StepPath | None:
         before = self._planned[1] if self._planned else None

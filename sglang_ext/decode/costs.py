@@ -1,7 +1,8 @@
 """What a layer of a decode step costs on this GPU: measured at the start, for the choice between paths.
 
-Two lists of different length give a line: microseconds of a launch, and microseconds per token of a list. A list is
-read once, whoever attends it, so the lengths of a batch's lists add up.
+Lists of two lengths give a line: microseconds of a launch, and microseconds per token of all lists. A list is read
+once, whoever attends it, so the lengths of a batch's lists add up. A list of one request costs less per token than one
+of a whole batch, and many lists more than one to begin with: each number of groups has a line of its own.
 """
 
 from __future__ import annotations
@@ -41,38 +42,57 @@ class Line(NamedTuple):
         return cls(max(0.0, near[1] - slope * near[0]), slope)
 
 
+class Lines(dict[int, Line]):
+    """A line for each number of groups that was measured; between two of them, what lies between their lines."""
+
+    def __call__(self, tokens: float, groups: int) -> float:
+        low = max((one for one in self if one <= groups), default=min(self))
+        high = min((one for one in self if one >= groups), default=max(self))
+        part = (groups - low) / (high - low) if low < groups < high else float(groups >= high)
+        return (1 - part) * self[low](tokens) + part * self[high](tokens)
+
+
+def numbers_of_groups(size: int) -> list[int]:
+    """That costs of a batch of `size` requests are measured with: 1, 4, 16, and so on, and as many as requests."""
+    return [*(4**n for n in range(size.bit_length()) if 4**n < size), size]
+
+
 @dataclass(frozen=True)
 class StepCosts:
     """Of one size of batch.
 
     Attributes:
-        attend: a layer's attention, by the tokens of all its lists.
-        select: a selection, by the tokens of all prefixes.
+        attend: a layer's attention, by the tokens of all its lists and the number of lists that are not suffixes.
+        select: a selection, by the tokens and the number of all prefixes.
         num_dense, num_anchors, num_reuse: layers of each role.
     """
 
-    attend: Line
-    select: Line
+    attend: Lines
+    select: Lines
     num_dense: int
     num_anchors: int
     num_reuse: int
 
-    def exact_us(self, tokens: int) -> float:
-        """A step that attends so many tokens in each layer, each read once."""
-        return (self.num_dense + self.num_anchors + self.num_reuse) * self.attend(tokens)
+    def exact_us(self, tokens: int, lists: int) -> float:
+        """A step that attends so many tokens of so many groups and single requests in each layer, each read once."""
+        return (self.num_dense + self.num_anchors + self.num_reuse) * self.attend(tokens, lists)
 
-    def sparse_us(self, prefixes: Sequence[int], budgets: Sequence[int], suffix: int, steps: int = 1) -> float:
+    def sparse_us(
+        self, prefixes: Sequence[int], budgets: Sequence[int], suffix: int, others: int = 0, steps: int = 1
+    ) -> float:
         """A step that selects: as the layers' roles say; of a selection each of its steps has its part.
 
         Args:
             prefixes: tokens of each.
             budgets: tokens selected of each.
             suffix: tokens of the requests' own lists together.
+            others: requests that are in no prefix's group.
             steps: that share a selection.
         """
-        dense = self.num_dense * self.attend(sum(prefixes) + suffix)
-        selecting = self.num_anchors * self.select(sum(prefixes)) / steps
-        return dense + selecting + (self.num_anchors + self.num_reuse) * self.attend(sum(budgets) + suffix)
+        lists = len(prefixes) + others
+        dense = self.num_dense * self.attend(sum(prefixes) + suffix, lists)
+        selecting = self.num_anchors * self.select(sum(prefixes), len(prefixes)) / steps
+        return dense + selecting + (self.num_anchors + self.num_reuse) * self.attend(sum(budgets) + suffix, lists)
 
 
 def measure_us(run: Callable[[], None], device: torch.device) -> float:

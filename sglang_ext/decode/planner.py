@@ -253,6 +253,8 @@ class DecodePlanner:
                 path = self.sparse.begin(plan, batch)
                 if path is not None:
                     self._count_sparse(plan, path, len(batch.serials))
+                    surplus = [True if row in plan.surplus else None for row in range(len(batch.serials))]
+                    self._count_fallback("unsupported_mode", attachments, surplus)
                     return PlannedStep(self.sparse, path)
                 reason = "unsupported_mode"
             else:
@@ -304,7 +306,7 @@ class DecodePlanner:
         if self._suffix_rules is None or not self._anchors:
             return batch
         before = [None if one is None else one.suffix for one in attachments]
-        suffix = self._suffix_rules.renew(before, ready, batch.seq_lens, self.sparse.free_groups(batch))
+        suffix = self._suffix_rules.renew(before, ready, batch.seq_lens)
         del before  # those that have grown go before new ones are made: so many bytes are promised
         for attachment, own in zip(attachments, suffix, strict=True):
             if attachment is not None:

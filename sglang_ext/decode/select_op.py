@@ -28,7 +28,8 @@ class ListSizes:
     """What a `SelectOp` must hold.
 
     Attributes:
-        max_groups, max_budget: of the lists that it writes.
+        max_groups: of a step, at most.
+        list_entries: of the lists that it writes, together.
         max_batch: requests of a batch, at most.
         max_prefix_len: tokens of a prefix, at most.
         room: tokens of all prefixes of a batch, at most.
@@ -36,7 +37,7 @@ class ListSizes:
     """
 
     max_groups: int
-    max_budget: int
+    list_entries: int
     max_batch: int
     max_prefix_len: int
     room: int
@@ -78,7 +79,8 @@ class SelectOp(ABC):
         Args:
             size: of the batch, as captured.
             rows: batch rows of each group; no groups: nothing is selected.
-            groups: lengths, windows, budgets, and where each group's table of slots begins in the arena.
+            groups: lengths, windows, budgets, where each group's table of slots begins in the arena, and where its
+                lists are written.
             indexes: of the groups, that `number_of` was asked for.
         """
 
@@ -98,8 +100,8 @@ class SelectOp(ABC):
         """
 
     @abstractmethod
-    def plan_probe(self, size: int, group: SelectionGroup) -> None:
-        """Write the tables of one group of all rows on made-up arrays, so that `run` without a layer can be timed."""
+    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
+        """Write the tables of groups on made-up arrays, so that `run` without a layer can be timed."""
 
     @property
     @abstractmethod
@@ -152,12 +154,11 @@ class ReferenceOp(SelectOp):
             index = held()
             assert index is not None, "an index that this step uses was let go"
             found = self.select(q[list(rows)], group, index, layer, sm_scale, lists.counts.shape[1])
-            count = found.positions.shape[1]
             table = slot_table[group.slot_start : group.slot_start + group.prefix_len]
             lists.counts[number] = found.counts
-            lists.positions[number] = -1
-            lists.positions[number, :, :count] = found.positions
-            lists.slots[number, :, :count] = table[found.positions.clamp(min=0).long()].to(lists.slots.dtype)
+            slots = table[found.positions.clamp(min=0).long()]
+            for arena, entries in ((lists.positions, found.positions), (lists.slots, slots)):
+                group.lists_in(arena, len(entries))[:, : entries.shape[1]] = entries
 
     def select(
         self, q: Tensor, group: SelectionGroup, index: Index, layer: int, sm_scale: float, num_kv_heads: int
@@ -175,7 +176,7 @@ class ReferenceOp(SelectOp):
         )
         return self._selector.select(index.layers[layer], q, args)
 
-    def plan_probe(self, size: int, group: SelectionGroup) -> None:
+    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
         """See the base.
 
         Raises:

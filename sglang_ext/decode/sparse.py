@@ -6,23 +6,33 @@ index, which slots. Positions become slots by the group's own table.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.grouped_attention import AttentionShape, Segment
 from prefix_kernels.launching import block_of
+from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride, pack_lists
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.decode.attention import Attends, Attentions
 from sglang_ext.decode.base import DecodeBackend
-from sglang_ext.decode.buffers import KEPT_BYTES, AnchorLists, StepBuffers, StepLayout, groups_that_fit, num_sets
-from sglang_ext.decode.costs import Line, StepCosts, measure_us
+from sglang_ext.decode.buffers import (
+    KEPT_BYTES,
+    LIST_BYTES,
+    AnchorLists,
+    StepBuffers,
+    StepLayout,
+    list_entries,
+    num_sets,
+)
+from sglang_ext.decode.costs import Line, Lines, StepCosts, measure_us, numbers_of_groups
 from sglang_ext.decode.grouping import SlotTracker, StepGroups
 from sglang_ext.decode.select_op import ListSizes, SelectOp, selection_group
 from sglang_ext.decode.trace import SelectionCopies
@@ -33,10 +43,13 @@ from sglang_ext.ranks import OneRank, Ranks
 
 logger = logging.getLogger(__name__)
 
-MAX_GROUPS = 16
-"""Prefixes of a batch with an index in decode graphs, at most: each one's lists have room for the largest budget."""
+_ROOM = 1 << 21
+"""Tokens of all prefixes that a step selects from, at most, unless one prefix alone may have more."""
 _FAR, _NEAR = 65536, 4
 """Tokens that costs are measured with, and by how much the shorter list is shorter."""
+
+
+_IndexT = TypeVar("_IndexT", bound=Index)
 
 
 class _Selects(NamedTuple):
@@ -73,6 +86,8 @@ class SparsePlan:
         indexes: of the prefixes, then of the suffixes.
         settled: `selects`, where the groups' slots stay as they are.
         own: tokens that are in no group.
+        others: requests that are in no prefix's group.
+        surplus: rows among them whose index there was no room for: they attend all.
     """
 
     reads: tuple[GroupRead, ...]
@@ -82,6 +97,8 @@ class SparsePlan:
     settled: _Selects | None
     kernels: _Kernels
     own: int
+    others: int
+    surplus: tuple[int, ...]
 
 
 class SparseDecode(DecodeBackend[SparsePlan]):
@@ -124,32 +141,26 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._ranks = ranks or OneRank()
         self._config, self._layer_plan, self._device = config, layer_plan, device
         self._shape = shape
+        self._budget_of = functools.lru_cache(1 << 10)(config.group_budget)
         on_gpu, heads, batch = device.type == "cuda", shape.num_kv_heads, tracker.max_batch
         self._num_passes = 2 if config.suffix_dense_tokens is None else 3
         sets, width = num_sets(layer_plan, config.search_period), config.group_budget(max_prefix_len, batch)
-        wanted = batch * (self._num_passes - 1)
-        wanted = min(MAX_GROUPS, wanted) if captured else max(1, min(wanted, KEPT_BYTES // (4 * heads * width)))
-        self._max_groups = max_groups = groups_that_fit(wanted, sets, heads, width)
-        if max_groups < wanted:
-            logger.warning(
-                "sparse attention: with lists of %d layers a step selects for %d groups of requests at most, not %d: "
-                "they take %d MiB in all; batches of more groups are attended exactly",
-                *(sets, max_groups, wanted, KEPT_BYTES >> 20),
-            )
+        max_groups = batch * (self._num_passes - 1)
+        entries = list_entries(max_groups, sets, heads, width, LIST_BYTES if captured else KEPT_BYTES)
         self._buffers = StepBuffers(
             batch,
             heads,
             arena_size,
             device,
             "triton" if on_gpu else "reference",
-            reserved=sets * max_groups * heads * width,
             reserved_counts=max_groups,
             num_sets=sets,
         )
-        self._lists = AnchorLists(layer_plan, self._buffers, (max_groups, heads, width), device)
-        self._room = min(arena_size, max_groups * (max_prefix_len + PAGE_TOKENS))
+        self._lists = AnchorLists(layer_plan, self._buffers, entries, device)
+        most = max(_ROOM, max_prefix_len + PAGE_TOKENS) if captured else arena_size
+        self._room = min(arena_size, most, max_groups * (max_prefix_len + PAGE_TOKENS))
         self._max_prefix_len = max_prefix_len
-        self.op = make_op(ListSizes(max_groups, width, batch, max_prefix_len, self._room, self._num_passes - 1))
+        self.op = make_op(ListSizes(max_groups, entries, batch, max_prefix_len, self._room, self._num_passes - 1))
         self._groups = StepGroups(tracker.prefixes, self.op.number_of)
         self._lse = torch.zeros(batch, shape.num_qo_heads, dtype=torch.float32, device=device)
         passes = self._num_passes
@@ -177,18 +188,21 @@ class SparseDecode(DecodeBackend[SparsePlan]):
     # -- a step --------------------------------------------------------------------------------------------
 
     def plan(self, batch: DecodeBatch) -> SparsePlan | None:
-        """A batch's groups, by index and slots; None without one, or where there are too many for the buffers."""
-        groups = self._groups.of(batch.serials, batch.indexes) if batch.indexes else []
-        suffixes = self._groups.suffixes(groups, batch.suffix)
+        """A batch's groups, by index and slots, as far as there is room; None without one."""
+        found = self._groups.of(batch.serials, batch.indexes) if batch.indexes else []
+        size = len(batch.serials)
+        if not found or not self._whole.fits(size):
+            return None
+        groups = self._fitting(found)
+        if not groups:
+            return None
+        # A row whose prefix is in no group attends all; so only others' suffixes are selected from.
+        before = [rows for rows, _ in groups]
+        grouped = {row for prefix in before for row in prefix.rows}
+        suffixes = self._fitting(self._groups.suffixes(groups, batch.suffix), before)
         all_groups: list[tuple[PrefixGroup, Index]] = [*groups, *suffixes]
         prefixes = tuple(rows for rows, _ in all_groups)
-        lengths = [prefix.length for prefix in prefixes]
-        size = len(batch.serials)
-        if not groups or len(lengths) > self._max_groups or max(lengths) > self._max_prefix_len:
-            return None
-        if not self._whole.fits(size) or not self.op.fits(lengths):
-            return None
-        budgets = tuple(self._config.group_budget(prefix.length, len(prefix.rows)) for prefix in prefixes)
+        budgets = tuple(map(self._budget, prefixes))
         reads = [GroupRead(len(one.rows), one.length, n) for one, n in zip(prefixes, budgets, strict=True)]
         kernels = self._kernels(size)
         selects = _Selects(self.op.tile(kernels.size), prefixes, budgets)
@@ -200,7 +214,40 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             selects if self._groups.settled(batch.serials, groups) else None,
             kernels,
             sum(batch.seq_lens) - sum(one.length * len(one.rows) for one in prefixes),
+            size - len(grouped),
+            tuple(row for prefix, _ in found for row in prefix.rows if row not in grouped),
         )
+
+    def _budget(self, prefix: PrefixGroup) -> int:
+        return self._budget_of(prefix.length, len(prefix.rows))
+
+    def _fitting(
+        self, groups: Sequence[tuple[PrefixGroup, _IndexT]], before: Sequence[PrefixGroup] = ()
+    ) -> list[tuple[PrefixGroup, _IndexT]]:
+        """The groups that a step selects for beside those that stand before: all, or, where there is no room, first
+        those that save most.
+        """
+        lengths = [prefix.length for prefix in before]
+        taken = sum(map(self._entries_of, before))
+
+        def fits(some: Sequence[PrefixGroup]) -> bool:
+            entries, of_some = taken + sum(map(self._entries_of, some)), [prefix.length for prefix in some]
+            short = max(of_some, default=0) <= self._max_prefix_len
+            return short and entries <= self._lists.entries and (not some or self.op.fits([*lengths, *of_some]))
+
+        if fits([prefix for prefix, _ in groups]):
+            return list(groups)
+        kept = set()
+        saved = {prefix: len(prefix.rows) * prefix.length - self._budget(prefix) for prefix, _ in groups}
+        for prefix in sorted(saved, key=lambda one: (-saved[one], one.rows)):
+            if fits([prefix]):
+                kept.add(prefix)
+                lengths.append(prefix.length)
+                taken += self._entries_of(prefix)
+        return [one for one in groups if one[0] in kept]
+
+    def _entries_of(self, prefix: PrefixGroup) -> int:
+        return self._shape.num_kv_heads * list_stride(self._budget(prefix))
 
     def cost_us(self, plan: SparsePlan) -> float | None:
         """See the base; of a search as many steps have a part as are likely to use it."""
@@ -208,7 +255,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         if costs is None:
             return None
         lengths = [prefix.length for prefix in plan.selects.prefixes]
-        return costs.sparse_us(lengths, plan.selects.budgets, plan.own, self._turns.steps_of(plan.settled))
+        return costs.sparse_us(lengths, plan.selects.budgets, plan.own, plan.others, self._turns.steps_of(plan.settled))
 
     def begin(self, plan: SparsePlan, batch: DecodeBatch) -> StepPath | None:
         before = self._planned.layout if self._planned else None
@@ -232,10 +279,6 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             ]
         return StepPath.SPARSE if self._turns.searches else StepPath.KEPT
 
-    def free_groups(self, batch: DecodeBatch) -> int:
-        """Suffixes that a step of these rows has room for beside its prefixes."""
-        return max(0, self._max_groups - len(self._groups.of(batch.serials, batch.indexes)))
-
     def skip(self, plan: SparsePlan | None = None) -> None:
         """A decode step is attended otherwise: what was selected before it is too old behind it.
 
@@ -248,12 +291,14 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         kernels, layout, selects = tables
         before, self._planned = self._planned, None  # until all of it is written
         groups = list(zip(layout.prefixes, layout.begins, selects.budgets, strict=True))
+        rows = [prefix.rows for prefix in layout.prefixes]
+        chosen = self._packed([(prefix.length, budget, begin) for prefix, begin, budget in groups])
         if before is None or selects != before.selects:
-            config = self._config
-            chosen = [selection_group(config, prefix.length, budget, begin) for prefix, begin, budget in groups]
-            self.op.plan(kernels.size, [prefix.rows for prefix in layout.prefixes], chosen, indexes)
+            self.op.plan(kernels.size, rows, chosen, indexes)
+        if self.copies is not None:
+            self.copies.places = chosen
         whole = [Segment(prefix.rows, prefix.length, list_begin=begin) for prefix, begin, _ in groups]
-        selected = [self._lists.segment(n, prefix.rows, budget) for n, (prefix, _, budget) in enumerate(groups)]
+        selected = [self._lists.segment(n, *of) for n, of in enumerate(zip(rows, chosen, strict=True))]
         for attention, listed in ((kernels.whole, whole), (kernels.selected, selected)):
             # A row's prefix and its suffix are segments of two passes.
             own = [listed[num_prefixes:]] if self._num_passes == 3 else []
@@ -263,10 +308,15 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._planned = tables
         self.plans += 1
 
+    def _packed(self, groups: Sequence[tuple[int, int, int]]) -> list[SelectionGroup]:
+        """What is selected, and where it is listed, of each prefix's (tokens, budget, place of its table of slots)."""
+        return pack_lists([selection_group(self._config, *one) for one in groups], self._shape.num_kv_heads)
+
     def run(self, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
         """See the base; by the layer's role."""
         assert self._active is not None
         kernels, arena, counts = self._active, self._buffers.arena, self._lists.counts(layer)
+        lists, head_map = self._lists.of(layer), self._lists.head_maps[layer]
         out = q.new_empty(q.shape[0], q.shape[1], kv.v_cache.shape[2])
         lse = self._lse[: q.shape[0]]
         mode = self._layer_plan.layers[layer].mode
@@ -274,10 +324,11 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             kernels.whole.run(q, kv, arena, sm_scale, out, lse, counts=counts)
             return out
         if mode is LayerMode.ANCHOR and self._turns.searches:
-            self.op.run(kernels.size, q, sm_scale, arena, layer, self._lists.of(layer))
+            self.op.run(kernels.size, q, sm_scale, arena, layer, lists)
             if self.copies is not None:
                 self.copies.copy(layer, q)
-        kernels.selected.run(q, kv, arena, sm_scale, out, lse, counts=counts, head_map=self._lists.head_maps[layer])
+        slots = lists.slots
+        kernels.selected.run(q, kv, arena, sm_scale, out, lse, counts=counts, head_map=head_map, head_slots=slots)
         return out
 
     def attended(self, plan: SparsePlan) -> list[int]:
@@ -318,16 +369,18 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         capture.
 
         Args:
-            size: requests of a batch, all in one group.
+            size: requests of a batch, in one group, in some, and each in its own.
             kv: a layer's pool buffers; read only.
 
         Returns:
             What was measured; None where it was before, of this size or of one that is less than twice as large.
         """
-        kernels, shape = self._kernels(size), self._shape
+        kernels, shape, config = self._kernels(size), self._shape, self._config
         if block_of(kernels.size) in self._costs:
             return None
-        far = min(_FAR, kv.k_cache.shape[0], self._room - PAGE_TOKENS, self._max_prefix_len)
+        listed = self._lists.entries // shape.num_kv_heads
+        far = min(_FAR, kv.k_cache.shape[0], self._room - size * PAGE_TOKENS, listed)
+        numbers = [number for number in numbers_of_groups(size) if _NEAR * number <= far]
         q = torch.zeros(size, shape.num_qo_heads, kv.head_dim, dtype=shape.dtype, device=self._device)
         out, lse = q.new_empty(size, shape.num_qo_heads, kv.v_cache.shape[2]), self._lse[:size]
         slots = torch.arange(far, dtype=torch.int32, device=self._device)
@@ -336,26 +389,32 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             kernels.whole.run(q, kv, slots, 1.0, out, lse)
 
         def select() -> None:
-            self.op.run(kernels.size, q, 1.0, slots, None, self._lists.first)
+            self.op.run(kernels.size, q, 1.0, slots, None, self._lists.of(0))
 
-        points = []  # all ranks measure, at the same capture: a collective is in order
-        for tokens in (far // _NEAR, far):
-            kernels.whole.plan([Segment(tuple(range(size)), tokens)])
-            budget = self._config.group_budget(tokens, size)
-            self.op.plan_probe(kernels.size, selection_group(self._config, tokens, budget))
-            times = self._ranks.most([measure_us(run, self._device) for run in (attend, select)])
-            points.append([(tokens, us) for us in times])
+        attending, selecting = Lines(), Lines()
+        for number in numbers:
+            rows = [tuple(range(n, size, number)) for n in range(number)]
+            most = min(far, number * self._max_prefix_len)
+            points = []  # all ranks measure, at the same capture: a collective is in order
+            for each in (most // _NEAR // number, most // number):
+                begins = range(0, number * each, each)
+                kernels.whole.plan([Segment(own, each, begin) for own, begin in zip(rows, begins, strict=True)])
+                # Of short prefixes a half, so that each is searched.
+                budget = min(config.group_budget(each, len(rows[0])), max(1, each // 2))
+                self.op.plan_probe(kernels.size, rows, self._packed([(each, budget, begin) for begin in begins]))
+                times = self._ranks.most([measure_us(run, self._device) for run in (attend, select)])
+                points.append([(number * each, us) for us in times])
+            attending[number], selecting[number] = (Line.through(*of) for of in zip(*points, strict=True))
         self._clear(kernels)
         modes = [role.mode for role in self._layer_plan.layers]
         dense, anchors, reuse = (modes.count(mode) for mode in (LayerMode.DENSE, LayerMode.ANCHOR, LayerMode.REUSE))
-        lines = [Line.through(near, far) for near, far in zip(*points, strict=True)]
-        costs = self._costs[block_of(kernels.size)] = StepCosts(lines[0], lines[1], dense, anchors, reuse)
+        costs = self._costs[block_of(kernels.size)] = StepCosts(attending, selecting, dense, anchors, reuse)
         return costs
 
     @property
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
-        return self._buffers.nbytes + self.op.nbytes + self._lse.nbytes
+        return self._buffers.nbytes + self._lists.nbytes + self.op.nbytes + self._lse.nbytes
 
 
 class SearchTurns:

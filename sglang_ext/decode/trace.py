@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from prefix_index import printable
+from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import SelectedLists
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
@@ -120,9 +121,10 @@ class SelectionCopies:
     """Where each anchor layer's selection is copied to: a later layer writes over the lists themselves.
 
     Attributes:
-        positions: [num_anchors, max_groups, num_kv_heads, max_budget] int32, as in the lists.
+        positions: [num_anchors, entries] int32, as in the lists.
         counts: [num_anchors, max_groups, num_kv_heads] int32.
         groups: (batch rows, tokens, digest of the index) of each prefix of the step.
+        places: of each group of the step, what it selects.
 
     Args:
         layer_plan: role of each layer.
@@ -138,6 +140,7 @@ class SelectionCopies:
         self.positions = one.positions.new_zeros((len(self.layers), *one.positions.shape))
         self.counts = one.counts.new_zeros((len(self.layers), *one.counts.shape))
         self.groups: list[tuple[tuple[int, ...], int, str]] = []
+        self.places: list[SelectionGroup] = []
 
     def copy(self, layer: int, q: Tensor) -> None:
         """Keep what this anchor layer has just selected, and by which queries; may be captured."""
@@ -150,11 +153,12 @@ class SelectionCopies:
 
     def take(self, wanted: Sequence[int]) -> list[dict[int, tuple[Tensor, Tensor]]]:
         """(positions, counts) on the host of groups of the step that was replayed, by anchor layer. Waits for it."""
-        positions, counts = self.positions[:, wanted].cpu(), self.counts[:, wanted].cpu()
-        return [
-            {layer: (positions[i, group], counts[i, group]) for i, layer in enumerate(self.layers)}
-            for group in range(len(wanted))
-        ]
+        counts, taken = self.counts[:, wanted].cpu(), []
+        for group, number in enumerate(wanted):
+            place, heads = self.places[number], counts.shape[2]
+            positions = [place.lists_in(of_layer, heads).to("cpu", copy=True) for of_layer in self.positions]
+            taken.append({layer: (positions[i], counts[i, group]) for i, layer in enumerate(self.layers)})
+        return taken
 
     def take_queries(self, rows: Sequence[int]) -> dict[int, bytes]:
         """By anchor layer that searched since the last `clear`: fp32 queries of these rows, where they are kept."""

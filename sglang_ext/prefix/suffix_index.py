@@ -103,9 +103,8 @@ class SuffixRules:
         before: Sequence[SuffixIndex | None],
         indexes: Sequence[ResidentIndex | None],
         seq_lens: Sequence[int],
-        most: int,
     ) -> list[SuffixIndex | None]:
-        """Per row of a step, the index of its suffix tokens: the longest have one, as far as number and bytes go.
+        """Per row of a step, the index of its suffix tokens: the longest have one, as far as bytes go.
 
         By the batch alone, so that all ranks have the same. Arrays are the caller's to make.
 
@@ -113,7 +112,6 @@ class SuffixRules:
             before: per row, what this returned for its request in the step before.
             indexes: per row, of its prefix; None: it selects nothing.
             seq_lens: tokens of each request, the one being decoded included.
-            most: indexes at a time.
         """
         wanted: list[tuple[int, int, SuffixIndex]] = []
         for row, (last, prefix, length) in enumerate(zip(before, indexes, seq_lens, strict=True)):
@@ -122,7 +120,7 @@ class SuffixRules:
                 wanted.append((-own.prefix_len, row, own))
         found: list[SuffixIndex | None] = [None] * len(seq_lens)
         room = self.nbytes
-        for _, row, own in sorted(wanted, key=lambda of: of[:2])[:most]:
+        for _, row, own in sorted(wanted, key=lambda of: of[:2]):
             room -= bytes_of(own.prefix, own.prefix_len)
             if room >= 0:
                 found[row] = own

@@ -18,7 +18,7 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.compat.decode_graphs import around_capture_one_shape, label_of_step
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode import attention, tuning
-from sglang_ext.decode.costs import Line, StepCosts
+from sglang_ext.decode.costs import Line, Lines, StepCosts
 from sglang_ext.decode.planner import DecodePlanner
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
@@ -86,7 +86,7 @@ def test_other_captures_are_left_as_they_are(case: str) -> None:
 
 
 #: Nothing is measured on a CPU.
-COSTS = StepCosts(Line(0.0, 1.0), Line(0.0, 1.0), num_dense=1, num_anchors=1, num_reuse=0)
+COSTS = StepCosts(Lines({1: Line(0.0, 1.0)}), Lines({1: Line(0.0, 1.0)}), num_dense=1, num_anchors=1, num_reuse=0)
 
 
 def _steps(**changes: Any) -> DecodePlanner:

@@ -102,7 +102,7 @@ class Problem:
             1 + self.requests,
             1,
             self.count,
-            budget,
+            KV_HEADS * budget,
             self.config,
             self.q.device,
             max_block_size=1,
@@ -111,7 +111,7 @@ class Problem:
         )
         select.plan(
             [ScoredGroup(rows, counts, firsts, nothing, begins, tuple(index))],
-            [SelectionGroup(self.count, budget, 0, stride, (1,) * KV_HEADS, *self.windows, slot_start=0)],
+            [SelectionGroup(self.count, budget, 0, stride, (1,) * KV_HEADS, *self.windows, head_stride=budget)],
         )
         arena = torch.full((begins[-1] + stride,), UNTOUCHED)
         with recording() as kept:

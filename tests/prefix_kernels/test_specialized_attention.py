@@ -69,6 +69,34 @@ def test_groups_and_suffixes_of_two_kernels_are_merged_by_a_third(v_dim: int, de
             )
 
 
+@pytest.mark.parametrize("config", [LOW, HIGH], ids=["64x64", "128x64"])
+def test_lists_by_head_lie_in_an_arena_of_their_own(config: AttentionConfig, device: torch.device) -> None:
+    """Two groups' packed lists of different length, behind others of the same set, and each row's own list."""
+    q, keys, values, kv, slots = paged(900, 12, 2, 4, 128, 128, torch.bfloat16, device)
+    attention = GroupedAttention(AttentionShape.of(q, kv), 12, [config, config], device, num_programs=20)
+    lists = torch.full((40 + 2 * 300 + 2 * 72,), 0, dtype=slots.dtype, device=device)
+    groups = [Segment(tuple(range(7)), 299, 40, 300, 12), Segment(tuple(range(7, 12)), 70, 640, 72, 13)]
+    counts = torch.full((14, 2), 1000, dtype=torch.int32, device=device)
+    chosen = {}
+    for group in groups:
+        for head in range(2):
+            order = torch.randperm(600, generator=torch.Generator().manual_seed(group.length + head))
+            chosen[group, head] = listed = order[: group.length - 3 * head].to(device)
+            counts[group.list_id, head] = len(listed)
+            lists[group.list_begin + head * group.head_stride :][: len(listed)] = slots[listed]
+    attention.plan(groups, [Segment((r,), 10 + r, list_begin=600 + r, list_id=r) for r in range(12)])
+    out, lse = run(attention, q, kv, slots, 0.1, counts=counts, head_slots=lists)
+    for group in groups:
+        for row in group.rows:
+            own = torch.arange(600 + row, 610 + 2 * row, device=device)
+            for head in range(2):
+                part, at = slice(head * 4, head * 4 + 4), torch.cat((chosen[group, head], own))
+                wanted = dense_attention(
+                    q[row : row + 1, part], keys[at, head][:, None], values[at, head][:, None], 0.1
+                )
+                close(out[row : row + 1, part], lse[row : row + 1, part], wanted, torch.bfloat16)
+
+
 def test_many_launches_merge_what_each_of_them_wrote(device: torch.device) -> None:
     """Programs wait for the parts of their own launch, never for an earlier one's: a stale part would be seen."""
     q, _, _, kv, slots = paged(4000, 8, 8, 4, 128, 128, torch.bfloat16, device)

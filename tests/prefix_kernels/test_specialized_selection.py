@@ -12,7 +12,7 @@ from prefix_kernels.low_bit import dequantize, quantize
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.runner import ScoreInputs
 from prefix_kernels.pooling import FIRST_SUMMED, HEADROOM, sampled, sum_step
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import SelectedLists
 
 pytestmark = pytest.mark.skipif(
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 KV_HEADS, DIM = 2, 128
+MOST_ENTRIES, POISON = 100_000, 1_000_007
 SM_SCALE = 0.11
 FORMS = [Form.FUSED, Form.UNFUSED]
 CONFIGS = {
@@ -77,6 +78,7 @@ class Problem:
             )
             at += KV_HEADS * stride
             table_at += length
+        self.selected = pack_lists(self.selected, KV_HEADS)
         self.room = at
         self.slots = torch.randperm(table_at, generator=gen).int().cuda()
 
@@ -100,7 +102,7 @@ class Problem:
         self, config: AnchorConfig, form: Form, num_programs: int | None = None, times: int = 1
     ) -> tuple[torch.Tensor, SelectedLists]:
         select = AnchorSelection(
-            self.shape, self.q.shape[0], len(self.scored) + 1, 130_000, 1000, config, self.q.device,
+            self.shape, self.q.shape[0], len(self.scored) + 1, 130_000, MOST_ENTRIES, config, self.q.device,
             max_block_size=1, form=form, num_programs=num_programs,
         )  # fmt: skip
         lists = select.new_lists(with_slots=True)
@@ -109,7 +111,7 @@ class Problem:
         for _ in range(times):
             for buffer in (lists.positions, lists.counts, lists.slots):
                 assert buffer is not None
-                buffer.fill_(1_000_007)
+                buffer.fill_(POISON)
             select.run(ScoreInputs(self.q, SM_SCALE), scores, lists, slot_table=self.slots)
         return scores, lists
 
@@ -133,10 +135,10 @@ def check(made: Problem, config: AnchorConfig, form: Form, num_programs: int | N
     for g, (of, group) in enumerate(zip(made.scored, made.selected, strict=True)):
         for head in range(KV_HEADS):
             own = scores[of.score_begins[head] :][: group.prefix_len]
-            positions = lists.positions[g, head, : group.count].long()
+            positions = group.lists_in(lists.positions, KV_HEADS)[head].long()
             assert int(lists.counts[g, head]) == group.count
-            assert torch.equal(lists.slots[g, head, : group.count], made.slots[group.slot_start + positions])
-            assert (lists.positions[g, head, group.count :] == -1).all()
+            slots = group.lists_in(lists.slots, KV_HEADS)[head]
+            assert torch.equal(slots, made.slots[group.slot_start + positions])
             if group.count == group.prefix_len:
                 assert torch.equal(positions, torch.arange(group.prefix_len, device="cuda"))
                 continue
@@ -150,8 +152,9 @@ def check(made: Problem, config: AnchorConfig, form: Form, num_programs: int | N
             keys[group.prefix_len - group.num_recent :] = 70000
             best = torch.sort(keys * 2**18 + torch.arange(group.prefix_len, device="cuda"), descending=True).indices
             assert torch.equal(positions, best[: group.count].sort().values)
-    empty = lists.counts[len(made.scored) :]
-    assert (empty == 0).all()
+    assert (lists.counts[len(made.scored) :] == POISON).all()
+    written = KV_HEADS * sum(group.count for group in made.selected)
+    assert int((lists.positions != POISON).sum()) == int((lists.slots != POISON).sum()) == written
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -225,7 +228,7 @@ def test_the_same_in_every_run() -> None:
 def test_a_captured_run_follows_its_plan() -> None:
     made, other = Problem([((0, 1), 4000, 300)]), Problem([((0,), 2500, 250), ((1,), 1200, 26)])
     config = CONFIGS["8x128"]
-    select = AnchorSelection(made.shape, 2, 2, 5000, 1000, config, made.q.device, max_block_size=1)
+    select = AnchorSelection(made.shape, 2, 2, 5000, MOST_ENTRIES, config, made.q.device, max_block_size=1)
     lists, scores = select.new_lists(with_slots=True), torch.zeros(made.room + other.room, device="cuda")
     queries, slots = made.q.clone(), torch.zeros(8000, dtype=torch.int32, device="cuda")
     slots[: len(made.slots)] = made.slots
@@ -241,7 +244,9 @@ def test_a_captured_run_follows_its_plan() -> None:
         graph.replay()
         _, wanted = problem.run(config, Form.FUSED)
         groups = len(problem.scored)
-        assert torch.equal(lists.positions[:groups], wanted.positions[:groups])
+        for group in problem.selected:
+            mine, theirs = (group.lists_in(of.positions, KV_HEADS) for of in (lists, wanted))
+            assert torch.equal(mine, theirs)
         assert torch.equal(lists.counts[:groups], wanted.counts[:groups])
 
 
@@ -249,10 +254,10 @@ def test_what_it_has_not_is_refused() -> None:
     made = Problem([((0,), 100, 30)])
     minmax = ScoreShape(8, 2, Source.MINMAX, 128)
     with pytest.raises(ValueError, match="own kernel"):
-        AnchorSelection(minmax, 1, 1, 100, 30, CONFIGS["8x128"], made.q.device, max_block_size=1)
+        AnchorSelection(minmax, 1, 1, 100, 64, CONFIGS["8x128"], made.q.device, max_block_size=1)
     with pytest.raises(ValueError, match="own kernel"):
-        AnchorSelection(made.shape, 1, 1, 100, 30, CONFIGS["8x128"], made.q.device, listed=True, max_block_size=1)
-    select = AnchorSelection(made.shape, 1, 1, 100, 30, CONFIGS["8x128"], made.q.device, max_block_size=1)
+        AnchorSelection(made.shape, 1, 1, 100, 64, CONFIGS["8x128"], made.q.device, listed=True, max_block_size=1)
+    select = AnchorSelection(made.shape, 1, 1, 100, 64, CONFIGS["8x128"], made.q.device, max_block_size=1)
     select.plan(made.scored, made.selected)
     scores = torch.zeros(made.room, device="cuda")
     with pytest.raises(ValueError, match="positive scale"):

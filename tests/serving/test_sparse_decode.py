@@ -10,13 +10,24 @@ import pytest
 import torch
 
 from sglang_ext.config import config_from_dict
-from sglang_ext.decode.buffers import KEPT_BYTES, ListsTooLargeError, groups_that_fit, num_sets
+from sglang_ext.decode.buffers import KEPT_BYTES, LIST_BYTES, ListsTooLargeError, list_entries, num_sets
 from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.decode.types import GroupRead, StepPath
 from sglang_ext.methods import parse_spec
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.prefix.residency import ResidentIndex
-from tests.sparse_server import KV_HEADS, LAYERS, ROLES, Server, searches, until_search, walk_groups, walk_own_tokens
+from tests.sparse_server import (
+    KV_HEADS,
+    LAYERS,
+    ROLES,
+    Server,
+    join_many,
+    searches,
+    until_search,
+    walk_groups,
+    walk_own_tokens,
+    walk_surplus,
+)
 
 CPU = torch.device("cpu")
 #: Layer 3 follows the first anchor, not the one before it.
@@ -113,27 +124,67 @@ def test_what_does_not_fit_is_left_to_others() -> None:
     assert not begins([1, 2], [index] * 2, [631, 631]), "longer than there is room for"
 
 
-def test_fewer_groups_have_lists_where_there_are_many_anchors(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert groups_that_fit(16, 1, 8, 1 << 17) == 16
-    assert groups_that_fit(16, 4, 8, 37_000) == 16
-    assert groups_that_fit(16, 31, 8, 74_000) == KEPT_BYTES // (30 * 8 * 74_000 * 4) == 7
+def test_lists_have_room_by_bytes() -> None:
+    assert list_entries(128, 1, 8, 2048) == 128 * 8 * 2048
+    assert list_entries(128, 1, 8, 30_001) == LIST_BYTES // 4 < 128 * 8 * 30_004
+    assert list_entries(128, 1, 8, 1 << 21) == 8 << 21, "one group always has room"
+    assert list_entries(128, 31, 8, 74_000) == KEPT_BYTES // (30 * 4) // 4 * 4 >= 7 * 8 * 74_000
     with pytest.raises(ListsTooLargeError, match=r"\(81 anchor layers, 8 KV heads, 1048576 positions\); set search_"):
-        groups_that_fit(16, 81, 8, 1 << 20)
-    # 256 positions of a prefix of 512 tokens, two heads, one set beside the first.
-    monkeypatch.setattr("sglang_ext.decode.buffers.KEPT_BYTES", 2 * 2 * 256 * 4)
-    server = Server(CPU, kernels=False, search_period=2)
-    assert "selects for 2 groups of requests at most, not 6" in caplog.text
-    for serial in (1, 2, 3):
-        server.join(serial, *server.prefix(200), 4)
-    server.step([1, 2])
-    with pytest.raises(AssertionError):
-        server.step([1, 2, 3])  # three groups: not planned
+        list_entries(16, 81, 8, 1 << 20)
 
 
-def test_without_decode_graphs_every_request_of_a_batch_may_have_an_index_of_its_own() -> None:
-    assert Server(CPU, 20, kernels=False).sparse._max_groups == 20
+@pytest.mark.parametrize("members", [[1] * 17, [1, 3, 1, 2] * 9, [1] * 64], ids=["17", "63 in 36", "64"])
+def test_any_number_of_prefixes_has_an_index(members: list[int]) -> None:
+    server = Server(CPU, 64, kernels=False, size=3)
+    serials = join_many(server, members)
+    assert len(server.step(serials)) == sum(members), "nothing is known of their slots yet"
+    server.step(serials)
+    reads = server.step(serials)
+    assert [one.rows for one in reads] == members
+    assert len({(one.prefix_len, one.budget) for one in reads}) > 10
+    server.leave(2)
+    left = [serial for serial in serials if serial != 2][::-1]
+    assert sum(one.rows for one in server.step(left)) == len(left)
+
+
+def test_every_set_of_lists_has_all_groups() -> None:
+    server = Server(CPU, 20, kernels=False, size=2, search_period=3, layer_plan=CROSSED)
+    serials = join_many(server, [1, 2] * 6 + [1])
+    until_search(server, serials)
+    assert searches(server, serials, 12).count(False) >= 6
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_where_lists_are_full_the_surplus_attends_all(period: int) -> None:
+    walk_surplus(Server(CPU, kernels=False, search_period=period))
+
+
+def test_where_the_operation_is_full_the_surplus_attends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(CPU, kernels=False)
+    monkeypatch.setattr(server.sparse.op, "fits", lambda lengths: sum(lengths) <= 250)
+    for serial, length in enumerate((200, 300, 100, 30), 1):
+        server.join(serial, *server.prefix(length), 5)
+    # Of the last one all would be attended.
+    assert server.step([1, 2, 3, 4]) == [GroupRead(1, 200, 40), GroupRead(1, 30, 30)]
+    server.leave(1)
+    assert server.step([2, 3, 4]) == [GroupRead(1, 100, 32), GroupRead(1, 30, 30)]
+    monkeypatch.setattr(server.sparse.op, "fits", lambda lengths: False)
+    assert server.sparse.plan(server.batch([2], [server.lens[2]])) is None
+
+
+def test_suffixes_that_lists_have_no_room_for_are_attended_whole() -> None:
+    server = Server(CPU, 12, kernels=False, size=2, suffix_dense_tokens=64)
+    for serial in range(1, 11):
+        server.join(serial, *server.prefix(100 + serial), 150 if serial % 2 else 20)
+    serials = list(range(1, 11))
+    assert len(server.step(serials)) == 10
+    assert [one.prefix_len for one in server.suffix_reads] == [112] * 5
+    # Room for the prefixes and two suffixes more: then for none, and for one prefix less.
+    server.sparse._lists.entries = KV_HEADS * 32 * 12
+    assert (len(server.step(serials)), len(server.suffix_reads)) == (10, 2)
+    server.sparse._lists.entries = KV_HEADS * 32 * 9
+    assert (len(server.step(serials)), len(server.suffix_reads)) == (9, 0)
+    assert [one.prefix_len for one in server.reads] == list(range(102, 111))
 
 
 def test_an_index_that_nobody_uses_any_more_is_not_held() -> None:

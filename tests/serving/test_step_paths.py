@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from prefix_kernels.launching import block_of
 from sglang_ext.config import config_from_dict
-from sglang_ext.decode.costs import Line, StepCosts
+from sglang_ext.decode.costs import Line, Lines, StepCosts
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
@@ -23,7 +23,7 @@ from tests.serving.planning import PREFIX, blank_index, capture_all, forward_of,
 
 ROWS, LAYERS = 4, 3
 #: Of 129 tokens exact costs 3 * 129 and sparse 129 + 2 * 33, beside a search of 2 * 200 or a part of it.
-COSTS = StepCosts(Line(0.0, 1.0), Line(200.0, 0.0), num_dense=1, num_anchors=2, num_reuse=0)
+COSTS = StepCosts(Lines({1: Line(0.0, 1.0)}), Lines({1: Line(200.0, 0.0)}), num_dense=1, num_anchors=2, num_reuse=0)
 
 
 class Batches:
@@ -95,3 +95,12 @@ def test_every_path_has_its_graph(roles: list[Any]) -> None:
     batches = Batches(roles, decode_path="sparse")
     found = {batches.step(0) for _ in range(10)}
     assert found == ({StepPath.SPARSE, StepPath.KEPT} if "anchor" in roles else {StepPath.SPARSE})
+
+
+def test_rows_that_lists_have_no_room_for_are_counted_and_attended_beside_the_others() -> None:
+    """Nothing is known of the requests' slots yet: each one is a group. Room for three of four lists of 32 tokens."""
+    batches = Batches(["dense", "anchor", "anchor"], decode_path="sparse", search_period=1)
+    batches.steps.sparse._lists.entries = 3 * 32
+    assert batches.step(0, 1, 2, 3) is StepPath.SPARSE
+    counters = batches.steps._counters
+    assert (counters.sparse_rows, counters.dense_rows, counters.fallbacks) == (3, 1, {"unsupported_mode": 1})

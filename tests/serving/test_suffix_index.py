@@ -65,35 +65,34 @@ def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_f
     assert rules.covering(own, ResidentIndex(_Entry()), LIMIT) is None, "it is of another prefix"  # type: ignore[arg-type]
 
 
-def covered(rules: SuffixRules, lens: list[int], most: int, before: list[Any] | None = None) -> list[int]:
+def covered(rules: SuffixRules, lens: list[int], before: list[Any] | None = None) -> list[int]:
     """Tokens that indexes of so many suffix tokens cover, 0 where there is none."""
-    found = rules.renew(before or [None] * len(lens), [prefix_index()] * len(lens), [PREFIX + n for n in lens], most)
+    found = rules.renew(before or [None] * len(lens), [prefix_index()] * len(lens), [PREFIX + n for n in lens])
     return [0 if one is None else one.prefix_len for one in found]
 
 
 def test_none_is_made_of_which_all_would_be_attended() -> None:
     rules = SuffixRules(LIMIT, 1 << 30, config_from_dict({"min_top_k": 128, "keep_ratio": 0.1}).budget)
-    assert [covered(rules, [own], 1) for own in (100, 160, 161, 176, 190)] == [[0], [0], [0], [144], [144]]
+    assert [covered(rules, [own]) for own in (100, 160, 161, 176, 190)] == [[0], [0], [0], [144], [144]]
 
 
-def test_the_longest_have_one_as_far_as_bytes_and_groups_go() -> None:
+def test_the_longest_have_one_as_far_as_bytes_go() -> None:
     lens, budget = [400, 900, 20, 640, 901], lambda covered: 16
-    assert covered(SuffixRules(LIMIT, 1 << 30, budget), lens, 5) == [368, 864, 0, 608, 864]
-    assert covered(SuffixRules(LIMIT, 1 << 30, budget), lens, 2) == [0, 864, 0, 0, 864]
-    assert covered(SuffixRules(LIMIT, 100 * (864 + 863), budget), lens, 5) == [0, 864, 0, 0, 0]
-    assert covered(SuffixRules(LIMIT, 100 * (864 + 864 + 607), budget), lens, 5) == [0, 864, 0, 0, 864]
+    assert covered(SuffixRules(LIMIT, 1 << 30, budget), lens) == [368, 864, 0, 608, 864]
+    assert covered(SuffixRules(LIMIT, 100 * (864 + 863), budget), lens) == [0, 864, 0, 0, 0]
+    assert covered(SuffixRules(LIMIT, 100 * (864 + 864 + 607), budget), lens) == [0, 864, 0, 0, 864]
 
 
 def test_one_is_kept_until_it_must_grow_and_goes_with_its_prefix() -> None:
     rules, prefix = SuffixRules(LIMIT, 1 << 30, lambda covered: 16), prefix_index()
-    (first,) = rules.renew([None], [prefix], [PREFIX + 300], 1)
-    assert rules.renew([first], [prefix], [PREFIX + 301], 1) == [first]
-    (grown,) = rules.renew([first], [prefix], [PREFIX + 400], 1)
+    (first,) = rules.renew([None], [prefix], [PREFIX + 300])
+    assert rules.renew([first], [prefix], [PREFIX + 301]) == [first]
+    (grown,) = rules.renew([first], [prefix], [PREFIX + 400])
     assert grown is not None
     assert grown is not first
-    (other,) = rules.renew([first], [prefix_index()], [PREFIX + 301], 1)
+    (other,) = rules.renew([first], [prefix_index()], [PREFIX + 301])
     assert other is not first
-    assert rules.renew([first], [None], [PREFIX + 301], 1) == [None], "without the prefix's index there is none"
+    assert rules.renew([first], [None], [PREFIX + 301]) == [None], "without the prefix's index there is none"
 
 
 # -- its arrays --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from sglang_ext.decode.types import DecodeBatch, StepPath
 from sglang_ext.methods.base import METHODS, Method
 from tests.decode_oracle import OracleGroup
@@ -33,11 +33,35 @@ def test_it_selects_for_groups_and_single_requests(kernels: bool) -> None:
     for _ in range(4):
         server.step([1, 2, 3], padded=1)
     if kernels:  # a start measures it
-        probe = SelectionGroup(server.lens[1] - 20, 64, num_sink=0, num_recent=0, slot_start=0)
-        server.sparse.op.plan_probe(3, probe)
-        lists = server.sparse._lists.first
+        probe = pack_lists([SelectionGroup(server.lens[1] - 20, 64)], KV_HEADS)
+        server.sparse.op.plan_probe(3, [(0, 1, 2)], probe)
+        lists = server.sparse._lists.of(0)
         server.sparse.op.run(3, torch.zeros(3, 1), 0.1, server.sparse._buffers.arena, None, lists)
         assert lists.counts[0].tolist() == [64] * KV_HEADS
+
+
+def test_costs_are_measured_with_one_group_and_with_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here by the entries that would be read: of all lists, and of all that were selected."""
+    server = Server(torch.device("cpu"), spec=EveryNthSpec())
+    sparse, lists = server.sparse, server.sparse._lists.of(0)
+    seen: list[tuple[int, int]] = []
+
+    def count(run: Any, device: torch.device) -> float:
+        lists.counts.zero_()
+        run()
+        seen.append((int((lists.counts[:, 0] > 0).sum()), int(lists.counts[:, 0].sum())))
+        return float(len(seen))
+
+    monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", count)
+    costs = sparse.measure(6, server.caches[0])
+    assert costs is not None
+    assert list(costs.attend) == list(costs.select) == [1, 4, 6]
+    # Nothing is selected where attention runs. One prefix has 512 tokens at most; all have what the lists have.
+    far = sparse._lists.entries // KV_HEADS
+    assert [groups for groups, _ in seen] == [0, 1] * 2 + [0, 4] * 2 + [0, 6] * 2
+    assert seen[3] == (1, server.config.group_budget(512, 6))
+    assert seen[7] == (4, 4 * server.config.group_budget(far // 4, 2))
+    assert sparse.measure(6, server.caches[0]) is None
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -55,26 +79,29 @@ def test_a_server_builds_stores_and_decodes_by_it(start: Any, graphs: bool, monk
 def test_a_captured_graph_replays_it_for_other_batches() -> None:
     """As the server does: captured once, replayed behind other plans."""
     device = torch.device("cuda")
-    server = Server(device, dtype=torch.bfloat16, dim=128, spec=EveryNthSpec())
+    server = Server(device, 24, dtype=torch.bfloat16, dim=128, size=2, spec=EveryNthSpec())
     first, second = server.prefix(300), server.prefix(210)
     for serial in (1, 2):
         server.join(serial, *first, 5 + serial)
     server.join(3, *second, 9)
+    for serial in range(4, 25):  # more groups than there are programs of a KV head in some launches
+        server.join(serial, *server.prefix(40 + 7 * serial), 3)
+    everyone = list(range(1, 25))
     for _ in range(4):
-        server.step([1, 2, 3])
-    q = torch.randn(len(server.caches), 3, server.shape.num_qo_heads, 128, device=device, dtype=torch.bfloat16)
+        server.step(everyone)
+    q = torch.randn(len(server.caches), 24, server.shape.num_qo_heads, 128, device=device, dtype=torch.bfloat16)
 
     def layers() -> list[torch.Tensor]:
         return [server.sparse.run(q[n], kv, n, 0.1) for n, kv in enumerate(server.caches)]
 
     graph = torch.cuda.CUDAGraph()
-    with server.sparse.capturing(3, StepPath.SPARSE):
-        assert server.sparse.measure(3, server.caches[0]) is not None
+    with server.sparse.capturing(24, StepPath.SPARSE):
+        assert server.sparse.measure(24, server.caches[0]) is not None
         layers()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             outs = layers()
-    for serials in ([1, 2, 3], [3, 1, 2]):
+    for serials in (everyone, everyone[::-1], everyone):
         batch: DecodeBatch = server.batch(serials, [server.lens[serial] for serial in serials])
         server.tracker.learn(batch)
         plan = server.sparse.plan(batch)

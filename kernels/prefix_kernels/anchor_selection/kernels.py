@@ -25,7 +25,6 @@ from prefix_kernels.top_k_selection.kernels import (
     counted_at,
     load_scores,
     ordered_keys,
-    pad_list,
     placed,
     window_keys,
 )
@@ -178,19 +177,19 @@ def select_kernel(
     all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, NUM_DIGITS], of all stretches, by upper and by lower bytes
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
     slot_table_ptr,  # int32 or int64 [arena]
-    positions_ptr,  # int32 [num_groups, num_kv_heads, max_budget], written
-    slots_ptr,  # int32 [num_groups, num_kv_heads, max_budget], written with HAS_SLOTS
+    positions_ptr,  # int32 arena of lists, written
+    slots_ptr,  # int32 arena of lists, written with HAS_SLOTS
     counts_ptr,  # int32 [num_groups, num_kv_heads], written
     sm_scale, q_stride_row, q_stride_head, k_stride_slot, k_stride_head, raw_stride_group, raw_stride_head,
     raw_stride_row, raw_stride_candidate, max_rows, max_items,
     num_totals,  # num_groups * num_kv_heads
-    max_budget, ITEM_FIELDS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
     ROW_UNITS: tl.constexpr, BITS: tl.constexpr, SOURCE: tl.constexpr, LISTED_ROWS: tl.constexpr,
     LISTED_CHANNELS: tl.constexpr, SUM_EVERY: tl.constexpr, REREAD: tl.constexpr, RAW_M: tl.constexpr,
     RAW_N: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
     LANES: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
     FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, PAD: tl.constexpr, OVERLAPPED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): its items, of which only the first may be shared with other programs."""
     # Behind a launch of scores alone: tables are read before that has ended, which writes none of them.
@@ -199,140 +198,140 @@ def select_kernel(
         wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
-    for item in range(tl.program_id(0), max_items, tl.num_programs(0)):
+    # There is a row of the table for every program, be there an item or not.
+    num_items = tl.load(items_ptr + tl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(tl.int32)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         fields = items_ptr + item * ITEM_FIELDS
         group = tl.load(fields)
-        if group >= 0:
-            chunk = tl.load(fields + 1).to(tl.int32)
-            num_chunks = tl.load(fields + 2).to(tl.int32)
-            prefix_len = tl.load(fields + 3).to(tl.int32)
-            selected = tl.load(fields + 4).to(tl.int32)
-            num_sink = tl.load(fields + 5).to(tl.int32)
-            recent_begin = tl.load(fields + 6).to(tl.int32)
-            slot_table = slot_table_ptr + tl.load(fields + 7)
-            row = group * num_heads + head
-            if FIRST_PHASE <= 2:
-                # All tables are asked for before what is in them is looked at.
-                row_begin = tl.load(groups_ptr + group * 4)
-                num_rows = tl.load(groups_ptr + group * 4 + 1)
-                channels_at, packed_at, scale_at, packed2_at, scale2_at = addresses(arrays_ptr + group * 5)
-            count = tl.load(heads_ptr + row * 4).to(tl.int32)
-            first_row = tl.load(heads_ptr + row * 4 + 1)
-            list_ptr = lists_ptr + tl.load(heads_ptr + row * 4 + 2)
-            scores_begin = tl.load(heads_ptr + row * 4 + 3)
-            scores = scores_ptr + (scores_begin // ALIGNED * ALIGNED if TOKENS else scores_begin)
-            block_shift = tl.load(block_shifts_ptr + row)
-            begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
-            token_begin = tl.minimum(begin << block_shift, prefix_len)
-            token_end = tl.minimum(end << block_shift, prefix_len)
-            first_item = head * max_items + item - chunk
-            if LATE:
-                wait_for_the_kernel_before(OVERLAPPED)
+        chunk = tl.load(fields + 1).to(tl.int32)
+        num_chunks = tl.load(fields + 2).to(tl.int32)
+        prefix_len = tl.load(fields + 3).to(tl.int32)
+        selected = tl.load(fields + 4).to(tl.int32)
+        num_sink = tl.load(fields + 5).to(tl.int32)
+        recent_begin = tl.load(fields + 6).to(tl.int32)
+        slot_table = slot_table_ptr + tl.load(fields + 7)
+        list_begin = tl.load(fields + 8) + head * tl.load(fields + 9)
+        row = group * num_heads + head
+        if FIRST_PHASE <= 2:
+            # All tables are asked for before what is in them is looked at.
+            row_begin = tl.load(groups_ptr + group * 4)
+            num_rows = tl.load(groups_ptr + group * 4 + 1)
+            channels_at, packed_at, scale_at, packed2_at, scale2_at = addresses(arrays_ptr + group * 5)
+        count = tl.load(heads_ptr + row * 4).to(tl.int32)
+        first_row = tl.load(heads_ptr + row * 4 + 1)
+        list_ptr = lists_ptr + tl.load(heads_ptr + row * 4 + 2)
+        scores_begin = tl.load(heads_ptr + row * 4 + 3)
+        scores = scores_ptr + (scores_begin // ALIGNED * ALIGNED if TOKENS else scores_begin)
+        block_shift = tl.load(block_shifts_ptr + row)
+        begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
+        token_begin = tl.minimum(begin << block_shift, prefix_len)
+        token_end = tl.minimum(end << block_shift, prefix_len)
+        first_item = head * max_items + item - chunk
+        if LATE:
+            wait_for_the_kernel_before(OVERLAPPED)
 
-            # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
-            threshold = tl.full([], 0, tl.uint32)
-            tile = tl.zeros([TILE], tl.float32)
-            above_before = token_begin
-            ties_before = 0
-            if selected < prefix_len:
-                if FIRST_PHASE <= 2:
-                    raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
-                    stats = first_item * max_rows
-                lowers = at_least_ptr + first_item * NUM_DIGITS
-                of_uppers = all_at_least_ptr + row * NUM_DIGITS
-                of_lowers = of_uppers + num_totals * NUM_DIGITS
-                if FIRST_PHASE > 2 and TOKENS:
-                    # On their way while it is found out which of them count.
-                    tile = load_scores(scores, token_begin, token_end, 0, TILE, True)
-                if FIRST_PHASE == 1:
-                    if chunk == 0:
-                        tl.store(of_uppers + tl.arange(0, NUM_DIGITS), 0)
-                        tl.store(of_lowers + tl.arange(0, NUM_DIGITS), 0)
-                    step = 1
-                    summed_begin, summed_end = begin, end
-                    if SUM_EVERY > 1:
-                        step = sum_step(count, SUM_EVERY)
-                        summed_begin, summed_end = stretch_of(chunk, num_chunks, num_summed(count, step), BLOCK_N)
-                    score_stretch(
-                        summed_begin, summed_end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at,
-                        scale_at, packed2_at, scale2_at, first_row, step, list_ptr, raw_base, scores,
-                        k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
-                        q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
-                        GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, REREAD,
-                        SUM_EVERY, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
-                    )  # fmt: skip
-                if FIRST_PHASE == 1 and LAST_PHASE > 1:
-                    meet(arrived_ptr + row, chunk, num_chunks)
-                if FIRST_PHASE <= 2 and LAST_PHASE >= 2:
-                    score_stretch(
-                        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
-                        packed2_at, scale2_at, first_row, 1, list_ptr, raw_base, scores,
-                        k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
-                        q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
-                        GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS,
-                        LISTED_CHANNELS, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
-                        RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
-                    )  # fmt: skip
-                    # A barrier ends each tile of scores: all of the program's are there.
-                    if TOKENS:
-                        tile = load_scores(scores, token_begin, token_end, 0, TILE, True)
-                    at_least, _ = _count_digits(
-                        tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin,
-                        token_begin, False, TILE, TOKENS,
-                    )  # fmt: skip
-                    # Integers: the order says nothing.
-                    tl.atomic_add(of_uppers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
-                if FIRST_PHASE <= 2 and LAST_PHASE > 2:
-                    meet(arrived_ptr + row, chunk, num_chunks)
-                if LAST_PHASE >= 3:
-                    upper_place, above, _ = _choose_digit(of_uppers, selected)
-                    upper = upper_place ^ (NUM_DIGITS - 1)
-                    need = selected - above
-                if FIRST_PHASE <= 3 and LAST_PHASE >= 3:
-                    at_least, higher = _count_digits(
-                        tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper,
-                        True, TILE, TOKENS,
-                    )  # fmt: skip
-                    tl.store(lowers + chunk * NUM_DIGITS + tl.arange(0, NUM_DIGITS), at_least)
-                    tl.store(higher_ptr + first_item + chunk, higher)
-                    tl.atomic_add(of_lowers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
-                if FIRST_PHASE <= 3 and LAST_PHASE > 3:
-                    meet(arrived_ptr + row, chunk, num_chunks)
-                if LAST_PHASE == 4:
-                    above_before = _sum_of(higher_ptr + first_item, chunk, BLOCK_CHUNKS)
-                    lower_place, above, ties = _choose_digit(of_lowers, need)
-                    lower = lower_place ^ (NUM_DIGITS - 1)
-                    more_before, ties_before, _, _ = counted_at(lowers, chunk, 0, lower_place, BLOCK_CHUNKS)
-                    above_before += more_before
-                    # The last ties are taken. Those that are skipped count below zero.
-                    ties_before -= above + ties - need
-                    threshold = (upper.to(tl.uint32) << DIGIT_BITS) | lower.to(tl.uint32)
-            if LAST_PHASE == 4:
-                positions = positions_ptr + row * max_budget
-                slots = slots_ptr + row * max_budget
-                for start in range(token_begin, token_end, TILE):
-                    token = start + tl.arange(0, TILE)
-                    listed = load_scores(scores, start, token_end, block_shift, TILE, TOKENS)
-                    keys = window_keys(listed, start, num_sink, recent_begin, KEY_BITS, TILE)
-                    # Of a whole prefix no score was written, and any key will do.
-                    keys = tl.where(selected < prefix_len, keys, 1)
-                    place, chosen, both = placed(keys, token < token_end, threshold, above_before, ties_before)
-                    # A candidate of a list is called by its own position.
-                    position = token
-                    if LISTED_ROWS and SOURCE != KEYS:
-                        position = tl.load(list_ptr + token, mask=chosen, other=0).to(tl.int32)
-                    tl.store(positions + place, position, mask=chosen)
-                    if HAS_SLOTS:
-                        slot = tl.load(slot_table + position, mask=chosen, other=0)
-                        tl.store(slots + place, slot.to(tl.int32), mask=chosen)
-                    if start + TILE < token_end:
-                        tile_total = tl.sum(both, axis=0)
-                        above_before += tile_total & 65535
-                        ties_before += tile_total >> 16
+        # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
+        threshold = tl.full([], 0, tl.uint32)
+        tile = tl.zeros([TILE], tl.float32)
+        above_before = token_begin
+        ties_before = 0
+        if selected < prefix_len:
+            if FIRST_PHASE <= 2:
+                raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
+                stats = first_item * max_rows
+            lowers = at_least_ptr + first_item * NUM_DIGITS
+            of_uppers = all_at_least_ptr + row * NUM_DIGITS
+            of_lowers = of_uppers + num_totals * NUM_DIGITS
+            if FIRST_PHASE > 2 and TOKENS:
+                # On their way while it is found out which of them count.
+                tile = load_scores(scores, token_begin, token_end, 0, TILE, True)
+            if FIRST_PHASE == 1:
                 if chunk == 0:
-                    tl.store(counts_ptr + row, selected)
-                if PAD:
-                    pad_list(positions, slots, selected + chunk * TILE, num_chunks * TILE, max_budget, HAS_SLOTS, TILE)
+                    tl.store(of_uppers + tl.arange(0, NUM_DIGITS), 0)
+                    tl.store(of_lowers + tl.arange(0, NUM_DIGITS), 0)
+                step = 1
+                summed_begin, summed_end = begin, end
+                if SUM_EVERY > 1:
+                    step = sum_step(count, SUM_EVERY)
+                    summed_begin, summed_end = stretch_of(chunk, num_chunks, num_summed(count, step), BLOCK_N)
+                score_stretch(
+                    summed_begin, summed_end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at,
+                    scale_at, packed2_at, scale2_at, first_row, step, list_ptr, raw_base, scores,
+                    k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
+                    q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
+                    GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, REREAD,
+                    SUM_EVERY, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
+                )  # fmt: skip
+            if FIRST_PHASE == 1 and LAST_PHASE > 1:
+                meet(arrived_ptr + row, chunk, num_chunks)
+            if FIRST_PHASE <= 2 and LAST_PHASE >= 2:
+                score_stretch(
+                    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
+                    packed2_at, scale2_at, first_row, 1, list_ptr, raw_base, scores,
+                    k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
+                    q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
+                    GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS,
+                    LISTED_CHANNELS, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
+                    RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
+                )  # fmt: skip
+                # A barrier ends each tile of scores: all of the program's are there.
+                if TOKENS:
+                    tile = load_scores(scores, token_begin, token_end, 0, TILE, True)
+                at_least, _ = _count_digits(
+                    tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin,
+                    token_begin, False, TILE, TOKENS,
+                )  # fmt: skip
+                # Integers: the order says nothing.
+                tl.atomic_add(of_uppers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
+            if FIRST_PHASE <= 2 and LAST_PHASE > 2:
+                meet(arrived_ptr + row, chunk, num_chunks)
+            if LAST_PHASE >= 3:
+                upper_place, above, _ = _choose_digit(of_uppers, selected)
+                upper = upper_place ^ (NUM_DIGITS - 1)
+                need = selected - above
+            if FIRST_PHASE <= 3 and LAST_PHASE >= 3:
+                at_least, higher = _count_digits(
+                    tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper,
+                    True, TILE, TOKENS,
+                )  # fmt: skip
+                tl.store(lowers + chunk * NUM_DIGITS + tl.arange(0, NUM_DIGITS), at_least)
+                tl.store(higher_ptr + first_item + chunk, higher)
+                tl.atomic_add(of_lowers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
+            if FIRST_PHASE <= 3 and LAST_PHASE > 3:
+                meet(arrived_ptr + row, chunk, num_chunks)
+            if LAST_PHASE == 4:
+                above_before = _sum_of(higher_ptr + first_item, chunk, BLOCK_CHUNKS)
+                lower_place, above, ties = _choose_digit(of_lowers, need)
+                lower = lower_place ^ (NUM_DIGITS - 1)
+                more_before, ties_before, _, _ = counted_at(lowers, chunk, 0, lower_place, BLOCK_CHUNKS)
+                above_before += more_before
+                # The last ties are taken. Those that are skipped count below zero.
+                ties_before -= above + ties - need
+                threshold = (upper.to(tl.uint32) << DIGIT_BITS) | lower.to(tl.uint32)
+        if LAST_PHASE == 4:
+            positions = positions_ptr + list_begin
+            slots = slots_ptr + list_begin
+            for start in range(token_begin, token_end, TILE):
+                token = start + tl.arange(0, TILE)
+                listed = load_scores(scores, start, token_end, block_shift, TILE, TOKENS)
+                keys = window_keys(listed, start, num_sink, recent_begin, KEY_BITS, TILE)
+                # Of a whole prefix no score was written, and any key will do.
+                keys = tl.where(selected < prefix_len, keys, 1)
+                place, chosen, both = placed(keys, token < token_end, threshold, above_before, ties_before)
+                # A candidate of a list is called by its own position.
+                position = token
+                if LISTED_ROWS and SOURCE != KEYS:
+                    position = tl.load(list_ptr + token, mask=chosen, other=0).to(tl.int32)
+                tl.store(positions + place, position, mask=chosen)
+                if HAS_SLOTS:
+                    slot = tl.load(slot_table + position, mask=chosen, other=0)
+                    tl.store(slots + place, slot.to(tl.int32), mask=chosen)
+                if start + TILE < token_end:
+                    tile_total = tl.sum(both, axis=0)
+                    above_before += tile_total & 65535
+                    ties_before += tile_total >> 16
+            if chunk == 0:
+                tl.store(counts_ptr + row, selected)
     if LATE:
         # Whoever has no item, too: this kernel's end says that the one before has ended.
         wait_for_the_kernel_before(OVERLAPPED)

@@ -33,9 +33,9 @@ _REGISTERS = 65536
 _HOPPER = 9
 _CHANNELS = (32, 64, 96, 128)
 """That sm_90's own kernel has: pieces of 32."""
-ITEM_FIELDS = 8
+ITEM_FIELDS = 11
 """int64 fields of an item: group, chunk, the group's number of chunks, prefix_len, tokens that are selected, num_sink,
-recent_begin, slot_start. Group -1: nothing to do."""
+recent_begin, slot_start, list_begin, head_stride, number of all items (in every row of the table)."""
 _MOST_ROWS = 2**31
 """Of codes, that it can number; it looks a few steps ahead."""
 _STEPS_AHEAD = 6
@@ -175,22 +175,22 @@ def share_programs(lengths: Sequence[int], num_programs: int) -> list[int]:
     return shares
 
 
-def make_items(groups: Sequence[SelectionGroup], max_groups: int, num_programs: int) -> list[list[int]]:
+def make_items(groups: Sequence[SelectionGroup], num_programs: int) -> list[list[int]]:
     """Items in the order of programs: program p has items p, p + num_programs, and so on.
 
     Items of a group follow each other. A group that is cut has its items among the first `num_programs`, one to a
-    program, so programs that wait for each other have nothing before that others wait for. A group without tokens, and
-    one that the plan does not name, has an item behind: it writes a count of 0 and the padding.
+    program, so programs that wait for each other have nothing before that others wait for. A group without tokens has
+    an item behind: it writes a count of 0.
     """
     some = [g for g, group in enumerate(groups) if group.prefix_len]
     shares = dict(zip(some, share_programs([groups[g].prefix_len for g in some], num_programs), strict=True))
     items: list[list[int]] = []
-    for g in some + [g for g in range(max_groups) if g not in shares]:
-        group = groups[g] if g < len(groups) else SelectionGroup(0, 1)
-        share = shares.get(g, 1)
+    for g in some + [g for g in range(len(groups)) if g not in shares]:
+        group, share = groups[g], shares.get(g, 1)
         rest = [share, group.prefix_len, group.count, group.num_sink, group.prefix_len - group.num_recent]
-        items += [[g, chunk, *rest, group.slot_start] for chunk in range(share)]
-    return items
+        rest += [group.slot_start, group.list_begin, group.head_stride]
+        items += [[g, chunk, *rest] for chunk in range(share)]
+    return [[*item, len(items)] for item in items]
 
 
 class AnchorSelection:
@@ -208,7 +208,7 @@ class AnchorSelection:
         max_batch: requests of a batch, at most.
         max_groups: groups of a batch, at most.
         max_prefix_len: tokens of a prefix, or entries of a list, at most.
-        max_budget: tokens that are selected per group and KV head, at most: the width of the lists.
+        list_entries: of the lists of all groups and KV heads together, at most.
         config: tile and schedule.
         device: where the buffers are made.
         listed: whether candidates are named by a list (always with KEYS).
@@ -227,7 +227,7 @@ class AnchorSelection:
         max_batch: int,
         max_groups: int,
         max_prefix_len: int,
-        max_budget: int,
+        list_entries: int,
         config: AnchorConfig,
         device: torch.device,
         *,
@@ -236,10 +236,10 @@ class AnchorSelection:
         form: Form = Form.FUSED,
         num_programs: int | None = None,
     ) -> None:
-        sizes = (max_batch, max_groups, max_prefix_len, max_budget)
+        sizes = (max_batch, max_groups, max_prefix_len, list_entries)
         if min(sizes) < 1 or max_prefix_len >= _MOST_TOKENS:
             raise ValueError(
-                "expected max_batch, max_groups, max_prefix_len and max_budget of at least 1 and max_prefix_len < "
+                "expected max_batch, max_groups, max_prefix_len and list_entries of at least 1 and max_prefix_len < "
                 f"2^30, got {sizes}"
             )
         if shape.source is Source.RAW:
@@ -249,7 +249,7 @@ class AnchorSelection:
         if config.specialized:
             _check_fits(config, shape, device, listed, max_block_size)
         self.shape, self.config, self.form, self.device = shape, config, form, device
-        self.max_groups, self.max_prefix_len, self.max_budget = max_groups, max_prefix_len, max_budget
+        self.max_groups, self.max_prefix_len, self.list_entries = max_groups, max_prefix_len, list_entries
         self.max_block_size = max_block_size
         self._tables = ScoreTables(shape, max_batch, max_groups, device, listed=listed)
         heads = shape.num_kv_heads
@@ -274,13 +274,13 @@ class AnchorSelection:
         self._arrived = integers(max_groups, heads, dtype=torch.int64)
         self._peak = torch.empty(heads, max_score_items, self._tables.max_rows, dtype=torch.float32, device=device)
         self._total = torch.empty_like(self._peak)
-        self._slots_end = self._scores_end = 0
+        self._slots_end = self._scores_end = self._lists_end = 0
         self.plan((), ())
 
     def new_lists(self, *, with_slots: bool = False) -> SelectedLists:
         """Buffers for `run()`, holding no selection. One for each layer whose lists must outlive the next run."""
-        shape = (self.max_groups, self.shape.num_kv_heads, self.max_budget)
-        return new_lists(shape, self._items.device, with_slots=with_slots)
+        counts = (self.max_groups, self.shape.num_kv_heads)
+        return new_lists(self.list_entries, counts, self._items.device, with_slots=with_slots)
 
     def plan(self, scored: Sequence[ScoredGroup], selected: Sequence[SelectionGroup]) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
@@ -292,8 +292,8 @@ class AnchorSelection:
 
         Raises:
             ValueError: as `ScoreTables.plan` says; another number of groups in one than in the other; prefixes,
-                budgets or blocks that are larger than there is room for; or candidates that are not the blocks of the
-                prefix. The plan before stays in force.
+                lists or blocks that are larger than there is room for; lists of KV heads that overlap; or candidates
+                that are not the blocks of the prefix. The plan before stays in force.
         """
         if len(scored) != len(selected):
             raise ValueError(
@@ -316,15 +316,17 @@ class AnchorSelection:
         # Scores of tokens are read four at a time.
         self._scores_end = max(ends, default=0)
         self._scores_end += -self._scores_end % _ALIGNED if self._tokens else 0
+        self._lists_end = max((group.lists_end(self.shape.num_kv_heads) for group in selected), default=0)
         self._slots_end = 0
         if not self._tables.listed or self.shape.source is Source.KEYS:
             self._slots_end = max((group.slot_start + group.prefix_len for group in selected), default=0)
 
     def _send_items(self, selected: Sequence[SelectionGroup], programs: int, buffer: Tensor) -> None:
         table = torch.zeros(buffer.shape, dtype=torch.int64)
-        table[:, 0] = -1
-        items = make_items(selected, self.max_groups, programs)
-        table[: len(items)] = torch.tensor(items, dtype=torch.int64)
+        items = make_items(selected, programs)
+        table[:, -1] = len(items)
+        if items:
+            table[: len(items)] = torch.tensor(items, dtype=torch.int64)
         send(table, buffer)
 
     def run(
@@ -334,7 +336,6 @@ class AnchorSelection:
         lists: SelectedLists,
         *,
         slot_table: Tensor | None = None,
-        pad: bool = True,
     ) -> None:
         """Select as planned, in one launch, two where sm_90's own kernel scores, or in four (`form`).
 
@@ -342,9 +343,8 @@ class AnchorSelection:
             inputs: queries and what they are scored against; `raw` as in `PooledScores.run`, for few rows.
             scores: fp32 arena, written at the groups' `score_begins`: natural log of the pooled share of attention.
                 Not written for a group whose budget holds all of its tokens.
-            lists: written; every entry, unless `pad` is off.
+            lists: written, up to the counts.
             slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
-            pad: write -1 behind the counts.
 
         Raises:
             ValueError: a tensor that the source needs is missing, or of another shape or dtype than planned for; slots
@@ -363,9 +363,9 @@ class AnchorSelection:
             raise ValueError(
                 "expected candidates apart from the lists that are written, got one tensor; use new_lists()"
             )
-        shape = (self.max_groups, self.shape.num_kv_heads, self.max_budget)
-        check_lists(lists, shape, slot_table, self._slots_end)
-        arguments |= self._own_arguments(inputs, lists, slot_table) | {"PAD": pad}
+        counts = (self.max_groups, self.shape.num_kv_heads)
+        check_lists(lists, counts, self._lists_end, slot_table, self._slots_end)
+        arguments |= self._own_arguments(inputs, lists, slot_table)
         joined, heads = self.form is Form.FUSED, self.shape.num_kv_heads
         if self.config.specialized:
             _check_inputs(inputs)
@@ -408,7 +408,6 @@ class AnchorSelection:
             "counts_ptr": lists.counts,
             "max_rows": self._tables.max_rows,
             "max_items": self._items.shape[0],
-            "max_budget": self.max_budget,
             "ITEM_FIELDS": ITEM_FIELDS,
             "SOURCE": int(self.shape.source),
             "POOL": POOL[self.shape.pooling],
@@ -421,10 +420,12 @@ class AnchorSelection:
         }
 
     def _check_group(self, of: ScoredGroup, group: SelectionGroup, sizes: list[int]) -> None:
-        if group.prefix_len > self.max_prefix_len or group.count > self.max_budget or max(sizes) > self.max_block_size:
+        found = (group.prefix_len, group.lists_end(self.shape.num_kv_heads), max(sizes))
+        limits = (self.max_prefix_len, self.list_entries, self.max_block_size)
+        if any(one > most for one, most in zip(found, limits, strict=True)):
             raise ValueError(
-                f"expected at most {self.max_prefix_len} tokens of a prefix, {self.max_budget} selected and blocks of "
-                f"{self.max_block_size}, got {group.prefix_len}, {group.count} and {max(sizes)}; raise the limits"
+                f"expected at most {limits} tokens of a prefix, entries of lists and tokens of a block, got {found}; "
+                "raise the limits"
             )
         if group.num_candidates is not None:
             raise ValueError(

@@ -183,58 +183,59 @@ def score_items_sm90_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
     factor = sm_scale * LOG2E
-    for item in range(gl.program_id(0), max_items, gl.num_programs(0)):
+    # There is a row of the table for every program, be there an item or not.
+    num_items = gl.load(items_ptr + gl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(gl.int32)
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         fields = items_ptr + item * ITEM_FIELDS
         group = gl.load(fields)
-        if group >= 0:
-            chunk = gl.load(fields + 1).to(gl.int32)
-            num_chunks = gl.load(fields + 2).to(gl.int32)
-            prefix_len = gl.load(fields + 3).to(gl.int32)
-            selected = gl.load(fields + 4).to(gl.int32)
-            num_sink = gl.load(fields + 5).to(gl.int32)
-            recent_begin = gl.load(fields + 6).to(gl.int32)
-            row = group * num_heads + head
-            row_begin = gl.load(groups_ptr + group * 4)
-            num_rows = gl.load(groups_ptr + group * 4 + 1)
-            count = gl.load(heads_ptr + row * 4).to(gl.int32)
-            first_row = gl.load(heads_ptr + row * 4 + 1).to(gl.int32)
-            scores = (scores_ptr + gl.load(heads_ptr + row * 4 + 3), num_sink, recent_begin)
-            channels_ptr = gl.load(arrays_ptr + group * 5).to(gl.pointer_type(gl.int16)) + head * CHANNELS
-            packed_ptr = gl.multiple_of(gl.load(arrays_ptr + group * 5 + 1).to(gl.pointer_type(gl.int32)), 16)
-            scale_ptr = gl.load(arrays_ptr + group * 5 + 2).to(gl.pointer_type(gl.float32)) + head * CHANNELS
-            stretch = gl.cdiv(gl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
-            begin = gl.minimum(chunk * stretch, count)
-            end = gl.minimum(begin + stretch, count)
-            stats = (head * max_items + item - chunk) * max_rows
-            if selected < prefix_len:
-                codes = (packed_ptr, first_row, begin, end)
-                of_group = (row_begin, num_rows, head)
-                strides = (q_stride_row, q_stride_head)
-                query = (q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides)
-                put = (peak_ptr, total_ptr, max_rows)
-                own = stats + chunk * max_rows
-                unit = factor
-                if FIRST_PHASE == 1 and SUM_EVERY > 1:
-                    step = _sum_step(count, SUM_EVERY)
-                    first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
-                    summed = (packed_ptr, first_row, first, last, step)
-                    unit = sum_sample_item(summed, query, put, own, factor, sizes)
-                if FIRST_PHASE == 1:
-                    if chunk == 0:
-                        place = gl.arange(0, NUM_DIGITS, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
-                        gl.store(all_at_least_ptr + row * NUM_DIGITS + place, 0)
-                        gl.store(all_at_least_ptr + (row + num_totals) * NUM_DIGITS + place, 0)
-                    if SUM_EVERY == 1:
-                        unit = sum_item(codes, query, put, own, factor, sizes)
-                # The first codes are asked for before the others are waited for.
-                words = _first_words(codes, sizes)
-                if FIRST_PHASE == 1 and LAST_PHASE > 1:
-                    _meet(arrived_ptr + row, chunk, num_chunks)
-                if LAST_PHASE > FIRST_PHASE:
-                    # All programs of this launch are on the GPU: none waits for one that the next launch keeps away.
-                    _let_the_next_kernel_come()
-                if LAST_PHASE >= 2:
-                    _pool_item(
-                        words, codes, query, put, stats, num_chunks, factor, unit, scores,
-                        all_at_least_ptr + row * NUM_DIGITS, FIRST_PHASE == 2, SUM_EVERY, BLOCK_CHUNKS, sizes,
-                    )  # fmt: skip
+        chunk = gl.load(fields + 1).to(gl.int32)
+        num_chunks = gl.load(fields + 2).to(gl.int32)
+        prefix_len = gl.load(fields + 3).to(gl.int32)
+        selected = gl.load(fields + 4).to(gl.int32)
+        num_sink = gl.load(fields + 5).to(gl.int32)
+        recent_begin = gl.load(fields + 6).to(gl.int32)
+        row = group * num_heads + head
+        row_begin = gl.load(groups_ptr + group * 4)
+        num_rows = gl.load(groups_ptr + group * 4 + 1)
+        count = gl.load(heads_ptr + row * 4).to(gl.int32)
+        first_row = gl.load(heads_ptr + row * 4 + 1).to(gl.int32)
+        scores = (scores_ptr + gl.load(heads_ptr + row * 4 + 3), num_sink, recent_begin)
+        channels_ptr = gl.load(arrays_ptr + group * 5).to(gl.pointer_type(gl.int16)) + head * CHANNELS
+        packed_ptr = gl.multiple_of(gl.load(arrays_ptr + group * 5 + 1).to(gl.pointer_type(gl.int32)), 16)
+        scale_ptr = gl.load(arrays_ptr + group * 5 + 2).to(gl.pointer_type(gl.float32)) + head * CHANNELS
+        stretch = gl.cdiv(gl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
+        begin = gl.minimum(chunk * stretch, count)
+        end = gl.minimum(begin + stretch, count)
+        stats = (head * max_items + item - chunk) * max_rows
+        if selected < prefix_len:
+            codes = (packed_ptr, first_row, begin, end)
+            of_group = (row_begin, num_rows, head)
+            strides = (q_stride_row, q_stride_head)
+            query = (q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides)
+            put = (peak_ptr, total_ptr, max_rows)
+            own = stats + chunk * max_rows
+            unit = factor
+            if FIRST_PHASE == 1 and SUM_EVERY > 1:
+                step = _sum_step(count, SUM_EVERY)
+                first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
+                summed = (packed_ptr, first_row, first, last, step)
+                unit = sum_sample_item(summed, query, put, own, factor, sizes)
+            if FIRST_PHASE == 1:
+                if chunk == 0:
+                    place = gl.arange(0, NUM_DIGITS, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
+                    gl.store(all_at_least_ptr + row * NUM_DIGITS + place, 0)
+                    gl.store(all_at_least_ptr + (row + num_totals) * NUM_DIGITS + place, 0)
+                if SUM_EVERY == 1:
+                    unit = sum_item(codes, query, put, own, factor, sizes)
+            # The first codes are asked for before the others are waited for.
+            words = _first_words(codes, sizes)
+            if FIRST_PHASE == 1 and LAST_PHASE > 1:
+                _meet(arrived_ptr + row, chunk, num_chunks)
+            if LAST_PHASE > FIRST_PHASE:
+                # All programs of this launch are on the GPU: none waits for one that the next launch keeps away.
+                _let_the_next_kernel_come()
+            if LAST_PHASE >= 2:
+                _pool_item(
+                    words, codes, query, put, stats, num_chunks, factor, unit, scores,
+                    all_at_least_ptr + row * NUM_DIGITS, FIRST_PHASE == 2, SUM_EVERY, BLOCK_CHUNKS, sizes,
+                )  # fmt: skip

@@ -27,8 +27,9 @@ class Segment:
     Attributes:
         rows: batch rows, one query row each. Empty: nothing to do.
         length: entries of the list that may be attended, 0 allowed; the arena must have as many, for each head.
-        list_begin: where the list begins in the arena of slots.
-        head_stride: entries from one KV head's list to the next; 0 where all heads read the same one.
+        list_begin: where the list begins in its arena of slots.
+        head_stride: entries from one KV head's list to the next, in the arena of such lists; 0 where all heads read the
+            same one, in the arena of these.
         list_id: row of the device's table of counts that bounds the list per KV head; -1 for exactly `length`.
 
     Raises:

@@ -50,6 +50,7 @@ def attend_items_kernel(
     k_ptr,  # [num_slots, num_kv_heads, HEAD_DIM]
     v_ptr,  # [num_slots, num_kv_heads, V_DIM]
     slots_ptr,  # int32 or int64 [arena]
+    head_slots_ptr,  # the same, of lists that are not those of all KV heads: with a head_stride
     rows_ptr,  # int32 [num_tile_requests], batch rows
     counts_ptr,  # int32 [num_lists, num_kv_heads]
     head_map_ptr,  # int32 [num_kv_heads], whose list a KV head reads
@@ -84,7 +85,10 @@ def attend_items_kernel(
         source = tl.load(head_map_ptr + head)
         if list_id >= 0:
             end = tl.minimum(end, tl.load(counts_ptr + list_id * tl.num_programs(0) + source))
-        list_ptr = slots_ptr + list_begin + source * head_stride
+        arena_ptr = slots_ptr
+        if head_stride > 0:
+            arena_ptr = head_slots_ptr
+        list_ptr = arena_ptr + list_begin + source * head_stride
 
         m = tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)

@@ -42,14 +42,16 @@ class ReferenceAttention:
         *,
         counts: Tensor | None = None,
         head_map: Tensor | None = None,
+        head_slots: Tensor | None = None,
     ) -> None:
         """As `GroupedAttention.run`: out = softmax(sm_scale * q k^T) v over all entries of the row's segments."""
         gqa = q.shape[1] // kv.num_kv_heads
+        arenas = (slots, slots if head_slots is None else head_slots)
         out.zero_()
         lse.fill_(-torch.inf)
         for row in range(q.shape[0]):
             for head in range(kv.num_kv_heads):
-                listed = self._slots_of(row, head if head_map is None else int(head_map[head]), slots, counts)
+                listed = self._slots_of(row, head if head_map is None else int(head_map[head]), arenas, counts)
                 if listed is None:
                     continue
                 part = slice(head * gqa, (head + 1) * gqa)
@@ -58,7 +60,7 @@ class ReferenceAttention:
                 values = kv.v_scale * kv.v_cache[listed, head].float()
                 out[row, part] = (scores.softmax(dim=1) @ values).to(out.dtype)
 
-    def _slots_of(self, row: int, head: int, slots: Tensor, counts: Tensor | None) -> Tensor | None:
+    def _slots_of(self, row: int, head: int, arenas: tuple[Tensor, Tensor], counts: Tensor | None) -> Tensor | None:
         parts = []
         for segment in self._segments:
             if row not in segment.rows:
@@ -67,8 +69,8 @@ class ReferenceAttention:
             if segment.list_id >= 0:
                 if counts is None:
                     raise ValueError("expected counts of the lists that segments name, got none; hand in counts")
-                length = min(length, int(counts.flatten()[segment.list_id * counts.shape[1] + head]))
+                length = min(length, int(counts[segment.list_id, head]))
             begin = segment.list_begin + head * segment.head_stride
-            parts.append(slots[begin : begin + length])
+            parts.append(arenas[segment.head_stride > 0][begin : begin + length])
         found = torch.cat(parts).long() if parts else None
         return found if found is not None and len(found) else None

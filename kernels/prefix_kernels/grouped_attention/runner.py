@@ -221,6 +221,7 @@ class GroupedAttention:
         *,
         counts: Tensor | None = None,
         head_map: Tensor | None = None,
+        head_slots: Tensor | None = None,
     ) -> None:
         """Attend as planned. One launch per pass and one for the merge.
 
@@ -238,14 +239,15 @@ class GroupedAttention:
             lse: [batch, num_qo_heads] fp32, written, natural log: -inf where a row has nothing to attend.
             counts: int32 [num_lists, num_kv_heads], entries of the lists that segments name by `list_id`.
             head_map: int32 [num_kv_heads], for a reuse layer: KV head h reads the list and count of head `head_map[h]`;
-                None: its own. An entry of num_kv_heads or more reaches what no segment names: a list that begins
-                `head_stride` times that entry behind the segment's, and a count as many entries behind the first of its
-                row. The caller sees to it that both are there.
+                None: its own.
+            head_slots: the arena, like `slots`, of the segments with a `head_stride`: together with `counts` the lists
+                of a layer. None: `slots`.
 
         Raises:
             ValueError: tensors of another shape than planned for, or what the specialized kernel cannot read.
         """
-        self._check_run(q, kv, slots, out, lse)
+        head_slots = slots if head_slots is None else head_slots
+        self._check_run(q, kv, slots, head_slots, out, lse)
         self._check_lists(q, counts, head_map)
         if any(one.config.specialized for one in self._launches):
             _check_inputs(q, kv, sm_scale)
@@ -254,7 +256,7 @@ class GroupedAttention:
         head_map = self._own_heads if head_map is None else head_map
         scales = {"sm_scale": float(sm_scale * kv.k_scale), "v_scale": float(kv.v_scale)}
         for one in self._launches:
-            arguments = {**self._arguments(one, q, kv, slots, out, lse, counts, head_map), **scales}
+            arguments = {**self._arguments(one, q, kv, slots, head_slots, out, lse, counts, head_map), **scales}
             if one.config.specialized:
                 num_spans = len(self.passes) if self._merges_itself else 0
                 merging = {"spans_ptr": self._spans, "arrived_ptr": self._arrived, "NUM_SPANS": num_spans}
@@ -303,6 +305,7 @@ class GroupedAttention:
         q: Tensor,
         kv: PagedKV,
         slots: Tensor,
+        head_slots: Tensor,
         out: Tensor,
         lse: Tensor,
         counts: Tensor,
@@ -315,6 +318,7 @@ class GroupedAttention:
             "k_ptr": kv.k_cache,
             "v_ptr": kv.v_cache,
             "slots_ptr": slots,
+            "head_slots_ptr": head_slots,
             "rows_ptr": one.rows,
             "counts_ptr": counts,
             "head_map_ptr": head_map,
@@ -339,7 +343,7 @@ class GroupedAttention:
             "BLOCK_N": one.config.block_n,
         }
 
-    def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, out: Tensor, lse: Tensor) -> None:
+    def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, head_slots: Tensor, out: Tensor, lse: Tensor) -> None:
         shape = self.shape
         heads = (q.shape[0], shape.num_qo_heads)
         if AttentionShape.of(q, kv) != shape or q.shape[0] > self.max_batch or q.shape[2] != shape.head_dim:
@@ -353,6 +357,9 @@ class GroupedAttention:
         if lse.dtype is not torch.float32 or not lse.is_contiguous():
             raise ValueError(f"expected lse contiguous in float32, got {lse.dtype}")
         check_arena("slots", slots)
+        check_arena("head_slots", head_slots)
+        if head_slots.dtype is not slots.dtype:
+            raise ValueError(f"expected head_slots in the dtype of slots, {slots.dtype}, got {head_slots.dtype}")
         for name, tensor in (("q", q), ("k_cache", kv.k_cache), ("v_cache", kv.v_cache), ("out", out)):
             if tensor.stride(2) != 1:
                 raise ValueError(f"expected {name} with adjacent channels, got strides {tensor.stride()}")

@@ -54,7 +54,7 @@ def _fetch(queue, ring, pool, sizes: gl.constexpr):
     RING: gl.constexpr = sizes[5]
     items_ptr, first, num_items, counts_ptr, source, head, num_heads = queue
     k_ring, v_ring, k_full, k_free, v_full, v_free = ring
-    k_ptr, v_ptr, slots_ptr, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head = pool
+    k_ptr, v_ptr, slots_ptr, head_slots_ptr, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head = pool
     k_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     v_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V_DIM, V_DIM // 8], [4, 1], [1, 0])
     CHUNK: gl.constexpr = BLOCK_N if BLOCK_N < 64 else 64  # of which the slots fit the registers
@@ -66,7 +66,10 @@ def _fetch(queue, ring, pool, sizes: gl.constexpr):
     phase = 1
     _, _, list_begin, head_stride, list_id, begin, listed, _ = first
     for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
-        list_ptr = slots_ptr + list_begin.to(gl.int64) + source * head_stride.to(gl.int64)
+        arena_ptr = slots_ptr
+        if head_stride > 0:
+            arena_ptr = head_slots_ptr
+        list_ptr = arena_ptr + list_begin.to(gl.int64) + source * head_stride.to(gl.int64)
         # The first slots are asked for before the count on the device is known, and again where there are fewer: what
         # stands behind the count is read, never used. Past the end the last key is copied once more, so no copy is
         # predicated and no key is read that is not listed.
@@ -226,6 +229,7 @@ def attend_items_sm90_kernel(
     k_ptr,  # [num_slots, num_kv_heads, HEAD_DIM]
     v_ptr,  # [num_slots, num_kv_heads, V_DIM]
     slots_ptr,  # int32 or int64 [arena]
+    head_slots_ptr,  # the same, of lists that are not those of all KV heads: with a head_stride
     rows_ptr,  # int32 [num_tile_requests], batch rows
     counts_ptr,  # int32 [num_lists, num_kv_heads]
     head_map_ptr,  # int32 [num_kv_heads], whose list a KV head reads
@@ -278,7 +282,7 @@ def attend_items_sm90_kernel(
         hopper.mbarrier.init(v_free.index(place), count=HALVES)
     queue = (items_ptr, first, num_items, counts_ptr, source, head, num_heads)
     ring = (k_ring, v_ring, k_full, k_free, v_full, v_free)
-    pool = (k_ptr, v_ptr, slots_ptr, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head)
+    pool = (k_ptr, v_ptr, slots_ptr, head_slots_ptr, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head)
     query = (q_ptr, rows_ptr, batch, q_stride_row, q_stride_head, q_tile, qk_scale)
     result = (partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, out_stride_row, out_stride_head, v_scale)
     merging = (spans_ptr, arrived_ptr, some_parts)

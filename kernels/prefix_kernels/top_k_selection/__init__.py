@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import Selection
 
-__all__ = ["SelectionGroup", "top_k_selection"]
+__all__ = ["SelectionGroup", "pack_lists", "top_k_selection"]
 
 
 def top_k_selection(

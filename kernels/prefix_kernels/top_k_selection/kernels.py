@@ -117,17 +117,6 @@ def placed(keys, there, threshold, above_before, ties_before):
 
 
 @triton.jit
-def pad_list(positions, slots, begin, step, max_budget, HAS_SLOTS: tl.constexpr, TILE: tl.constexpr):
-    """-1 into every `step`-th tile of entries from `begin` on."""
-    for start in range(begin, max_budget, step):
-        entry = start + tl.arange(0, TILE)
-        nothing = tl.full([TILE], -1, tl.int32)
-        tl.store(positions + entry, nothing, mask=entry < max_budget)
-        if HAS_SLOTS:
-            tl.store(slots + entry, nothing, mask=entry < max_budget)
-
-
-@triton.jit
 def count_digits_kernel(
     scores_ptr,  # fp32 [arena]
     items_ptr,  # int64 [max_items, NUM_FIELDS], see `plan.py`
@@ -211,12 +200,12 @@ def list_selected_kernel(
     above_ptr,  # int32 [num_kv_heads, max_items], after the last pass but one
     candidates_ptr,  # int32 [max_groups, num_kv_heads, candidates] by its strides: positions, ascending; where LISTED
     slot_table_ptr,  # int32 or int64 [arena]
-    positions_ptr,  # int32 [max_groups, num_kv_heads, max_budget], written
-    slots_ptr,  # int32 [max_groups, num_kv_heads, max_budget], written with HAS_SLOTS
+    positions_ptr,  # int32 arena of lists, written
+    slots_ptr,  # int32 arena of lists, written with HAS_SLOTS
     counts_ptr,  # int32 [max_groups, num_kv_heads], written
-    max_budget, candidates_stride_group, candidates_stride_head, NUM_FIELDS: tl.constexpr, KEY_BITS: tl.constexpr,
+    candidates_stride_group, candidates_stride_head, NUM_FIELDS: tl.constexpr, KEY_BITS: tl.constexpr,
     TILE: tl.constexpr, TOKENS: tl.constexpr, BLOCK_C: tl.constexpr, LISTED: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    PAD: tl.constexpr, OVERLAPPED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item): lists its chunk's tokens above the threshold, and the last ones of those at it.
 
@@ -241,6 +230,7 @@ def list_selected_kernel(
         scores_begin = tl.load(fields + 9) + head * tl.load(fields + 10)
         scores = scores_ptr + (scores_begin // ALIGNED * ALIGNED if TOKENS else scores_begin)
         slot_table = slot_table_ptr + tl.load(fields + 11)
+        list_begin = tl.load(fields + 12) + head * tl.load(fields + 13)
         row = group * num_heads + head
         block_shift = tl.load(block_shifts_ptr + row)
         tile = load_scores(scores, begin, end, block_shift, TILE, TOKENS)
@@ -263,8 +253,8 @@ def list_selected_kernel(
                 chunk = first + tl.arange(0, BLOCK_C)
                 known = tl.load(above_ptr + first_chunk + chunk, mask=chunk < own_chunk, other=0)
                 above_before += tl.sum(known, axis=0)
-        positions = positions_ptr + row.to(tl.int64) * max_budget
-        slots = slots_ptr + row.to(tl.int64) * max_budget
+        positions = positions_ptr + list_begin
+        slots = slots_ptr + list_begin
         candidates = candidates_ptr + group.to(tl.int64) * candidates_stride_group + head * candidates_stride_head
         for start in range(begin, end, TILE):
             token = start + tl.arange(0, TILE)
@@ -284,6 +274,3 @@ def list_selected_kernel(
             ties_before += tile_total >> 16
         if item == first_item:
             tl.store(counts_ptr + row, count)
-        if PAD:
-            begin = count + (item - first_item) * TILE
-            pad_list(positions, slots, begin, num_chunks * TILE, max_budget, HAS_SLOTS, TILE)

@@ -71,7 +71,7 @@ class TopKSelection:
         max_groups: groups of a batch, at most.
         num_kv_heads: KV heads.
         max_prefix_len: tokens of a prefix, or candidates where they are listed, at most.
-        max_budget: tokens that are selected per group and KV head, at most: the width of the lists.
+        list_entries: of the lists of all groups and KV heads together, at most.
         device: where everything lies.
         key_bits: how scores are told apart. 32: as they are. 24: in relative steps of 2^-15, one launch less. 16:
             natural logarithms of probabilities, in steps of 6.7e-4 from -44 to 0 (what lies outside ties at the ends),
@@ -89,7 +89,7 @@ class TopKSelection:
         max_groups: int,
         num_kv_heads: int,
         max_prefix_len: int,
-        max_budget: int,
+        list_entries: int,
         device: torch.device,
         *,
         key_bits: int = 32,
@@ -97,15 +97,15 @@ class TopKSelection:
         num_programs: int | None = None,
         max_block_size: int = 64,
     ) -> None:
-        sizes = (max_groups, num_kv_heads, max_prefix_len, max_budget)
+        sizes = (max_groups, num_kv_heads, max_prefix_len, list_entries)
         if min(sizes) < 1 or max_prefix_len >= _MOST_TOKENS:
             raise ValueError(
-                "expected max_groups, num_kv_heads, max_prefix_len and max_budget of at least 1 and max_prefix_len < "
+                "expected max_groups, num_kv_heads, max_prefix_len and list_entries of at least 1 and max_prefix_len < "
                 f"2^30, got {sizes}"
             )
         if key_bits not in (16, 24, 32):
             raise ValueError(f"expected key_bits 16, 24 or 32, got {key_bits}; 32 ranks any scores exactly")
-        self.max_groups, self.num_kv_heads, self.max_prefix_len, self.max_budget = sizes
+        self.max_groups, self.num_kv_heads, self.max_prefix_len, self.list_entries = sizes
         self.key_bits, self.max_block_size = key_bits, max_block_size
         per_sm = 2 if config is None else config.programs_per_sm
         self._target = max(1, (num_programs or programs_at_once(device, per_sm)) // num_kv_heads)
@@ -121,23 +121,23 @@ class TopKSelection:
         self._at_least = integers(num_passes, num_kv_heads, self._max_items, _NUM_DIGITS)
         self._fixed = integers(num_passes, max_groups, num_kv_heads, 2)
         self._above = integers(num_passes, num_kv_heads, self._max_items)
-        self._scores_end = self._slots_end = 0
+        self._scores_end = self._slots_end = self._lists_end = 0
         self.plan(())
 
     def new_lists(self, *, with_slots: bool = False) -> SelectedLists:
         """Buffers for `run()`, holding no selection. One for each layer whose lists must outlive the next run."""
-        shape = (self.max_groups, self.num_kv_heads, self.max_budget)
-        return new_lists(shape, self._items.device, with_slots=with_slots)
+        counts = (self.max_groups, self.num_kv_heads)
+        return new_lists(self.list_entries, counts, self._items.device, with_slots=with_slots)
 
     def plan(self, groups: Sequence[SelectionGroup]) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait.
 
         Args:
-            groups: row g of the lists is that of the group at place g; rows behind the last get counts of 0.
+            groups: row g of the counts is that of the group at place g; rows behind the last are left as they are.
 
         Raises:
-            ValueError: more groups, longer prefixes or larger budgets than there is room for, or another number of
-                block sizes than KV heads.
+            ValueError: more groups, longer prefixes or longer lists than there is room for, lists of KV heads that
+                overlap, or another number of block sizes than KV heads.
         """
         if len(groups) > self.max_groups:
             raise ValueError(f"expected at most {self.max_groups} groups, got {len(groups)}; raise max_groups")
@@ -147,10 +147,11 @@ class TopKSelection:
                 "list all positions of the others, or select from them apart"
             )
         for group in groups:
-            if group.num_scored > self.max_prefix_len or group.count > self.max_budget:
+            if group.num_scored > self.max_prefix_len or group.lists_end(self.num_kv_heads) > self.list_entries:
                 raise ValueError(
-                    f"expected at most {self.max_prefix_len} tokens of a prefix and {self.max_budget} selected, got "
-                    f"{group.num_scored} and {group.count}; raise max_prefix_len or max_budget"
+                    f"expected at most {self.max_prefix_len} tokens of a prefix and {self.list_entries} entries of "
+                    f"lists, got {group.num_scored} and {group.lists_end(self.num_kv_heads)}; raise max_prefix_len or "
+                    "list_entries"
                 )
             if max(group.block_sizes(self.num_kv_heads)) > self.max_block_size:
                 raise ValueError(
@@ -167,14 +168,16 @@ class TopKSelection:
             shifts[g] = torch.tensor([size.bit_length() - 1 for size in group.block_sizes(self.num_kv_heads)])
         table = torch.zeros(self._items.shape, dtype=torch.int64)
         table[:, 0] = -1
-        items = cut_groups(groups, self.max_groups, self._target, self.config.tile)
-        table[: len(items)] = torch.tensor(items, dtype=torch.int64)
+        items = cut_groups(groups, self._target, self.config.tile)
+        if items:
+            table[: len(items)] = torch.tensor(items, dtype=torch.int64)
         send(table, self._items)
         send(shifts, self._block_shifts)
         self._scores_end = max((group.scores_end(self.num_kv_heads) for group in groups), default=0)
         if self.max_block_size == 1:
             self._scores_end += -self._scores_end % _ALIGNED
         self._slots_end = max((group.slot_start + group.prefix_len for group in groups), default=0)
+        self._lists_end = max((group.lists_end(self.num_kv_heads) for group in groups), default=0)
         # An empty plan fits either kind of run, for instance the one that is captured.
         self._listed = groups[0].num_candidates is not None if groups else None
         self._most_candidates = max((group.num_candidates or 0 for group in groups), default=0)
@@ -186,18 +189,16 @@ class TopKSelection:
         *,
         slot_table: Tensor | None = None,
         candidates: Tensor | None = None,
-        pad: bool = True,
     ) -> None:
         """Select as planned: one launch for every 8 bits of a key, one that writes the lists.
 
         Args:
             scores: fp32 arena in which the groups' scores lie, higher is better. -inf and NaN rank last. Not written.
-            lists: written; every entry, unless `pad` is off.
+            lists: written, up to the counts.
             slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
             candidates: int32 [max_groups, num_kv_heads, most candidates of a group, or more], adjacent entries: of each
                 KV head the ascending positions that its scores are of, where the plan has `num_candidates`. Not
                 written; not `lists.positions`.
-            pad: write -1 behind the counts, which attention does not need.
 
         Raises:
             ValueError: tensors of another shape or dtype than planned for, slots without a table, or candidates that
@@ -243,9 +244,7 @@ class TopKSelection:
             "positions_ptr": lists.positions,
             "slots_ptr": lists.positions if lists.slots is None else lists.slots,
             "counts_ptr": lists.counts,
-            "max_budget": self.max_budget,
             "HAS_SLOTS": lists.slots is not None,
-            "PAD": pad,
         }
         # Left alone, the compiler takes so many registers that only half of the programs run at a time.
         launch(list_selected_kernel, grid, arguments, num_warps=config.num_warps, maxnreg=config.max_registers)
@@ -257,7 +256,7 @@ class TopKSelection:
             raise ValueError(
                 f"expected an arena of {self._scores_end} scores, got {scores.shape[0]}; was it planned so?"
             )
-        check_lists(lists, (self.max_groups, self.num_kv_heads, self.max_budget), slot_table, self._slots_end)
+        check_lists(lists, (self.max_groups, self.num_kv_heads), self._lists_end, slot_table, self._slots_end)
 
     def _check_candidates(self, candidates: Tensor | None, lists: SelectedLists) -> None:
         if self._listed is not None and self._listed != (candidates is not None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from weakref import WeakKeyDictionary
 
@@ -25,8 +26,8 @@ from sglang_ext.prefix.residency import LayerArrays
 
 _ALIGNED = 4
 """Scores of a KV head begin at a multiple of this."""
-_RAW_ROWS = 8
-"""Query rows, at most, whose raw scores are kept: beyond, codes that are scored twice are read faster."""
+_RAW_ROWS, _RAW_BYTES = 8, 256 << 20
+"""Query rows, and device memory, at most, of raw scores that are kept: beyond, codes are scored twice."""
 
 _numbers = itertools.count()
 
@@ -63,7 +64,7 @@ class TokenIndexOp(SelectOp):
         self._scores = torch.zeros(shape.num_kv_heads * sizes.room, dtype=torch.float32, device=device)
         self._addresses = torch.zeros(num_layers, sizes.max_groups, 5, dtype=torch.int64, device=device)
         self._raw: dict[int, Tensor] = {}
-        self._probed: tuple[Tensor, ...] = ()
+        self._probed: list[tuple[Tensor, ...]] = []
         self._found: dict[int, AnchorSelection] = {}
         self._known: WeakKeyDictionary[Index, tuple[int, Tensor]] = WeakKeyDictionary()
 
@@ -85,12 +86,16 @@ class TokenIndexOp(SelectOp):
         capability = torch.cuda.get_device_capability(self._device) if on_gpu else (9, 0)
         config = default_config(self.shape, size, capability, specialized=self._specialized)
         if config.block_m not in self._found:
+            sizes = self._sizes
+            highest = default_config(self.shape, sizes.max_batch, capability, specialized=self._specialized).block_m
+            # A lower tile than the highest holds all rows of its batches.
+            requests = sizes.max_batch if config.block_m == highest else config.block_m // self.shape.gqa
             self._found[config.block_m] = AnchorSelection(
                 self.shape,
-                self._sizes.max_batch * self._sizes.groups_of_a_row,
-                self._sizes.max_groups,
-                self._sizes.max_prefix_len,
-                self._sizes.max_budget,
+                requests * sizes.groups_of_a_row,
+                min(requests * sizes.groups_of_a_row, sizes.max_groups),
+                sizes.max_prefix_len,
+                sizes.list_entries,
                 config,
                 self._device,
                 max_block_size=1,
@@ -105,7 +110,7 @@ class TokenIndexOp(SelectOp):
         selection = self._of(size)
         self._raw_scores(selection, size)  # made before a capture
         if not groups:
-            self._probed = ()
+            self._probed = []
             selection.plan((), ())
             return
         arrays = [arrays_of(index.layers[0]) for index in indexes]
@@ -115,15 +120,17 @@ class TokenIndexOp(SelectOp):
             addresses[:, number] = self._known[index][1]
         send(addresses, self._addresses)
 
-    def plan_probe(self, size: int, group: SelectionGroup) -> None:
-        shape, length, device = self.shape, group.prefix_len, self._device
+    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
+        shape, lengths, device = self.shape, [group.prefix_len for group in groups], self._device
         row_bytes = shape.channels * shape.bits // 8
-        self._probed = (
-            torch.arange(shape.channels, dtype=torch.int16, device=device).expand(shape.num_kv_heads, -1).contiguous(),
-            torch.randint(256, (shape.num_kv_heads, length, row_bytes), dtype=torch.uint8, device=device),
-            torch.ones(shape.num_kv_heads, shape.channels, dtype=torch.float32, device=device),
-        )
-        self._of(size).plan(self._scored([tuple(range(size))], [length], [self._probed]), [group])
+        channels = torch.arange(shape.channels, dtype=torch.int16, device=device)
+        channels = channels.expand(shape.num_kv_heads, -1).contiguous()
+        scale = torch.ones(shape.num_kv_heads, shape.channels, dtype=torch.float32, device=device)
+        self._probed = [
+            (channels, torch.randint(256, (shape.num_kv_heads, n, row_bytes), dtype=torch.uint8, device=device), scale)
+            for n in lengths
+        ]
+        self._of(size).plan(self._scored(rows, lengths, self._probed), groups)
 
     def _scored(
         self, rows: Sequence[tuple[int, ...]], lengths: Sequence[int], arrays: Sequence[tuple[Tensor, ...]]
@@ -142,18 +149,20 @@ class TokenIndexOp(SelectOp):
     ) -> None:
         """See the base; how many launches that are, `AnchorSelection.run` says."""
         selection = self._of(size)
-        arrays = None if layer is None else self._addresses[layer]
-        inputs = ScoreInputs(q, sm_scale, raw=self._raw_scores(selection, size), arrays=arrays)
-        selection.run(inputs, self._scores, lists, slot_table=slot_table, pad=False)
+        arrays = None if layer is None else self._addresses[layer, : selection.max_groups]
+        inputs = ScoreInputs(q[:size], sm_scale, raw=self._raw_scores(selection, size), arrays=arrays)
+        selection.run(inputs, self._scores, lists, slot_table=slot_table)
 
     def _raw_scores(self, selection: AnchorSelection, size: int) -> Tensor | None:
-        """Room for raw scores of so few rows that it pays, where they are kept at all; made at the first call."""
+        """Room for raw scores of so few rows that it pays, where they are kept and fit; made at the first call."""
         rows = size * self.shape.gqa
         if rows > _RAW_ROWS or selection.config.specialized or self.shape.sum_every > 1:
             return None
+        groups = min(size * self._sizes.groups_of_a_row, self._sizes.max_groups)
+        wanted = (groups, self.shape.num_kv_heads, self._sizes.max_prefix_len, rows)
+        if 4 * math.prod(wanted) > _RAW_BYTES:
+            return None
         if size not in self._raw:
-            groups = min(size * self._sizes.groups_of_a_row, self._sizes.max_groups)
-            wanted = (groups, self.shape.num_kv_heads, self._sizes.max_prefix_len, rows)
             self._raw[size] = torch.zeros(wanted, dtype=torch.float32, device=self._device).transpose(2, 3)
         return self._raw[size]
 

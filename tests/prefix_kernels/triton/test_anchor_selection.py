@@ -16,7 +16,7 @@ from prefix_kernels.low_bit import quantize
 from prefix_kernels.pooled_scores import PooledScores, ScoredGroup, ScoreShape, Source
 from prefix_kernels.pooled_scores.runner import ScoreInputs
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.top_k_selection.runner import TopKConfig, TopKSelection
 from prefix_kernels.types import SelectedLists
 from tests.prefix_kernels.triton.conftest import INTERPRETED
@@ -117,7 +117,7 @@ def problem(
         table_at += length
     shape = ScoreShape(HEADS, KV_HEADS, source, dim, bits, pooling=pooling, sum_every=sum_every)
     lists = torch.cat(arena_of_lists).int().to(device) if arena_of_lists else None
-    return Problem(shape, q, scored, selected, at + 4, lists, k_cache, max(block_sizes))
+    return Problem(shape, q, scored, pack_lists(selected, KV_HEADS), at + 4, lists, k_cache, max(block_sizes))
 
 
 def runner(
@@ -128,7 +128,7 @@ def runner(
         max(8, made.q.shape[0]),
         max_groups,
         5000,
-        700,
+        KV_HEADS * 1400,
         config,
         made.q.device,
         listed=made.listed,
@@ -138,9 +138,7 @@ def runner(
     )
 
 
-def select(
-    one: AnchorSelection, made: Problem, *, raw: Tensor | None = None, pad: bool = True
-) -> tuple[Tensor, SelectedLists]:
+def select(one: AnchorSelection, made: Problem, *, raw: Tensor | None = None) -> tuple[Tensor, SelectedLists]:
     """Plan and run into buffers that hold garbage before."""
     device = made.q.device
     lists = one.new_lists(with_slots=True)
@@ -150,7 +148,7 @@ def select(
     scores = torch.full((made.room,), torch.nan, device=device)
     one.plan(made.scored, made.selected)
     inputs = ScoreInputs(made.q, SM_SCALE, made.k_cache, made.lists, raw)
-    one.run(inputs, scores, lists, slot_table=slot_table(device), pad=pad)
+    one.run(inputs, scores, lists, slot_table=slot_table(device))
     return scores, lists
 
 
@@ -188,7 +186,7 @@ def check(made: Problem, scores: Tensor, lists: SelectedLists, one: AnchorSelect
         one.max_groups,
         KV_HEADS,
         one.max_prefix_len,
-        one.max_budget,
+        one.list_entries,
         device,
         key_bits=16,
         max_block_size=one.max_block_size,
@@ -198,21 +196,20 @@ def check(made: Problem, scores: Tensor, lists: SelectedLists, one: AnchorSelect
     top_k.plan(made.selected)
     theirs = top_k.new_lists()
     top_k.run(scores.nan_to_num(nan=0.0), theirs)
-    assert torch.equal(lists.counts, theirs.counts)
+    groups = len(made.selected)
+    assert torch.equal(lists.counts[:groups], theirs.counts[:groups])
+    assert bool((lists.counts[groups:] == POISON).all())
     table = slot_table(device)
     assert lists.slots is not None
     for g, group in enumerate(made.selected):
-        for head in range(KV_HEADS):
-            places = theirs.positions[g, head, : group.count].long()
+        for head, places in enumerate(group.lists_in(theirs.positions, KV_HEADS).long()):
             if made.lists is not None and made.k_cache is None:
                 begin = made.scored[g].list_begins[head]
                 places = made.lists[begin + places].long()
-            assert torch.equal(lists.positions[g, head, : group.count].long(), places), (g, head)
-            assert torch.equal(lists.slots[g, head, : group.count], table[group.slot_start + places])
-            for buffer in (lists.positions, lists.slots):
-                assert bool((buffer[g, head, group.count :] == -1).all())
+            assert torch.equal(group.lists_in(lists.positions, KV_HEADS)[head].long(), places), (g, head)
+            assert torch.equal(group.lists_in(lists.slots, KV_HEADS)[head], table[group.slot_start + places])
     for buffer in (lists.positions, lists.slots):
-        assert bool((buffer[len(made.selected) :] == -1).all())
+        assert int((buffer != POISON).sum()) == KV_HEADS * sum(group.count for group in made.selected), "nothing else"
 
 
 THREE = [((0, 3), 700, 111), ((2,), 1301, 333), ((1,), 90, 90)]
@@ -311,12 +308,14 @@ def test_more_rows_than_a_tile(form: Form, device: torch.device) -> None:
     check(made, *select(one, made), one)
 
 
-def test_padding_may_be_left_out(device: torch.device) -> None:
-    made = problem(Source.LOW_BIT, device, THREE)
-    _, lists = select(runner(made, FORMS[-1]), made, pad=False)
-    for g, group in enumerate(made.selected):
-        assert bool((lists.positions[g, :, group.count :] == POISON).all())
-        assert bool((lists.positions[g, :, : group.count] < group.prefix_len).all())
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_many_more_groups_than_programs(form: Form, device: torch.device) -> None:
+    """Lists of all lengths, one behind the other, where programs take groups in turns."""
+    made = problem(Source.LOW_BIT, device, [((n,), 40 + 11 * n, 7 + 5 * n) for n in range(20)], windows=(2, 4))
+    one = runner(made, form, max_groups=24)
+    check(made, *select(one, made), one)
+    some = replace(made, scored=made.scored[4:7], selected=made.selected[4:7])
+    check(some, *select(one, some), one)
 
 
 def test_a_last_few_chunks_are_not_worth_a_round_of_their_own(device: torch.device) -> None:
@@ -350,7 +349,7 @@ def test_the_interpreter_refuses_programs_that_wait(device: torch.device) -> Non
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        ((0, 1, 1, 1), {}, "max_budget of at least 1"),
+        ((0, 1, 1, 1), {}, "list_entries of at least 1"),
         ((1, 1, 2**30, 1), {}, "max_prefix_len < 2.30, got"),
         ((1, 1, 1, 1), {"source": Source.RAW}, "got Source.RAW; use TopKSelection"),
         ((1, 1, 1, 1), {"listed": True, "max_block_size": 16}, "1 token where they are listed, got 16"),
@@ -381,13 +380,14 @@ def test_what_runs_where_nothing_was_tuned(
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     made = problem(Source.LOW_BIT, device, [((0,), 300, 30)])
-    one = AnchorSelection(made.shape, 1, 1, 300, 30, CONFIG, device, max_block_size=1, form=FORMS[0])
+    one = AnchorSelection(made.shape, 1, 1, 300, 62, CONFIG, device, max_block_size=1, form=FORMS[0])
     (scored,), (selected,) = made.scored, made.selected
     for of, group, message in (
         ([scored], [], "as many groups scored as selected, got 1 and 0"),
-        ([scored], [replace(selected, prefix_len=301)], "at most 300 tokens of a prefix, 30 selected and blocks of 1"),
-        ([scored], [replace(selected, budget=31)], "got 300, 31 and 1"),
-        ([scored], [replace(selected, block_size=2)], "got 300, 30 and 2"),
+        ([scored], [replace(selected, prefix_len=301)], r"at most .300, 62, 1. tokens of a prefix, entries of"),
+        ([scored], [replace(selected, list_begin=1)], "got .300, 63, 1."),
+        ([scored], [replace(selected, block_size=2)], "got .300, 62, 2."),
+        ([scored], [replace(selected, head_stride=29)], "head_stride of at least 30, the tokens selected, got 29"),
         ([scored], [replace(selected, prefix_len=299)], r"expected .299, 299. candidates, .* got .300, 300."),
         ([replace(scored, score_begins=(0, 301))], [selected], r"multiples of 4, got .0, 301."),
         ([scored] * 2, [selected] * 2, "at most 1 groups"),
@@ -409,7 +409,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
             one.run(*arguments, slot_table=table)
     # Scores of tokens are read four at a time.
     odd = problem(Source.LOW_BIT, device, [((0,), 301, 30)])
-    other = AnchorSelection(odd.shape, 1, 1, 301, 30, CONFIG, device, max_block_size=1, form=FORMS[0])
+    other = AnchorSelection(odd.shape, 1, 1, 301, 62, CONFIG, device, max_block_size=1, form=FORMS[0])
     other.plan([replace(odd.scored[0], score_begins=(0, 304))], odd.selected)
     with pytest.raises(ValueError, match=r"scores .arena. of 608 entries or more"):
         other.run(ScoreInputs(odd.q, SM_SCALE), torch.zeros(605, device=device), other.new_lists())
@@ -431,7 +431,7 @@ def test_one_launch_is_four_on_a_whole_gpu(dtype: torch.dtype, device: torch.dev
     q, table = made.q, torch.arange(100_100, device=device).int()
 
     def build(form: Form) -> tuple[AnchorSelection, torch.Tensor, SelectedLists]:
-        one = AnchorSelection(made.shape, 8, 4, 70_001, 700, CONFIG, device, max_block_size=1, form=form)
+        one = AnchorSelection(made.shape, 8, 4, 70_001, KV_HEADS * 1036, CONFIG, device, max_block_size=1, form=form)
         return one, torch.full((made.room,), torch.nan, device=device), one.new_lists(with_slots=True)
 
     def same(first: tuple[torch.Tensor, SelectedLists], second: tuple[torch.Tensor, SelectedLists]) -> None:

@@ -259,13 +259,15 @@ def test_reuse_heads_read_another_head_s_list(kernel: Kernel, device: torch.devi
     attention.plan([Segment((0, 1), 20, head_stride=20, list_id=1)])
     counts = torch.tensor([[9, 9, 9], [5, 20, 7]], dtype=torch.int32, device=device)
     heads = torch.tensor([2, 2, 0], dtype=torch.int32, device=device)
-    out, lse = run(attention, q, kv, lists, 0.1, counts=counts, head_map=heads)
-    for head, chosen in enumerate((range(40, 47), range(40, 47), range(5))):
-        part = slice(head * 2, head * 2 + 2)
-        oracle = dense_attention(
-            q[:, part], keys[list(chosen), head : head + 1], values[list(chosen), head : head + 1], 0.1
-        )
-        close(out[:, part], lse[:, part], oracle, kernel.dtype)
+    others = torch.zeros_like(lists)
+    for arenas in ({"slots": lists}, {"slots": others, "head_slots": lists}):
+        out, lse = run(attention, q, kv, sm_scale=0.1, counts=counts, head_map=heads, **arenas)
+        for head, chosen in enumerate((range(40, 47), range(40, 47), range(5))):
+            part, listed = slice(head * 2, head * 2 + 2), list(chosen)
+            oracle = dense_attention(q[:, part], keys[listed, head : head + 1], values[listed, head : head + 1], 0.1)
+            close(out[:, part], lse[:, part], oracle, kernel.dtype)
+    with pytest.raises(ValueError, match=r"head_slots in the dtype of slots, torch.int32, got torch.int64"):
+        run(attention, q, kv, others, 0.1, counts=counts, head_slots=lists.long())
 
 
 def test_fp8_keys_and_values_with_scales(device: torch.device) -> None:

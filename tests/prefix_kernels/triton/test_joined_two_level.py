@@ -15,6 +15,7 @@ from prefix_kernels.launching import recording
 from prefix_kernels.low_bit import LowBitTensor, quantize
 from prefix_kernels.pooled_scores import ScoreShape, Source
 from prefix_kernels.pooling import Pooling
+from prefix_kernels.top_k_selection.plan import list_stride
 from prefix_kernels.two_level_selection import LayerIndex, TwoLevelGroup, TwoLevelSelection
 from prefix_kernels.types import SelectedLists
 from tests.prefix_kernels.triton.conftest import INTERPRETED
@@ -22,7 +23,8 @@ from tests.prefix_kernels.triton.conftest import INTERPRETED
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 FORMS = pytest.mark.parametrize("form", [Form.UNFUSED] if INTERPRETED else list(Form), ids=lambda form: form.name)
 HEADS, GQA, DIM, KEPT = 2, 2, 64, 48
-BATCH, MAX_GROUPS, MAX_PREFIX, MAX_CANDIDATES, MAX_BUDGET, LAYERS = 6, 4, 720, 410, 330, 2
+BATCH, MAX_GROUPS, MAX_PREFIX, MAX_CANDIDATES, MAX_ENTRIES, LAYERS = 6, 4, 720, 410, 2 * 750, 2
+POISON = 1_000_007
 MAX_BLOCKS = MAX_PREFIX // 16
 CONFIG = AnchorConfig(block_n=64)
 SM_SCALE = 0.2
@@ -93,7 +95,9 @@ def groups_of() -> list[tuple[TwoLevelGroup, list[Index]]]:
     found = []
     for number, (rows, blocks, sizes, windows, slots) in enumerate(GROUPS):
         made = [index_of(sizes[0], blocks, 100 * number + layer) for layer in range(LAYERS)]
-        group = TwoLevelGroup(rows, *sizes, tuple(one.layer for one in made), blocks, *windows, slots)
+        begin = sum(HEADS * list_stride(before[2][2]) for before in GROUPS[:number])
+        place = (begin, list_stride(sizes[2]))
+        group = TwoLevelGroup(rows, *sizes, tuple(one.layer for one in made), blocks, *windows, slots, *place)
         found.append((group, made))
     return found
 
@@ -104,8 +108,8 @@ def shapes(pooling: Pooling) -> tuple[ScoreShape, ScoreShape]:
 
 
 def stage(shape: ScoreShape, form: Form = Form.UNFUSED, num_chunks: int = 1, **options: Any) -> AnchorSelection:
-    second = {"max_prefix_len": MAX_CANDIDATES, "max_budget": MAX_BUDGET, "listed": True, "max_block_size": 1}
-    first = {"max_prefix_len": MAX_PREFIX, "max_budget": MAX_CANDIDATES, "listed": False, "max_block_size": 32}
+    second = {"max_prefix_len": MAX_CANDIDATES, "list_entries": MAX_ENTRIES, "listed": True, "max_block_size": 1}
+    first = {"max_prefix_len": MAX_PREFIX, "list_entries": MAX_ENTRIES, "listed": False, "max_block_size": 32}
     sizes: dict[str, Any] = {
         "max_groups": MAX_GROUPS,
         **(first if shape.source is Source.MINMAX else second),
@@ -124,14 +128,14 @@ def joined(form: Form = Form.UNFUSED, num_chunks: int = 1, pooling: Pooling = Po
 def run(selection: Any, q: Tensor, layer: int, **options: Any) -> SelectedLists:
     lists = selection.new_lists(with_slots=True)
     for buffer in (lists.positions, lists.counts, lists.slots):
-        buffer.fill_(1_000_007)
+        buffer.fill_(POISON)
     selection.run(q, lists, SM_SCALE, slot_table=TABLE.to(DEVICE), layer=layer, **options)
     return lists
 
 
 def poison(selection: TwoLevelSelection) -> None:
     """What no run may read before it is written."""
-    selection.candidates.positions.fill_(1_000_007)
+    selection.candidates.positions.fill_(POISON)
     for scores in (selection.first_scores, selection.second_scores):
         scores.fill_(torch.nan)
 
@@ -153,16 +157,22 @@ def check(
 ) -> None:  # fmt: skip
     """Both choices by score, the second one among the candidates that were named; windows, counts, slots, padding."""
     assert lists.slots is not None
-    for g, (group, made) in enumerate(planned):
+    at = 0
+    for group, made in planned:
         index, rows, length = made[layer], q[list(group.rows)], group.prefix_len
         count = min(group.budget, length)
-        named = selection.candidates.positions[g, :, : group.count].long()
+        stride = list_stride(group.count)
+        named = selection.candidates.positions[at:][: HEADS * stride].view(HEADS, -1)[:, : group.count].long()
+        at += HEADS * stride
         assert bool((named.diff(dim=1) > 0).all())
         scores = index.first_scores(rows, pooling)
         close(best(scores.gather(1, named), group, length, group.count).sort(descending=True).values,
               best(scores, group, group.count, length))  # fmt: skip
         ranks = index.second_scores(rows, named, pooling)
-        taken = lists.positions[g, :, :count].long()
+        positions, slots = (
+            of[group.list_begin :][: HEADS * group.head_stride].view(HEADS, -1) for of in (lists.positions, lists.slots)
+        )
+        taken = positions[:, :count].long()
         assert bool((taken.diff(dim=1) > 0).all())
         places = torch.searchsorted(named, taken)
         assert torch.equal(named.gather(1, places), taken), "not among the candidates"
@@ -170,13 +180,10 @@ def check(
         windows = torch.tensor([*range(group.num_sink), *range(length - group.num_recent, length)], device=DEVICE)
         for head in range(HEADS):
             assert bool(torch.isin(windows, taken[head]).all())
-        assert torch.equal(lists.slots[g, :, :count], TABLE.to(DEVICE)[group.slot_start + taken])
-        assert bool((lists.positions[g, :, count:] == -1).all())
-    assert lists.counts[:, 0].tolist() == [min(g.budget, g.prefix_len) for g, _ in planned] + [0] * (
-        MAX_GROUPS - len(planned)
-    )
-    assert bool((lists.counts == lists.counts[:, :1]).all())
-    assert bool((lists.slots[len(planned) :] == -1).all())
+        assert torch.equal(slots[:, :count], TABLE.to(DEVICE)[group.slot_start + taken])
+        assert bool((positions[:, count:] == POISON).all())
+    wanted_counts = [min(g.budget, g.prefix_len) for g, _ in planned] + [POISON] * (MAX_GROUPS - len(planned))
+    assert lists.counts.tolist() == [[count] * HEADS for count in wanted_counts]
 
 
 @FORMS
@@ -237,9 +244,9 @@ def test_stages_and_tables_that_do_not_fit() -> None:
         TwoLevelSelection(second, second, MAX_BLOCKS)
     with pytest.raises(ValueError, match="got listed=False and LOW_BIT; it scores the candidates alone"):
         TwoLevelSelection(first, stage(tokens, listed=False), MAX_BLOCKS)
-    with pytest.raises(ValueError, match="among 410 candidates, got one among 409; raise its max_prefix_len"):
-        TwoLevelSelection(first, stage(tokens, max_prefix_len=409), MAX_BLOCKS)
     selection, (group, _) = joined(), groups_of()[0]
+    with pytest.raises(ValueError, match=r"at most .210, 1500, 1. tokens of a prefix, .* got .211, 120, 1."):
+        TwoLevelSelection(first, stage(tokens, max_prefix_len=210), MAX_BLOCKS, num_layers=LAYERS).plan([group])
     with pytest.raises(ValueError, match="expected indexes of 2 layers, got 1; name every layer's"):
         selection.plan([dataclasses.replace(group, layers=group.layers[:1])])
     for size, message in ((8, "expected at most 48 blocks a head"), (16, "and 88 in each layer's index")):

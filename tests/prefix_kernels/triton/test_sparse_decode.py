@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_ext.decode.trace import StepTrace, read_trace
 from sglang_ext.decode.types import GroupRead, StepPath
-from tests.sparse_server import FIRST, LAST, Server, walk_groups, walk_own_tokens
+from tests.sparse_server import FIRST, LAST, Server, join_many, searches, walk_groups, walk_own_tokens, walk_surplus
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,39 @@ def test_long_own_tokens_are_selected_from(
     server.join(5, slots, index, 160)
     server.step([5, 4, 2])
     assert [one.prefix_len for one in server.suffix_reads] == [128]
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        pytest.param([1] * 17, id="17"),
+        pytest.param([1, 3, 1, 2] * 4, id="28 in 16", marks=pytest.mark.full),
+        pytest.param([1] * 64, id="64", marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
+def test_any_number_of_prefixes_has_an_index(
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, members: list[int], device: torch.device
+) -> None:
+    server = Server(device, 64, dtype=dtype, kv_dtype=kv_dtype, dim=dim, size=3)
+    serials = join_many(server, members)
+    assert len(server.step(serials, padded=1)) == sum(members), "nothing is known of their slots yet"
+    if max(members) > 1 or device.type == "cuda":
+        server.step(serials)
+        assert [one.rows for one in server.step(serials)] == members
+    server.leave(2)
+    assert sum(one.rows for one in server.step([serial for serial in serials if serial != 2][::-1])) == sum(members) - 1
+
+
+@pytest.mark.full
+def test_every_set_of_lists_has_all_groups(device: torch.device) -> None:
+    server = Server(device, 20, size=2, search_period=3, layer_plan=["anchor", {"reuse": 0}, "anchor", {"reuse": 0}])
+    serials = join_many(server, [1, 2] * 6 + [1])
+    assert searches(server, serials, 9).count(False) >= 3
+
+
+def test_where_lists_are_full_the_surplus_attends_all(device: torch.device) -> None:
+    walk_surplus(Server(device))
 
 
 @pytest.mark.full
@@ -154,3 +188,27 @@ def test_a_request_that_comes_back_on_other_slots_is_read_there(device: torch.de
     server.join(1, copy, index, 3)
     for _ in range(4):
         server.step([1])
+
+
+def test_costs_are_measured_on_made_up_indexes_of_many_groups(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a start times: lists of the budget of each group; of short prefixes the half, so that each is searched."""
+    server = Server(device, 5, min_top_k=400)
+    sparse, lists = server.sparse, server.sparse._lists.of(0)
+    found = []
+
+    def count(run: Any, device: torch.device) -> float:
+        lists.counts.zero_()
+        run()
+        found.append(sorted({tuple(row) for row in lists.counts.tolist()} - {(0, 0)}))
+        return 1.0
+
+    monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", count)
+    assert sparse.measure(5, server.caches[0]) is not None
+    most = [512, sparse._lists.entries // 2, sparse._lists.entries // 2]
+    halves = [tokens // number // 2 for far, number in zip(most, (1, 4, 5), strict=True) for tokens in (far // 4, far)]
+    assert found[1::2] == [[(half, half)] for half in halves]
+    assert found[::2] == [[]] * 6, "attention selects nothing"
+    server.join(1, *server.prefix(130), 5)
+    server.step([1])

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.top_k_selection import SelectionGroup, top_k_selection
+from prefix_kernels.top_k_selection import SelectionGroup, pack_lists, top_k_selection
 from prefix_kernels.top_k_selection.runner import TopKConfig, TopKSelection, default_config
 from prefix_kernels.types import SelectedLists, Selection
 from tests.examples import examples
@@ -61,15 +61,16 @@ def select(runner: TopKSelection, groups: list[SelectionGroup], scores: torch.Te
 def check(
     lists: SelectedLists, groups: list[SelectionGroup], scores: torch.Tensor, runner: TopKSelection, key_bits: int = 32
 ) -> None:
-    positions, counts = lists.positions.tolist(), lists.counts.tolist()
-    for g in range(runner.max_groups):
-        group = groups[g] if g < len(groups) else SelectionGroup(0, 1)
+    counts = lists.counts.tolist()
+    for g, group in enumerate(groups):
         assert counts[g] == [group.count] * runner.num_kv_heads
+        listed = group.lists_in(lists.positions, runner.num_kv_heads).tolist()
         for head, size in enumerate(group.block_sizes(runner.num_kv_heads)):
             begin = group.score_start + head * group.score_stride
             row = scores[begin : begin + -(-group.prefix_len // size)].cpu()
-            padding = [-1] * (runner.max_budget - group.count)
-            assert positions[g][head] == expected(row, group, size, key_bits) + padding
+            assert listed[head] == expected(row, group, size, key_bits)
+    assert int((lists.positions != POISON).sum()) == sum(sum(of) for of in counts[: len(groups)]), "nothing else"
+    assert bool((lists.counts[len(groups) :] == POISON).all())
 
 
 def kinds(kind: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -109,10 +110,11 @@ def test_equals_the_reference_by_score(
 ) -> None:
     num_blocks = -(-prefix_len // block_size)
     scores = kinds("plain", (2, num_blocks + -num_blocks % 4), prefix_len).to(DEVICE)
-    runner = TopKSelection(1, 2, prefix_len, min(budget, prefix_len), DEVICE, max_block_size=block_size)
+    runner = TopKSelection(1, 2, prefix_len, 2 * min(budget, prefix_len) + 3, DEVICE, max_block_size=block_size)
     group = SelectionGroup(prefix_len, budget, 0, scores.shape[1], block_size, num_sink, num_recent)
+    (group,) = pack_lists([group], 2)
     lists = select(runner, [group], scores.flatten())
-    mine = Selection(lists.positions[0], lists.counts[0])
+    mine = Selection(group.lists_in(lists.positions, 2).contiguous(), lists.counts[0])
     theirs = top_k_selection(scores[:, :num_blocks], budget, num_sink, num_recent, block_size, prefix_len)
     mine.check_integrity(prefix_len)
     assert torch.equal(mine.counts, theirs.counts)
@@ -126,9 +128,9 @@ def test_equals_the_reference_by_score(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_programs", [2, 9])
 def test_every_kind_of_score(kind: str, num_programs: int) -> None:
-    runner = TopKSelection(1, 2, ROW, 400, DEVICE, config=SMALL, num_programs=num_programs, max_block_size=1)
+    runner = TopKSelection(1, 2, ROW, 800, DEVICE, config=SMALL, num_programs=num_programs, max_block_size=1)
     scores = kinds(kind, (2 * ROW,), 3).to(DEVICE)
-    group = SelectionGroup(1301, 333, score_stride=ROW, num_sink=5, num_recent=40)
+    group = SelectionGroup(1301, 333, score_stride=ROW, num_sink=5, num_recent=40, list_begin=9, head_stride=334)
     check(select(runner, [group], scores), [group], scores, runner)
 
 
@@ -139,7 +141,10 @@ def cases(draw: Any) -> tuple[str, int, SelectionGroup]:
     num_sink = draw(st.integers(0, min(budget, 40)))
     num_recent = draw(st.integers(0, min(budget - num_sink, 70)))
     sizes = tuple(draw(st.sampled_from([1, 2, 16, 32, 64])) for _ in range(2))
-    group = SelectionGroup(prefix_len, budget, 3, 701, sizes, num_sink, num_recent)
+    begin, stride = draw(st.integers(0, 40)), 720 + draw(st.integers(0, 9))
+    group = SelectionGroup(
+        prefix_len, budget, 3, 701, sizes, num_sink, num_recent, list_begin=begin, head_stride=stride
+    )
     return draw(st.sampled_from(KINDS)), draw(st.integers(1, 8)), group
 
 
@@ -148,21 +153,24 @@ def cases(draw: Any) -> tuple[str, int, SelectionGroup]:
 def test_the_positions_of_a_full_sort(case: tuple[str, int, SelectionGroup]) -> None:
     kind, num_programs, group = case
     scores = kinds(kind, (1500,), group.budget).to(DEVICE)
-    runner = TopKSelection(1, 2, 700, 720, DEVICE, config=SMALL, num_programs=num_programs)
+    runner = TopKSelection(1, 2, 700, 1500, DEVICE, config=SMALL, num_programs=num_programs)
     check(select(runner, [group], scores), [group], scores, runner)
 
 
-BATCH = [
-    SelectionGroup(1300, 77, 0, ROW, (16, 64, 1), 4, 20, slot_start=9),
-    SelectionGroup(0, 5),
-    SelectionGroup(513, 600, 3 * ROW, 520, (1, 1, 32), slot_start=1400),
-    SelectionGroup(258, 100, 5 * ROW, 300, 2, 0, 100, slot_start=2000),
-]
+BATCH = pack_lists(
+    [
+        SelectionGroup(1300, 77, 0, ROW, (16, 64, 1), 4, 20, slot_start=9),
+        SelectionGroup(0, 5),
+        SelectionGroup(513, 600, 3 * ROW, 520, (1, 1, 32), slot_start=1400),
+        SelectionGroup(258, 100, 5 * ROW, 300, 2, 0, 100, slot_start=2000),
+    ],
+    3,
+)
 """Four groups and a place that no group takes: ragged blocks, an empty prefix, a budget above the prefix."""
 
 
 def batch_runner(**options: Any) -> TopKSelection:
-    return TopKSelection(5, 3, 1300, 700, DEVICE, config=SMALL, num_programs=12, **options)
+    return TopKSelection(5, 3, 1300, 3 * (80 + 516 + 100), DEVICE, config=SMALL, num_programs=12, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -178,12 +186,10 @@ def test_groups_of_different_sizes_and_their_slots(key_bits: int, dtype: torch.d
     lists = select(runner, BATCH, scores.to(DEVICE), slot_table=table)
     check(lists, BATCH, scores, runner, key_bits)
     assert lists.slots is not None
-    slots = lists.slots.long()
-    for g, group in enumerate(BATCH):
-        positions = lists.positions[g, :, : group.count].long()
-        assert torch.equal(slots[g, :, : group.count], table[group.slot_start + positions].long())
-        assert bool((slots[g, :, group.count :] == -1).all())
-    assert bool((slots[4] == -1).all())
+    for group in BATCH:
+        positions = group.lists_in(lists.positions, 3).long()
+        assert torch.equal(group.lists_in(lists.slots, 3).long(), table[group.slot_start + positions].long())
+    assert torch.equal(lists.slots == POISON, lists.positions == POISON)
 
 
 def test_log_keys_tell_probabilities_apart() -> None:
@@ -192,7 +198,7 @@ def test_log_keys_tell_probabilities_apart() -> None:
     taken = []
     for budget in range(1, 12):
         lists = select(runner, [SelectionGroup(12, budget, score_stride=12)], scores.to(DEVICE))
-        taken.append(set(lists.positions[0, 0, :budget].tolist()))
+        taken.append(set(lists.positions[:budget].tolist()))
     order = [next(iter(more - less)) for less, more in zip([set(), *taken], taken, strict=False)]
     # 5.0 ties with 0.0, and all below -44 tie; among ties the most recent comes first, and what has no score last.
     assert order == [8, 0, 1, 2, 11, 10, 3, 9, 5, 4, 7]
@@ -201,22 +207,9 @@ def test_log_keys_tell_probabilities_apart() -> None:
 def test_a_shorter_plan_leaves_nothing_behind() -> None:
     runner = batch_runner()
     scores = kinds("plain", (8 * ROW,), 1).to(DEVICE)
-    lists = select(runner, BATCH, scores)
-    shorter = [SelectionGroup(40, 8, 0, ROW), SelectionGroup(300, 9, 50, 400, 4)]
-    for groups in (shorter, [], BATCH[2:]):
-        runner.plan(groups)
-        runner.run(scores, lists)
-        check(lists, groups, scores, runner)
-
-
-def test_padding_may_be_left_out() -> None:
-    runner = batch_runner()
-    scores = kinds("plain", (8 * ROW,), 2).to(DEVICE)
-    lists = select(runner, BATCH, scores, pad=False)
-    for g, group in enumerate([*BATCH, SelectionGroup(0, 1)]):
-        assert bool((lists.positions[g, :, group.count :] == POISON).all())
-        lists.positions[g, :, group.count :] = -1
-    check(lists, BATCH, scores, runner)
+    shorter = pack_lists([SelectionGroup(40, 8, 0, ROW), SelectionGroup(300, 9, 50, 400, 4)], 3)
+    for groups in (BATCH, shorter, [], BATCH[2:]):
+        check(select(runner, groups, scores), groups, scores, runner)
 
 
 @pytest.mark.parametrize(("num_programs", "key_bits"), [(1, 16), (7, 24), pytest.param(50, 32, marks=pytest.mark.full)])
@@ -230,9 +223,9 @@ def test_chunks_do_not_matter(num_programs: int, key_bits: int) -> None:
 
 def test_blocks_of_a_long_prefix() -> None:
     """Of 131,072 tokens: windows that cut blocks, a budget that cuts one, blocks of two sizes."""
-    runner = TopKSelection(1, 2, 131072, 7000, DEVICE, max_block_size=64)
+    runner = TopKSelection(1, 2, 131072, 14000, DEVICE, max_block_size=64)
     scores = kinds("ties", (2 * 8192,), 7).to(DEVICE)
-    group = SelectionGroup(131_051, 6553, 0, 8192, (16, 64), 21, 70)
+    group = SelectionGroup(131_051, 6553, 0, 8192, (16, 64), 21, 70, head_stride=6553)
     check(select(runner, [group], scores), [group], scores, runner)
 
 
@@ -251,6 +244,8 @@ def test_default_config_fills_the_device() -> None:
         ({"prefix_len": 1, "budget": 0}, "budget >= 1"),
         ({"prefix_len": 1, "budget": 1, "score_start": -1}, "score_start >= 0"),
         ({"prefix_len": 1, "budget": 1, "slot_start": -1}, "slot_start >= 0"),
+        ({"prefix_len": 1, "budget": 1, "list_begin": -1}, "list_begin >= 0"),
+        ({"prefix_len": 1, "budget": 1, "head_stride": -1}, "head_stride >= 0"),
         ({"prefix_len": 1, "budget": 1, "block_size": (16, 0)}, "block_size >= 1"),
         ({"prefix_len": 1, "budget": 1, "block_size": ()}, "block_size >= 1"),
         ({"prefix_len": 1, "budget": 1, "block_size": 3}, "power of 2, got 3"),
@@ -265,13 +260,20 @@ def test_groups_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([SelectionGroup(1, 1)] * 3, "at most 2 groups, got 3"),
-        ([SelectionGroup(101, 1)], "at most 100 tokens of a prefix and 50 selected, got 101 and 1"),
-        ([SelectionGroup(100, 51)], "got 100 and 51"),
-        ([SelectionGroup(1, 1, block_size=(1,))], "each of 2 KV heads, got 1"),
-        ([SelectionGroup(1, 1, block_size=128)], "blocks of at most 1 tokens, got 128"),
-        ([SelectionGroup(1, 1, score_start=2)], "multiples of 4, got 2 and 0"),
-        ([SelectionGroup(1, 1, score_stride=3)], "multiples of 4, got 0 and 3"),
+        ([SelectionGroup(1, 1, head_stride=1)] * 3, "at most 2 groups, got 3"),
+        (
+            [SelectionGroup(101, 1, head_stride=1)],
+            "at most 100 tokens of a prefix and 50 entries of lists, got 101 and 2",
+        ),
+        ([SelectionGroup(100, 51, list_begin=3, head_stride=52)], "got 100 and 106"),
+        (
+            [SelectionGroup(100, 50, head_stride=49)],
+            "head_stride of at least 50, the tokens selected, got 49; use pack",
+        ),
+        ([SelectionGroup(1, 1, block_size=(1,), head_stride=1)], "each of 2 KV heads, got 1"),
+        ([SelectionGroup(1, 1, block_size=128, head_stride=1)], "blocks of at most 1 tokens, got 128"),
+        ([SelectionGroup(1, 1, score_start=2, head_stride=1)], "multiples of 4, got 2 and 0"),
+        ([SelectionGroup(1, 1, score_stride=3, head_stride=1)], "multiples of 4, got 0 and 3"),
     ],
 )
 def test_plans_that_do_not_fit(groups: list[SelectionGroup], message: str) -> None:
@@ -282,14 +284,14 @@ def test_plans_that_do_not_fit(groups: list[SelectionGroup], message: str) -> No
 
 def test_runs_that_do_not_fit() -> None:
     runner = TopKSelection(2, 2, 100, 50, DEVICE, max_block_size=1)
-    runner.plan([SelectionGroup(99, 9, 4, 100, slot_start=7)])
+    runner.plan([SelectionGroup(99, 9, 4, 100, slot_start=7, head_stride=12)])
     lists, table = runner.new_lists(with_slots=True), torch.zeros(200, dtype=torch.int32, device=DEVICE)
     scores = torch.zeros(204, device=DEVICE)
     bare = replace(lists, slots=None)
     for arguments, message in (
         ((scores.half(), bare), "scores .arena. fp32 contiguous, got .204,. torch.float16"),
         ((scores[:203], bare), "arena of 204 scores, got 203"),
-        ((scores, replace(bare, positions=lists.positions[:, :, :7])), "expected positions .2, 2, 50. int32"),
+        ((scores, replace(bare, positions=lists.positions[:20])), "expected positions .21,. int32"),
         ((scores, replace(bare, counts=lists.counts.long())), "expected counts .2, 2. int32"),
         ((scores, lists), "both or none"),
         ((scores, bare, table), "both or none"),
@@ -321,17 +323,20 @@ def test_the_references_are_imported_without_triton() -> None:
 
 #: Places in a list of candidates are chosen as tokens are, then named by their positions.
 HEADS, WIDTH = 2, 600
-LISTED = [
-    SelectionGroup(3000, 77, 0, WIDTH, 1, 4, 20, slot_start=9, num_candidates=599),
-    SelectionGroup(40, 90, 2 * WIDTH, WIDTH, (1, 1), 4, 20, slot_start=3100, num_candidates=40),
-    SelectionGroup(2000, 300, 4 * WIDTH, WIDTH, 1, 0, 33, slot_start=3200, num_candidates=300),
-    SelectionGroup(0, 1, num_candidates=0),
-]
+LISTED = pack_lists(
+    [
+        SelectionGroup(3000, 77, 0, WIDTH, 1, 4, 20, slot_start=9, num_candidates=599),
+        SelectionGroup(40, 90, 2 * WIDTH, WIDTH, (1, 1), 4, 20, slot_start=3100, num_candidates=40),
+        SelectionGroup(2000, 300, 4 * WIDTH, WIDTH, 1, 0, 33, slot_start=3200, num_candidates=300),
+        SelectionGroup(0, 1, num_candidates=0),
+    ],
+    HEADS,
+)
 """Few of many, a prefix below the budget, all candidates, an empty prefix; the fifth place is no group's."""
 
 
 def listed_runner(**options: Any) -> TopKSelection:
-    return TopKSelection(5, HEADS, WIDTH, 320, DEVICE, config=TopKConfig(64, 1), num_programs=14, **options)
+    return TopKSelection(5, HEADS, WIDTH, HEADS * 420, DEVICE, config=TopKConfig(64, 1), num_programs=14, **options)
 
 
 def listed(groups: list[SelectionGroup], width: int = WIDTH) -> torch.Tensor:
@@ -363,13 +368,11 @@ def test_places_in_a_list_become_its_positions_and_their_slots(key_bits: int, st
     assert torch.equal(lists.counts, places.counts)
     assert lists.counts[:, 0].tolist() == [77, 40, 300, 0, 0]
     for g, group in enumerate(LISTED):
-        wanted = candidates[g].gather(1, places.positions[g, :, : group.count].long())
-        assert torch.equal(lists.positions[g, :, : group.count], wanted)
-        assert torch.equal(lists.slots[g, :, : group.count], table[group.slot_start + wanted.long()])
+        wanted = candidates[g].gather(1, group.lists_in(places.positions, HEADS).long())
+        assert torch.equal(group.lists_in(lists.positions, HEADS), wanted)
+        assert torch.equal(group.lists_in(lists.slots, HEADS), table[group.slot_start + wanted.long()])
         windows = [*range(group.num_sink), *range(group.prefix_len - group.num_recent, group.prefix_len)]
         assert set(windows) & set(range(group.prefix_len)) <= set(wanted[0].tolist())
-        assert bool((lists.positions[g, :, group.count :] == -1).all())
-    assert bool((lists.slots[3:] == -1).all())
 
 
 @pytest.mark.parametrize(
@@ -392,18 +395,16 @@ def test_candidates_belong_to_a_plan_that_names_them() -> None:
     runner.run(scores, lists, candidates=candidates)  # no plan yet, as before a capture
     runner.run(scores, lists)
     with pytest.raises(ValueError, match=r"expected num_candidates of all groups or of none, got .599, None."):
-        runner.plan([LISTED[0], SelectionGroup(40, 9)])
+        runner.plan([LISTED[0], SelectionGroup(40, 9, head_stride=12)])
     runner.plan(LISTED)
     with pytest.raises(ValueError, match="expected candidates and groups with num_candidates both or none"):
         runner.run(scores, lists)
     for wrong in (candidates[:4], candidates.long(), candidates[..., :598], candidates[0], candidates[..., ::2]):
         with pytest.raises(ValueError, match=r"expected candidates .5, 2, 599. or longer, int32 with adjacent"):
             runner.run(scores, lists, candidates=wrong)
-    wide = TopKSelection(5, HEADS, WIDTH, WIDTH, DEVICE, num_programs=14)
-    wide.plan(LISTED)
-    own = wide.new_lists()
+    own = replace(lists, positions=candidates.flatten())
     with pytest.raises(ValueError, match="expected candidates apart from the lists that are written"):
-        wide.run(scores, own, candidates=own.positions)
-    runner.plan([SelectionGroup(40, 9, 0, WIDTH)])
+        runner.run(scores, own, candidates=candidates)
+    runner.plan([SelectionGroup(40, 9, 0, WIDTH, head_stride=12)])
     with pytest.raises(ValueError, match="both or none of them, got one; plan for what is handed in"):
         runner.run(scores, lists, candidates=candidates)
