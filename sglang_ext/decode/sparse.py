@@ -373,14 +373,17 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             kv: a layer's pool buffers; read only.
 
         Returns:
-            What was measured; None where it was before, of this size or of one that is less than twice as large.
+            What was measured; None where it was before, of this size or of one that is less than twice as large, or
+            where the pool is too small for any prefix.
         """
         kernels, shape, config = self._kernels(size), self._shape, self._config
         if block_of(kernels.size) in self._costs:
             return None
-        listed = self._lists.entries // shape.num_kv_heads
-        far = min(_FAR, kv.k_cache.shape[0], self._room - size * PAGE_TOKENS, listed)
-        numbers = [number for number in numbers_of_groups(size) if _NEAR * number <= far]
+        far, listed = min(_FAR, kv.k_cache.shape[0]), self._lists.entries // shape.num_kv_heads
+        tokens = {n: min(far, n * self._max_prefix_len, self._room - n * PAGE_TOKENS) for n in numbers_of_groups(size)}
+        tokens = {number: most for number, most in tokens.items() if most >= _NEAR * number}
+        if not tokens:
+            return None
         q = torch.zeros(size, shape.num_qo_heads, kv.head_dim, dtype=shape.dtype, device=self._device)
         out, lse = q.new_empty(size, shape.num_qo_heads, kv.v_cache.shape[2]), self._lse[:size]
         slots = torch.arange(far, dtype=torch.int32, device=self._device)
@@ -392,15 +395,14 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             self.op.run(kernels.size, q, 1.0, slots, None, self._lists.of(0))
 
         attending, selecting = Lines(), Lines()
-        for number in numbers:
+        for number, most in tokens.items():
             rows = [tuple(range(n, size, number)) for n in range(number)]
-            most = min(far, number * self._max_prefix_len)
             points = []  # all ranks measure, at the same capture: a collective is in order
             for each in (most // _NEAR // number, most // number):
                 begins = range(0, number * each, each)
                 kernels.whole.plan([Segment(own, each, begin) for own, begin in zip(rows, begins, strict=True)])
-                # Of short prefixes a half, so that each is searched.
-                budget = min(config.group_budget(each, len(rows[0])), max(1, each // 2))
+                # Of short prefixes a half, so that each is searched; and no more than lists have room for.
+                budget = min(config.group_budget(each, len(rows[0])), max(1, each // 2), listed // number // 4 * 4)
                 self.op.plan_probe(kernels.size, rows, self._packed([(each, budget, begin) for begin in begins]))
                 times = self._ranks.most([measure_us(run, self._device) for run in (attend, select)])
                 points.append([(number * each, us) for us in times])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from sglang_ext.decode.costs import Line, Lines, StepCosts, numbers_of_groups
 
@@ -53,3 +56,52 @@ def test_many_groups_have_lines_of_their_own() -> None:
     assert costs.exact_us(1000, 5) == 2 * 11.0
     # One prefix and four requests without: five lists to attend, one to search.
     assert costs.sparse_us([500], [100], 500, others=4) == pytest.approx(11.0 + 10.5 + 9.0 + 1.2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "changes", "room", "most"),
+    [
+        (1, {"top_k": 8}, 1000, {1: 512}),
+        (2, {"top_k": 8}, 1000, {1: 512, 2: 968}),
+        (5, {}, 60, {1: 44}),
+        (5, {}, 90, {1: 74, 4: 24}),
+        (5, {}, 20, {1: 4}),
+    ],
+)
+def test_small_budgets_and_small_pools_are_measured_with_all_tokens_there_is_room_for(
+    batch: int, changes: dict[str, Any], room: int, most: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists are as short as budgets are; that says nothing of how many tokens are searched."""
+    pytest.importorskip("triton")
+    from tests.sparse_server import Server
+
+    server = Server(torch.device("cpu"), batch, **changes)
+    sparse = server.sparse
+    sparse._room = room
+    found: dict[int, set[int]] = {}
+
+    def note(run: Any, device: torch.device) -> float:
+        segments = sparse._whole.of(batch)._segments  # type: ignore[attr-defined]
+        found.setdefault(len(segments), set()).add(sum(segment.length for segment in segments))
+        return 1.0
+
+    monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", note)
+    costs = sparse.measure(batch, server.caches[0])
+    assert costs is not None
+    assert {number: max(tokens) for number, tokens in found.items()} == most
+    assert set(costs.attend) == set(costs.select) == set(most)
+    assert costs.sparse_us([100], [10], 1, others=batch) > 0
+
+
+def test_a_pool_too_small_for_a_prefix_has_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from tests.sparse_server import Server
+
+    server = Server(torch.device("cpu"), 5)
+    server.sparse._room = 19
+    monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", lambda run, device: 1.0)
+    assert server.sparse.measure(5, server.caches[0]) is None
+    server.join(1, *server.prefix(100), 5)
+    plan = server.sparse.plan(server.batch([1], [server.lens[1]]))
+    assert plan is not None
+    assert server.sparse.cost_us(plan) is None

@@ -206,7 +206,7 @@ def test_costs_are_measured_on_made_up_indexes_of_many_groups(
 
     monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", count)
     assert sparse.measure(5, server.caches[0]) is not None
-    most = [512, sparse._lists.entries // 2, sparse._lists.entries // 2]
+    most = [512, 4 * 512, 5 * 512]
     halves = [tokens // number // 2 for far, number in zip(most, (1, 4, 5), strict=True) for tokens in (far // 4, far)]
     assert found[1::2] == [[(half, half)] for half in halves]
     assert found[::2] == [[]] * 6, "attention selects nothing"
