@@ -26,8 +26,8 @@ from sglang_ext.quality.agreement import agreement, check_generated, load_steps
 STEPS = 48
 """Tokens of a forced answer; the first is prefill's."""
 SHORT, LONG, LONG_ON_CPU = 8, 136, 40
-"""Tokens of the two answers whose difference in time is that of their steps. A GPU's steps are so short that few of them
-are lost in what a prefill's time varies by."""
+"""Tokens of the two answers whose difference in time is that of their steps. A GPU's steps are so short that few of
+them are lost in what a prefill's time varies by."""
 REPETITIONS = 5
 MOST_PROMPTS = 8
 """Held-out prefixes that candidates are judged behind."""
