@@ -192,7 +192,7 @@ def list_entries(max_groups: int, num_sets: int, num_kv_heads: int, width: int, 
 
     Args:
         max_groups: at most.
-        num_sets: from `num_sets`; the first one does not count against `KEPT_BYTES`.
+        num_sets: from `num_sets`, or copies of one set; the first one does not count against `KEPT_BYTES`.
         num_kv_heads: KV heads.
         width: largest budget.
         most_bytes: of one set.

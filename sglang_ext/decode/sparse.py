@@ -146,7 +146,10 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._num_passes = 2 if config.suffix_dense_tokens is None else 3
         sets, width = num_sets(layer_plan, config.search_period), config.group_budget(max_prefix_len, batch)
         max_groups = batch * (self._num_passes - 1)
-        entries = list_entries(max_groups, sets, heads, width, LIST_BYTES if captured else KEPT_BYTES)
+        traced = config.trace_folder is not None
+        # A trace has a copy of each anchor layer's lists: as if all of these were kept.
+        copies = max(sets, len(layer_plan.anchor_layers) if traced else 1)
+        entries = list_entries(max_groups, copies, heads, width, LIST_BYTES if captured else KEPT_BYTES)
         self._buffers = StepBuffers(
             batch,
             heads,
@@ -168,7 +171,6 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._selected = Attentions(
             shape, batch, device, captured=captured, num_passes=passes, beside=beside or self._whole
         )
-        traced = config.trace_folder is not None
         self.copies = SelectionCopies(layer_plan, self._lists.of, queries=not captured) if traced else None
         self._costs = {} if costs is None else costs
         self._active: _Kernels | None = None

@@ -39,6 +39,7 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
         ('{"method": "csattention"}', BUFFER_BYTES),
         ('{"search_period": 4}', 4 * GIB + BUFFER_BYTES + KEPT_BYTES),
         ('{"search_period": 4, "decode_path": "cascade"}', BUFFER_BYTES),
+        ('{"trace_folder": "traces"}', 4 * GIB + BUFFER_BYTES + KEPT_BYTES),
         ('{"suffix_dense_tokens": 4096, "suffix_index_bytes": 3000}', 4 * GIB + 3000 + BUFFER_BYTES),
         (None, 0),
     ],

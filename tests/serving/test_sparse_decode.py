@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pathlib
 import weakref
 from typing import Any
 
@@ -131,6 +132,17 @@ def test_lists_have_room_by_bytes() -> None:
     assert list_entries(128, 31, 8, 74_000) == KEPT_BYTES // (30 * 4) // 4 * 4 >= 7 * 8 * 74_000
     with pytest.raises(ListsTooLargeError, match=r"\(81 anchor layers, 8 KV heads, 1048576 positions\); set search_"):
         list_entries(16, 81, 8, 1 << 20)
+
+
+def test_copies_for_a_trace_have_no_more_memory_than_kept_lists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """One of each anchor layer: all but one take what is promised for them."""
+    monkeypatch.setattr("sglang_ext.decode.buffers.KEPT_BYTES", 4096)
+    assert Server(CPU, kernels=False).sparse._lists.nbytes > 2 * 4096, "one set"
+    server = Server(CPU, kernels=False, trace_folder=str(tmp_path))
+    assert server.sparse.copies is not None
+    assert server.sparse.copies.positions.nbytes == 2 * 4096
 
 
 @pytest.mark.parametrize("members", [[1] * 17, [1, 3, 1, 2] * 9, [1] * 64], ids=["17", "63 in 36", "64"])
