@@ -308,6 +308,23 @@ def test_kernels_compile_without_spilling(case: str, capability: int, tmp_path: 
         assert used["SHARED"] <= 1024 or not 44 << 10 < kernel.metadata.shared <= 48 << 10
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+@pytest.mark.parametrize(("dim", "channels"), [(64, 48), (128, 96)])
+def test_a_selection_in_fp32_is_launched(dim: int, channels: int, rows: int, tmp_path: Path) -> None:
+    """Spilled as it may be: its shared memory is none that CUDA refuses."""
+    shape = ScoreShape(4, 2, Source.LOW_BIT, channels, listed_channels=True, sum_every=16)
+    config = default_config(shape, rows, (9, 0), in_fp32=True)
+    select = AnchorSelection(shape, rows, 1, 4096, 600, config, torch.device("cpu"), max_block_size=1, num_programs=64)
+    inputs = ScoreInputs(torch.zeros(rows, 4, dim), 0.1)
+    with recording() as kept:
+        select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=torch.arange(64).int())
+    for one in kept.launches:
+        kernel = compiled(one, 90)
+        used = resources(kernel.asm["cubin"], tmp_path)
+        assert not (48 << 10) + 1024 - used["SHARED"] < kernel.metadata.shared <= 48 << 10, (config, used)
+
+
 def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:
     (attend, _) = launches("prefix_attention of 32 requests")
     assert "wgmma.mma_async" in compiled(attend, 90).asm["ptx"]
