@@ -224,6 +224,39 @@ def test_the_pooling_table_is_the_rows(bench: SimpleNamespace, committed: list[d
         assert hashlib.sha256((ROOT / path).read_bytes()).hexdigest() == digest
 
 
+CANDIDATES = {
+    ("5%", 16): "none: INT4, 75% of the channels, the default",
+    ("INT4 50% alone", 16): "none: INT4, 50% of the channels",
+    ("INT4 25% alone", 16): "none: INT4, 25% of the channels",
+    ("INT2 75% alone", 16): "none: INT2, 75% of the channels",
+    ("blocks of 16", 16): "none: blocks of 16, mean",
+    ("two levels, one query, x8", 16): "blocks of 16, mean, one query, x 8",
+    ("two levels, one query, x4", 16): "blocks of 16, mean, one query, x 4",
+    ("two levels, each row, x4", 16): "blocks of 16, mean, each row, x 4",
+    ("minmax 64, each row, x4", 16): "blocks of 64, min/max, each row, x 4",
+    ("tables .02, each row, x4", 16): "CSAttention's lists of 2%, each row, x 4",
+    ("INT2 50%, one query, x4", 16): "INT2, 50% of the channels, one query, x 4",
+    ("INT2 50%, each row, x4", 16): "INT2, 50% of the channels, each row, x 4",
+    ("INT2 50%, each row, x8", 16): "**INT2, 50% of the channels, each row, x 8**",
+    ("INT2 25%, each row, x4", 16): "INT2, 25% of the channels, each row, x 4",
+    ("INT4 25%, each row, x4", 16): "INT4, 25% of the channels, each row, x 4",
+    ("5%", 1): "one request alone: none, the default",
+    ("two levels, one query, x8", 1): "one request alone: blocks of 16, mean, one query, x 8",
+}
+
+
+def test_the_table_of_candidates_is_the_rows(bench: SimpleNamespace) -> None:
+    rows = bench.answers.read([RESULTS / "answers-cpu-candidates.jsonl.xz"])
+    lines = [[cell.strip() for cell in line.split("|")] for line in document("selection").splitlines()]
+    shown = {line[1]: line[3:5] for line in lines if len(line) == 6}
+    for row in rows:
+        label = CANDIDATES.get((row["config"], row["in_flight"]))
+        if label:
+            assert shown[label] == [f"{row['all']['kl']:.4f}", f"{row['all']['top1']:.1%}"], label
+            assert row["all"]["steps"] == 368
+    assert set(CANDIDATES) <= {(row["config"], row["in_flight"]) for row in rows}
+
+
 def test_the_rows_name_the_profiles_that_are_there(committed: list[dict[str, Any]]) -> None:
     named = {(row["settings"]["profile"], row["profile"]) for row in committed if row["settings"].get("profile")}
     assert len(named) == 4
