@@ -82,7 +82,6 @@ CASES = (
         "groups_and_suffixes or split_list or fp8 or own_lists",
     ),
     Case(("select_kernel",), "triton/test_anchor_selection.py", "test_tokens or groups_share or windows_that"),
-    Case(("select_kernel",), "triton/test_joined_two_level.py", "positions_of_the_stages or groups_shared"),
     Case(
         ("pooled_scores_kernel",),
         "triton/test_pooled_scores.py",

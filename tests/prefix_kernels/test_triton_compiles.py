@@ -28,7 +28,6 @@ from prefix_kernels.pooled_scores import PooledScores, ScoreInputs, ScoreShape, 
 from prefix_kernels.pooled_scores.runner import default_config as config_for
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from prefix_kernels.top_k_selection.runner import TopKSelection
-from prefix_kernels.two_level_selection import TwoLevelSelection
 from tests.prefix_kernels.compiling import compiled
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -164,18 +163,6 @@ def compared_lists() -> None:
     common_slots(*slot_lists(), 3, torch.zeros(8, dtype=torch.int32), implementation="triton")
 
 
-def two_levels() -> None:
-    """Blocks of 16, then listed tokens, for one request."""
-    blocks = ScoreShape(HEADS, KV_HEADS, Source.MINMAX, DIM)
-    tokens = ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, 96, listed_channels=True)
-    how: dict[str, Any] = {"device": torch.device("cpu"), "num_programs": 264}
-    first = AnchorSelection(blocks, 1, 1, 131072, 32768, default_config(blocks, 1), max_block_size=16, **how)
-    config = default_config(tokens, 1)
-    second = AnchorSelection(tokens, 1, 1, 32768, 6553, config, listed=True, max_block_size=1, **how)
-    selection = TwoLevelSelection(first, second, 8192)
-    selection.run(q(1), selection.new_lists(with_slots=True), 0.1, slot_table=torch.arange(64).int())
-
-
 CASES: dict[str, Callable[[], None]] = {
     "prefix_attention of 1 request": lambda: prefix(1),
     "prefix_attention of 8 requests": lambda: prefix(8),
@@ -227,7 +214,6 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "selection of blocks in one launch": lambda: anchor(Source.MINMAX, 1, NARROW),
     "selection of blocks for 32 requests in one launch": lambda: anchor(Source.MINMAX, 32, WIDE),
-    "selection in two levels": two_levels,
     "selection of blocks in four launches": lambda: anchor(Source.MINMAX, 8, WIDE, form=Form.UNFUSED),
     "copy_slot_lists": copied_lists,
     "copy_slot_lists of one KV head": lambda: copied_lists(1),
@@ -322,7 +308,6 @@ def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_k
     for case, follows, meetings in (
         ("specialized attention of 64 rows", (False,), 1),
         ("selection of tokens in one launch", (False,), 3),
-        ("selection in two levels", (False, False), 3),
         ("specialized selection of tokens", (False, True), 1),
     ):
         with overlapped_launches():
