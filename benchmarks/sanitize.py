@@ -88,11 +88,6 @@ CASES = (
         "(test_token_codes and 4-) or (test_block_bounds and 4-) or (test_exact_keys and 128) or ragged_heads",
     ),
     Case(
-        ("pick_lists_kernel", "score_tiles_kernel"),
-        "triton/test_csa_scores.py",
-        "both_forms_and_layers or clustered_lists or half_queries",
-    ),
-    Case(
         ("count_digits_kernel", "list_selected_kernel"),
         "triton/test_top_k_selection.py",
         "groups_of_different_sizes or chunks_do_not_matter",

@@ -19,8 +19,6 @@ from triton import knobs
 
 from prefix_kernels import PagedKV, kernels, launching
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
-from prefix_kernels.csa_scores.runner import CsaScores, CsaShape
-from prefix_kernels.csa_scores.runner import default_config as csa_config
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, block_m_for
 from prefix_kernels.grouped_attention.tuned import own_config
 from prefix_kernels.launching import Launch, launch, overlapped_launches, recording
@@ -75,13 +73,6 @@ def exact(rows: int) -> None:
     raw = torch.zeros(1, KV_HEADS, 64, HEADS // KV_HEADS).transpose(2, 3) if rows == 1 else None
     shape = ScoreShape(HEADS, KV_HEADS, Source.KEYS, DIM)
     pooled(shape, rows, k_cache=pool().k_cache, lists=torch.arange(64), **({} if raw is None else {"raw": raw}))
-
-
-def csa(list_len: int) -> None:
-    """16 subspaces of 16 centroids; a list of many entries is a bitmap."""
-    shape = CsaShape(HEADS, KV_HEADS, DIM, 16, 16, 4)
-    config, dims = csa_config(list_len / 600), torch.arange(DIM).view(16, -1)
-    CsaScores(shape, dims, 1, 600, config, bitmap=list_len == 120).run(q(1), torch.zeros(HEADS * 600))
 
 
 def top_k(block_size: int) -> None:
@@ -186,8 +177,6 @@ CASES: dict[str, Callable[[], None]] = {
     "exact_scores of 32 requests": lambda: exact(32),
     "mean block scores": lambda: pooled(ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, DIM), 1),
     "min/max block scores": lambda: pooled(ScoreShape(HEADS, KV_HEADS, Source.MINMAX, DIM), 1),
-    "csa_scores_compact on offsets": lambda: csa(12),
-    "csa_scores_compact on a bitmap": lambda: csa(120),
     "top_k_selection of tokens": lambda: top_k(1),
     "top_k_selection of blocks": lambda: top_k(16),
     "top_k_selection among 32,768 candidates": lambda: listed_top_k(32768),
@@ -369,8 +358,6 @@ def test_a_product_is_rounded_before_threads_add_it_to_another() -> None:
         # A running total is scaled by each thread alone, and takes its own place; no other product may be fused.
         assert of_powers
         assert all(out in factors for out, *factors in of_powers)
-    picking, _ = launches("csa_scores_compact on offsets")
-    assert "fma.rn.f32" not in compiled(picking, 90).asm["ptx"]
 
 
 def test_nothing_runs_while_launches_are_recorded() -> None:
@@ -387,7 +374,6 @@ def test_nothing_runs_while_launches_are_recorded() -> None:
 OVERLAPPED = {
     "prefix_attention of 1 request": 2,
     "token_scores of 1 request": 2,
-    "csa_scores_compact on offsets": 2,
     "top_k_selection of tokens": 5,
     "top_k_selection among 32,768 candidates": 3,
     "raw scores of 1 request": 2,
