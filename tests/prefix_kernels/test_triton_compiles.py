@@ -145,6 +145,7 @@ SPILLED = {
     "specialized selection of tokens for 32 requests": 120,
     "specialized selection by a sample's sums for 8 requests": 48,
     "specialized selection by a sample's sums for 32 requests": 8,
+    "selection of tokens by codes of 8 bits": 40,
 }
 
 
