@@ -21,8 +21,7 @@ from torch import Tensor
 from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
 from prefix_kernels.budget import budget_for_group
 from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
-from prefix_kernels.pooled_scores.runner import ScoreInputs
+from prefix_kernels.pooled_scores import ScoredGroup, ScoreInputs, ScoreShape
 from prefix_kernels.top_k_selection import SelectionGroup, pack_lists
 from prefix_kernels.top_k_selection.plan import list_stride
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
@@ -143,7 +142,6 @@ class Ours:
         scored = ScoreShape(
             shape.num_qo_heads,
             heads,
-            Source.LOW_BIT,
             channels.shape[1],
             listed_channels=True,
             sum_every=prefix.sum_every,
@@ -160,15 +158,12 @@ class Ours:
             heads * list_stride(prefix.budget),
             config,
             device,
-            max_block_size=1,
             form=Form.FUSED if on_gpu else Form.UNFUSED,
             num_programs=None if on_gpu else 2 * heads,
         )
         stride = -(-length // _ALIGNED) * _ALIGNED
         firsts, begins = (tuple(range(0, heads * step, step)) for step in (length, stride))
-        group = ScoredGroup(
-            tuple(range(batch)), (length,) * heads, firsts, (0,) * heads, begins, (channels, packed, scale)
-        )
+        group = ScoredGroup(tuple(range(batch)), length, firsts, begins, (channels, packed, scale))
         selected = SelectionGroup(length, prefix.budget, num_sink=NUM_SINK, num_recent=NUM_RECENT)
         (self._selected,) = pack_lists([selected], heads)
         self._selection.plan([group], [self._selected])

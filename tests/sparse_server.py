@@ -15,7 +15,7 @@ import torch
 
 from prefix_kernels.anchor_selection.runner import fits_specialized
 from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.pooled_scores import ScoreShape, Source
+from prefix_kernels.pooled_scores import ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import PagedKV, Selection
@@ -111,9 +111,9 @@ class Server:
             max_batch, 16, device, "triton" if kernels and device.type == "cuda" else "reference"
         )
         self.shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, dim, dim, dtype, kv_dtype)
-        kept = ScoreShape(KV_HEADS * GQA, KV_HEADS, Source.LOW_BIT, SPEC.kept_channels(dim))
+        kept = ScoreShape(KV_HEADS * GQA, KV_HEADS, SPEC.kept_channels(dim))
         halves = kernels and device.type == "cuda" and dtype is not torch.float32
-        specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept, False)
+        specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept)
         of_tokens = spec.method == SPEC.method
         every = self.config.summed_every if of_tokens else 1
         selector = RoundedQueries(SPEC, every) if specialized and of_tokens else make_selector(spec, every)

@@ -1,14 +1,8 @@
-"""Scores of blocks and of tokens in torch: raw ones of representations, and pooled ones as `PooledScores` has them."""
+"""Raw scores of blocks and of tokens in torch, by their representations."""
 
 from __future__ import annotations
 
-import itertools
-
-import torch
 from torch import Tensor
-
-from prefix_kernels.low_bit import LowBitTensor, dequantize
-from prefix_kernels.pooling import Pooling, pool_scores
 
 ELEMENTS_PER_CHUNK = 1 << 24
 """Upper bound, in elements, of the largest temporary a reference makes (64 MiB in fp32)."""
@@ -85,82 +79,6 @@ def block_scores_ball(q: Tensor, centers: Tensor, radii: Tensor) -> Tensor:
         )
     lengths = to_tile(q, centers.shape[0]).norm(dim=2).view(centers.shape[0], q.shape[0], -1, 1)
     return block_scores_mean(q, centers).add_(lengths * radii.float()[:, None, None])
-
-
-def token_scores(
-    q: Tensor, keys: LowBitTensor, channels: Tensor | None, sm_scale: float, pooling: Pooling = Pooling.MAX
-) -> Tensor:
-    """Pooled share of attention of every token of a prefix, by its low-bit key. Source: AsyncTLS, token selection.
-
-    s[r, i] = sum over kept channels c of q[r, c] * dequantized key[i, c]; softmax over i, then pooling over r.
-
-    Args:
-        q: [num_rows, num_qo_heads, head_dim] post-RoPE queries, fp32, fp16 or bf16; num_rows >= 1.
-        keys: of `quantize`, [num_kv_heads, prefix_len, num_channels]; prefix_len >= 1.
-        channels: [num_kv_heads, num_channels] integer, the channels that the codes keep; None for all of them.
-        sm_scale: multiplies q.k before the softmax.
-        pooling: over the rows and query heads, after the softmax.
-
-    Returns:
-        [num_kv_heads, prefix_len] fp32, natural log of the largest or mean share.
-
-    Raises:
-        ValueError: shapes do not fit.
-    """
-    if channels is not None:
-        num_rows, num_qo_heads, head_dim = q.shape
-        num_kv_heads, kept = channels.shape
-        check_queries(q, num_kv_heads, head_dim)
-        grouped = q.view(num_rows, num_kv_heads, -1, head_dim)
-        index = channels.long()[None, :, None].expand(num_rows, -1, grouped.shape[2], -1)
-        q = grouped.gather(3, index).reshape(num_rows, num_qo_heads, kept)
-    return pool_scores(block_scores_mean(q, dequantize(keys)), sm_scale, pooling)
-
-
-def exact_scores(q: Tensor, k_cache: Tensor, slots: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX) -> Tensor:
-    """As `token_scores`, by keys in the pool: an anchor layer's pass. Source: Kascade, 3.4.
-
-    Args:
-        q, sm_scale, pooling: as in `token_scores`.
-        k_cache: [num_slots, num_kv_heads, head_dim]; only listed slots are read.
-        slots: [prefix_len] integer, prefix position -> token slot; prefix_len >= 1.
-    """
-    return pool_scores(block_scores_mean(q, k_cache[slots.long()].transpose(0, 1)), sm_scale, pooling)
-
-
-def low_bit_block_scores(
-    q: Tensor, parts: tuple[LowBitTensor, ...], row_indptr: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX
-) -> Tensor:
-    """Pooled share of attention of every block, from its codes, heads of different length without padding.
-
-    Source: AB-Sparse, 3.4 (kernel 1: fused dequantization and scoring over a ragged layout). The kernel's bound of two
-    parts takes the maximum for positive and the minimum for negative channels of a query: where quantization let them
-    cross, it is lower than Quest's by less than a step.
-
-    Args:
-        q, sm_scale, pooling: as in `token_scores`.
-        parts: one for mean keys, or the maximum and the minimum of each channel, in this order: packed [num_rows,
-            head_dim * bits / 8] uint8, the blocks of all heads one after the other; scale and zero [num_kv_heads,
-            head_dim] fp32.
-        row_indptr: [num_kv_heads + 1] integer, where each head's blocks begin, from 0 to at most num_rows; each has one
-            block or more.
-
-    Returns:
-        [num_kv_heads, most blocks of a head] fp32, natural log; -inf behind a head's own blocks.
-    """
-    gqa = q.shape[1] // (row_indptr.shape[0] - 1)
-    bounds = list(itertools.pairwise(row_indptr.tolist()))
-    most = max(end - begin for begin, end in bounds)
-    scores = torch.full((len(bounds), most), -torch.inf, device=q.device)
-    for head, (begin, end) in enumerate(bounds):
-        own = q[:, head * gqa : (head + 1) * gqa]
-        blocks = [
-            dequantize(LowBitTensor(part.packed[None, begin:end], part.scale[head, None], part.zero[head, None]))
-            for part in parts
-        ]
-        raw = block_scores_mean(own, *blocks) if len(blocks) == 1 else block_scores_minmax(own, blocks[1], blocks[0])
-        scores[head, : end - begin] = pool_scores(raw, sm_scale, pooling)[0]
-    return scores
 
 
 def check_queries(q: Tensor, num_kv_heads: int, head_dim: int) -> None:

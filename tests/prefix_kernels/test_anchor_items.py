@@ -6,7 +6,7 @@ import pytest
 
 from prefix_kernels.anchor_selection import AnchorConfig, default_config
 from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, make_items, share_programs
-from prefix_kernels.pooled_scores import ScoreShape, Source
+from prefix_kernels.pooled_scores import ScoreShape
 from prefix_kernels.top_k_selection import SelectionGroup
 
 
@@ -33,15 +33,15 @@ def test_only_the_first_item_of_a_program_is_shared() -> None:
 
 
 def test_configs() -> None:
-    tokens, blocks = ScoreShape(32, 8, Source.LOW_BIT, 96), ScoreShape(32, 8, Source.MINMAX, 128)
+    tokens, bytes_ = ScoreShape(32, 8, 96), ScoreShape(32, 8, 96, bits=8)
     assert default_config(tokens, 1) == AnchorConfig(8, 128, 4, 3, 2)
     assert default_config(tokens, 32) == AnchorConfig(128, 128, 8, 3, 1, True)
-    assert default_config(blocks, 9) == AnchorConfig(64, 64, 4, 3, 2, True)
-    assert default_config(blocks, 32) == default_config(blocks, 16)
+    assert default_config(tokens, 9) == AnchorConfig(64, 128, 4, 3, 2, True)
+    assert default_config(tokens, 64) == default_config(tokens, 32)
     assert default_config(tokens, 32, (8, 0)) == AnchorConfig(32, 64, 4, 3, 2)
     assert default_config(tokens, 1, specialized=True) == AnchorConfig(8, 128, 4, 3, 3, specialized=True)
     assert default_config(tokens, 32, specialized=True) == AnchorConfig(128, 64, 4, 3, 2, specialized=True)
-    assert default_config(blocks, 9, specialized=True) == default_config(blocks, 9)
+    assert default_config(bytes_, 9, specialized=True) == default_config(bytes_, 9)
     assert default_config(tokens, 32, (8, 0), specialized=True) == default_config(tokens, 32, (8, 0))
     assert [AnchorConfig(programs_per_sm=n).max_registers for n in (1, 2, 3)] == [255, 255, 168]
     for wrong, message in (

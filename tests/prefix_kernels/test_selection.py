@@ -1,12 +1,16 @@
 """Top-k selection and budgets: properties over random sizes, and the order of preference."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_kernels.budget import BudgetGrowth, budget_for_group
-from prefix_kernels.top_k_selection import top_k_selection
+from prefix_kernels.top_k_selection import SelectionGroup, top_k_selection
 from tests.examples import examples
 
 
@@ -99,3 +103,28 @@ def test_budget_for_group():
             budget_for_group(*arguments)
     with pytest.raises(ValueError, match="cap >= budget"):
         budget_for_group(100, 4, cap=50)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prefix_len": -1, "budget": 1}, "prefix_len >= 0"),
+        ({"prefix_len": 1, "budget": 0}, "budget >= 1"),
+        ({"prefix_len": 1, "budget": 1, "num_sink": -1}, "num_sink >= 0"),
+        ({"prefix_len": 1, "budget": 1, "num_recent": -1}, "num_recent >= 0"),
+        ({"prefix_len": 1, "budget": 1, "slot_start": -1}, "slot_start >= 0"),
+        ({"prefix_len": 1, "budget": 1, "list_begin": -1}, "list_begin >= 0"),
+        ({"prefix_len": 1, "budget": 1, "head_stride": -1}, "head_stride >= 0"),
+        ({"prefix_len": 10, "budget": 5, "num_sink": 3, "num_recent": 3}, "shrink the windows"),
+    ],
+)
+def test_groups_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SelectionGroup(**arguments)
+
+
+def test_the_references_are_imported_without_triton():
+    source = Path(__file__).parents[2] / "kernels"
+    names = ("block_scores", "csa_scores", "grouped_attention", "low_bit", "pooling", "top_k_selection")
+    code = f"import sys, {', '.join(f'prefix_kernels.{n}' for n in names)}; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=source)

@@ -21,8 +21,7 @@ from prefix_kernels.anchor_selection.sm90_kernels import score_items_sm90_kernel
 from prefix_kernels.kernels import ARRIVALS
 from prefix_kernels.launching import Launch, recording
 from prefix_kernels.low_bit import quantize, unpack_codes
-from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
-from prefix_kernels.pooled_scores.runner import ScoreInputs
+from prefix_kernels.pooled_scores import ScoredGroup, ScoreInputs, ScoreShape
 from prefix_kernels.pooling import LEAST_SUMMED, log_shares, sum_step
 from prefix_kernels.top_k_selection import SelectionGroup
 from prefix_kernels.top_k_selection.kernels import LOG_SCALE, LOWEST_LOG
@@ -78,7 +77,7 @@ class Problem:
     ) -> None:
         gen = torch.Generator().manual_seed(requests + count)
         heads = KV_HEADS * GQA
-        self.shape = ScoreShape(heads, KV_HEADS, Source.LOW_BIT, CHANNELS, listed_channels=True, sum_every=sum_every)
+        self.shape = ScoreShape(heads, KV_HEADS, CHANNELS, listed_channels=True, sum_every=sum_every)
         self.config = default_config(self.shape, requests, specialized=True)
         self.requests, self.count, self.programs, self.windows = requests, count, programs, windows
         self.joined = joined or not programs
@@ -95,7 +94,7 @@ class Problem:
         begins = tuple(4 + head * stride for head in range(KV_HEADS))
         firsts = tuple(head * self.count for head in range(KV_HEADS))
         index = [self.channels.short(), self.codes.packed.flatten(0, 1).contiguous(), self.codes.scale]
-        rows, counts, nothing = tuple(range(1, 1 + self.requests)), (self.count,) * KV_HEADS, (0,) * KV_HEADS
+        rows = tuple(range(1, 1 + self.requests))
         budget = min(sum(self.windows) + 15, self.count - 1)
         select = AnchorSelection(
             self.shape,
@@ -105,13 +104,12 @@ class Problem:
             KV_HEADS * budget,
             self.config,
             self.q.device,
-            max_block_size=1,
             form=Form.FUSED if self.joined else Form.UNFUSED,
             num_programs=KV_HEADS * max(1, self.programs),
         )
         select.plan(
-            [ScoredGroup(rows, counts, firsts, nothing, begins, tuple(index))],
-            [SelectionGroup(self.count, budget, 0, stride, (1,) * KV_HEADS, *self.windows, head_stride=budget)],
+            [ScoredGroup(rows, self.count, firsts, begins, tuple(index))],
+            [SelectionGroup(self.count, budget, *self.windows, head_stride=budget)],
         )
         arena = torch.full((begins[-1] + stride,), UNTOUCHED)
         with recording() as kept:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.low_bit import dequantize, quantize
-from prefix_kernels.pooled_scores import ScoredGroup, ScoreShape, Source
-from prefix_kernels.pooled_scores.runner import ScoreInputs
-from prefix_kernels.pooling import FIRST_SUMMED, HEADROOM, sampled, sum_step
+from prefix_kernels.pooled_scores import ScoredGroup, ScoreInputs, ScoreShape
+from prefix_kernels.pooling import FIRST_SUMMED, HEADROOM, Pooling, sampled, sum_step
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import SelectedLists
 
@@ -48,9 +48,7 @@ class Problem:
     ) -> None:
         gen = torch.Generator().manual_seed(channels + gqa + sizes[0][1])
         batch = sum(len(rows) for rows, _, _ in sizes)
-        self.shape = ScoreShape(
-            KV_HEADS * gqa, KV_HEADS, Source.LOW_BIT, channels, listed_channels=True, sum_every=sum_every
-        )
+        self.shape = ScoreShape(KV_HEADS * gqa, KV_HEADS, channels, listed_channels=True, sum_every=sum_every)
         self.q = torch.randn(batch, KV_HEADS * gqa, DIM, generator=gen).to("cuda", dtype)
         self.scored: list[ScoredGroup] = []
         self.selected: list[SelectionGroup] = []
@@ -70,12 +68,9 @@ class Problem:
             stride = -(-length // 4) * 4
             begins = tuple(at + head * stride for head in range(KV_HEADS))
             firsts = tuple(head * length for head in range(KV_HEADS))
-            nothing = (0,) * KV_HEADS
-            self.scored.append(ScoredGroup(rows, (length,) * KV_HEADS, firsts, nothing, begins, arrays))
+            self.scored.append(ScoredGroup(rows, length, firsts, begins, arrays))
             sink, recent = (5, 20) if budget > 25 else (0, 0)
-            self.selected.append(
-                SelectionGroup(length, budget, at, stride, (1,) * KV_HEADS, sink, recent, slot_start=table_at)
-            )
+            self.selected.append(SelectionGroup(length, budget, sink, recent, slot_start=table_at))
             at += KV_HEADS * stride
             table_at += length
         self.selected = pack_lists(self.selected, KV_HEADS)
@@ -103,7 +98,7 @@ class Problem:
     ) -> tuple[torch.Tensor, SelectedLists]:
         select = AnchorSelection(
             self.shape, self.q.shape[0], len(self.scored) + 1, 130_000, MOST_ENTRIES, config, self.q.device,
-            max_block_size=1, form=form, num_programs=num_programs,
+            form=form, num_programs=num_programs,
         )  # fmt: skip
         lists = select.new_lists(with_slots=True)
         scores = torch.full((self.room,), torch.nan, device="cuda")
@@ -228,7 +223,7 @@ def test_the_same_in_every_run() -> None:
 def test_a_captured_run_follows_its_plan() -> None:
     made, other = Problem([((0, 1), 4000, 300)]), Problem([((0,), 2500, 250), ((1,), 1200, 26)])
     config = CONFIGS["8x128"]
-    select = AnchorSelection(made.shape, 2, 2, 5000, MOST_ENTRIES, config, made.q.device, max_block_size=1)
+    select = AnchorSelection(made.shape, 2, 2, 5000, MOST_ENTRIES, config, made.q.device)
     lists, scores = select.new_lists(with_slots=True), torch.zeros(made.room + other.room, device="cuda")
     queries, slots = made.q.clone(), torch.zeros(8000, dtype=torch.int32, device="cuda")
     slots[: len(made.slots)] = made.slots
@@ -252,12 +247,10 @@ def test_a_captured_run_follows_its_plan() -> None:
 
 def test_what_it_has_not_is_refused() -> None:
     made = Problem([((0,), 100, 30)])
-    minmax = ScoreShape(8, 2, Source.MINMAX, 128)
-    with pytest.raises(ValueError, match="own kernel"):
-        AnchorSelection(minmax, 1, 1, 100, 64, CONFIGS["8x128"], made.q.device, max_block_size=1)
-    with pytest.raises(ValueError, match="own kernel"):
-        AnchorSelection(made.shape, 1, 1, 100, 64, CONFIGS["8x128"], made.q.device, listed=True, max_block_size=1)
-    select = AnchorSelection(made.shape, 1, 1, 100, 64, CONFIGS["8x128"], made.q.device, max_block_size=1)
+    for other in ({"bits": 8}, {"channels": 48}, {"pooling": Pooling.MEAN}):
+        with pytest.raises(ValueError, match="own kernel"):
+            AnchorSelection(replace(made.shape, **other), 1, 1, 100, 64, CONFIGS["8x128"], made.q.device)
+    select = AnchorSelection(made.shape, 1, 1, 100, 64, CONFIGS["8x128"], made.q.device)
     select.plan(made.scored, made.selected)
     scores = torch.zeros(made.room, device="cuda")
     with pytest.raises(ValueError, match="positive scale"):

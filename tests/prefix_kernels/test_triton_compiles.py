@@ -9,7 +9,6 @@ import logging
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,11 @@ from triton import knobs
 
 from prefix_kernels import PagedKV, kernels, launching
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
-from prefix_kernels.csa_scores.runner import CsaScores, CsaShape
-from prefix_kernels.csa_scores.runner import default_config as csa_config
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, block_m_for
 from prefix_kernels.grouped_attention.tuned import own_config
 from prefix_kernels.launching import Launch, launch, overlapped_launches, recording
-from prefix_kernels.pooled_scores import PooledScores, ScoreInputs, ScoreShape, Source
-from prefix_kernels.pooled_scores.runner import default_config as config_for
+from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
-from prefix_kernels.top_k_selection.runner import TopKSelection
-from prefix_kernels.two_level_selection import TwoLevelSelection
 from tests.prefix_kernels.compiling import compiled
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -67,87 +61,20 @@ def grouped(config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: i
     attention.run(queries, pool(dtype, dim), torch.arange(64).int(), 0.1, torch.empty_like(queries), lse)
 
 
-def tokens(rows: int, kv_heads: int = KV_HEADS, num_chunks: int = 33) -> None:
-    pooled(ScoreShape(HEADS, kv_heads, Source.LOW_BIT, 96, 4, True), rows, num_chunks)
-
-
-def exact(rows: int) -> None:
-    """Of one request raw scores are kept."""
-    raw = torch.zeros(1, KV_HEADS, 64, HEADS // KV_HEADS).transpose(2, 3) if rows == 1 else None
-    shape = ScoreShape(HEADS, KV_HEADS, Source.KEYS, DIM)
-    pooled(shape, rows, k_cache=pool().k_cache, lists=torch.arange(64), **({} if raw is None else {"raw": raw}))
-
-
-def csa(list_len: int) -> None:
-    """16 subspaces of 16 centroids; a list of many entries is a bitmap."""
-    shape = CsaShape(HEADS, KV_HEADS, DIM, 16, 16, 4)
-    config, dims = csa_config(list_len / 600), torch.arange(DIM).view(16, -1)
-    CsaScores(shape, dims, 1, 600, config, bitmap=list_len == 120).run(q(1), torch.zeros(HEADS * 600))
-
-
-def top_k(block_size: int) -> None:
-    runner = TopKSelection(1, KV_HEADS, 600, 64, torch.device("cpu"), max_block_size=block_size)
-    runner.run(torch.zeros(KV_HEADS * 600), runner.new_lists())
-
-
-def listed_top_k(max_candidates: int) -> None:
-    """Among candidates of 131,072 tokens."""
-    how: dict[str, Any] = {"key_bits": 16, "num_programs": 264, "max_block_size": 1}
-    runner = TopKSelection(1, KV_HEADS, max_candidates, 600, torch.device("cpu"), **how)
-    candidates = torch.zeros(1, KV_HEADS, max_candidates, dtype=torch.int32)
-    lists, table = runner.new_lists(with_slots=True), torch.arange(64).int()
-    runner.run(torch.zeros(64), lists, slot_table=table, candidates=candidates)
-
-
-def listed_tokens(rows: int) -> None:
-    """96 channels of candidates' codes."""
-    pooled(ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, 96, 4, True), rows, lists=torch.arange(64).int())
-
-
-def raw_scores(rows: int) -> None:
-    pooled(ScoreShape(HEADS, KV_HEADS, Source.RAW), rows, raw=torch.zeros(64))
-
-
-def pooled(shape: ScoreShape, rows: int, num_chunks: int = 33, **options: torch.Tensor) -> None:
-    config = replace(config_for(shape, rows), num_chunks=num_chunks)
-    scoring = PooledScores(shape, rows, 1, config, torch.device("cpu"), listed="lists" in options)
-    scoring.run(q(rows), torch.zeros(64), 0.1, **options)
-
-
 def anchor(
-    source: Source,
-    rows: int,
-    config: AnchorConfig,
-    *,
-    form: Form = Form.FUSED,
-    listed: bool = False,
-    raw: bool = False,
-    sum_every: int = 1,
+    rows: int, config: AnchorConfig, *, form: Form = Form.FUSED, raw: bool = False, sum_every: int = 1, bits: int = 4
 ) -> None:
-    """A selection from tokens on 96 channels, or from blocks."""
-    tokens = source is Source.LOW_BIT
-    channels = 96 if tokens else DIM
-    shape = ScoreShape(HEADS, KV_HEADS, source, channels, listed_channels=tokens, sum_every=sum_every)
-    select = AnchorSelection(
-        shape,
-        rows,
-        1,
-        131072,
-        600,
-        config,
-        torch.device("cpu"),
-        listed=listed,
-        max_block_size=1 if tokens else 64,
-        form=form,
-        num_programs=264,
-    )
+    """A selection on 96 channels."""
+    shape = ScoreShape(HEADS, KV_HEADS, 96, bits, listed_channels=True, sum_every=sum_every)
+    device = torch.device("cpu")
+    select = AnchorSelection(shape, rows, 1, 131072, 600, config, device, form=form, num_programs=264)
     kept = torch.zeros(1, KV_HEADS, 64, rows * HEADS // KV_HEADS).transpose(2, 3) if raw else None
-    inputs = ScoreInputs(q(rows), 0.1, lists=torch.arange(64).int() if listed else None, raw=kept)
-    select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=torch.arange(64).int())
+    inputs, table = ScoreInputs(q(rows), 0.1, raw=kept), torch.arange(64).int()
+    select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=table)
 
 
 def hopper_selection(rows: int) -> AnchorConfig:
-    return default_config(ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, 96), rows, specialized=True)
+    return default_config(ScoreShape(HEADS, KV_HEADS, 96), rows, specialized=True)
 
 
 def slot_lists() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -162,18 +89,6 @@ def copied_lists(kv_heads: int = KV_HEADS) -> None:
 
 def compared_lists() -> None:
     common_slots(*slot_lists(), 3, torch.zeros(8, dtype=torch.int32), implementation="triton")
-
-
-def two_levels() -> None:
-    """Blocks of 16, then listed tokens, for one request."""
-    blocks = ScoreShape(HEADS, KV_HEADS, Source.MINMAX, DIM)
-    tokens = ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, 96, listed_channels=True)
-    how: dict[str, Any] = {"device": torch.device("cpu"), "num_programs": 264}
-    first = AnchorSelection(blocks, 1, 1, 131072, 32768, default_config(blocks, 1), max_block_size=16, **how)
-    config = default_config(tokens, 1)
-    second = AnchorSelection(tokens, 1, 1, 32768, 6553, config, listed=True, max_block_size=1, **how)
-    selection = TwoLevelSelection(first, second, 8192)
-    selection.run(q(1), selection.new_lists(with_slots=True), 0.1, slot_table=torch.arange(64).int())
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -192,43 +107,22 @@ CASES: dict[str, Callable[[], None]] = {
     "specialized attention of 128 rows": lambda: grouped(AttentionConfig(128, 64, 4, 5, 1, None, True)),
     "specialized attention in three passes": lambda: grouped(SPECIALIZED, passes=3),
     "specialized attention with heads of 64": lambda: grouped(SPECIALIZED, torch.float16, 64),
-    "token_scores of 1 request": lambda: tokens(1),
-    "token_scores of 32 requests": lambda: tokens(32),
-    "token_scores of one KV head in many chunks": lambda: tokens(1, 1, 264),
-    "exact_scores of 1 request": lambda: exact(1),
-    "exact_scores of 32 requests": lambda: exact(32),
-    "mean block scores": lambda: pooled(ScoreShape(HEADS, KV_HEADS, Source.LOW_BIT, DIM), 1),
-    "min/max block scores": lambda: pooled(ScoreShape(HEADS, KV_HEADS, Source.MINMAX, DIM), 1),
-    "csa_scores_compact on offsets": lambda: csa(12),
-    "csa_scores_compact on a bitmap": lambda: csa(120),
-    "top_k_selection of tokens": lambda: top_k(1),
-    "top_k_selection of blocks": lambda: top_k(16),
-    "top_k_selection among 32,768 candidates": lambda: listed_top_k(32768),
-    "token scores of 1 request's candidates": lambda: listed_tokens(1),
-    "token scores of 32 requests' candidates": lambda: listed_tokens(32),
-    "raw scores of 1 request": lambda: raw_scores(1),
-    "raw scores of 32 requests": lambda: raw_scores(32),
-    "selection of tokens in one launch": lambda: anchor(Source.LOW_BIT, 1, NARROW),
-    "selection of tokens in one launch, raw scores kept": lambda: anchor(Source.LOW_BIT, 1, NARROW, raw=True),
-    "selection of tokens by a sample's sums": lambda: anchor(Source.LOW_BIT, 8, WIDE, sum_every=16),
-    "selection of listed tokens in one launch": lambda: anchor(Source.LOW_BIT, 8, WIDE, listed=True),
-    "selection of tokens for 32 requests in one launch": lambda: anchor(Source.LOW_BIT, 32, WIDE),
-    "selection of tokens for 32 requests in one tile": lambda: anchor(Source.LOW_BIT, 32, WIDEST),
-    "specialized selection of tokens": lambda: anchor(Source.LOW_BIT, 1, hopper_selection(1)),
-    "specialized selection of tokens for 8 requests": lambda: anchor(Source.LOW_BIT, 8, hopper_selection(8)),
-    "specialized selection of tokens for 16 requests": lambda: anchor(Source.LOW_BIT, 16, hopper_selection(16)),
-    "specialized selection of tokens for 32 requests": lambda: anchor(Source.LOW_BIT, 32, hopper_selection(32)),
-    "specialized selection by a sample's sums": lambda: anchor(Source.LOW_BIT, 1, hopper_selection(1), sum_every=16),
-    "specialized selection by a sample's sums for 8 requests": lambda: anchor(
-        Source.LOW_BIT, 8, hopper_selection(8), sum_every=16
-    ),
-    "specialized selection by a sample's sums for 32 requests": lambda: anchor(
-        Source.LOW_BIT, 32, hopper_selection(32), sum_every=16
-    ),
-    "selection of blocks in one launch": lambda: anchor(Source.MINMAX, 1, NARROW),
-    "selection of blocks for 32 requests in one launch": lambda: anchor(Source.MINMAX, 32, WIDE),
-    "selection in two levels": two_levels,
-    "selection of blocks in four launches": lambda: anchor(Source.MINMAX, 8, WIDE, form=Form.UNFUSED),
+    "selection of tokens in one launch": lambda: anchor(1, NARROW),
+    "selection of tokens in one launch, raw scores kept": lambda: anchor(1, NARROW, raw=True),
+    "selection of tokens by a sample's sums": lambda: anchor(8, WIDE, sum_every=16),
+    "selection of tokens by codes of 2 bits": lambda: anchor(8, WIDE, bits=2),
+    "selection of tokens by codes of 8 bits": lambda: anchor(8, WIDE, bits=8),
+    "selection of tokens in four launches": lambda: anchor(8, WIDE, form=Form.UNFUSED),
+    "selection of tokens by codes of 8 bits in four launches": lambda: anchor(8, WIDE, form=Form.UNFUSED, bits=8),
+    "selection of tokens for 32 requests in one launch": lambda: anchor(32, WIDE),
+    "selection of tokens for 32 requests in one tile": lambda: anchor(32, WIDEST),
+    "specialized selection of tokens": lambda: anchor(1, hopper_selection(1)),
+    "specialized selection of tokens for 8 requests": lambda: anchor(8, hopper_selection(8)),
+    "specialized selection of tokens for 16 requests": lambda: anchor(16, hopper_selection(16)),
+    "specialized selection of tokens for 32 requests": lambda: anchor(32, hopper_selection(32)),
+    "specialized selection by a sample's sums": lambda: anchor(1, hopper_selection(1), sum_every=16),
+    "specialized selection by a sample's sums for 8 requests": lambda: anchor(8, hopper_selection(8), sum_every=16),
+    "specialized selection by a sample's sums for 32 requests": lambda: anchor(32, hopper_selection(32), sum_every=16),
     "copy_slot_lists": copied_lists,
     "copy_slot_lists of one KV head": lambda: copied_lists(1),
     "common_slots": compared_lists,
@@ -251,9 +145,7 @@ SPILLED = {
     "specialized selection of tokens for 32 requests": 120,
     "specialized selection by a sample's sums for 8 requests": 48,
     "specialized selection by a sample's sums for 32 requests": 8,
-    # On sm_80: a few numbers of the tables.
-    "selection of blocks for 32 requests in one launch": 64,
-    "selection of blocks in four launches": 8,
+    "selection of tokens by codes of 8 bits": 40,
 }
 
 
@@ -313,9 +205,9 @@ def test_kernels_compile_without_spilling(case: str, capability: int, tmp_path: 
 @pytest.mark.parametrize(("dim", "channels"), [(64, 48), (128, 96)])
 def test_a_selection_in_fp32_is_launched(dim: int, channels: int, rows: int, tmp_path: Path) -> None:
     """Spilled as it may be: its shared memory is none that CUDA refuses."""
-    shape = ScoreShape(4, 2, Source.LOW_BIT, channels, listed_channels=True, sum_every=16)
+    shape = ScoreShape(4, 2, channels, listed_channels=True, sum_every=16)
     config = default_config(shape, rows, (9, 0), in_fp32=True)
-    select = AnchorSelection(shape, rows, 1, 4096, 600, config, torch.device("cpu"), max_block_size=1, num_programs=64)
+    select = AnchorSelection(shape, rows, 1, 4096, 600, config, torch.device("cpu"), num_programs=64)
     inputs = ScoreInputs(torch.zeros(rows, 4, dim), 0.1)
     with recording() as kept:
         select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=torch.arange(64).int())
@@ -339,7 +231,6 @@ def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_k
     for case, follows, meetings in (
         ("specialized attention of 64 rows", (False,), 1),
         ("selection of tokens in one launch", (False,), 3),
-        ("selection in two levels", (False, False), 3),
         ("specialized selection of tokens", (False, True), 1),
     ):
         with overlapped_launches():
@@ -385,7 +276,7 @@ def loop_bodies(ptx: str) -> list[str]:
 
 def test_codes_are_unpacked_without_a_conversion() -> None:
     """In the loop of the token index a code costs less than one instruction; a conversion alone would be one."""
-    sums, _ = launches("token_scores of 1 request")
+    sums, *_ = launches("selection of tokens in four launches")
     ptx = compiled(sums, 90).asm["ptx"]
     assert not re.search(r"cvt\.rn\.f16\.[us](8|16|32)", ptx)
     assert "cp.async.cg.shared.global" in ptx
@@ -393,16 +284,16 @@ def test_codes_are_unpacked_without_a_conversion() -> None:
 
 def test_a_product_is_rounded_before_threads_add_it_to_another() -> None:
     """Else two threads that add the same two in turns round different products, and their sums differ."""
-    for sums in launches("raw scores of 1 request"):
-        ptx = compiled(sums, 90).asm["ptx"]
+    of_bytes, *_ = launches("selection of tokens by codes of 8 bits in four launches")
+    found = [(one, 90) for one in launches("selection of tokens in four launches")[:2]]
+    for sums, capability in [*found, (of_bytes, 80)]:
+        ptx = compiled(sums, capability).asm["ptx"]
         powers = set(re.findall(r"ex2\.approx\S*\s+(%\w+)", ptx))
         fused = re.findall(r"fma\.rn\.f32\s+(%\w+), (%\w+), (%\w+), %\w+;", ptx)
         of_powers = [(out, *factors) for out, *factors in fused if powers.intersection(factors)]
         # A running total is scaled by each thread alone, and takes its own place; no other product may be fused.
         assert of_powers
         assert all(out in factors for out, *factors in of_powers)
-    picking, _ = launches("csa_scores_compact on offsets")
-    assert "fma.rn.f32" not in compiled(picking, 90).asm["ptx"]
 
 
 def test_nothing_runs_while_launches_are_recorded() -> None:
@@ -418,12 +309,7 @@ def test_nothing_runs_while_launches_are_recorded() -> None:
 #: Case -> how many launches of it are overlapped.
 OVERLAPPED = {
     "prefix_attention of 1 request": 2,
-    "token_scores of 1 request": 2,
-    "csa_scores_compact on offsets": 2,
-    "top_k_selection of tokens": 5,
-    "top_k_selection among 32,768 candidates": 3,
-    "raw scores of 1 request": 2,
-    "selection of blocks in four launches": 4,
+    "selection of tokens in four launches": 4,
     "copy_slot_lists": 1,
     "common_slots": 1,
 }

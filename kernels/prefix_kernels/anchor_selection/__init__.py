@@ -1,6 +1,6 @@
-"""An anchor layer's selection: from queries to lists in one launch; needs Triton.
+"""An anchor layer's selection on a token index: from queries to lists in one launch; needs Triton.
 
-`AnchorSelection` is what `PooledScores` and `TopKSelection` compute one after the other.
+`pooling.pool_scores` and `top_k_selection` say what it computes.
 """
 
 from prefix_kernels.anchor_selection.runner import AnchorConfig, AnchorSelection, Form, default_config

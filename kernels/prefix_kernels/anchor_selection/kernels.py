@@ -7,9 +7,8 @@ Programs that share a group and a KV head go through four phases, and wait for e
 3. how many of the tokens at the threshold's upper byte have which lower byte;
 4. the list of what was selected.
 
-They are the phases of `pooled_scores` and of `top_k_selection` with keys of 16 bits, and the scores and the positions
-are theirs. The same kernel can be launched once for each phase, where nobody waits: on a GPU that does not hold all
-programs at a time, and in Triton's interpreter, where they run one after the other.
+The same kernel can be launched once for each phase, where nobody waits: on a GPU that does not hold all programs at a
+time, and in Triton's interpreter, where they run one after the other.
 """
 
 from __future__ import annotations
@@ -18,18 +17,8 @@ import triton
 import triton.language as tl
 
 from prefix_kernels.kernels import NUM_DIGITS, add_counts, begin_counts, end_counts, meet, wait_for_the_kernel_before
-from prefix_kernels.pooled_scores.kernels import KEYS, RAW, addresses, num_summed, score_stretch, stretch_of, sum_step
-from prefix_kernels.top_k_selection.kernels import (
-    ALIGNED,
-    DIGIT_BITS,
-    counted_at,
-    load_scores,
-    ordered_keys,
-    placed,
-    window_keys,
-)
-
-KEY_BITS = tl.constexpr(16)
+from prefix_kernels.pooled_scores.kernels import addresses, num_summed, score_stretch, stretch_of, sum_step
+from prefix_kernels.top_k_selection.kernels import ALIGNED, DIGIT_BITS, counted_at, load_scores, placed, window_keys
 
 
 @triton.jit
@@ -41,13 +30,16 @@ def _place_of_digit(keys, upper, LOWER: tl.constexpr):
 
 
 @triton.jit
-def _count_tokens(tile, scores, begin, end, num_sink, recent_begin, upper, LOWER: tl.constexpr, TILE: tl.constexpr):
-    """int32 [NUM_DIGITS]: tokens of a stretch by the place of their digit; scores of its first tile are there. And,
-    with LOWER, how many tokens have a higher upper byte than `upper`."""
+def _count_digits(tile, scores, begin, end, num_sink, recent_begin, upper, LOWER: tl.constexpr, TILE: tl.constexpr):
+    """int32 [NUM_DIGITS]: how many tokens of a stretch have a digit of 255 - i or above, at place i: of their upper
+    byte, or with LOWER of the lower one, of those whose upper byte is `upper`. Then also how many have a higher one.
+
+    Scores of the first tile are there.
+    """
     counts, at = begin_counts()
     higher = tl.zeros([TILE], tl.int32)
     for start in range(begin, end, TILE):
-        keys = window_keys(tile, start, num_sink, recent_begin, KEY_BITS, TILE)
+        keys = window_keys(tile, start, num_sink, recent_begin, TILE)
         place, matching = _place_of_digit(keys, upper, LOWER)
         there = start + tl.arange(0, TILE) < end
         counts = add_counts(counts, at, place, matching & there)
@@ -55,61 +47,10 @@ def _count_tokens(tile, scores, begin, end, num_sink, recent_begin, upper, LOWER
             higher += (((keys >> DIGIT_BITS) > upper.to(tl.uint32)) & there).to(tl.int32)
         # The first tile may have been asked for before it was known what to count.
         if start + TILE < end:
-            tile = load_scores(scores, start + TILE, end, 0, TILE, True)
-    return end_counts(counts, at), tl.sum(higher, axis=0) if LOWER else 0
-
-
-@triton.jit
-def _count_cut_block(counts, higher, scores, block, there, free, upper, LOWER: tl.constexpr):
-    """Count the `free` tokens of one block, if it is `there`."""
-    keys = ordered_keys(tl.load(scores + block, mask=there, other=0.0), KEY_BITS)
-    place, matching = _place_of_digit(keys, upper, LOWER)
-    if LOWER:
-        higher += tl.where(there & ((keys >> DIGIT_BITS) > upper.to(tl.uint32)), free, 0)
-    return counts + tl.where((tl.arange(0, NUM_DIGITS) == place) & matching & there, free, 0), higher
-
-
-@triton.jit
-def _free_tokens(block, block_shift, num_sink, recent_begin):
-    """Tokens of a block that no window takes."""
-    begin = block << block_shift
-    return tl.maximum(tl.minimum(begin + (1 << block_shift), recent_begin) - tl.maximum(begin, num_sink), 0)
-
-
-@triton.jit
-def _count_blocks(
-    scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """As `_count_tokens`, for blocks `begin` to `end`, which are tokens `token_begin` to `token_end`."""
-    counts, at = begin_counts()
-    above = tl.zeros([TILE], tl.int32)
-    for start in range(begin, end, TILE):
-        block = start + tl.arange(0, TILE)
-        keys = ordered_keys(tl.load(scores + block, mask=block < end, other=0.0), KEY_BITS)
-        place, matching = _place_of_digit(keys, upper, LOWER)
-        whole = _free_tokens(block, block_shift, num_sink, recent_begin) == 1 << block_shift
-        there = whole & (block < end)
-        counts = add_counts(counts, at, place, matching & there)
-        if LOWER:
-            above += (((keys >> DIGIT_BITS) > upper.to(tl.uint32)) & there).to(tl.int32)
-    counts = end_counts(counts, at) << block_shift
-    higher = tl.sum(above, axis=0) << block_shift
-    # Windows cut two blocks, or one of them twice; the end of the prefix cuts none that the recent window leaves whole.
-    first, last = num_sink >> block_shift, recent_begin >> block_shift
-    free = _free_tokens(first, block_shift, num_sink, recent_begin)
-    cut = (free < 1 << block_shift) & (first >= begin) & (first < end)
-    counts, higher = _count_cut_block(counts, higher, scores, first, cut, free, upper, LOWER)
-    free = _free_tokens(last, block_shift, num_sink, recent_begin)
-    cut = (free < 1 << block_shift) & (last >= begin) & (last < end) & (last != first)
-    counts, higher = _count_cut_block(counts, higher, scores, last, cut, free, upper, LOWER)
-    # Tokens of the windows have the highest key.
-    free = tl.maximum(tl.minimum(token_end, recent_begin) - tl.maximum(token_begin, num_sink), 0)
-    windows = tl.maximum(token_end - token_begin, 0) - free
-    if LOWER:
-        higher += tl.where(upper < NUM_DIGITS - 1, windows, 0)
-        windows = tl.where(upper == NUM_DIGITS - 1, windows, 0)
-    return counts + tl.where(tl.arange(0, NUM_DIGITS) == 0, windows, 0), higher
+            tile = load_scores(scores, start + TILE, end, TILE)
+    counts = end_counts(counts, at)
+    above = tl.sum(higher, axis=0) if LOWER else 0
+    return tl.cumsum(counts, axis=0), above
 
 
 @triton.jit
@@ -142,36 +83,18 @@ def _sum_of(counts_ptr, num_chunks, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def _count_digits(
-    tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER: tl.constexpr,
-    TILE: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """int32 [NUM_DIGITS]: how many tokens of a stretch have a digit of 255 - i or above, at place i: of their upper
-    byte, or with LOWER of the lower one, of those whose upper byte is `upper`. Then also how many have a higher one."""
-    if TOKENS:
-        counts, higher = _count_tokens(tile, scores, token_begin, token_end, num_sink, recent_begin, upper, LOWER, TILE)
-    else:
-        counts, higher = _count_blocks(
-            scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper, LOWER, TILE // 4
-        )
-    return tl.cumsum(counts, axis=0), higher
-
-
-@triton.jit
 def select_kernel(
     q_ptr,  # [batch, num_qo_heads, head_dim]
     rows_ptr,  # int32 [batch], batch rows by group
     groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
-    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, first list entry, first score
-    arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, second packed, second scale
-    k_ptr,  # [num_slots, num_kv_heads, head_dim], where SOURCE is KEYS
-    lists_ptr,  # int32 or int64 arena: slots (KEYS), or rows that are candidates; where LISTED_ROWS
+    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, 0, first score
+    arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, 0, 0
     raw_ptr,  # fp32, raw scores, kept for the second phase where REREAD
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
-    block_shifts_ptr,  # int32 [num_groups, num_kv_heads], log2 of the tokens of a candidate
+    block_shifts_ptr,  # int32 [num_groups, num_kv_heads], log2 of the tokens of a candidate: 0
     at_least_ptr,  # int32 [num_kv_heads, max_items, NUM_DIGITS], by lower bytes, at the threshold's upper one
     higher_ptr,  # int32 [num_kv_heads, max_items], tokens of a higher upper byte
     all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, NUM_DIGITS], of all stretches, by upper and by lower bytes
@@ -180,16 +103,15 @@ def select_kernel(
     positions_ptr,  # int32 arena of lists, written
     slots_ptr,  # int32 arena of lists, written with HAS_SLOTS
     counts_ptr,  # int32 [num_groups, num_kv_heads], written
-    sm_scale, q_stride_row, q_stride_head, k_stride_slot, k_stride_head, raw_stride_group, raw_stride_head,
-    raw_stride_row, raw_stride_candidate, max_rows, max_items,
+    sm_scale, q_stride_row, q_stride_head, raw_stride_group, raw_stride_head, raw_stride_row, raw_stride_candidate,
+    max_rows, max_items,
     num_totals,  # num_groups * num_kv_heads
     ITEM_FIELDS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROW_UNITS: tl.constexpr, BITS: tl.constexpr, SOURCE: tl.constexpr, LISTED_ROWS: tl.constexpr,
-    LISTED_CHANNELS: tl.constexpr, SUM_EVERY: tl.constexpr, REREAD: tl.constexpr, RAW_M: tl.constexpr,
-    RAW_N: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
-    LANES: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
-    FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, OVERLAPPED: tl.constexpr,
+    ROW_UNITS: tl.constexpr, BITS: tl.constexpr, LISTED_CHANNELS: tl.constexpr, SUM_EVERY: tl.constexpr,
+    REREAD: tl.constexpr, RAW_M: tl.constexpr, RAW_N: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr,
+    TILE: tl.constexpr, HAS_SLOTS: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): its items, of which only the first may be shared with other programs."""
     # Behind a launch of scores alone: tables are read before that has ended, which writes none of them.
@@ -216,12 +138,11 @@ def select_kernel(
             # All tables are asked for before what is in them is looked at.
             row_begin = tl.load(groups_ptr + group * 4)
             num_rows = tl.load(groups_ptr + group * 4 + 1)
-            channels_at, packed_at, scale_at, packed2_at, scale2_at = addresses(arrays_ptr + group * 5)
+            channels_at, packed_at, scale_at = addresses(arrays_ptr + group * 5)
         count = tl.load(heads_ptr + row * 4).to(tl.int32)
         first_row = tl.load(heads_ptr + row * 4 + 1)
-        list_ptr = lists_ptr + tl.load(heads_ptr + row * 4 + 2)
         scores_begin = tl.load(heads_ptr + row * 4 + 3)
-        scores = scores_ptr + (scores_begin // ALIGNED * ALIGNED if TOKENS else scores_begin)
+        scores = scores_ptr + scores_begin // ALIGNED * ALIGNED
         block_shift = tl.load(block_shifts_ptr + row)
         begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
         token_begin = tl.minimum(begin << block_shift, prefix_len)
@@ -242,9 +163,9 @@ def select_kernel(
             lowers = at_least_ptr + first_item * NUM_DIGITS
             of_uppers = all_at_least_ptr + row * NUM_DIGITS
             of_lowers = of_uppers + num_totals * NUM_DIGITS
-            if FIRST_PHASE > 2 and TOKENS:
+            if FIRST_PHASE > 2:
                 # On their way while it is found out which of them count.
-                tile = load_scores(scores, token_begin, token_end, 0, TILE, True)
+                tile = load_scores(scores, token_begin, token_end, TILE)
             if FIRST_PHASE == 1:
                 if chunk == 0:
                     tl.store(of_uppers + tl.arange(0, NUM_DIGITS), 0)
@@ -256,31 +177,26 @@ def select_kernel(
                     summed_begin, summed_end = stretch_of(chunk, num_chunks, num_summed(count, step), BLOCK_N)
                 score_stretch(
                     summed_begin, summed_end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at,
-                    scale_at, packed2_at, scale2_at, first_row, step, list_ptr, raw_base, scores,
-                    k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
-                    q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
-                    GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, REREAD,
-                    SUM_EVERY, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
+                    scale_at, first_row, step, raw_base, scores, peak_ptr, total_ptr, stats, chunk, num_chunks,
+                    sm_scale, q_stride_row, q_stride_head, raw_stride_row, raw_stride_candidate, max_rows, GQA,
+                    CHANNELS, BLOCK_K, ROW_UNITS, BITS, LISTED_CHANNELS, False, REREAD, SUM_EVERY, 0, BLOCK_M, BLOCK_N,
+                    BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                 )  # fmt: skip
             if FIRST_PHASE == 1 and LAST_PHASE > 1:
                 meet(arrived_ptr + row, chunk, num_chunks)
             if FIRST_PHASE <= 2 and LAST_PHASE >= 2:
                 score_stretch(
-                    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at,
-                    packed2_at, scale2_at, first_row, 1, list_ptr, raw_base, scores,
-                    k_ptr + head * k_stride_head, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale,
-                    q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows,
-                    GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, RAW if REREAD else SOURCE, LISTED_ROWS,
-                    LISTED_CHANNELS, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
+                    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at, first_row,
+                    1, raw_base, scores, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row,
+                    q_stride_head, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
+                    BITS, LISTED_CHANNELS, REREAD, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
                     RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                 )  # fmt: skip
                 # A barrier ends each tile of scores: all of the program's are there.
-                if TOKENS:
-                    tile = load_scores(scores, token_begin, token_end, 0, TILE, True)
+                tile = load_scores(scores, token_begin, token_end, TILE)
                 at_least, _ = _count_digits(
-                    tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin,
-                    token_begin, False, TILE, TOKENS,
-                )  # fmt: skip
+                    tile, scores, token_begin, token_end, num_sink, recent_begin, token_begin, False, TILE
+                )
                 # Integers: the order says nothing.
                 tl.atomic_add(of_uppers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
             if FIRST_PHASE <= 2 and LAST_PHASE > 2:
@@ -291,9 +207,8 @@ def select_kernel(
                 need = selected - above
             if FIRST_PHASE <= 3 and LAST_PHASE >= 3:
                 at_least, higher = _count_digits(
-                    tile, scores, begin, end, token_begin, token_end, block_shift, num_sink, recent_begin, upper,
-                    True, TILE, TOKENS,
-                )  # fmt: skip
+                    tile, scores, token_begin, token_end, num_sink, recent_begin, upper, True, TILE
+                )
                 tl.store(lowers + chunk * NUM_DIGITS + tl.arange(0, NUM_DIGITS), at_least)
                 tl.store(higher_ptr + first_item + chunk, higher)
                 tl.atomic_add(of_lowers + tl.arange(0, NUM_DIGITS), at_least, sem="relaxed")
@@ -303,7 +218,7 @@ def select_kernel(
                 above_before = _sum_of(higher_ptr + first_item, chunk, BLOCK_CHUNKS)
                 lower_place, above, ties = _choose_digit(of_lowers, need)
                 lower = lower_place ^ (NUM_DIGITS - 1)
-                more_before, ties_before, _, _ = counted_at(lowers, chunk, 0, lower_place, BLOCK_CHUNKS)
+                more_before, ties_before = counted_at(lowers, chunk, lower_place, BLOCK_CHUNKS)
                 above_before += more_before
                 # The last ties are taken. Those that are skipped count below zero.
                 ties_before -= above + ties - need
@@ -313,18 +228,13 @@ def select_kernel(
             slots = slots_ptr + list_begin
             for start in range(token_begin, token_end, TILE):
                 token = start + tl.arange(0, TILE)
-                listed = load_scores(scores, start, token_end, block_shift, TILE, TOKENS)
-                keys = window_keys(listed, start, num_sink, recent_begin, KEY_BITS, TILE)
+                keys = window_keys(load_scores(scores, start, token_end, TILE), start, num_sink, recent_begin, TILE)
                 # Of a whole prefix no score was written, and any key will do.
                 keys = tl.where(selected < prefix_len, keys, 1)
                 place, chosen, both = placed(keys, token < token_end, threshold, above_before, ties_before)
-                # A candidate of a list is called by its own position.
-                position = token
-                if LISTED_ROWS and SOURCE != KEYS:
-                    position = tl.load(list_ptr + token, mask=chosen, other=0).to(tl.int32)
-                tl.store(positions + place, position, mask=chosen)
+                tl.store(positions + place, token, mask=chosen)
                 if HAS_SLOTS:
-                    slot = tl.load(slot_table + position, mask=chosen, other=0)
+                    slot = tl.load(slot_table + token, mask=chosen, other=0)
                     tl.store(slots + place, slot.to(tl.int32), mask=chosen)
                 if start + TILE < token_end:
                     tile_total = tl.sum(both, axis=0)

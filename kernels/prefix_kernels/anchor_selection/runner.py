@@ -15,15 +15,7 @@ from triton import knobs
 from prefix_kernels.anchor_selection.kernels import select_kernel
 from prefix_kernels.grouped_attention.config import has_specialized
 from prefix_kernels.launching import block_of, check_power_of_2, launch, launch_behind, programs_at_once, send
-from prefix_kernels.pooled_scores.runner import (
-    POOL,
-    ScoreConfig,
-    ScoredGroup,
-    ScoreInputs,
-    ScoreShape,
-    ScoreTables,
-    Source,
-)
+from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, ScoreShape, ScoreTables
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import SelectedLists, check_lists, new_lists
@@ -43,6 +35,8 @@ _FEW_ROWS = 32
 """Of so many rows at most, the sums of 64 programs are read at once, else of 32."""
 _NUM_DIGITS = 256
 _TOKENS_OF_A_THREAD = 16
+_POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
+"""What the kernels call them."""
 _ALIGNED = 4
 _MOST_TOKENS = 2**30
 _CHUNKS_AT_ONCE = 32
@@ -67,7 +61,8 @@ class AnchorConfig:
         block_n: candidates of a step, a power of 2 of at least 64.
         num_warps: of a program.
         num_stages: steps that are on their way at a time.
-        halves: as `ScoreConfig` says.
+        halves: whether rows of 24 words of 4-bit codes (96 channels) are multiplied as 16 and 8, not as 32 of which 8
+            are padding. Warp-group instructions (sm_90, `block_m` from 16 on) take that as it comes; others reorder it.
         programs_per_sm: programs that a multiprocessor holds at a time. Registers are bounded so that it does.
         specialized: scores by sm_90's own kernel (`fits_specialized`), in a launch of its own before the others;
             `num_stages` and `halves` then say nothing.
@@ -110,20 +105,24 @@ class AnchorConfig:
         options: dict[str, int | None] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options | {"maxnreg": self.max_registers} | ({"launch_cooperative_grid": True} if joined else {})
 
-    def scoring(self, num_chunks: int) -> ScoreConfig:
-        """For the phases of scores, with so many programs of a KV head."""
-        return ScoreConfig(self.block_m, self.block_n, self.num_warps, self.num_stages, num_chunks, self.halves)
+    def arguments(self, shape: ScoreShape) -> dict[str, int]:
+        """What kernels are told of it, by parameter name."""
+        halves = self.halves and shape.bits == 4 and shape.row_units == 24
+        return {
+            "BLOCK_K": 16 if halves else block_of(shape.row_units, 16),
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            # Not of the number of programs, on which the order of sums would depend.
+            "BLOCK_CHUNKS": 32,
+            # Sixteen candidates to a warp, see the kernel's sums.
+            "LANES": min(self.num_warps, self.block_n // 16),
+            "STAGES": self.num_stages,
+        }
 
 
-def fits_specialized(shape: ScoreShape, listed: bool) -> bool:
-    """Whether sm_90's own kernel has it: tokens in codes of 4 bits, all of them candidates, pooled by the maximum."""
-    return (
-        shape.source is Source.LOW_BIT
-        and shape.bits == 4
-        and shape.channels in _CHANNELS
-        and shape.pooling is Pooling.MAX
-        and not listed
-    )
+def fits_specialized(shape: ScoreShape) -> bool:
+    """Whether sm_90's own kernel has it: codes of 4 bits, pooled by the maximum."""
+    return shape.bits == 4 and shape.channels in _CHANNELS and shape.pooling is Pooling.MAX
 
 
 def default_config(
@@ -140,23 +139,21 @@ def default_config(
         shape: of heads and index.
         num_rows: requests of the largest group.
         capability: of the GPU. Before (9, 0) tiles are lower: there, scores leave the registers otherwise.
-        specialized: whether sm_90's own kernel may run: on such a GPU, for queries that are halves, where candidates
-            are tokens and not listed.
+        specialized: whether sm_90's own kernel may run: on such a GPU, for queries that are halves.
         in_fp32: whether queries are. Tiles of 32 rows, whose shared memory may be 48 KiB, are 64 then: with the counts'
             own it would exceed what a launch has unless it asks for more, and Triton asks beyond 48 KiB of its own.
     """
-    if specialized and capability[0] == _HOPPER and fits_specialized(shape, False):
+    if specialized and capability[0] == _HOPPER and fits_specialized(shape):
         block_m = min(128, block_of(num_rows * shape.gqa, 8))
         return AnchorConfig(block_m, 128 if block_m <= 32 else 64, 4, 3, 3 if block_m <= 16 else 2, specialized=True)
     hopper = capability >= (9, 0)
-    wide = shape.source is Source.LOW_BIT and hopper
-    block_m = min(128 if wide else 64 if hopper else 32, block_of(num_rows * shape.gqa, 8))
+    block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     block_m = 64 if hopper and in_fp32 and block_m == 32 else block_m
     halves = hopper and block_m >= 16
     if block_m == 128:
         # One tile of all rows: codes are read and unpacked once a phase.
         return AnchorConfig(block_m, 128, 8, 3, 1, halves)
-    return AnchorConfig(block_m, 128 if wide else 64, 4, 3, 2, halves)
+    return AnchorConfig(block_m, 128 if hopper else 64, 4, 3, 2, halves)
 
 
 _LISTING = AnchorConfig(num_warps=8)
@@ -202,31 +199,29 @@ def make_items(groups: Sequence[SelectionGroup], num_programs: int) -> list[list
 
 
 class AnchorSelection:
-    """Scores of candidates, pooled over the rows of their group, and the positions of the best under a token budget.
+    """Exactly min(budget, prefix_len) positions per group and KV head: sink, recent window, then the best tokens.
 
-    Scores are those of `PooledScores`. Positions are those of `TopKSelection` with keys of 16 bits on these scores.
-    Where candidates are listed (`listed`), tokens, sink and recent window are those of the list, and its entries are
-    what is written as positions. (KEYS: the list holds the slots of all positions.)
+    Scores are the log of the (largest or mean) share of attention over the rows of a group, by the codes of a token
+    index: `pooling.pool_scores`. Source of the pooling: Kascade, 3.4 (after the softmax). Tokens rank by keys of 16
+    bits: natural logarithms in steps of 6.7e-4 from -44 to 0, what lies outside ties at the ends, -inf and NaN last.
+    Among equal keys the most recent comes first.
 
     Runs of one object follow each other on one stream. If a launch dies half-way, make a new object: its programs'
     counters are left behind.
 
     Args:
-        shape: of heads and index; all sources but RAW.
+        shape: of heads and index.
         max_batch: requests of a batch, at most.
         max_groups: groups of a batch, at most.
-        max_prefix_len: tokens of a prefix, or entries of a list, at most.
+        max_prefix_len: tokens of a prefix, at most.
         list_entries: of the lists of all groups and KV heads together, at most.
         config: tile and schedule.
         device: where the buffers are made.
-        listed: whether candidates are named by a list (always with KEYS).
-        max_block_size: tokens of a candidate, at most. At 1, scores must begin at multiples of 4.
         form: one launch, or one for each phase.
         num_programs: of a launch, shared by the KV heads and then by the groups; None: as many as run at a time.
 
     Raises:
-        ValueError: sizes below 1, a prefix of 2^30 tokens or more, scores that are there already, lists of blocks,
-            heads or bits as `ScoreTables` says.
+        ValueError: sizes below 1, a prefix of 2^30 tokens or more, heads or bits as `ScoreTables` says.
     """
 
     def __init__(
@@ -239,8 +234,6 @@ class AnchorSelection:
         config: AnchorConfig,
         device: torch.device,
         *,
-        listed: bool = False,
-        max_block_size: int = 64,
         form: Form = Form.FUSED,
         num_programs: int | None = None,
     ) -> None:
@@ -250,16 +243,11 @@ class AnchorSelection:
                 "expected max_batch, max_groups, max_prefix_len and list_entries of at least 1 and max_prefix_len < "
                 f"2^30, got {sizes}"
             )
-        if shape.source is Source.RAW:
-            raise ValueError("expected an index or keys to score, got Source.RAW; use TopKSelection for scores")
-        if max_block_size > 1 and (listed or shape.source is Source.KEYS):
-            raise ValueError(f"expected candidates of 1 token where they are listed, got {max_block_size}; set it to 1")
         if config.specialized:
-            _check_fits(config, shape, device, listed, max_block_size)
+            _check_fits(shape, device)
         self.shape, self.config, self.form, self.device = shape, config, form, device
         self.max_groups, self.max_prefix_len, self.list_entries = max_groups, max_prefix_len, list_entries
-        self.max_block_size = max_block_size
-        self._tables = ScoreTables(shape, max_batch, max_groups, device, listed=listed)
+        self._tables = ScoreTables(shape, max_batch, max_groups, device)
         heads = shape.num_kv_heads
         self._listing = _LISTING if config.specialized else config
         at_once = num_programs or programs_at_once(device, self._listing.programs_per_sm)
@@ -275,6 +263,7 @@ class AnchorSelection:
 
         self._items = integers(max_items, ITEM_FIELDS, dtype=torch.int64)
         self._score_items = integers(max_score_items if config.specialized else 1, ITEM_FIELDS, dtype=torch.int64)
+        # Every candidate is one token.
         self._block_shifts = integers(max_groups, heads)
         self._at_least = integers(heads, max_items, _NUM_DIGITS)
         self._higher = integers(heads, max_items)
@@ -294,40 +283,31 @@ class AnchorSelection:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
 
         Args:
-            scored: the groups, and where their candidates and scores lie.
-            selected: their lengths, windows and budgets, in the same order; `prefix_len` is that of the list where
-                candidates are listed. `score_start` and `score_stride` say nothing here: `score_begins` do.
+            scored: the groups, and where their codes and scores lie. Scores begin at multiples of 4.
+            selected: their lengths, windows and budgets, in the same order.
 
         Raises:
-            ValueError: as `ScoreTables.plan` says; another number of groups in one than in the other; prefixes,
-                lists or blocks that are larger than there is room for; lists of KV heads that overlap; or candidates
-                that are not the blocks of the prefix. The plan before stays in force.
+            ValueError: as `ScoreTables.plan` says; another number of groups in one than in the other; prefixes or
+                lists that are larger than there is room for; lists of KV heads that overlap; candidates that are not
+                the tokens of the prefix; or scores that begin elsewhere. The plan before stays in force.
         """
         if len(scored) != len(selected):
             raise ValueError(
                 f"expected as many groups scored as selected, got {len(scored)} and {len(selected)}; plan both together"
             )
-        shifts = torch.zeros(self._block_shifts.shape, dtype=torch.int32)
-        for g, (of, group) in enumerate(zip(scored, selected, strict=True)):
-            sizes = group.block_sizes(self.shape.num_kv_heads)
-            self._check_group(of, group, sizes)
-            if g < self.max_groups:
-                shifts[g] = torch.tensor([size.bit_length() - 1 for size in sizes])
+        for of, group in zip(scored, selected, strict=True):
+            self._check_group(of, group)
         if self.config.specialized:
             _check_rows(self.config, scored)
         self._tables.plan(scored)
         self._send_items(selected, self.programs_of_a_head, self._items)
         if self.config.specialized:
             self._send_items(selected, self._score_programs, self._score_items)
-        send(shifts, self._block_shifts)
-        ends = [begin + count for of in scored for begin, count in zip(of.score_begins, of.counts, strict=True)]
-        # Scores of tokens are read four at a time.
-        self._scores_end = max(ends, default=0)
-        self._scores_end += -self._scores_end % _ALIGNED if self._tokens else 0
+        # Scores are read four at a time.
+        self._scores_end = max((max(of.score_begins) + of.count for of in scored), default=0)
+        self._scores_end += -self._scores_end % _ALIGNED
         self._lists_end = max((group.lists_end(self.shape.num_kv_heads) for group in selected), default=0)
-        self._slots_end = 0
-        if not self._tables.listed or self.shape.source is Source.KEYS:
-            self._slots_end = max((group.slot_start + group.prefix_len for group in selected), default=0)
+        self._slots_end = max((group.slot_start + group.prefix_len for group in selected), default=0)
 
     def _send_items(self, selected: Sequence[SelectionGroup], programs: int, buffer: Tensor) -> None:
         table = torch.zeros(buffer.shape, dtype=torch.int64)
@@ -348,28 +328,24 @@ class AnchorSelection:
         """Select as planned, in one launch, two where sm_90's own kernel scores, or in four (`form`).
 
         Args:
-            inputs: queries and what they are scored against; `raw` as in `PooledScores.run`, for few rows.
+            inputs: queries and what they are scored against.
             scores: fp32 arena, written at the groups' `score_begins`: natural log of the pooled share of attention.
                 Not written for a group whose budget holds all of its tokens.
             lists: written, up to the counts.
             slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
 
         Raises:
-            ValueError: a tensor that the source needs is missing, or of another shape or dtype than planned for; slots
-                without a table; or one launch in Triton's interpreter.
+            ValueError: a tensor of another shape or dtype than planned for; slots without a table; or one launch in
+                Triton's interpreter.
             RuntimeError: CUDA's, where one launch does not fit the GPU; take fewer `num_programs`, or `Form.UNFUSED`.
         """
         if self.form is Form.FUSED and knobs.runtime.interpret:
             raise ValueError("expected Form.UNFUSED in Triton's interpreter, where no program waits for a later one")
         arguments = self._tables.arguments(inputs, scores)
-        if scores.dim() != 1 or scores.shape[0] < self._scores_end or (self._tokens and scores.data_ptr() % 16):
+        if scores.dim() != 1 or scores.shape[0] < self._scores_end or scores.data_ptr() % 16:
             raise ValueError(
                 f"expected scores [arena] of {self._scores_end} entries or more, at a multiple of 16 bytes, got "
                 f"{tuple(scores.shape)} at {scores.data_ptr() % 16}; was it planned so?"
-            )
-        if inputs.lists is not None and inputs.lists.data_ptr() == lists.positions.data_ptr():
-            raise ValueError(
-                "expected candidates apart from the lists that are written, got one tensor; use new_lists()"
             )
         counts = (self.max_groups, self.shape.num_kv_heads)
         check_lists(lists, counts, self._lists_end, slot_table, self._slots_end)
@@ -386,21 +362,12 @@ class AnchorSelection:
             start = launch_behind if joined and self.config.specialized else launch
             start(select_kernel, (self.programs_of_a_head, heads), {**arguments, **of_phases}, **options)
 
-    @property
-    def listed(self) -> bool:
-        """Whether candidates are named by a list."""
-        return self._tables.listed
-
-    @property
-    def _tokens(self) -> bool:
-        return self.max_block_size == 1
-
     def _own_arguments(self, inputs: ScoreInputs, lists: SelectedLists, slot_table: Tensor | None) -> dict[str, Any]:
         config = self._listing
         # Raw scores of few rows fill a tile that is not as wide, and higher.
         raw_m = config.block_m if inputs.raw is None else min(config.block_m, block_of(inputs.raw.shape[2]))
         return {
-            **config.scoring(self.programs_of_a_head).arguments(self.shape),
+            **config.arguments(self.shape),
             "peak_ptr": self._peak,
             "total_ptr": self._total,
             "items_ptr": self._items,
@@ -417,37 +384,29 @@ class AnchorSelection:
             "max_rows": self._tables.max_rows,
             "max_items": self._items.shape[0],
             "ITEM_FIELDS": ITEM_FIELDS,
-            "SOURCE": int(self.shape.source),
-            "POOL": POOL[self.shape.pooling],
+            "POOL": _POOL[self.shape.pooling],
             "REREAD": inputs.raw is not None,
             "RAW_M": raw_m,
             "RAW_N": config.block_n * config.block_m // raw_m,
             "TILE": 32 * config.num_warps * _TOKENS_OF_A_THREAD,
-            "TOKENS": self._tokens,
             "HAS_SLOTS": lists.slots is not None,
         }
 
-    def _check_group(self, of: ScoredGroup, group: SelectionGroup, sizes: list[int]) -> None:
-        found = (group.prefix_len, group.lists_end(self.shape.num_kv_heads), max(sizes))
-        limits = (self.max_prefix_len, self.list_entries, self.max_block_size)
+    def _check_group(self, of: ScoredGroup, group: SelectionGroup) -> None:
+        found = (group.prefix_len, group.lists_end(self.shape.num_kv_heads))
+        limits = (self.max_prefix_len, self.list_entries)
         if any(one > most for one, most in zip(found, limits, strict=True)):
             raise ValueError(
-                f"expected at most {limits} tokens of a prefix, entries of lists and tokens of a block, got {found}; "
-                "raise the limits"
+                f"expected at most {limits} tokens of a prefix and entries of lists, got {found}; raise the limits"
             )
-        if group.num_candidates is not None:
+        if of.count != group.prefix_len:
             raise ValueError(
-                f"expected no num_candidates, got {group.num_candidates}; give the list's length as prefix_len"
+                f"expected {group.prefix_len} candidates, the tokens of the prefix, got {of.count}; plan the same for "
+                "both"
             )
-        wanted = tuple(-(-group.prefix_len // size) for size in sizes)
-        if tuple(of.counts) != wanted:
+        if any(begin % _ALIGNED for begin in of.score_begins):
             raise ValueError(
-                f"expected {wanted} candidates, the blocks of {group.prefix_len} tokens, got {tuple(of.counts)}; plan "
-                "the same candidates for both"
-            )
-        if self._tokens and any(begin % _ALIGNED for begin in of.score_begins):
-            raise ValueError(
-                f"expected scores of tokens to begin at multiples of {_ALIGNED}, got {of.score_begins}; pad the rows"
+                f"expected scores to begin at multiples of {_ALIGNED}, got {of.score_begins}; pad the rows"
             )
 
 
@@ -457,15 +416,12 @@ def _in_rounds(programs: int) -> int:
     return programs - rest if programs > _CHUNKS_AT_ONCE and 8 * rest <= programs else programs
 
 
-def _check_fits(
-    config: AnchorConfig, shape: ScoreShape, device: torch.device, listed: bool, max_block_size: int
-) -> None:
-    """A specialized configuration; on a CPU, where it can be compiled only, the device is not asked."""
-    if not fits_specialized(shape, listed) or max_block_size > 1:
+def _check_fits(shape: ScoreShape, device: torch.device) -> None:
+    """What sm_90's own kernel scores; on a CPU, where it can be compiled only, the device is not asked."""
+    if not fits_specialized(shape):
         raise ValueError(
-            "expected tokens in 4-bit codes on 32, 64, 96 or 128 channels, not listed, pooled by the maximum, for "
-            f"sm_90's own kernel, got {shape}, listed={listed}, max_block_size={max_block_size}; use a configuration "
-            "that is not specialized"
+            "expected 4-bit codes on 32, 64, 96 or 128 channels, pooled by the maximum, for sm_90's own kernel, got "
+            f"{shape}; use a configuration that is not specialized"
         )
     if device.type == "cuda" and not has_specialized(device):
         name = torch.cuda.get_device_name(device)
@@ -474,11 +430,11 @@ def _check_fits(
 
 def _check_rows(config: AnchorConfig, scored: Sequence[ScoredGroup]) -> None:
     """It numbers rows of codes by 32 bits."""
-    ends = [first + count for of in scored for first, count in zip(of.first_rows, of.counts, strict=True)]
-    if max(ends, default=0) + _STEPS_AHEAD * config.block_n >= _MOST_ROWS:
+    end = max((max(of.first_rows) + of.count for of in scored), default=0)
+    if end + _STEPS_AHEAD * config.block_n >= _MOST_ROWS:
         raise ValueError(
-            f"expected fewer than 2^31 rows of codes for sm_90's own kernel, got {max(ends)}; use a configuration that "
-            "is not specialized"
+            f"expected fewer than 2^31 rows of codes for sm_90's own kernel, got {end}; use a configuration that is "
+            "not specialized"
         )
 
 

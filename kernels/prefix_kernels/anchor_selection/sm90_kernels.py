@@ -9,7 +9,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_kernels.anchor_selection.kernels import KEY_BITS
 from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
     add_counts,
     add_up_counts,
@@ -68,7 +67,7 @@ def _put_scores(pooled, n, end, tile, put):
     if tile > 0:
         pooled = gl.maximum(pooled, gl.load(scores_ptr + n, mask=n < end, other=0.0))
     gl.store(scores_ptr + n, pooled, mask=n < end)
-    digit = (_ordered_keys(pooled, KEY_BITS) >> DIGIT_BITS).to(gl.int32)
+    digit = (_ordered_keys(pooled) >> DIGIT_BITS).to(gl.int32)
     in_window = (n < num_sink) | (n >= recent_begin)
     add_counts(counts_at, gl.where(in_window, 0, NUM_DIGITS - 1 - digit), (n < end) & (tile == last_tile))
 
@@ -155,7 +154,7 @@ def score_items_sm90_kernel(
     q_ptr,  # [batch, num_qo_heads, head_dim]
     rows_ptr,  # int32 [batch], batch rows by group
     groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
-    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, first list entry, first score
+    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, 0, first score
     arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, 0, 0
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same

@@ -1,6 +1,6 @@
 """Token scores from the query-centric tables of CSAttention, in the paper's layout and in the compact one.
 
-In torch here; `runner` has the planned kernels, `compact` the compact lists.
+In torch. `compact` has the compact lists.
 """
 
 from __future__ import annotations

@@ -1,16 +1,8 @@
-"""Scores of candidates straight from an index, pooled over the rows of their group; needs Triton.
+"""Scores of a prefix's tokens by their index, pooled over the rows of their group; needs Triton.
 
-References of one group are `token_scores`, `exact_scores` and `low_bit_block_scores` in `block_scores`.
+Parts of `anchor_selection`: device functions (`kernels`), and what is scored, in tables (`tables`).
 """
 
-from prefix_kernels.pooled_scores.runner import (
-    PooledScores,
-    ScoreConfig,
-    ScoredGroup,
-    ScoreInputs,
-    ScoreShape,
-    Source,
-    array_addresses,
-)
+from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, ScoreShape, array_addresses
 
-__all__ = ["PooledScores", "ScoreConfig", "ScoreInputs", "ScoreShape", "ScoredGroup", "Source", "array_addresses"]
+__all__ = ["ScoreInputs", "ScoreShape", "ScoredGroup", "array_addresses"]

@@ -1,4 +1,4 @@
-"""Triton kernels of pooled scores: how much of its group's attention a candidate has, in two passes over an index.
+"""Pooled scores in Triton: how much of its group's attention a token has, in two passes over an index of its key.
 
 The first pass sums every row's exponentials over a stretch of candidates. The second one computes the scores again,
 turns them into log-probabilities and pools them over the rows: a product is cheaper than a write and a read of scores
@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from prefix_kernels import pooling
-from prefix_kernels.kernels import wait_for_the_kernel_before
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -24,24 +23,14 @@ LEAST_SUMMED = tl.constexpr(pooling.LEAST_SUMMED)
 GOLDEN = tl.constexpr(pooling.GOLDEN)
 HEADROOM = tl.constexpr(pooling.HEADROOM)
 
-#: Where raw scores come from.
-RAW = tl.constexpr(0)  # they are there already
-KEYS = tl.constexpr(1)  # keys in the pool, by lists of slots
-LOW_BIT = tl.constexpr(2)  # rows of codes: q.k up to a constant per row
-MINMAX = tl.constexpr(3)  # two rows of codes: the upper bound of q.k over a block
-
 
 @triton.jit
 def _queries(
     q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-    SIGN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GQA: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, LISTED: tl.constexpr, SCALED: tl.constexpr,
-    COMPUTE: tl.constexpr, TAIL: tl.constexpr = 0,
+    PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, LISTED: tl.constexpr, COMPUTE: tl.constexpr, TAIL: tl.constexpr = 0,
 ):  # fmt: skip
-    """[BLOCK_K, BLOCK_M]: every PARTS-th channel of the group's queries, times the channel's step.
-
-    SIGN 1 keeps what is positive, -1 what is negative, 0 all.
-    """
+    """[BLOCK_K, BLOCK_M]: every PARTS-th channel of the group's queries, times the channel's step."""
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     live = m < num_rows * GQA
@@ -52,25 +41,19 @@ def _queries(
     channel = tl.load(channels_ptr + column, mask=used, other=0).to(tl.int32) if LISTED else column
     q_ptrs = q_ptr + (row * q_stride_row + (head * GQA + m % GQA) * q_stride_head)[None, :] + channel[:, None]
     q = tl.load(q_ptrs, mask=used[:, None] & live[None, :], other=0.0)
-    if SIGN == 1:
-        q = tl.maximum(q, 0.0)
-    if SIGN == -1:
-        q = tl.minimum(q, 0.0)
-    if SCALED:
-        q = q.to(tl.float32) * tl.load(scale_ptr + column, mask=used, other=0.0)[:, None]
-        # A part's codes come at their place in a byte.
-        q = q * (2.0 ** (-(BITS * PART % 8)))
-        if COMPUTE == tl.float16:
-            q = tl.minimum(tl.maximum(q, -65504.0), 65504.0)
+    q = q.to(tl.float32) * tl.load(scale_ptr + column, mask=used, other=0.0)[:, None]
+    # A part's codes come at their place in a byte.
+    q = q * (2.0 ** (-(BITS * PART % 8)))
+    if COMPUTE == tl.float16:
+        q = tl.minimum(tl.maximum(q, -65504.0), 65504.0)
     return q.to(COMPUTE)
 
 
 @triton.jit
 def _query_parts(
     q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-    SIGN: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, LISTED: tl.constexpr, SCALED: tl.constexpr, COMPUTE: tl.constexpr,
-    TAIL: tl.constexpr,
+    PARTS: tl.constexpr, BITS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, LISTED: tl.constexpr, COMPUTE: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """The parts of the queries that the codes of a unit (a word of four, or a byte) are multiplied with: 1, 4, or 6.
 
@@ -78,30 +61,30 @@ def _query_parts(
     """
     q0 = _queries(
         q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-        SIGN, 0, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
+        0, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE,
     )  # fmt: skip
     q1, q2, q3, t0, t1 = q0, q0, q0, q0, q0
     if PARTS == 4:
         q1 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-            SIGN, 1, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
+            1, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE,
         )  # fmt: skip
         q2 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-            SIGN, 2, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
+            2, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE,
         )  # fmt: skip
         q3 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-            SIGN, 3, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, SCALED, COMPUTE,
+            3, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE,
         )  # fmt: skip
     if TAIL:
         t0 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-            SIGN, 0, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, SCALED, COMPUTE, TAIL,
+            0, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, COMPUTE, TAIL,
         )  # fmt: skip
         t1 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-            SIGN, 1, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, SCALED, COMPUTE, TAIL,
+            1, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, COMPUTE, TAIL,
         )  # fmt: skip
     return q0, q1, q2, q3, t0, t1
 
@@ -263,12 +246,12 @@ def _pool_tiles(first, second, POOL: tl.constexpr):
 
 @triton.jit
 def _step(
-    start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3, u0, u1, list_ptr,
-    raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, step, factor, k_stride_slot, raw_stride_row,
-    raw_stride_candidate, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr,
-    BITS: tl.constexpr, SOURCE: tl.constexpr, LISTED_ROWS: tl.constexpr, STORE_RAW: tl.constexpr, SAMPLED: tl.constexpr,
-    POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, raw_base, out_ptr, packed_ptr,
+    first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROW_UNITS: tl.constexpr, BITS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr,
+    SAMPLED: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
+    UNIT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of candidates against a tile of rows: sums, or pooled scores that are written."""
     n = start + tl.arange(0, BLOCK_N)
@@ -277,30 +260,13 @@ def _step(
     if SAMPLED:
         entry = summed_candidate(entry, step)
     raw_ptrs = raw_base + entry[:, None].to(tl.int64) * raw_stride_candidate + m[None, :].to(tl.int64) * raw_stride_row
-    if SOURCE == RAW:
+    if LOAD_RAW:
         scores = tl.load(raw_ptrs, mask=live[None, :], other=float("-inf"))
     else:
-        place = tl.load(list_ptr + entry).to(tl.int64) if LISTED_ROWS else entry.to(tl.int64)
-        scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        if SOURCE == KEYS:
-            d = tl.arange(0, BLOCK_K)
-            k_ptrs = k_base + place[:, None] * k_stride_slot + d[None, :]
-            if BLOCK_K == CHANNELS:
-                keys = tl.load(k_ptrs)
-            else:
-                keys = tl.load(k_ptrs, mask=d[None, :] < CHANNELS, other=0.0)
-            scores = tl.dot(keys.to(COMPUTE), q0, scores, input_precision=PRECISION)
-        if SOURCE == LOW_BIT or SOURCE == MINMAX:
-            row = first_row + place
-            scores = _product(
-                scores, packed_ptr, row, q0, q1, q2, q3, t0, t1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION,
-                ASSEMBLY, TAIL,
-            )  # fmt: skip
-        if SOURCE == MINMAX:
-            scores = _product(
-                scores, packed2_ptr, row, p0, p1, p2, p3, u0, u1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION,
-                ASSEMBLY, TAIL,
-            )  # fmt: skip
+        scores = _product(
+            tl.zeros([BLOCK_N, BLOCK_M], tl.float32), packed_ptr, first_row + entry.to(tl.int64), q0, q1, q2, q3, t0,
+            t1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION, ASSEMBLY, TAIL,
+        )  # fmt: skip
         if STORE_RAW:
             tl.store(raw_ptrs, scores * UNIT, mask=live[None, :] & (n < end)[:, None])
     if POOL == 0:
@@ -326,8 +292,8 @@ def _step(
 
 @triton.jit
 def addresses(arrays):
-    """Of a group's channels, codes, scale, second codes and second scale."""
-    return tl.load(arrays), tl.load(arrays + 1), tl.load(arrays + 2), tl.load(arrays + 3), tl.load(arrays + 4)
+    """Of a group's channels, codes and scale."""
+    return tl.load(arrays), tl.load(arrays + 1), tl.load(arrays + 2)
 
 
 @triton.jit
@@ -340,51 +306,41 @@ def stretch_of(chunk, num_chunks, count, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def score_stretch(
-    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at, packed2_at, scale2_at,
-    first_row, step, list_ptr, raw_base, out_ptr, k_base, peak_ptr, total_ptr,
+    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at, first_row, step, raw_base,
+    out_ptr, peak_ptr, total_ptr,
     stats,  # where the sums of this group and head begin
-    chunk, num_chunks, sm_scale, q_stride_row, q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate,
-    max_rows, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr,
-    BITS: tl.constexpr, SOURCE: tl.constexpr, LISTED_ROWS: tl.constexpr, LISTED_CHANNELS: tl.constexpr,
-    STORE_RAW: tl.constexpr, SUM_EVERY: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
+    chunk, num_chunks, sm_scale, q_stride_row, q_stride_head, raw_stride_row, raw_stride_candidate, max_rows,
+    GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr, BITS: tl.constexpr,
+    LISTED_CHANNELS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr, SUM_EVERY: tl.constexpr,
+    POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores.
 
-    With SUM_EVERY above 1 sums are of a sample: places among the candidates that are summed, one of each `step`.
+    With SUM_EVERY above 1 sums are of a sample: places among the candidates that are summed, one of each `step`. With
+    STORE_RAW scores are kept in the first pass, and read in the second one with LOAD_RAW.
     """
     SAMPLED: tl.constexpr = SUM_EVERY > 1 and POOL == 0
-    PARTS: tl.constexpr = 1 if SOURCE == KEYS or BITS == 8 else 4
-    TAIL: tl.constexpr = BLOCK_K if (SOURCE == LOW_BIT or SOURCE == MINMAX) and ROW_UNITS > BLOCK_K else 0
+    PARTS: tl.constexpr = 1 if BITS == 8 else 4
+    TAIL: tl.constexpr = BLOCK_K if ROW_UNITS > BLOCK_K else 0
     UNITS: tl.constexpr = tl.uint16 if BITS == 4 else tl.uint8
     channels_ptr = channels_at.to(tl.pointer_type(tl.int16)) + head * CHANNELS
     packed_ptr = tl.multiple_of(packed_at.to(tl.pointer_type(UNITS)), 16)
     scale_ptr = scale_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
-    packed2_ptr = tl.multiple_of(packed2_at.to(tl.pointer_type(UNITS)), 16)
-    scale2_ptr = scale2_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
 
     # What a code in fp16 is too small by, see `_codes`.
-    UNIT: tl.constexpr = 16777216.0 if (SOURCE == LOW_BIT or SOURCE == MINMAX) and COMPUTE == tl.float16 else 1.0
+    UNIT: tl.constexpr = 16777216.0 if COMPUTE == tl.float16 and not LOAD_RAW else 1.0
     factor = sm_scale * LOG2E * UNIT
 
     for tile in range(tl.cdiv(num_rows * GQA, BLOCK_M)):
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         live = m < num_rows * GQA
-        if SOURCE != RAW:
+        q0, q1, q2, q3, t0, t1 = m, m, m, m, m, m
+        if not LOAD_RAW:
             q0, q1, q2, q3, t0, t1 = _query_parts(
                 q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-                1 if SOURCE == MINMAX else 0, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED_CHANNELS,
-                SOURCE != KEYS, COMPUTE, TAIL,
-            )  # fmt: skip
-            p0, p1, p2, p3, u0, u1 = q0, q1, q2, q3, t0, t1
-        else:
-            q0, q1, q2, q3, t0, t1 = m, m, m, m, m, m
-            p0, p1, p2, p3, u0, u1 = m, m, m, m, m, m
-        if SOURCE == MINMAX:
-            p0, p1, p2, p3, u0, u1 = _query_parts(
-                q_ptr, rows_ptr, channels_ptr, scale2_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-                -1, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED_CHANNELS, True, COMPUTE, TAIL,
+                PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED_CHANNELS, COMPUTE, TAIL,
             )  # fmt: skip
 
         lse = tl.zeros([BLOCK_M], tl.float32)
@@ -398,19 +354,17 @@ def score_stretch(
         full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
             peak, total = _step(
-                start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
-                u0, u1, list_ptr,
-                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, step, factor, k_stride_slot,
-                raw_stride_row, raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS,
-                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, False,
+                start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, raw_base, out_ptr,
+                packed_ptr, first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA, BLOCK_K, ROW_UNITS,
+                BITS, LOAD_RAW, STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY,
+                TAIL, False,
             )  # fmt: skip
         if full < end:
             peak, total = _step(
-                full, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, p0, p1, p2, p3,
-                u0, u1, list_ptr,
-                raw_base, out_ptr, k_base, packed_ptr, packed2_ptr, first_row, step, factor, k_stride_slot,
-                raw_stride_row, raw_stride_candidate, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, SOURCE, LISTED_ROWS,
-                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, True,
+                full, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, raw_base, out_ptr,
+                packed_ptr, first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA, BLOCK_K, ROW_UNITS,
+                BITS, LOAD_RAW, STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY,
+                TAIL, True,
             )  # fmt: skip
         if POOL == 0:
             highest = tl.max(tl.max(peak, axis=0), axis=0)
@@ -421,59 +375,3 @@ def score_stretch(
             tl.store(total_ptr + stats + chunk * max_rows + m, mass, mask=live)
         # The next tile reads what other threads of this program wrote.
         tl.debug_barrier()
-
-
-@triton.jit
-def pooled_scores_kernel(
-    q_ptr,  # [batch, num_qo_heads, head_dim]
-    rows_ptr,  # int32 [batch], batch rows by group
-    groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, stride of rows of raw scores
-    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, first list entry or raw score, first score
-    arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, second packed, second scale
-    k_ptr,  # [num_slots, num_kv_heads, head_dim], where SOURCE is KEYS
-    lists_ptr,  # int32 or int64 arena: slots (KEYS), or rows that are candidates; where LISTED_ROWS
-    raw_ptr,  # fp32, raw scores: read where SOURCE is RAW, written where STORE_RAW; an arena with RAW_ARENA
-    peak_ptr,  # fp32 [num_groups, num_kv_heads, num_chunks, max_rows], base 2
-    total_ptr,  # the same
-    scores_ptr,  # fp32 arena, natural log
-    sm_scale, q_stride_row, q_stride_head, k_stride_slot, k_stride_head, raw_stride_group, raw_stride_head,
-    raw_stride_row, raw_stride_candidate, max_rows, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROW_UNITS: tl.constexpr, BITS: tl.constexpr, SOURCE: tl.constexpr, LISTED_ROWS: tl.constexpr,
-    LISTED_CHANNELS: tl.constexpr, STORE_RAW: tl.constexpr, RAW_ARENA: tl.constexpr, SUM_EVERY: tl.constexpr,
-    POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, OVERLAPPED: tl.constexpr,
-):  # fmt: skip
-    """Program (chunk, KV head, group): one stretch of candidates against all rows of the group, tile by tile."""
-    wait_for_the_kernel_before(OVERLAPPED)
-    chunk = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(2).to(tl.int64)
-    num_chunks = tl.num_programs(0)
-    num_heads = tl.num_programs(1)
-    row_begin = tl.load(groups_ptr + group * 4)
-    num_rows = tl.load(groups_ptr + group * 4 + 1)
-    fields = heads_ptr + (group * num_heads + head) * 4
-    count = tl.load(fields).to(tl.int32)
-    first_row = tl.load(fields + 1)
-    list_ptr = lists_ptr + tl.load(fields + 2)
-    out_ptr = scores_ptr + tl.load(fields + 3)
-    channels_at, packed_at, scale_at, packed2_at, scale2_at = addresses(arrays_ptr + group * 5)
-    raw_base = raw_ptr + group * raw_stride_group + head * raw_stride_head
-    if RAW_ARENA:
-        raw_base = raw_ptr + tl.load(fields + 2)
-        raw_stride_row = tl.load(groups_ptr + group * 4 + 3)
-    # Where not all candidates are summed, stretches are of those that are.
-    step = 1
-    if SUM_EVERY > 1 and POOL == 0:
-        step = sum_step(count, SUM_EVERY)
-        count = num_summed(count, step)
-    begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
-    score_stretch(
-        begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at, packed2_at, scale2_at,
-        first_row, step, list_ptr, raw_base, out_ptr, k_ptr + head * k_stride_head, peak_ptr,
-        total_ptr, (group * num_heads + head) * num_chunks * max_rows, chunk, num_chunks, sm_scale, q_stride_row,
-        q_stride_head, k_stride_slot, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
-        BITS, SOURCE, LISTED_ROWS, LISTED_CHANNELS, STORE_RAW, SUM_EVERY, POOL, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES,
-        STAGES, COMPUTE, PRECISION, ASSEMBLY,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The positions to attend, from pooled scores and a token budget. In torch here; `runner` has the planned kernels."""
+"""The positions to attend, from pooled scores and a token budget. In torch; `anchor_selection` has the kernel."""
 
 from __future__ import annotations
 

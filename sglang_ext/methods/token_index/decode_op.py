@@ -13,8 +13,7 @@ from torch import Tensor
 from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.launching import send
-from prefix_kernels.pooled_scores import ScoreShape, Source
-from prefix_kernels.pooled_scores.runner import ScoredGroup, ScoreInputs, array_addresses
+from prefix_kernels.pooled_scores import ScoredGroup, ScoreInputs, ScoreShape, array_addresses
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import SelectedLists
@@ -51,7 +50,6 @@ class TokenIndexOp(SelectOp):
         self.shape = ScoreShape(
             shape.num_qo_heads,
             shape.num_kv_heads,
-            Source.LOW_BIT,
             channels=spec.kept_channels(shape.head_dim),
             bits=spec.bits,
             listed_channels=True,
@@ -100,7 +98,6 @@ class TokenIndexOp(SelectOp):
                 sizes.list_entries,
                 config,
                 self._device,
-                max_block_size=1,
                 form=Form.FUSED if on_gpu else Form.UNFUSED,
                 num_programs=None if on_gpu else 2 * self.shape.num_kv_heads,
             )
@@ -142,7 +139,7 @@ class TokenIndexOp(SelectOp):
             stride = -(-length // _ALIGNED) * _ALIGNED
             first = tuple(head * length for head in range(heads))
             begins = tuple(at + head * stride for head in range(heads))
-            scored.append(ScoredGroup(of_group, (length,) * heads, first, (0,) * heads, begins, own))
+            scored.append(ScoredGroup(of_group, length, first, begins, own))
             at += heads * stride
         return scored
 

@@ -1,0 +1,291 @@
+"""What an anchor layer scores: shape and groups, checked and in tables on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from prefix_kernels.launching import send
+from prefix_kernels.pooling import MOST_APART, Pooling
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_HEAD_FIELDS = 4
+ARRAYS = 5
+"""Addresses of a group's row; the last two are 0."""
+
+
+@dataclass(frozen=True)
+class ScoreShape:
+    """What stays the same from step to step.
+
+    Attributes:
+        num_qo_heads, num_kv_heads: heads.
+        channels: of a key that are multiplied: those that the codes keep.
+        bits: of a code: 2, 4 or 8.
+        listed_channels: whether codes keep some channels only, which an array names.
+        pooling: over the rows and query heads of a group.
+        sum_every: how few candidates enter the sums of the softmax, see `pooling.pool_scores`.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    channels: int
+    bits: int = 4
+    listed_channels: bool = False
+    pooling: Pooling = Pooling.MAX
+    sum_every: int = 1
+
+    @property
+    def gqa(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def row_units(self) -> int:
+        """Words (4 bits) or bytes (2 and 8 bits) of one row of codes."""
+        return self.channels // (1 if self.bits == 8 else 4)
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group and the tokens that it chooses from.
+
+    Attributes:
+        rows: batch rows.
+        count: tokens of the prefix, all of which are candidates.
+        first_rows: per KV head, first of its rows among the codes.
+        score_begins: per KV head, where its scores go in the arena of scores.
+        arrays: tensors of the index on the device: channels (int16 [num_kv_heads, channels]) or None, codes (uint8),
+            scale (fp32 [num_kv_heads, channels]). Kept alive by the caller while runs may read them.
+    """
+
+    rows: tuple[int, ...]
+    count: int
+    first_rows: tuple[int, ...]
+    score_begins: tuple[int, ...]
+    arrays: tuple[Tensor | None, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreInputs:
+    """What a run scores.
+
+    Attributes:
+        q: [batch, num_qo_heads, head_dim] post-RoPE queries.
+        sm_scale: multiplies q.k before the softmax.
+        raw: room for raw scores, fp32 [max_groups, num_kv_heads, rows, candidates] by its strides, worth it for few
+            rows: the second pass then reads them back instead of scoring again.
+        arrays: int64 [max_groups, 5], another layer's `array_addresses`; None for those of the plan.
+    """
+
+    q: Tensor
+    sm_scale: float
+    raw: Tensor | None = None
+    arrays: Tensor | None = None
+
+
+class ScoreTables:
+    """The tables of a plan in fixed device buffers.
+
+    Args:
+        shape: of heads and index.
+        max_batch: requests of a batch, at most.
+        max_groups: groups of a batch, at most.
+        device: where the buffers are made.
+
+    Raises:
+        ValueError: query heads that do not divide, bits that are no code's, or sums of nothing.
+    """
+
+    def __init__(self, shape: ScoreShape, max_batch: int, max_groups: int, device: torch.device) -> None:
+        quarters = shape.bits < 8 and shape.channels % 4
+        if shape.num_qo_heads % shape.num_kv_heads or shape.bits not in (2, 4, 8) or quarters:
+            raise ValueError(
+                "expected num_qo_heads as a multiple of num_kv_heads, bits of 2, 4 or 8, and with codes of 2 and 4 "
+                f"bits channels as a multiple of 4, got {shape}"
+            )
+        if not 1 <= shape.sum_every <= MOST_APART:
+            raise ValueError(f"expected sum_every of 1 to {MOST_APART}, got {shape.sum_every}; 1 sums all candidates")
+        self.shape = shape
+        self.max_batch, self.max_groups = max_batch, max_groups
+        self.max_rows = max_batch * shape.gqa
+        heads = (max_groups, shape.num_kv_heads)
+        self._rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._groups = torch.zeros(max_groups, 4, dtype=torch.int32, device=device)
+        self._heads = torch.zeros(*heads, _HEAD_FIELDS, dtype=torch.int64, device=device)
+        self._arrays = torch.zeros(max_groups, ARRAYS, dtype=torch.int64, device=device)
+        self._no_scores = torch.zeros(1, dtype=torch.float32, device=device)
+        self._most_rows = self._scores_end = 0
+        self._raw_shape = (0, 0, 0, 0)
+
+    def plan(self, groups: Sequence[ScoredGroup]) -> None:
+        """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
+
+        Raises:
+            ValueError: more groups or rows than the buffers hold, a row out of range, a group without rows or of
+                another number of KV heads, or arrays that the kernel cannot read. The plan before stays in force.
+        """
+        rows = [row for group in groups for row in group.rows]
+        in_range = all(0 <= row < self.max_batch for row in rows)
+        if len(groups) > self.max_groups or len(rows) > self.max_batch or not in_range:
+            raise ValueError(
+                f"expected at most {self.max_groups} groups of {self.max_batch} rows together, got {len(groups)} of "
+                f"rows {rows}"
+            )
+        if not all(group.rows for group in groups):
+            raise ValueError(f"expected a row or more in each group, got {groups}; leave a group without rows out")
+        tables = torch.zeros(self._groups.shape, dtype=torch.int32)
+        heads = torch.zeros(self._heads.shape, dtype=torch.int64)
+        arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
+        first = 0
+        num_heads = self.shape.num_kv_heads
+        for number, group in enumerate(groups):
+            if not len(group.first_rows) == len(group.score_begins) == num_heads:
+                raise ValueError(f"expected first_rows and score_begins for each of {num_heads} KV heads, got {group}")
+            addresses = array_addresses(self.shape, group.arrays)
+            _check_codes(group)
+            tables[number] = torch.tensor([first, len(group.rows), group.count, 0])
+            equal = ((group.count,) * num_heads, group.first_rows, (0,) * num_heads, group.score_begins)
+            heads[number] = torch.tensor(equal).T
+            arrays[number] = torch.tensor(addresses, dtype=torch.int64)
+            first += len(group.rows)
+        for source, buffer in (
+            (torch.tensor(rows, dtype=torch.int32), self._rows),
+            (tables, self._groups),
+            (heads, self._heads),
+            (arrays, self._arrays),
+        ):
+            send(source, buffer)
+        self._most_rows = max(rows, default=-1) + 1
+        self._scores_end = max((max(group.score_begins) + group.count for group in groups), default=0)
+        most_rows = max((len(group.rows) for group in groups), default=0) * self.shape.gqa
+        most = max((group.count for group in groups), default=0)
+        self._raw_shape = (len(groups), num_heads, most_rows, most)
+
+    def arguments(self, inputs: ScoreInputs, scores: Tensor) -> dict[str, Any]:
+        """What kernels are told of the plan, the queries and the index, by parameter name.
+
+        Raises:
+            ValueError: a tensor that the source needs is missing, or of another shape.
+        """
+        self._check_queries(inputs, scores)
+        self._check_raw(inputs)
+        shape, q, raw, arrays = self.shape, inputs.q, inputs.raw, inputs.arrays
+        raw_strides = (0, 0, 0, 1) if raw is None else raw.stride()
+        half = q.dtype is not torch.float32
+        return {
+            "q_ptr": q,
+            "rows_ptr": self._rows,
+            "groups_ptr": self._groups,
+            "heads_ptr": self._heads,
+            "arrays_ptr": self._arrays if arrays is None else arrays,
+            "raw_ptr": self._no_scores if raw is None else raw,
+            "scores_ptr": scores,
+            "sm_scale": float(inputs.sm_scale),
+            "q_stride_row": q.stride(0),
+            "q_stride_head": q.stride(1),
+            "raw_stride_group": raw_strides[0],
+            "raw_stride_head": raw_strides[1],
+            "raw_stride_row": raw_strides[2],
+            "raw_stride_candidate": raw_strides[3],
+            "max_rows": self.max_rows,
+            "GQA": shape.gqa,
+            "CHANNELS": shape.channels,
+            "ROW_UNITS": shape.row_units,
+            "BITS": shape.bits,
+            "LISTED_CHANNELS": shape.listed_channels,
+            "SUM_EVERY": shape.sum_every,
+            # Codes are exact in fp16, and a query's channel keeps 11 bits there.
+            "COMPUTE": tl.float16 if half else tl.float32,
+            "PRECISION": "tf32" if half else "ieee",
+            # The interpreter knows no assembly.
+            "ASSEMBLY": half and not knobs.runtime.interpret,
+        }
+
+    def _check_queries(self, inputs: ScoreInputs, scores: Tensor) -> None:
+        q, arrays, like = inputs.q, inputs.arrays, self._arrays
+        wide = self.shape.listed_channels or q.shape[-1] == self.shape.channels
+        good = q.dim() == 3 and q.shape[1] == self.shape.num_qo_heads and q.shape[0] <= self.max_batch and wide
+        if not good or q.stride(2) != 1 or q.dtype not in _DTYPES:
+            width = "head_dim" if self.shape.listed_channels else self.shape.channels
+            raise ValueError(
+                f"expected q [at most {self.max_batch}, {self.shape.num_qo_heads}, {width}] in fp32, fp16 or bf16 with "
+                f"adjacent channels, got {tuple(q.shape)} {q.dtype} of strides {q.stride()}"
+            )
+        if q.shape[0] < self._most_rows:
+            raise ValueError(
+                f"expected q of {self._most_rows} rows or more, as planned, got {q.shape[0]}; plan for this batch"
+            )
+        if scores.dtype is not torch.float32 or not scores.is_contiguous() or scores.numel() < self._scores_end:
+            raise ValueError(
+                f"expected scores as a contiguous float32 arena of {self._scores_end} entries or more, got "
+                f"{tuple(scores.shape)} {scores.dtype}; was it planned so?"
+            )
+        if arrays is not None and (
+            arrays.shape != like.shape or arrays.dtype is not like.dtype or not arrays.is_contiguous()
+        ):
+            raise ValueError(
+                f"expected arrays {tuple(like.shape)} int64 contiguous, got {tuple(arrays.shape)} {arrays.dtype}"
+            )
+
+    def _check_raw(self, inputs: ScoreInputs) -> None:
+        raw = inputs.raw
+        if raw is None:
+            return
+        small = raw.dim() != 4 or any(a < b for a, b in zip(raw.shape, self._raw_shape, strict=True))
+        if small or raw.dtype is not torch.float32:
+            raise ValueError(
+                f"expected raw [max_groups, num_kv_heads, rows, candidates] of {self._raw_shape} or more, as planned, "
+                f"fp32, got {tuple(raw.shape)} {raw.dtype}"
+            )
+        if self.shape.sum_every > 1:
+            raise ValueError(
+                f"expected no room for raw scores with sum_every {self.shape.sum_every}: the first pass has not all of "
+                "them; leave it out"
+            )
+
+
+def array_addresses(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> list[int]:
+    """A group's row of the table of addresses that the kernels read: 5 of them, 0 for what is not there.
+
+    Codes are read 16 bytes at a time: their memory must begin at a multiple of that.
+
+    Raises:
+        ValueError: another number of arrays than `ScoredGroup` names, another dtype or shape, strided, or codes that
+            begin elsewhere.
+    """
+    _check_arrays(shape, arrays)
+    return [0 if array is None else array.data_ptr() for array in arrays] + [0] * (ARRAYS - len(arrays))
+
+
+def _check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:
+    names, dtypes = ("channels", "codes", "scale"), (torch.int16, torch.uint8, torch.float32)
+    if len(arrays) != len(names):
+        raise ValueError(f"expected {len(names)} arrays ({', '.join(names)}), got {len(arrays)}")
+    wide = (shape.num_kv_heads, shape.channels)
+    for name, array, dtype in zip(names, arrays, dtypes, strict=True):
+        if array is None:
+            if name != "channels" or shape.listed_channels:
+                raise ValueError(f"expected {name} of a group's arrays, got none; hand them in")
+            continue
+        codes = dtype is torch.uint8
+        row_bytes = shape.channels * shape.bits // 8
+        fits = array.shape[-1] == row_bytes if codes else tuple(array.shape) == wide
+        if not fits or array.dtype is not dtype or not array.is_contiguous() or (codes and array.data_ptr() % 16):
+            raise ValueError(
+                f"expected {name} {f'[..., {row_bytes}], at a multiple of 16 bytes' if codes else wide} in {dtype}, "
+                f"contiguous, got {tuple(array.shape)} {array.dtype} of strides {array.stride()} at "
+                f"{array.data_ptr() % 16}"
+            )
+
+
+def _check_codes(group: ScoredGroup) -> None:
+    codes, wanted = group.arrays[1], max(group.first_rows) + group.count
+    if codes is not None and codes[..., 0].numel() < wanted:
+        raise ValueError(f"expected {wanted} rows of codes, got {tuple(codes.shape)}; are they of all KV heads?")
