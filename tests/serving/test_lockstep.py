@@ -88,7 +88,7 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
 class _Clock:
     """Of attention and of a selection, behind few tokens and behind more; another time for each rank and size."""
 
-    RANGES = ((2.0, 6.0), (0.5, 3.0), (20.0, 60.0), (0.5, 3.0))
+    RANGES = ((2.0, 6.0), (0.5, 3.0), (20.0, 60.0), (10.0, 60.0))
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
+from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.types import DecodeBatch, StepPath
 from sglang_ext.methods.base import METHODS, Method
 from tests.decode_oracle import OracleGroup
@@ -56,11 +57,11 @@ def test_costs_are_measured_with_one_group_and_with_many(monkeypatch: pytest.Mon
     costs = sparse.measure(6, server.caches[0])
     assert costs is not None
     assert list(costs.attend) == list(costs.select) == [1, 4, 6]
-    # Nothing is selected where attention runs. One prefix has 512 tokens at most; all have what the lists have.
-    far = sparse._lists.entries // KV_HEADS
+    # Nothing is selected where attention runs. A prefix has 512 tokens at most; all have what there is room for.
+    each = min(4 * 512, sparse._room - 4 * PAGE_TOKENS) // 4
     assert [groups for groups, _ in seen] == [0, 1] * 2 + [0, 4] * 2 + [0, 6] * 2
     assert seen[3] == (1, server.config.group_budget(512, 6))
-    assert seen[7] == (4, 4 * server.config.group_budget(far // 4, 2))
+    assert seen[7] == (4, 4 * server.config.group_budget(each, 2))
     assert sparse.measure(6, server.caches[0]) is None
 
 
