@@ -226,6 +226,8 @@ def test_the_pooling_table_is_the_rows(bench: SimpleNamespace, committed: list[d
 
 CANDIDATES = {
     ("5%", 16): "none: INT4, 75% of the channels, the default",
+    ("top_k 1024", 16): "none: the default, `top_k` 1,024",
+    ("top_k 2048", 16): "none: the default, `top_k` 2,048",
     ("INT4 50% alone", 16): "none: INT4, 50% of the channels",
     ("INT4 25% alone", 16): "none: INT4, 25% of the channels",
     ("INT2 75% alone", 16): "none: INT2, 75% of the channels",

@@ -13,7 +13,7 @@ from sglang_ext.calibration.step_time import attention_us
 from sglang_ext.calibration.winner import TARGET_ERROR
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods import METHODS, method_specs, parse_spec
-from tests.benchmarks.results import RESULTS, cells, document, documented_table, rows_of
+from tests.benchmarks.results import RESULTS, cells, documented_table, rows_of
 
 TOKENS = METHODS["token_index"].spec().to_dict()
 BLOCKS = {**METHODS["ab_sparse"].spec().to_dict(), "representation": "minmax"}
@@ -91,26 +91,6 @@ def test_the_default_is_the_committed_rows_winner(bench: SimpleNamespace, commit
     blocks = next(one for one in committed if one.method == "ab minmax int4")
     assert math.isinf(blocks.at(1.0).keep_ratio)
     assert blocks.points[-1] == (pytest.approx(0.2, rel=1e-3), pytest.approx(0.509, abs=5e-4))
-
-
-def test_the_documented_times_of_blocks_at_30_percent(bench: SimpleNamespace, committed: list[Any]) -> None:
-    best = bench.selection_tables.ranking(committed)[0]
-    blocks = next(one for one in committed if one.method == "ab minmax int4").selection
-
-    def bounds(share: float) -> list[float]:
-        return [share * us + attention_us(0.3) for us in (blocks.least_us, blocks.most_us)]
-
-    said = re.search(
-        r"takes ([\d.]+) us where every layer selects \(the default ([\d.]+)\), and ([\d.]+) where 1/8 do \(([\d.]+)\)",
-        document("selection"),
-    )
-    assert said is not None
-    assert bounds(1.0) == [pytest.approx(float(said[1]), abs=0.051)] * 2
-    assert bounds(1 / 8) == [pytest.approx(float(said[3]), abs=0.051)] * 2
-    assert best.at(1.0).most_us == pytest.approx(float(said[2]), abs=0.051)
-    assert best.at(1 / 8).most_us == pytest.approx(float(said[4]), abs=0.051)
-    # Blocks win nowhere.
-    assert all(bounds(share / 64)[0] > best.at(share / 64).most_us for share in range(1, 65))
 
 
 def test_the_documented_times_are_those_of_the_committed_rows(bench: SimpleNamespace, committed: list[Any]) -> None:
