@@ -250,8 +250,8 @@ def plot(rows: Sequence[Row], path: str) -> None:
             spread = [[100 * (said.difference - said.low)], [100 * (said.high - said.difference)]]
             left.errorbar(ms, 100 * said.difference, yerr=spread, marker="o", capsize=3)
             left.annotate(f"{config}, {in_flight}", (ms, 100 * said.difference), fontsize=7)
-    for row in rows:
-        ms = found.get((row["config"], row["length"], row["in_flight"])) if row["suite"] == "forced" else None
+    for row in [row for own, _ in forced(rows).values() for row in own]:
+        ms = found.get((row["config"], row["length"], row["in_flight"]))
         if ms is not None and row["length"] == longest:
             right.plot(ms, row["all"]["kl"], "o")
             right.annotate(f"{row['config']}, {row['in_flight']}", (ms, row["all"]["kl"]), fontsize=7)

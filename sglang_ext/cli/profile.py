@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
         metavar="0,2,8",
         help="layers that select in the publication (default: those in the file's name, ..._layers_0_2_8.npy)",
     )
-    one.add_argument("--force", action="store_true", help="overwrite a profile that is there")
+    one.add_argument("--replace", action="store_true", help="overwrite a profile that is there")
     add_sglang_flags(one)
     one.set_defaults(run=run)
 
@@ -101,8 +101,8 @@ def _refusal(args: argparse.Namespace, file: Path, out: Path) -> str | None:
         return f"expected a head map (.npy), got no file {args.file!r}; correct the path, or download it"
     if out.is_dir():
         return f"expected --out to be a file, got the folder {args.out!r}; name a file in it"
-    if out.exists() and not args.force:
-        return f"expected no file at --out, got {args.out!r}; name another one, or overwrite it with --force"
+    if out.exists() and not args.replace:
+        return f"expected no file at --out, got {args.out!r}; name another one, or overwrite it with --replace"
     if local_folder(args.model_path, *checkpoint_options(args.sglang_flags)) is None:
         return (
             f"expected --model-path to be a folder, or a name in the local Hugging Face cache; got "

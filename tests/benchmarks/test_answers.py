@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import statistics
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_ext.quality.evaluate import Z95
 from tests.benchmarks.results import RESULTS, ROOT, document
 
 
@@ -222,6 +225,20 @@ def test_the_pooling_table_is_the_rows(bench: SimpleNamespace, committed: list[d
     named = {(row["settings"]["profile"], row["profile"]) for row in rows if row["settings"].get("profile")}
     for path, digest in named:
         assert hashlib.sha256((ROOT / path).read_bytes()).hexdigest() == digest
+    default = [full["kl"] for full in shown["5%", 16][1]]
+    more = [100 * (a / full["kl"] - 1) for a, full in zip(default, shown["exact", 16][1], strict=True)]
+    assert f"has {min(more):.0f} to {max(more):.0f}% more KL" in " ".join(text.split())
+    # "No difference is beyond chance"
+    for one, other in (
+        ("5%", "exact"),
+        ("5%", "5% mean"),
+        ("exact", "exact mean"),
+        ("8 layers, maps by attention", "8 layers, maps as served"),
+    ):
+        for a, b in zip(shown[one, 16][0], shown[other, 16][0], strict=False):
+            assert a["length"] == b["length"]
+            moves = [x - y for x, y in zip(a["kl_documents"], b["kl_documents"], strict=True)]
+            assert abs(statistics.fmean(moves)) < Z95 * statistics.stdev(moves) / math.sqrt(len(moves)), (one, other)
 
 
 CANDIDATES = {
@@ -256,11 +273,24 @@ def test_the_table_of_candidates_is_the_rows(bench: SimpleNamespace) -> None:
         if label:
             assert shown[label] == [f"{row['all']['kl']:.4f}", f"{row['all']['top1']:.1%}"], label
             assert row["all"]["steps"] == 368
+    kl = {(row["config"], row["in_flight"]): row["all"]["kl"] for row in rows}
+    coarse = [key for key, label in CANDIDATES.items() if key[1] == 16 and ("blocks" in label or "lists" in label)]
+    cheap = [kl[key] / kl["5%", 16] for key in coarse]
+    assert f"have {min(cheap):.0f} to {max(cheap):.0f} times the KL of the default" in " ".join(
+        document("selection").split()
+    )
     assert set(CANDIDATES) <= {(row["config"], row["in_flight"]) for row in rows}
 
 
 def test_the_rows_name_the_profiles_that_are_there(committed: list[dict[str, Any]]) -> None:
     named = {(row["settings"]["profile"], row["profile"]) for row in committed if row["settings"].get("profile")}
     assert len(named) == 4
+    text = document("benchmarks")
     for path, digest in named:
+        profile = json.loads((ROOT / path).read_bytes())
+        roles = profile["layer_plan"]["layers"]
+        modes = ["reuse" if isinstance(role, dict) else role for role in roles]
+        selecting, reusing, dense = (modes.count(mode) for mode in ("anchor", "reuse", "dense"))
+        said = f"{selecting} select, {reusing} reuse, {dense} {'is' if dense == 1 else 'are'} dense"
+        assert said in text, path
         assert hashlib.sha256((ROOT / path).read_bytes()).hexdigest() == digest

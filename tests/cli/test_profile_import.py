@@ -117,7 +117,7 @@ def test_flags_reach_sglang(run: Import, asked: list[list[str]], monkeypatch: py
         *("--quantization", "fp8", "--device", "cpu"),
     ]
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    assert run("--force")[0] == 0
+    assert run("--replace")[0] == 0
     assert "--device" not in asked[-1]
 
 
@@ -125,8 +125,8 @@ def test_a_profile_that_is_there_stays_unless_forced(run: Import, tmp_path: Path
     (tmp_path / "profile.json").write_text("mine")
     status, said = run()
     assert (status, (tmp_path / "profile.json").read_text()) == (2, "mine")
-    assert "expected no file at --out, got 'profile.json'; name another one, or overwrite it with --force" in said
-    assert run("--force")[0] == 0
+    assert "expected no file at --out, got 'profile.json'; name another one, or overwrite it with --replace" in said
+    assert run("--replace")[0] == 0
     assert load_profile(tmp_path / "profile.json").layer_plan == {"layers": PLAN}
 
 
@@ -166,6 +166,6 @@ def test_anchors_that_the_name_lacks(run: Import, capsys: Any) -> None:
     assert run("--anchors", "0,1", file="map.npy")[0] == 0
     for text in ("0,x", "", "0,-1"):
         with pytest.raises(SystemExit) as ended:
-            run(f"--anchors={text}", "--force", file="map.npy")
+            run(f"--anchors={text}", "--replace", file="map.npy")
         assert ended.value.code == 2
         assert "expected layer numbers such as 0,2,8" in capsys.readouterr().err

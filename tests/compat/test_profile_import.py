@@ -40,7 +40,7 @@ def imported(folder: str, model: str) -> tuple[int, str | None, str | None, int]
         return model_refusal(record, settings)
 
     other = refusal("--json-model-override-args", '{"rms_norm_eps": 0.5}')
-    return status, refusal(), other, main([*words, "--force", "--", "--device", "cpu", "--nope"])
+    return status, refusal(), other, main([*words, "--replace", "--", "--device", "cpu", "--nope"])
 
 
 def test_a_server_takes_it(tmp_path: Path) -> None:

@@ -62,16 +62,6 @@ def test_two_levels_by_hand(first, second, ratio):
         assert not outside or min(inside) >= max(outside)
 
 
-@pytest.mark.parametrize("first", PARTS, ids=name_of)
-def test_candidates_by_one_pooled_query(first):
-    """They are those of a request alone whose query is the sum; the choice among them is by all queries."""
-    data = {"method": "two_level", "first": first, "second": PARTS[4], "candidate_ratio": 0.2, "candidate_factor": 1}
-    got = choose({**data, "candidate_pooling": "query"})
-    candidates = choose(first, q=Q.view(3, 2, 4, 16).sum(dim=(0, 2))[None], budget=60)
-    assert all(len(chosen) == 40 and chosen <= allowed for chosen, allowed in zip(got, candidates, strict=True))
-    assert got != choose(data)
-
-
 @pytest.mark.parametrize("second", OTHERS, ids=name_of)
 @pytest.mark.parametrize("first", PARTS, ids=name_of)
 @pytest.mark.parametrize("budget", [8, 40, 41, 250, 300])

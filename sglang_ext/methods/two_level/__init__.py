@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.types import Selection
-from sglang_ext.methods.arrays import ROW_INDPTR, is_ragged
-from sglang_ext.methods.base import Arrays, IndexSpec, SelectArgs, Selector, check_choice, check_share, make_selector
+from sglang_ext.methods.base import Arrays, IndexSpec, SelectArgs, Selector, check_share, make_selector
 from sglang_ext.methods.combined import CombinedSpec, part_arrays
 from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.token_index import TokenIndexSpec
@@ -34,8 +33,6 @@ class TwoLevelSpec(CombinedSpec):
         second: method that ranks them.
         candidate_ratio: candidates as a fraction of the prefix, at least.
         candidate_factor: candidates per token of the budget, at least.
-        candidate_pooling: who names the candidates of a group: each of its queries, pooled as they choose among them
-            (`rows`), or the sum of all queries of a KV head as one (`query`), whose cost does not grow with the group.
 
     Raises:
         ValueError: a value out of range.
@@ -46,11 +43,9 @@ class TwoLevelSpec(CombinedSpec):
     second: IndexSpec = field(default_factory=TokenIndexSpec)
     candidate_ratio: float = 0.25
     candidate_factor: float = 4.0
-    candidate_pooling: str = "rows"
 
     def __post_init__(self) -> None:
         check_share("two_level.candidate_ratio", self.candidate_ratio)
-        check_choice("two_level.candidate_pooling", self.candidate_pooling, ("rows", "query"))
         if not 1.0 <= self.candidate_factor <= 1e6:
             raise ValueError(
                 f"expected two_level.candidate_factor of at least 1, got {self.candidate_factor}; the budget is chosen "
@@ -88,11 +83,7 @@ class TwoLevelSelector(Selector[TwoLevelSpec]):
 
     def _candidates(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
         """bool [num_kv_heads, prefix_len]: what the first method selects."""
-        selector, first = make_selector(self.spec.first), part_arrays(arrays, "first")
-        if self.spec.candidate_pooling == "query":
-            heads = next(len(one) for name, one in first.items() if not (is_ragged(name) or name.endswith(ROW_INDPTR)))
-            q = q.float().view(q.shape[0], heads, -1, q.shape[2]).sum(dim=(0, 2))[None]
-        chosen = selector.select(first, q, args)
+        chosen = make_selector(self.spec.first).select(part_arrays(arrays, "first"), q, args)
         mask = torch.zeros(chosen.num_kv_heads, args.prefix_len + 1, dtype=torch.bool, device=q.device)
         # Padding (-1) goes to a column of its own.
         index = torch.where(chosen.positions < 0, args.prefix_len, chosen.positions).long()
