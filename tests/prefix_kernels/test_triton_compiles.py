@@ -362,8 +362,8 @@ def test_before_the_scores_are_made_only_tables_are_read(case: str) -> None:
     first, *others = compiled(listing, 90).asm["ptx"].split("griddepcontrol.wait")
     assert not re.search(r"(st|red|atom|cp\.async\S*)\.global", first)
     loads = re.findall(r"ld\.global\S*", first)
-    # Ten numbers of an item, three of a KV head and the size of its blocks, one by one; scores come four at a time.
-    assert len(loads) == 14
+    # Eleven numbers of an item and two of a KV head, one by one; scores come four at a time.
+    assert len(loads) == 13
     assert not any(".v" in load or ".cg" in load for load in loads)
     assert len(others) == 2, "once where there is work, and once for all at the end"
     assert not re.search(r"(ld|st|red|atom)\.global", others[-1]), "nothing is left to do"

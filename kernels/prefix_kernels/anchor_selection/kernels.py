@@ -94,7 +94,6 @@ def select_kernel(
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
-    block_shifts_ptr,  # int32 [num_groups, num_kv_heads], log2 of the tokens of a candidate: 0
     at_least_ptr,  # int32 [num_kv_heads, max_items, NUM_DIGITS], by lower bytes, at the threshold's upper one
     higher_ptr,  # int32 [num_kv_heads, max_items], tokens of a higher upper byte
     all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, NUM_DIGITS], of all stretches, by upper and by lower bytes
@@ -143,10 +142,9 @@ def select_kernel(
         first_row = tl.load(heads_ptr + row * 4 + 1)
         scores_begin = tl.load(heads_ptr + row * 4 + 3)
         scores = scores_ptr + scores_begin // ALIGNED * ALIGNED
-        block_shift = tl.load(block_shifts_ptr + row)
         begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
-        token_begin = tl.minimum(begin << block_shift, prefix_len)
-        token_end = tl.minimum(end << block_shift, prefix_len)
+        token_begin = tl.minimum(begin, prefix_len)
+        token_end = tl.minimum(end, prefix_len)
         first_item = head * max_items + item - chunk
         if LATE:
             wait_for_the_kernel_before(OVERLAPPED)

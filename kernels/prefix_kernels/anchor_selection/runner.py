@@ -264,7 +264,6 @@ class AnchorSelection:
         self._items = integers(max_items, ITEM_FIELDS, dtype=torch.int64)
         self._score_items = integers(max_score_items if config.specialized else 1, ITEM_FIELDS, dtype=torch.int64)
         # Every candidate is one token.
-        self._block_shifts = integers(max_groups, heads)
         self._at_least = integers(heads, max_items, _NUM_DIGITS)
         self._higher = integers(heads, max_items)
         self._all_at_least = integers(2, max_groups, heads, _NUM_DIGITS)
@@ -371,13 +370,12 @@ class AnchorSelection:
             "peak_ptr": self._peak,
             "total_ptr": self._total,
             "items_ptr": self._items,
-            "block_shifts_ptr": self._block_shifts,
             "at_least_ptr": self._at_least,
             "higher_ptr": self._higher,
             "all_at_least_ptr": self._all_at_least,
             "num_totals": self._arrived.numel(),
             "arrived_ptr": self._arrived,
-            "slot_table_ptr": self._block_shifts if slot_table is None else slot_table,
+            "slot_table_ptr": self._higher if slot_table is None else slot_table,
             "positions_ptr": lists.positions,
             "slots_ptr": lists.positions if lists.slots is None else lists.slots,
             "counts_ptr": lists.counts,
