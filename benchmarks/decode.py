@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Time of a decode step in a real SGLang engine, behind a prefix that all requests of the batch share.
+"""Time of a decode step in a real SGLang engine, behind prefixes that requests of the batch share.
 
     python benchmarks/decode.py --out decode.jsonl               # measure; rows are appended, none is measured twice
     python benchmarks/decode.py --table decode.jsonl             # print result files as Markdown
     python benchmarks/decode.py --table decode.jsonl --plot decode.png
     python benchmarks/decode.py --out decode.jsonl --starts 3    # three starts of each engine, in turns
+    python benchmarks/decode.py --prefixes 8 16 --contexts 16384 --batches 16 --config '{"top_k": 2048}'
     python benchmarks/decode.py --out tiny.jsonl --shape tiny ...  # a machine without a GPU: tries the script, no more
 
 Engines: `flashinfer` and `triton` are stock SGLang; the others are SGLang with `--sparse-attn` on flashinfer. In
@@ -12,7 +13,8 @@ Engines: `flashinfer` and `triton` are stock SGLang; the others are SGLang with 
 requests, and `stock`, where the requests opt out, so that SGLang's own graph is replayed. In `sparse` every prefix has
 an index, built from its prefill, and every step selects; in `auto` the plugin chooses by the costs that it measured.
 Both take the layer plan `--plan`: `kascade` (layers 0 and 1 attend all, 2, 8, 13 and 14 select, the others reuse, with
-heads mapped; for 32 layers) or `anchors` (layer 0 attends all, the others select).
+heads mapped; for 32 layers) or `anchors` (layer 0 attends all, the others select). With `--prefixes N` a batch's
+requests are behind N prefixes in turns.
 
 A step is the time between two tokens of one request of the batch, which starts last and ends first; the first 20 are
 left out. Tokens that come at once share the time since those before. Weights are dummies: they serve to time, never to
@@ -28,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -60,14 +62,15 @@ SKIPPED = 20
 """First steps of a request that are not counted."""
 SPARE = 24
 """Tokens that the other requests of a batch generate beyond the measured one's."""
-KEY = ("engine", "path", "plan", "context", "batch", "start", "shape", "page", "tokens", "config", "flags")
+KEY = ("engine", "path", "plan", "context", "prefixes", "batch", "start", "shape", "page", "tokens", "config", "flags")
 """What tells one cell from another: a row that has all of it is not measured again."""
 
 
 def engine_flags(args: argparse.Namespace, engine: str, model: Path, store: Path) -> list[str]:
     """Command line of one engine."""
     longest = max(args.contexts) + SUFFIX + args.tokens + SPARE + 64
-    pool = sum(args.contexts) + len(args.contexts) * max(args.batches) * 2 * (SUFFIX + args.tokens + SPARE + 64)
+    own = 2 * (SUFFIX + args.tokens + SPARE + 64)
+    pool = sum(args.contexts) * max(args.prefixes) + len(args.contexts) * max(args.batches) * own
     flags = [*base_flags(args, engine, model), "--skip-tokenizer-init", "--context-length", str(longest)]
     flags += ["--max-total-tokens", str(pool), "--max-running-requests", str(max(args.batches))]
     if not args.cpu:
@@ -88,19 +91,21 @@ class Cell:
         self._engine = engine
         self._rng = random.Random(seed)
         self._vocab = vocab
-        self._prefixes: dict[int, list[int]] = {}
+        self._prefixes: dict[int, list[list[int]]] = {}
 
-    def prefix(self, length: int) -> list[int]:
-        """A prompt of random tokens, in the engine's prefix cache."""
-        if length not in self._prefixes:
-            self._prefixes[length] = self._tokens(length)
-            self._wait(self._generate([*self._prefixes[length], *self._tokens(1)], 1))
-        return self._prefixes[length]
+    def prefixes(self, length: int, count: int) -> list[list[int]]:
+        """So many prompts of random tokens, in the engine's prefix cache."""
+        known = self._prefixes.setdefault(length, [])
+        while len(known) < count:
+            known.append(self._tokens(length))
+            self._wait(self._generate([*known[-1], *self._tokens(1)], 1))
+        return known[:count]
 
-    def steps(self, length: int, batch: int, tokens: int, *, stock: bool) -> list[float]:
+    def steps(self, row: Row, *, stock: bool) -> list[float]:
         """Seconds of the counted steps of one batch."""
-        prefix = self.prefix(length)
-        prompts = [[*prefix, *self._tokens(SUFFIX)] for _ in range(batch)]
+        batch, tokens = row["batch"], row["tokens"]
+        prefixes = islice(cycle(self.prefixes(row["context"], row["prefixes"])), batch)
+        prompts = [[*prefix, *self._tokens(SUFFIX)] for prefix in prefixes]
 
         async def run() -> list[tuple[int, float]]:
             others = [asyncio.create_task(self._generate(one, tokens + SPARE + batch, stock)) for one in prompts[1:]]
@@ -141,8 +146,9 @@ def missing(args: argparse.Namespace, origin: Row) -> list[Row]:
     engine = origin["engine"]
     paths = {"plugin": ("shared", "stock")}.get(engine, ("stock",) if engine in STOCK else (engine,))
     cells = [
-        {**origin, "path": path, "context": context, "batch": batch}
+        {**origin, "path": path, "context": context, "prefixes": prefixes, "batch": batch}
         for context in args.contexts
+        for prefixes in args.prefixes
         for batch in args.batches
         for path in paths
     ]
@@ -162,15 +168,15 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
         try:
             cell = Cell(running, args.seed + start, int(SHAPES[args.shape]["vocab_size"]))
             for row in wanted:
-                cell.prefix(row["context"])
+                cell.prefixes(row["context"], row["prefixes"])
                 before = cell.counted()
-                steps = cell.steps(row["context"], row["batch"], args.tokens, stock=row["path"] == "stock")
+                steps = cell.steps(row, stock=row["path"] == "stock")
                 ours = {name: count - before[name] for name, count in cell.counted().items()}
                 row |= {"steps": len(steps), **ours, **_times(steps)}
                 append(args.out, row)
                 print(
-                    f"{engine:10s} {row['path']:6s} {row['context']:7d} tokens, batch {row['batch']:3d}: "
-                    f"{row['ms']:8.3f} ms ({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {ours}",
+                    f"{engine:10s} {row['path']:6s} {row['prefixes']:3d} x {row['context']:6d} tokens, batch "
+                    f"{row['batch']:3d}: {row['ms']:8.3f} ms ({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {ours}",
                     flush=True,
                 )
         finally:
@@ -187,17 +193,18 @@ def table(rows: Sequence[Row]) -> str:
     """Medians over the starts, in ms; ours with their share of the best stock engine's of the same device and shape."""
     cells: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for row in rows:
-        group = (row["device"], row["shape"], row["page"], row["context"], row["batch"])
+        group = (row["device"], row["shape"], row["page"], row.get("prefixes", 1), row["context"], row["batch"])
         cells.setdefault(group, {}).setdefault(name_of(row), []).append(row["ms"])
     names = sorted({name for found in cells.values() for name in found}, key=place_of)
     lines = ["| device, shape, page | tokens | batch | " + " | ".join(names) + " |", "|---" * (len(names) + 3) + "|"]
-    for (device, shape, page, context, batch), found in sorted(cells.items()):
+    for (device, shape, page, prefixes, context, batch), found in sorted(cells.items()):
         dense = [median(times) for name, times in found.items() if name in STOCK]
         texts = []
         for name in names:
             share = f", {median(found[name]) / min(dense):.3f}" if dense and name in found and name not in STOCK else ""
             texts.append(_spread(found.get(name)) + share)
-        lines.append(f"| {device}, {shape}, {page} | {context} | {batch} | " + " | ".join(texts) + " |")
+        tokens = f"{prefixes} x {context}" if prefixes > 1 else context
+        lines.append(f"| {device}, {shape}, {page} | {tokens} | {batch} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
 
@@ -213,6 +220,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["flashinfer", "plugin"], choices=ENGINES)
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768, 131072], metavar="TOKENS")
+    parser.add_argument("--prefixes", nargs="+", type=int, default=[1], metavar="COUNT", help="of each length")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], metavar="REQUESTS")
     parser.add_argument("--tokens", type=int, default=240, help="generated by the measured request")
     add_arguments(parser)

@@ -101,13 +101,14 @@ def plugin_flags(args: argparse.Namespace, engine: str, store: Path) -> list[str
     """The plugin's flags of one engine; none for a stock one."""
     if engine in STOCK:
         return []
-    config = {"share_prefixes": True, "profile": "none", **json.loads(args.config)}
+    config: dict[str, Any] = {"share_prefixes": True, "profile": "none"}
     if engine in (*INDEXED, BUILDING):
         roles = layer_plan(args.plan, int(SHAPES[args.shape]["num_hidden_layers"]))
         config |= {"decode_path": engine, "build": "prefill", "keep_ratio": 0.05, "group_growth": "sqrt"}
         config |= {"layer_plan": roles, "prefetch_policy": "wait_complete", "index_gpu_bytes": 8 << 30}
     if engine == BUILDING:
         config |= {"decode_path": "auto", "build": "shared", "prefetch_policy": "best_effort"}
+    config |= json.loads(args.config)
     return ["--sparse-attn", "--sparse-attn-config", json.dumps(config), "--sparse-attn-store", str(store)]
 
 

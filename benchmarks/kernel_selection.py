@@ -36,7 +36,7 @@ _RAW_ROWS = 8
 #: Largest error of a log-probability, natural log: where products are fp32, where queries are rounded to fp16, and
 #: where Hopper's kernel rounds them to INT8. The tests of the kernels say to the bit what rounding does.
 FP32_LIMIT, FP16_LIMIT, INT8_LIMIT = 1e-3, 1e-2, 1e-1
-_STEPS_PER_LOG = 65533 / 44.0
+_STEPS_PER_LOG = 2045 / 44.0
 
 
 class Prefix:
@@ -85,7 +85,7 @@ class Prefix:
     def wrongly_chosen(self, scores: Tensor, positions: Tensor) -> float:
         """How many positions [num_kv_heads, budget] differ, by score, from the best ones; infinite for no positions.
 
-        Sink and recent window have to be there. Scores are compared as keys of 16 bits tell them apart: by steps.
+        Sink and recent window have to be there. Scores are compared as keys of 11 bits tell them apart: by steps.
         """
         ascending = bool((positions.diff(dim=1) > 0).all())
         if not ascending or not bool(((positions >= 0) & (positions < self.prefix_len)).all()):

@@ -67,7 +67,7 @@ class Case:
 
 CASES = (
     Case(
-        ("score_items_sm90_kernel", "select_kernel"),
+        ("score_items_sm90_kernel", "list_kernel"),
         "test_specialized_selection.py",
         "(test_every_tile_and_length and (129- or 4999-)) or (test_sums_of_a_sample and 16-) or other_lengths",
     ),
@@ -82,7 +82,7 @@ CASES = (
         "groups_and_suffixes or split_list or fp8 or own_lists",
     ),
     Case(
-        ("select_kernel",),
+        ("score_kernel", "list_kernel"),
         "triton/test_anchor_selection.py",
         "test_tokens or some_channels or groups_share or windows_that",
     ),

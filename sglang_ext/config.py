@@ -81,7 +81,11 @@ def _fail(expected: str, came: object, todo: str) -> ConfigError:
 
 def _check_ranges(config: SparseAttnConfig) -> None:
     rules: tuple[tuple[str, bool, str], ...] = (
-        ("keep_ratio", 0.0 < config.keep_ratio <= 1.0, "a fraction above 0 and at most 1"),
+        (
+            "keep_ratio",
+            config.keep_ratio is None or 0.0 < config.keep_ratio <= 1.0,
+            "a fraction above 0 and at most 1, or null",
+        ),
         ("max_keep_ratio", 0.0 < config.max_keep_ratio <= 1.0, "a fraction above 0 and at most 1"),
         ("top_k", config.top_k is None or config.top_k >= 1, "a number of tokens of at least 1, or null"),
         ("min_top_k", config.min_top_k >= 0, "0 or more tokens"),

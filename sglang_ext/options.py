@@ -53,6 +53,10 @@ SUM_EVERY = 16
 """Of `token_index`: what more saves is little (docs/kernels.md), what it costs docs/selection.md says."""
 
 
+KEEP_RATIO, TOP_K = 1 / 8, 2048
+"""Of the default budget: docs/selection.md has the answers."""
+
+
 class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings behind `--sparse-attn-config`. All lengths are tokens, all sizes bytes.
 
@@ -60,7 +64,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         method: which index selects: `token_index`, `ab_sparse`, `csattention`, `two_level`, `union`, or `exact` (an
             oracle for tests).
         keep_ratio: budget of one request as a fraction of its prefix, sink and recent window included.
-        top_k: budget in tokens; overrides `keep_ratio` and `min_top_k`.
+        top_k: budget in tokens; beside `keep_ratio` the smaller of the two. Where neither is given, here or by the
+            profile: an eighth of the prefix, at most 2,048 tokens.
         min_top_k: fewest tokens of a budget by `keep_ratio` (Kascade: k = min(max(0.1 L, 128), L)).
         share_prefixes: whether requests on the same slots decode as a group, exactly, without an index; null: on a GPU.
             `false` also keeps indexes out of decode graphs.
@@ -120,7 +125,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """
 
     method: str = "token_index"
-    keep_ratio: float = 0.1
+    keep_ratio: float | None = None
     top_k: int | None = None
     min_top_k: int = 128
     share_prefixes: bool | None = None
@@ -165,8 +170,11 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def budget(self, prefix_len: int) -> int:
         """Prefix tokens that one request attends per KV head, sink and recent window included."""
-        wanted = self.top_k if self.top_k is not None else max(int(self.keep_ratio * prefix_len), self.min_top_k)
-        return max(1, min(wanted, prefix_len))
+        ratio, most = self.keep_ratio, self.top_k
+        if ratio is None and most is None:
+            ratio, most = KEEP_RATIO, TOP_K
+        wanted = prefix_len if ratio is None else max(int(ratio * prefix_len), self.min_top_k)
+        return max(1, min(wanted, prefix_len if most is None else most, prefix_len))
 
     def group_budget(self, prefix_len: int, num_rows: int) -> int:
         """Prefix tokens that a group of so many requests attends per KV head, never more than the prefix has."""

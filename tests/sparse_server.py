@@ -260,7 +260,7 @@ class Server:
             off = (out[: len(serials)].float() - wanted).norm(dim=2) / wanted.norm(dim=2)
             if q.dtype is torch.float32:
                 assert float(off.median()) < 1e-4
-                # Among thousands of tokens keys of 16 bits tie where the reference's scores do not.
+                # Among thousands of tokens keys of 11 bits tie where the reference's scores do not.
                 for row, start in enumerate(starts):
                     assert float(off[row].max()) < (1e-4 if start < 1000 else 0.5)
             else:

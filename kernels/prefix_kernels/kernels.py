@@ -5,7 +5,7 @@ What that one wrote may only be read after `wait_for_the_kernel_before`, which t
 write of memory (a test looks for it in what is compiled). In a kernel that `launching.launch_behind` starts it stands
 before the first one of what the launch before it writes.
 
-*Counts.* `tl.histogram` finds the lanes of each digit by votes: about 20 instructions for each value of a thread. An
+*Counts.* `tl.histogram` finds the lanes of each bin by votes: about 20 instructions for each value of a thread. An
 add to shared memory takes one, and adds of 1 to one place by several lanes are one add. Triton has no such add, so it
 is assembly. Triton's interpreter counts by `tl.histogram`.
 
@@ -20,9 +20,14 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-NUM_DIGITS = tl.constexpr(256)
-COUNTS = tl.constexpr("{ .shared .align 1024 .b32 digit_counts[512]; mov.u32 $0, digit_counts; }")
-"""The address of 257 numbers. What Triton itself has in shared memory comes behind them, and matrix instructions want
+from prefix_kernels.top_k_selection import NUM_KEYS
+
+NUM_BINS = tl.constexpr(NUM_KEYS)
+FINE = tl.constexpr(32)
+COARSE = tl.constexpr(NUM_KEYS // 32)
+"""Of so many bins each how many are counted up to their last: what is looked at first."""
+COUNTS = tl.constexpr("{ .shared .align 1024 .b32 bin_counts[2304]; mov.u32 $0, bin_counts; }")
+"""The address of 2,049 numbers. What Triton itself has in shared memory comes behind them, and matrix instructions want
 that at a multiple of 1,024 bytes."""
 RESET = tl.constexpr("st.shared.b32 [$1], 0; mov.b32 $0, 0;")
 ADD = tl.constexpr("red.shared.add.u32 [$1], 1; mov.b32 $0, 0;")
@@ -47,24 +52,18 @@ def let_the_next_kernel_come():
 
 
 @triton.jit
-def nothing(OVERLAPPED: tl.constexpr):
-    """For `launching`, which tries how a kernel may be launched."""
-    wait_for_the_kernel_before(OVERLAPPED)
-
-
-@triton.jit
 def _places():
-    """Byte offsets of all counts, one to a thread or a few."""
-    return tl.arange(0, NUM_DIGITS) * 4
+    """Byte offsets of all counts, a few to a thread."""
+    return tl.arange(0, NUM_BINS) * 4
 
 
 @triton.jit
 def begin_counts():
-    """(int32 [NUM_DIGITS], 0; where they are counted in shared memory: its address there).
+    """(int32 [NUM_BINS], 0; where they are counted in shared memory: its address there).
 
     Each place in the source has counts of its own, which live as long as the program.
     """
-    counts = tl.zeros([NUM_DIGITS], tl.int32)
+    counts = tl.zeros([NUM_BINS], tl.int32)
     at = 0
     if not _INTERPRETED:
         at = tl.inline_asm_elementwise(COUNTS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -76,19 +75,19 @@ def begin_counts():
 
 
 @triton.jit
-def add_counts(counts, at, digits, mask):
-    """Count digits from 0 to 255 where `mask` is set; the counts so far.
+def add_counts(counts, at, bins, mask):
+    """Count bins where `mask` is set; the counts so far.
 
-    Of as many digits as the program has threads, or more: of fewer some threads would hold copies, and count them, too.
+    Of as many values as the program has threads, or more: of fewer some threads would hold copies, and count them, too.
     """
     if _INTERPRETED:
-        counts += tl.histogram(digits, NUM_DIGITS, mask=mask)
+        counts += tl.histogram(bins, NUM_BINS, mask=mask)
     else:
         tl.inline_asm_elementwise(
             ADD,
             "=r,r",
             # What is not counted goes to a place that nobody reads: a predicate would be a branch.
-            [tl.where(mask, digits, NUM_DIGITS) * 4 + at],
+            [tl.where(mask, bins, NUM_BINS) * 4 + at],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -98,7 +97,7 @@ def add_counts(counts, at, digits, mask):
 
 @triton.jit
 def end_counts(counts, at):
-    """int32 [NUM_DIGITS]: what all threads of the program have counted."""
+    """int32 [NUM_BINS]: what all threads of the program have counted."""
     if not _INTERPRETED:
         tl.debug_barrier()
         counts = tl.inline_asm_elementwise(READ, "=r,r", [_places() + at], dtype=tl.int32, is_pure=False, pack=1)

@@ -7,7 +7,6 @@ that tests can compile it for any target.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,8 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,11 +62,10 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
 def launch_behind(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int | None) -> None:
     """As `launch`, but always overlapped with the launch before it on the stream, on sm_90.
 
-    That one lets this one's programs come when all of its own are on the GPU
-    (`kernels.let_the_next_kernel_come`), so programs of either may wait for each other. Where CUDA refuses
-    a launch that is cooperative and overlapped, it is the former alone, and comes a microsecond later.
+    That one lets this one's programs come when all of its own are on the GPU (`kernels.let_the_next_kernel_come`), so
+    its programs may wait for each other.
     """
-    _start(kernel, grid, arguments, options, _can_overlap() and _can_overlap_cooperative())
+    _start(kernel, grid, arguments, options, _can_overlap())
 
 
 def _start(
@@ -97,21 +93,6 @@ def _can_overlap() -> bool:
     if knobs.runtime.interpret:
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
-
-
-@functools.cache
-def _can_overlap_cooperative() -> bool:
-    """Whether a cooperative launch can be overlapped, too: tried once. CUDA 13.0 takes it; nobody says since when."""
-    if not torch.cuda.is_available():
-        return True
-    from prefix_kernels.kernels import nothing
-
-    try:
-        nothing[(1,)](OVERLAPPED=True, num_warps=1, launch_cooperative_grid=True, launch_pdl=True)
-    except RuntimeError as error:
-        logger.warning("a selection's two launches are not overlapped, which is slower by a microsecond: %s", error)
-        return False
-    return True
 
 
 def send(table: torch.Tensor, buffer: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 One program has all candidates of a KV head, and both phases; or some have them, one after the other in a launch for
 each phase, or together in one launch where they wait for each other. Scores are compared with fp64, of queries and sums
-that are rounded to whole units as the kernel rounds them; counts of keys' upper bytes with the keys of the very scores
+that are rounded to whole units as the kernel rounds them; counts of keys with the keys of the very scores
 that were written.
 """
 
@@ -18,13 +18,13 @@ import torch
 
 from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.sm90_kernels import score_items_sm90_kernel
-from prefix_kernels.kernels import ARRIVALS
+from prefix_kernels.kernels import ARRIVALS, COARSE, FINE, NUM_BINS
 from prefix_kernels.launching import Launch, recording
 from prefix_kernels.low_bit import quantize, unpack_codes
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreInputs, ScoreShape
 from prefix_kernels.pooling import LEAST_SUMMED, log_shares, sum_step
 from prefix_kernels.top_k_selection import SelectionGroup
-from prefix_kernels.top_k_selection.kernels import LOG_SCALE, LOWEST_LOG
+from prefix_kernels.top_k_selection.kernels import BINS_PER_LOG, LOWEST_LOG
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.ptx_machine import Machine, UnknownInstructionError, run_together
 
@@ -40,7 +40,6 @@ LEAST_UNIT = 2**-24 / (SM_SCALE * math.log2(math.e))
 """Of queries: in it, exponents to base 2 are multiples of 2^-24."""
 MOST = 65504
 """Of a query times a step. What is more, or no number, counts as 0."""
-NUM_DIGITS = 256
 MEETINGS = 3
 """That there have been on each counter."""
 
@@ -50,7 +49,7 @@ class Problem:
 
     Attributes:
         products: matrix instructions of the last run, of those that its tiles are multiplied with.
-        counted: [NUM_DIGITS] by the last run: how many keys have an upper byte of 255 or more, of 254 or more, and on.
+        counted: [NUM_BINS] by the last run: how many keys are 2,047 or more, 2,046 or more, and on.
 
     Args:
         requests: of the group.
@@ -126,7 +125,7 @@ class Problem:
         """
         launches, index, own = self.launches()
         tensors = {name: value for name, value in launches[0].arguments.items() if isinstance(value, torch.Tensor)}
-        told = [tensors.pop("peak_ptr"), tensors.pop("total_ptr"), tensors.pop("all_at_least_ptr")]
+        told = [tensors.pop(f"{name}_ptr") for name in ("peak", "total", "at_least")]
         arrived = tensors.pop("arrived_ptr")
         arrived[:] = MEETINGS * ARRIVALS.value
         for tensor in told:
@@ -150,20 +149,22 @@ class Problem:
         meetings = arrived[0] - MEETINGS * ARRIVALS.value
         meetings[HEAD] -= ARRIVALS.value * (self.joined and self.programs > 1)
         assert not meetings.any()
-        uppers, lowers = told.pop()[:, 0]
-        assert all(bool((tensor[1 - HEAD] == UNTOUCHED).all()) for tensor in (*told, uppers, lowers))
-        assert not lowers[HEAD].any()
-        self.counted = uppers[HEAD].clone()
+        counts = told.pop().transpose(0, 1)
+        assert all(bool((tensor[1 - HEAD] == UNTOUCHED).all()) for tensor in (*told, counts))
+        coarse, fine = counts[HEAD, : max(1, self.programs)].sum(dim=0).split([COARSE.value, NUM_BINS.value])
+        assert torch.equal(coarse, fine[FINE.value - 1 :: FINE.value])
+        assert bool((counts[HEAD, max(1, self.programs) :] == UNTOUCHED).all())
+        self.counted = fine
         assert before or torch.equal(self.counted, self.counts_of(written))
         return written
 
     def counts_of(self, scores: torch.Tensor) -> torch.Tensor:
-        """What must be `counted` of these scores, exactly: their keys of 16 bits are made in fp32, as in the kernel."""
-        heights = (scores.clamp(LOWEST_LOG.value, 0.0) - LOWEST_LOG.value) * torch.tensor(LOG_SCALE.value)
-        places = 255 - ((heights.int() + 1).clamp_max(65534) >> 8)
+        """What must be `counted` of these scores, exactly: their keys are made in fp32, as in the kernel."""
+        heights = (scores.clamp(LOWEST_LOG.value, 0.0) - LOWEST_LOG.value) * torch.tensor(BINS_PER_LOG.value)
+        places = NUM_BINS.value - 2 - heights.int()
         sink, recent = self.windows
         places[:sink] = places[self.count - recent :] = 0
-        return places.bincount(minlength=NUM_DIGITS).cumsum(0).int()
+        return places.bincount(minlength=NUM_BINS.value).cumsum(0).int()
 
     def error(self, scores: torch.Tensor) -> float:
         """How far the worst score is from what it may be, as fp64 says."""
@@ -247,7 +248,7 @@ def test_scores_that_are_all_far_from_zero(way: float, count: int, sum_every: in
     ("count", "windows"), [(41, (0, 0)), (200, (0, 0)), (333, (1, 0)), (333, (70, 130)), (333, (250, 0))]
 )
 @pytest.mark.parametrize("programs", [0, 3])
-def test_upper_bytes_are_counted(programs: int, count: int, windows: tuple[int, int], requests: int) -> None:
+def test_keys_are_counted(programs: int, count: int, windows: tuple[int, int], requests: int) -> None:
     """Of scores that rise from below what keys can tell: rows' queries point one way."""
     made = Problem(requests, count, programs=programs, windows=windows, rising=15.0)
     sizes = torch.linspace(1, 0.5, 1 + requests).bfloat16()

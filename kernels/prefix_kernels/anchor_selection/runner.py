@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from prefix_kernels.anchor_selection.kernels import select_kernel
+from prefix_kernels.anchor_selection.kernels import list_kernel, score_kernel
 from prefix_kernels.grouped_attention.config import has_specialized
+from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.launching import block_of, check_power_of_2, launch, launch_behind, programs_at_once, send
 from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, ScoreShape, ScoreTables
 from prefix_kernels.pooling import Pooling
@@ -33,18 +34,16 @@ _MOST_ROWS = 2**31
 _STEPS_AHEAD = 6
 _FEW_ROWS = 32
 """Of so many rows at most, the sums of 64 programs are read at once, else of 32."""
-_NUM_DIGITS = 256
 _TOKENS_OF_A_THREAD = 16
 _POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
 """What the kernels call them."""
 _ALIGNED = 4
 _MOST_TOKENS = 2**30
 _CHUNKS_AT_ONCE = 32
-_PHASES = 4
 
 
 class Form(Enum):
-    """How the phases of a selection are launched. The result is the same."""
+    """How the two phases of a selection's scores are launched. The result is the same."""
 
     FUSED = "fused"
     """In one launch, whose programs wait for each other: all of them must fit the GPU at a time."""
@@ -64,12 +63,11 @@ class AnchorConfig:
         halves: whether rows of 24 words of 4-bit codes (96 channels) are multiplied as 16 and 8, not as 32 of which 8
             are padding. Warp-group instructions (sm_90, `block_m` from 16 on) take that as it comes; others reorder it.
         programs_per_sm: programs that a multiprocessor holds at a time. Registers are bounded so that it does.
-        specialized: scores by sm_90's own kernel (`fits_specialized`), in a launch of its own before the others;
-            `num_stages` and `halves` then say nothing.
+        specialized: scores by sm_90's own kernel (`fits_specialized`); `num_stages` and `halves` then say nothing.
 
     Raises:
-        ValueError: other tiles, or a program that has fewer than 64 registers a thread; with `specialized` also fewer
-            than 16 candidates a warp, more than 128 rows, or other numbers of warps than 4 and 8.
+        ValueError: other tiles, or a program that has fewer than 64 registers a thread; with `specialized` also more
+            than 128 rows, or other numbers of warps than 4.
     """
 
     block_m: int = 16
@@ -83,11 +81,9 @@ class AnchorConfig:
     def __post_init__(self) -> None:
         check_power_of_2("block_m", self.block_m, 8)
         check_power_of_2("block_n", self.block_n, 64)
-        whole_groups = self.num_warps in (4, 8) and self.block_n >= 16 * self.num_warps
-        if self.specialized and not (whole_groups and self.block_m <= 128):
+        if self.specialized and not (self.num_warps == 4 and self.block_m <= 128):
             raise ValueError(
-                "expected 4 or 8 warps, 16 candidates or more for each and at most 128 rows for sm_90's own kernel, "
-                f"got {self.num_warps}, {self.block_n} and {self.block_m}"
+                f"expected 4 warps and at most 128 rows for sm_90's own kernel, got {self.num_warps} and {self.block_m}"
             )
         if self.programs_per_sm < 1 or self.max_registers < 64:
             raise ValueError(
@@ -145,7 +141,8 @@ def default_config(
     """
     if specialized and capability[0] == _HOPPER and fits_specialized(shape):
         block_m = min(128, block_of(num_rows * shape.gqa, 8))
-        return AnchorConfig(block_m, 128 if block_m <= 32 else 64, 4, 3, 3 if block_m <= 16 else 2, specialized=True)
+        block_n = 256 if block_m <= 16 else 128 if block_m <= 32 else 64
+        return AnchorConfig(block_m, block_n, 4, 3, 2, specialized=True)
     hopper = capability >= (9, 0)
     block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     block_m = 64 if hopper and in_fp32 and block_m == 32 else block_m
@@ -156,8 +153,8 @@ def default_config(
     return AnchorConfig(block_m, 128 if hopper else 64, 4, 3, 2, halves)
 
 
-_LISTING = AnchorConfig(num_warps=8)
-"""Of the launch that counts and lists what it scored."""
+_LIST_WARPS = 4
+"""Of the launch that lists what was scored."""
 
 
 def share_programs(lengths: Sequence[int], num_programs: int) -> list[int]:
@@ -202,8 +199,8 @@ class AnchorSelection:
     """Exactly min(budget, prefix_len) positions per group and KV head: sink, recent window, then the best tokens.
 
     Scores are the log of the (largest or mean) share of attention over the rows of a group, by the codes of a token
-    index: `pooling.pool_scores`. Source of the pooling: Kascade, 3.4 (after the softmax). Tokens rank by keys of 16
-    bits: natural logarithms in steps of 6.7e-4 from -44 to 0, what lies outside ties at the ends, -inf and NaN last.
+    index: `pooling.pool_scores`. Source of the pooling: Kascade, 3.4 (after the softmax). Tokens rank by keys of 11
+    bits: natural logarithms in steps of 0.0215 from -44 to 0, what lies outside ties at the ends, -inf and NaN last.
     Among equal keys the most recent comes first.
 
     Runs of one object follow each other on one stream. If a launch dies half-way, make a new object: its programs'
@@ -217,7 +214,7 @@ class AnchorSelection:
         list_entries: of the lists of all groups and KV heads together, at most.
         config: tile and schedule.
         device: where the buffers are made.
-        form: one launch, or one for each phase.
+        form: scores in one launch, or in one for each phase.
         num_programs: of a launch, shared by the KV heads and then by the groups; None: as many as run at a time.
 
     Raises:
@@ -249,26 +246,18 @@ class AnchorSelection:
         self.max_groups, self.max_prefix_len, self.list_entries = max_groups, max_prefix_len, list_entries
         self._tables = ScoreTables(shape, max_batch, max_groups, device)
         heads = shape.num_kv_heads
-        self._listing = _LISTING if config.specialized else config
-        at_once = num_programs or programs_at_once(device, self._listing.programs_per_sm)
-        self.programs_of_a_head = _in_rounds(max(1, at_once // heads))
-        self._score_programs = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
-        if config.block_m > _FEW_ROWS:
-            self._score_programs = _in_rounds(self._score_programs)
+        self.programs_of_a_head = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
+        if not config.specialized or config.block_m > _FEW_ROWS:
+            self.programs_of_a_head = _in_rounds(self.programs_of_a_head)
         max_items = self.programs_of_a_head + max_groups
-        max_score_items = self._score_programs + max_groups if config.specialized else max_items
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._items = integers(max_items, ITEM_FIELDS, dtype=torch.int64)
-        self._score_items = integers(max_score_items if config.specialized else 1, ITEM_FIELDS, dtype=torch.int64)
-        # Every candidate is one token.
-        self._at_least = integers(heads, max_items, _NUM_DIGITS)
-        self._higher = integers(heads, max_items)
-        self._all_at_least = integers(2, max_groups, heads, _NUM_DIGITS)
+        self._at_least = integers(max_items, heads, COARSE.value + NUM_BINS.value)
         self._arrived = integers(max_groups, heads, dtype=torch.int64)
-        self._peak = torch.empty(heads, max_score_items, self._tables.max_rows, dtype=torch.float32, device=device)
+        self._peak = torch.empty(heads, max_items, self._tables.max_rows, dtype=torch.float32, device=device)
         self._total = torch.empty_like(self._peak)
         self._slots_end = self._scores_end = self._lists_end = 0
         self.plan((), ())
@@ -299,22 +288,17 @@ class AnchorSelection:
         if self.config.specialized:
             _check_rows(self.config, scored)
         self._tables.plan(scored)
-        self._send_items(selected, self.programs_of_a_head, self._items)
-        if self.config.specialized:
-            self._send_items(selected, self._score_programs, self._score_items)
+        table = torch.zeros(self._items.shape, dtype=torch.int64)
+        items = make_items(selected, self.programs_of_a_head)
+        table[:, -1] = len(items)
+        if items:
+            table[: len(items)] = torch.tensor(items, dtype=torch.int64)
+        send(table, self._items)
         # Scores are read four at a time.
         self._scores_end = max((max(of.score_begins) + of.count for of in scored), default=0)
         self._scores_end += -self._scores_end % _ALIGNED
         self._lists_end = max((group.lists_end(self.shape.num_kv_heads) for group in selected), default=0)
         self._slots_end = max((group.slot_start + group.prefix_len for group in selected), default=0)
-
-    def _send_items(self, selected: Sequence[SelectionGroup], programs: int, buffer: Tensor) -> None:
-        table = torch.zeros(buffer.shape, dtype=torch.int64)
-        items = make_items(selected, programs)
-        table[:, -1] = len(items)
-        if items:
-            table[: len(items)] = torch.tensor(items, dtype=torch.int64)
-        send(table, buffer)
 
     def run(
         self,
@@ -324,7 +308,7 @@ class AnchorSelection:
         *,
         slot_table: Tensor | None = None,
     ) -> None:
-        """Select as planned, in one launch, two where sm_90's own kernel scores, or in four (`form`).
+        """Select as planned, in two launches, or in three (`form`).
 
         Args:
             inputs: queries and what they are scored against.
@@ -348,45 +332,59 @@ class AnchorSelection:
             )
         counts = (self.max_groups, self.shape.num_kv_heads)
         check_lists(lists, counts, self._lists_end, slot_table, self._slots_end)
-        arguments |= self._own_arguments(inputs, lists, slot_table)
-        joined, heads = self.form is Form.FUSED, self.shape.num_kv_heads
+        arguments |= self._own_arguments(lists, slot_table)
+        joined, grid = self.form is Form.FUSED, (self.programs_of_a_head, self.shape.num_kv_heads)
         if self.config.specialized:
             _check_inputs(inputs)
-            items = {"items_ptr": self._score_items, "max_items": self._score_items.shape[0]}
-            _launch_scores(self.config, (self._score_programs, heads), arguments | items, joined=joined)
-        first = 3 if self.config.specialized else 1
-        for begin, last in ((first, _PHASES),) if joined else ((phase, phase) for phase in range(first, _PHASES + 1)):
-            of_phases = {"FIRST_PHASE": begin, "LAST_PHASE": last}
-            options = self._listing.launch_options(joined=joined)
-            start = launch_behind if joined and self.config.specialized else launch
-            start(select_kernel, (self.programs_of_a_head, heads), {**arguments, **of_phases}, **options)
+        kernel, own = self._scoring(inputs)
+        for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
+            phases = {"FIRST_PHASE": first, "LAST_PHASE": last}
+            options = self.config.launch_options(joined=joined)
+            launch(kernel, grid, arguments_of(kernel, arguments | own | phases), **options)
+        # Programs of scores that wait for each other are all on the GPU before they let these come.
+        start = launch_behind if joined and self.config.specialized else launch
+        arguments |= {"BLOCK_CHUNKS": _CHUNKS_AT_ONCE, "TILE": 32 * _LIST_WARPS * _TOKENS_OF_A_THREAD}
+        start(list_kernel, grid, arguments_of(list_kernel, arguments), num_warps=_LIST_WARPS)
 
-    def _own_arguments(self, inputs: ScoreInputs, lists: SelectedLists, slot_table: Tensor | None) -> dict[str, Any]:
-        config = self._listing
+    def _scoring(self, inputs: ScoreInputs) -> tuple[Any, dict[str, Any]]:
+        """The kernel of scores, and what it is told beside tables and buffers."""
+        config = self.config
+        if config.specialized:
+            from prefix_kernels.anchor_selection.sm90_kernels import score_items_sm90_kernel
+            from prefix_kernels.anchor_selection.sm90_product_kernels import words_layout
+
+            return score_items_sm90_kernel, {
+                "BLOCK_M": config.block_m,
+                "BLOCK_CHUNKS": 64 if config.block_m <= _FEW_ROWS else 32,
+                "NUM_WARPS": config.num_warps,
+                "LAYOUT": words_layout(config.block_n, config.num_warps),
+            }
         # Raw scores of few rows fill a tile that is not as wide, and higher.
         raw_m = config.block_m if inputs.raw is None else min(config.block_m, block_of(inputs.raw.shape[2]))
-        return {
+        return score_kernel, {
             **config.arguments(self.shape),
+            "POOL": _POOL[self.shape.pooling],
+            "REREAD": inputs.raw is not None,
+            "RAW_M": raw_m,
+            "RAW_N": config.block_n * config.block_m // raw_m,
+            "TILE": 32 * config.num_warps * _TOKENS_OF_A_THREAD,
+        }
+
+    def _own_arguments(self, lists: SelectedLists, slot_table: Tensor | None) -> dict[str, Any]:
+        return {
             "peak_ptr": self._peak,
             "total_ptr": self._total,
             "items_ptr": self._items,
             "at_least_ptr": self._at_least,
-            "higher_ptr": self._higher,
-            "all_at_least_ptr": self._all_at_least,
-            "num_totals": self._arrived.numel(),
             "arrived_ptr": self._arrived,
-            "slot_table_ptr": self._higher if slot_table is None else slot_table,
+            "slot_table_ptr": self._items if slot_table is None else slot_table,
             "positions_ptr": lists.positions,
             "slots_ptr": lists.positions if lists.slots is None else lists.slots,
             "counts_ptr": lists.counts,
             "max_rows": self._tables.max_rows,
             "max_items": self._items.shape[0],
             "ITEM_FIELDS": ITEM_FIELDS,
-            "POOL": _POOL[self.shape.pooling],
-            "REREAD": inputs.raw is not None,
-            "RAW_M": raw_m,
-            "RAW_N": config.block_n * config.block_m // raw_m,
-            "TILE": 32 * config.num_warps * _TOKENS_OF_A_THREAD,
+            "BLOCK_N": self.config.block_n,
             "HAS_SLOTS": lists.slots is not None,
         }
 
@@ -446,32 +444,6 @@ def _check_inputs(inputs: ScoreInputs) -> None:
         )
 
 
-def _launch_scores(config: AnchorConfig, grid: tuple[int, int], arguments: dict[str, Any], *, joined: bool) -> None:
-    """The first two phases, in one launch or in two. Upper bytes of keys are counted as scores are pooled.
-
-    Args:
-        config: a specialized one.
-        grid: programs of a KV head, and KV heads.
-        arguments: by parameter name, more than it has, with the items of this grid.
-        joined: in one launch, whose programs wait for each other.
-    """
-    from prefix_kernels.anchor_selection.sm90_kernels import score_items_sm90_kernel
-    from prefix_kernels.anchor_selection.sm90_product_kernels import words_layout
-
-    arguments = {
-        **arguments,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_CHUNKS": 64 if config.block_m <= _FEW_ROWS else 32,
-        "NUM_WARPS": config.num_warps,
-        "LAYOUT": words_layout(config.block_n, config.num_warps),
-    }
-    for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
-        arguments |= {"FIRST_PHASE": first, "LAST_PHASE": last}
-        names = {parameter.name for parameter in score_items_sm90_kernel.params}
-        launch(
-            score_items_sm90_kernel,
-            grid,
-            {name: value for name, value in arguments.items() if name in names},
-            **config.launch_options(joined=joined),
-        )
+def arguments_of(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those that the kernel has."""
+    return {name: arguments[name] for name in kernel.arg_names if name in arguments}

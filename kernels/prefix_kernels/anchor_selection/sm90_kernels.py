@@ -11,9 +11,10 @@ from triton.experimental.gluon import language as gl
 
 from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
     add_counts,
-    add_up_counts,
     barrier,
     begin_counts,
+    bins,
+    end_counts,
     highest_of_columns,
     highest_of_two_steps,
 )
@@ -26,9 +27,9 @@ from prefix_kernels.anchor_selection.sm90_product_kernels import (
     sum_item,
     sum_sample_item,
 )
-from prefix_kernels.kernels import NUM_DIGITS, let_the_next_kernel_come, meet, wait_for_the_kernel_before
+from prefix_kernels.kernels import COARSE, FINE, NUM_BINS, let_the_next_kernel_come, meet, wait_for_the_kernel_before
 from prefix_kernels.pooled_scores.kernels import HEADROOM, LN2, LOG2E, num_summed, stretch_of, sum_step
-from prefix_kernels.top_k_selection.kernels import DIGIT_BITS, ordered_keys
+from prefix_kernels.top_k_selection.kernels import ordered_keys
 
 NEVER = gl.constexpr(2.0**30)
 """Units of scores: a row whose logarithm it is has no share in anything."""
@@ -62,14 +63,14 @@ def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, layout: 
 
 @gluon.jit
 def _put_scores(pooled, n, end, tile, put):
-    """Write pooled scores of two steps, natural log, and after the last tile count the upper bytes of their keys."""
+    """Write pooled scores of two steps, natural log, and after the last tile count their keys."""
     scores_ptr, num_sink, recent_begin, last_tile, counts_at = put
     if tile > 0:
         pooled = gl.maximum(pooled, gl.load(scores_ptr + n, mask=n < end, other=0.0))
     gl.store(scores_ptr + n, pooled, mask=n < end)
-    digit = (_ordered_keys(pooled) >> DIGIT_BITS).to(gl.int32)
     in_window = (n < num_sink) | (n >= recent_begin)
-    add_counts(counts_at, gl.where(in_window, 0, NUM_DIGITS - 1 - digit), (n < end) & (tile == last_tile))
+    place = gl.where(in_window, 0, _ordered_keys(pooled) ^ (NUM_BINS - 1))
+    add_counts(counts_at, place, (n < end) & (tile == last_tile))
 
 
 @gluon.jit
@@ -111,11 +112,11 @@ def _pool_stretch(words, codes, q_smem, unit, below, tile, scores, sizes: gl.con
 
 @gluon.jit
 def _pool_item(
-    words, codes, query, put, stats, num_chunks, factor, unit, scores, all_at_least_ptr, AGAIN: gl.constexpr,
+    words, codes, query, put, stats, num_chunks, factor, unit, scores, counts_ptr, AGAIN: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_CHUNKS: gl.constexpr, sizes: gl.constexpr,
 ):  # fmt: skip
-    """The second phase of an item: write the pooled scores of its stretch, and add to all programs' counts of their
-    upper bytes. AGAIN: no queries are there."""
+    """The second phase of an item: write the pooled scores of its stretch, and how many have which key. AGAIN: no
+    queries are there."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     NUM_WARPS: gl.constexpr = sizes[4]
@@ -146,7 +147,9 @@ def _pool_item(
         if tile + 1 < tiles:
             words = _first_words(codes, sizes)
         barrier()
-    add_up_counts(counts_at, all_at_least_ptr, NUM_WARPS)
+    at_least, place = end_counts(counts_at, NUM_WARPS), bins(1, NUM_WARPS)
+    gl.store(counts_ptr + COARSE + place, at_least)
+    gl.store(counts_ptr + place // FINE, at_least, mask=place % FINE == FINE - 1)
 
 
 @gluon.jit
@@ -160,10 +163,9 @@ def score_items_sm90_kernel(
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
-    all_at_least_ptr,  # int32 [2, num_groups, num_kv_heads, 256]: of keys' upper bytes, written; of lower ones, 0
+    at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS], written
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
     sm_scale, q_stride_row, q_stride_head, max_rows, max_items,
-    num_totals,  # num_groups * num_kv_heads
     ITEM_FIELDS: gl.constexpr, GQA: gl.constexpr, CHANNELS: gl.constexpr, LISTED_CHANNELS: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr,
@@ -219,13 +221,8 @@ def score_items_sm90_kernel(
                 first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
                 summed = (packed_ptr, first_row, first, last, step)
                 unit = sum_sample_item(summed, query, put, own, factor, sizes)
-            if FIRST_PHASE == 1:
-                if chunk == 0:
-                    place = gl.arange(0, NUM_DIGITS, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
-                    gl.store(all_at_least_ptr + row * NUM_DIGITS + place, 0)
-                    gl.store(all_at_least_ptr + (row + num_totals) * NUM_DIGITS + place, 0)
-                if SUM_EVERY == 1:
-                    unit = sum_item(codes, query, put, own, factor, sizes)
+            if FIRST_PHASE == 1 and SUM_EVERY == 1:
+                unit = sum_item(codes, query, put, own, factor, sizes)
             # The first codes are asked for before the others are waited for.
             words = _first_words(codes, sizes)
             if FIRST_PHASE == 1 and LAST_PHASE > 1:
@@ -234,7 +231,8 @@ def score_items_sm90_kernel(
                 # All programs of this launch are on the GPU: none waits for one that the next launch keeps away.
                 _let_the_next_kernel_come()
             if LAST_PHASE >= 2:
+                counts = at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS)
                 _pool_item(
-                    words, codes, query, put, stats, num_chunks, factor, unit, scores,
-                    all_at_least_ptr + row * NUM_DIGITS, FIRST_PHASE == 2, SUM_EVERY, BLOCK_CHUNKS, sizes,
+                    words, codes, query, put, stats, num_chunks, factor, unit, scores, counts, FIRST_PHASE == 2,
+                    SUM_EVERY, BLOCK_CHUNKS, sizes,
                 )  # fmt: skip

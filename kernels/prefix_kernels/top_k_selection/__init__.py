@@ -8,7 +8,29 @@ from torch import Tensor
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import Selection
 
-__all__ = ["SelectionGroup", "pack_lists", "top_k_selection"]
+__all__ = ["LOWEST_LOG", "NUM_KEYS", "SelectionGroup", "pack_lists", "rank_by_keys", "top_k_selection"]
+
+NUM_KEYS = 2048
+"""Keys of scores, each a bin of the kernel's counts: 0 for what has no score, the last one for the windows."""
+LOWEST_LOG = -44.0
+"""Natural log of the least share that a key tells from others; shares of a sample are lowered by 20."""
+
+
+def rank_by_keys(scores: Tensor) -> Tensor:
+    """Scores as the kernel ranks them: by keys of 11 bits, among equal ones the most recent first.
+
+    A key is a step of 44 / 2,045 = 0.0215 from -44 to 0, what lies outside ties at the ends, -inf and NaN come last. At
+    the threshold tokens then stand for each other whose shares differ by 2% at most.
+
+    Args:
+        scores: [num_kv_heads, prefix_len] fp32, natural logs of shares.
+
+    Returns:
+        fp64, the same shape: the key, and below 1 the position.
+    """
+    place = (scores.clamp(LOWEST_LOG, 0.0).nan_to_num() - LOWEST_LOG) * ((NUM_KEYS - 3) / -LOWEST_LOG)
+    keys = torch.where(scores > -torch.inf, place.long() + 1, 0)
+    return keys + torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float64) / scores.shape[-1]
 
 
 def top_k_selection(
@@ -76,8 +98,8 @@ def top_k_selection(
 
 
 def _rank_unscored_last(scores: Tensor) -> Tensor:
-    """fp32 scores, -inf and NaN replaced by a finite ramp below every real score that rises with position."""
+    """Scores, -inf and NaN replaced by a finite ramp in fp32 below every real score that rises with position."""
     lowest = torch.finfo(torch.float32).min
     ramp = torch.linspace(1.0, 0.5, scores.shape[-1], device=scores.device) * lowest
-    scores = scores.float()
+    scores = scores if scores.dtype is torch.float64 else scores.float()
     return torch.where(scores > -torch.inf, scores, ramp)

@@ -2,7 +2,7 @@
 
 Source: AsyncTLS, "Fine-grained Token Selection" (after Double Sparsity: channels with the greatest |q_i| |k_i|;
 INT4 keys on them). With all channels it is a quantized copy of the keys, which ranks within 0.003 of the true
-scores at INT4 (shipped model, 8K tokens, 5% kept). By default it keeps 75% of them, each prefix its own, and is the
+scores at INT4 (shipped model, 8K tokens, 5% kept). By default it keeps half of them, each prefix its own, and is the
 default method (docs/selection.md); as the second level of `two_level` it is read for candidates only.
 """
 
@@ -19,7 +19,7 @@ from prefix_kernels.low_bit import BITS
 from sglang_ext.methods.arrays import ContentError, Form, IndexSize, low_bit_forms, row_bytes
 from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, check_choice, check_range, check_share
 
-CHANNEL_RATIO = 0.75
+CHANNEL_RATIO = 0.5
 """Kept channels by default, as a fraction of head_dim."""
 
 
