@@ -131,7 +131,7 @@ def fit_settings(averages: PromptMeasurement, setting: FitSetting) -> Fit:
     )
 
 
-def with_flat_heads(fit: Fit, averages: PromptMeasurement, setting: FitSetting, budget: int) -> Fit:
+def with_flat_heads(fit: Fit, averages: PromptMeasurement, setting: FitSetting, budget: int = 0) -> Fit:
     """The fit with near-uniform heads judged at the budget that is recommended. Their layers attend everything. Where
     no layer would be left that selects, the plan stays.
 

@@ -10,7 +10,7 @@ Figure 1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,8 +23,8 @@ from prefix_kernels.pooling import Pooling
 from sglang_ext.calibration.prompt_capture import LayerCapture, attention_chunks, pool_tokens
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, block_representation
 
-KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
-"""Budgets that may be recommended, as fractions of the prefix."""
+PROPOSED_RATIOS = (0.05, 0.02)
+"""Budgets that are proposed beside the one that is asked for, as fractions of the prefix."""
 
 SCORES: dict[str, Callable[..., Tensor]] = {"mean": block_scores_mean, "minmax": block_scores_minmax}
 """Block representations that recall is measured with: mean keys, and Quest's upper bound by minimum and maximum, both
@@ -37,7 +37,6 @@ class MeasureSetting:
 
     Attributes:
         keep_ratio: budget as a fraction of the prefix, for block recall and reuse recovery.
-        keep_ratios: those that may be recommended, at which heads are judged.
         min_top_k: fewest tokens of each of these budgets, as served (Kascade, 4.1: 128).
         num_sink, num_recent: positions that serving always attends.
         top_k: keys that the similarity of layers compares (Kascade, 3.3: 64).
@@ -46,13 +45,17 @@ class MeasureSetting:
     """
 
     keep_ratio: float = 0.05
-    keep_ratios: tuple[float, ...] = KEEP_RATIOS
     min_top_k: int = 128
     num_sink: int = 16
     num_recent: int = 64
     top_k: int = 64
     mass: float = 0.95
     max_tokens: int = 32
+
+    @property
+    def keep_ratios(self) -> tuple[float, ...]:
+        """Budgets that may be recommended, at which heads are judged; `keep_ratio` is the first."""
+        return tuple(dict.fromkeys((self.keep_ratio, *PROPOSED_RATIOS)))
 
 
 def served_budget(prefix_len: int, keep_ratio: float, min_top_k: int) -> int:
@@ -100,24 +103,21 @@ def recall_by_block_size(
     return recall.clamp_(max=1.0)
 
 
-def best_recall(
-    capture: LayerCapture, sm_scale: float, setting: MeasureSetting, keep_ratios: Sequence[float]
-) -> Tensor:
+def best_recall(capture: LayerCapture, sm_scale: float, setting: MeasureSetting) -> Tensor:
     """Recall of the best single tokens at several budgets, windows included: what no selection exceeds.
 
     Args:
         capture: one layer's, checked.
         sm_scale: the model's attention scale.
-        setting: windows, fewest tokens of a budget.
-        keep_ratios: in place of the setting's.
+        setting: budgets, windows, fewest tokens of a budget.
 
     Returns:
         [num_keep_ratios, num_kv_heads, num_tokens] fp64 on the CPU in 0..1, new.
     """
-    best = torch.empty(len(keep_ratios), capture.num_kv_heads, capture.num_tokens, dtype=torch.float64)
+    best = torch.empty(len(setting.keep_ratios), capture.num_kv_heads, capture.num_tokens, dtype=torch.float64)
     for tokens, log_mass in attention_chunks(capture, sm_scale):
         mass = log_mass.exp_()
-        for i, ratio in enumerate(keep_ratios):
+        for i, ratio in enumerate(setting.keep_ratios):
             windows = _Windows.of(capture, tokens, setting, ratio)
             most = int(windows.wanted.max())
             ranked = (mass * windows.free).topk(most, dim=2).values

@@ -19,9 +19,8 @@ from sglang_ext.calibration.judge import Verdict
 from sglang_ext.calibration.layer_statistics import SCORES, MeasureSetting
 from sglang_ext.calibration.measurement import PromptInfo, PromptMeasurement
 from sglang_ext.calibration.plans import anchor_total, layer_similarity
-from sglang_ext.calibration.recommend import Choice, RecipeQuality
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
-from sglang_ext.methods.profile import Profile
+from sglang_ext.methods.profile import Profile, Recommendation
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1f2937 }
@@ -42,6 +41,7 @@ class Result:
     """All that a report shows.
 
     Attributes:
+        reason: of the recommendation, one sentence.
         left_out: prompts that were not measured, and why.
         measure, settings: what was asked for.
         Others as their types tell.
@@ -51,13 +51,18 @@ class Result:
     averages: PromptMeasurement
     fit: Fit
     held_out: HeldOut
-    quality: list[RecipeQuality]
-    choice: Choice
+    reason: str
     infos: list[PromptInfo]
     left_out: dict[str, str]
     measure: MeasureSetting
     settings: FitSetting
     verdict: Verdict | None = None
+
+    @property
+    def recommended(self) -> Recommendation:
+        """Of the profile: a calibration's has one."""
+        assert self.profile.recommended is not None
+        return self.profile.recommended
 
 
 def write_report(shown: Result, folder: str | Path) -> None:
@@ -77,7 +82,7 @@ def write_report(shown: Result, folder: str | Path) -> None:
 
 def report_values(shown: Result) -> dict[str, Any]:
     """Every figure of the report, plain values."""
-    means, anchors = shown.averages, shown.fit.anchors
+    means, anchors, recommended = shown.averages, shown.fit.anchors, shown.recommended
     chosen_by = layer_similarity(criterion_table(means, shown.settings.criterion))
     return {
         "profile": shown.profile,
@@ -96,8 +101,12 @@ def report_values(shown: Result) -> dict[str, Any]:
         "importance": means.importance.tolist(),
         "anchors": {"layers": anchors, "objective": anchor_total(chosen_by, means.importance, anchors)},
         "held_out": shown.held_out,
-        "selection_quality": shown.quality,
-        "recommended": shown.choice,
+        "recommended": {
+            "name": recommended.method,
+            "spec": recommended.spec,
+            "keep_ratio": recommended.keep_ratio,
+            "reason": shown.reason,
+        },
         "judged": shown.verdict,
     }
 
@@ -114,7 +123,6 @@ def _plots(shown: Result) -> dict[str, bytes]:
         "similarity": plots.similarity_plot(matrix, shown.fit.anchors, shown.settings.criterion),
         "importance": plots.importance_plot(means.importance),
         "held_out": plots.comparison_plot(shown.held_out),
-        "selection_quality": plots.quality_plot(shown.quality),
         **({"judged": plots.judged_plot(shown.verdict)} if shown.verdict else {}),
     }
 
@@ -136,10 +144,10 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
             f"{own.config_digest[:16]}. Profile {shown.profile.digest()[:16]}."
         ),
         "<h2>Recommendation</h2>",
-        _paragraph(f"{shown.choice.name} at a keep ratio of {shown.choice.keep_ratio:.0%}: {shown.choice.reason}."),
+        _paragraph(
+            f"{shown.recommended.method} at a keep ratio of {shown.recommended.keep_ratio:.0%}: {shown.reason}."
+        ),
         *(_judged(shown.verdict, plots) if shown.verdict else ()),
-        _image(plots, "selection_quality", "attention recall and output error of the recipes by budget"),
-        _rows(shown.quality, _QUALITY),
         "<h2>What it was measured on</h2>",
         _data(shown),
         "<h2>Sparsity</h2>",
@@ -223,21 +231,11 @@ def _dense_heads(shown: Result) -> str:
     found = [f"layer {layer} head {head}" for layer, head in shown.fit.flat_heads.nonzero().tolist()]
     listed = f"{', '.join(found)}: their layers attend everything" if found else "none"
     return (
-        f"Near-uniform heads of layers that would select, whose best tokens at {shown.choice.keep_ratio:.0%} hold less "
-        f"than half of their attention: {listed}."
+        f"Near-uniform heads of layers that would select, whose best tokens at {shown.recommended.keep_ratio:.0%} hold "
+        f"less than half of their attention: {listed}."
     )
 
 
-_QUALITY = {
-    "recipe": "name",
-    "keep ratio": "keep_ratio:.0%",
-    "recall": "recall",
-    "best tokens": "oracle_recall",
-    "relative output error": "error",
-    "in the worst prompt": "worst_error",
-    "bytes read of dense": "read_share:.1%",
-    "stored": "stored_share:.1%",
-}
 _DIFFERENCE = {"difference": "difference", "reason": "difference.reason"}
 _BLOCKS = {
     "blocks by": "representation",

@@ -19,7 +19,6 @@ from sglang_ext.calibration.comparison import HeldOut
 from sglang_ext.calibration.judge import Verdict
 from sglang_ext.calibration.layer_statistics import SCORES
 from sglang_ext.calibration.plans import assigned_anchors
-from sglang_ext.calibration.recommend import RecipeQuality
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
 DPI = 110
@@ -105,24 +104,6 @@ def comparison_plot(held_out: HeldOut) -> bytes:
         pairs = [(row.identity, row.remapped) for row in maps]
         _pairs(map_axes, [str(len(row.anchors)) for row in maps], pairs, ("identity", "head maps"))
     map_axes.set(title="head maps", xlabel="number of anchors")
-    return _png(figure)
-
-
-def quality_plot(rows: Sequence[RecipeQuality]) -> bytes:
-    """Attention recall of the recipes over the budget, with the oracle."""
-    figure = Figure(figsize=(9.5, 3.8))
-    recall_axes, error_axes = figure.subplots(1, 2)
-    for name in dict.fromkeys(row.name for row in rows):
-        mine = [row for row in rows if row.name == name]
-        ratios = [row.keep_ratio for row in mine]
-        recall_axes.plot(ratios, [row.recall for row in mine], "o-", label=name)
-        error_axes.plot(ratios, [row.error for row in mine], "o-", label=name)
-    recall_axes.plot(ratios, [row.oracle_recall for row in mine], "k--", label="best tokens (oracle)")
-    for axes, label in ((recall_axes, "attention recall"), (error_axes, "relative output error")):
-        axes.set(xlabel="keep ratio", ylabel=label, xscale="log")
-        axes.set_xticks(ratios, [f"{ratio:.0%}" for ratio in ratios])
-        axes.minorticks_off()
-        axes.legend(fontsize=8)
     return _png(figure)
 
 

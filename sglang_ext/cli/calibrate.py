@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # imports torch, which the help text need not wait for
 
 _DESCRIPTION = """\
 Run every prompt of a development set once through SGLang, measure its attention, and write the model's profile:
-block sizes and channels per KV head, layer plan with head maps, near-uniform heads, recommended recipe and budget.
+block sizes and channels per KV head, layer plan with head maps, near-uniform heads, recommended method and budget.
 
 Prompts are JSON lines: {"id": "task-1", "text": "..."}, or "messages" (with "tools") or "input_ids", optionally with
 "question" (it follows the prompt, which is then the prefix) and "task" (default: the id up to its first "-").
@@ -68,17 +68,7 @@ def _add_measuring(group: Any) -> None:
         "--max-tokens", type=_count, default=32, metavar="N", help="tokens measured per prompt, at most (default: 32)"
     )
     group.add_argument(
-        "--query-samples", type=_count, default=2048, metavar="N", help="as served, for recipes that need queries"
-    )
-    group.add_argument(
-        "--method", help="recipe that is recommended unless another is clearly faster (default: the server's default)"
-    )
-    group.add_argument(
-        "--dense-layers",
-        type=_layers,
-        default=(0,),
-        metavar="0,1",
-        help="first layers, which read everything (default: 0)",
+        "--query-samples", type=_count, default=2048, metavar="N", help="sampled query rows per KV head, for channels"
     )
     group.add_argument(
         "--device", default="auto", help="where to measure: cpu, cuda, or auto: cuda where there is one (default)"
@@ -86,6 +76,14 @@ def _add_measuring(group: Any) -> None:
 
 
 def _add_fitting(group: Any) -> None:
+    group.add_argument("--method", help="that is judged and recommended (default: the server's default)")
+    group.add_argument(
+        "--dense-layers",
+        type=_layers,
+        default=(0,),
+        metavar="0,1",
+        help="first layers, which read everything (default: 0)",
+    )
     group.add_argument(
         "--anchors",
         type=_count,

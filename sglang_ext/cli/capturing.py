@@ -138,10 +138,9 @@ class CaptureSession:
             capture = load_capture(path)
         finally:
             path.unlink(missing_ok=True)
-        if not all(bool(torch.isfinite(x).all()) for x in (capture.queries, capture.keys, capture.values)):
+        if not all(bool(torch.isfinite(x).all()) for x in (capture.queries, capture.keys)):
             raise CaptureError(
-                f"{name}: expected finite queries, keys and values, got NaN or infinity; does the model overflow in "
-                "this dtype?"
+                f"{name}: expected finite queries and keys, got NaN or infinity; does the model overflow in this dtype?"
             )
         return capture if prefix_len is None else capture.behind(prefix_len)
 

@@ -37,7 +37,7 @@ def budget_of(keep_ratio, num_sink=0, num_recent=0, min_top_k=0):
 
 def recalls(layer, setting, sm_scale=SM_SCALE, by="mean"):
     """Of blocks [size, head, token], and of the best tokens [head, token]."""
-    (best,) = best_recall(layer, sm_scale, setting, [setting.keep_ratio])
+    best = best_recall(layer, sm_scale, setting)[0]
     return recall_by_block_size(layer, sm_scale, setting, by), best
 
 
