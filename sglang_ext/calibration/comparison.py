@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import torch
 from torch import Tensor
 
 from sglang_ext.calibration.block_size import Average, average_block_size, block_sizes_by_budget, block_sizes_by_tau
-from sglang_ext.calibration.fit import CRITERIA, FitSetting, best_anchors, criterion_table, plan_recovery
+from sglang_ext.calibration.fit import FitSetting, best_anchors, plan_recovery
 from sglang_ext.calibration.layer_statistics import SCORES
 from sglang_ext.calibration.measurement import PromptMeasurement, average
 from sglang_ext.calibration.plans import anchor_total, evenly_spaced_anchors, layer_similarity
@@ -79,7 +78,7 @@ class TauComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnchorComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Anchors of the programme, which maximizes the criterion, against evenly spaced ones, held out.
+    """Anchors of the programme, which maximizes the attention mass kept, against evenly spaced ones, held out.
 
     Attributes:
         recovery_programme, recovery_even: attention mass kept at the budget, with head maps; `difference` is theirs.
@@ -87,7 +86,6 @@ class AnchorComparison(msgspec.Struct, frozen=True, kw_only=True):
             are too many choices.
     """
 
-    criterion: str
     num_anchors: int
     programme: tuple[int, ...]
     even: tuple[int, ...]
@@ -100,10 +98,9 @@ class AnchorComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadMapComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Head maps, chosen by the criterion, against the identity with the programme's anchors: attention mass kept at the
-    budget, held out, over all layers that take part."""
+    """Head maps against the identity with the programme's anchors: attention mass kept at the budget, held out, over
+    all layers that take part."""
 
-    criterion: str
     anchors: tuple[int, ...]
     remapped: float
     identity: float
@@ -150,10 +147,10 @@ def compare(
     recalls = torch.stack([one.recall for one in held])[:, :, first:]
     recovery = torch.stack([one.recovery for one in held])
     anchors, maps = [], []
-    for criterion, count in itertools.product(CRITERIA, range(1, num_layers - first + 1)):
-        anchors.append(_anchors(count, fit, rest, recovery, replace(setting, criterion=criterion), numbers))
+    for count in range(1, num_layers - first + 1):
+        anchors.append(_anchors(count, fit, rest, recovery, setting, numbers))
         if count < num_layers - first:
-            maps.append(_head_maps(anchors[-1].programme, fit, recovery, criterion, numbers))
+            maps.append(_head_maps(anchors[-1].programme, fit, recovery, numbers))
     return HeldOut(
         fitted=len(fitted),
         held_out=len(held),
@@ -238,7 +235,7 @@ def _anchors(
 ) -> AnchorComparison:
     num_layers = fit.oracle.shape[0]
     first = setting.first_layer(num_layers)
-    table, held_table = (criterion_table(part, setting.criterion) for part in (fit, rest))
+    table = fit.recovery
     programme = best_anchors(fit, setting, count)
     even = evenly_spaced_anchors(num_layers, count, first)
     kept, kept_even = (plan_recovery(recovery, anchors, table) for anchors in (programme, even))
@@ -247,9 +244,8 @@ def _anchors(
     if math.comb(free, count - 1) <= MAX_EXHAUSTIVE:
         choices = itertools.combinations(range(first + 1, num_layers), count - 1)
         best = max(float(plan_recovery(rest.recovery, (first, *others), table)) for others in choices)
-    matrix = layer_similarity(held_table)
+    matrix = layer_similarity(rest.recovery)
     return AnchorComparison(
-        criterion=setting.criterion,
         num_anchors=count,
         programme=programme,
         even=even,
@@ -258,36 +254,27 @@ def _anchors(
         recovery_programme=float(kept.mean()),
         recovery_even=float(kept_even.mean()),
         recovery_best=best,
-        difference=paired(kept - kept_even, _anchor_reason(count, free, programme == even, setting.criterion), groups),
+        difference=paired(kept - kept_even, _anchor_reason(count, free, programme == even), groups),
     )
 
 
-def _anchor_reason(count: int, free: int, same: bool, criterion: str) -> str:
+def _anchor_reason(count: int, free: int, same: bool) -> str:
     if count in (1, free + 1):
         return "there is one choice of so many anchors: nothing to choose"
     if same:
         return f"the programme chooses the evenly spaced anchors; there are {math.comb(free, count - 1)} choices"
-    if criterion == "similarity":
-        return (
-            "the programme maximizes importance x similarity (64 keys, the worst token), not the mean mass at the "
-            "budget that is compared here"
-        )
     return "the programme weighs layers by importance; the mean mass compared here does not"
 
 
-def _head_maps(
-    anchors: tuple[int, ...], fit: PromptMeasurement, recovery: Tensor, criterion: str, groups: Tensor
-) -> HeadMapComparison:
-    table = criterion_table(fit, criterion)
-    remapped = plan_recovery(recovery, anchors, table)
-    identity = plan_recovery(recovery, anchors, table, remap=False)
+def _head_maps(anchors: tuple[int, ...], fit: PromptMeasurement, recovery: Tensor, groups: Tensor) -> HeadMapComparison:
+    remapped = plan_recovery(recovery, anchors, fit.recovery)
+    identity = plan_recovery(recovery, anchors, fit.recovery, remap=False)
     num_kv_heads = recovery.shape[-1]
     if bool((remapped == identity).all()):
         reason = f"the best map of each of the {num_kv_heads} KV heads is the identity"
     else:
         reason = "the maps chosen on the fitted prompts do not carry over to the held-out ones"
     return HeadMapComparison(
-        criterion=criterion,
         anchors=anchors,
         remapped=float(remapped.mean()),
         identity=float(identity.mean()),

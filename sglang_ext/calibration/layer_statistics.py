@@ -4,8 +4,8 @@ Pure torch over captured queries and keys. Budgets are those of serving: windows
 attended here, too; a sink in a block of 64 would otherwise be charged to the block size.
 
 Sources: recall by block size (AB-Sparse, 2.3: the share of attention in the tokens of the selected blocks, at one token
-budget for all block sizes); similarity of layers (Kascade, Eq. 3, 3.3, 3.4, and 3.5 per head); sparsity (Kascade,
-Figure 1).
+budget for all block sizes); pairs of layers (Kascade, 3.4, and 3.5 per head; by mass kept at the budget, where its
+Eq. 3 takes 64 keys and the worst token); sparsity (Kascade, Figure 1).
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class MeasureSetting:
         keep_ratio: budget as a fraction of the prefix, for block recall and reuse recovery.
         min_top_k: fewest tokens of each of these budgets, as served (Kascade, 4.1: 128).
         num_sink, num_recent: positions that serving always attends.
-        top_k: keys that the similarity of layers compares (Kascade, 3.3: 64).
         mass: share of attention whose number of keys is the sparsity (Kascade, Figure 1: 0.95).
         max_tokens: tokens of a prompt that are measured, at most; they are spread evenly.
     """
@@ -48,7 +47,6 @@ class MeasureSetting:
     min_top_k: int = 128
     num_sink: int = 16
     num_recent: int = 64
-    top_k: int = 64
     mass: float = 0.95
     max_tokens: int = 32
 
@@ -183,35 +181,28 @@ def keys_for_mass(capture: LayerCapture, sm_scale: float, mass: float) -> Tensor
 # -- pairs of layers ---------------------------------------------------------------------------------------------------
 
 
-def prompt_similarity(layers: Iterable[LayerCapture], sm_scale: float, top_k: int) -> Tensor:
-    """How much of each layer's Top-k mass the Top-k keys of every earlier layer recover, for the worst token.
+def reuse_recovery(layers: Iterable[LayerCapture], sm_scale: float, top_k: int) -> Tensor:
+    """Attention mass that a layer keeps when it attends the Top-k of another, mean over tokens: what reuse costs.
 
     For the token t and the KV heads g of layer a and h of layer b, with P the post-softmax attention, mean over
-    the head's GQA group, and I the Top-k positions:
-    sim = sum P_b,h[t, I_a,g[t]] / sum P_b,h[t, I_b,h[t]], then the minimum over the prompt's tokens.
+    the head's GQA group, and I the Top-k positions: sum P_b,h[t, I_a,g[t]].
 
     Args:
         layers: one checked capture per layer in layer order, of the same tokens over the same prefix; read once.
         sm_scale: the model's attention scale.
-        top_k: keys compared, limited by prefix_len.
+        top_k: the budget of serving; limited by prefix_len.
 
     Returns:
-        [a, b, h, g] fp64 on the CPU in 0..1: layer a selects, layer b <= its successors attends; 0 where a > b.
+        [a, b, h, g] fp64 on the CPU in 0..1: layer a selects, layer b <= its successors attends; 0 where a > b. a == b,
+        g == h is the head's own Top-k.
     """
-    taken = _recovered_mass(layers, sm_scale, top_k)
-    return _table((one / one[-1].diagonal(dim1=1, dim2=2)[..., None]).amin(dim=1) for one in taken)
-
-
-def reuse_recovery(layers: Iterable[LayerCapture], sm_scale: float, top_k: int) -> Tensor:
-    """Attention mass that a layer keeps when it attends the Top-k of another, mean over tokens.
-
-    As `prompt_similarity`, but for the mean token, and as a share of all attention: this is what reuse costs, with the
-    budget of serving as `top_k`.
-
-    Returns:
-        [a, b, h, g] fp64 on the CPU in 0..1; a == b, g == h is the head's own Top-k; 0 where a > b.
-    """
-    return _table(one.double().mean(dim=1) for one in _recovered_mass(layers, sm_scale, top_k))
+    columns = [one.double().mean(dim=1).cpu() for one in _recovered_mass(layers, sm_scale, top_k)]
+    heads = columns[0].shape[1]
+    table = torch.zeros(len(columns), len(columns), heads, heads, dtype=torch.float64)
+    for layer, column in enumerate(columns):
+        table[: layer + 1, layer] = column
+    # Sums in another order may exceed the whole by rounding.
+    return table.clamp_(max=1.0)
 
 
 def _recovered_mass(layers: Iterable[LayerCapture], sm_scale: float, top_k: int) -> Iterator[Tensor]:
@@ -231,14 +222,3 @@ def _recovered_mass(layers: Iterable[LayerCapture], sm_scale: float, top_k: int)
                 part = mass.gather(2, picks[tokens].long().expand(heads, -1, -1))
                 taken[layer, tokens] = part.view(heads, -1, heads, top).sum(dim=3).transpose(0, 1)
         yield taken
-
-
-def _table(columns: Iterable[Tensor]) -> Tensor:
-    """[a, b, h, g] of the columns [a = 0..b, h, g] of each layer b."""
-    found = list(columns)
-    heads = found[0].shape[1]
-    table = torch.zeros(len(found), len(found), heads, heads, dtype=torch.float64)
-    for layer, column in enumerate(found):
-        table[: layer + 1, layer] = column.double().cpu()
-    # Sums in another order may exceed the whole by rounding.
-    return table.clamp_(max=1.0)

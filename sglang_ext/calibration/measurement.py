@@ -20,7 +20,6 @@ from sglang_ext.calibration.layer_statistics import (
     MeasureSetting,
     best_recall,
     keys_for_mass,
-    prompt_similarity,
     recall_by_block_size,
     reuse_recovery,
     served_budget,
@@ -38,8 +37,7 @@ class PromptMeasurement:
         recall: [num_representations (`SCORES`), num_layers, num_kv_heads, num_block_sizes] of block selection.
         best: [num_keep_ratios, num_layers, num_kv_heads] recall of the best tokens at each of the setting's budgets.
         sparsity: [num_layers, num_kv_heads] fraction of the keys that hold `mass` of the attention.
-        similarity: [num_layers a, num_layers b, num_kv_heads of b, of a], see `prompt_similarity`.
-        recovery: same shape, attention mass of b in the Top-k of a at the budget (not relative to b's own Top-k).
+        recovery: [num_layers a, num_layers b, num_kv_heads of b, of a], see `reuse_recovery`.
         importance: [num_layers].
         q_max, k_max: see `channel_maxima`.
     """
@@ -47,7 +45,6 @@ class PromptMeasurement:
     recall: Tensor
     best: Tensor
     sparsity: Tensor
-    similarity: Tensor
     recovery: Tensor
     importance: Tensor
     q_max: Tensor
@@ -136,7 +133,6 @@ def measure_prompt(
         recall=torch.stack(recall, dim=1),
         best=torch.stack(best, dim=1),
         sparsity=torch.stack(sparsity),
-        similarity=prompt_similarity(layers(), scale, setting.top_k),
         recovery=reuse_recovery(layers(), scale, budget),
         importance=importance,
         q_max=q_max,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from sglang_ext.calibration.comparison import BlockComparison, Difference, HeldOut
-from sglang_ext.calibration.fit import Fit, FitSetting, criterion_table
+from sglang_ext.calibration.fit import Fit, FitSetting
 from sglang_ext.calibration.judge import Verdict
 from sglang_ext.calibration.layer_statistics import SCORES, MeasureSetting
 from sglang_ext.calibration.measurement import PromptInfo, PromptMeasurement
@@ -83,7 +83,7 @@ def write_report(shown: Result, folder: str | Path) -> None:
 def report_values(shown: Result) -> dict[str, Any]:
     """Every figure of the report, plain values."""
     means, anchors, recommended = shown.averages, shown.fit.anchors, shown.recommended
-    chosen_by = layer_similarity(criterion_table(means, shown.settings.criterion))
+    recovery = layer_similarity(means.recovery)
     return {
         "profile": shown.profile,
         "profile_digest": shown.profile.digest(),
@@ -96,10 +96,9 @@ def report_values(shown: Result) -> dict[str, Any]:
         "sparsity": means.sparsity.tolist(),
         "oracle_recall": means.oracle.tolist(),
         "block_recall": dict(zip(SCORES, means.recall.tolist(), strict=True)),
-        "similarity": layer_similarity(means.similarity).tolist(),
-        "recovery": layer_similarity(means.recovery).tolist(),
+        "recovery": recovery.tolist(),
         "importance": means.importance.tolist(),
-        "anchors": {"layers": anchors, "objective": anchor_total(chosen_by, means.importance, anchors)},
+        "anchors": {"layers": anchors, "objective": anchor_total(recovery, means.importance, anchors)},
         "held_out": shown.held_out,
         "recommended": {
             "name": recommended.method,
@@ -115,12 +114,11 @@ def _plots(shown: Result) -> dict[str, bytes]:
     from sglang_ext.calibration import report_plots as plots
 
     means, setting = shown.averages, shown.measure
-    matrix = layer_similarity(criterion_table(means, shown.settings.criterion))
     first = shown.held_out.first_layer
     return {
         "sparsity": plots.sparsity_plot(means.sparsity, means.oracle, setting.mass, setting.keep_ratio),
         "block_recall": plots.block_recall_plot(means.recall, means.oracle, first),
-        "similarity": plots.similarity_plot(matrix, shown.fit.anchors, shown.settings.criterion),
+        "recovery": plots.recovery_plot(layer_similarity(means.recovery), shown.fit.anchors),
         "importance": plots.importance_plot(means.importance),
         "held_out": plots.comparison_plot(shown.held_out),
         **({"judged": plots.judged_plot(shown.verdict)} if shown.verdict else {}),
@@ -156,8 +154,8 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
         "<h2>Recall by block size</h2>",
         _image(plots, "block_recall", "recall by block size"),
         _paragraph(f"Each head's attention in the blocks selected at {keep} of the prefix, sink and window included."),
-        "<h2>Similarity of layers and anchors</h2>",
-        _image(plots, "similarity", "similarity of layers with the chosen anchors"),
+        "<h2>Reuse between layers, and anchors</h2>",
+        _image(plots, "recovery", "attention that layers keep by the selection of others, with the chosen anchors"),
         _image(plots, "importance", "importance of the layers"),
         "<h2>Held-out comparison</h2>",
         _paragraph(
@@ -255,7 +253,6 @@ _TAU = {
     "recall with the smallest": "recall_at_smallest",
 }
 _ANCHORS = {
-    "chosen by": "criterion",
     "anchors": "programme",
     "evenly spaced": "even",
     "objective": "objective_programme",
@@ -266,7 +263,6 @@ _ANCHORS = {
     **_DIFFERENCE,
 }
 _HEAD_MAPS = {
-    "chosen by": "criterion",
     "anchors": "anchors",
     "head maps": "remapped",
     "identity": "identity",

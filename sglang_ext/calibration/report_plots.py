@@ -53,18 +53,18 @@ def block_recall_plot(recall: Tensor, oracle: Tensor, first_layer: int) -> bytes
     return _png(figure)
 
 
-def similarity_plot(similarity: Tensor, anchors: Sequence[int], criterion: str) -> bytes:
+def recovery_plot(recovery: Tensor, anchors: Sequence[int]) -> bytes:
     """The matrix over layers; a frame marks the anchor that each layer takes."""
-    num_layers = similarity.shape[0]
+    num_layers = recovery.shape[0]
     side = 2.6 + 0.3 * num_layers
     figure = Figure(figsize=(side + 0.8, side))
     axes = figure.subplots()
     # A layer selects for itself and those behind it; the rest of the matrix says nothing.
-    _heat(figure, axes, similarity.masked_fill(torch.ones_like(similarity).tril(-1).bool(), torch.nan), "viridis")
+    _heat(figure, axes, recovery.masked_fill(torch.ones_like(recovery).tril(-1).bool(), torch.nan), "viridis")
     for layer, anchor in assigned_anchors(anchors, num_layers).items():
         _frame(axes, layer, anchor, "#e11d48" if layer == anchor else "#fb923c")
     axes.set(
-        title=f"{criterion}; anchors {', '.join(map(str, anchors))} (red), reuse (orange)",
+        title=f"attention kept; anchors {', '.join(map(str, anchors))} (red), reuse (orange)",
         xlabel="layer that attends",
         ylabel="layer that selects",
     )
@@ -93,14 +93,13 @@ def comparison_plot(held_out: HeldOut) -> bytes:
         ("uniform 32", "adaptive, equal average"),
     )
     blocks_axes.set(title="block sizes", ylabel="attention recall, held out")
-    anchors = [row for row in held_out.anchors if row.criterion == "similarity"]
-    xs = [row.num_anchors for row in anchors]
-    anchor_axes.plot(xs, [row.recovery_even for row in anchors], "o--", color=RIVAL, label="evenly spaced")
-    anchor_axes.plot(xs, [row.recovery_programme for row in anchors], "o-", color=CALIBRATED, label="programme")
+    xs = [row.num_anchors for row in held_out.anchors]
+    anchor_axes.plot(xs, [row.recovery_even for row in held_out.anchors], "o--", color=RIVAL, label="evenly spaced")
+    kept = [row.recovery_programme for row in held_out.anchors]
+    anchor_axes.plot(xs, kept, "o-", color=CALIBRATED, label="programme")
     anchor_axes.set(title="anchors", xlabel="number of anchors", ylabel="attention kept by reuse")
     anchor_axes.legend(fontsize=8)
-    maps = [row for row in held_out.head_maps if row.criterion == "similarity"]
-    if maps:
+    if maps := held_out.head_maps:
         pairs = [(row.identity, row.remapped) for row in maps]
         _pairs(map_axes, [str(len(row.anchors)) for row in maps], pairs, ("identity", "head maps"))
     map_axes.set(title="head maps", xlabel="number of anchors")

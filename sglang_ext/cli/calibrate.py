@@ -99,12 +99,6 @@ def _add_fitting(group: Any) -> None:
         "--representation", choices=("mean", "minmax"), default="minmax", help="of blocks (default: %(default)s)"
     )
     group.add_argument(
-        "--criterion",
-        choices=("similarity", "recovery"),
-        default="recovery",
-        help="of anchors and head maps: Kascade's score, or attention mass at the budget (default: %(default)s)",
-    )
-    group.add_argument(
         "--num-channels", type=_count, default=32, metavar="N", help="of the token index (default: %(default)s)"
     )
 

@@ -90,7 +90,6 @@ class CalibrateJob:
             tau=args.tau,
             block_average=args.block_average,
             representation=args.representation,
-            criterion=args.criterion,
             dense_layers=args.dense_layers,
             num_channels=args.num_channels,
         )
@@ -167,7 +166,7 @@ class CalibrateJob:
         held_out = compare(*halves, [info.task for info in held], groups, self._fit)
         verdict = self._judged(average(halves[0]), infos) if self.judges else None
         if verdict is None:
-            fit = with_flat_heads(fit_settings(averages, self._fit), averages, self._fit)
+            fit = with_flat_heads(fit_settings(averages, self._fit), averages)
             keep_ratio, reason = self._args.keep_ratio, "not judged: method and budget are those that were asked for"
         else:
             fit = self._fit_of(averages, verdict.chosen)
@@ -237,7 +236,7 @@ class CalibrateJob:
         fit = fit_settings(averages, setting)
         if candidate.anchors is None:
             return fit
-        return with_flat_heads(fit, averages, setting, self._measure.keep_ratios.index(candidate.keep_ratio))
+        return with_flat_heads(fit, averages, self._measure.keep_ratios.index(candidate.keep_ratio))
 
     def _profile(self, model: ModelFingerprint, fit: Fit, keep_ratio: float, infos: Sequence[PromptInfo]) -> Profile:
         spec = METHODS[self._method].spec().to_dict()

@@ -8,7 +8,6 @@ import torch
 from sglang_ext.calibration.comparison import compare, paired, recall_of
 from sglang_ext.calibration.fit import (
     FitSetting,
-    best_anchors,
     fewest_anchors,
     fit_settings,
     plan_recovery,
@@ -40,14 +39,7 @@ def made(swap=True, differ=True, noise=0):
     flat, steep = [0.6, 0.6, 0.6], [0.6, 0.4, 0.1]
     heads = [steep, flat] if differ else [steep, steep]
     recall = torch.tensor([heads] * LAYERS, dtype=torch.float64).expand(2, -1, -1, -1) + 0.001 * noise
-    table = reuse_table(swap)
-    return replace(
-        BASE,
-        recall=recall,
-        similarity=table,
-        recovery=table,
-        importance=torch.ones(LAYERS, dtype=torch.float64),
-    )
+    return replace(BASE, recall=recall, recovery=reuse_table(swap), importance=torch.ones(LAYERS, dtype=torch.float64))
 
 
 FITTED = [made(noise=n) for n in range(3)]
@@ -93,12 +85,12 @@ def test_what_does_not_carry_over_is_told(dim):
 
 
 def test_anchors_of_the_programme_stand_where_families_begin():
-    rows = {(r.criterion, r.num_anchors): r for r in compared().anchors}
-    row = rows["similarity", 2]
+    rows = {row.num_anchors: row for row in compared().anchors}
+    row = rows[2]
     assert (row.programme, row.even) == ((1, 3), (1, 3))
     assert "evenly spaced anchors; there are 3 choices" in row.difference.reason
-    assert "one choice" in rows["similarity", 1].difference.reason
-    three = [replace(one, recovery=shifted(), similarity=shifted()) for one in FITTED]
+    assert "one choice" in rows[1].difference.reason
+    three = [replace(one, recovery=shifted()) for one in FITTED]
     row = next(r for r in compared(three, three[:2]).anchors if r.num_anchors == 2)
     assert (row.programme, row.even) == ((1, 4), (1, 3))
     assert row.recovery_programme == row.recovery_best == pytest.approx((0.9 + 0.8 + 0.8 + 0.9) / 4)
@@ -117,7 +109,7 @@ def shifted():
 
 
 def test_head_maps_win_where_heads_are_swapped():
-    row = next(r for r in compared().head_maps if r.anchors == (1, 3) and r.criterion == "similarity")
+    row = next(r for r in compared().head_maps if r.anchors == (1, 3))
     assert row.remapped == pytest.approx((0.9 + 0.8 + 0.9 + 0.8) / 4)
     assert row.identity == pytest.approx((0.9 + 0.8 + 0.9 + 0.3) / 4)
     assert row.difference.wins
@@ -192,7 +184,7 @@ def judged(flat, budget=1, **setting):
         best[1, layer, head] = 0.3
     setting = FitSetting(num_anchors=2, **setting)
     averages = average([replace(one, best=best) for one in FITTED])
-    return with_flat_heads(fit_settings(averages, setting), averages, setting, budget)
+    return with_flat_heads(fit_settings(averages, setting), averages, budget)
 
 
 def test_heads_are_judged_at_the_recommended_budget():
@@ -237,14 +229,8 @@ def test_block_sizes_of_a_given_average():
 
 def test_the_fewest_anchors_keep_most_of_the_mass():
     assert fewest_anchors(average(FITTED), FitSetting()) == (1, 2, 3, 4)
-    alike = [replace(one, recovery=reuse_table(own=0.805), similarity=reuse_table(own=0.805)) for one in FITTED]
+    alike = [replace(one, recovery=reuse_table(own=0.805)) for one in FITTED]
     assert fewest_anchors(average(alike), FitSetting()) == (1, 3)
-
-
-def test_the_criterion_decides():
-    means = replace(average(FITTED), similarity=shifted())
-    assert best_anchors(means, FitSetting(criterion="similarity"), 2) == (1, 4)
-    assert best_anchors(means, FitSetting(criterion="recovery"), 2) == (1, 3)
 
 
 @pytest.mark.parametrize("dense", [(0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5)])

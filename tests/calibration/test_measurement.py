@@ -13,7 +13,6 @@ from sglang_ext.calibration.channels import channel_maxima
 from sglang_ext.calibration.layer_statistics import (
     MeasureSetting,
     keys_for_mass,
-    prompt_similarity,
     recall_by_block_size,
     reuse_recovery,
 )
@@ -30,7 +29,7 @@ from sglang_ext.calibration.measurement import (
 from sglang_ext.config import SparseAttnConfig
 from tests.calibration.captures import attention, make_capture
 
-SETTING = MeasureSetting(keep_ratio=0.6, min_top_k=40, num_sink=4, num_recent=8, top_k=16, max_tokens=4)
+SETTING = MeasureSetting(keep_ratio=0.6, min_top_k=40, num_sink=4, num_recent=8, max_tokens=4)
 INFO = PromptInfo("a-1", "a", True, 262, 256, 4)
 
 
@@ -61,7 +60,6 @@ def test_a_measurement_holds_what_the_single_functions_say():
             torch.testing.assert_close(one.recall[i, layer], expected.mean(dim=2).T)
         sparsity = keys_for_mass(part, capture.sm_scale, 0.95)
         torch.testing.assert_close(one.sparsity[layer], sparsity.mean(dim=1))
-    torch.testing.assert_close(one.similarity, prompt_similarity(layers, capture.sm_scale, 16))
     torch.testing.assert_close(one.recovery, reuse_recovery(layers, capture.sm_scale, int(0.6 * 256)))
     torch.testing.assert_close(one.importance, capture.importance.double().mean(dim=1))
     q_max, k_max = channel_maxima(layers_of(capture, None))

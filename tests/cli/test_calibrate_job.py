@@ -328,7 +328,7 @@ def test_the_report_is_one_page_with_all_figures(calibrate: Any, tmp_path: Path)
     assert not re.search(r"https?://|@import|url\(", text)
     assert "&lt;made &amp; up&gt;" in text
     pngs = sorted(path.stem for path in folder.glob("*.png"))
-    assert pngs == ["block_recall", "held_out", "importance", "similarity", "sparsity"]
+    assert pngs == ["block_recall", "held_out", "importance", "recovery", "sparsity"]
     values = json.loads((folder / "report.json").read_text())
     assert values["profile"] == json.loads((tmp_path / "out" / "profile.json").read_text())
     recommended = values["profile"]["recommended"]
