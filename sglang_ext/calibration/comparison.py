@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from sglang_ext.calibration.block_size import Average, average_block_size, block_sizes_by_budget, block_sizes_by_tau
+from sglang_ext.calibration.block_size import average_block_size, block_sizes_by_budget
 from sglang_ext.calibration.fit import FitSetting, best_anchors, plan_recovery
 from sglang_ext.calibration.layer_statistics import SCORES
 from sglang_ext.calibration.measurement import PromptMeasurement, average
@@ -46,17 +46,15 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out recall of block sizes per head (adaptive) against one size (uniform), at the same token budget.
+    """Held-out recall of block sizes per head (adaptive) against one size (uniform), at equal budgets and bytes.
 
     Attributes:
-        average: what is equal: harmonic (index bytes) or arithmetic (the paper's).
         adaptive_average: of the adaptive sizes, at least `uniform_size`.
         by_task: task -> (uniform, adaptive).
         sizes: [num_layers][num_kv_heads] adaptive sizes of the layers that take part, tokens per block.
     """
 
     representation: str
-    average: str
     uniform_size: int
     adaptive_average: float
     uniform: float
@@ -64,17 +62,6 @@ class BlockComparison(msgspec.Struct, frozen=True, kw_only=True):
     difference: Difference
     by_task: dict[str, tuple[float, float]]
     sizes: list[list[int]]
-
-
-class TauComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The profile's own rule (Eq. 2): recall on the held-out prompts and average sizes."""
-
-    representation: str
-    tau: float
-    arithmetic: float
-    harmonic: float
-    recall: float
-    recall_at_smallest: float
 
 
 class AnchorComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +103,6 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     first_layer: int
     num_heads: int
     blocks: list[BlockComparison]
-    tau: list[TauComparison]
     anchors: list[AnchorComparison]
     head_maps: list[HeadMapComparison]
 
@@ -157,10 +143,9 @@ def compare(
         first_layer=first,
         num_heads=(num_layers - first) * num_kv_heads,
         blocks=[
-            _blocks(name, kind, size, fit.recall[i, first:], recalls[:, i], tasks, numbers)
-            for (i, name), kind, size in itertools.product(enumerate(SCORES), Average, BLOCK_SIZES)
+            _blocks(name, size, fit.recall[i, first:], recalls[:, i], tasks, numbers)
+            for (i, name), size in itertools.product(enumerate(SCORES), BLOCK_SIZES)
         ],
-        tau=[_by_tau(name, fit.recall[i, first:], recalls[:, i], setting.tau) for i, name in enumerate(SCORES)],
         anchors=anchors,
         head_maps=maps,
     )
@@ -191,9 +176,9 @@ def recall_of(recall: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _blocks(
-    name: str, kind: Average, size: int, fitted: Tensor, held: Tensor, tasks: Sequence[str], groups: Tensor
+    name: str, size: int, fitted: Tensor, held: Tensor, tasks: Sequence[str], groups: Tensor
 ) -> BlockComparison:
-    sizes = block_sizes_by_budget(fitted, size, kind)
+    sizes = block_sizes_by_budget(fitted, size)
     uniform, adaptive = recall_of(held, torch.full_like(sizes, size)), recall_of(held, sizes)
     if bool((sizes == size).all()):
         reason = "the only sizes with this average are the uniform ones: nothing to choose"
@@ -207,26 +192,13 @@ def _blocks(
         by_task[task] = (float(uniform[mine].mean()), float(adaptive[mine].mean()))
     return BlockComparison(
         representation=name,
-        average=kind.value,
         uniform_size=size,
-        adaptive_average=average_block_size(sizes, kind),
+        adaptive_average=average_block_size(sizes),
         uniform=float(uniform.mean()),
         adaptive=float(adaptive.mean()),
         difference=paired(adaptive - uniform, reason, groups),
         by_task=by_task,
         sizes=sizes.tolist(),
-    )
-
-
-def _by_tau(name: str, fitted: Tensor, held: Tensor, tau: float) -> TauComparison:
-    sizes = block_sizes_by_tau(fitted, tau)
-    return TauComparison(
-        representation=name,
-        tau=tau,
-        arithmetic=average_block_size(sizes, Average.ARITHMETIC),
-        harmonic=average_block_size(sizes, Average.HARMONIC),
-        recall=float(recall_of(held, sizes).mean()),
-        recall_at_smallest=float(held[..., 0].mean()),
     )
 
 

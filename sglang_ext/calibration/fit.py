@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sglang_ext.calibration.block_size import (
     TAU,
-    Average,
     block_sizes_by_budget,
     block_sizes_by_tau,
     near_uniform_heads,
@@ -110,7 +109,7 @@ def fit_settings(averages: PromptMeasurement, setting: FitSetting) -> Fit:
     else:
         # Layers that are dense have no index: their recall must not take part.
         sizes = block_sizes_by_tau(recall, 1.0)
-        sizes[first:] = block_sizes_by_budget(recall[first:], setting.block_average, Average.HARMONIC)
+        sizes[first:] = block_sizes_by_budget(recall[first:], setting.block_average)
     if setting.num_anchors is None:
         anchors = fewest_anchors(averages, setting)
     else:

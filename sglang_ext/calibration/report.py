@@ -168,7 +168,6 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
         "<h3>Block sizes per head against one size at an equal average</h3>",
         _rows(held.blocks, _BLOCKS),
         _tasks(held.blocks),
-        _rows(held.tau, _TAU),
         "<h3>Anchors of the programme against evenly spaced ones</h3>",
         _rows(held.anchors, _ANCHORS, keep),
         "<h3>Head maps against the identity</h3>",
@@ -237,20 +236,11 @@ def _dense_heads(shown: Result) -> str:
 _DIFFERENCE = {"difference": "difference", "reason": "difference.reason"}
 _BLOCKS = {
     "blocks by": "representation",
-    "average": "average",
     "uniform size": "uniform_size",
     "adaptive average": "adaptive_average:.1f",
     "uniform": "uniform",
     "adaptive": "adaptive",
     **_DIFFERENCE,
-}
-_TAU = {
-    "blocks by": "representation",
-    "tau": "tau",
-    "mean size": "arithmetic",
-    "harmonic mean size": "harmonic",
-    "recall": "recall",
-    "recall with the smallest": "recall_at_smallest",
 }
 _ANCHORS = {
     "anchors": "programme",
@@ -284,7 +274,7 @@ def _tasks(rows: Sequence[BlockComparison]) -> str:
     shown = [row for row in rows if any(pair[0] != pair[1] for pair in row.by_task.values())]
     if not shown:
         return ""
-    head = ("task", *(f"{r.representation}, {r.average}, {r.uniform_size}: uniform / adaptive" for r in shown))
+    head = ("task", *(f"{r.representation}, {r.uniform_size}: uniform / adaptive" for r in shown))
     body = [
         (task or "(none)", *(f"{row.by_task[task][0]:.3f} / {row.by_task[task][1]:.3f}" for row in shown))
         for task in shown[0].by_task

@@ -88,9 +88,9 @@ def comparison_plot(held_out: HeldOut) -> bytes:
     blocks = [row for row in held_out.blocks if row.uniform_size == 32]
     _pairs(
         blocks_axes,
-        [f"{row.representation}\n{row.average[:5]}." for row in blocks],
+        [row.representation for row in blocks],
         [(row.uniform, row.adaptive) for row in blocks],
-        ("uniform 32", "adaptive, equal average"),
+        ("uniform 32", "adaptive, equal bytes"),
     )
     blocks_axes.set(title="block sizes", ylabel="attention recall, held out")
     xs = [row.num_anchors for row in held_out.anchors]
