@@ -184,7 +184,7 @@ class CalibrateJob:
         (ids, warnings), prefix_len = prompt_tokens(prompt, session.tokens)
         for warning in warnings:
             tqdm.write(f"{prompt.id}: warning: {warning}", file=sys.stderr)
-        capture = session.capture(prompt.id, ids, prefix_len=prefix_len, decode_steps=self._args.decode_steps)
+        capture = session.capture(prompt.id, ids, prefix_len)
         least = setting.num_sink + setting.num_recent
         if capture.prefix_len <= least:
             raise ValueError(

@@ -40,6 +40,7 @@ class Engine:
         Engine.starts += 1
         assert flags == ["--device", "cpu"]
         assert options["query_samples"] == 64
+        self.decode_steps = options["decode_steps"]
 
     def __enter__(self) -> Engine:
         return self
@@ -48,9 +49,7 @@ class Engine:
 
     tokens = word_lengths()
 
-    def capture(
-        self, name: str, input_ids: list[int], *, prefix_len: int | None = None, decode_steps: int = 16
-    ) -> PromptCapture:
+    def capture(self, name: str, input_ids: list[int], prefix_len: int | None = None) -> PromptCapture:
         if name == self.interrupted_at:
             raise KeyboardInterrupt
         if name == "refused" or name in self.broken:
@@ -58,7 +57,7 @@ class Engine:
         if name == "memory":
             raise torch.OutOfMemoryError("out of memory")
         Engine.captured.append(name)
-        capture = make_capture(sum(map(ord, name)), num_layers=3, prefix_len=288, sampled=96, asked=decode_steps)
+        capture = make_capture(sum(map(ord, name)), num_layers=3, prefix_len=288, sampled=96, asked=self.decode_steps)
         if name == "nan":
             return replace(capture, keys=torch.full_like(capture.keys, torch.nan))
         return capture.behind(60) if name == "short" else capture
