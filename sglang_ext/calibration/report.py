@@ -56,7 +56,7 @@ class Result:
     left_out: dict[str, str]
     measure: MeasureSetting
     settings: FitSetting
-    verdict: Verdict | None = None
+    verdict: Verdict | None
 
     @property
     def recommended(self) -> Recommendation:

@@ -160,10 +160,6 @@ class CalibrateJob:
             )
         averages = average([measurement for measurement, _ in measured])
         infos = [info for _, info in measured]
-        held = [info for info in infos if info.held_out]
-        prefixes = {prompt.id: prefix_digest(prompt) for prompt in self._prompts}
-        groups = [prefixes[info.id] for info in held]
-        held_out = compare(*halves, [info.task for info in held], groups, self._fit)
         verdict = self._judged(average(halves[0]), infos) if self.judges else None
         if verdict is None:
             fit = with_flat_heads(fit_settings(averages, self._fit), averages)
@@ -174,8 +170,23 @@ class CalibrateJob:
         profile = self._profile(self._model, fit, keep_ratio, infos)
         profile.save(self._args.out)
         if self._args.report is not None:
-            shown = (profile, averages, fit, held_out, reason, infos, self._left_out, self._measure, self._fit, verdict)
-            write_report(Result(*shown), self._args.report)
+            held = [info for info in infos if info.held_out]
+            prefixes = {prompt.id: prefix_digest(prompt) for prompt in self._prompts}
+            shown = Result(
+                profile=profile,
+                averages=averages,
+                fit=fit,
+                held_out=compare(
+                    *halves, [info.task for info in held], [prefixes[info.id] for info in held], self._fit
+                ),
+                reason=reason,
+                infos=infos,
+                left_out=self._left_out,
+                measure=self._measure,
+                settings=self._fit,
+                verdict=verdict,
+            )
+            write_report(shown, self._args.report)
         self._say(fit, keep_ratio, reason, len(infos))
         return 1 if self._left_out else 0
 
