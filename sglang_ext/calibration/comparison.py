@@ -22,6 +22,8 @@ from sglang_ext.calibration.plans import anchor_total, evenly_spaced_anchors, la
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
 RESAMPLES = 2000
+UNIFORM_SIZE = 32
+"""Tokens: of the sizes the one at whose bytes heads can have others."""
 MAX_EXHAUSTIVE = 5000
 """Choices of anchors up to which the best one on the held-out prompts is searched, to say what was possible."""
 
@@ -50,7 +52,6 @@ class BlockComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         adaptive_average: of the adaptive sizes, at least `uniform_size`.
-        by_task: task -> (uniform, adaptive).
         sizes: [num_layers][num_kv_heads] adaptive sizes of the layers that take part, tokens per block.
     """
 
@@ -60,7 +61,6 @@ class BlockComparison(msgspec.Struct, frozen=True, kw_only=True):
     uniform: float
     adaptive: float
     difference: Difference
-    by_task: dict[str, tuple[float, float]]
     sizes: list[list[int]]
 
 
@@ -110,7 +110,6 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     fitted: Sequence[PromptMeasurement],
     held: Sequence[PromptMeasurement],
-    tasks: Sequence[str],
     groups: Sequence[str],
     setting: FitSetting,
 ) -> HeldOut:
@@ -118,7 +117,7 @@ def compare(
 
     Args:
         fitted, held: prompts to choose by, and to compare on.
-        tasks, groups: of the held-out prompts. Those with the same prefix are one group: they are not independent, and
+        groups: of the held-out prompts. Those with the same prefix are one group: they are not independent, and
             intervals draw them together.
         setting: how the profile is fitted.
 
@@ -142,10 +141,7 @@ def compare(
         held_out=len(held),
         first_layer=first,
         num_heads=(num_layers - first) * num_kv_heads,
-        blocks=[
-            _blocks(name, size, fit.recall[i, first:], recalls[:, i], tasks, numbers)
-            for (i, name), size in itertools.product(enumerate(SCORES), BLOCK_SIZES)
-        ],
+        blocks=[_blocks(name, fit.recall[i, first:], recalls[:, i], numbers) for i, name in enumerate(SCORES)],
         anchors=anchors,
         head_maps=maps,
     )
@@ -175,29 +171,20 @@ def recall_of(recall: Tensor, sizes: Tensor) -> Tensor:
     return recall.gather(3, index).flatten(1).mean(dim=1)
 
 
-def _blocks(
-    name: str, size: int, fitted: Tensor, held: Tensor, tasks: Sequence[str], groups: Tensor
-) -> BlockComparison:
-    sizes = block_sizes_by_budget(fitted, size)
-    uniform, adaptive = recall_of(held, torch.full_like(sizes, size)), recall_of(held, sizes)
-    if bool((sizes == size).all()):
-        reason = "the only sizes with this average are the uniform ones: nothing to choose"
-    elif torch.equal(adaptive, uniform):
-        reason = "the recall is equal, with larger blocks on the average"
+def _blocks(name: str, fitted: Tensor, held: Tensor, groups: Tensor) -> BlockComparison:
+    sizes = block_sizes_by_budget(fitted, UNIFORM_SIZE)
+    uniform, adaptive = recall_of(held, torch.full_like(sizes, UNIFORM_SIZE)), recall_of(held, sizes)
+    if bool((sizes == UNIFORM_SIZE).all()):
+        reason = "one size is best at these bytes"
     else:
         reason = "the heads' differences on the fitted prompts do not carry over to the held-out ones"
-    by_task: dict[str, tuple[float, float]] = {}
-    for task in sorted(set(tasks)):
-        mine = torch.tensor([one == task for one in tasks])
-        by_task[task] = (float(uniform[mine].mean()), float(adaptive[mine].mean()))
     return BlockComparison(
         representation=name,
-        uniform_size=size,
+        uniform_size=UNIFORM_SIZE,
         adaptive_average=average_block_size(sizes),
         uniform=float(uniform.mean()),
         adaptive=float(adaptive.mean()),
         difference=paired(adaptive - uniform, reason, groups),
-        by_task=by_task,
         sizes=sizes.tolist(),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_ext.calibration.comparison import BlockComparison, Difference, HeldOut
+from sglang_ext.calibration.comparison import Difference, HeldOut
 from sglang_ext.calibration.fit import Fit, FitSetting
 from sglang_ext.calibration.judge import Verdict
 from sglang_ext.calibration.layer_statistics import SCORES, MeasureSetting
@@ -165,9 +165,8 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
             f"{own.num_layers - held.first_layer} layers. Differences have 95% bootstrap intervals over texts."
         ),
         _image(plots, "held_out", "calibrated choices and their rivals on held-out prompts"),
-        "<h3>Block sizes per head against one size at an equal average</h3>",
+        "<h3>Block sizes per head against one size at equal bytes</h3>",
         _rows(held.blocks, _BLOCKS),
-        _tasks(held.blocks),
         "<h3>Anchors of the programme against evenly spaced ones</h3>",
         _rows(held.anchors, _ANCHORS, keep),
         "<h3>Head maps against the identity</h3>",
@@ -268,18 +267,6 @@ def _rows(rows: Sequence[object], columns: Mapping[str, str], keep: str = "") ->
         for row in rows
     ]
     return _table([name.format(keep=keep) for name in columns], body)
-
-
-def _tasks(rows: Sequence[BlockComparison]) -> str:
-    shown = [row for row in rows if any(pair[0] != pair[1] for pair in row.by_task.values())]
-    if not shown:
-        return ""
-    head = ("task", *(f"{r.representation}, {r.uniform_size}: uniform / adaptive" for r in shown))
-    body = [
-        (task or "(none)", *(f"{row.by_task[task][0]:.3f} / {row.by_task[task][1]:.3f}" for row in shown))
-        for task in shown[0].by_task
-    ]
-    return _table(head, body)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

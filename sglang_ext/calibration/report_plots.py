@@ -85,11 +85,10 @@ def comparison_plot(held_out: HeldOut) -> bytes:
     """Held-out figures of the calibrated choices beside their rivals'."""
     figure = Figure(figsize=(9.5, 3.8))
     blocks_axes, anchor_axes, map_axes = figure.subplots(1, 3)
-    blocks = [row for row in held_out.blocks if row.uniform_size == 32]
     _pairs(
         blocks_axes,
-        [row.representation for row in blocks],
-        [(row.uniform, row.adaptive) for row in blocks],
+        [row.representation for row in held_out.blocks],
+        [(row.uniform, row.adaptive) for row in held_out.blocks],
         ("uniform 32", "adaptive, equal bytes"),
     )
     blocks_axes.set(title="block sizes", ylabel="attention recall, held out")

@@ -176,9 +176,7 @@ class CalibrateJob:
                 profile=profile,
                 averages=averages,
                 fit=fit,
-                held_out=compare(
-                    *halves, [info.task for info in held], [prefixes[info.id] for info in held], self._fit
-                ),
+                held_out=compare(*halves, [prefixes[info.id] for info in held], self._fit),
                 reason=reason,
                 infos=infos,
                 left_out=self._left_out,
