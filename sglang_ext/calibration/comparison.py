@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sglang_ext.calibration.block_size import average_block_size, block_sizes_by_budget
 from sglang_ext.calibration.fit import FitSetting, best_anchors, plan_recovery
-from sglang_ext.calibration.layer_statistics import SCORES
 from sglang_ext.calibration.measurement import PromptMeasurement, average
 from sglang_ext.calibration.plans import anchor_total, evenly_spaced_anchors, layer_similarity
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
@@ -55,7 +54,6 @@ class BlockComparison(msgspec.Struct, frozen=True, kw_only=True):
         sizes: [num_layers][num_kv_heads] adaptive sizes of the layers that take part, tokens per block.
     """
 
-    representation: str
     uniform_size: int
     adaptive_average: float
     uniform: float
@@ -102,7 +100,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     held_out: int
     first_layer: int
     num_heads: int
-    blocks: list[BlockComparison]
+    blocks: BlockComparison
     anchors: list[AnchorComparison]
     head_maps: list[HeadMapComparison]
 
@@ -129,7 +127,7 @@ def compare(
     fit, rest = average(fitted), average(held)
     num_layers, num_kv_heads = fit.oracle.shape
     first = setting.first_layer(num_layers)
-    recalls = torch.stack([one.recall for one in held])[:, :, first:]
+    recalls = torch.stack([one.recall for one in held])[:, first:]
     recovery = torch.stack([one.recovery for one in held])
     anchors, maps = [], []
     for count in range(1, num_layers - first + 1):
@@ -141,7 +139,7 @@ def compare(
         held_out=len(held),
         first_layer=first,
         num_heads=(num_layers - first) * num_kv_heads,
-        blocks=[_blocks(name, fit.recall[i, first:], recalls[:, i], numbers) for i, name in enumerate(SCORES)],
+        blocks=_blocks(fit.recall[first:], recalls, numbers),
         anchors=anchors,
         head_maps=maps,
     )
@@ -171,7 +169,7 @@ def recall_of(recall: Tensor, sizes: Tensor) -> Tensor:
     return recall.gather(3, index).flatten(1).mean(dim=1)
 
 
-def _blocks(name: str, fitted: Tensor, held: Tensor, groups: Tensor) -> BlockComparison:
+def _blocks(fitted: Tensor, held: Tensor, groups: Tensor) -> BlockComparison:
     sizes = block_sizes_by_budget(fitted, UNIFORM_SIZE)
     uniform, adaptive = recall_of(held, torch.full_like(sizes, UNIFORM_SIZE)), recall_of(held, sizes)
     if bool((sizes == UNIFORM_SIZE).all()):
@@ -179,7 +177,6 @@ def _blocks(name: str, fitted: Tensor, held: Tensor, groups: Tensor) -> BlockCom
     else:
         reason = "the heads' differences on the fitted prompts do not carry over to the held-out ones"
     return BlockComparison(
-        representation=name,
         uniform_size=UNIFORM_SIZE,
         adaptive_average=average_block_size(sizes),
         uniform=float(uniform.mean()),

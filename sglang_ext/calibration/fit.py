@@ -14,7 +14,6 @@ from sglang_ext.calibration.block_size import (
     near_uniform_heads,
 )
 from sglang_ext.calibration.channels import NUM_CHANNELS_GQA, channel_contribution, top_channels
-from sglang_ext.calibration.layer_statistics import SCORES
 from sglang_ext.calibration.measurement import PromptMeasurement
 from sglang_ext.calibration.plans import (
     assigned_anchors,
@@ -39,7 +38,6 @@ class FitSetting:
         tau: recall retention of the block sizes (AB-Sparse, Eq. 2).
         block_average: instead of tau: tokens per block, harmonic mean over heads; the sizes with the best recall
             among those with so many blocks.
-        representation: block representation whose recall chooses the block sizes.
         dense_layers: layers that read the whole prefix: none, or the first ones (0, 1, ...).
         num_channels: channels of the token index, limited by head_dim.
     """
@@ -47,7 +45,6 @@ class FitSetting:
     num_anchors: int | None = None
     tau: float = TAU
     block_average: float | None = None
-    representation: str = "minmax"
     dense_layers: tuple[int, ...] = (0,)
     num_channels: int = NUM_CHANNELS_GQA
 
@@ -103,7 +100,7 @@ def fit_settings(averages: PromptMeasurement, setting: FitSetting) -> Fit:
         ValueError: a setting that does not fit the model.
     """
     first = setting.first_layer(averages.oracle.shape[0])
-    recall = averages.recall[tuple(SCORES).index(setting.representation)]
+    recall = averages.recall
     if setting.block_average is None:
         sizes = block_sizes_by_tau(recall, setting.tau)
     else:

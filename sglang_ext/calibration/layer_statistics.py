@@ -10,7 +10,7 @@ Eq. 3 takes 64 keys and the worst token); sparsity (Kascade, Figure 1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,17 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prefix_kernels.block_scores import block_scores_mean, block_scores_minmax
+from prefix_kernels.block_scores import block_scores_minmax
 from prefix_kernels.pooling import Pooling
 from sglang_ext.calibration.prompt_capture import LayerCapture, attention_chunks, pool_tokens
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, block_representation
 
 PROPOSED_RATIOS = (0.05, 0.02)
 """Budgets that are proposed beside the one that is asked for, as fractions of the prefix."""
-
-SCORES: dict[str, Callable[..., Tensor]] = {"mean": block_scores_mean, "minmax": block_scores_minmax}
-"""Block representations that recall is measured with: mean keys, and Quest's upper bound by minimum and maximum, both
-not quantized."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +63,10 @@ def served_budget(prefix_len: int, keep_ratio: float, min_top_k: int) -> int:
 # -- recall ------------------------------------------------------------------------------------------------------------
 
 
-def recall_by_block_size(
-    capture: LayerCapture, sm_scale: float, setting: MeasureSetting, representation: str
-) -> Tensor:
+def recall_by_block_size(capture: LayerCapture, sm_scale: float, setting: MeasureSetting) -> Tensor:
     """Recall of every token's own selection, for each block size at the same token budget.
+
+    Blocks are scored by minimum and maximum of each channel (Quest), not quantized.
 
     A token that sees v keys may read max(int(keep_ratio * v), min_top_k, its windows, 1) of them, or all: the windows,
     then blocks in the order of their scores, the last one cut. A block that a token sees in part is scored by all of
@@ -80,20 +76,19 @@ def recall_by_block_size(
         capture: one layer's, checked.
         sm_scale: the model's attention scale.
         setting: budget and windows.
-        representation: of the blocks, one of `SCORES`.
 
     Returns:
         [num_block_sizes, num_kv_heads, num_tokens] fp64 on the CPU in 0..1, new. The mass of a KV head is the mean over
         its query heads; they share a selection by maximum pooling, as in serving.
     """
-    blocks = [(size, block_representation(capture.keys, size, representation)) for size in BLOCK_SIZES]
+    blocks = [(size, block_representation(capture.keys, size, "minmax")) for size in BLOCK_SIZES]
     recall = torch.empty(len(blocks), capture.num_kv_heads, capture.num_tokens, dtype=torch.float64)
     for tokens, log_mass in attention_chunks(capture, sm_scale):
         windows = _Windows.of(capture, tokens, setting, setting.keep_ratio)
         mass = log_mass.exp_()
         fixed, free_mass = (mass * windows.always).sum(dim=2), mass * windows.free
         for i, (size, arrays) in enumerate(blocks):
-            raw = SCORES[representation](capture.queries[tokens], *arrays)
+            raw = block_scores_minmax(capture.queries[tokens], *arrays)
             hidden = torch.arange(raw.shape[3], device=raw.device) * size >= windows.visible[:, None]
             pooled = pool_tokens(raw.masked_fill(hidden[:, None], -torch.inf), sm_scale, Pooling.MAX)
             order = pooled.argsort(dim=2, descending=True, stable=True)

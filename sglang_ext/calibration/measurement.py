@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sglang_ext.calibration.channels import channel_maxima
 from sglang_ext.calibration.layer_statistics import (
-    SCORES,
     MeasureSetting,
     best_recall,
     keys_for_mass,
@@ -34,7 +33,7 @@ class PromptMeasurement:
     """One prompt's, or the mean over several. CPU tensors, fp64; means are over the measured tokens.
 
     Attributes:
-        recall: [num_representations (`SCORES`), num_layers, num_kv_heads, num_block_sizes] of block selection.
+        recall: [num_layers, num_kv_heads, num_block_sizes] of block selection.
         best: [num_keep_ratios, num_layers, num_kv_heads] recall of the best tokens at each of the setting's budgets.
         sparsity: [num_layers, num_kv_heads] fraction of the keys that hold `mass` of the attention.
         recovery: [num_layers a, num_layers b, num_kv_heads of b, of a], see `reuse_recovery`.
@@ -121,8 +120,7 @@ def measure_prompt(
     q_max, k_max = channel_maxima(capture.layer(layer) for layer in range(capture.num_layers))
     recall, best, sparsity = [], [], []
     for part in layers():
-        by_size = [recall_by_block_size(part, scale, setting, name).mean(dim=2).T for name in SCORES]
-        recall.append(torch.stack(by_size))
+        recall.append(recall_by_block_size(part, scale, setting).mean(dim=2).T)
         best.append(best_recall(part, scale, setting).mean(dim=2))
         sparsity.append(keys_for_mass(part, scale, setting.mass).mean(dim=1))
     importance = capture.importance.double().mean(dim=1).cpu()
@@ -130,7 +128,7 @@ def measure_prompt(
         raise ValueError("expected finite importance, got NaN or infinity; the capture is unusable, take it again")
     budget = served_budget(capture.prefix_len, setting.keep_ratio, setting.min_top_k)
     return PromptMeasurement(
-        recall=torch.stack(recall, dim=1),
+        recall=torch.stack(recall),
         best=torch.stack(best, dim=1),
         sparsity=torch.stack(sparsity),
         recovery=reuse_recovery(layers(), scale, budget),

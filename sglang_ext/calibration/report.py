@@ -16,7 +16,7 @@ import msgspec
 from sglang_ext.calibration.comparison import Difference, HeldOut
 from sglang_ext.calibration.fit import Fit, FitSetting
 from sglang_ext.calibration.judge import Verdict
-from sglang_ext.calibration.layer_statistics import SCORES, MeasureSetting
+from sglang_ext.calibration.layer_statistics import MeasureSetting
 from sglang_ext.calibration.measurement import PromptInfo, PromptMeasurement
 from sglang_ext.calibration.plans import anchor_total, layer_similarity
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
@@ -95,7 +95,7 @@ def report_values(shown: Result) -> dict[str, Any]:
         },
         "sparsity": means.sparsity.tolist(),
         "oracle_recall": means.oracle.tolist(),
-        "block_recall": dict(zip(SCORES, means.recall.tolist(), strict=True)),
+        "block_recall": means.recall.tolist(),
         "recovery": recovery.tolist(),
         "importance": means.importance.tolist(),
         "anchors": {"layers": anchors, "objective": anchor_total(recovery, means.importance, anchors)},
@@ -166,7 +166,7 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
         ),
         _image(plots, "held_out", "calibrated choices and their rivals on held-out prompts"),
         "<h3>Block sizes per head against one size at equal bytes</h3>",
-        _rows(held.blocks, _BLOCKS),
+        _rows([held.blocks], _BLOCKS),
         "<h3>Anchors of the programme against evenly spaced ones</h3>",
         _rows(held.anchors, _ANCHORS, keep),
         "<h3>Head maps against the identity</h3>",
@@ -234,7 +234,6 @@ def _dense_heads(shown: Result) -> str:
 
 _DIFFERENCE = {"difference": "difference", "reason": "difference.reason"}
 _BLOCKS = {
-    "blocks by": "representation",
     "uniform size": "uniform_size",
     "adaptive average": "adaptive_average:.1f",
     "uniform": "uniform",

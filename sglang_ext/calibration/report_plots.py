@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 
 from sglang_ext.calibration.comparison import HeldOut
 from sglang_ext.calibration.judge import Verdict
-from sglang_ext.calibration.layer_statistics import SCORES
 from sglang_ext.calibration.plans import assigned_anchors
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
@@ -37,19 +36,17 @@ def sparsity_plot(sparsity: Tensor, oracle: Tensor, mass: float, keep_ratio: flo
 
 
 def block_recall_plot(recall: Tensor, oracle: Tensor, first_layer: int) -> bytes:
-    """A line per KV head over the block size, the mean on top, one panel per representation."""
-    figure = Figure(figsize=(9.5, 3.8))
-    for axes, table, name in zip(figure.subplots(1, len(SCORES), sharey=True), recall, SCORES, strict=True):
-        rows = table[first_layer:].flatten(0, 1)
-        for row in rows.tolist():
-            axes.plot(range(len(BLOCK_SIZES)), row, color=NEUTRAL, alpha=0.35, linewidth=0.9)
-        axes.plot(range(len(BLOCK_SIZES)), rows.mean(dim=0).tolist(), color=CALIBRATED, linewidth=2.5, label="mean")
-        best = float(oracle[first_layer:].mean())
-        axes.axhline(best, color=RIVAL, linestyle="--", label="best tokens (oracle)")
-        axes.set(title=f"blocks by {name}", xlabel="tokens per block", ylim=(0, 1))
-        axes.set_xticks(range(len(BLOCK_SIZES)), [str(size) for size in BLOCK_SIZES])
-        axes.legend(loc="lower left", fontsize=8)
-    figure.axes[0].set_ylabel("attention recall")
+    """A line per KV head over the block size, the mean on top."""
+    figure = Figure(figsize=(5.5, 3.8))
+    axes = figure.subplots()
+    rows, places = recall[first_layer:].flatten(0, 1), range(len(BLOCK_SIZES))
+    for row in rows.tolist():
+        axes.plot(places, row, color=NEUTRAL, alpha=0.35, linewidth=0.9)
+    axes.plot(places, rows.mean(dim=0).tolist(), color=CALIBRATED, linewidth=2.5, label="mean")
+    axes.axhline(float(oracle[first_layer:].mean()), color=RIVAL, linestyle="--", label="best tokens (oracle)")
+    axes.set(title="blocks by minimum and maximum", xlabel="tokens per block", ylabel="attention recall", ylim=(0, 1))
+    axes.set_xticks(places, [str(size) for size in BLOCK_SIZES])
+    axes.legend(loc="lower left", fontsize=8)
     return _png(figure)
 
 
@@ -87,8 +84,8 @@ def comparison_plot(held_out: HeldOut) -> bytes:
     blocks_axes, anchor_axes, map_axes = figure.subplots(1, 3)
     _pairs(
         blocks_axes,
-        [row.representation for row in held_out.blocks],
-        [(row.uniform, row.adaptive) for row in held_out.blocks],
+        ["minimum and maximum"],
+        [(held_out.blocks.uniform, held_out.blocks.adaptive)],
         ("uniform 32", "adaptive, equal bytes"),
     )
     blocks_axes.set(title="block sizes", ylabel="attention recall, held out")

@@ -105,9 +105,6 @@ def _add_fitting(group: Any) -> None:
         "--block-average", type=float, metavar="B", help="instead of --tau: harmonic mean of the block sizes in tokens"
     )
     group.add_argument(
-        "--representation", choices=("mean", "minmax"), default="minmax", help="of blocks (default: %(default)s)"
-    )
-    group.add_argument(
         "--num-channels", type=parse_count, default=32, metavar="N", help="of the token index (default: %(default)s)"
     )
 

@@ -89,7 +89,6 @@ class CalibrateJob:
             num_anchors=args.anchors,
             tau=args.tau,
             block_average=args.block_average,
-            representation=args.representation,
             dense_layers=args.dense_layers,
             num_channels=args.num_channels,
         )

@@ -1,14 +1,12 @@
 """Recall, sparsity and recovery against plain loops in fp64 and against serving's own selection."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.block_scores import block_scores_mean
+from prefix_kernels.block_scores import block_scores_minmax
 from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.testing import attention_recall
 from prefix_kernels.top_k_selection import top_k_selection
@@ -34,10 +32,10 @@ def budget_of(keep_ratio, num_sink=0, num_recent=0, min_top_k=0):
     return MeasureSetting(keep_ratio=keep_ratio, num_sink=num_sink, num_recent=num_recent, min_top_k=min_top_k)
 
 
-def recalls(layer, setting, sm_scale=SM_SCALE, by="mean"):
+def recalls(layer, setting, sm_scale=SM_SCALE):
     """Of blocks [size, head, token], and of the best tokens [head, token]."""
     best = best_recall(layer, sm_scale, setting)[0]
-    return recall_by_block_size(layer, sm_scale, setting, by), best
+    return recall_by_block_size(layer, sm_scale, setting), best
 
 
 def recall_by_loops(layer, setting, size):
@@ -55,8 +53,9 @@ def recall_by_loops(layer, setting, size):
             order = np.argsort(-mass).tolist()
         else:
             starts = range(0, seen, size)
-            means = np.array([k[start : start + size, head].mean(axis=0) for start in starts])
-            weights = softmax(q[token, head * gqa : (head + 1) * gqa] @ means.T * SM_SCALE)
+            rows = q[token, head * gqa : (head + 1) * gqa]
+            bounds = [np.max([rows * f(k[s : s + size, head], axis=0) for f in (np.min, np.max)], 0) for s in starts]
+            weights = softmax(np.stack(bounds).sum(axis=2).T * SM_SCALE)
             order = [
                 n for block in np.argsort(-weights.max(axis=0)) for n in range(starts[block], starts[block] + size)
             ]
@@ -92,8 +91,8 @@ def test_is_the_recall_of_servings_own_selection():
     (layer,) = make_layers(1, prefix_len=277, positions=torch.tensor([280]))
     recall, _ = recalls(layer, budget_of(0.3, 3, 5))
     for i, size in enumerate(BLOCK_SIZES):
-        (mean,) = block_representation(layer.keys, size, "mean")
-        scores = pool_scores(block_scores_mean(layer.queries, mean), SM_SCALE, Pooling.MAX)
+        low, high = block_representation(layer.keys, size, "minmax")
+        scores = pool_scores(block_scores_minmax(layer.queries, low, high), SM_SCALE, Pooling.MAX)
         selection = top_k_selection(scores, int(0.3 * 277), 3, 5, size, 277)
         expected = attention_recall(layer.queries, layer.keys, selection, SM_SCALE).view(2, 2).mean(dim=1)
         torch.testing.assert_close(recall[i, :, 0], expected, rtol=1e-5, atol=1e-6)
@@ -204,10 +203,3 @@ def test_chunks_change_nothing(monkeypatch):
         monkeypatch.setattr(prompt_capture, "ELEMENTS_PER_CHUNK", elements)
         # A product's last bit may depend on how many rows are multiplied at once.
         torch.testing.assert_close(everything(), whole, rtol=1e-6, atol=1e-6)
-
-
-def test_representations_differ():
-    (layer,) = make_layers(1, prefix_len=150)
-    by = {name: recalls(layer, budget_of(0.2), by=name)[0] for name in ("mean", "minmax")}
-    assert not torch.equal(by["mean"], by["minmax"])
-    assert not math.isnan(float(by["minmax"].sum()))

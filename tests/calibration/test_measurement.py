@@ -55,9 +55,8 @@ def test_a_measurement_holds_what_the_single_functions_say():
     one = measure_prompt(capture, SETTING)
     layers = layers_of(capture, measured_tokens(capture, 4))
     for layer, part in enumerate(layers):
-        for i, name in enumerate(("mean", "minmax")):
-            expected = recall_by_block_size(part, capture.sm_scale, SETTING, name)
-            torch.testing.assert_close(one.recall[i, layer], expected.mean(dim=2).T)
+        expected = recall_by_block_size(part, capture.sm_scale, SETTING)
+        torch.testing.assert_close(one.recall[layer], expected.mean(dim=2).T)
         sparsity = keys_for_mass(part, capture.sm_scale, 0.95)
         torch.testing.assert_close(one.sparsity[layer], sparsity.mean(dim=1))
     torch.testing.assert_close(one.recovery, reuse_recovery(layers, capture.sm_scale, int(0.6 * 256)))
