@@ -328,7 +328,7 @@ class CalibrateJob:
         except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, ValueError) as error:
             raise StateError(f"expected settings in {path}, got {error}; measure anew with --no-resume") from error
         own = self._settings()
-        for name in sorted({*own, *saved}):
+        for name in sorted({*own, *saved}, key=lambda name: (name != "version", name)):  # of others, other names
             if saved.get(name) != own.get(name):
                 raise StateError(
                     f"expected measurements with {name}={own.get(name)!r} in {self._folder}, got "

@@ -229,6 +229,14 @@ def test_measurements_without_their_settings_are_refused(
     assert len(Engine.captured) == 8
 
 
+def test_measurements_of_another_version_are_refused_as_such(calibrate: Any, state: Path) -> None:
+    assert calibrate()[0] == 0
+    settings = json.loads((state / "settings.json").read_text())
+    (state / "settings.json").write_text(json.dumps({**settings, "version": 4, "a_former_setting": 1}))
+    status, said = calibrate()
+    assert (status, "expected measurements with version=5" in said) == (2, True)
+
+
 def test_too_many_anchors_are_refused_before_the_first_prompt(calibrate: Any) -> None:
     status, said = calibrate("--anchors", "3")
     assert (status, Engine.captured) == (1, [])
