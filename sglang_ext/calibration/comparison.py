@@ -6,7 +6,6 @@ maps against the identity. Every measure is linear in a prompt's own tables, so 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -17,14 +16,12 @@ from torch import Tensor
 from sglang_ext.calibration.block_size import average_block_size, block_sizes_by_budget
 from sglang_ext.calibration.fit import FitSetting, best_anchors, plan_recovery
 from sglang_ext.calibration.measurement import PromptMeasurement, average
-from sglang_ext.calibration.plans import anchor_total, evenly_spaced_anchors, layer_similarity
+from sglang_ext.calibration.plans import evenly_spaced_anchors
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
 RESAMPLES = 2000
 UNIFORM_SIZE = 32
 """Tokens: of the sizes the one at whose bytes heads can have others."""
-MAX_EXHAUSTIVE = 5000
-"""Choices of anchors up to which the best one on the held-out prompts is searched, to say what was possible."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,18 +64,13 @@ class AnchorComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         recovery_programme, recovery_even: attention mass kept at the budget, with head maps; `difference` is theirs.
-        recovery_best: of the best anchors that exist, found on the held-out prompts themselves; None where there
-            are too many choices.
     """
 
     num_anchors: int
     programme: tuple[int, ...]
     even: tuple[int, ...]
-    objective_programme: float
-    objective_even: float
     recovery_programme: float
     recovery_even: float
-    recovery_best: float | None
     difference: Difference
 
 
@@ -124,14 +116,14 @@ def compare(
     """
     names = list(dict.fromkeys(groups))
     numbers = torch.tensor([names.index(name) for name in groups])
-    fit, rest = average(fitted), average(held)
+    fit = average(fitted)
     num_layers, num_kv_heads = fit.oracle.shape
     first = setting.first_layer(num_layers)
     recalls = torch.stack([one.recall for one in held])[:, first:]
     recovery = torch.stack([one.recovery for one in held])
     anchors, maps = [], []
     for count in range(1, num_layers - first + 1):
-        anchors.append(_anchors(count, fit, rest, recovery, setting, numbers))
+        anchors.append(_anchors(count, fit, recovery, setting, numbers))
         if count < num_layers - first:
             maps.append(_head_maps(anchors[-1].programme, fit, recovery, numbers))
     return HeldOut(
@@ -187,30 +179,20 @@ def _blocks(fitted: Tensor, held: Tensor, groups: Tensor) -> BlockComparison:
 
 
 def _anchors(
-    count: int, fit: PromptMeasurement, rest: PromptMeasurement, recovery: Tensor, setting: FitSetting, groups: Tensor
+    count: int, fit: PromptMeasurement, recovery: Tensor, setting: FitSetting, groups: Tensor
 ) -> AnchorComparison:
     num_layers = fit.oracle.shape[0]
     first = setting.first_layer(num_layers)
-    table = fit.recovery
-    programme = best_anchors(fit, setting, count)
-    even = evenly_spaced_anchors(num_layers, count, first)
-    kept, kept_even = (plan_recovery(recovery, anchors, table) for anchors in (programme, even))
-    free = num_layers - first - 1
-    best: float | None = None
-    if math.comb(free, count - 1) <= MAX_EXHAUSTIVE:
-        choices = itertools.combinations(range(first + 1, num_layers), count - 1)
-        best = max(float(plan_recovery(rest.recovery, (first, *others), table)) for others in choices)
-    matrix = layer_similarity(rest.recovery)
+    programme, even = best_anchors(fit, setting, count), evenly_spaced_anchors(num_layers, count, first)
+    kept, kept_even = (plan_recovery(recovery, anchors, fit.recovery) for anchors in (programme, even))
+    reason = _anchor_reason(count, num_layers - first - 1, programme == even)
     return AnchorComparison(
         num_anchors=count,
         programme=programme,
         even=even,
-        objective_programme=anchor_total(matrix, rest.importance, programme),
-        objective_even=anchor_total(matrix, rest.importance, even),
         recovery_programme=float(kept.mean()),
         recovery_even=float(kept_even.mean()),
-        recovery_best=best,
-        difference=paired(kept - kept_even, _anchor_reason(count, free, programme == even), groups),
+        difference=paired(kept - kept_even, reason, groups),
     )
 
 

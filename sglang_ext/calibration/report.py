@@ -243,11 +243,8 @@ _BLOCKS = {
 _ANCHORS = {
     "anchors": "programme",
     "evenly spaced": "even",
-    "objective": "objective_programme",
-    "objective, even": "objective_even",
     "attention kept at {keep}": "recovery_programme",
     "even": "recovery_even",
-    "best possible": "recovery_best",
     **_DIFFERENCE,
 }
 _HEAD_MAPS = {

@@ -88,9 +88,8 @@ def test_anchors_of_the_programme_stand_where_families_begin():
     three = [replace(one, recovery=shifted()) for one in FITTED]
     row = next(r for r in compared(three, three[:2]).anchors if r.num_anchors == 2)
     assert (row.programme, row.even) == ((1, 4), (1, 3))
-    assert row.recovery_programme == row.recovery_best == pytest.approx((0.9 + 0.8 + 0.8 + 0.9) / 4)
+    assert row.recovery_programme == pytest.approx((0.9 + 0.8 + 0.8 + 0.9) / 4)
     assert row.recovery_even == pytest.approx((0.9 + 0.8 + 0.9 + 0.2) / 4)
-    assert row.objective_programme > row.objective_even
     assert row.difference.wins
 
 
