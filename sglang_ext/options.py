@@ -94,7 +94,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         query_samples: recorded query rows per layer and KV head (reservoir size).
         seed: of the reservoir and of k-means.
         build: `off` (serve), `shared` (index what requests turn out to share, beside serving), `prefill` (index every
-            prompt this process prefills, while it waits) or `capture` (write down queries, keys and values of every
+            prompt this process prefills, while it waits) or `capture` (write down queries and keys of every
             prompt: `sglang-ext calibrate` uses it).
         build_after_hits: with `shared`: requests that found a prefix in the prefix cache before its index is built; the
             request that prefilled the prefix is none of them.

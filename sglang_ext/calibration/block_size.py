@@ -6,8 +6,6 @@ Source: AB-Sparse, Eq. 2: the largest B with Recall(h, B) >= tau * Recall(h, B_m
 
 from __future__ import annotations
 
-from enum import Enum
-
 import torch
 from torch import Tensor
 
@@ -19,16 +17,6 @@ TAU = 0.98
 MIN_ORACLE_RECALL = 0.5
 """A head whose best possible selection keeps less than this share of its attention is called near-uniform. Uniform
 attention reaches the keep ratio (0.05 to 0.1); heads that sparse attention is made for, 0.95 (Kascade, Figure 1)."""
-
-
-class Average(str, Enum):
-    """What "average block size" means when heads differ."""
-
-    ARITHMETIC = "arithmetic"
-    """Mean of B over the heads, as the paper reports it (44.2 for Llama-3.1-8B)."""
-    HARMONIC = "harmonic"
-    """1 / mean of 1 / B: equal averages have equal numbers of blocks, so index bytes and scoring are equal too.
-    Never above the arithmetic one."""
 
 
 def block_sizes_by_tau(recall: Tensor, tau: float = TAU) -> Tensor:
@@ -50,8 +38,11 @@ def block_sizes_by_tau(recall: Tensor, tau: float = TAU) -> Tensor:
     return torch.tensor(BLOCK_SIZES)[last]
 
 
-def block_sizes_by_budget(recall: Tensor, target: float, average: Average) -> Tensor:
+def block_sizes_by_budget(recall: Tensor, target: float) -> Tensor:
     """The block sizes with the greatest mean recall among those that are on average at least `target`.
+
+    The average is the harmonic mean over the heads: equal averages have equal numbers of blocks, so index bytes and
+    scoring are equal too.
 
     An exact solution (a knapsack over heads), so it is never worse than the uniform block size of that average. Of
     equal choices a head takes the larger block.
@@ -59,7 +50,6 @@ def block_sizes_by_budget(recall: Tensor, target: float, average: Average) -> Te
     Args:
         recall: [..., num_block_sizes] floating, 0..1.
         target: average tokens per block, 1 up to the largest block size.
-        average: how block sizes are averaged; with `HARMONIC` the bound is the number of blocks.
 
     Returns:
         [...] int64, tokens per block.
@@ -68,16 +58,13 @@ def block_sizes_by_budget(recall: Tensor, target: float, average: Average) -> Te
         ValueError: a value out of range.
     """
     _check_range(recall, "recall")
-    smallest, largest = BLOCK_SIZES[0], BLOCK_SIZES[-1]
+    largest = BLOCK_SIZES[-1]
     if not 1.0 <= target <= largest:
         raise ValueError(
             f"expected an average block size in 1..{largest} tokens, got {target}; no head may have larger blocks"
         )
     # Integer costs of the sizes, and the most that a head may cost on average.
-    if average is Average.HARMONIC:
-        costs, most = [largest // size for size in BLOCK_SIZES], largest / target
-    else:
-        costs, most = [(largest - size) // smallest for size in BLOCK_SIZES], (largest - target) / smallest
+    costs, most = [largest // size for size in BLOCK_SIZES], largest / target
     rows = recall.reshape(-1, len(BLOCK_SIZES)).double()
     # Float targets: a bound that is an integer but for rounding counts as that integer.
     room = min(int(most * len(rows) + 1e-9), max(costs) * len(rows))
@@ -98,10 +85,9 @@ def block_sizes_by_budget(recall: Tensor, target: float, average: Average) -> Te
     return torch.tensor(chosen[::-1]).view(recall.shape[:-1])
 
 
-def average_block_size(assigned: Tensor, average: Average) -> float:
-    """Average tokens per block over all heads of `assigned` [...]."""
-    sizes = assigned.double()
-    return float(1.0 / (1.0 / sizes).mean() if average is Average.HARMONIC else sizes.mean())
+def average_block_size(assigned: Tensor) -> float:
+    """Tokens per block, harmonic mean over all heads of `assigned` [...]."""
+    return float(1.0 / (1.0 / assigned.double()).mean())
 
 
 def near_uniform_heads(oracle_recall: Tensor) -> Tensor:

@@ -6,25 +6,22 @@ maps against the identity. Every measure is linear in a prompt's own tables, so 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import torch
 from torch import Tensor
 
-from sglang_ext.calibration.block_size import Average, average_block_size, block_sizes_by_budget, block_sizes_by_tau
-from sglang_ext.calibration.fit import CRITERIA, FitSetting, best_anchors, criterion_table, plan_recovery
-from sglang_ext.calibration.layer_statistics import SCORES
+from sglang_ext.calibration.block_size import average_block_size, block_sizes_by_budget
+from sglang_ext.calibration.fit import FitSetting, best_anchors, plan_recovery
 from sglang_ext.calibration.measurement import PromptMeasurement, average
-from sglang_ext.calibration.plans import anchor_total, evenly_spaced_anchors, layer_similarity
+from sglang_ext.calibration.plans import evenly_spaced_anchors
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
 RESAMPLES = 2000
-MAX_EXHAUSTIVE = 5000
-"""Choices of anchors up to which the best one on the held-out prompts is searched, to say what was possible."""
+UNIFORM_SIZE = 32
+"""Tokens: of the sizes the one at whose bytes heads can have others."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,63 +44,40 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out recall of block sizes per head (adaptive) against one size (uniform), at the same token budget.
+    """Held-out recall of block sizes per head (adaptive) against one size (uniform), at equal budgets and bytes.
 
     Attributes:
-        average: what is equal: harmonic (index bytes) or arithmetic (the paper's).
         adaptive_average: of the adaptive sizes, at least `uniform_size`.
-        by_task: task -> (uniform, adaptive).
         sizes: [num_layers][num_kv_heads] adaptive sizes of the layers that take part, tokens per block.
     """
 
-    representation: str
-    average: str
     uniform_size: int
     adaptive_average: float
     uniform: float
     adaptive: float
     difference: Difference
-    by_task: dict[str, tuple[float, float]]
     sizes: list[list[int]]
 
 
-class TauComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The profile's own rule (Eq. 2): recall on the held-out prompts and average sizes."""
-
-    representation: str
-    tau: float
-    arithmetic: float
-    harmonic: float
-    recall: float
-    recall_at_smallest: float
-
-
 class AnchorComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Anchors of the programme, which maximizes the criterion, against evenly spaced ones, held out.
+    """Anchors of the programme, which maximizes the attention mass kept, against evenly spaced ones, held out.
 
     Attributes:
         recovery_programme, recovery_even: attention mass kept at the budget, with head maps; `difference` is theirs.
-        recovery_best: of the best anchors that exist, found on the held-out prompts themselves; None where there
-            are too many choices.
     """
 
-    criterion: str
     num_anchors: int
     programme: tuple[int, ...]
     even: tuple[int, ...]
-    objective_programme: float
-    objective_even: float
     recovery_programme: float
     recovery_even: float
-    recovery_best: float | None
     difference: Difference
 
 
 class HeadMapComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Head maps, chosen by the criterion, against the identity with the programme's anchors: attention mass kept at the
-    budget, held out, over all layers that take part."""
+    """Head maps against the identity with the programme's anchors: attention mass kept at the budget, held out, over
+    all layers that take part."""
 
-    criterion: str
     anchors: tuple[int, ...]
     remapped: float
     identity: float
@@ -118,8 +92,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     held_out: int
     first_layer: int
     num_heads: int
-    blocks: list[BlockComparison]
-    tau: list[TauComparison]
+    blocks: BlockComparison
     anchors: list[AnchorComparison]
     head_maps: list[HeadMapComparison]
 
@@ -127,7 +100,6 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     fitted: Sequence[PromptMeasurement],
     held: Sequence[PromptMeasurement],
-    tasks: Sequence[str],
     groups: Sequence[str],
     setting: FitSetting,
 ) -> HeldOut:
@@ -135,7 +107,7 @@ def compare(
 
     Args:
         fitted, held: prompts to choose by, and to compare on.
-        tasks, groups: of the held-out prompts. Those with the same prefix are one group: they are not independent, and
+        groups: of the held-out prompts. Those with the same prefix are one group: they are not independent, and
             intervals draw them together.
         setting: how the profile is fitted.
 
@@ -144,26 +116,22 @@ def compare(
     """
     names = list(dict.fromkeys(groups))
     numbers = torch.tensor([names.index(name) for name in groups])
-    fit, rest = average(fitted), average(held)
+    fit = average(fitted)
     num_layers, num_kv_heads = fit.oracle.shape
     first = setting.first_layer(num_layers)
-    recalls = torch.stack([one.recall for one in held])[:, :, first:]
+    recalls = torch.stack([one.recall for one in held])[:, first:]
     recovery = torch.stack([one.recovery for one in held])
     anchors, maps = [], []
-    for criterion, count in itertools.product(CRITERIA, range(1, num_layers - first + 1)):
-        anchors.append(_anchors(count, fit, rest, recovery, replace(setting, criterion=criterion), numbers))
+    for count in range(1, num_layers - first + 1):
+        anchors.append(_anchors(count, fit, recovery, setting, numbers))
         if count < num_layers - first:
-            maps.append(_head_maps(anchors[-1].programme, fit, recovery, criterion, numbers))
+            maps.append(_head_maps(anchors[-1].programme, fit, recovery, numbers))
     return HeldOut(
         fitted=len(fitted),
         held_out=len(held),
         first_layer=first,
         num_heads=(num_layers - first) * num_kv_heads,
-        blocks=[
-            _blocks(name, kind, size, fit.recall[i, first:], recalls[:, i], tasks, numbers)
-            for (i, name), kind, size in itertools.product(enumerate(SCORES), Average, BLOCK_SIZES)
-        ],
-        tau=[_by_tau(name, fit.recall[i, first:], recalls[:, i], setting.tau) for i, name in enumerate(SCORES)],
+        blocks=_blocks(fit.recall[first:], recalls, numbers),
         anchors=anchors,
         head_maps=maps,
     )
@@ -193,101 +161,58 @@ def recall_of(recall: Tensor, sizes: Tensor) -> Tensor:
     return recall.gather(3, index).flatten(1).mean(dim=1)
 
 
-def _blocks(
-    name: str, kind: Average, size: int, fitted: Tensor, held: Tensor, tasks: Sequence[str], groups: Tensor
-) -> BlockComparison:
-    sizes = block_sizes_by_budget(fitted, size, kind)
-    uniform, adaptive = recall_of(held, torch.full_like(sizes, size)), recall_of(held, sizes)
-    if bool((sizes == size).all()):
-        reason = "the only sizes with this average are the uniform ones: nothing to choose"
-    elif torch.equal(adaptive, uniform):
-        reason = "the recall is equal, with larger blocks on the average"
+def _blocks(fitted: Tensor, held: Tensor, groups: Tensor) -> BlockComparison:
+    sizes = block_sizes_by_budget(fitted, UNIFORM_SIZE)
+    uniform, adaptive = recall_of(held, torch.full_like(sizes, UNIFORM_SIZE)), recall_of(held, sizes)
+    if bool((sizes == UNIFORM_SIZE).all()):
+        reason = "one size is best at these bytes"
     else:
         reason = "the heads' differences on the fitted prompts do not carry over to the held-out ones"
-    by_task: dict[str, tuple[float, float]] = {}
-    for task in sorted(set(tasks)):
-        mine = torch.tensor([one == task for one in tasks])
-        by_task[task] = (float(uniform[mine].mean()), float(adaptive[mine].mean()))
     return BlockComparison(
-        representation=name,
-        average=kind.value,
-        uniform_size=size,
-        adaptive_average=average_block_size(sizes, kind),
+        uniform_size=UNIFORM_SIZE,
+        adaptive_average=average_block_size(sizes),
         uniform=float(uniform.mean()),
         adaptive=float(adaptive.mean()),
         difference=paired(adaptive - uniform, reason, groups),
-        by_task=by_task,
         sizes=sizes.tolist(),
     )
 
 
-def _by_tau(name: str, fitted: Tensor, held: Tensor, tau: float) -> TauComparison:
-    sizes = block_sizes_by_tau(fitted, tau)
-    return TauComparison(
-        representation=name,
-        tau=tau,
-        arithmetic=average_block_size(sizes, Average.ARITHMETIC),
-        harmonic=average_block_size(sizes, Average.HARMONIC),
-        recall=float(recall_of(held, sizes).mean()),
-        recall_at_smallest=float(held[..., 0].mean()),
-    )
-
-
 def _anchors(
-    count: int, fit: PromptMeasurement, rest: PromptMeasurement, recovery: Tensor, setting: FitSetting, groups: Tensor
+    count: int, fit: PromptMeasurement, recovery: Tensor, setting: FitSetting, groups: Tensor
 ) -> AnchorComparison:
     num_layers = fit.oracle.shape[0]
     first = setting.first_layer(num_layers)
-    table, held_table = (criterion_table(part, setting.criterion) for part in (fit, rest))
-    programme = best_anchors(fit, setting, count)
-    even = evenly_spaced_anchors(num_layers, count, first)
-    kept, kept_even = (plan_recovery(recovery, anchors, table) for anchors in (programme, even))
-    free = num_layers - first - 1
-    best: float | None = None
-    if math.comb(free, count - 1) <= MAX_EXHAUSTIVE:
-        choices = itertools.combinations(range(first + 1, num_layers), count - 1)
-        best = max(float(plan_recovery(rest.recovery, (first, *others), table)) for others in choices)
-    matrix = layer_similarity(held_table)
+    programme, even = best_anchors(fit, setting, count), evenly_spaced_anchors(num_layers, count, first)
+    kept, kept_even = (plan_recovery(recovery, anchors, fit.recovery) for anchors in (programme, even))
+    reason = _anchor_reason(count, num_layers - first - 1, programme == even)
     return AnchorComparison(
-        criterion=setting.criterion,
         num_anchors=count,
         programme=programme,
         even=even,
-        objective_programme=anchor_total(matrix, rest.importance, programme),
-        objective_even=anchor_total(matrix, rest.importance, even),
         recovery_programme=float(kept.mean()),
         recovery_even=float(kept_even.mean()),
-        recovery_best=best,
-        difference=paired(kept - kept_even, _anchor_reason(count, free, programme == even, setting.criterion), groups),
+        difference=paired(kept - kept_even, reason, groups),
     )
 
 
-def _anchor_reason(count: int, free: int, same: bool, criterion: str) -> str:
+def _anchor_reason(count: int, free: int, same: bool) -> str:
     if count in (1, free + 1):
         return "there is one choice of so many anchors: nothing to choose"
     if same:
         return f"the programme chooses the evenly spaced anchors; there are {math.comb(free, count - 1)} choices"
-    if criterion == "similarity":
-        return (
-            "the programme maximizes importance x similarity (64 keys, the worst token), not the mean mass at the "
-            "budget that is compared here"
-        )
     return "the programme weighs layers by importance; the mean mass compared here does not"
 
 
-def _head_maps(
-    anchors: tuple[int, ...], fit: PromptMeasurement, recovery: Tensor, criterion: str, groups: Tensor
-) -> HeadMapComparison:
-    table = criterion_table(fit, criterion)
-    remapped = plan_recovery(recovery, anchors, table)
-    identity = plan_recovery(recovery, anchors, table, remap=False)
+def _head_maps(anchors: tuple[int, ...], fit: PromptMeasurement, recovery: Tensor, groups: Tensor) -> HeadMapComparison:
+    remapped = plan_recovery(recovery, anchors, fit.recovery)
+    identity = plan_recovery(recovery, anchors, fit.recovery, remap=False)
     num_kv_heads = recovery.shape[-1]
     if bool((remapped == identity).all()):
         reason = f"the best map of each of the {num_kv_heads} KV heads is the identity"
     else:
         reason = "the maps chosen on the fitted prompts do not carry over to the held-out ones"
     return HeadMapComparison(
-        criterion=criterion,
         anchors=anchors,
         remapped=float(remapped.mean()),
         identity=float(identity.mean()),

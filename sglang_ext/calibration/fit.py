@@ -9,13 +9,11 @@ from torch import Tensor
 
 from sglang_ext.calibration.block_size import (
     TAU,
-    Average,
     block_sizes_by_budget,
     block_sizes_by_tau,
     near_uniform_heads,
 )
 from sglang_ext.calibration.channels import NUM_CHANNELS_GQA, channel_contribution, top_channels
-from sglang_ext.calibration.layer_statistics import SCORES
 from sglang_ext.calibration.measurement import PromptMeasurement
 from sglang_ext.calibration.plans import (
     assigned_anchors,
@@ -30,10 +28,6 @@ REUSE_RETENTION = 0.98
 """Without a given number of anchors: the fewest that keep this share of the attention mass that every layer's own
 selection holds."""
 
-CRITERIA = ("recovery", "similarity")
-"""What anchors and head maps are chosen by: the attention mass at the budget, mean over tokens, or the paper's score
-(64 keys, ratio to the layer's own, minimum over tokens)."""
-
 
 @dataclass(frozen=True)
 class FitSetting:
@@ -44,8 +38,6 @@ class FitSetting:
         tau: recall retention of the block sizes (AB-Sparse, Eq. 2).
         block_average: instead of tau: tokens per block, harmonic mean over heads; the sizes with the best recall
             among those with so many blocks.
-        representation: block representation whose recall chooses the block sizes.
-        criterion: one of `CRITERIA`.
         dense_layers: layers that read the whole prefix: none, or the first ones (0, 1, ...).
         num_channels: channels of the token index, limited by head_dim.
     """
@@ -53,8 +45,6 @@ class FitSetting:
     num_anchors: int | None = None
     tau: float = TAU
     block_average: float | None = None
-    representation: str = "minmax"
-    criterion: str = "recovery"
     dense_layers: tuple[int, ...] = (0,)
     num_channels: int = NUM_CHANNELS_GQA
 
@@ -110,13 +100,13 @@ def fit_settings(averages: PromptMeasurement, setting: FitSetting) -> Fit:
         ValueError: a setting that does not fit the model.
     """
     first = setting.first_layer(averages.oracle.shape[0])
-    recall = averages.recall[tuple(SCORES).index(setting.representation)]
+    recall = averages.recall
     if setting.block_average is None:
         sizes = block_sizes_by_tau(recall, setting.tau)
     else:
         # Layers that are dense have no index: their recall must not take part.
         sizes = block_sizes_by_tau(recall, 1.0)
-        sizes[first:] = block_sizes_by_budget(recall[first:], setting.block_average, Average.HARMONIC)
+        sizes[first:] = block_sizes_by_budget(recall[first:], setting.block_average)
     if setting.num_anchors is None:
         anchors = fewest_anchors(averages, setting)
     else:
@@ -125,38 +115,32 @@ def fit_settings(averages: PromptMeasurement, setting: FitSetting) -> Fit:
     return Fit(
         block_sizes=sizes,
         anchors=anchors,
-        plan=make_layer_plan(anchors, criterion_table(averages, setting.criterion), setting.dense_layers),
+        plan=make_layer_plan(anchors, averages.recovery, setting.dense_layers),
         channels=top_channels(contribution, min(setting.num_channels, contribution.shape[-1])),
         flat_heads=torch.zeros_like(averages.oracle, dtype=torch.bool),
     )
 
 
-def with_flat_heads(fit: Fit, averages: PromptMeasurement, setting: FitSetting, budget: int) -> Fit:
+def with_flat_heads(fit: Fit, averages: PromptMeasurement, budget: int = 0) -> Fit:
     """The fit with near-uniform heads judged at the budget that is recommended. Their layers attend everything. Where
     no layer would be left that selects, the plan stays.
 
     Args:
-        fit: of `fit_settings`, by the same averages and settings.
-        averages, setting: see there.
+        fit: of `fit_settings`, by the same averages.
+        averages: see there.
         budget: which of the `keep_ratios` that were measured.
     """
     flat = near_uniform_heads(averages.best[budget])
     flat[list(fit.plan.dense_layers)] = False
     layers = flat.any(dim=1).nonzero().flatten().tolist()
-    table = criterion_table(averages, setting.criterion)
-    plan = make_layer_plan(fit.anchors, table, (*fit.plan.dense_layers, *layers))
+    plan = make_layer_plan(fit.anchors, averages.recovery, (*fit.plan.dense_layers, *layers))
     return replace(fit, plan=plan if plan.anchor_layers else fit.plan, flat_heads=flat)
-
-
-def criterion_table(averages: PromptMeasurement, criterion: str) -> Tensor:
-    """[num_layers a, num_layers b, num_kv_heads of b, of a], what anchors and head maps are chosen by."""
-    return averages.recovery if criterion == "recovery" else averages.similarity
 
 
 def best_anchors(averages: PromptMeasurement, setting: FitSetting, num_anchors: int) -> tuple[int, ...]:
     """The programme's anchors. Raises ValueError where there are not so many layers."""
     num_layers = averages.oracle.shape[0]
-    similarity = layer_similarity(criterion_table(averages, setting.criterion))
+    similarity = layer_similarity(averages.recovery)
     return choose_anchors(similarity, averages.importance, num_anchors, setting.first_layer(num_layers))
 
 
@@ -164,7 +148,7 @@ def fewest_anchors(averages: PromptMeasurement, setting: FitSetting) -> tuple[in
     """The smallest number of anchors whose reuse keeps `REUSE_RETENTION` of the layers' own attention mass."""
     num_layers = averages.oracle.shape[0]
     first = setting.first_layer(num_layers)
-    table = criterion_table(averages, setting.criterion)
+    table = averages.recovery
     wanted = REUSE_RETENTION * float(plan_recovery(averages.recovery, tuple(range(first, num_layers)), table))
     for num_anchors in range(1, num_layers - first):
         choice = best_anchors(averages, setting, num_anchors)

@@ -30,9 +30,6 @@ LONG_PREFIX = 4096
 ANCHOR_SHARES = (1.0, 2 / 3, 1 / 2, 1 / 3)
 """Of the anchors that keep the attention mass: how many the proposed plans have."""
 
-KEEP_RATIOS = (0.05, 0.02)
-"""Budgets of the proposals, beside the one that was measured."""
-
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One layer plan and budget.
@@ -106,19 +103,18 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     judged: list[Judged]
 
 
-def proposals(anchors: int, layers: int, keep_ratio: float, *, given: bool = False) -> list[Candidate]:
+def proposals(anchors: int, layers: int, keep_ratios: Sequence[float], *, given: bool = False) -> list[Candidate]:
     """Candidates to judge, the default one first.
 
     Args:
         anchors: how many keep the attention mass, or how many were asked for.
         layers: that are not dense.
-        keep_ratio: of the default candidate.
+        keep_ratios: budgets; the first is the default candidate's.
         given: they were asked for; no other plan is proposed beside the default.
     """
-    ratios = dict.fromkeys((keep_ratio, *KEEP_RATIOS))
     counts = dict.fromkeys(max(1, round(share * anchors)) for share in ((1.0,) if given else ANCHOR_SHARES))
     plans = [None, *(count for count in counts if count < layers)]
-    return [Candidate(anchors=count, keep_ratio=ratio) for count in plans for ratio in ratios]
+    return [Candidate(anchors=count, keep_ratio=ratio) for count in plans for ratio in keep_ratios]
 
 
 def choose(judged: Sequence[Judged], max_kl: float | None = None) -> Verdict:

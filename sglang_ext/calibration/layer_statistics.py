@@ -4,13 +4,13 @@ Pure torch over captured queries and keys. Budgets are those of serving: windows
 attended here, too; a sink in a block of 64 would otherwise be charged to the block size.
 
 Sources: recall by block size (AB-Sparse, 2.3: the share of attention in the tokens of the selected blocks, at one token
-budget for all block sizes); similarity of layers (Kascade, Eq. 3, 3.3, 3.4, and 3.5 per head); sparsity (Kascade,
-Figure 1).
+budget for all block sizes); pairs of layers (Kascade, 3.4, and 3.5 per head; by mass kept at the budget, where its
+Eq. 3 takes 64 keys and the worst token); sparsity (Kascade, Figure 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,17 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prefix_kernels.block_scores import block_scores_mean, block_scores_minmax
+from prefix_kernels.block_scores import block_scores_minmax
 from prefix_kernels.pooling import Pooling
 from sglang_ext.calibration.prompt_capture import LayerCapture, attention_chunks, pool_tokens
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, block_representation
 
-KEEP_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
-"""Budgets that may be recommended, as fractions of the prefix."""
-
-SCORES: dict[str, Callable[..., Tensor]] = {"mean": block_scores_mean, "minmax": block_scores_minmax}
-"""Block representations that recall is measured with: mean keys, and Quest's upper bound by minimum and maximum, both
-not quantized."""
+PROPOSED_RATIOS = (0.05, 0.02)
+"""Budgets that are proposed beside the one that is asked for, as fractions of the prefix."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +33,23 @@ class MeasureSetting:
 
     Attributes:
         keep_ratio: budget as a fraction of the prefix, for block recall and reuse recovery.
-        keep_ratios: those that may be recommended, at which heads are judged.
         min_top_k: fewest tokens of each of these budgets, as served (Kascade, 4.1: 128).
         num_sink, num_recent: positions that serving always attends.
-        top_k: keys that the similarity of layers compares (Kascade, 3.3: 64).
         mass: share of attention whose number of keys is the sparsity (Kascade, Figure 1: 0.95).
         max_tokens: tokens of a prompt that are measured, at most; they are spread evenly.
     """
 
     keep_ratio: float = 0.05
-    keep_ratios: tuple[float, ...] = KEEP_RATIOS
     min_top_k: int = 128
     num_sink: int = 16
     num_recent: int = 64
-    top_k: int = 64
     mass: float = 0.95
     max_tokens: int = 32
+
+    @property
+    def keep_ratios(self) -> tuple[float, ...]:
+        """Budgets that may be recommended, at which heads are judged; `keep_ratio` is the first."""
+        return tuple(dict.fromkeys((self.keep_ratio, *PROPOSED_RATIOS)))
 
 
 def served_budget(prefix_len: int, keep_ratio: float, min_top_k: int) -> int:
@@ -66,10 +63,10 @@ def served_budget(prefix_len: int, keep_ratio: float, min_top_k: int) -> int:
 # -- recall ------------------------------------------------------------------------------------------------------------
 
 
-def recall_by_block_size(
-    capture: LayerCapture, sm_scale: float, setting: MeasureSetting, representation: str
-) -> Tensor:
+def recall_by_block_size(capture: LayerCapture, sm_scale: float, setting: MeasureSetting) -> Tensor:
     """Recall of every token's own selection, for each block size at the same token budget.
+
+    Blocks are scored by minimum and maximum of each channel (Quest), not quantized.
 
     A token that sees v keys may read max(int(keep_ratio * v), min_top_k, its windows, 1) of them, or all: the windows,
     then blocks in the order of their scores, the last one cut. A block that a token sees in part is scored by all of
@@ -79,20 +76,19 @@ def recall_by_block_size(
         capture: one layer's, checked.
         sm_scale: the model's attention scale.
         setting: budget and windows.
-        representation: of the blocks, one of `SCORES`.
 
     Returns:
         [num_block_sizes, num_kv_heads, num_tokens] fp64 on the CPU in 0..1, new. The mass of a KV head is the mean over
         its query heads; they share a selection by maximum pooling, as in serving.
     """
-    blocks = [(size, block_representation(capture.keys, size, representation)) for size in BLOCK_SIZES]
+    blocks = [(size, block_representation(capture.keys, size, "minmax")) for size in BLOCK_SIZES]
     recall = torch.empty(len(blocks), capture.num_kv_heads, capture.num_tokens, dtype=torch.float64)
     for tokens, log_mass in attention_chunks(capture, sm_scale):
         windows = _Windows.of(capture, tokens, setting, setting.keep_ratio)
         mass = log_mass.exp_()
         fixed, free_mass = (mass * windows.always).sum(dim=2), mass * windows.free
         for i, (size, arrays) in enumerate(blocks):
-            raw = SCORES[representation](capture.queries[tokens], *arrays)
+            raw = block_scores_minmax(capture.queries[tokens], *arrays)
             hidden = torch.arange(raw.shape[3], device=raw.device) * size >= windows.visible[:, None]
             pooled = pool_tokens(raw.masked_fill(hidden[:, None], -torch.inf), sm_scale, Pooling.MAX)
             order = pooled.argsort(dim=2, descending=True, stable=True)
@@ -100,24 +96,21 @@ def recall_by_block_size(
     return recall.clamp_(max=1.0)
 
 
-def best_recall(
-    capture: LayerCapture, sm_scale: float, setting: MeasureSetting, keep_ratios: Sequence[float]
-) -> Tensor:
+def best_recall(capture: LayerCapture, sm_scale: float, setting: MeasureSetting) -> Tensor:
     """Recall of the best single tokens at several budgets, windows included: what no selection exceeds.
 
     Args:
         capture: one layer's, checked.
         sm_scale: the model's attention scale.
-        setting: windows, fewest tokens of a budget.
-        keep_ratios: in place of the setting's.
+        setting: budgets, windows, fewest tokens of a budget.
 
     Returns:
         [num_keep_ratios, num_kv_heads, num_tokens] fp64 on the CPU in 0..1, new.
     """
-    best = torch.empty(len(keep_ratios), capture.num_kv_heads, capture.num_tokens, dtype=torch.float64)
+    best = torch.empty(len(setting.keep_ratios), capture.num_kv_heads, capture.num_tokens, dtype=torch.float64)
     for tokens, log_mass in attention_chunks(capture, sm_scale):
         mass = log_mass.exp_()
-        for i, ratio in enumerate(keep_ratios):
+        for i, ratio in enumerate(setting.keep_ratios):
             windows = _Windows.of(capture, tokens, setting, ratio)
             most = int(windows.wanted.max())
             ranked = (mass * windows.free).topk(most, dim=2).values
@@ -183,35 +176,28 @@ def keys_for_mass(capture: LayerCapture, sm_scale: float, mass: float) -> Tensor
 # -- pairs of layers ---------------------------------------------------------------------------------------------------
 
 
-def prompt_similarity(layers: Iterable[LayerCapture], sm_scale: float, top_k: int) -> Tensor:
-    """How much of each layer's Top-k mass the Top-k keys of every earlier layer recover, for the worst token.
+def reuse_recovery(layers: Iterable[LayerCapture], sm_scale: float, top_k: int) -> Tensor:
+    """Attention mass that a layer keeps when it attends the Top-k of another, mean over tokens: what reuse costs.
 
     For the token t and the KV heads g of layer a and h of layer b, with P the post-softmax attention, mean over
-    the head's GQA group, and I the Top-k positions:
-    sim = sum P_b,h[t, I_a,g[t]] / sum P_b,h[t, I_b,h[t]], then the minimum over the prompt's tokens.
+    the head's GQA group, and I the Top-k positions: sum P_b,h[t, I_a,g[t]].
 
     Args:
         layers: one checked capture per layer in layer order, of the same tokens over the same prefix; read once.
         sm_scale: the model's attention scale.
-        top_k: keys compared, limited by prefix_len.
+        top_k: the budget of serving; limited by prefix_len.
 
     Returns:
-        [a, b, h, g] fp64 on the CPU in 0..1: layer a selects, layer b <= its successors attends; 0 where a > b.
+        [a, b, h, g] fp64 on the CPU in 0..1: layer a selects, layer b <= its successors attends; 0 where a > b. a == b,
+        g == h is the head's own Top-k.
     """
-    taken = _recovered_mass(layers, sm_scale, top_k)
-    return _table((one / one[-1].diagonal(dim1=1, dim2=2)[..., None]).amin(dim=1) for one in taken)
-
-
-def reuse_recovery(layers: Iterable[LayerCapture], sm_scale: float, top_k: int) -> Tensor:
-    """Attention mass that a layer keeps when it attends the Top-k of another, mean over tokens.
-
-    As `prompt_similarity`, but for the mean token, and as a share of all attention: this is what reuse costs, with the
-    budget of serving as `top_k`.
-
-    Returns:
-        [a, b, h, g] fp64 on the CPU in 0..1; a == b, g == h is the head's own Top-k; 0 where a > b.
-    """
-    return _table(one.double().mean(dim=1) for one in _recovered_mass(layers, sm_scale, top_k))
+    columns = [one.double().mean(dim=1).cpu() for one in _recovered_mass(layers, sm_scale, top_k)]
+    heads = columns[0].shape[1]
+    table = torch.zeros(len(columns), len(columns), heads, heads, dtype=torch.float64)
+    for layer, column in enumerate(columns):
+        table[: layer + 1, layer] = column
+    # Sums in another order may exceed the whole by rounding.
+    return table.clamp_(max=1.0)
 
 
 def _recovered_mass(layers: Iterable[LayerCapture], sm_scale: float, top_k: int) -> Iterator[Tensor]:
@@ -231,14 +217,3 @@ def _recovered_mass(layers: Iterable[LayerCapture], sm_scale: float, top_k: int)
                 part = mass.gather(2, picks[tokens].long().expand(heads, -1, -1))
                 taken[layer, tokens] = part.view(heads, -1, heads, top).sum(dim=3).transpose(0, 1)
         yield taken
-
-
-def _table(columns: Iterable[Tensor]) -> Tensor:
-    """[a, b, h, g] of the columns [a = 0..b, h, g] of each layer b."""
-    found = list(columns)
-    heads = found[0].shape[1]
-    table = torch.zeros(len(found), len(found), heads, heads, dtype=torch.float64)
-    for layer, column in enumerate(found):
-        table[: layer + 1, layer] = column.double().cpu()
-    # Sums in another order may exceed the whole by rounding.
-    return table.clamp_(max=1.0)

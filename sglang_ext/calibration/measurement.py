@@ -16,18 +16,16 @@ from torch import Tensor
 
 from sglang_ext.calibration.channels import channel_maxima
 from sglang_ext.calibration.layer_statistics import (
-    SCORES,
     MeasureSetting,
     best_recall,
     keys_for_mass,
-    prompt_similarity,
     recall_by_block_size,
     reuse_recovery,
     served_budget,
 )
 from sglang_ext.calibration.prompt_capture import LayerCapture, PromptCapture, read_tensors, write_tensors
 
-MEASUREMENT_VERSION = 4
+MEASUREMENT_VERSION = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,27 +33,26 @@ class PromptMeasurement:
     """One prompt's, or the mean over several. CPU tensors, fp64; means are over the measured tokens.
 
     Attributes:
-        recall: [num_representations (`SCORES`), num_layers, num_kv_heads, num_block_sizes] of block selection.
-        oracle: [num_layers, num_kv_heads] recall of the best tokens at the same budget.
-        best: [num_keep_ratios, num_layers, num_kv_heads] the same at each budget that may be recommended.
+        recall: [num_layers, num_kv_heads, num_block_sizes] of block selection.
+        best: [num_keep_ratios, num_layers, num_kv_heads] recall of the best tokens at each of the setting's budgets.
         sparsity: [num_layers, num_kv_heads] fraction of the keys that hold `mass` of the attention.
-        similarity: [num_layers a, num_layers b, num_kv_heads of b, of a], see `prompt_similarity`.
-        recovery: same shape, attention mass of b in the Top-k of a at the budget (not relative to b's own Top-k).
+        recovery: [num_layers a, num_layers b, num_kv_heads of b, of a], see `reuse_recovery`.
         importance: [num_layers].
         q_max, k_max: see `channel_maxima`.
-        quality: [num_recipes, num_keep_ratios, 6] or empty, see `recommend.measure_quality`.
     """
 
     recall: Tensor
-    oracle: Tensor
     best: Tensor
     sparsity: Tensor
-    similarity: Tensor
     recovery: Tensor
     importance: Tensor
     q_max: Tensor
     k_max: Tensor
-    quality: Tensor
+
+    @property
+    def oracle(self) -> Tensor:
+        """[num_layers, num_kv_heads] recall of the best tokens at the budget of `recall`."""
+        return self.best[0]
 
 
 class PromptInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,11 +95,7 @@ def measured_tokens(capture: PromptCapture, max_tokens: int) -> Tensor:
 
 
 def measure_prompt(
-    capture: PromptCapture,
-    setting: MeasureSetting,
-    *,
-    device: torch.device | str = "cpu",
-    quality: Tensor | None = None,
+    capture: PromptCapture, setting: MeasureSetting, *, device: torch.device | str = "cpu"
 ) -> PromptMeasurement:
     """Measure one prompt; layers go to the device one by one.
 
@@ -110,7 +103,6 @@ def measure_prompt(
         capture: cut to its prefix.
         setting: what to measure.
         device: where.
-        quality: of the recipes, if they were measured.
 
     Raises:
         ValueError: an unusable capture (NaN, infinity, no token).
@@ -128,31 +120,26 @@ def measure_prompt(
     q_max, k_max = channel_maxima(capture.layer(layer) for layer in range(capture.num_layers))
     recall, best, sparsity = [], [], []
     for part in layers():
-        by_size = [recall_by_block_size(part, scale, setting, name).mean(dim=2).T for name in SCORES]
-        recall.append(torch.stack(by_size))
-        best.append(best_recall(part, scale, setting, (setting.keep_ratio, *setting.keep_ratios)).mean(dim=2))
+        recall.append(recall_by_block_size(part, scale, setting).mean(dim=2).T)
+        best.append(best_recall(part, scale, setting).mean(dim=2))
         sparsity.append(keys_for_mass(part, scale, setting.mass).mean(dim=1))
-    oracle, *served = torch.stack(best, dim=1)
     importance = capture.importance.double().mean(dim=1).cpu()
     if not bool(torch.isfinite(importance).all()):
         raise ValueError("expected finite importance, got NaN or infinity; the capture is unusable, take it again")
     budget = served_budget(capture.prefix_len, setting.keep_ratio, setting.min_top_k)
     return PromptMeasurement(
-        recall=torch.stack(recall, dim=1),
-        oracle=oracle,
-        best=torch.stack(served),
+        recall=torch.stack(recall),
+        best=torch.stack(best, dim=1),
         sparsity=torch.stack(sparsity),
-        similarity=prompt_similarity(layers(), scale, setting.top_k),
         recovery=reuse_recovery(layers(), scale, budget),
         importance=importance,
         q_max=q_max,
         k_max=k_max,
-        quality=torch.empty(0, dtype=torch.float64) if quality is None else quality.double().cpu(),
     )
 
 
 def average(measurements: Sequence[PromptMeasurement]) -> PromptMeasurement:
-    """Means over at least one prompt, every one weighs the same; of channels the maxima, of `quality` nothing.
+    """Means over at least one prompt, every one weighs the same; of channels the maxima.
 
     Raises:
         ValueError: prompts of different models.
@@ -161,10 +148,9 @@ def average(measurements: Sequence[PromptMeasurement]) -> PromptMeasurement:
         raise ValueError("expected prompts of one model, got different numbers of layers or heads; measure them again")
     means = {}
     for field in fields(PromptMeasurement):
-        if field.name != "quality":
-            stacked = torch.stack([getattr(one, field.name) for one in measurements])
-            means[field.name] = stacked.amax(dim=0) if field.name in ("q_max", "k_max") else stacked.mean(dim=0)
-    return PromptMeasurement(**means, quality=torch.empty(0, dtype=torch.float64))
+        stacked = torch.stack([getattr(one, field.name) for one in measurements])
+        means[field.name] = stacked.amax(dim=0) if field.name in ("q_max", "k_max") else stacked.mean(dim=0)
+    return PromptMeasurement(**means)
 
 
 def save_measurement(measurement: PromptMeasurement, info: PromptInfo, path: str | Path) -> None:

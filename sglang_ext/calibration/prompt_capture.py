@@ -19,12 +19,12 @@ from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.pooling import Pooling, pool_scores
 from sglang_ext.methods.base import check_keys
 
-CAPTURE_VERSION = 1
+CAPTURE_VERSION = 2
 
 ELEMENTS_PER_CHUNK = 1 << 24
 """Upper bound, in elements, of the largest temporary (64 MiB in fp32): queries are taken in chunks below it."""
 
-_TENSORS = ("queries", "positions", "sampled", "keys", "values", "importance")
+_TENSORS = ("queries", "positions", "sampled", "keys", "importance")
 
 
 def attention_importance(x: Tensor, y: Tensor) -> Tensor:
@@ -154,7 +154,6 @@ class PromptCapture:
         sampled: [num_tokens] bool, whether the token belongs to the uniform sample over the prompt; the others were
             kept because they are late: the prompt's end and the decode steps.
         keys: [num_layers, prefix_len, num_kv_heads, head_dim] post-RoPE.
-        values: [num_layers, prefix_len, num_kv_heads, v_head_dim].
         importance: [num_layers, num_tokens] fp32, 1 - cos(x, y) of each layer's attention (`attention_importance`).
         prompt_len: tokens of the request's prompt.
         sm_scale: the model's attention scale.
@@ -164,7 +163,6 @@ class PromptCapture:
     positions: Tensor
     sampled: Tensor
     keys: Tensor
-    values: Tensor
     importance: Tensor
     prompt_len: int
     sm_scale: float
@@ -174,16 +172,12 @@ class PromptCapture:
         return self.queries.shape[0]
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.keys.shape[2]
-
-    @property
     def prefix_len(self) -> int:
-        """Tokens whose keys and values are here."""
+        """Tokens whose keys are here."""
         return self.keys.shape[1]
 
     def behind(self, prefix_len: int) -> PromptCapture:
-        """The same with the first `prefix_len` tokens as the prefix: later keys and values are left out.
+        """The same with the first `prefix_len` tokens as the prefix: later keys are left out.
 
         Raises:
             ValueError: fewer tokens than that are here, or none is asked for.
@@ -193,19 +187,7 @@ class PromptCapture:
                 f"expected a prefix of 1..{self.prefix_len} tokens (the capture's), got {prefix_len}; capture a "
                 "prompt that contains the prefix"
             )
-        return replace(self, keys=self.keys[:, :prefix_len], values=self.values[:, :prefix_len])
-
-    def samples(self) -> Tensor:
-        """Sampled queries of the prefix's own prefill, [num_layers, num_kv_heads, num_samples, head_dim].
-
-        Those of all query heads of a KV head's group together, as builders expect them. Empty when the sample has
-        no token in the prefix.
-        """
-        kept = (self.sampled & (self.positions < self.prefix_len)).nonzero().squeeze(1)
-        queries = self.queries[:, kept]
-        layers, count, num_qo_heads, head_dim = queries.shape
-        grouped = queries.reshape(layers, count, self.num_kv_heads, num_qo_heads // self.num_kv_heads, head_dim)
-        return grouped.transpose(1, 2).reshape(layers, self.num_kv_heads, -1, head_dim)
+        return replace(self, keys=self.keys[:, :prefix_len])
 
     def asked(self) -> Tensor:
         """[n] int64, late tokens behind the prefix: the end of the prompt and the decode steps."""

@@ -13,15 +13,14 @@ from typing import Any
 
 import msgspec
 
-from sglang_ext.calibration.comparison import BlockComparison, Difference, HeldOut
-from sglang_ext.calibration.fit import Fit, FitSetting, criterion_table
+from sglang_ext.calibration.comparison import Difference, HeldOut
+from sglang_ext.calibration.fit import Fit, FitSetting
 from sglang_ext.calibration.judge import Verdict
-from sglang_ext.calibration.layer_statistics import SCORES, MeasureSetting
+from sglang_ext.calibration.layer_statistics import MeasureSetting
 from sglang_ext.calibration.measurement import PromptInfo, PromptMeasurement
 from sglang_ext.calibration.plans import anchor_total, layer_similarity
-from sglang_ext.calibration.recommend import Choice, RecipeQuality
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
-from sglang_ext.methods.profile import Profile
+from sglang_ext.methods.profile import Profile, Recommendation
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1f2937 }
@@ -42,6 +41,7 @@ class Result:
     """All that a report shows.
 
     Attributes:
+        reason: of the recommendation, one sentence.
         left_out: prompts that were not measured, and why.
         measure, settings: what was asked for.
         Others as their types tell.
@@ -51,13 +51,18 @@ class Result:
     averages: PromptMeasurement
     fit: Fit
     held_out: HeldOut
-    quality: list[RecipeQuality]
-    choice: Choice
+    reason: str
     infos: list[PromptInfo]
     left_out: dict[str, str]
     measure: MeasureSetting
     settings: FitSetting
-    verdict: Verdict | None = None
+    verdict: Verdict | None
+
+    @property
+    def recommended(self) -> Recommendation:
+        """Of the profile: a calibration's has one."""
+        assert self.profile.recommended is not None
+        return self.profile.recommended
 
 
 def write_report(shown: Result, folder: str | Path) -> None:
@@ -77,8 +82,8 @@ def write_report(shown: Result, folder: str | Path) -> None:
 
 def report_values(shown: Result) -> dict[str, Any]:
     """Every figure of the report, plain values."""
-    means, anchors = shown.averages, shown.fit.anchors
-    chosen_by = layer_similarity(criterion_table(means, shown.settings.criterion))
+    means, anchors, recommended = shown.averages, shown.fit.anchors, shown.recommended
+    recovery = layer_similarity(means.recovery)
     return {
         "profile": shown.profile,
         "profile_digest": shown.profile.digest(),
@@ -90,14 +95,17 @@ def report_values(shown: Result) -> dict[str, Any]:
         },
         "sparsity": means.sparsity.tolist(),
         "oracle_recall": means.oracle.tolist(),
-        "block_recall": dict(zip(SCORES, means.recall.tolist(), strict=True)),
-        "similarity": layer_similarity(means.similarity).tolist(),
-        "recovery": layer_similarity(means.recovery).tolist(),
+        "block_recall": means.recall.tolist(),
+        "recovery": recovery.tolist(),
         "importance": means.importance.tolist(),
-        "anchors": {"layers": anchors, "objective": anchor_total(chosen_by, means.importance, anchors)},
+        "anchors": {"layers": anchors, "objective": anchor_total(recovery, means.importance, anchors)},
         "held_out": shown.held_out,
-        "selection_quality": shown.quality,
-        "recommended": shown.choice,
+        "recommended": {
+            "name": recommended.method,
+            "spec": recommended.spec,
+            "keep_ratio": recommended.keep_ratio,
+            "reason": shown.reason,
+        },
         "judged": shown.verdict,
     }
 
@@ -106,15 +114,13 @@ def _plots(shown: Result) -> dict[str, bytes]:
     from sglang_ext.calibration import report_plots as plots
 
     means, setting = shown.averages, shown.measure
-    matrix = layer_similarity(criterion_table(means, shown.settings.criterion))
     first = shown.held_out.first_layer
     return {
         "sparsity": plots.sparsity_plot(means.sparsity, means.oracle, setting.mass, setting.keep_ratio),
         "block_recall": plots.block_recall_plot(means.recall, means.oracle, first),
-        "similarity": plots.similarity_plot(matrix, shown.fit.anchors, shown.settings.criterion),
+        "recovery": plots.recovery_plot(layer_similarity(means.recovery), shown.fit.anchors),
         "importance": plots.importance_plot(means.importance),
         "held_out": plots.comparison_plot(shown.held_out),
-        "selection_quality": plots.quality_plot(shown.quality),
         **({"judged": plots.judged_plot(shown.verdict)} if shown.verdict else {}),
     }
 
@@ -136,10 +142,10 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
             f"{own.config_digest[:16]}. Profile {shown.profile.digest()[:16]}."
         ),
         "<h2>Recommendation</h2>",
-        _paragraph(f"{shown.choice.name} at a keep ratio of {shown.choice.keep_ratio:.0%}: {shown.choice.reason}."),
+        _paragraph(
+            f"{shown.recommended.method} at a keep ratio of {shown.recommended.keep_ratio:.0%}: {shown.reason}."
+        ),
         *(_judged(shown.verdict, plots) if shown.verdict else ()),
-        _image(plots, "selection_quality", "attention recall and output error of the recipes by budget"),
-        _rows(shown.quality, _QUALITY),
         "<h2>What it was measured on</h2>",
         _data(shown),
         "<h2>Sparsity</h2>",
@@ -148,8 +154,8 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
         "<h2>Recall by block size</h2>",
         _image(plots, "block_recall", "recall by block size"),
         _paragraph(f"Each head's attention in the blocks selected at {keep} of the prefix, sink and window included."),
-        "<h2>Similarity of layers and anchors</h2>",
-        _image(plots, "similarity", "similarity of layers with the chosen anchors"),
+        "<h2>Reuse between layers, and anchors</h2>",
+        _image(plots, "recovery", "attention that layers keep by the selection of others, with the chosen anchors"),
         _image(plots, "importance", "importance of the layers"),
         "<h2>Held-out comparison</h2>",
         _paragraph(
@@ -159,10 +165,8 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
             f"{own.num_layers - held.first_layer} layers. Differences have 95% bootstrap intervals over texts."
         ),
         _image(plots, "held_out", "calibrated choices and their rivals on held-out prompts"),
-        "<h3>Block sizes per head against one size at an equal average</h3>",
-        _rows(held.blocks, _BLOCKS),
-        _tasks(held.blocks),
-        _rows(held.tau, _TAU),
+        "<h3>Block sizes per head against one size at equal bytes</h3>",
+        _rows([held.blocks], _BLOCKS),
         "<h3>Anchors of the programme against evenly spaced ones</h3>",
         _rows(held.anchors, _ANCHORS, keep),
         "<h3>Head maps against the identity</h3>",
@@ -223,52 +227,27 @@ def _dense_heads(shown: Result) -> str:
     found = [f"layer {layer} head {head}" for layer, head in shown.fit.flat_heads.nonzero().tolist()]
     listed = f"{', '.join(found)}: their layers attend everything" if found else "none"
     return (
-        f"Near-uniform heads of layers that would select, whose best tokens at {shown.choice.keep_ratio:.0%} hold less "
-        f"than half of their attention: {listed}."
+        f"Near-uniform heads of layers that would select, whose best tokens at {shown.recommended.keep_ratio:.0%} hold "
+        f"less than half of their attention: {listed}."
     )
 
 
-_QUALITY = {
-    "recipe": "name",
-    "keep ratio": "keep_ratio:.0%",
-    "recall": "recall",
-    "best tokens": "oracle_recall",
-    "relative output error": "error",
-    "in the worst prompt": "worst_error",
-    "bytes read of dense": "read_share:.1%",
-    "stored": "stored_share:.1%",
-}
 _DIFFERENCE = {"difference": "difference", "reason": "difference.reason"}
 _BLOCKS = {
-    "blocks by": "representation",
-    "average": "average",
     "uniform size": "uniform_size",
     "adaptive average": "adaptive_average:.1f",
     "uniform": "uniform",
     "adaptive": "adaptive",
     **_DIFFERENCE,
 }
-_TAU = {
-    "blocks by": "representation",
-    "tau": "tau",
-    "mean size": "arithmetic",
-    "harmonic mean size": "harmonic",
-    "recall": "recall",
-    "recall with the smallest": "recall_at_smallest",
-}
 _ANCHORS = {
-    "chosen by": "criterion",
     "anchors": "programme",
     "evenly spaced": "even",
-    "objective": "objective_programme",
-    "objective, even": "objective_even",
     "attention kept at {keep}": "recovery_programme",
     "even": "recovery_even",
-    "best possible": "recovery_best",
     **_DIFFERENCE,
 }
 _HEAD_MAPS = {
-    "chosen by": "criterion",
     "anchors": "anchors",
     "head maps": "remapped",
     "identity": "identity",
@@ -284,18 +263,6 @@ def _rows(rows: Sequence[object], columns: Mapping[str, str], keep: str = "") ->
         for row in rows
     ]
     return _table([name.format(keep=keep) for name in columns], body)
-
-
-def _tasks(rows: Sequence[BlockComparison]) -> str:
-    shown = [row for row in rows if any(pair[0] != pair[1] for pair in row.by_task.values())]
-    if not shown:
-        return ""
-    head = ("task", *(f"{r.representation}, {r.average}, {r.uniform_size}: uniform / adaptive" for r in shown))
-    body = [
-        (task or "(none)", *(f"{row.by_task[task][0]:.3f} / {row.by_task[task][1]:.3f}" for row in shown))
-        for task in shown[0].by_task
-    ]
-    return _table(head, body)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

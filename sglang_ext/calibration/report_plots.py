@@ -17,9 +17,7 @@ from matplotlib.figure import Figure
 
 from sglang_ext.calibration.comparison import HeldOut
 from sglang_ext.calibration.judge import Verdict
-from sglang_ext.calibration.layer_statistics import SCORES
 from sglang_ext.calibration.plans import assigned_anchors
-from sglang_ext.calibration.recommend import RecipeQuality
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
 DPI = 110
@@ -38,34 +36,32 @@ def sparsity_plot(sparsity: Tensor, oracle: Tensor, mass: float, keep_ratio: flo
 
 
 def block_recall_plot(recall: Tensor, oracle: Tensor, first_layer: int) -> bytes:
-    """A line per KV head over the block size, the mean on top, one panel per representation."""
-    figure = Figure(figsize=(9.5, 3.8))
-    for axes, table, name in zip(figure.subplots(1, len(SCORES), sharey=True), recall, SCORES, strict=True):
-        rows = table[first_layer:].flatten(0, 1)
-        for row in rows.tolist():
-            axes.plot(range(len(BLOCK_SIZES)), row, color=NEUTRAL, alpha=0.35, linewidth=0.9)
-        axes.plot(range(len(BLOCK_SIZES)), rows.mean(dim=0).tolist(), color=CALIBRATED, linewidth=2.5, label="mean")
-        best = float(oracle[first_layer:].mean())
-        axes.axhline(best, color=RIVAL, linestyle="--", label="best tokens (oracle)")
-        axes.set(title=f"blocks by {name}", xlabel="tokens per block", ylim=(0, 1))
-        axes.set_xticks(range(len(BLOCK_SIZES)), [str(size) for size in BLOCK_SIZES])
-        axes.legend(loc="lower left", fontsize=8)
-    figure.axes[0].set_ylabel("attention recall")
+    """A line per KV head over the block size, the mean on top."""
+    figure = Figure(figsize=(5.5, 3.8))
+    axes = figure.subplots()
+    rows, places = recall[first_layer:].flatten(0, 1), range(len(BLOCK_SIZES))
+    for row in rows.tolist():
+        axes.plot(places, row, color=NEUTRAL, alpha=0.35, linewidth=0.9)
+    axes.plot(places, rows.mean(dim=0).tolist(), color=CALIBRATED, linewidth=2.5, label="mean")
+    axes.axhline(float(oracle[first_layer:].mean()), color=RIVAL, linestyle="--", label="best tokens (oracle)")
+    axes.set(title="blocks by minimum and maximum", xlabel="tokens per block", ylabel="attention recall", ylim=(0, 1))
+    axes.set_xticks(places, [str(size) for size in BLOCK_SIZES])
+    axes.legend(loc="lower left", fontsize=8)
     return _png(figure)
 
 
-def similarity_plot(similarity: Tensor, anchors: Sequence[int], criterion: str) -> bytes:
+def recovery_plot(recovery: Tensor, anchors: Sequence[int]) -> bytes:
     """The matrix over layers; a frame marks the anchor that each layer takes."""
-    num_layers = similarity.shape[0]
+    num_layers = recovery.shape[0]
     side = 2.6 + 0.3 * num_layers
     figure = Figure(figsize=(side + 0.8, side))
     axes = figure.subplots()
     # A layer selects for itself and those behind it; the rest of the matrix says nothing.
-    _heat(figure, axes, similarity.masked_fill(torch.ones_like(similarity).tril(-1).bool(), torch.nan), "viridis")
+    _heat(figure, axes, recovery.masked_fill(torch.ones_like(recovery).tril(-1).bool(), torch.nan), "viridis")
     for layer, anchor in assigned_anchors(anchors, num_layers).items():
         _frame(axes, layer, anchor, "#e11d48" if layer == anchor else "#fb923c")
     axes.set(
-        title=f"{criterion}; anchors {', '.join(map(str, anchors))} (red), reuse (orange)",
+        title=f"attention kept; anchors {', '.join(map(str, anchors))} (red), reuse (orange)",
         xlabel="layer that attends",
         ylabel="layer that selects",
     )
@@ -86,43 +82,23 @@ def comparison_plot(held_out: HeldOut) -> bytes:
     """Held-out figures of the calibrated choices beside their rivals'."""
     figure = Figure(figsize=(9.5, 3.8))
     blocks_axes, anchor_axes, map_axes = figure.subplots(1, 3)
-    blocks = [row for row in held_out.blocks if row.uniform_size == 32]
     _pairs(
         blocks_axes,
-        [f"{row.representation}\n{row.average[:5]}." for row in blocks],
-        [(row.uniform, row.adaptive) for row in blocks],
-        ("uniform 32", "adaptive, equal average"),
+        ["minimum and maximum"],
+        [(held_out.blocks.uniform, held_out.blocks.adaptive)],
+        ("uniform 32", "adaptive, equal bytes"),
     )
     blocks_axes.set(title="block sizes", ylabel="attention recall, held out")
-    anchors = [row for row in held_out.anchors if row.criterion == "similarity"]
-    xs = [row.num_anchors for row in anchors]
-    anchor_axes.plot(xs, [row.recovery_even for row in anchors], "o--", color=RIVAL, label="evenly spaced")
-    anchor_axes.plot(xs, [row.recovery_programme for row in anchors], "o-", color=CALIBRATED, label="programme")
+    xs = [row.num_anchors for row in held_out.anchors]
+    anchor_axes.plot(xs, [row.recovery_even for row in held_out.anchors], "o--", color=RIVAL, label="evenly spaced")
+    kept = [row.recovery_programme for row in held_out.anchors]
+    anchor_axes.plot(xs, kept, "o-", color=CALIBRATED, label="programme")
     anchor_axes.set(title="anchors", xlabel="number of anchors", ylabel="attention kept by reuse")
     anchor_axes.legend(fontsize=8)
-    maps = [row for row in held_out.head_maps if row.criterion == "similarity"]
-    if maps:
+    if maps := held_out.head_maps:
         pairs = [(row.identity, row.remapped) for row in maps]
         _pairs(map_axes, [str(len(row.anchors)) for row in maps], pairs, ("identity", "head maps"))
     map_axes.set(title="head maps", xlabel="number of anchors")
-    return _png(figure)
-
-
-def quality_plot(rows: Sequence[RecipeQuality]) -> bytes:
-    """Attention recall of the recipes over the budget, with the oracle."""
-    figure = Figure(figsize=(9.5, 3.8))
-    recall_axes, error_axes = figure.subplots(1, 2)
-    for name in dict.fromkeys(row.name for row in rows):
-        mine = [row for row in rows if row.name == name]
-        ratios = [row.keep_ratio for row in mine]
-        recall_axes.plot(ratios, [row.recall for row in mine], "o-", label=name)
-        error_axes.plot(ratios, [row.error for row in mine], "o-", label=name)
-    recall_axes.plot(ratios, [row.oracle_recall for row in mine], "k--", label="best tokens (oracle)")
-    for axes, label in ((recall_axes, "attention recall"), (error_axes, "relative output error")):
-        axes.set(xlabel="keep ratio", ylabel=label, xscale="log")
-        axes.set_xticks(ratios, [f"{ratio:.0%}" for ratio in ratios])
-        axes.minorticks_off()
-        axes.legend(fontsize=8)
     return _png(figure)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,21 +43,10 @@ def add_sglang_flags(parser: argparse.ArgumentParser) -> None:
 
 def parse_bytes(text: str) -> int:
     """argparse type of sizes: bytes, or a number with K, M, G, T (of 1024)."""
-    number, factor = text, 1
-    for power, unit in enumerate("KMGT", 1):
-        for ending in (f"{unit}iB", f"{unit}B", unit):
-            if text.upper().endswith(ending.upper()):
-                number, factor = text[: -len(ending)], 1024**power
-                break
-        if factor > 1:
-            break
-    try:
-        nbytes = int(float(number) * factor)
-    except (ValueError, OverflowError):
-        nbytes = -1
-    if nbytes < 0:
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d*)?)(?:([KMGT])(?:i?B)?)?", text, re.IGNORECASE | re.ASCII)
+    if not found:
         raise argparse.ArgumentTypeError(f"expected bytes, or a size such as 50G; found {text!r}")
-    return nbytes
+    return int(float(found[1]) * 1024 ** " KMGT".index((found[2] or " ").upper()))
 
 
 def parse_seconds(text: str) -> float:
@@ -69,6 +59,21 @@ def parse_seconds(text: str) -> float:
     if not 0.0 <= seconds < 1e10:
         raise argparse.ArgumentTypeError(f"expected seconds, or a time such as 90m, 12h or 30d; found {text!r}")
     return seconds
+
+
+def parse_count(text: str) -> int:
+    """argparse type of numbers of things: 1 or more."""
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """argparse type of layer numbers, in the order given."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"expected layer numbers such as 0,2,8, got {text!r}")
+    return tuple(map(int, parts))
 
 
 def names_cpu(sglang_flags: Sequence[str]) -> bool:

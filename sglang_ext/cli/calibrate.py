@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.cli.arguments import add_sglang_flags
-from sglang_ext.cli.stopping import run_job
+from sglang_ext.cli.arguments import add_sglang_flags, parse_count, parse_layers
+from sglang_ext.cli.stopping import refuse, run_job
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
     from sglang_ext.cli.calibrate_job import CalibrateJob
 
 _DESCRIPTION = """\
 Run every prompt of a development set once through SGLang, measure its attention, and write the model's profile:
-block sizes and channels per KV head, layer plan with head maps, near-uniform heads, recommended recipe and budget.
+block sizes and channels per KV head, layer plan with head maps, near-uniform heads, recommended method and budget.
 
 Prompts are JSON lines: {"id": "task-1", "text": "..."}, or "messages" (with "tools") or "input_ids", optionally with
 "question" (it follows the prompt, which is then the prefix) and "task" (default: the id up to its first "-").
@@ -62,23 +63,21 @@ def add_parser(commands: Any) -> None:
 def _add_measuring(group: Any) -> None:
     group.add_argument("--keep-ratio", type=_ratio, default=0.05, metavar="R", help="budget (default: %(default)s)")
     group.add_argument(
-        "--decode-steps", type=_count, default=16, metavar="N", help="tokens generated and measured (default: 16)"
+        "--decode-steps", type=parse_count, default=16, metavar="N", help="tokens generated and measured (default: 16)"
     )
     group.add_argument(
-        "--max-tokens", type=_count, default=32, metavar="N", help="tokens measured per prompt, at most (default: 32)"
+        "--max-tokens",
+        type=parse_count,
+        default=32,
+        metavar="N",
+        help="tokens measured per prompt, at most (default: 32)",
     )
     group.add_argument(
-        "--query-samples", type=_count, default=2048, metavar="N", help="as served, for recipes that need queries"
-    )
-    group.add_argument(
-        "--method", help="recipe that is recommended unless another is clearly faster (default: the server's default)"
-    )
-    group.add_argument(
-        "--dense-layers",
-        type=_layers,
-        default=(0,),
-        metavar="0,1",
-        help="first layers, which read everything (default: 0)",
+        "--query-samples",
+        type=parse_count,
+        default=2048,
+        metavar="N",
+        help="sampled query rows per KV head, for channels",
     )
     group.add_argument(
         "--device", default="auto", help="where to measure: cpu, cuda, or auto: cuda where there is one (default)"
@@ -86,9 +85,17 @@ def _add_measuring(group: Any) -> None:
 
 
 def _add_fitting(group: Any) -> None:
+    group.add_argument("--method", help="that is judged and recommended (default: the server's default)")
+    group.add_argument(
+        "--dense-layers",
+        type=_first_layers,
+        default=(0,),
+        metavar="0,1",
+        help="first layers, which read everything (default: 0)",
+    )
     group.add_argument(
         "--anchors",
-        type=_count,
+        type=parse_count,
         metavar="N",
         help="layers that select (default: the fewest that keep 98%% of the layers' own attention mass); where "
         "proposals are judged, the only plan beside every layer selecting",
@@ -98,16 +105,7 @@ def _add_fitting(group: Any) -> None:
         "--block-average", type=float, metavar="B", help="instead of --tau: harmonic mean of the block sizes in tokens"
     )
     group.add_argument(
-        "--representation", choices=("mean", "minmax"), default="minmax", help="of blocks (default: %(default)s)"
-    )
-    group.add_argument(
-        "--criterion",
-        choices=("similarity", "recovery"),
-        default="recovery",
-        help="of anchors and head maps: Kascade's score, or attention mass at the budget (default: %(default)s)",
-    )
-    group.add_argument(
-        "--num-channels", type=_count, default=32, metavar="N", help="of the token index (default: %(default)s)"
+        "--num-channels", type=parse_count, default=32, metavar="N", help="of the token index (default: %(default)s)"
     )
 
 
@@ -127,22 +125,18 @@ def _add_judging(group: Any) -> None:
         "same prompts, and a quarter)",
     )
     group.add_argument(
-        "--rows", type=_count, default=16, metavar="N", help="requests that decode together (default: %(default)s)"
+        "--rows", type=parse_count, default=16, metavar="N", help="requests that decode together (default: %(default)s)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Entry of the subcommand; returns the exit status."""
     if args.report is not None and importlib.util.find_spec("matplotlib") is None:
-        return _refuse(
-            "expected matplotlib for --report, got none; pip install 'sglang-ext[calibrate]', or leave --report out"
+        return refuse(
+            "calibrate",
+            "expected matplotlib for --report, got none; pip install 'sglang-ext[calibrate]', or leave --report out",
         )
     return run_job("calibrate", partial(_run, args))
-
-
-def _refuse(why: object, status: int = 2) -> int:
-    print(f"sglang-ext calibrate: {why}", file=sys.stderr)
-    return status
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -154,26 +148,28 @@ def _run(args: argparse.Namespace) -> int:
     # Without a model, too, a profile can be fitted to measurements that are complete.
     refusal = engine_refusal(args.model_path, args.sglang_flags) or measuring_refusal(args.device)
     if refusal and args.no_resume:
-        return _refuse(refusal)
+        return refuse("calibrate", refusal)
     try:
         job = CalibrateJob(args)
         num_layers = num_layers_of(args.model_path, args.sglang_flags)
         if num_layers is not None:
             job.check_layers(num_layers)
     except ValueError as error:  # of prompts, measurements and options alike
-        return _refuse(error)
+        return refuse("calibrate", error)
     except OSError as error:
-        return _refuse(f"expected to be able to write the profile, the report and measurements, got: {error}")
+        return refuse(
+            "calibrate", f"expected to be able to write the profile, the report and measurements, got: {error}"
+        )
     if refusal and (job.missing or job.judges):
-        return _refuse(refusal)
+        return refuse("calibrate", refusal)
     try:
         if job.missing:
             _measure(job, args)
         return job.finish()
     except EngineStartError as error:
-        return _refuse(error)
+        return refuse("calibrate", error)
     except ValueError as error:
-        return _refuse(error, 1)
+        return refuse("calibrate", error, 1)
 
 
 def _measure(job: CalibrateJob, args: argparse.Namespace) -> None:
@@ -185,43 +181,29 @@ def _measure(job: CalibrateJob, args: argparse.Namespace) -> None:
         args.sglang_flags,
         query_samples=args.query_samples,
         tail_tokens=args.max_tokens,
-        max_decode_steps=args.decode_steps,
+        decode_steps=args.decode_steps,
     )
     with session:
         job.measure(session)
 
 
 def _ratio(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text!r}")
-    return value
+    return _above_zero(text, 1.0, "a number above 0 and at most 1")
 
 
 def _nats(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected nats above 0, got {text!r}")
-    return value
+    return _above_zero(text, sys.float_info.max, "nats above 0")
 
 
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
+def _above_zero(text: str, most: float, what: str) -> float:
+    with suppress(ValueError):
+        if 0.0 < float(text) <= most:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
 
 
-def _layers(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise argparse.ArgumentTypeError(f"expected layer numbers such as 0,1 (or nothing), got {text!r}")
-    layers = tuple(sorted({int(part) for part in parts}))
+def _first_layers(text: str) -> tuple[int, ...]:
+    layers = tuple(sorted(set(parse_layers(text)))) if text.strip() else ()
     if layers != tuple(range(len(layers))):
         raise argparse.ArgumentTypeError(
             f"expected the first layers (0, or 0,1, ..., or nothing), got {text!r}; name all layers from 0 on, or fewer"

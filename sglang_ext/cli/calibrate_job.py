@@ -42,15 +42,6 @@ from sglang_ext.calibration.prompts import (
     prompt_tokens,
     read_calibration_prompts,
 )
-from sglang_ext.calibration.recommend import (
-    Choice,
-    RecipeQuality,
-    default_recipes,
-    measure_quality,
-    quality_table,
-    quality_tokens,
-    recommend,
-)
 from sglang_ext.calibration.report import Result, write_report
 from sglang_ext.cli.arguments import names_cpu
 from sglang_ext.cli.capturing import CaptureSession
@@ -98,8 +89,6 @@ class CalibrateJob:
             num_anchors=args.anchors,
             tau=args.tau,
             block_average=args.block_average,
-            representation=args.representation,
-            criterion=args.criterion,
             dense_layers=args.dense_layers,
             num_channels=args.num_channels,
         )
@@ -108,7 +97,6 @@ class CalibrateJob:
             self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._prompts, self._digest = read_calibration_prompts(args.data)
         self._held_out = held_out_ids(self._prompts)
-        self._recipes = default_recipes(self._method)
         self._left_out: dict[str, str] = {}
         out = Path(os.path.abspath(args.out))
         self._folder = Path(args.state or f"{out}.state")
@@ -156,7 +144,7 @@ class CalibrateJob:
         """Fit, write profile and report; returns the exit status: 1 where a prompt was left out.
 
         Raises:
-            StateError: too few prompts were measured, or no recipe could be tried on one.
+            StateError: too few prompts were measured.
             ValueError: a setting that does not fit the model.
         """
         measured = [load_measurement(self._path(p.id)) for p in self._prompts if self._path(p.id).is_file()]
@@ -169,37 +157,34 @@ class CalibrateJob:
                 f"{len(halves[0])} and {len(halves[1])}; no profile is written. Give more prompts, or correct those "
                 "that were left out"
             )
-        # Recipes are not tried on prompts without a token behind the prefix.
-        tried = [one.quality for one in halves[1] if one.quality.numel()]
-        if not tried:
-            raise StateError(
-                "expected a held-out prompt with a token behind its prefix to try the recipes on, got none; no profile "
-                'is written. Give prompts a "question", and measure anew with --no-resume'
-            )
         averages = average([measurement for measurement, _ in measured])
         infos = [info for _, info in measured]
-        held = [info for info in infos if info.held_out]
-        prefixes = {prompt.id: prefix_digest(prompt) for prompt in self._prompts}
-        groups = [prefixes[info.id] for info in held]
-        held_out = compare(*halves, [info.task for info in held], groups, self._fit)
-        quality = quality_table(torch.stack(tried), list(self._recipes), self._measure.keep_ratios)
-        fit = fit_settings(averages, self._fit)
         verdict = self._judged(average(halves[0]), infos) if self.judges else None
         if verdict is None:
-            choice = self._choice(quality, fit, self._model.head_dim)
-            fit = with_flat_heads(fit, averages, self._fit, self._measure.keep_ratios.index(choice.keep_ratio))
+            fit = with_flat_heads(fit_settings(averages, self._fit), averages)
+            keep_ratio, reason = self._args.keep_ratio, "not judged: method and budget are those that were asked for"
         else:
-            choice = self._as_judged(verdict.chosen, verdict.reason)
             fit = self._fit_of(averages, verdict.chosen)
-        profile = self._profile(self._model, fit, choice, infos)
+            keep_ratio, reason = verdict.chosen.keep_ratio, verdict.reason
+        profile = self._profile(self._model, fit, keep_ratio, infos)
         profile.save(self._args.out)
         if self._args.report is not None:
-            result = Result(
-                *(profile, averages, fit, held_out, quality, choice, infos, self._left_out, self._measure, self._fit),
-                verdict,
+            held = [info for info in infos if info.held_out]
+            prefixes = {prompt.id: prefix_digest(prompt) for prompt in self._prompts}
+            shown = Result(
+                profile=profile,
+                averages=averages,
+                fit=fit,
+                held_out=compare(*halves, [prefixes[info.id] for info in held], self._fit),
+                reason=reason,
+                infos=infos,
+                left_out=self._left_out,
+                measure=self._measure,
+                settings=self._fit,
+                verdict=verdict,
             )
-            write_report(result, self._args.report)
-        self._say(fit, choice, len(infos))
+            write_report(shown, self._args.report)
+        self._say(fit, keep_ratio, reason, len(infos))
         return 1 if self._left_out else 0
 
     def _measure_one(self, session: CaptureSession, prompt: CalibrationPrompt) -> None:
@@ -207,20 +192,16 @@ class CalibrateJob:
         (ids, warnings), prefix_len = prompt_tokens(prompt, session.tokens)
         for warning in warnings:
             tqdm.write(f"{prompt.id}: warning: {warning}", file=sys.stderr)
-        capture = session.capture(prompt.id, ids, prefix_len=prefix_len, decode_steps=self._args.decode_steps)
+        capture = session.capture(prompt.id, ids, prefix_len)
         least = setting.num_sink + setting.num_recent
         if capture.prefix_len <= least:
             raise ValueError(
                 f"expected a prefix of more than {least} tokens (sink and recent window), got {capture.prefix_len}; "
                 "give prompts as long as those that will be served"
             )
-        held_out = prompt.id in self._held_out
-        quality = None
-        if held_out and len(quality_tokens(capture)):
-            layers = range(self._fit.first_layer(capture.num_layers), capture.num_layers)
-            quality = measure_quality(capture, self._recipes, layers, setting, self._device)
-        measurement = measure_prompt(capture, setting, device=self._device, quality=quality)
+        measurement = measure_prompt(capture, setting, device=self._device)
         rows = measured_tokens(capture, setting.max_tokens)
+        held_out = prompt.id in self._held_out
         info = PromptInfo(prompt.id, prompt.task, held_out, len(ids), capture.prefix_len, len(rows))
         save_measurement(measurement, info, self._path(prompt.id))
 
@@ -240,10 +221,10 @@ class CalibrateJob:
         anchors = len(fit_settings(averages, self._fit).anchors)
         candidates: dict[Candidate, Path] = {}
         given = self._fit.num_anchors is not None
-        for candidate in proposals(anchors, layers, self._args.keep_ratio, given=given):
+        for candidate in proposals(anchors, layers, self._measure.keep_ratios, given=given):
             path = folder / f"{candidate.anchors or 'all'}-{candidate.keep_ratio:g}.json"
             own = self._fit_of(averages, candidate)
-            self._profile(self._model, own, self._as_judged(candidate, ""), infos).save(path)
+            self._profile(self._model, own, candidate.keep_ratio, infos).save(path)
             candidates[candidate] = path
         held = {info.id for info in infos if info.held_out}
         groups: dict[str, list[CalibrationPrompt]] = {}
@@ -263,15 +244,10 @@ class CalibrateJob:
         fit = fit_settings(averages, setting)
         if candidate.anchors is None:
             return fit
-        ratios = self._measure.keep_ratios
-        nearest = min(range(len(ratios)), key=lambda i: abs(ratios[i] - candidate.keep_ratio))
-        return with_flat_heads(fit, averages, setting, nearest)
+        return with_flat_heads(fit, averages, self._measure.keep_ratios.index(candidate.keep_ratio))
 
-    def _as_judged(self, candidate: Candidate, reason: str) -> Choice:
-        spec = self._recipes[self._method].to_dict()
-        return Choice(name=self._method, spec=spec, keep_ratio=candidate.keep_ratio, reason=reason)
-
-    def _profile(self, model: ModelFingerprint, fit: Fit, choice: Choice, infos: Sequence[PromptInfo]) -> Profile:
+    def _profile(self, model: ModelFingerprint, fit: Fit, keep_ratio: float, infos: Sequence[PromptInfo]) -> Profile:
+        spec = METHODS[self._method].spec().to_dict()
         return Profile(
             model=ProfiledModel(
                 num_layers=model.num_layers,
@@ -283,7 +259,7 @@ class CalibrateJob:
             layer_plan=fit.plan.to_dict(),
             channels=tuple(tuple(map(tuple, layer)) for layer in fit.channels.tolist()),
             dense_heads=fit.dense_heads,
-            recommended=Recommendation(method=choice.name, spec=choice.spec, keep_ratio=choice.keep_ratio),
+            recommended=Recommendation(method=self._method, spec=spec, keep_ratio=keep_ratio),
             calibration=CalibrationData(
                 prompts=len(infos),
                 tokens=sum(info.prompt_tokens for info in infos),
@@ -293,24 +269,12 @@ class CalibrateJob:
             ),
         )
 
-    def _choice(self, quality: Sequence[RecipeQuality], fit: Fit, head_dim: int) -> Choice:
-        """What is recommended: the method that was asked for, or another one that decode graphs hold."""
-        asked = self._method
-        held = {name: spec for name, spec in self._recipes.items() if name == asked or graph_refusal(name) is None}
-        choice = recommend(quality, held, anchor_share=fit.plan.anchor_share, head_dim=head_dim)
-        others = ", ".join(name for name in self._recipes if name not in held)
-        if not others:
-            return choice
-        reason = f"{choice.reason}; not recommended in any case, as decode graphs do not hold them yet: {others}"
-        return msgspec.structs.replace(choice, reason=reason)
-
-    def _say(self, fit: Fit, choice: Choice, measured: int) -> None:
+    def _say(self, fit: Fit, keep_ratio: float, reason: str, measured: int) -> None:
         where = f", report {self._args.report}" if self._args.report else ""
         print(
             f"{len(self._prompts)} prompts: {measured} measured, {len(self._left_out)} left out; anchors "
-            f"{', '.join(map(str, fit.plan.anchor_layers))}; recommended {choice.name} at {choice.keep_ratio:.0%} "
-            f"({choice.reason}); "
-            f"profile {self._args.out}{where}",
+            f"{', '.join(map(str, fit.plan.anchor_layers))}; recommended {self._method} at {keep_ratio:.0%} "
+            f"({reason}); profile {self._args.out}{where}",
             file=sys.stderr,
         )
         flat = ", ".join(f"layer {layer} head {head}" for layer, head in fit.flat_heads.nonzero().tolist())
@@ -318,7 +282,7 @@ class CalibrateJob:
             print(f"layers with a near-uniform KV head attend everything: {flat}", file=sys.stderr)
         if not fit.plan.with_dense(fit.whole_layers).anchor_layers:
             print("with this profile no layer selects: calibrate on longer prompts", file=sys.stderr)
-        refusal = graph_refusal(choice.name)
+        refusal = graph_refusal(self._method)
         if refusal:
             print(f"inside decode graphs a server uses no index with this profile: {refusal}", file=sys.stderr)
 
@@ -339,16 +303,13 @@ class CalibrateJob:
 
     def _settings(self) -> dict[str, Any]:
         """What measurements depend on, plain values."""
-        measure = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self._measure).items()}
         return {
             "version": MEASUREMENT_VERSION,
             "data": self._digest,
-            **measure,
+            **asdict(self._measure),
             "block_sizes": list(BLOCK_SIZES),
             "decode_steps": self._args.decode_steps,
             "query_samples": self._args.query_samples,
-            "dense_layers": list(self._fit.dense_layers),
-            "recipes": {name: spec.to_dict() for name, spec in self._recipes.items()},
         }
 
     def _open_state(self) -> ModelFingerprint | None:
@@ -367,7 +328,7 @@ class CalibrateJob:
         except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, ValueError) as error:
             raise StateError(f"expected settings in {path}, got {error}; measure anew with --no-resume") from error
         own = self._settings()
-        for name in sorted({*own, *saved}):
+        for name in sorted({*own, *saved}, key=lambda name: (name != "version", name)):  # of others, other names
             if saved.get(name) != own.get(name):
                 raise StateError(
                     f"expected measurements with {name}={own.get(name)!r} in {self._folder}, got "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +15,7 @@ import torch
 from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture
 from sglang_ext.cli.arguments import names_cpu
+from sglang_ext.cli.checks import reported
 from sglang_ext.config import Build, DecodePath
 from sglang_ext.prefill.prompt_tokens import TokenSource
 
@@ -35,7 +35,7 @@ class CaptureSession:
         sglang_flags: device, dtype, attention backend, context length and so on, as for the server.
         query_samples: sampled query rows per KV head over the whole prompt.
         tail_tokens: last tokens of a prompt that are kept beside the sample.
-        max_decode_steps: decode steps that can be kept.
+        decode_steps: tokens generated behind the first one; fewer when the model ends earlier.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class CaptureSession:
         *,
         query_samples: int = 2048,
         tail_tokens: int = 64,
-        max_decode_steps: int = 64,
+        decode_steps: int = 16,
     ) -> None:
         self._model_path = model_path
         self._given_flags = list(sglang_flags)
-        self._max_decode_steps = max_decode_steps
+        self._decode_steps = decode_steps
         self._settings: dict[str, Any] = {
             "build": Build.CAPTURE.value,
             "decode_path": DecodePath.STOCK.value,
             "query_samples": query_samples,
             "capture_tail": tail_tokens,
-            "capture_steps": max_decode_steps,
+            "capture_steps": decode_steps,
         }
         self._count = 0
 
@@ -91,34 +91,22 @@ class CaptureSession:
         return flags
 
     @property
-    def context_len(self) -> int:
-        """Longest request in tokens, the generated ones included."""
-        return self._engine.context_len
-
-    @property
     def tokens(self) -> TokenSource:
         """Token ids as the server makes them of requests."""
         return self._engine.tokens
 
-    def capture(
-        self, name: str, input_ids: Sequence[int], *, prefix_len: int | None = None, decode_steps: int = 16
-    ) -> PromptCapture:
+    def capture(self, name: str, input_ids: Sequence[int], prefix_len: int | None = None) -> PromptCapture:
         """Run one prompt and return what was recorded, on the CPU.
 
         Args:
             name: of the prompt, for messages.
             input_ids: the prompt.
             prefix_len: leading tokens that are the prefix; None for the whole prompt.
-            decode_steps: tokens generated behind the first one; fewer when the model ends earlier.
 
         Raises:
             CaptureError: SGLang refuses the prompt, or what was recorded cannot be used.
         """
-        if not 0 <= decode_steps <= self._max_decode_steps:
-            raise CaptureError(
-                f"{name}: expected 0..{self._max_decode_steps} decode steps (max_decode_steps), got {decode_steps}"
-            )
-        room = self.context_len - 1 - decode_steps
+        room = self._engine.context_len - 1 - self._decode_steps
         if not 1 <= len(input_ids) <= room:
             raise CaptureError(
                 f"{name}: expected 1..{room} tokens (context length less what is generated), got {len(input_ids)}; "
@@ -127,10 +115,12 @@ class CaptureSession:
         self._count += 1
         rid = f"capture-{self._count}"
         try:
-            self._engine.prefill(rid, input_ids, max_new_tokens=decode_steps + 1)
+            self._engine.prefill(rid, input_ids, max_new_tokens=self._decode_steps + 1)
         except ValueError as error:
             raise CaptureError(f"{name}: refused by SGLang: {error}") from error
-        event = self._event(rid)
+        event = reported(self._events, rid, WRITE_TIMEOUT_S)
+        if event is None:
+            raise CaptureError(f"{name}: the scheduler reported nothing within {WRITE_TIMEOUT_S:.0f} s; see its log")
         if event["status"] != "captured":
             raise CaptureError(f"{name}: not captured: {event.get('reason')}: {event.get('detail')}")
         path = Path(event["path"])
@@ -138,21 +128,8 @@ class CaptureSession:
             capture = load_capture(path)
         finally:
             path.unlink(missing_ok=True)
-        if not all(bool(torch.isfinite(x).all()) for x in (capture.queries, capture.keys, capture.values)):
+        if not all(bool(torch.isfinite(x).all()) for x in (capture.queries, capture.keys)):
             raise CaptureError(
-                f"{name}: expected finite queries, keys and values, got NaN or infinity; does the model overflow in "
-                "this dtype?"
+                f"{name}: expected finite queries and keys, got NaN or infinity; does the model overflow in this dtype?"
             )
         return capture if prefix_len is None else capture.behind(prefix_len)
-
-    def _event(self, rid: str) -> dict[str, Any]:
-        """What the scheduler process wrote of this request; it writes when the request gives its slot back."""
-        deadline = time.monotonic() + WRITE_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self._events.exists():
-                for text in self._events.read_text().splitlines():
-                    event: dict[str, Any] = json.loads(text)
-                    if event.pop("rid") == rid:
-                        return event
-            time.sleep(0.02)
-        raise CaptureError(f"{rid}: the scheduler reported nothing within {WRITE_TIMEOUT_S:.0f} s; see its log")

@@ -1,13 +1,16 @@
-"""What jobs check before they start SGLang: each problem is one line, and the exit status of wrong usage."""
+"""What jobs check before they start SGLang: each problem is one line, and the exit status of wrong usage. And how they
+learn what became of a request."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from sglang_ext.cli.arguments import checkpoint_options, sglang_option
 from sglang_ext.profiles import local_folder
@@ -69,3 +72,18 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+def reported(events: Path, rid: str, seconds: float) -> dict[str, Any] | None:
+    """What the scheduler process wrote of a request (`build_report`); None where it wrote nothing in that time. It
+    writes when the request gives its slot back.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if events.exists():
+            for text in events.read_text().splitlines():
+                event: dict[str, Any] = json.loads(text)
+                if event.pop("rid") == rid:
+                    return event
+        time.sleep(0.02)
+    return None

@@ -16,7 +16,7 @@ import msgspec
 from prefix_index import IndexStore, IndexStoreError
 from prefix_index.connect import locate
 from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, names_cpu, parse_seconds
-from sglang_ext.cli.stopping import run_job
+from sglang_ext.cli.stopping import refuse, run_job
 from sglang_ext.storage import configured_store, make_folder
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
             model_folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
             config, _ = parse_profiled(args.sparse_attn_config, model_folder)  # before a folder is made for a store
             if refusal := engine_refusal(args.model_path, args.sglang_flags):
-                return _refuse(refusal)
+                return refuse("prebuild", refusal)
             with suppress(IndexStoreError, OSError):  # what is no folder is left to the check of the settings
                 kind, folder, _ = locate(args.store)
                 if kind == "file":
@@ -88,17 +88,12 @@ def _run(args: argparse.Namespace) -> int:
             store = opened.enter_context(closing(configured_store(settings.store, settings.config)))
             report = opened.enter_context(open(args.report, "a")) if args.report is not None else sys.stdout
         except (PromptError, ConfigError) as error:
-            return _refuse(error)
+            return refuse("prebuild", error)
         except IndexStoreError as error:
-            return _refuse(f"--store {args.store}: {error}")
+            return refuse("prebuild", f"--store {args.store}: {error}")
         except OSError as error:
-            return _refuse(f"expected a --report that can be written, got: {error}. Name another file")
+            return refuse("prebuild", f"expected a --report that can be written, got: {error}. Name another file")
         return _build(args, settings, store, prompts, report)
-
-
-def _refuse(why: object) -> int:
-    print(f"sglang-ext prebuild: {why}", file=sys.stderr)
-    return 2
 
 
 def _build(
@@ -115,7 +110,7 @@ def _build(
             engine.open()
             return PrebuildJob(engine, store, settings, events, report, args).run(prompts)
         except EngineStartError as error:
-            return _refuse(error)
+            return refuse("prebuild", error)
         finally:
             engine.close()
 

@@ -26,6 +26,7 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
+from sglang_ext.cli.checks import reported
 from sglang_ext.compat.engine import EngineDiedError, unknown_ids
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.prefill.builder import covered_tokens, profile_digest
@@ -188,16 +189,10 @@ class PrebuildJob:
         return None
 
     def _event(self, rid: str, timeout: float = 600.0) -> dict[str, Any]:
-        """What the scheduler process wrote of this request; it writes when the request gives its slot back."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if self._events.exists():
-                for text in self._events.read_text().splitlines():
-                    event: dict[str, Any] = json.loads(text)
-                    if event.pop("rid") == rid:
-                        with suppress(IndexStoreError):  # a report of what was built is not lost with the service
-                            self._store.rescan()
-                        return event
-            time.sleep(0.02)
-        detail = f"the scheduler reported nothing within {timeout:.0f} s; see its log"
-        return {"status": "failed", "reason": "no_report", "detail": detail}
+        event = reported(self._events, rid, timeout)
+        if event is None:
+            detail = f"the scheduler reported nothing within {timeout:.0f} s; see its log"
+            return {"status": "failed", "reason": "no_report", "detail": detail}
+        with suppress(IndexStoreError):  # a report of what was built is not lost with the service
+            self._store.rescan()
+        return event

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, sglang_option
+from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, parse_layers, sglang_option
+from sglang_ext.cli.stopping import refuse
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
     from sglang_ext.methods.layer_plan import LayerPlan
@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     one.add_argument("--out", required=True, metavar="FILE", help="where the profile goes")
     one.add_argument(
         "--anchors",
-        type=_layers,
+        type=parse_layers,
         metavar="0,2,8",
         help="layers that select in the publication (default: those in the file's name, ..._layers_0_2_8.npy)",
     )
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     file, out = Path(args.file), Path(args.out)
     refusal = _refusal(args, file, out)
     if refusal:
-        return _refuse(refusal)
+        return refuse("profile import", refusal)
     try:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         model = read_model(_flags(args))
@@ -82,13 +82,17 @@ def run(args: argparse.Namespace) -> int:
             ),
         )
     except (EngineStartError, ValueError) as error:
-        return _refuse(error)
+        return refuse("profile import", error)
     except OSError as error:
-        return _refuse(f"expected to be able to read the head map and the model's configuration, got: {error}")
+        return refuse(
+            "profile import", f"expected to be able to read the head map and the model's configuration, got: {error}"
+        )
     try:
         profile.save(out)
     except OSError as error:
-        return _refuse(f"expected to be able to write --out, got: {error}; name a file in a folder that exists")
+        return refuse(
+            "profile import", f"expected to be able to write --out, got: {error}; name a file in a folder that exists"
+        )
     _say(args, plan)
     return 0
 
@@ -154,15 +158,3 @@ def refused_sizes(plan: LayerPlan) -> list[int]:
         except ValueError:
             refused.append(size)
     return refused
-
-
-def _refuse(why: object) -> int:
-    print(f"sglang-ext profile import: {why}", file=sys.stderr)
-    return 2
-
-
-def _layers(text: str) -> Sequence[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise argparse.ArgumentTypeError(f"expected layer numbers such as 0,2,8, got {text!r}")
-    return tuple(map(int, parts))

@@ -27,6 +27,12 @@ def _terminate(number: int, frame: object) -> NoReturn:
     raise Terminated
 
 
+def refuse(command: str, why: object, status: int = 2) -> int:
+    """Say what a command is refused for; returns the exit status."""
+    print(f"sglang-ext {command}: {why}", file=sys.stderr)
+    return status
+
+
 def run_job(command: str, job: Callable[[], int]) -> int:
     """Run what may be run again to go on, and say so where it did not come to its end.
 
@@ -40,8 +46,7 @@ def run_job(command: str, job: Callable[[], int]) -> int:
         print("terminated; run the same command again to go on", file=sys.stderr)
         return TERMINATED
     except EngineDiedError as error:
-        print(f"sglang-ext {command}: {error}; run the same command again to go on", file=sys.stderr)
-        return 1
+        return refuse(command, f"{error}; run the same command again to go on", 1)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on", file=sys.stderr)
         return INTERRUPTED

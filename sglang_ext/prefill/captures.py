@@ -85,7 +85,7 @@ class PrefillCaptures(Recording):
                 capture.importance[layer].index_copy_(0, chunk.rows, value.float())
 
     def _whole(self, capture: Capture, row: int) -> PromptCapture:
-        """The capture with the prompt's keys and values, its tokens in the order of their positions.
+        """The capture with the prompt's keys, its tokens in the order of their positions.
 
         A late token that is also in the sample stands there twice, once as each.
         """
@@ -106,7 +106,6 @@ class PrefillCaptures(Recording):
             positions=positions[order],
             sampled=order < capture.reservoir_rows,
             keys=torch.stack([self._view.kv(layer).keys(slots, dtype).cpu() for layer in layers]),
-            values=torch.stack([self._view.kv(layer).values(slots, dtype).cpu() for layer in layers]),
             importance=importance[:, order.to(importance.device)],
             prompt_len=capture.prompt_len,
             sm_scale=capture.scale(self._view.head_dim),

@@ -1,4 +1,4 @@
-"""Captures of made-up prompts: random queries, keys and values; and what their attention is, by loops."""
+"""Captures of made-up prompts: random queries and keys; and what their attention is, by loops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def make_capture(
         positions=torch.cat([inside, torch.arange(prefix_len, prefix_len + asked)]),
         sampled=torch.arange(tokens) < sampled,
         keys=torch.randn(num_layers, prefix_len, 2, dim, generator=gen),
-        values=torch.randn(num_layers, prefix_len, 2, dim, generator=gen),
         importance=torch.rand(num_layers, tokens, generator=gen),
         prompt_len=prefix_len + asked,
         sm_scale=dim**-0.5,

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.calibration.block_size import (
-    Average,
     average_block_size,
     block_sizes_by_budget,
     block_sizes_by_tau,
@@ -24,9 +23,7 @@ recalls = st.lists(st.tuples(unit, unit, unit), min_size=1, max_size=5).map(
 targets = st.one_of(st.sampled_from([16.0, 32.0, 64.0]), st.floats(1, 64))
 
 
-def averages(chosen, average):
-    if average is Average.ARITHMETIC:
-        return sum(chosen) / len(chosen)
+def harmonic(chosen):
     return len(chosen) / sum(1 / size for size in chosen)
 
 
@@ -44,35 +41,31 @@ def test_equation_2_by_hand():
 
 
 @settings(max_examples=examples(80))
-@given(recall=recalls, target=targets, average=st.sampled_from(Average))
-def test_budget_against_exhaustive_search(recall, target, average):
-    chosen = block_sizes_by_budget(recall, target, average).tolist()
+@given(recall=recalls, target=targets)
+def test_budget_against_exhaustive_search(recall, target):
+    chosen = block_sizes_by_budget(recall, target).tolist()
     rows = recall.tolist()
 
     def worth(choice):
         return sum(row[SIZES.index(size)] for row, size in zip(rows, choice, strict=True))
 
-    allowed = [
-        choice
-        for choice in itertools.product(SIZES, repeat=len(rows))
-        if averages(choice, average) >= target * (1 - 1e-9)
-    ]
+    choices = itertools.product(SIZES, repeat=len(rows))
+    allowed = [choice for choice in choices if harmonic(choice) >= target * (1 - 1e-9)]
     assert tuple(chosen) in allowed
     assert worth(chosen) == pytest.approx(max(map(worth, allowed)), abs=1e-9)
-    assert average_block_size(torch.tensor(chosen), average) == pytest.approx(averages(chosen, average))
+    assert average_block_size(torch.tensor(chosen)) == pytest.approx(harmonic(chosen))
 
 
 def test_adaptive_is_at_least_uniform_at_the_same_average():
     gen = torch.Generator().manual_seed(0)
     recall = torch.rand(8, 4, 3, generator=gen).sort(dim=-1, descending=True).values
-    for (column, uniform), average in itertools.product(enumerate(SIZES), Average):
-        chosen = block_sizes_by_budget(recall, uniform, average)
+    for column, uniform in enumerate(SIZES):
+        chosen = block_sizes_by_budget(recall, uniform)
         picked = recall.gather(2, torch.searchsorted(torch.tensor(SIZES), chosen)[..., None])
         assert picked.mean() >= recall[..., column].mean()
     # Sensitive and insensitive heads: adaptive wins outright.
     mixed = torch.tensor([[0.9, 0.2, 0.1]] * 4 + [[0.9, 0.9, 0.9]] * 4)
-    assert block_sizes_by_budget(mixed, 32, Average.ARITHMETIC).tolist() == [16] * 4 + [64] * 4
-    assert block_sizes_by_budget(mixed, 25.6, Average.HARMONIC).tolist() == [16] * 4 + [64] * 4
+    assert block_sizes_by_budget(mixed, 25.6).tolist() == [16] * 4 + [64] * 4
 
 
 def test_a_target_that_rounding_puts_just_out_of_reach_is_met():
@@ -80,7 +73,7 @@ def test_a_target_that_rounding_puts_just_out_of_reach_is_met():
     target = 9 / (2 / 32 + 7 / 64)
     assert 64 / target * 9 < 11
     recall = torch.tensor([[0.9, 0.9, 0.1]] * 2 + [[0.9, 0.9, 0.9]] * 7)
-    assert block_sizes_by_budget(recall, target, Average.HARMONIC).tolist() == [32] * 2 + [64] * 7
+    assert block_sizes_by_budget(recall, target).tolist() == [32] * 2 + [64] * 7
 
 
 def test_near_uniform_heads():
@@ -92,8 +85,8 @@ def test_near_uniform_heads():
     ("run", "message"),
     [
         (lambda: block_sizes_by_tau(torch.full((1, 3), torch.nan)), "expected recall in 0..1"),
-        (lambda: block_sizes_by_budget(torch.ones(1, 3), 65.0, Average.HARMONIC), r"size in 1\.\.64 tokens, got 65"),
-        (lambda: block_sizes_by_budget(torch.ones(1, 3), float("nan"), Average.HARMONIC), "expected an average block"),
+        (lambda: block_sizes_by_budget(torch.ones(1, 3), 65.0), r"size in 1\.\.64 tokens, got 65"),
+        (lambda: block_sizes_by_budget(torch.ones(1, 3), float("nan")), "expected an average block"),
         (lambda: near_uniform_heads(torch.tensor([torch.nan])), "expected oracle recall in 0..1"),
     ],
 )

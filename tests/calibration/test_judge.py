@@ -18,14 +18,16 @@ def judged(anchors: int | None, kl: list[float], ms: list[float], tokens: int = 
 
 
 def test_proposals_begin_with_the_default_and_repeat_none() -> None:
-    found = proposals(18, 23, 0.05)
+    found = proposals(18, 23, (0.05, 0.02))
     assert found[0] == DEFAULT
     assert [(one.anchors, one.keep_ratio) for one in found] == [
         (count, ratio) for count in (None, 18, 12, 9, 6) for ratio in (0.05, 0.02)
     ]
-    assert {one.anchors for one in proposals(23, 23, 0.1)} == {None, 15, 12, 8}, "all layers: that is the default"
-    assert [one.keep_ratio for one in proposals(1, 1, 0.1)] == [0.1, 0.05, 0.02]
-    assert {one.anchors for one in proposals(8, 23, 0.05, given=True)} == {None, 8}
+    assert {one.anchors for one in proposals(23, 23, (0.1, 0.05))} == {None, 15, 12, 8}, (
+        "all layers: that is the default"
+    )
+    assert [one.keep_ratio for one in proposals(1, 1, (0.1, 0.05, 0.02))] == [0.1, 0.05, 0.02]
+    assert {one.anchors for one in proposals(8, 23, (0.05,), given=True)} == {None, 8}
 
 
 def test_the_fastest_surely_within_the_bound_is_chosen() -> None:

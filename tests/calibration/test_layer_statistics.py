@@ -1,6 +1,4 @@
-"""Recall, sparsity, similarity and recovery against plain loops in fp64 and against serving's own selection."""
-
-import math
+"""Recall, sparsity and recovery against plain loops in fp64 and against serving's own selection."""
 
 import numpy as np
 import pytest
@@ -8,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.block_scores import block_scores_mean
+from prefix_kernels.block_scores import block_scores_minmax
 from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.testing import attention_recall
 from prefix_kernels.top_k_selection import top_k_selection
@@ -17,7 +15,6 @@ from sglang_ext.calibration.layer_statistics import (
     MeasureSetting,
     best_recall,
     keys_for_mass,
-    prompt_similarity,
     recall_by_block_size,
     reuse_recovery,
     served_budget,
@@ -35,10 +32,10 @@ def budget_of(keep_ratio, num_sink=0, num_recent=0, min_top_k=0):
     return MeasureSetting(keep_ratio=keep_ratio, num_sink=num_sink, num_recent=num_recent, min_top_k=min_top_k)
 
 
-def recalls(layer, setting, sm_scale=SM_SCALE, by="mean"):
+def recalls(layer, setting, sm_scale=SM_SCALE):
     """Of blocks [size, head, token], and of the best tokens [head, token]."""
-    (best,) = best_recall(layer, sm_scale, setting, [setting.keep_ratio])
-    return recall_by_block_size(layer, sm_scale, setting, by), best
+    best = best_recall(layer, sm_scale, setting)[0]
+    return recall_by_block_size(layer, sm_scale, setting), best
 
 
 def recall_by_loops(layer, setting, size):
@@ -56,8 +53,9 @@ def recall_by_loops(layer, setting, size):
             order = np.argsort(-mass).tolist()
         else:
             starts = range(0, seen, size)
-            means = np.array([k[start : start + size, head].mean(axis=0) for start in starts])
-            weights = softmax(q[token, head * gqa : (head + 1) * gqa] @ means.T * SM_SCALE)
+            rows = q[token, head * gqa : (head + 1) * gqa]
+            bounds = [np.max([rows * f(k[s : s + size, head], axis=0) for f in (np.min, np.max)], 0) for s in starts]
+            weights = softmax(np.stack(bounds).sum(axis=2).T * SM_SCALE)
             order = [
                 n for block in np.argsort(-weights.max(axis=0)) for n in range(starts[block], starts[block] + size)
             ]
@@ -93,8 +91,8 @@ def test_is_the_recall_of_servings_own_selection():
     (layer,) = make_layers(1, prefix_len=277, positions=torch.tensor([280]))
     recall, _ = recalls(layer, budget_of(0.3, 3, 5))
     for i, size in enumerate(BLOCK_SIZES):
-        (mean,) = block_representation(layer.keys, size, "mean")
-        scores = pool_scores(block_scores_mean(layer.queries, mean), SM_SCALE, Pooling.MAX)
+        low, high = block_representation(layer.keys, size, "minmax")
+        scores = pool_scores(block_scores_minmax(layer.queries, low, high), SM_SCALE, Pooling.MAX)
         selection = top_k_selection(scores, int(0.3 * 277), 3, 5, size, 277)
         expected = attention_recall(layer.queries, layer.keys, selection, SM_SCALE).view(2, 2).mean(dim=1)
         torch.testing.assert_close(recall[i, :, 0], expected, rtol=1e-5, atol=1e-6)
@@ -144,17 +142,15 @@ def test_sparsity_counts_the_fewest_keys(mass):
 
 
 def pairs_by_loops(layers, sm_scale, top_k):
-    """Similarity and recovery, [a, b, h, g]."""
+    """Recovery, [a, b, h, g]."""
     mass = [attention(layer, sm_scale) for layer in layers]
     num_layers, heads, tokens = len(layers), layers[0].num_kv_heads, range(layers[0].num_tokens)
-    worst, mean = np.zeros((2, num_layers, num_layers, heads, heads))
-    for a, b, h, g in np.ndindex(worst.shape):
+    mean = np.zeros((num_layers, num_layers, heads, heads))
+    for a, b, h, g in np.ndindex(mean.shape):
         if a <= b:
             order = [np.argsort(-mass[a][g][t])[:top_k] for t in tokens]
-            kept = [mass[b][h][t][order[t]].sum() for t in tokens]
-            own = [np.sort(mass[b][h][t])[::-1][:top_k].sum() for t in tokens]
-            worst[a, b, h, g], mean[a, b, h, g] = np.min(np.divide(kept, own)), np.mean(kept)
-    return worst, mean
+            mean[a, b, h, g] = np.mean([mass[b][h][t][order[t]].sum() for t in tokens])
+    return mean
 
 
 @settings(max_examples=examples(30))
@@ -167,25 +163,11 @@ def pairs_by_loops(layers, sm_scale, top_k):
     top_k=st.integers(1, 20),
     seed=st.integers(0, 1 << 20),
 )
-def test_similarity_and_recovery_against_plain_loops(num_layers, num_tokens, prefix_len, kv_heads, gqa, top_k, seed):
+def test_recovery_against_plain_loops(num_layers, num_tokens, prefix_len, kv_heads, gqa, top_k, seed):
     sizes = {"num_tokens": num_tokens, "prefix_len": prefix_len, "kv_heads": kv_heads, "gqa": gqa}
     layers = make_layers(num_layers, **sizes, seed=seed)
-    worst, mean = pairs_by_loops(layers, 0.4, top_k)
-    np.testing.assert_allclose(prompt_similarity(iter(layers), 0.4, top_k).numpy(), worst, rtol=2e-5, atol=1e-7)
+    mean = pairs_by_loops(layers, 0.4, top_k)
     np.testing.assert_allclose(reuse_recovery(iter(layers), 0.4, top_k).numpy(), mean, rtol=2e-5, atol=1e-7)
-
-
-def test_equation_3_by_hand():
-    """One head, attention known: layer 0 prefers keys 0 and 1, layer 1 keys 1 and 2."""
-    first, second = [0.5, 0.3, 0.15, 0.05], [0.1, 0.4, 0.3, 0.2]
-    one = torch.ones(1, 1, 1)
-    layers = [
-        LayerCapture(one, torch.tensor(probabilities).log().view(4, 1, 1), torch.tensor([3]))
-        for probabilities in (first, second)
-    ]
-    sim = prompt_similarity(layers, 1.0, top_k=2)[..., 0, 0]
-    assert sim.tolist() == [[pytest.approx(1.0), pytest.approx((0.1 + 0.4) / (0.4 + 0.3))], [0.0, pytest.approx(1.0)]]
-    assert float(reuse_recovery(layers, 1.0, top_k=2)[0, 1]) == pytest.approx(0.1 + 0.4)
 
 
 def test_future_keys_are_not_seen():
@@ -193,16 +175,17 @@ def test_future_keys_are_not_seen():
     changed = [layer._replace(keys=layer.keys.clone()) for layer in layers]
     for layer in changed:
         layer.keys[21:] = 1e4
-    assert torch.equal(prompt_similarity(layers, 0.4, 3), prompt_similarity(changed, 0.4, 3))
+    assert torch.equal(reuse_recovery(layers, 0.4, 3), reuse_recovery(changed, 0.4, 3))
 
 
 def test_vanishing_probabilities_still_rank():
     """All mass on key 0; the ranks behind it come from the log, so equal layers stay alike."""
     (layer,) = make_layers(1, scale=300.0, positions=torch.full((5,), 99))
-    sim = prompt_similarity([layer, layer], 1.0, 10)
-    torch.testing.assert_close(sim[0, 1].diagonal(), torch.ones(2, dtype=torch.float64))
+    kept = reuse_recovery([layer, layer], 1.0, 10)
+    torch.testing.assert_close(kept[0, 1], kept[1, 1])
     flat = [layer._replace(keys=torch.ones_like(layer.keys))] * 2
-    torch.testing.assert_close(prompt_similarity(flat, 0.4, 4)[0, 1], torch.ones(2, 2, dtype=torch.float64))
+    even = torch.full((2, 2), 4 / 50, dtype=torch.float64)
+    torch.testing.assert_close(reuse_recovery(flat, 0.4, 4)[0, 1], even)
 
 
 def test_chunks_change_nothing(monkeypatch):
@@ -212,7 +195,6 @@ def test_chunks_change_nothing(monkeypatch):
         return (
             *recalls(layers[0], budget_of(0.2, 2, 2)),
             keys_for_mass(layers[0], SM_SCALE, 0.9),
-            prompt_similarity(layers, SM_SCALE, 5),
             reuse_recovery(layers, SM_SCALE, 20),
         )
 
@@ -221,10 +203,3 @@ def test_chunks_change_nothing(monkeypatch):
         monkeypatch.setattr(prompt_capture, "ELEMENTS_PER_CHUNK", elements)
         # A product's last bit may depend on how many rows are multiplied at once.
         torch.testing.assert_close(everything(), whole, rtol=1e-6, atol=1e-6)
-
-
-def test_representations_differ():
-    (layer,) = make_layers(1, prefix_len=150)
-    by = {name: recalls(layer, budget_of(0.2), by=name)[0] for name in ("mean", "minmax")}
-    assert not torch.equal(by["mean"], by["minmax"])
-    assert not math.isnan(float(by["minmax"].sum()))

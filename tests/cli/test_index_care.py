@@ -153,14 +153,6 @@ def test_export_of_all_counts_what_is_damaged(shelf: Any, index: Any, tmp_path: 
     assert (text.status, text.out.splitlines()[-1]) == (1, "1 damaged, 4 exported")
 
 
-def test_two_names_go_to_a_folder_though_one_is_damaged(shelf: Any, index: Any, tmp_path: Path) -> None:
-    shelf.flip(1, at=70)
-    words = [shelf.entries[0].digest, shelf.entries[1].digest]
-    said = index("export", *words, "--to", tmp_path / "out")
-    assert said.status == 1
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [f"{words[0]}.pfxindex"]
-
-
 def test_import_of_a_stores_folder_keeps_pins_and_expiry(shelf: Any, index: Any, tmp_path: Path) -> None:
     soon = time.time() + 5000
     with FileStore(shelf.folder) as store:

@@ -176,6 +176,8 @@ def test_one_index_goes_to_one_file_which_is_not_overwritten(shelf: Any, index: 
     file, digest = tmp_path / "tools.pfxindex", shelf.entries[0].digest
     assert index("export", digest[:8], "--to", file).status == 0
     assert file.read_bytes() == shelf.path(0).read_bytes()
+    assert index("export", digest, "--to", f"{tmp_path}/new/").status == 0
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [f"{digest}.pfxindex"]
     file.write_bytes(b"somebody's")
     said = index("export", digest, "--to", file)
     assert (said.status, file.read_bytes()) == (1, b"somebody's")
@@ -188,7 +190,7 @@ def test_a_damaged_index_is_not_exported_and_leaves_no_file(shelf: Any, index: A
     shelf.flip(0)
     shelf.flip(1, at=70)
     words = [entry.digest for entry in shelf.entries[:3]]
-    said = index("export", *words, "--to", f"{tmp_path}/out/")
+    said = index("export", *words, "--to", tmp_path / "out")
     assert said.status == 1
     assert said.out.splitlines()[-1] == "1 damaged, 1 exported, 1 failed"
     assert "checksum of ('csa." in " ".join(said.out.split())

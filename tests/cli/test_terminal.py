@@ -135,7 +135,7 @@ def test_sizes_times_and_retentions() -> None:
         (["expire", "abcd", "--after=-5"], "found '-5'"),
         (["expire", "abcd", "--after", "nan"], "found 'nan'"),
         (["expire", "abcd"], "one of the arguments --after --never is required"),
-        (["verify", "--jobs", "0"], "expected 1 or more, found '0'"),
+        (["verify", "--jobs", "0"], "expected a whole number of at least 1, got '0'"),
         ([], "SUBCOMMAND"),
     ],
 )

@@ -15,10 +15,9 @@ DECODE_STEPS = 8
 
 def main() -> None:
     request = json.loads(sys.argv[1])
-    with CaptureSession(str(MODEL), sys.argv[4:], query_samples=512, tail_tokens=32) as session:
-        capture = session.capture(
-            "first", request["input_ids"], prefix_len=request["prefix_len"], decode_steps=DECODE_STEPS
-        )
+    sizes = {"query_samples": 512, "tail_tokens": 32, "decode_steps": DECODE_STEPS}
+    with CaptureSession(str(MODEL), sys.argv[4:], **sizes) as session:
+        capture = session.capture("first", request["input_ids"], request["prefix_len"])
         save_capture(capture, sys.argv[2])
         try:
             session.capture("long", [5] * 70000)

@@ -21,9 +21,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.quality.evaluate import Paired, Reply, ask_many, paired, post, server_state
+from sglang_ext.quality.evaluate import Reply, ask_many, post, server_state
 from sglang_ext.quality.ports import free_port, free_ports
 from sglang_ext.quality.tasks import Document, Question
+from tests.server.paired import Paired, paired
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "needle"

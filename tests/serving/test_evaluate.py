@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from sglang_ext.quality.evaluate import keep_ratio_between, paired
+from sglang_ext.quality.evaluate import keep_ratio_between
+from tests.server.paired import paired
 
 
 def test_paired_against_hand_computed_numbers() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefix_index import IndexStoreError
 from prefix_index.eviction import POLICIES
-from sglang_ext.cli.arguments import parse_bytes, parse_seconds
+from sglang_ext.cli.arguments import parse_bytes, parse_count, parse_seconds
 from sglang_ext.cli.index import containers, keeping, listing
 from sglang_ext.cli.index.targets import UnknownIndex
 from sglang_ext.cli.index.text import complain
@@ -72,12 +72,6 @@ def _when(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--never", action="store_true", help="take an expiry back")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text!r}")
-    return int(text)
-
-
 def _guarded(run: _Run) -> _Run:
     """A store's error is one message and status 1."""
 
@@ -106,7 +100,7 @@ _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
         ["--store ./store", "--sample 5%"],
         _indexes("*"),
         _argument("--sample", type=containers.sample_text, metavar="N|SHARE%", help="a random part: 20, or 5%%"),
-        _argument("--jobs", type=_positive, metavar="N", help="threads (default: cores, at most 4)"),
+        _argument("--jobs", type=parse_count, metavar="N", help="threads (default: cores, at most 4)"),
     ),
     "rm": (
         keeping.run_rm,
