@@ -57,6 +57,7 @@ class Problem:
         sum_every: of how few candidates the sums are, see `log_shares`.
         rising: how far later keys point the way of a row's queries.
         size: of the queries.
+        beside: more requests of the batch, which are in other groups: tiles are of all.
         programs: of a KV head, in two launches; 0: one, in one.
         joined: all programs in one launch.
         windows: the first and the last candidates that are taken whatever their scores.
@@ -70,6 +71,7 @@ class Problem:
         *,
         rising: float = 0.0,
         size: float = 1.0,
+        beside: int = 0,
         programs: int = 0,
         joined: bool = False,
         windows: tuple[int, int] = (5, 20),
@@ -77,7 +79,7 @@ class Problem:
         gen = torch.Generator().manual_seed(requests + count)
         heads = KV_HEADS * GQA
         self.shape = ScoreShape(heads, KV_HEADS, CHANNELS, listed_channels=True, sum_every=sum_every)
-        self.config = default_config(self.shape, requests, specialized=True)
+        self.config = default_config(self.shape, requests + beside, specialized=True)
         self.requests, self.count, self.programs, self.windows = requests, count, programs, windows
         self.joined = joined or not programs
         self.products, self.counted = 0, torch.empty(0)
@@ -222,6 +224,17 @@ def test_programs_that_wait_for_each_other(count: int, sum_every: int, programs:
     scores = made.run()
     assert made.error(scores) < LIMIT
     assert torch.equal(scores, split.run())
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize(("count", "sum_every", "programs"), [(333, 1, 0), (900, 1, 3), (4203, 16, 3)])
+def test_few_rows_in_a_batch_of_many(count: int, sum_every: int, programs: int, requests: int) -> None:
+    """They have tiles of their own, and the same scores as in a batch of few."""
+    made = Problem(requests, count, sum_every, programs=programs, joined=True, beside=24)
+    assert made.config.block_m == 128
+    scores = made.run()
+    assert made.error(scores) < LIMIT
+    assert torch.equal(scores, Problem(requests, count, sum_every, programs=programs).run())
 
 
 @pytest.mark.parametrize("requests", [1, 8, 32])

@@ -87,7 +87,7 @@ def score_kernel(
     PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr,
     TILE: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Program (place, KV head): its items, of which only the first may be shared with other programs."""
+    """Program (place, KV head): its items, each alone or with the programs that have the group's others."""
     wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
@@ -155,7 +155,7 @@ def list_kernel(
     positions_ptr,  # int32 arena of lists, written
     slots_ptr,  # int32 arena of lists, written with HAS_SLOTS
     counts_ptr,  # int32 [num_groups, num_kv_heads], written
-    ITEM_FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr, STRETCH: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOTS: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): lists what was selected of the stretches of its items.
@@ -179,7 +179,7 @@ def list_kernel(
         list_begin = tl.load(fields + 8) + head * tl.load(fields + 9)
         row = group * num_heads + head
         scores = scores_ptr + tl.load(heads_ptr + row * 4 + 3) // ALIGNED * ALIGNED
-        begin, end = stretch_of(chunk, num_chunks, prefix_len, BLOCK_N)
+        begin, end = stretch_of(chunk, num_chunks, prefix_len, STRETCH)
         wait_for_the_kernel_before(OVERLAPPED)
 
         # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.

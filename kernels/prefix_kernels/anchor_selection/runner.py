@@ -32,8 +32,14 @@ recent_begin, slot_start, list_begin, head_stride, number of all items (in every
 _MOST_ROWS = 2**31
 """Of codes, that it can number; it looks a few steps ahead."""
 _STEPS_AHEAD = 6
+_ROUNDS = 2
+"""Of items, that groups of a batch are cut into at most."""
+_ITEM_TOKENS = 1500
+"""What an item costs beside its tokens, in tokens (H100, 64 channels: about 6 us of sums, a meeting and counts)."""
 _FEW_ROWS = 32
-"""Of so many rows at most, the sums of 64 programs are read at once, else of 32."""
+"""Of so many rows at most, the sums of 64 programs are read at once, else of 32. Groups of so few rows in a batch of
+more have tiles of their own, of `_FEW_ROWS_BLOCK_N` candidates, on sm_90."""
+_FEW_ROWS_BLOCK_N = 128
 _TOKENS_OF_A_THREAD = 16
 _POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
 """What the kernels call them."""
@@ -96,6 +102,11 @@ class AnchorConfig:
         """Registers of a thread that let `programs_per_sm` programs share those of a multiprocessor."""
         return min(255, _REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
 
+    @property
+    def stretch(self) -> int:
+        """Candidates that a program's stretch is a multiple of. Those of a batch of many rows may be of few."""
+        return max(self.block_n, _FEW_ROWS_BLOCK_N) if self.specialized else self.block_n
+
     def launch_options(self, *, joined: bool) -> dict[str, int | None]:
         """Of `launching.launch`; joined: programs that wait for each other."""
         options: dict[str, int | None] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
@@ -157,35 +168,53 @@ _LIST_WARPS = 4
 """Of the launch that lists what was scored."""
 
 
-def share_programs(lengths: Sequence[int], num_programs: int) -> list[int]:
-    """Programs of each group, so that the longest stretch is as short as can be.
+def share_programs(lengths: Sequence[int], num_items: int, most: int) -> list[int]:
+    """Items of each group, so that the longest stretch is as short as can be.
 
     Args:
         lengths: tokens of each group.
-        num_programs: of a KV head.
+        num_items: of all groups; more where there are more groups, fewer where no group can have more.
+        most: items of a group, at most.
 
     Returns:
-        One for each group, or more where there are fewer groups than programs; then `num_programs` together.
+        One for each group, or more.
     """
     shares = [1] * len(lengths)
-    longest: list[tuple[float, int]] = [(-length, group) for group, length in enumerate(lengths)]
+    longest: list[tuple[float, int]] = [(-length, group) for group, length in enumerate(lengths)] if most > 1 else []
     heapq.heapify(longest)
-    for _ in range(num_programs - len(lengths) if lengths else 0):
+    for _ in range(num_items - len(lengths)):
+        if not longest:
+            break
         _, group = heapq.heappop(longest)
         shares[group] += 1
-        heapq.heappush(longest, (-lengths[group] / shares[group], group))
+        if shares[group] < most:
+            heapq.heappush(longest, (-lengths[group] / shares[group], group))
     return shares
+
+
+def _tokens_of_the_busiest(lengths: Sequence[int], shares: Sequence[int], num_programs: int) -> float:
+    """Tokens of the program that has most of them, each item counted as `_ITEM_TOKENS` more."""
+    busy = [0.0] * num_programs
+    item = 0
+    for length, share in zip(lengths, shares, strict=True):
+        for _ in range(share):
+            busy[item % num_programs] += _ITEM_TOKENS + length / share
+            item += 1
+    return max(busy)
 
 
 def make_items(groups: Sequence[SelectionGroup], num_programs: int) -> list[list[int]]:
     """Items in the order of programs: program p has items p, p + num_programs, and so on.
 
-    Items of a group follow each other. A group that is cut has its items among the first `num_programs`, one to a
-    program, so programs that wait for each other have nothing before that others wait for. A group without tokens has
-    an item behind: it writes a count of 0.
+    Items of a group follow each other, each on a program of its own. So programs that wait for each other wait for
+    earlier items at most, and some program always goes on. Where groups do not share the programs evenly, they are cut
+    into two rounds of items. A group without tokens has an item behind: it writes a count of 0.
     """
     some = [g for g, group in enumerate(groups) if group.prefix_len]
-    shares = dict(zip(some, share_programs([groups[g].prefix_len for g in some], num_programs), strict=True))
+    lengths = [groups[g].prefix_len for g in some]
+    tried = [share_programs(lengths, rounds * num_programs, num_programs) for rounds in range(1, _ROUNDS + 1)]
+    best = min(tried, key=lambda shares: _tokens_of_the_busiest(lengths, shares, num_programs))
+    shares = dict(zip(some, best, strict=True))
     items: list[list[int]] = []
     for g in some + [g for g in range(len(groups)) if g not in shares]:
         group, share = groups[g], shares.get(g, 1)
@@ -249,7 +278,7 @@ class AnchorSelection:
         self.programs_of_a_head = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
         if not config.specialized or config.block_m > _FEW_ROWS:
             self.programs_of_a_head = _in_rounds(self.programs_of_a_head)
-        max_items = self.programs_of_a_head + max_groups
+        max_items = _ROUNDS * self.programs_of_a_head + max_groups
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -358,6 +387,7 @@ class AnchorSelection:
                 "BLOCK_CHUNKS": 64 if config.block_m <= _FEW_ROWS else 32,
                 "NUM_WARPS": config.num_warps,
                 "LAYOUT": words_layout(config.block_n, config.num_warps),
+                "FEW_LAYOUT": words_layout(config.stretch, config.num_warps),
             }
         # Raw scores of few rows fill a tile that is not as wide, and higher.
         raw_m = config.block_m if inputs.raw is None else min(config.block_m, block_of(inputs.raw.shape[2]))
@@ -385,6 +415,7 @@ class AnchorSelection:
             "max_items": self._items.shape[0],
             "ITEM_FIELDS": ITEM_FIELDS,
             "BLOCK_N": self.config.block_n,
+            "STRETCH": self.config.stretch,
             "HAS_SLOTS": lists.slots is not None,
         }
 

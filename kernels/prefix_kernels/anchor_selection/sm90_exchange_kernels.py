@@ -137,8 +137,7 @@ def _add(a, b):
 
 
 ADD = gl.constexpr("red.shared.add.u32 [$1], $2; mov.b32 $0, 0;")
-"""0 or 1, which nobody knows beforehand: of a 1 the compiler makes an instruction that adds those of one place at once,
-and takes the places of a warp in turns (H100: ... us more where 131,072 tokens are counted)."""
+"""Of 0 or 1."""
 
 
 @gluon.jit
@@ -148,15 +147,19 @@ def bins(AT_ONCE: gl.constexpr, NUM_WARPS: gl.constexpr):
 
 
 @gluon.jit
-def begin_counts(NUM_WARPS: gl.constexpr):
-    """Where keys are counted from now on; the program has one place for that."""
-    at = gl.inline_asm_elementwise(COUNTS, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def counts_address():
+    """Where a program counts keys. Each place in the source that asks has one of its own."""
+    return gl.inline_asm_elementwise(COUNTS, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def begin_counts(at, NUM_WARPS: gl.constexpr):
+    """Count from 0 on."""
     # Threads that still read what was counted here before.
     barrier()
     places = bins(1, NUM_WARPS) * 4 + at
     gl.inline_asm_elementwise(RESET, "=r,r", [places], dtype=gl.int32, is_pure=False, pack=1)
     barrier()
-    return at
 
 
 @gluon.jit

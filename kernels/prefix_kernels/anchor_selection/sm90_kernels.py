@@ -14,6 +14,7 @@ from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
     barrier,
     begin_counts,
     bins,
+    counts_address,
     end_counts,
     highest_of_columns,
     highest_of_two_steps,
@@ -112,7 +113,7 @@ def _pool_stretch(words, codes, q_smem, unit, below, tile, scores, sizes: gl.con
 
 @gluon.jit
 def _pool_item(
-    words, codes, query, put, stats, num_chunks, factor, unit, scores, counts_ptr, AGAIN: gl.constexpr,
+    words, codes, query, put, stats, num_chunks, factor, unit, scores, counts, AGAIN: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_CHUNKS: gl.constexpr, sizes: gl.constexpr,
 ):  # fmt: skip
     """The second phase of an item: write the pooled scores of its stretch, and how many have which key. AGAIN: no
@@ -130,7 +131,8 @@ def _pool_item(
     _, num_rows, _ = of_group
     tiles = gl.cdiv(num_rows * GQA, BLOCK_M)
     scores_ptr, num_sink, recent_begin = scores
-    counts_at = begin_counts(NUM_WARPS)
+    counts_ptr, counts_at = counts
+    begin_counts(counts_at, NUM_WARPS)
     for tile in range(tiles):
         if AGAIN or tiles > 1:
             unit = put_queries(query, tile, factor, sizes)
@@ -153,6 +155,42 @@ def _pool_item(
 
 
 @gluon.jit
+def _score_item(
+    codes, q_smem, query, put, meeting, factor, SUM_EVERY: gl.constexpr, FIRST_PHASE: gl.constexpr,
+    LAST_PHASE: gl.constexpr, BLOCK_CHUNKS: gl.constexpr, sizes: gl.constexpr,
+):  # fmt: skip
+    """The phases of one item, by tiles of the size that its group's rows want."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    packed_ptr, first_row, _, _ = codes
+    q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides = query
+    query = (q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides)
+    peak_ptr, total_ptr, max_rows, stats, scores, counts = put
+    arrived_ptr, chunk, num_chunks, count = meeting
+    put = (peak_ptr, total_ptr, max_rows)
+    own = stats + chunk * max_rows
+    unit = factor
+    if FIRST_PHASE == 1 and SUM_EVERY > 1:
+        step = _sum_step(count, SUM_EVERY)
+        first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
+        summed = (packed_ptr, first_row, first, last, step)
+        unit = sum_sample_item(summed, query, put, own, factor, sizes)
+    if FIRST_PHASE == 1 and SUM_EVERY == 1:
+        unit = sum_item(codes, query, put, own, factor, sizes)
+    # The first codes are asked for before the others are waited for.
+    words = _first_words(codes, sizes)
+    if FIRST_PHASE == 1 and LAST_PHASE > 1:
+        _meet(arrived_ptr, chunk, num_chunks)
+    if LAST_PHASE > FIRST_PHASE:
+        # All programs of this launch are on the GPU: none waits for one that the next launch keeps away.
+        _let_the_next_kernel_come()
+    if LAST_PHASE >= 2:
+        _pool_item(
+            words, codes, query, put, stats, num_chunks, factor, unit, scores, counts, FIRST_PHASE == 2, SUM_EVERY,
+            BLOCK_CHUNKS, sizes,
+        )  # fmt: skip
+
+
+@gluon.jit
 def score_items_sm90_kernel(
     q_ptr,  # [batch, num_qo_heads, head_dim]
     rows_ptr,  # int32 [batch], batch rows by group
@@ -168,21 +206,27 @@ def score_items_sm90_kernel(
     sm_scale, q_stride_row, q_stride_head, max_rows, max_items,
     ITEM_FIELDS: gl.constexpr, GQA: gl.constexpr, CHANNELS: gl.constexpr, LISTED_CHANNELS: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_CHUNKS: gl.constexpr,
-    NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr,
-    OVERLAPPED: gl.constexpr,
+    NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FEW_LAYOUT: gl.constexpr, STRETCH: gl.constexpr,
+    FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr, OVERLAPPED: gl.constexpr,
 ):  # fmt: skip
-    """Program (place, KV head): the first two phases of its items, of which only the first may be shared."""
+    """Program (place, KV head): the phases of scores of its items."""
     _wait_for_the_kernel_before(OVERLAPPED)
     head = gl.program_id(1).to(gl.int64)
     num_heads = gl.num_programs(1)
     PIECES: gl.constexpr = CHANNELS // 32
+    few_mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
+    few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma)
     if BLOCK_M <= FEW_ROWS:
-        mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
+        mma: gl.constexpr = few_mma
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
     sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
+    few_smem = q_smem
+    if BLOCK_M > FEW_ROWS:
+        few_smem = gl.allocate_shared_memory(gl.int8, [PIECES, FEW_ROWS, 32], shared)
+    counts_at = counts_address()
     factor = sm_scale * LOG2E
     # There is a row of the table for every program, be there an item or not.
     num_items = gl.load(items_ptr + gl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(gl.int32)
@@ -204,35 +248,21 @@ def score_items_sm90_kernel(
         channels_ptr = gl.load(arrays_ptr + group * 5).to(gl.pointer_type(gl.int16)) + head * CHANNELS
         packed_ptr = gl.multiple_of(gl.load(arrays_ptr + group * 5 + 1).to(gl.pointer_type(gl.int32)), 16)
         scale_ptr = gl.load(arrays_ptr + group * 5 + 2).to(gl.pointer_type(gl.float32)) + head * CHANNELS
-        stretch = gl.cdiv(gl.cdiv(count, num_chunks), BLOCK_N) * BLOCK_N
-        begin = gl.minimum(chunk * stretch, count)
-        end = gl.minimum(begin + stretch, count)
+        begin, end = _stretch_of(chunk, num_chunks, count, STRETCH)
         stats = (head * max_items + item - chunk) * max_rows
         if selected < prefix_len:
             codes = (packed_ptr, first_row, begin, end)
             of_group = (row_begin, num_rows, head)
-            strides = (q_stride_row, q_stride_head)
-            query = (q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides)
-            put = (peak_ptr, total_ptr, max_rows)
-            own = stats + chunk * max_rows
-            unit = factor
-            if FIRST_PHASE == 1 and SUM_EVERY > 1:
-                step = _sum_step(count, SUM_EVERY)
-                first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
-                summed = (packed_ptr, first_row, first, last, step)
-                unit = sum_sample_item(summed, query, put, own, factor, sizes)
-            if FIRST_PHASE == 1 and SUM_EVERY == 1:
-                unit = sum_item(codes, query, put, own, factor, sizes)
-            # The first codes are asked for before the others are waited for.
-            words = _first_words(codes, sizes)
-            if FIRST_PHASE == 1 and LAST_PHASE > 1:
-                _meet(arrived_ptr + row, chunk, num_chunks)
-            if LAST_PHASE > FIRST_PHASE:
-                # All programs of this launch are on the GPU: none waits for one that the next launch keeps away.
-                _let_the_next_kernel_come()
-            if LAST_PHASE >= 2:
-                counts = at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS)
-                _pool_item(
-                    words, codes, query, put, stats, num_chunks, factor, unit, scores, counts, FIRST_PHASE == 2,
-                    SUM_EVERY, BLOCK_CHUNKS, sizes,
-                )  # fmt: skip
+            query = (q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, (q_stride_row, q_stride_head))
+            counts = (at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS), counts_at)
+            put = (peak_ptr, total_ptr, max_rows, stats, scores, counts)
+            meeting = (arrived_ptr + row, chunk, num_chunks, count)
+            if BLOCK_M > FEW_ROWS and num_rows * GQA <= FEW_ROWS:
+                # One of few rows in a batch of many.
+                _score_item(
+                    codes, few_smem, query, put, meeting, factor, SUM_EVERY, FIRST_PHASE, LAST_PHASE, BLOCK_CHUNKS, few
+                )
+            else:
+                _score_item(
+                    codes, q_smem, query, put, meeting, factor, SUM_EVERY, FIRST_PHASE, LAST_PHASE, BLOCK_CHUNKS, sizes
+                )
