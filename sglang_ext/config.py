@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import typing
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
 from sglang_ext.methods.base import did_you_mean
 from sglang_ext.methods.profile import Profile, ProfileError, used_by_builders
-from sglang_ext.options import FORMER_KEYS, Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
+from sglang_ext.options import Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
 from sglang_ext.storage import ENV_STORE, default_store, make_folder, remote_addresses
 
@@ -42,8 +41,6 @@ __all__ = [
     "parse_config",
     "settings_from_env",
 ]
-
-logger = logging.getLogger(__name__)
 
 ENV_ENABLE = "SGLANG_SPARSE_ATTN"
 ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
@@ -226,31 +223,14 @@ def _decoded(text: str | None) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise _fail("a readable file after '@'", str(path), f"{error}: check the path.") from error
     try:
-        return _under_new_names(json.loads(source))
+        return json.loads(source)
     except json.JSONDecodeError as error:
         raise _fail("a JSON object", source[:200], f"JSON error: {error}.") from error
 
 
-def _under_new_names(raw: Any) -> Any:
-    """A decoded configuration in which former names are replaced, each with a warning."""
-    if not isinstance(raw, Mapping):
-        return raw
-    raw = dict(raw)
-    for former, name in FORMER_KEYS.items():
-        if former in raw:
-            if name in raw:
-                raise _fail(f"{name!r} alone", former, f"Remove {former!r}, its former name.")
-            raw[name] = raw.pop(former)
-            logger.warning("--sparse-attn-config: %r is now %r; the former name is taken until 0.2", former, name)
-    if raw.get("decode_path") == "exact":
-        raw["decode_path"] = DecodePath.CASCADE.value
-        logger.warning("--sparse-attn-config: decode_path 'exact' is now 'cascade'; the former word is taken until 0.2")
-    return raw
-
-
 def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     """Check a decoded configuration; raises ConfigError as `parse_config` does."""
-    config = _converted(_under_new_names(raw))
+    config = _converted(raw)
     _check_ranges(config)
     _check_methods(config)
     _check_suffix_part(config)

@@ -46,9 +46,6 @@ class Eviction(str, Enum):
     COST_AWARE = "cost_aware"
 
 
-FORMER_KEYS = {"private_dense_tokens": "suffix_dense_tokens", "private_index_bytes": "suffix_index_bytes"}
-"""Former names, which `config` takes until 0.2 with a warning, as it does `"decode_path": "exact"` for `cascade`."""
-
 SUM_EVERY = 16
 """Of `token_index`: what more saves is little (docs/kernels.md), what it costs docs/selection.md says."""
 
@@ -114,8 +111,6 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         store_remote: URL of a remote store, or several, fastest first: `s3://BUCKET/PREFIX`, `gs://`, `az://`,
             `file:///SHARED/FOLDER`, `mooncake://HOST:PORT`. The folder is the truth of this machine; what it lacks is
             fetched from there, what is built here is published there.
-        store_wait: has no effect any more, and goes with the next version: an index that the folder lacks is fetched
-            whole, within `store_timeout_s` or behind.
         store_timeout_s: seconds that an answer of a service or the remote store may take. Longer fetches go on behind.
     """
 
@@ -160,7 +155,6 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     store_mode: str = "0700"
     store_group: str | None = None
     store_remote: str | list[str] | None = None
-    store_wait: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     store_timeout_s: float = 5.0
 
     def budget(self, prefix_len: int) -> int:

@@ -11,7 +11,6 @@ import pytest
 
 from sglang_ext.config import (
     ConfigError,
-    DecodePath,
     Settings,
     SparseAttnConfig,
     default_store,
@@ -63,7 +62,6 @@ def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Pat
         ('{"store_timeout_s": NaN}', ["store_timeout_s", "nan"]),
         ('{"build": "share"}', ["build to be one of off, shared, prefill, capture", "got 'share'", "mean 'shared'?"]),
         ('{"store_eviction": "random"}', ["store_eviction to be one of lru, cost_aware", "got 'random'"]),
-        ('{"store_wait": "never"}', ["store_wait", "never"]),
         ('{"store_remote": "ftp://host"}', ["store_remote", "s3://BUCKET/PREFIX", "ftp://host"]),
         ('{"store_remote": "/a/folder"}', ["store_remote", "folder or service is named by --sparse-attn-store"]),
         ('{"store_remote": ["s3://b", 3]}', ["store_remote", "str"]),
@@ -197,14 +195,3 @@ def test_the_profile_digest_follows_what_is_built_and_nothing_else() -> None:
 
 def test_covered_tokens() -> None:
     assert [covered_tokens(*one) for one in ((1023, 64), (1024, 64), (15, 16))] == [960, 1024, 0]
-
-
-def test_former_names_are_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING"):
-        config = parse_config('{"private_dense_tokens": 64, "private_index_bytes": 1024, "decode_path": "exact"}')
-    assert (config.suffix_dense_tokens, config.suffix_index_bytes) == (64, 1024)
-    assert config.decode_path is DecodePath.CASCADE
-    for name in ("suffix_dense_tokens", "suffix_index_bytes", "cascade"):
-        assert f"is now '{name}'" in caplog.text
-    with pytest.raises(ConfigError, match="'suffix_dense_tokens' alone"):
-        parse_config('{"private_dense_tokens": 64, "suffix_dense_tokens": 64}')

@@ -366,12 +366,11 @@ def test_a_remote_store_that_is_not_there_does_not_stop_the_start(
 
 
 def test_an_index_of_a_shared_folder_is_served_and_kept_on_this_machine(
-    folder: Path, start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, start: Any, tmp_path: Path
 ) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
-    runtime = start(store=mine, store_remote=f"file://{folder}", store_wait="wait_complete", **PATIENT)
-    assert "store_wait='wait_complete' has no effect any more" in caplog.text
+    runtime = start(store=mine, store_remote=f"file://{folder}", **PATIENT)
     assert decodes_sparsely(runtime, "a", PROMPT)
     (index,) = folder.rglob("*.pfxindex")
     assert (mine / index.relative_to(folder)).read_bytes() == index.read_bytes()
