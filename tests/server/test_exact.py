@@ -102,13 +102,6 @@ def test_requests_behind_one_cached_prefix_are_grouped(server: Any, texts: Any) 
     assert delta.per_layer("selections_per_layer")[0] < delta.sparse_rows, "a group selects once for all its rows"
 
 
-def test_a_suffix_longer_than_a_page_is_attended(server: Any, texts: Any) -> None:
-    suffix = " ".join(texts.unindexed.text.split()[:205])
-    _, delta = server.compared([f"{texts.first.text} {suffix} {texts.first.questions[4].text}"], STEPS)
-    assert delta.sparse_rows in server.rows(STEPS - 1)
-    assert delta.per_layer("prefix_tokens_per_layer") == [1536 * delta.sparse_rows] * LAYERS
-
-
 @pytest.mark.parametrize(("shared", "used"), [(1000, 1536), (1023, 1536), (1024, 2560)])
 def test_an_index_longer_than_what_is_shared_is_not_used_and_the_shorter_one_is(
     server: Any, texts: Any, shared: int, used: int

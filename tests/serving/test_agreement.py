@@ -205,15 +205,6 @@ def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
     assert one[3] == two[3] == (case not in ("ready", "loading")), "nobody keeps an index that it may not use"
 
 
-def test_one_rank_votes_with_nobody() -> None:
-    attachment, requests = Attachment("r", 80, _index(State.READY), None), _Requests(OneRank())
-    requests.came(attachment)
-    ready = requests.ready
-    assert ready.settle(["r"], refused=True) is None
-    assert ready.usable(attachment) is attachment.index
-    assert ready.snapshot() == {"votes": 0, "history": 0}
-
-
 # -- the start, and what is compared on the device --------------------------------------------------------------
 
 

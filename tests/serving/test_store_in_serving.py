@@ -105,16 +105,6 @@ def test_a_build_that_comes_to_nothing_gives_its_lease_back(how: str, builders: 
     assert statuses(two) == ["built"]
 
 
-def test_two_requests_of_one_server_build_once(builders: Any) -> None:
-    one, _ = builders
-    requests = [one.came("0"), one.came("1", [*PROMPT, 1])]
-    assert report(one)[0]["reason"] == "building_elsewhere"
-    prefill(one, "0", 65)
-    for number, request in enumerate(requests):
-        one.slot_freed(request, number, finished=True)
-    assert statuses(one) == ["skipped", "built"]
-
-
 def test_a_folder_that_goes_away_does_not_end_a_building_server(builders: Any) -> None:
     one, _ = builders
     shutil.rmtree(one.store.folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,18 +65,6 @@ def test_nobody_waits_for_a_folder_that_takes_long(
         assert time.monotonic() - began < 30
     eventually(watch, 2)
     assert watch.snapshot()["indexes_in_store"] == 2
-
-
-def test_a_folder_that_has_gone_is_said(folder: Path, watch: StoreWatch) -> None:
-    shutil.rmtree(folder)
-
-    def look() -> None:
-        for _ in range(100):
-            watch.rescan()
-            time.sleep(0.02)
-
-    with pytest.raises(StoreFolderError):
-        look()
 
 
 def test_only_who_builds_needs_a_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
