@@ -111,7 +111,7 @@ class SparseRuntime:
         usable, least = self.planner.uses_indexes, config.min_sparse_prompt_len
         self.directory: PrefixDirectory | None = None  # nothing is looked up that no step could use
         if usable:
-            self.directory = PrefixDirectory(self.store, self.model, self.profile, least, rescan=self.watch.rescan)
+            self.directory = PrefixDirectory(self.store, self.model, self.profile, least, self.watch.rescan)
         self.builds = make_recording(self.store, config, view, self.model, profile, self.ranks, usable=usable)
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
@@ -152,17 +152,17 @@ class SparseRuntime:
             refusal: (reason, detail) of a request that stays dense in any case.
             counted: whether an index that is found counts as a hit.
         """
-        if self.requests.known(request):
+        if self.requests.of(request) is not None:
             return
         if self.ready.stale:
             refusal = ("index_mismatch", self.ready.stale)
         hashes: Sequence[bytes] = ()
         if refusal or self.directory is None:
-            attachment = Attachment(rid, len(prompt), None, *(refusal or (None, None)))
+            attachment = Attachment(rid, refusal[0] if refusal else None)
         else:
             found = self.directory.lookup(namespace, prompt)
             hashes = found.hashes
-            attachment = Attachment(rid, len(prompt), None, found.reason, found.detail, found.entry)
+            attachment = Attachment(rid, found.reason, found.entry)
             if found.entry is not None:
                 if counted:
                     self.counters.hits += 1
@@ -193,9 +193,9 @@ class SparseRuntime:
         if self.builds is not None and admission is not None and not twins:
             self.builds.admit(replace(admission, again=attachment.runs_again))
 
-    def refuse(self, request: Hashable, rid: str, reason: str, detail: str) -> None:
+    def refuse(self, request: Hashable, rid: str) -> None:
         """Keep a request dense that could not be looked up."""
-        self.requests.add(request, Attachment(rid, 0, None, reason, detail))
+        self.requests.add(request, Attachment(rid, "unsupported_mode"))
 
     def weights_updated(self, *, replaced: bool) -> None:
         """SGLang was told to replace the weights in place (`replaced`: it says so). A collective: all ranks are

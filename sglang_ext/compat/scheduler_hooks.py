@@ -162,16 +162,16 @@ def namespace_of(key: Any) -> dict[str, str | None]:
 
 def _admit(req: Any, key: Any) -> None:
     assert _runtime is not None
-    if _runtime.requests.known(req):
+    if _runtime.requests.of(req) is not None:
         return
     try:
         # Of several answers to one prompt, SGLang has the prompt prefilled first by a request that generates nothing.
         generates = req.sampling_params.max_new_tokens != 0
         prompt, namespace = req.origin_input_ids, namespace_of(key)
         _runtime.admit(req, req.rid, prompt, namespace, _refusal(req, key), counted=generates)
-    except Exception as error:  # one request must not end the server
+    except Exception:  # one request must not end the server
         logger.exception("sparse attention: request %s could not be looked up and stays dense", req.rid)
-        _runtime.refuse(req, req.rid, "unsupported_mode", f"{type(error).__name__}: {error}")
+        _runtime.refuse(req, req.rid)
 
 
 def _refusal(req: Any, key: Any) -> tuple[str, str] | None:
@@ -242,11 +242,11 @@ def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence
             continue
         try:
             _runtime.slot_taken(req)
-        except Exception as error:  # one request must not end the server
+        except Exception:  # one request must not end the server
             logger.exception("sparse attention: request %s stays dense", req.rid)
             attachment = _runtime.requests.of(req)
             if attachment is not None:
-                _runtime.ready.give_up(attachment, "unsupported_mode", f"{type(error).__name__}: {error}")
+                _runtime.ready.give_up(attachment, "unsupported_mode")
             if _runtime.builds is not None:
                 _runtime.builds.discard(req.rid)
 

@@ -184,7 +184,7 @@ def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
         if ranks.rank == 0 or case != "absent":
             index = _Unreadable() if ranks.rank and case == "raises" else _index(state, "index_memory")
         reason = "unsupported_mode" if ranks.rank == 1 and case == "unlike" else None
-        attachment = Attachment("r", 80, None if reason else index, "no_index" if index is None else reason)
+        attachment = Attachment("r", "no_index" if index is None else reason, index=None if reason else index)
 
         requests = _Requests(ranks)
         requests.came(attachment)
@@ -278,12 +278,12 @@ def test_an_id_that_is_used_again_is_asked_for_again() -> None:
     def work(ranks: Ranks) -> tuple[list[bool], int]:
         requests = _Requests(ranks)
         ready = requests.ready
-        requests.came(Attachment("r", 200, None, "unsupported_mode", "of a streaming session"))
+        requests.came(Attachment("r", "unsupported_mode"))  # of a streaming session
         ready.settle(["r"], refused=False)
         requests.held.clear()
         assert len(requests.table.take_forgotten()) == 1
         index = _index(State.READY if ranks.rank == 0 else State.LOADING)
-        attachment = Attachment("r", 200, index, None)
+        attachment = Attachment("r", index=index)
         requests.came(attachment)
         ready.settle(["r"], refused=False)
         used = [ready.usable(attachment) is not None]  # nobody was asked: nobody may

@@ -4,47 +4,54 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
 from prefix_index import page_hashes
-from sglang_ext.prefix.directory import PrefixDirectory
+from sglang_ext.config import Settings
+from sglang_ext.prefix.directory import PrefixDirectory, StoreWatch
 
 PROMPT = list(range(200))
 
 
-def _directory(bench: Any, **changes: Any) -> PrefixDirectory:
-    fields = {"min_prefix_len": 16, "rescan_seconds": 0.0, **changes}
-    return PrefixDirectory(
-        bench.store, fields.pop("model", bench.model), fields.pop("profile", bench.profile), **fields
-    )
+@pytest.fixture
+def directory(bench: Any) -> Iterator[Callable[..., PrefixDirectory]]:
+    """Directories of the bench's store, as another process sees it."""
+    watch = StoreWatch(Settings(config=bench.config, store=str(bench.store.folder)), lambda _: None)
+    known = {"model": bench.model, "profile_digest": bench.profile, "min_prefix_len": 16, "rescan": watch.rescan}
+    yield lambda **changes: PrefixDirectory(watch.store, **{**known, **changes})
+    watch.close()
 
 
-def test_another_model_or_profile_is_a_mismatch_that_names_the_field(bench: Any) -> None:
+def test_another_model_or_profile_is_a_mismatch_that_names_the_field(bench: Any, directory: Any) -> None:
     bench.put(PROMPT[:96])
     other = msgspec.structs.replace(bench.model, kv_dtype="bfloat16")
-    found = _directory(bench, model=other).lookup({"extra_key": None}, PROMPT)
+    found = directory(model=other).lookup({"extra_key": None}, PROMPT)
     assert (found.entry, found.reason) == (None, "index_mismatch")
     assert "kv_dtype" in str(found.detail)
     assert "float32" in str(found.detail)
     assert "bfloat16" in str(found.detail)
-    found = _directory(bench, profile="other").lookup({"extra_key": None}, PROMPT)
+    found = directory(profile_digest="other").lookup({"extra_key": None}, PROMPT)
     assert found.reason == "index_mismatch"
     assert "profile_digest" in str(found.detail)
 
 
-def test_short_prompts_and_short_indexes_are_short_prefix(bench: Any) -> None:
+def test_short_prompts_and_short_indexes_are_short_prefix(bench: Any, directory: Any) -> None:
     bench.put(PROMPT[:64])
-    directory = _directory(bench, min_prefix_len=100)
+    directory = directory(min_prefix_len=100)
     assert directory.lookup({"extra_key": None}, PROMPT[:99]).reason == "short_prefix"
     assert directory.lookup({"extra_key": None}, PROMPT).reason == "short_prefix"
 
 
-def test_a_store_folder_that_goes_away_leaves_what_is_known(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_folder_that_goes_away_leaves_what_is_known(
+    bench: Any, directory: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.put(PROMPT[:96])
-    directory = _directory(bench)
+    monkeypatch.setattr("sglang_ext.prefix.directory.RESCAN_S", 0.0)
+    directory = directory()
     assert directory.lookup({"extra_key": None}, PROMPT).entry is not None
     shutil.rmtree(bench.store.folder)
     with caplog.at_level(logging.ERROR):
@@ -54,9 +61,9 @@ def test_a_store_folder_that_goes_away_leaves_what_is_known(bench: Any, caplog: 
     assert "cannot be scanned" in caplog.text
 
 
-def test_a_look_up_hands_on_the_hashes_that_it_made(bench: Any) -> None:
+def test_a_look_up_hands_on_the_hashes_that_it_made(bench: Any, directory: Any) -> None:
     expected = page_hashes(PROMPT[:120])
-    assert list(_directory(bench).lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
+    assert list(directory().lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
     bench.put(PROMPT[:64])
-    assert list(_directory(bench).lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
-    assert _directory(bench).lookup({"extra_key": None}, PROMPT[:3]).hashes == ()
+    assert list(directory().lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
+    assert directory().lookup({"extra_key": None}, PROMPT[:3]).hashes == ()

@@ -182,7 +182,7 @@ def test_a_row_shorter_than_its_index_or_not_looked_up_is_dense(
 ) -> None:
     runtime, request = start([PROMPT]), Request()
     if refused:
-        runtime.refuse(request, "a", "unsupported_mode", "why")
+        runtime.refuse(request, "a")
     runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
     assert not ours(runtime, ["a"], [length])
     assert runtime.counters.fallbacks == {reason: 1}
