@@ -10,9 +10,7 @@ was done before.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Generator, Sequence
-from queue import SimpleQueue
+from collections.abc import Generator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +18,6 @@ from torch import Tensor
 
 from prefix_index import (
     BuildLease,
-    FileStore,
     IndexIdentity,
     IndexStore,
     IndexStoreError,
@@ -36,9 +33,6 @@ from sglang_ext.ranks import OneRank, Ranks
 
 logger = logging.getLogger(__name__)
 
-#: What an admission waits for a store that is quick as a rule; the answer may as well come while the prompt runs.
-_PATIENCE_S = 0.02
-
 Inputs: TypeAlias = Generator[Tensor, None, None]
 """Of which an index is built: queries [num_layers, num_kv_heads, num_samples, head_dim], then layer by layer the
 post-RoPE keys [prefix_len, num_kv_heads, head_dim]."""
@@ -47,8 +41,8 @@ post-RoPE keys [prefix_len, num_kv_heads, head_dim]."""
 class PrefillBuilds(Recording):
     """All builds of one process. Used by the scheduler thread only.
 
-    Nothing here waits for the store but `finish`, which writes the index. Arguments are those of `make_recording`; of
-    several ranks this is the first, the others have a `PrefillHelp` each.
+    Waits for the store, a remote one until its time limits: for leases, and while an index is written. Arguments are
+    those of `make_recording`; of several ranks this is the first, the others have a `PrefillHelp` each.
     """
 
     def __init__(
@@ -62,11 +56,11 @@ class PrefillBuilds(Recording):
     ) -> None:
         super().__init__(config, view)
         self._ranks = ranks or OneRank()
-        self._desk = ClaimDesk(store)
+        self._store = store
         self._model = model
         self._profile = profile_digest(config, profile)
         self._factory = IndexFactory(store, config, profile)
-        self._pending: dict[str, Claim] = {}
+        self._pending: dict[str, tuple[IndexIdentity, BuildLease]] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -74,12 +68,10 @@ class PrefillBuilds(Recording):
     def admit(self, request: Admission) -> None:
         """Record a prompt from its first token on, unless its index is there, too short, or built elsewhere.
 
-        A store that takes its time to say so is asked on the side, and the prompt recorded until it has. After a
-        retraction nothing is recorded any more: what there was became an index when the slot was given back.
+        After a retraction nothing is recorded any more: what there was became an index when the slot was given back.
         """
         rid, prompt, refusal = request.rid, request.prompt, request.refusal
         self.discard(rid)
-        self.settle()
         if request.again:
             return
         least = self._config.min_sparse_prompt_len
@@ -95,42 +87,31 @@ class PrefillBuilds(Recording):
             model=self._model,
             profile_digest=self._profile,
         )
-        claim = self._desk.claim(identity)
-        if claim.known.is_set() and self._refused(rid, claim):
+        try:
+            lease = take_lease(self._store, identity)
+        except Exception as error:  # whatever a store raises, the server must live on
+            self._failed(rid, error)
             return
-        if self.recorder.start(rid, len(prompt)):
-            self._pending[rid] = claim
-            return
-        self._desk.give_back(claim)
-        detail = "expected fewer prompts being recorded at a time; send it again"
-        self._report(rid, status="skipped", reason="capture_memory", detail=detail)
-
-    def _refused(self, rid: str, claim: Claim) -> bool:
-        """Whether there is nothing to build; reported then."""
-        if isinstance(claim.refusal, Exception):
-            self._failed(rid, claim.refusal)
-        elif claim.refusal is not None:
-            self._report(rid, **claim.refusal)
-        return claim.refusal is not None
-
-    def settle(self) -> None:
-        """Stop recording the prompts that turned out to be indexed already, or to be built elsewhere."""
-        for rid, claim in list(self._pending.items()):
-            if claim.known.is_set() and self._refused(rid, claim):
-                self.discard(rid)
+        if isinstance(lease, dict):
+            self._report(rid, **lease)
+        elif self.recorder.start(rid, len(prompt)):
+            self._pending[rid] = identity, lease
+        else:
+            _give_back(lease)
+            detail = "expected fewer prompts being recorded at a time; send it again"
+            self._report(rid, status="skipped", reason="capture_memory", detail=detail)
 
     def discard(self, rid: str) -> None:
         """Forget a request whose prompt will not be indexed; somebody else may."""
         self.recorder.discard(rid)
-        claim = self._pending.pop(rid, None)
-        if claim is not None:
-            self._desk.give_back(claim)
+        _, lease = self._pending.pop(rid, (None, None))
+        if lease is not None:
+            _give_back(lease)
 
     def close(self) -> None:
         """Forget all requests."""
         for rid in list(self._pending):
             self.discard(rid)
-        self._desk.close()
 
     def finish(self, rid: str, row: int) -> None:
         """Build, store and report the index of a request that gives its slot back; nothing of one not recorded.
@@ -138,41 +119,29 @@ class PrefillBuilds(Recording):
         Blocks while the store takes it: as long as a disk takes, or until the time limits of a service that hangs.
         """
         capture = self.recorder.take(rid)
-        claim = self._pending.pop(rid, None)
+        identity, lease = self._pending.pop(rid, (None, None))
         try:
-            line = self._finish(rid, row, capture, claim)
+            line = self._finish(rid, row, capture, identity)
         finally:
-            if claim is not None:
-                self._desk.give_back(claim)
+            if lease is not None:
+                _give_back(lease)
         if line:
             self._report(rid, **line)
 
-    def _finish(self, rid: str, row: int, capture: Capture | None, claim: Claim | None) -> dict[str, Any]:
+    def _finish(self, rid: str, row: int, capture: Capture | None, identity: IndexIdentity | None) -> dict[str, Any]:
         """What to report of a prompt; nothing where that was done, or is not wanted. With several ranks a collective,
         for each request that ends.
         """
-        missing = {} if claim is None else self._missing(rid, capture, claim)
-        own = None
-        if missing is None and claim is not None and capture is not None:
-            own = own_inputs(self._view, capture, row, claim.identity.num_tokens)
-        inputs = gathered(self._ranks, own, self._view.device)
-        if missing is not None:
-            return missing
-        if inputs is None or claim is None or capture is None:
-            detail = "expected keys and queries of all tensor-parallel ranks, some had none; send the prompt again"
-            return {"status": "failed", "reason": "capture_rejected", "detail": detail}
-        return self._build(rid, claim.identity, inputs, capture.scale(self._view.head_dim))
-
-    def _missing(self, rid: str, capture: Capture | None, claim: Claim) -> dict[str, Any] | None:
-        """Why no index can be built of a prompt, to report, if it was not yet; None where it can."""
-        seconds = self._config.store_timeout_s
-        if not claim.known.wait(seconds):
-            detail = f"expected the store to give the lease within {seconds:g} s, it did not; send the prompt again"
-            return {"status": "failed", "reason": "store_unavailable", "detail": detail}
-        if self._refused(rid, claim) or capture is None:
+        if capture is None or identity is None:
+            gathered(self._ranks, None, self._view.device)
             return {}
         problem = capture.problem()
-        return {"status": "failed", "reason": "capture_rejected", "detail": problem} if problem else None
+        own = None if problem else own_inputs(self._view, capture, row, identity.num_tokens)
+        inputs = gathered(self._ranks, own, self._view.device)
+        if inputs is None:
+            none = "expected keys and queries of all tensor-parallel ranks, some had none; send the prompt again"
+            return {"status": "failed", "reason": "capture_rejected", "detail": problem or none}
+        return self._build(rid, identity, inputs, capture.scale(self._view.head_dim))
 
     def _build(self, rid: str, identity: IndexIdentity, inputs: Inputs, sm_scale: float) -> dict[str, Any]:
         try:
@@ -192,87 +161,11 @@ class PrefillBuilds(Recording):
         self._report(rid, status="failed", reason=type(error).__name__, detail=str(error))
 
 
-class Claim:
-    """Whether this process builds one index: not known yet, then a lease, or why not.
-
-    Attributes:
-        identity: of the index.
-        known: set once the store has answered.
-        refusal: once known, what to report where there is no lease: the fields of a report's line, or the error. None
-            with a lease.
-    """
-
-    def __init__(self, identity: IndexIdentity) -> None:
-        self.identity = identity
-        self.known = threading.Event()
-        self.refusal: dict[str, Any] | Exception | None = None
-        self._lease: BuildLease | None = None
-
-    def settle(self, store: IndexStore) -> None:
-        """Asks the store; may block until its time limits."""
-        try:
-            found = take_lease(store, self.identity)
-            if isinstance(found, dict):
-                self.refusal = found
-            else:
-                self._lease = found
-        except Exception as error:  # whatever a store raises, the server must live on
-            self.refusal = error
-        self.known.set()
-
-    def release(self) -> None:
-        """Gives the lease of a settled claim back. Twice does nothing."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
-
-
-class ClaimDesk:
-    """Makes claims: at once in a folder, else on a thread of its own. That gives them back, too, in the order of calls.
-
-    Args:
-        store: open store; not owned.
-    """
-
-    def __init__(self, store: IndexStore) -> None:
-        self._store = store
-        self._at_once = isinstance(store, FileStore)
-        self._last: Claim | None = None
-        # A SimpleQueue may be filled in the middle of anything, in a garbage collection too.
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=_work, args=(self._jobs,), name="sparse-attn-claims", daemon=True).start()
-
-    def claim(self, identity: IndexIdentity) -> Claim:
-        """A claim, known already where the store is quick."""
-        claim, last = Claim(identity), self._last
-        if self._at_once:
-            claim.settle(self._store)
-            return claim
-        self._last = claim
-        self._jobs.put(lambda: claim.settle(self._store))
-        if last is None or last.known.is_set():
-            claim.known.wait(_PATIENCE_S)
-        return claim
-
-    def give_back(self, claim: Claim) -> None:
-        """Ends a claim, without waiting for a store that is not a folder."""
-        if self._at_once:
-            claim.release()
-        else:
-            self._jobs.put(claim.release)
-
-    def close(self) -> None:
-        """Ends the thread once it has done what it was given."""
-        self._jobs.put(None)
-
-
-def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        try:
-            job()
-        except Exception:  # one lease that cannot be given back must not keep the others
-            logger.exception("sparse attention: a build lease could not be given back")
-        del job  # holds a claim, and so a lease
+def _give_back(lease: BuildLease) -> None:
+    try:
+        lease.release()
+    except Exception:  # one lease that cannot be given back must not keep the others
+        logger.exception("sparse attention: a build lease could not be given back")
 
 
 class PrefillHelp(Recording):

@@ -102,14 +102,14 @@ def test_requests_behind_one_cached_prefix_are_grouped(server: Any, texts: Any) 
     assert delta.per_layer("selections_per_layer")[0] < delta.sparse_rows, "a group selects once for all its rows"
 
 
-@pytest.mark.parametrize(("shared", "used"), [(1000, 1536), (1023, 1536), (1024, 2560)])
-def test_an_index_longer_than_what_is_shared_is_not_used_and_the_shorter_one_is(
-    server: Any, texts: Any, shared: int, used: int
+@pytest.mark.parametrize(("tokens", "used"), [(1536, 1536), (2536, 1536), (2559, 1536), (2560, 2560)])
+def test_an_index_longer_than_the_prompt_is_not_used_and_the_shorter_one_is(
+    server: Any, texts: Any, tokens: int, used: int
 ) -> None:
     # The longer prompt is in the radix cache as a whole, so the match alone would not tell.
     server.generate(texts.long, 1)
-    words = texts.long.split()[: 1536 + shared]
-    _, delta = server.compared([f"{' '.join(words)} {texts.first.questions[5].text}"], STEPS)
+    words = " ".join(texts.long.split()[:tokens])
+    _, delta = server.compared([f"{words} {texts.first.questions[5].text}" if tokens > 1536 else words], STEPS)
     assert delta.sparse_rows in server.rows(STEPS - 1)
     assert delta.per_layer("prefix_tokens_per_layer") == [used * delta.sparse_rows] * LAYERS
 
@@ -119,11 +119,6 @@ def test_a_prompt_shorter_than_every_index_of_its_text_finds_none(server: Any, t
     answer, delta = server.during(lambda: server.generate(" ".join(texts.first.text.split()[:1535]), 4))
     assert answer.cached_tokens >= 1520
     assert (delta.hits, delta.fallbacks) == (0, {"no_index": 1})
-
-
-def test_a_prompt_of_exactly_the_index_is_served(server: Any, texts: Any) -> None:
-    _, delta = server.compared([texts.first.text], STEPS)
-    assert delta.sparse_rows in server.rows(STEPS - 1)
 
 
 def test_an_index_is_for_its_own_extra_key(server: Any, texts: Any) -> None:

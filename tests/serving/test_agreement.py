@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,40 +102,6 @@ def test_what_is_remembered_is_bounded() -> None:
         assert votes.ready("stays")
     assert len(votes._agreed) < KEPT
     assert votes.votes == KEPT + 50, "none for one that stayed"
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_whatever_each_rank_knows_all_enter_the_same_votes(seed: int) -> None:
-    """Requests come, decode in changing batches, lose their slots; what ranks know of them is random."""
-    script, plan = random.Random(seed), []
-    live: list[str] = []
-    for step in range(200):
-        live += [f"r{step}-{n}" for n in range(script.choice([0, 0, 0, 1, 3]))]
-        gone = [rid for rid in live if script.random() < 0.1]
-        live = [rid for rid in live if rid not in gone or script.random() < 0.5]  # retracted ones come back
-        batch = script.sample(live, script.randint(0, len(live)))
-        plan.append((batch, gone))
-
-    def work(ranks: Ranks) -> list[Any]:
-        own, votes, seen = random.Random(100 * seed + ranks.rank), Agreement(ranks, MISMATCH), []
-        for batch, gone in plan:
-            states = [READY, READY, READY, LOADING, MEMORY, dense(0)]
-
-            def word(_: str, states: list[int] = states) -> Word:
-                return Word(own.choice(states), own.random() < 0.9, own.choice([A, A, A, B]))
-
-            agreed, problem = votes.settle(batch, word, refused=False)
-            path = "sparse" if any(votes.ready(rid) for rid in batch) else "stock"
-            votes.took(path, len(batch))
-            for rid in gone:
-                votes.forget(rid)
-            seen.append((agreed, problem, path, votes.history))
-        return seen
-
-    first, *others = Meeting(3).run(work)
-    assert all(other == first for other in others)
-    assert all(problem is None for _, problem, _, _ in first)
-    assert {path for _, _, path, _ in first} == {"sparse", "stock"}
 
 
 # -- a request's index -----------------------------------------------------------------------------------------

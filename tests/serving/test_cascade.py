@@ -77,16 +77,6 @@ class Server:
         return used
 
 
-def test_requests_share_from_their_third_step_on() -> None:
-    """The first step may still see slots of a request's own; the second one compares; the third one knows."""
-    server = Server()
-    prefix = server.slots(300)
-    for serial in (1, 2, 3):
-        server.join(serial, prefix, 5)
-    assert [server.step([1, 2, 3], padded=1) for _ in range(4)] == [False, False, True, True]
-    assert (len(server.tracker), len(server.tracker.prefixes), server.decode.plans) == (3, 3, 1)
-
-
 def test_slots_replaced_after_the_first_step_count() -> None:
     """Two cold prefills of one prompt: the prefix cache gives the second one the first one's slots a step later."""
     server = Server()

@@ -18,7 +18,7 @@ from sglang_ext.config import (
     parse_config,
     settings_from_env,
 )
-from sglang_ext.prefill.builder import covered_tokens, profile_digest
+from sglang_ext.prefill.builder import covered_tokens
 
 
 def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Path) -> None:
@@ -178,19 +178,6 @@ def test_the_environment_enables(value: str, on: bool, tmp_path: Path) -> None:
 )
 def test_budget(fields: dict[str, Any], prefix_len: int, expected: int) -> None:
     assert msgspec.convert(fields, SparseAttnConfig).budget(prefix_len) == expected
-
-
-def test_the_profile_digest_follows_what_is_built_and_nothing_else() -> None:
-    def digest(text: str) -> str:
-        return profile_digest(parse_config(text))
-
-    keys_only = '{"method": "ab_sparse", "methods": {"ab_sparse": {}}, %s}'
-    base = digest(keys_only % '"keep_ratio": 0.1')
-    assert digest(keys_only % '"keep_ratio": 0.5, "num_sink_tokens": 0, "pooling": "mean"') == base
-    assert digest(keys_only % '"seed": 5, "query_samples": 64') == base, "keys only: no query, no seed"
-    assert digest('{"method": "ab_sparse", "methods": {"ab_sparse": {}, "csattention": {}}}') != base
-    sampled = digest('{"methods": {"csattention": {}}, "method": "csattention"}')
-    assert digest('{"methods": {"csattention": {}}, "method": "csattention", "seed": 5}') != sampled
 
 
 def test_covered_tokens() -> None:

@@ -10,18 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, IndexCorrupt, StoreFolderError, StoreUnavailable
+from prefix_index import FileStore, StoreFolderError, StoreUnavailable
 from sglang_ext.config import config_from_dict
-from sglang_ext.prefill.builds import ClaimDesk
+from sglang_ext.prefill.builder import take_lease
 from sglang_ext.runtime import SparseRuntime
 from sglang_ext.storage import configured_store
 from tests.serving.admitting import (
@@ -223,62 +221,6 @@ def test_an_index_whose_store_does_not_answer_is_a_fallback_by_name_and_comes_ba
     assert decodes_sparsely(runtime, "b", PROMPT), "not taken out of the offer: nothing is wrong with it"
 
 
-# -- a store that answers late -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def slow(start: Any, folder: Path) -> Runtime:
-    """A runtime that builds into that folder, beside a remote store."""
-    return start(store=folder, store_remote="memory:///", **BUILDING)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def late(runtime: SparseRuntime) -> Iterator[None]:
-    """The store answers for leases and questions at the end of the block."""
-    answer, store = threading.Event(), runtime.store
-    for name in ("lease", "contains"):
-        call = getattr(store, name)
-        setattr(store, name, lambda key, call=call: (answer.wait(60), call(key))[1])
-    try:
-        yield
-    finally:
-        answer.set()
-
-
-def test_what_is_admitted_while_the_store_hangs_is_built_once_it_answers(slow: Any, folder: Path) -> None:
-    with late(slow):
-        request = slow.came("a", [*OTHER, 7])
-        assert report(slow) == []
-        prefill(slow, "a", 65)
-    slow.slot_freed(request, 0, finished=True)
-    assert statuses(slow) == ["built"]
-    with FileStore(folder) as store:
-        assert len(store.list()) == 2
-
-
-def test_what_turns_out_to_be_stored_is_recorded_no_longer(slow: Any) -> None:
-    with late(slow):
-        slow.came("a")
-        assert len(slow.builds) == 1
-    assert eventually(lambda: (slow.builds.settle(), len(slow.builds) == 0)[1])
-    assert statuses(slow) == ["exists"]
-    assert slow.builds.recorder.take("a") is None
-
-
-def test_a_lease_that_comes_after_its_request_went_is_given_back(slow: Any, folder: Path) -> None:
-    with late(slow):
-        slow.came("a", [*OTHER, 7])
-        identity = slow.builds._pending["a"].identity
-        slow.builds.discard("a")
-
-    def free() -> bool:
-        with FileStore(folder) as store:
-            lease = store.lease(identity)
-            return lease is not None and (lease.release(), True)[1]
-
-    assert eventually(free)
-
-
 def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[..., Any]) -> None:
     """The store fails between the lease and the last check: as any error, and the lease does not stay."""
     bench = make_bench()
@@ -290,54 +232,31 @@ def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[.
                 return answers.pop()
             raise StoreFolderError("index store", expected="a folder", found="none", remedy="look")
 
-    with Failing(bench.store.folder) as store:
-        desk = ClaimDesk(store)
-        claim = desk.claim(bench.identity(OTHER))
-        assert isinstance(claim.refusal, StoreFolderError)
-        assert bench.store.lease(claim.identity) is not None
-        desk.close()
+    identity = bench.identity(OTHER)
+    with Failing(bench.store.folder) as store, pytest.raises(StoreFolderError):
+        take_lease(store, identity)
+    assert bench.store.lease(identity) is not None
 
 
-@pytest.mark.parametrize("what", ["damaged, and not to be reported", "the loader's own defect"])
-def test_a_load_that_ends_oddly_is_a_fallback_and_the_next_request_tries_again(
-    start: Any, monkeypatch: pytest.MonkeyPatch, what: str
+def test_a_load_that_ends_without_a_word_is_a_fallback_and_the_next_request_tries_again(
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = start([PROMPT])
 
-    def raising(error: Exception) -> Callable[..., Any]:
-        def fails(*_: Any) -> Any:
-            raise error
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the loader's own defect")
 
-        return fails
-
-    if what.startswith("damaged"):
-        damage = IndexCorrupt("checksum", expected="a", found="b", remedy="c")
-        monkeypatch.setattr(runtime.store, "get", raising(damage))
-        read_only = StoreFolderError("index store", expected="a folder", found="Read-only file system", remedy="r")
-        monkeypatch.setattr(runtime.store, "report", raising(read_only))
-    else:
-        monkeypatch.setattr(runtime.residency, "_load", raising(RuntimeError(what)))
-    first = runtime.came("a")
-    assert not planned(runtime, ["a"], [66])
-    assert runtime.counters.fallbacks == {"index_corrupt" if what.startswith("damaged") else "index_loading": 1}
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.residency, "_load", fails)
+        first = runtime.came("a")
+        assert not planned(runtime, ["a"], [66])
+    assert runtime.counters.fallbacks == {"index_loading": 1}
     runtime.slot_freed(first, 0, finished=True)
-    monkeypatch.undo()
     runtime.came("b", [*PROMPT, 8])
     assert planned(runtime, ["b"], [66])
 
 
 # -- a remote store to share with -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("remote", ["memory:///", "an empty shared folder"])
-def test_a_folder_keeps_and_serves_its_own_beside_an_empty_remote_store(
-    folder: Path, start: Any, tmp_path: Path, remote: str
-) -> None:
-    (tmp_path / "empty").mkdir()
-    runtime = start(store=folder, store_remote=remote if "://" in remote else f"file://{tmp_path}/empty")
-    runtime.store.rescan(full=True)
-    assert decodes_sparsely(runtime, "a", PROMPT)
-    assert len([*folder.rglob("*.pfxindex")]) == 1
 
 
 @pytest.mark.parametrize("remote", ["s3://no-such-bucket-0/x", "file:///no/such/folder", "mooncake://127.0.0.1:1"])
