@@ -39,9 +39,7 @@ class Counters:
 
     def __init__(self, num_layers: int, prometheus: bool = False) -> None:
         self._attended = [0] * num_layers
-        self._prefix = [0] * num_layers
-        self._layer_steps = [0] * num_layers
-        self._suffix_attended = self._suffix_tokens = 0
+        self._prefix = self._suffix_attended = self._suffix_tokens = 0
         self.sparse_steps = 0
         self.sparse_rows = 0
         self.dense_rows = 0
@@ -63,8 +61,7 @@ class Counters:
         """One step: tokens of prefixes that each layer attended, and of how many; once per request."""
         for layer, tokens in enumerate(attended):
             self._attended[layer] += tokens
-            self._prefix[layer] += prefix
-            self._layer_steps[layer] += 1
+        self._prefix += prefix
 
     def count_step(self, sparse_rows: int, dense_rows: int, largest_group: int) -> None:
         """One decode step of a batch."""
@@ -97,17 +94,14 @@ class Counters:
         """All counters as plain values.
 
         `keep_ratio` is the mean over all layers (dense ones, sink and recent window included) of prefix tokens
-        attended over prefix tokens; `attended_per_step` the same in tokens per request, per layer.
-        `suffix_keep_ratio`: of requests' suffix tokens that were selected from, over all layers; None where none were.
+        attended over prefix tokens. `suffix_keep_ratio`: of requests' suffix tokens that were selected from, over all
+        layers. Both are None where there were none.
         """
-        attended = list(self._attended)
-        ratios = [a / p for a, p in zip(attended, self._prefix, strict=True) if p]
-        rows = self.sparse_rows
-        suffix = self._suffix_attended
+        layers, suffix = len(self._attended), self._suffix_tokens
         return {
             "hits": self.hits,
             "sparse_steps": self.sparse_steps,
-            "sparse_rows": rows,
+            "sparse_rows": self.sparse_rows,
             "dense_rows": self.dense_rows,
             "largest_group": self.largest_group,
             "cascade_steps": self.cascade_steps,
@@ -115,13 +109,10 @@ class Counters:
             "recorded_steps": self.recorded_steps,
             "recorded_graph_steps": self.recorded_graph_steps,
             "fallbacks": dict(self.fallbacks),
-            "keep_ratio": sum(ratios) / len(ratios) if ratios else None,
-            "keep_ratio_per_layer": [a / p if p else None for a, p in zip(attended, self._prefix, strict=True)],
-            "attended_tokens_per_layer": attended,
-            "prefix_tokens_per_layer": list(self._prefix),
-            "selections_per_layer": list(self._layer_steps),
-            "attended_per_step": [a / rows for a in attended] if rows else [],
-            "suffix_keep_ratio": suffix / self._suffix_tokens if self._suffix_tokens else None,
+            "keep_ratio": sum(self._attended) / (layers * self._prefix) if self._prefix else None,
+            "attended_tokens_per_layer": list(self._attended),
+            "prefix_tokens_per_layer": [self._prefix] * layers,
+            "suffix_keep_ratio": self._suffix_attended / suffix if suffix else None,
         }
 
 

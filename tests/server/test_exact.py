@@ -36,7 +36,7 @@ def test_greedy_output_with_all_positions_selected_equals_dense(server: Any, tex
     assert (delta.dense_rows, delta.hits) == (0, len(prompts))
     assert delta.fallbacks == {}
     # One group a step: asked one by one.
-    assert delta.per_layer("selections_per_layer") == [delta.sparse_rows] * LAYERS
+    assert delta.sparse_steps == delta.sparse_rows
     lengths = [1536, 1536, 1280, 2560]
     attended = delta.per_layer("attended_tokens_per_layer")
     assert (STEPS - 1) * sum(lengths) <= attended[0] <= server.rows(STEPS - 1)[-1] * sum(lengths)
@@ -94,12 +94,10 @@ def test_requests_behind_one_cached_prefix_are_grouped(server: Any, texts: Any) 
     _, delta = server.compared_together(
         [texts.ask(texts.first, n) for n in range(4)],
         24,
-        lambda found: (
-            found.after["largest_group"] >= 3 and found.per_layer("selections_per_layer")[0] < found.sparse_rows
-        ),
+        lambda found: found.after["largest_group"] >= 3 and found.sparse_steps < found.sparse_rows,
     )
     assert delta.after["largest_group"] >= 3, "in ten attempts"
-    assert delta.per_layer("selections_per_layer")[0] < delta.sparse_rows, "a group selects once for all its rows"
+    assert delta.sparse_steps < delta.sparse_rows, "a group selects once for all its rows"
 
 
 @pytest.mark.parametrize(("tokens", "used"), [(1536, 1536), (2536, 1536), (2559, 1536), (2560, 2560)])
@@ -169,9 +167,7 @@ def test_two_simultaneous_cold_prefills_of_one_prompt_are_sparse_at_once_and_gro
     assert delta.fallbacks == {}
     # Grouped from the third step on, once a comparison has shown that both rows hold the shared slots.
     assert delta.after["largest_group"] >= 2
-    selections = delta.per_layer("selections_per_layer")
-    assert selections == selections[:1] * LAYERS
-    assert selections[0] in server.rows(39)
+    assert delta.sparse_steps in server.rows(39)
 
 
 def test_retracted_requests_go_on_sparsely_and_equal_dense(server: Any, texts: Any) -> None:

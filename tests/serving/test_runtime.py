@@ -45,7 +45,6 @@ def test_an_admitted_request_decodes_sparsely_until_its_slot_is_freed(start: Any
     state = msgspec.json.decode(msgspec.json.encode(runtime.snapshot()))  # plain values
     assert (state["sparse_rows"], state["requests"], state["index_users"]) == (3, 0, 0)
     assert (state["allocated_bytes"] is None) == (not torch.cuda.is_available())
-    assert state["selections_per_layer"] == [3] * LAYERS
     assert (state["indexes_in_store"], state["store_problems"], state["model"]["num_layers"]) == (1, [], LAYERS)
 
 
