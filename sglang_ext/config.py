@@ -38,7 +38,7 @@ __all__ = [
     "default_store",
     "enabled_by_env",
     "make_settings",
-    "parse_config",
+    "parse_profiled",
     "settings_from_env",
 ]
 
@@ -199,18 +199,6 @@ def _check_remote(config: SparseAttnConfig) -> None:
             )
 
 
-def parse_config(text: str | None) -> SparseAttnConfig:
-    """Parse `--sparse-attn-config`, without a profile.
-
-    Args:
-        text: a JSON object, `@file` that holds one, or None or empty for the defaults.
-
-    Raises:
-        ConfigError: unreadable file, no JSON, unknown key, wrong type, value out of range.
-    """
-    return config_from_dict(_decoded(text))
-
-
 def _decoded(text: str | None) -> Any:
     """The JSON value behind the flag: only here it is known which keys were given."""
     if not text:
@@ -229,7 +217,7 @@ def _decoded(text: str | None) -> Any:
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
-    """Check a decoded configuration; raises ConfigError as `parse_config` does."""
+    """Check a decoded configuration, without a profile. Raises ConfigError: an unknown key, a wrong type or value."""
     config = _converted(raw)
     _check_ranges(config)
     _check_methods(config)
@@ -274,7 +262,7 @@ def make_settings(config_text: str | None, store: str | None, model_folder: str 
         model_folder: where a profile may be shipped with the model; None where it is not known.
 
     Raises:
-        ConfigError: see `parse_config`; the profile cannot be used; or the store is no folder that exists and no
+        ConfigError: see `parse_profiled`; the profile cannot be used; or the store is no folder that exists and no
             ipc:// URL.
     """
     config, profile = parse_profiled(config_text, model_folder)
@@ -295,8 +283,12 @@ def parse_profiled(config_text: str | None, model_folder: str | None) -> tuple[S
 
     Its `profile` then says which one it was, so that parsing it again gives the same.
 
+    Args:
+        config_text: a JSON object, `@file` that holds one, or None or empty for the defaults.
+        model_folder: see `make_settings`.
+
     Raises:
-        ConfigError: see `parse_config`; or the profile cannot be used.
+        ConfigError: see `config_from_dict`; unreadable file, no JSON; or the profile cannot be used.
     """
     raw = _decoded(config_text)
     from sglang_ext.methods.registry import method_specs

@@ -15,17 +15,21 @@ from sglang_ext.config import (
     SparseAttnConfig,
     default_store,
     make_settings,
-    parse_config,
+    parse_profiled,
     settings_from_env,
 )
 from sglang_ext.prefill.builder import covered_tokens
 
 
+def parsed(text: str | None) -> SparseAttnConfig:
+    return parse_profiled(text, None)[0]
+
+
 def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Path) -> None:
-    assert parse_config(None) == parse_config("") == parse_config("{}") == SparseAttnConfig()
+    assert parsed(None) == parsed("") == parsed("{}") == SparseAttnConfig(profile="none")
     file = tmp_path / "config.json"
     file.write_text('{"keep_ratio": 0.25, "pooling": "mean"}')
-    assert parse_config(f"@{file}") == parse_config(file.read_text())
+    assert parsed(f"@{file}") == parsed(file.read_text())
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,7 @@ def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Pat
 )
 def test_a_bad_configuration_is_refused_with_what_was_expected_and_what_came(text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_config(text)
+        parsed(text)
     message = str(caught.value)
     assert message.startswith("--sparse-attn-config")
     for word in words:
@@ -101,11 +105,11 @@ def test_a_bad_configuration_is_refused_with_what_was_expected_and_what_came(tex
 def test_a_missing_file_is_refused_with_its_path_and_one_that_is_no_text(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     with pytest.raises(ConfigError, match="readable file after '@'") as caught:
-        parse_config(f"@{file}")
+        parsed(f"@{file}")
     assert str(file) in str(caught.value)
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError):
-        parse_config(f"@{file}")
+        parsed(f"@{file}")
 
 
 def test_a_missing_store_folder_is_refused_and_not_made(tmp_path: Path) -> None:

@@ -1,18 +1,24 @@
-"""The longest index of a prompt, and the named reason where there is none."""
+"""The longest index of a prompt, the named reason where there is none, and what is known of the store meanwhile."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from prefix_index import page_hashes
-from sglang_ext.config import Settings
+from prefix_index import FileStore, StoreFolderError, page_hashes
+from prefix_index.testing import sample_identity, sample_payload
+from sglang_ext.config import Settings, config_from_dict
 from sglang_ext.prefix.directory import PrefixDirectory, StoreWatch
+from tests.prefix_index.conformance import find
+from tests.prefix_index.test_index_refusals import stuck_listing
 
 PROMPT = list(range(200))
 
@@ -67,3 +73,66 @@ def test_a_look_up_hands_on_the_hashes_that_it_made(bench: Any, directory: Any) 
     bench.put(PROMPT[:64])
     assert list(directory().lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
     assert directory().lookup({"extra_key": None}, PROMPT[:3]).hashes == ()
+
+
+# -- the scheduler's look at a folder: now where that is quick, and never in its way ----------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with FileStore(tmp_path / "store", create=True) as store:
+        store.put(sample_payload())
+    return tmp_path / "store"
+
+
+def settings(folder: Path, build: str = "off") -> Settings:
+    return Settings(config=config_from_dict({"build": build}), store=str(folder))
+
+
+@pytest.fixture
+def watch(folder: Path) -> Iterator[StoreWatch]:
+    watch = StoreWatch(settings(folder), lambda _: None)
+    yield watch
+    watch.close()
+
+
+def eventually(watch: StoreWatch, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(watch.store.list()) != number:
+        assert time.monotonic() < deadline
+        watch.rescan()
+        time.sleep(0.02)
+
+
+def test_what_another_process_stored_is_found(folder: Path, watch: StoreWatch) -> None:
+    with FileStore(folder) as other:
+        other.put(sample_payload(sample_identity(range(64))))
+    watch.rescan()
+    eventually(watch, 2)  # at once, but for a machine that is very busy
+
+
+def test_nobody_waits_for_a_folder_that_takes_long(
+    folder: Path, watch: StoreWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FileStore(folder) as other:
+        other.put(sample_payload(sample_identity(range(64))))
+    with stuck_listing(monkeypatch) as begun:  # for two minutes
+        began = time.monotonic()
+        for _ in range(20):
+            watch.rescan()
+            assert find(watch.store, range(32)) is not None
+        assert begun.wait(60)
+        assert any("found none yet" in text for text in watch.snapshot()["store_problems"])
+        assert time.monotonic() - began < 30
+    eventually(watch, 2)
+    assert watch.snapshot()["indexes_in_store"] == 2
+
+
+def test_only_who_builds_needs_a_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    watch = StoreWatch(settings(folder), lambda _: None)
+    assert watch.snapshot()["indexes_in_store"] == 1
+    watch.close()
+    for build in ("shared", "prefill"):
+        with pytest.raises(StoreFolderError, match="expected a writable folder"):
+            StoreWatch(settings(folder, build), lambda _: None)
