@@ -17,7 +17,6 @@ import torch
 from prefix_index import ArrayKey, page_hashes
 from prefix_kernels.types import PagedKV
 from sglang_ext.prefill import background_build, parts
-from sglang_ext.prefill.background_build import pieces_of
 from sglang_ext.prefill.builds import gathered, hand_over
 from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
 from sglang_ext.prefill.recorder import Admission
@@ -215,14 +214,6 @@ def test_two_ranks_build_the_very_index_that_one_builds(start: Any, tmp_path: Pa
     assert list((tmp_path / "parts-2").iterdir()) == []
 
 
-def test_the_other_rank_may_be_first(start: Any) -> None:
-    first, second = start(2, left=True)
-    for number in range(3):  # rank 0 is late: what was left is not built again, also if it should be due
-        second.prefill(f"again-{number}", [*SHARED, *range(400 + number, 418 + number)], 64)
-        assert not second.builds.snapshot()["open"]
-    assert first.decode_until("c", _built)
-
-
 def test_a_part_that_is_still_there_is_not_built_again(start: Any) -> None:
     first, second = start(2, left=True)
     second.builds._requests.clear()
@@ -304,9 +295,3 @@ def test_where_one_rank_has_no_inputs_none_are_exchanged(missing: str) -> None:
         return gathered(ranks, own, torch.device("cpu"))
 
     assert Meeting(2).run(work) == [None, None]
-
-
-@pytest.mark.parametrize(("heads", "length"), [(range(4, 8), 128), (range(2, 4), 1 << 17), (range(3, 4), 64)])
-def test_pieces_are_of_the_ranks_own_heads(heads: range, length: int) -> None:
-    pieces = pieces_of(2, heads, length)
-    assert [head for piece in pieces if piece.layer == 1 for head in piece.heads] == list(heads)
