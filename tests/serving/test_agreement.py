@@ -211,12 +211,6 @@ def _process(rank: int, folder: str) -> None:
         assert ranks.least([rank, -rank, (1 << 60) - 1 + rank]) == [0, -1, (1 << 60) - 1]
         assert ranks.most([0.5 - rank, 1.25 + rank]) == [0.5, 2.25]
         assert ranks.gathered({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            tensor = torch.full((3, 2, 4), 1 + rank, dtype=dtype)
-            parts = ranks.to_first(tensor)
-            assert (parts is None) == (rank == 1)
-            for number, part in enumerate(parts or ()):
-                assert torch.equal(part, torch.full((3, 2, 4), 1 + number, dtype=dtype))
     votes = Agreement(ranks, MISMATCH)
     states = [READY if rank else LOADING] * EVERY + [READY]
     used = []
