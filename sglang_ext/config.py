@@ -115,7 +115,6 @@ def _check_ranges(config: SparseAttnConfig) -> None:
             config.build is not Build.CAPTURE or bool(config.capture_folder),
             "a folder when build is 'capture'",
         ),
-        ("prefetch_timeout_s", config.prefetch_timeout_s >= 0.0, "0 or more seconds"),
         ("index_gpu_bytes", config.index_gpu_bytes > 0, "a positive number of bytes"),
         (
             "store_max_bytes",

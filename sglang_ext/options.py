@@ -25,7 +25,6 @@ class PrefetchPolicy(str, Enum):
 
     BEST_EFFORT = "best_effort"
     WAIT_COMPLETE = "wait_complete"
-    TIMEOUT = "timeout"
 
 
 class DecodePath(str, Enum):
@@ -98,9 +97,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         capture_tail: last tokens of a prompt that a capture keeps beside the sample.
         capture_steps: decode steps that a capture keeps.
         trace_folder: where selections of requests 'trace-...' are written, for debugging: `decode.trace`. null: off.
-        prefetch_policy: what a decode step does while the index is loading: `best_effort` (dense), `wait_complete`, or
-            `timeout`.
-        prefetch_timeout_s: seconds waited under `timeout`.
+        prefetch_policy: what a decode step does while the index is loading: `best_effort` (dense) or
+            `wait_complete`.
         index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
         store_max_bytes: most bytes of all indexes in the store's folder; null: no bound of its own.
         store_min_free_bytes: bytes of the store's disk that indexes leave free.
@@ -147,7 +145,6 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     capture_steps: int = 64
     trace_folder: str | None = None
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
-    prefetch_timeout_s: float = 5.0
     index_gpu_bytes: int = 4 << 30
     store_max_bytes: int | None = None
     store_min_free_bytes: int = 1 << 30

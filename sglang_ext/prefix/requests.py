@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +38,6 @@ class Attachment:
         index: what serves it; held while it has a slot, and no longer. None with a reason, and without a slot.
         admission: what those that record prompts are told when it gets a slot; None for nothing.
         runs_again: it had a slot before, and was retracted.
-        deadline: monotonic time until which decode steps wait for the index; set at the first wait.
         suffix: index of its suffix tokens; None where all of them are attended in full.
         serial: unlike any other attachment's, also of a later request with the same id.
         reported: reasons that were already counted for this request.
@@ -52,7 +49,6 @@ class Attachment:
     index: ResidentIndex | None = None
     admission: Admission | None = None
     runs_again: bool = False
-    deadline: float | None = None
     suffix: SuffixIndex | None = None
     serial: int = field(default_factory=_serials.__next__)
     reported: set[str] = field(default_factory=set)
@@ -264,28 +260,18 @@ class Readiness:
         index = attachment.index
         if index is None:
             return None, attachment.reason
-        if waits and index.state is State.LOADING and index.loaded is not None:
-            self._wait(attachment, index)
+        if waits and index.state is State.LOADING and self._config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
+            self._wait(index)
         if index.state is State.READY:
             return index, None
         if index.state is State.FAILED:
             self.give_up(attachment, index.reason)
         return None, attachment.reason or "index_loading"
 
-    def _wait(self, attachment: Attachment, index: ResidentIndex) -> None:
-        policy = self._config.prefetch_policy
-        if policy is PrefetchPolicy.BEST_EFFORT or index.loaded is None:
-            return
-        timeout = None
-        if policy is PrefetchPolicy.TIMEOUT:
-            now = time.monotonic()
-            if attachment.deadline is None:
-                attachment.deadline = now + self._config.prefetch_timeout_s
-            timeout = max(0.0, attachment.deadline - now)
+    def _wait(self, index: ResidentIndex) -> None:
         try:
-            index.loaded.result(timeout)
-        except FutureTimeout:
-            return
+            if index.loaded is not None:
+                index.loaded.result()
         except Exception as error:  # the request decodes dense; a fallback is counted for it
             logger.error("sparse attention: loading an index ended unexpectedly", exc_info=error)
 
