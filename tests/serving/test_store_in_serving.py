@@ -1,5 +1,5 @@
-"""The runtime on a shared folder, on a service that dies or hangs (SIGSTOP) and comes back, beside a remote store, on a
-store that answers late: the scheduler's thread waits for none of them, and gets back what it was promised.
+"""The runtime on a shared folder, on a service that hangs (SIGSTOP) and comes back, and beside a remote store: look-ups
+wait for none of them, and whoever builds gets back what was promised.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +16,9 @@ from typing import Any
 import pytest
 
 from prefix_index import FileStore, StoreFolderError, StoreUnavailable
-from sglang_ext.config import config_from_dict
 from sglang_ext.prefill.builder import take_lease
 from sglang_ext.runtime import SparseRuntime
-from sglang_ext.storage import configured_store
+from tests.prefix_index.faults.service_process import Service
 from tests.serving.admitting import (
     OTHER,
     PROMPT,
@@ -114,48 +111,12 @@ def test_a_folder_that_goes_away_does_not_end_a_building_server(builders: Any) -
 # -- a service ---------------------------------------------------------------------------------------------------------
 
 
-class Service:
-    """`sglang-ext store serve` as a process."""
-
-    def __init__(self, folder: Path, socket: Path) -> None:
-        self.folder, self.url = folder, f"ipc://{socket}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        words = ["store", "serve", "--dir", str(self.folder), "--endpoint", self.url]
-        self._process = subprocess.Popen([sys.executable, "-m", "sglang_ext.cli", *words], stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                configured_store(self.url, config_from_dict({"store_timeout_s": 1.0})).close()
-                return
-            except StoreUnavailable:
-                assert time.monotonic() < deadline
-                assert self._process.poll() is None, "the service ended"
-                time.sleep(0.05)
-
-    def signal(self, number: int) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)
-        if number == signal.SIGSTOP:
-            os.waitpid(self._process.pid, os.WUNTRACED)  # until it stands still
-        if number == signal.SIGKILL:
-            self._process.wait(60)
-            self._process = None
-
-    def close(self) -> None:
-        if self._process is not None:
-            self.signal(signal.SIGCONT)
-            self.signal(signal.SIGKILL)
-
-
 @pytest.fixture
 def service(folder: Path, tmp_path: Path) -> Iterator[Service]:
-    """A running service of that folder."""
-    served = Service(folder, tmp_path / "s")
-    served.start()
-    yield served
-    served.close()
+    """A running service of a copy of that folder."""
+    shutil.copytree(folder, tmp_path / "served" / "store")
+    with Service(tmp_path / "served") as served:
+        yield served
 
 
 def decodes_sparsely(runtime: Runtime, rid: str, prompt: list[int]) -> bool:
@@ -165,38 +126,19 @@ def decodes_sparsely(runtime: Runtime, rid: str, prompt: list[int]) -> bool:
     return sparse
 
 
-def test_a_server_on_a_service_lives_on_when_that_dies_and_finds_it_again(
-    service: Service, start: Any, make_bench: Callable[..., Any]
-) -> None:
-    runtime = start(store=service.url, **PATIENT)
-    assert decodes_sparsely(runtime, "a", PROMPT)
-    service.signal(signal.SIGKILL)
-    for number in range(3):
-        begun = time.monotonic()
-        assert not decodes_sparsely(runtime, f"gone-{number}", OTHER)
-        assert time.monotonic() - begun < 60, "the scheduler does not wait for the service"
-    assert decodes_sparsely(runtime, "still", PROMPT), "resident, or read from the folder"
-    state = runtime.snapshot()
-    assert state["fallbacks"] == {"no_index": 3}
-    assert any("store" in problem for problem in state["store_problems"])
-    service.start()
-    bench = make_bench()
-    with FileStore(service.folder) as store, bench.store.get(bench.put(OTHER).digest) as index:
-        store.put(index.payload())
-    assert eventually(lambda: decodes_sparsely(runtime, f"again-{time.monotonic()}", OTHER))
-
-
 def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(service: Service, start: Any) -> None:
     """A rescan takes until store_timeout_s, on a thread of its own."""
-    runtime = start(store=service.url, **BUILDING)
+    runtime = start(store=service.endpoint, **BUILDING)
     assert runtime.snapshot()["indexes_in_store"] == 1
-    service.signal(signal.SIGSTOP)
+    os.kill(service.pid, signal.SIGSTOP)
+    os.waitpid(service.pid, os.WUNTRACED)  # until it stands still
     for number in range(4):
         assert seconds(lambda n=number: runtime.came(str(n), [*OTHER[n:], n])) < 60
         time.sleep(0.25)
+    assert decodes_sparsely(runtime, "indexed", PROMPT), "read from the folder"
     assert max(seconds(runtime.snapshot) for _ in range(3)) < 60
     assert runtime.snapshot()["indexes_in_store"] == 1
-    service.signal(signal.SIGCONT)
+    os.kill(service.pid, signal.SIGCONT)
     assert eventually(lambda: runtime.snapshot()["store_problems"] == [])
 
 
