@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import typing
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
 from sglang_ext.methods.base import did_you_mean
 from sglang_ext.methods.profile import Profile, ProfileError, used_by_builders
-from sglang_ext.options import FORMER_KEYS, Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
+from sglang_ext.options import Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
 from sglang_ext.storage import ENV_STORE, default_store, make_folder, remote_addresses
 
@@ -39,11 +38,9 @@ __all__ = [
     "default_store",
     "enabled_by_env",
     "make_settings",
-    "parse_config",
+    "parse_profiled",
     "settings_from_env",
 ]
-
-logger = logging.getLogger(__name__)
 
 ENV_ENABLE = "SGLANG_SPARSE_ATTN"
 ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
@@ -122,7 +119,6 @@ def _check_ranges(config: SparseAttnConfig) -> None:
             config.build is not Build.CAPTURE or bool(config.capture_folder),
             "a folder when build is 'capture'",
         ),
-        ("prefetch_timeout_s", config.prefetch_timeout_s >= 0.0, "0 or more seconds"),
         ("index_gpu_bytes", config.index_gpu_bytes > 0, "a positive number of bytes"),
         (
             "store_max_bytes",
@@ -206,18 +202,6 @@ def _check_remote(config: SparseAttnConfig) -> None:
             )
 
 
-def parse_config(text: str | None) -> SparseAttnConfig:
-    """Parse `--sparse-attn-config`, without a profile.
-
-    Args:
-        text: a JSON object, `@file` that holds one, or None or empty for the defaults.
-
-    Raises:
-        ConfigError: unreadable file, no JSON, unknown key, wrong type, value out of range.
-    """
-    return config_from_dict(_decoded(text))
-
-
 def _decoded(text: str | None) -> Any:
     """The JSON value behind the flag: only here it is known which keys were given."""
     if not text:
@@ -230,31 +214,14 @@ def _decoded(text: str | None) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise _fail("a readable file after '@'", str(path), f"{error}: check the path.") from error
     try:
-        return _under_new_names(json.loads(source))
+        return json.loads(source)
     except json.JSONDecodeError as error:
         raise _fail("a JSON object", source[:200], f"JSON error: {error}.") from error
 
 
-def _under_new_names(raw: Any) -> Any:
-    """A decoded configuration in which former names are replaced, each with a warning."""
-    if not isinstance(raw, Mapping):
-        return raw
-    raw = dict(raw)
-    for former, name in FORMER_KEYS.items():
-        if former in raw:
-            if name in raw:
-                raise _fail(f"{name!r} alone", former, f"Remove {former!r}, its former name.")
-            raw[name] = raw.pop(former)
-            logger.warning("--sparse-attn-config: %r is now %r; the former name is taken until 0.2", former, name)
-    if raw.get("decode_path") == "exact":
-        raw["decode_path"] = DecodePath.CASCADE.value
-        logger.warning("--sparse-attn-config: decode_path 'exact' is now 'cascade'; the former word is taken until 0.2")
-    return raw
-
-
 def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
-    """Check a decoded configuration; raises ConfigError as `parse_config` does."""
-    config = _converted(_under_new_names(raw))
+    """Check a decoded configuration, without a profile. Raises ConfigError: an unknown key, a wrong type or value."""
+    config = _converted(raw)
     _check_ranges(config)
     _check_methods(config)
     _check_suffix_part(config)
@@ -298,7 +265,7 @@ def make_settings(config_text: str | None, store: str | None, model_folder: str 
         model_folder: where a profile may be shipped with the model; None where it is not known.
 
     Raises:
-        ConfigError: see `parse_config`; the profile cannot be used; or the store is no folder that exists and no
+        ConfigError: see `parse_profiled`; the profile cannot be used; or the store is no folder that exists and no
             ipc:// URL.
     """
     config, profile = parse_profiled(config_text, model_folder)
@@ -319,8 +286,12 @@ def parse_profiled(config_text: str | None, model_folder: str | None) -> tuple[S
 
     Its `profile` then says which one it was, so that parsing it again gives the same.
 
+    Args:
+        config_text: a JSON object, `@file` that holds one, or None or empty for the defaults.
+        model_folder: see `make_settings`.
+
     Raises:
-        ConfigError: see `parse_config`; or the profile cannot be used.
+        ConfigError: see `config_from_dict`; unreadable file, no JSON; or the profile cannot be used.
     """
     raw = _decoded(config_text)
     from sglang_ext.methods.registry import method_specs

@@ -6,7 +6,7 @@ Prometheus names begin with `sglang:sparse_attn_`; they are exported only with S
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 #: The words under which dense decode is counted (docs/architecture.md).
@@ -26,12 +26,11 @@ REASONS = (
 )
 
 
-#: Former names of counters, which tell the same until 0.2.
-FORMER = {"shared_steps": "cascade_steps", "shared_rows": "cascade_rows", "private_keep_ratio": "suffix_keep_ratio"}
-
-
 class Counters:
     """Counters of one process. Not thread-safe: written by the scheduler thread, where requests run.
+
+    Attributes:
+        hits: requests that found an index, at admission.
 
     Args:
         num_layers: layers of the model.
@@ -40,9 +39,7 @@ class Counters:
 
     def __init__(self, num_layers: int, prometheus: bool = False) -> None:
         self._attended = [0] * num_layers
-        self._prefix = [0] * num_layers
-        self._layer_steps = [0] * num_layers
-        self._suffix_attended = self._suffix_tokens = 0
+        self._prefix = self._suffix_attended = self._suffix_tokens = 0
         self.sparse_steps = 0
         self.sparse_rows = 0
         self.dense_rows = 0
@@ -64,8 +61,7 @@ class Counters:
         """One step: tokens of prefixes that each layer attended, and of how many; once per request."""
         for layer, tokens in enumerate(attended):
             self._attended[layer] += tokens
-            self._prefix[layer] += prefix
-            self._layer_steps[layer] += 1
+        self._prefix += prefix
 
     def count_step(self, sparse_rows: int, dense_rows: int, largest_group: int) -> None:
         """One decode step of a batch."""
@@ -73,26 +69,20 @@ class Counters:
         self.dense_rows += dense_rows
         self.sparse_steps += sparse_rows > 0
         self.largest_group = max(self.largest_group, largest_group)
-        if self._prometheus:
-            self._prometheus.rows.labels(path="sparse").inc(sparse_rows)
-            self._prometheus.rows.labels(path="dense").inc(dense_rows)
 
     def count_cascade(self, rows: int) -> None:
         """One decode step without an index: so many rows attended with the shared slots read once."""
         self.cascade_rows += rows
         self.cascade_steps += rows > 0
 
-    def count_hit(self) -> None:
-        """One request that found an index, at admission."""
-        self.hits += 1
-        if self._prometheus:
-            self._prometheus.hits.inc()
-
     def count_fallback(self, reason: str) -> None:
         """One request that decodes dense for this reason."""
         self.fallbacks[reason] += 1
-        if self._prometheus:
-            self._prometheus.fallbacks.labels(reason=reason).inc()
+
+    def export(self) -> None:
+        """Bring the exported counters up to these. Once in a forward."""
+        if self._prometheus is not None:
+            self._prometheus.export(self.hits, {"sparse": self.sparse_rows, "dense": self.dense_rows}, self.fallbacks)
 
     def set_store(self, indexes: int, nbytes: int) -> None:
         """What the store holds now. May be called from another thread."""
@@ -104,17 +94,14 @@ class Counters:
         """All counters as plain values.
 
         `keep_ratio` is the mean over all layers (dense ones, sink and recent window included) of prefix tokens
-        attended over prefix tokens; `attended_per_step` the same in tokens per request, per layer.
-        `suffix_keep_ratio`: of requests' suffix tokens that were selected from, over all layers; None where none were.
+        attended over prefix tokens. `suffix_keep_ratio`: of requests' suffix tokens that were selected from, over all
+        layers. Both are None where there were none.
         """
-        attended = list(self._attended)
-        ratios = [a / p for a, p in zip(attended, self._prefix, strict=True) if p]
-        rows = self.sparse_rows
-        suffix = self._suffix_attended
-        counters = {
+        layers, suffix = len(self._attended), self._suffix_tokens
+        return {
             "hits": self.hits,
             "sparse_steps": self.sparse_steps,
-            "sparse_rows": rows,
+            "sparse_rows": self.sparse_rows,
             "dense_rows": self.dense_rows,
             "largest_group": self.largest_group,
             "cascade_steps": self.cascade_steps,
@@ -122,15 +109,11 @@ class Counters:
             "recorded_steps": self.recorded_steps,
             "recorded_graph_steps": self.recorded_graph_steps,
             "fallbacks": dict(self.fallbacks),
-            "keep_ratio": sum(ratios) / len(ratios) if ratios else None,
-            "keep_ratio_per_layer": [a / p if p else None for a, p in zip(attended, self._prefix, strict=True)],
-            "attended_tokens_per_layer": attended,
-            "prefix_tokens_per_layer": list(self._prefix),
-            "selections_per_layer": list(self._layer_steps),
-            "attended_per_step": [a / rows for a in attended] if rows else [],
-            "suffix_keep_ratio": suffix / self._suffix_tokens if self._suffix_tokens else None,
+            "keep_ratio": sum(self._attended) / (layers * self._prefix) if self._prefix else None,
+            "attended_tokens_per_layer": list(self._attended),
+            "prefix_tokens_per_layer": [self._prefix] * layers,
+            "suffix_keep_ratio": self._suffix_attended / suffix if suffix else None,
         }
-        return {**counters, **{former: counters[name] for former, name in FORMER.items()}}
 
 
 class _Prometheus:
@@ -153,3 +136,16 @@ class _Prometheus:
         self.store_bytes = Gauge(
             "sglang:sparse_attn_store_bytes", "Bytes of the indexes in the store.", multiprocess_mode="mostrecent"
         )
+        self._told: Counter[tuple[str, str]] = Counter()
+
+    def export(self, hits: int, rows: Mapping[str, int], fallbacks: Mapping[str, int]) -> None:
+        """Totals so far, of rows by path and of fallbacks by reason."""
+        self._tell(self.hits, ("hits", ""), hits)
+        for path, count in rows.items():
+            self._tell(self.rows.labels(path=path), ("rows", path), count)
+        for reason, count in fallbacks.items():
+            self._tell(self.fallbacks.labels(reason=reason), ("fallbacks", reason), count)
+
+    def _tell(self, counter: Any, name: tuple[str, str], total: int) -> None:
+        counter.inc(total - self._told[name])
+        self._told[name] = total

@@ -25,7 +25,6 @@ class PrefetchPolicy(str, Enum):
 
     BEST_EFFORT = "best_effort"
     WAIT_COMPLETE = "wait_complete"
-    TIMEOUT = "timeout"
 
 
 class DecodePath(str, Enum):
@@ -45,9 +44,6 @@ class Eviction(str, Enum):
     LRU = "lru"
     COST_AWARE = "cost_aware"
 
-
-FORMER_KEYS = {"private_dense_tokens": "suffix_dense_tokens", "private_index_bytes": "suffix_index_bytes"}
-"""Former names, which `config` takes until 0.2 with a warning, as it does `"decode_path": "exact"` for `cascade`."""
 
 SUM_EVERY = 16
 """Of `token_index`: what more saves is little (docs/kernels.md), what it costs docs/selection.md says."""
@@ -106,9 +102,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         capture_tail: last tokens of a prompt that a capture keeps beside the sample.
         capture_steps: decode steps that a capture keeps.
         trace_folder: where selections of requests 'trace-...' are written, for debugging: `decode.trace`. null: off.
-        prefetch_policy: what a decode step does while the index is loading: `best_effort` (dense), `wait_complete`, or
-            `timeout`.
-        prefetch_timeout_s: seconds waited under `timeout`.
+        prefetch_policy: what a decode step does while the index is loading: `best_effort` (dense) or
+            `wait_complete`.
         index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
         store_max_bytes: most bytes of all indexes in the store's folder; null: no bound of its own.
         store_min_free_bytes: bytes of the store's disk that indexes leave free.
@@ -119,8 +114,6 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         store_remote: URL of a remote store, or several, fastest first: `s3://BUCKET/PREFIX`, `gs://`, `az://`,
             `file:///SHARED/FOLDER`, `mooncake://HOST:PORT`. The folder is the truth of this machine; what it lacks is
             fetched from there, what is built here is published there.
-        store_wait: has no effect any more, and goes with the next version: an index that the folder lacks is fetched
-            whole, within `store_timeout_s` or behind.
         store_timeout_s: seconds that an answer of a service or the remote store may take. Longer fetches go on behind.
     """
 
@@ -157,7 +150,6 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     capture_steps: int = 64
     trace_folder: str | None = None
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
-    prefetch_timeout_s: float = 5.0
     index_gpu_bytes: int = 4 << 30
     store_max_bytes: int | None = None
     store_min_free_bytes: int = 1 << 30
@@ -165,7 +157,6 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     store_mode: str = "0700"
     store_group: str | None = None
     store_remote: str | list[str] | None = None
-    store_wait: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     store_timeout_s: float = 5.0
 
     def budget(self, prefix_len: int) -> int:

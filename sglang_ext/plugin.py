@@ -40,13 +40,10 @@ def register() -> None:
         raise SystemExit(2)
 
 
-def server_args(
-    *, sparse_attn: bool = True, config: dict[str, Any] | None = None, store: str | None = None, **kwargs: Any
-) -> Any:
+def server_args(*, config: dict[str, Any] | None = None, store: str | None = None, **kwargs: Any) -> Any:
     """ServerArgs for `sglang.Engine(server_args=...)`, with sparse attention.
 
     Args:
-        sparse_attn: off makes this a plain `ServerArgs(**kwargs)`.
         config: what `--sparse-attn-config` takes, as a dict.
         store: what `--sparse-attn-store` takes.
         **kwargs: SGLang's own arguments.
@@ -63,7 +60,7 @@ def server_args(
     from sglang.srt.plugins import load_plugins
 
     message = versions.unsupported_message(versions.installed())
-    if sparse_attn and message:
+    if message:
         raise RuntimeError(message)
     load_plugins()
     from sglang.srt.server_args import ServerArgs
@@ -74,7 +71,6 @@ def server_args(
 
     kwargs.setdefault("log_level", "error")
     record = ServerArgs(**kwargs)
-    if sparse_attn:
-        assert_in_place(launcher=True)
-        attach(record, make_settings(json.dumps(config) if config else None, store, model_folder(record)))
+    assert_in_place(launcher=True)
+    attach(record, make_settings(json.dumps(config) if config else None, store, model_folder(record)))
     return record

@@ -35,15 +35,6 @@ class Ranks(Protocol):
     def gathered(self, value: Any) -> list[Any]:
         """What each rank gives, by rank; small plain values."""
 
-    def to_first(self, tensor: Tensor, room: Sequence[Tensor] | None = None) -> list[Tensor] | None:
-        """A tensor on the host of each rank, of one shape and dtype on all: by rank on rank 0, None elsewhere.
-
-        Args:
-            tensor: this rank's, contiguous.
-            room: on rank 0, where they go: one like it for each rank, contiguous. So nothing is allocated here, where
-                the others wait already.
-        """
-
 
 class OneRank:
     """A process without others: agrees with itself."""
@@ -61,10 +52,6 @@ class OneRank:
     def gathered(self, value: Any) -> list[Any]:
         """Of the one."""
         return [value]
-
-    def to_first(self, tensor: Tensor, room: Sequence[Tensor] | None = None) -> list[Tensor] | None:
-        """Of the one."""
-        return [tensor]
 
 
 class ProcessRanks:
@@ -95,16 +82,6 @@ class ProcessRanks:
         """See `Ranks`. Raises RuntimeError where another rank has gone."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
-        return found
-
-    def to_first(self, tensor: Tensor, room: Sequence[Tensor] | None = None) -> list[Tensor] | None:
-        """See `Ranks`. Raises RuntimeError where another rank has gone."""
-        found = None
-        if self.rank == 0:
-            found = list(room) if room is not None else [torch.empty_like(tensor) for _ in range(self.size)]
-        # gloo does not know every dtype.
-        data = None if found is None else [one.view(torch.uint8) for one in found]
-        dist.gather(tensor.view(torch.uint8), data, group_dst=0, group=self._group)
         return found
 
 

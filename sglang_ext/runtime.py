@@ -100,9 +100,6 @@ class SparseRuntime:
         why_not = partial(misfit, model=self.model, profile_digest=self.profile)
         self.watch = StoreWatch(settings, why_not, self.counters.set_store if prometheus else None)
         self.store = self.watch.store
-        self.directory = PrefixDirectory(
-            self.store, self.model, self.profile, config.min_sparse_prompt_len, rescan=self.watch.rescan
-        )
         plan = layer_plan_of_rank(config.layer_plan, profile, self.model, view.tp_rank, view.tp_size)
         first, limit = heads_of_rank(self.model.num_kv_heads, view.tp_rank, view.tp_size).start, config.index_gpu_bytes
         spec = method_specs(config)[config.method]
@@ -111,7 +108,10 @@ class SparseRuntime:
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
-        usable = self.planner.uses_indexes
+        usable, least = self.planner.uses_indexes, config.min_sparse_prompt_len
+        self.directory: PrefixDirectory | None = None  # nothing is looked up that no step could use
+        if usable:
+            self.directory = PrefixDirectory(self.store, self.model, self.profile, least, self.watch.rescan)
         self.builds = make_recording(self.store, config, view, self.model, profile, self.ranks, usable=usable)
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
@@ -152,20 +152,20 @@ class SparseRuntime:
             refusal: (reason, detail) of a request that stays dense in any case.
             counted: whether an index that is found counts as a hit.
         """
-        if self.requests.known(request):
+        if self.requests.of(request) is not None:
             return
         if self.ready.stale:
             refusal = ("index_mismatch", self.ready.stale)
         hashes: Sequence[bytes] = ()
-        if refusal or not self.planner.uses_indexes:  # nothing could use an index
-            attachment = Attachment(rid, len(prompt), None, *(refusal or (None, None)))
+        if refusal or self.directory is None:
+            attachment = Attachment(rid, refusal[0] if refusal else None)
         else:
             found = self.directory.lookup(namespace, prompt)
             hashes = found.hashes
-            attachment = Attachment(rid, len(prompt), None, found.reason, found.detail, found.entry)
+            attachment = Attachment(rid, found.reason, found.entry)
             if found.entry is not None:
                 if counted:
-                    self.counters.count_hit()
+                    self.counters.hits += 1
                 self.residency.prefetch(found.entry)
             elif found.reason == "index_mismatch":
                 logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)
@@ -193,9 +193,9 @@ class SparseRuntime:
         if self.builds is not None and admission is not None and not twins:
             self.builds.admit(replace(admission, again=attachment.runs_again))
 
-    def refuse(self, request: Hashable, rid: str, reason: str, detail: str) -> None:
+    def refuse(self, request: Hashable, rid: str) -> None:
         """Keep a request dense that could not be looked up."""
-        self.requests.add(request, Attachment(rid, 0, None, reason, detail))
+        self.requests.add(request, Attachment(rid, "unsupported_mode"))
 
     def weights_updated(self, *, replaced: bool) -> None:
         """SGLang was told to replace the weights in place (`replaced`: it says so). A collective: all ranks are
@@ -206,7 +206,7 @@ class SparseRuntime:
         self.ready.stale = "the weights were updated in place; restart the server to use indexes of the new ones"
         logger.warning("sparse attention: off until a restart: %s", self.ready.stale)
         if self.view.has_kv_scales:  # numbers in our graphs
-            self.planner.refuse("the weights were updated in place, perhaps also the scales of keys and values")
+            self._refuse("the weights were updated in place, perhaps also the scales of keys and values")
         if self.builds is not None:
             self.builds.close()
             self.builds = None
@@ -266,12 +266,18 @@ class SparseRuntime:
                 self._trace.note(forward_batch, self.path, sparse.copies if sparse is not None else None)
         finally:
             self._step = Step()
+            self.counters.export()
 
     def _settle(self, rids: Sequence[str] | None) -> None:
         """A collective with several ranks: nothing that differs between them decides whether this line is reached."""
         problem = self.ready.settle(rids or (), refused=self.planner.refusal is not None)
         if problem is not None:
-            self.planner.refuse(problem)
+            self._refuse(problem)
+
+    def _refuse(self, why: str) -> None:
+        """No step is attended here any more."""
+        self.planner.refuse(why)
+        self.directory = None
 
     def _planned(self, forward_batch: Any) -> PlannedStep | None:
         try:
@@ -340,7 +346,7 @@ class SparseRuntime:
         if step.planned is None or not forward_batch.forward_mode.is_decode():
             return None
         if refusal is not None:
-            self.planner.refuse(f"layer {layer.layer_id} has {refusal}")
+            self._refuse(f"layer {layer.layer_id} has {refusal}")
             self.counters.count_fallback("unsupported_layer")
             self._step = Step(None, step.chunks)  # what a later layer would reuse is not there
             return None
@@ -371,8 +377,6 @@ class SparseRuntime:
         """
         self._sweep()
         mine = {name: getattr(self.counters, name) for name in ("sparse_steps", "sparse_rows", "cascade_steps")}
-        mine["shared_steps"] = mine["cascade_steps"]  # its former name, until 0.2
-        decode = self.planner.snapshot()
         held: dict[str, Any] = {"builds": {} if self.builds is None else self.builds.snapshot()}
         held |= {"resident_bytes": self.residency.resident_bytes(), "index_users": self.residency.num_users()}
         held["allocated_bytes"] = torch.cuda.memory_allocated() if torch.cuda.is_available() else None
@@ -382,8 +386,7 @@ class SparseRuntime:
             "method": self.config.method,
             "model": msgspec.to_builtins(self.model),
             "profile": self.profile,
-            "decode": decode,
-            "shared": decode,  # its former name, until 0.2
+            "decode": self.planner.snapshot(),
             **self.watch.snapshot(),
             **held,
             "requests": len(self.requests),

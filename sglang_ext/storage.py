@@ -5,7 +5,6 @@ Imports nothing heavy: the commands start with it.
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Protocol
@@ -14,8 +13,6 @@ from prefix_index import IndexStore
 from prefix_index.connect import locate, open_store
 from prefix_index.folder import Access, check_folder
 from sglang_ext.cache_folder import cache_folder
-
-log = logging.getLogger(__name__)
 
 ENV_STORE = "SGLANG_SPARSE_ATTN_STORE"
 
@@ -35,8 +32,6 @@ class StoreConfig(Protocol):
     def store_group(self) -> str | None: ...
     @property
     def store_remote(self) -> str | list[str] | None: ...
-    @property
-    def store_wait(self) -> str: ...
     @property
     def store_timeout_s(self) -> float: ...
 
@@ -65,8 +60,6 @@ def configured_store(address: str, config: StoreConfig, *, write: bool = True) -
     Raises IndexStoreError; StoreUnavailable when a service does not answer. A remote store that does not is a problem
     of the store's (``problems()``): what the folder has is served meanwhile.
     """
-    if (wait := _word(config.store_wait)) != "timeout":
-        log.warning("store_wait=%r has no effect any more: loading waits up to store_timeout_s; remove the key", wait)
     folder = locate(address).kind == "file"
     store = open_store(
         [address, *(remote_addresses(config) if folder else [])],

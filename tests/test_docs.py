@@ -218,9 +218,9 @@ def test_the_supported_versions_are_the_same_everywhere() -> None:
 
 
 def test_the_demo_configuration_fits_the_shipped_model() -> None:
-    from sglang_ext.config import parse_config
+    from sglang_ext.config import parse_profiled
 
-    config = parse_config(f"@{ROOT / 'scripts' / 'demo_config.json'}")
+    config, _ = parse_profiled(f"@{ROOT / 'scripts' / 'demo_config.json'}", None)
     model = json.loads(text_of("models/needle/config.json"))
     assert len(config.layer_plan) in (0, model["num_hidden_layers"])
 

@@ -1,24 +1,19 @@
-"""A method in one file: every n-th page of a prefix. For tests of how methods are added.
+"""A method in one file: pages of a prefix, every fourth one first. For tests of how methods are added.
 
 METHODS["every_nth"] = Method(EveryNthSpec, EveryNthBuilder, EveryNthSelector, "tests.toy_method:EveryNthOp")
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 
 from prefix_index import PAGE_TOKENS
-from prefix_kernels.launching import send
-from prefix_kernels.types import Selection
-from sglang_ext.decode.select_op import ListSizes, ReferenceOp
+from sglang_ext.decode.select_op import ReferenceOp
 from sglang_ext.methods.arrays import Form
-from sglang_ext.methods.base import IndexBuilder, IndexSpec, SelectArgs
+from sglang_ext.methods.base import IndexBuilder, IndexSpec, Selector
 
 
-@dataclass(frozen=True)
 class EveryNthSpec(IndexSpec):
     method: ClassVar[str] = "every_nth"
 
@@ -31,49 +26,32 @@ class EveryNthBuilder(IndexBuilder[EveryNthSpec]):
         return {"first": torch.zeros(keys.shape[1], 1, dtype=torch.int32, device=keys.device)}
 
 
-@dataclass
-class EveryNthSelector:
-    spec: EveryNthSpec
-
-    def select(self, arrays: Any, q: torch.Tensor, args: SelectArgs) -> Selection:
-        heads = len(arrays["first"])
-        return Selection(positions_of(args.prefix_len, args.budget).to(q.device).expand(heads, -1).contiguous(),
-                         torch.full((heads,), args.budget, dtype=torch.int32, device=q.device))  # fmt: skip
-
-
-def positions_of(prefix_len: int, budget: int) -> torch.Tensor:
-    """The first tokens of as many evenly spaced pages as the budget fills."""
-    pages = -(-prefix_len // PAGE_TOKENS)
-    each = max(1, pages * PAGE_TOKENS // budget)
-    order = sorted(range(prefix_len), key=lambda token: ((token // PAGE_TOKENS) % each, token))
-    return torch.tensor(sorted(order[:budget]), dtype=torch.int32)
+class EveryNthSelector(Selector[EveryNthSpec]):
+    def token_scores(self, arrays: Any, q: torch.Tensor, args: Any, candidates: Any = None) -> torch.Tensor:
+        page = torch.arange(args.prefix_len, device=q.device) // PAGE_TOKENS
+        return (page % 4 == 0).float().expand(len(arrays["first"]), -1)
 
 
 class EveryNthOp(ReferenceOp):
-    """Lists are written by `plan`; a captured `run` copies them, and looks the slots up in the arena."""
+    """Lists are written by `plan`, for any index and any queries alike; a captured `run` copies them."""
 
-    def __init__(self, layer: Any, config: Any, spec: EveryNthSpec, num_layers: int, sizes: ListSizes, device: Any):
-        super().__init__(EveryNthSelector(spec), None)  # type: ignore[arg-type]
+    def __init__(self, layer: Any, config: Any, spec: EveryNthSpec, num_layers: int, sizes: Any, device: Any):
+        super().__init__(EveryNthSelector(spec), config.pooling)
         self.counts = torch.zeros(sizes.max_groups, layer.num_kv_heads, dtype=torch.int32, device=device)
         self.positions, self.at = torch.zeros(2, sizes.list_entries, dtype=torch.int32, device=device)
-        self.buffers = (self.counts, self.positions, self.at)
+        self.index: Any = SimpleNamespace(layers=[{"first": self.counts.T}])
 
-    def plan(self, size: int, rows: Any, groups: Any, indexes: Any) -> None:
-        counts, positions, at = (torch.zeros(own.shape, dtype=own.dtype) for own in self.buffers)
+    def plan(self, size: int, rows: Any, groups: Any, indexes: Any = ()) -> None:
+        self.counts.zero_()
         for number, group in enumerate(groups):
-            chosen = positions_of(group.prefix_len, group.budget)
-            counts[number] = group.budget
-            group.lists_in(positions, counts.shape[1])[:] = chosen
-            group.lists_in(at, counts.shape[1])[:] = chosen + group.slot_start
-        for table, own in zip((counts, positions, at), self.buffers, strict=True):
-            send(table, own)
+            found = self.select(self.counts, group, self.index, 0, 1.0, self.counts.shape[1])
+            self.counts[number] = found.counts
+            group.lists_in(self.positions, self.counts.shape[1])[:] = found.positions
+            group.lists_in(self.at, self.counts.shape[1])[:] = found.positions + group.slot_start
 
-    def plan_probe(self, size: int, rows: Any, groups: Any) -> None:
-        self.plan(size, (), groups, ())
+    plan_probe = plan
 
-    def run(
-        self, size: int, q: torch.Tensor, sm_scale: float, slot_table: torch.Tensor, layer: Any, lists: Any
-    ) -> None:
+    def run(self, size: int, q: Any, sm_scale: float, slot_table: torch.Tensor, layer: Any, lists: Any) -> None:
         lists.counts.copy_(self.counts)
         lists.positions.copy_(self.positions)
         lists.slots.copy_(slot_table[self.at.long()])

@@ -137,23 +137,17 @@ class OfflineEngine:
         unknown = unknown_ids(input_ids, self.vocab_size)
         if unknown:
             raise ValueError(unknown)
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        fields: dict[str, Any] = {"extra_key": extra_key}
         if cache_salt is not None:
+            from sglang.srt.managers.io_struct import GenerateReqInput
+
             if "cache_salt" not in getattr(GenerateReqInput, "__annotations__", {}):
                 raise ValueError(
                     "expected no cache_salt: this SGLang joins it into extra_key; give the joined value as extra_key"
                 )
-            fields["cache_salt"] = cache_salt
-        request = GenerateReqInput(
-            input_ids=list(input_ids),
-            rid=rid,
-            sampling_params={"temperature": 0.0, "max_new_tokens": max_new_tokens},
-            **{name: value for name, value in fields.items() if value is not None},
-        )
-        generator = self._engine.tokenizer_manager.generate_request(request, None)
-        self._engine.loop.run_until_complete(generator.__anext__())
+        sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
+        request = {"input_ids": list(input_ids), "rid": rid, "sampling_params": sampling}
+        namespace = {"extra_key": extra_key, "cache_salt": cache_salt}
+        self.generate([request | {name: value for name, value in namespace.items() if value is not None}])
 
 
 def take_signals_back(engine: Any, on_sigterm: Any) -> None:

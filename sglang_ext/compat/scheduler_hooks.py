@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from prefix_index import printable_values
-from sglang_ext.compat import decode_graphs, tensor_parallel
+from sglang_ext.compat import tensor_parallel
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.compat.server_args import settings_of, unsupported
 from sglang_ext.config import Build
@@ -70,14 +70,38 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     return adopt(wrapped, _runtime, view.layer_refusal)
 
 
-def around_capture_one_shape(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
-    """SGLang captures a decode graph: capture ours of that size, too."""
-    return decode_graphs.around_capture_one_shape(_runtime, original, runner, *args)
+def around_capture_one_shape(
+    original: Callable[..., Any],
+    runner: Any,
+    size: int,
+    forward: Callable[..., Any],
+    stream_idx: int | None = None,
+    variant_label: str | None = None,
+    *more: Any,
+) -> Any:
+    """SGLang captures a decode graph of a size: capture ours first, as a backend may keep what it made for the last
+    capture of a size. Before the first one, launch parameters may be measured.
+    """
+    ours = _runtime is not None and _runtime.view.runner is runner.model_runner and runner.captured_req_width == 1
+    paths = _runtime.planner.paths_of(size) if ours else ()
+    if paths:
+        _runtime.planner.tune(runner.capture_bs)
+    for path in paths:
+        with _runtime.capturing(size, path):
+            original(runner, size, forward, stream_idx, _label_of(path.value, variant_label), *more)
+    return original(runner, size, forward, stream_idx, variant_label, *more)
 
 
 def after_resolve_lora_variant(label: str | None, runner: Any, _forward_batch: Any) -> str | None:
-    """Which of a size's graphs a step replays."""
-    return decode_graphs.label_of_step(_runtime, runner, label)
+    """The label of the graph that a step replays: SGLang tells graphs of one size apart by it, for LoRA."""
+    if _runtime is None or _runtime.view.runner is not runner.model_runner or _runtime.path is None:
+        return label
+    return _label_of(_runtime.path.value, label)
+
+
+def _label_of(path: str, label: str | None) -> str:
+    """Of a path's graph beside the one with SGLang's label."""
+    return path if label is None else f"{label}+{path}"
 
 
 def _graph_refusal(runner: Any, build: Build) -> str | None:
@@ -138,16 +162,16 @@ def namespace_of(key: Any) -> dict[str, str | None]:
 
 def _admit(req: Any, key: Any) -> None:
     assert _runtime is not None
-    if _runtime.requests.known(req):
+    if _runtime.requests.of(req) is not None:
         return
     try:
         # Of several answers to one prompt, SGLang has the prompt prefilled first by a request that generates nothing.
         generates = req.sampling_params.max_new_tokens != 0
         prompt, namespace = req.origin_input_ids, namespace_of(key)
         _runtime.admit(req, req.rid, prompt, namespace, _refusal(req, key), counted=generates)
-    except Exception as error:  # one request must not end the server
+    except Exception:  # one request must not end the server
         logger.exception("sparse attention: request %s could not be looked up and stays dense", req.rid)
-        _runtime.refuse(req, req.rid, "unsupported_mode", f"{type(error).__name__}: {error}")
+        _runtime.refuse(req, req.rid)
 
 
 def _refusal(req: Any, key: Any) -> tuple[str, str] | None:
@@ -218,11 +242,11 @@ def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence
             continue
         try:
             _runtime.slot_taken(req)
-        except Exception as error:  # one request must not end the server
+        except Exception:  # one request must not end the server
             logger.exception("sparse attention: request %s stays dense", req.rid)
             attachment = _runtime.requests.of(req)
             if attachment is not None:
-                _runtime.ready.give_up(attachment, "unsupported_mode", f"{type(error).__name__}: {error}")
+                _runtime.ready.give_up(attachment, "unsupported_mode")
             if _runtime.builds is not None:
                 _runtime.builds.discard(req.rid)
 

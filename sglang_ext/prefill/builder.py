@@ -78,53 +78,57 @@ class IndexFactory:
         """Of one method, for the given KV heads (None: all) of the given layers as if they were one layer's."""
         return make_builder(self.specs[name], stacked_profile(self._profile, layers, heads))
 
-    def build(
+    def assemble(
         self,
         identity: IndexIdentity,
         keys_of: Callable[[int], Tensor],
         queries: Tensor | None,
         sm_scale: float,
-    ) -> tuple[IndexEntry, dict[str, Any]]:
-        """Build, store, read back and verify one index, while the caller waits.
+        heads: range | None = None,
+    ) -> tuple[IndexAssembly, dict[str, float]]:
+        """Build all layers of some KV heads, while the caller waits.
 
         Args:
             identity: of the prefix; its num_tokens is the prefix length.
-            keys_of: layer -> [prefix_len, num_kv_heads, head_dim] post-RoPE keys.
-            queries: [num_layers, num_kv_heads, num_samples, head_dim], or None without a recording.
+            keys_of: layer -> [prefix_len, number of heads, head_dim] post-RoPE keys.
+            queries: [num_layers, number of heads, num_samples, head_dim], or None without a recording.
             sm_scale: attention scale of the layers, for the sampled recall.
+            heads: None: all.
 
         Returns:
-            The store's entry and what was measured (also kept in the index): seconds, bytes, and per method the sampled
-            recall: attention mass of recorded queries inside the selection at the configured budget, over the whole
-            prefix, as in decode; mean over layers, rows and heads.
+            What was built, and per method the sampled recall: attention mass of recorded queries inside the selection
+            at the configured budget, over the whole prefix, as in decode; mean over layers, rows and heads. Without
+            queries there is none.
 
         Raises:
             ValueError: a method needs queries and there are none, or the inputs are not finite.
-            IndexStoreError: storing or verifying failed.
         """
         assembly = IndexAssembly(self, identity)
         prepared = {}
         for name in self.specs:
             with assembly.timed(name, queries):
-                prepared[name] = self.builder(name, range(1)).prepare(queries)
+                prepared[name] = self.builder(name, range(1), heads).prepare(queries)
         recall = dict.fromkeys(self.specs, 0.0)
         num_layers = identity.model.num_layers
         for layers in layer_batches(num_layers, identity.num_tokens):
             keys = _side_by_side([keys_of(layer) for layer in layers])
             own = None if queries is None else queries[layers.start : layers.stop].flatten(0, 1)
             of_layers = {name: at_layers(whole, layers) for name, whole in prepared.items()}
-            built = assembly.add(layers, None, keys, own, of_layers)
+            built = assembly.add(layers, heads, keys, own, of_layers)
             if own is not None:
                 for name, spec in self.specs.items():
                     recall[name] += self._recall(spec, built[name], keys, own, sm_scale) * len(layers) / num_layers
-        return self.store(assembly, recall if queries is not None else {})
+        return assembly, recall if queries is not None else {}
 
     def store(self, assembly: IndexAssembly, recall: Mapping[str, float]) -> tuple[IndexEntry, dict[str, Any]]:
-        """Store a whole index, read it back and verify it; may be called in any thread. Returns what `build` does.
+        """Store a whole index, read it back and verify it; may be called in any thread.
 
         Args:
             assembly: with all layers and KV heads.
             recall: by method, for the index's statistics; empty where it was not measured.
+
+        Returns:
+            The store's entry and what was measured (also kept in the index): seconds, bytes, recall.
 
         Raises:
             ContentError: it would not be loaded again; nothing was stored.

@@ -1,8 +1,8 @@
 """Parts of one index, each built by a tensor-parallel rank of its own KV heads, as files that rank 0 collects.
 
-KV heads are independent, so a part needs nothing of the others. No rank ever waits for another: a rank leaves its part
-when it has it, and rank 0 looks now and then whether all are there. So parts of one index may be of different requests,
-minutes apart. Where a rank builds no more, rank 0's builds come to nothing one by one.
+KV heads are independent, so a part needs nothing of the others. Beside serving no rank ever waits for another: a rank
+leaves its part when it has it, and rank 0 looks now and then whether all are there. So parts of one index may be of
+different requests, minutes apart. Where a rank builds no more, rank 0's builds come to nothing one by one.
 """
 
 from __future__ import annotations

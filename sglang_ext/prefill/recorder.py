@@ -361,15 +361,10 @@ class Recording(ABC):
     def admit(self, request: Admission) -> None:
         """A request got its slot."""
 
-    def settle(self) -> None:
-        """Take note of what other threads found out."""
-        return
-
     def begin_prefill(
         self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
     ) -> list[Chunk]:
         """Before the layers of a prefill step run: what it leaves behind. As `QueryRecorder.begin_step`."""
-        self.settle()
         return self.recorder.begin_step(rids, firsts, counts, device)
 
     def prefilled(self, chunks: Sequence[Chunk]) -> None:
@@ -413,7 +408,6 @@ class Recording(ABC):
 def prefill_chunks(recording: Recording, forward_batch: Any, device: torch.device) -> list[Chunk]:
     """Of a prefill step, from SGLang's forward batch."""
     if not forward_batch.rids:
-        recording.settle()
         return []
     counts, firsts = (
         given if isinstance(given, list) else torch.as_tensor(given).tolist()

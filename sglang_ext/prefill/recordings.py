@@ -7,7 +7,7 @@ import logging
 from prefix_index import IndexStore, ModelFingerprint
 from sglang_ext.config import Build, SparseAttnConfig
 from sglang_ext.methods.profile import Profile
-from sglang_ext.prefill.builds import PrefillBuilds, PrefillHelp
+from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.recorder import BuildView, Recording
@@ -48,8 +48,6 @@ def make_recording(
             f"got {ranks.size}. Build with a smaller --tp-size: any reads the indexes"
         )
     if config.build is Build.PREFILL:
-        if ranks.rank > 0:
-            return PrefillHelp(config, view, ranks)
         return PrefillBuilds(store, config, view, model, profile, ranks)
     if config.build is Build.SHARED:
         if usable:

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +29,7 @@ from sglang_ext.storage import configured_store
 
 logger = logging.getLogger(__name__)
 
+RESCAN_S = 0.2
 _PUBLISH_SECONDS = 5.0
 #: What is waited for a store that is quick as a rule; else what was known before counts.
 _PATIENCE_S = 0.05
@@ -62,8 +62,7 @@ class PrefixDirectory:
         model: fingerprint of the model served.
         profile_digest: digest of how this server expects indexes to be built.
         min_prefix_len: tokens; shorter prefixes are `short_prefix`.
-        rescan_seconds: how often, at most, a look-up that found nothing looks for files of other processes.
-        rescan: how it looks, without blocking for long; the store's own `rescan` when None.
+        rescan: looks for files of other processes, without blocking for long; at most every `RESCAN_S`.
     """
 
     def __init__(
@@ -72,17 +71,13 @@ class PrefixDirectory:
         model: ModelFingerprint,
         profile_digest: str,
         min_prefix_len: int,
-        rescan_seconds: float = 0.2,
-        rescan: Callable[[], None] | None = None,
+        rescan: Callable[[], None],
     ) -> None:
-        self._store = store
-        self._look_again = rescan or store.rescan
+        self._store, self._rescan = store, rescan
         self._model = model
         self._profile_digest = profile_digest
         self._min_prefix_len = min_prefix_len
-        self._rescan_seconds = rescan_seconds
         self._next_rescan = 0.0
-        self._rescan_error = ""
 
     def lookup(self, namespace_fields: Mapping[str, str | None], prompt: Sequence[int]) -> Lookup:
         """Find the longest index whose tokens all stand at the start of this prompt.
@@ -95,7 +90,9 @@ class PrefixDirectory:
             return Lookup(None, "short_prefix" if len(prompt) >= PAGE_TOKENS else None)
         namespace = namespace_digest(namespace_fields)
         hashes = page_hashes(prompt, PAGE_TOKENS)
-        self._rescan()
+        if time.monotonic() >= self._next_rescan:
+            self._next_rescan = time.monotonic() + RESCAN_S
+            self._rescan()
         entry = self._store.longest(namespace, hashes, self._model, self._profile_digest)
         if entry is None:
             why = self._store.near_miss(namespace, hashes, self._model, self._profile_digest)
@@ -103,20 +100,6 @@ class PrefixDirectory:
         if entry.identity.num_tokens < self._min_prefix_len:
             return Lookup(None, "short_prefix", None, hashes)
         return Lookup(entry, hashes=hashes)
-
-    def _rescan(self) -> None:
-        now = time.monotonic()
-        if now < self._next_rescan:
-            return
-        self._next_rescan = now + self._rescan_seconds
-        try:
-            self._look_again()
-        except IndexStoreError as error:  # the folder has gone: what is known stays known, the server lives on
-            if str(error) != self._rescan_error:
-                logger.error("sparse attention: the index store cannot be scanned for new indexes: %s", error)
-            self._rescan_error = str(error)
-        else:
-            self._rescan_error = ""
 
 
 def misfit(identity: IndexIdentity, model: ModelFingerprint, profile_digest: str) -> str | None:
@@ -164,32 +147,24 @@ class StoreWatch:
             logger.warning("sparse attention: ignored in the store: %s", problem)
 
     def rescan(self) -> None:
-        """Learn what other processes changed, on a thread of its own: now, for a folder that is quick, else soon.
-
-        Raises IndexStoreError: that of the last finished rescan, once.
-        """
-        last = self._rescanning
-        if last is not None and not last.done():
-            return
-        self._rescanning = self._workers.submit(self._rescan)
-        if last is not None:
-            last.result()
-        if self._is_quick and not wait([self._rescanning], _PATIENCE_S).not_done:
-            done, self._rescanning = self._rescanning, None
-            done.result()
+        """Learn what other processes changed, on a thread of its own: now, for a folder that is quick, else soon."""
+        if self._rescanning is None or self._rescanning.done():
+            self._rescanning = self._workers.submit(self._rescan)
+            if self._is_quick:
+                wait([self._rescanning], _PATIENCE_S)
 
     def _rescan(self) -> None:
-        begun = time.monotonic()
+        """What is known stays known where the store cannot be scanned, its folder has gone for instance."""
+        begun, problem = time.monotonic(), None
         try:
             self.store.rescan()
-            self._scan_problem = None
-        except IndexStoreError as error:
-            self._scan_problem = str(error)
-            raise
-        finally:
-            now = time.monotonic()
-            self._is_quick = isinstance(self.store, FileStore) and now - begun < _PATIENCE_S
-        if self._publish is not None and now >= self._next_publish:
+        except Exception as error:  # the server lives on
+            problem = str(error)
+            if problem != self._scan_problem:
+                logger.error("sparse attention: the index store cannot be scanned for new indexes: %s", problem)
+        self._scan_problem, now = problem, time.monotonic()
+        self._is_quick = isinstance(self.store, FileStore) and now - begun < _PATIENCE_S
+        if self._publish is not None and problem is None and now >= self._next_publish:
             self._next_publish = now + _PUBLISH_SECONDS
             self._entries = entries = self.store.list()
             self._publish(self._fitting(entries)[None], sum(entry.nbytes for entry in entries))
@@ -217,8 +192,7 @@ class StoreWatch:
         """
         late = False
         if self._is_quick:
-            with suppress(IndexStoreError):  # it is among the problems
-                self.rescan()
+            self.rescan()
         if self._is_quick and (self._rescanning is None or self._rescanning.done()):
             self._look()
         else:

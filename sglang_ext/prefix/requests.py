@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,6 @@ _serials = itertools.count()
 
 ALONE = ("by_request", "unsupported_mode")
 """Reasons for which a request shares nothing."""
-_ANOTHER = "so another tensor-parallel rank says"
 
 
 @dataclass(eq=False)
@@ -36,33 +33,25 @@ class Attachment:
 
     Attributes:
         rid: request id.
-        prompt_len: tokens of the prompt.
-        index: what serves it; held while it has a slot, and no longer. None with a reason, and without a slot.
         reason: named reason for dense decode.
-        detail: the same for people.
         entry: of the index that its look-up found.
+        index: what serves it; held while it has a slot, and no longer. None with a reason, and without a slot.
         admission: what those that record prompts are told when it gets a slot; None for nothing.
         runs_again: it had a slot before, and was retracted.
-        deadline: monotonic time until which decode steps wait for the index; set at the first wait.
         suffix: index of its suffix tokens; None where all of them are attended in full.
         serial: unlike any other attachment's, also of a later request with the same id.
         reported: reasons that were already counted for this request.
     """
 
     rid: str
-    prompt_len: int
-    index: ResidentIndex | None
-    reason: str | None
-    detail: str | None = None
+    reason: str | None = None
     entry: IndexEntry | None = None
+    index: ResidentIndex | None = None
     admission: Admission | None = None
     runs_again: bool = False
-    deadline: float | None = None
     suffix: SuffixIndex | None = None
     serial: int = field(default_factory=_serials.__next__)
-
-    def __post_init__(self) -> None:
-        self.reported: set[str] = set()
+    reported: set[str] = field(default_factory=set)
 
     def start_over(self) -> None:
         """Its slots are given back, so nothing is known of its suffix tokens."""
@@ -81,10 +70,6 @@ class RequestTable:
         self._running: dict[str, list[Attachment]] = {}
         self._forgotten: deque[Attachment] = deque()
 
-    def known(self, request: Hashable) -> bool:
-        """Whether this very request object was admitted before."""
-        return request in self._attachments
-
     def add(self, request: Hashable, attachment: Attachment) -> None:
         """Admit a request, which waits for its slot."""
         self._attachments[request] = attachment
@@ -101,7 +86,7 @@ class RequestTable:
         running.append(attachment)
         twins = running if len(running) > 1 else []
         for twin in twins:
-            twin.reason, twin.detail = "unsupported_mode", "two requests with one id"
+            twin.reason = "unsupported_mode"
         if not attachment.runs_again:
             # A net: SGLang says when a request gives its slot back, but for a streaming session's. Only queues: it may
             # run in any thread, in the middle of anything.
@@ -122,7 +107,7 @@ class RequestTable:
         return running[-1] if running else None
 
     def of(self, request: Hashable) -> Attachment | None:
-        """The attachment of a request object."""
+        """The attachment of this very request object, if it was admitted."""
         return self._attachments.get(request)
 
     def leave(self, request: Hashable, *, finished: bool) -> None:
@@ -197,14 +182,14 @@ class Readiness:
             if attachment is None:
                 continue
             if not word.shares and attachment.reason not in ALONE:
-                self.give_up(attachment, "unsupported_mode", _ANOTHER)
+                self.give_up(attachment, "unsupported_mode")
             elif word.state not in (LOADING, READY) and attachment.index is not None:
-                self.give_up(attachment, REASONS[-word.state], _ANOTHER)
+                self.give_up(attachment, REASONS[-word.state])
         return problem
 
-    def give_up(self, attachment: Attachment, reason: str, detail: str) -> None:
+    def give_up(self, attachment: Attachment, reason: str) -> None:
         """A request decodes dense from now on: take its index back."""
-        attachment.reason, attachment.detail = reason, detail
+        attachment.reason = reason
         self._release(attachment)
 
     def _word(self, rid: str) -> Word:
@@ -243,7 +228,7 @@ class Readiness:
         logger.error("sparse attention: a decode step of %d requests failed", len(rids), exc_info=error)
         given_up = [attachment for rid in rids if (attachment := self._requests.get(rid)) is not None]
         for attachment in given_up:
-            self.give_up(attachment, "unsupported_mode", f"{type(error).__name__}: {error}")
+            self.give_up(attachment, "unsupported_mode")
             self.count(attachment, attachment.reason)
         return [attachment.serial for attachment in given_up]
 
@@ -275,28 +260,18 @@ class Readiness:
         index = attachment.index
         if index is None:
             return None, attachment.reason
-        if waits and index.state is State.LOADING and index.loaded is not None:
-            self._wait(attachment, index)
+        if waits and index.state is State.LOADING and self._config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
+            self._wait(index)
         if index.state is State.READY:
             return index, None
         if index.state is State.FAILED:
-            self.give_up(attachment, index.reason, index.detail)
+            self.give_up(attachment, index.reason)
         return None, attachment.reason or "index_loading"
 
-    def _wait(self, attachment: Attachment, index: ResidentIndex) -> None:
-        policy = self._config.prefetch_policy
-        if policy is PrefetchPolicy.BEST_EFFORT or index.loaded is None:
-            return
-        timeout = None
-        if policy is PrefetchPolicy.TIMEOUT:
-            now = time.monotonic()
-            if attachment.deadline is None:
-                attachment.deadline = now + self._config.prefetch_timeout_s
-            timeout = max(0.0, attachment.deadline - now)
+    def _wait(self, index: ResidentIndex) -> None:
         try:
-            index.loaded.result(timeout)
-        except FutureTimeout:
-            return
+            if index.loaded is not None:
+                index.loaded.result()
         except Exception as error:  # the request decodes dense; a fallback is counted for it
             logger.error("sparse attention: loading an index ended unexpectedly", exc_info=error)
 

@@ -20,7 +20,7 @@ from prefix_index.connect import open_store
 from prefix_index.testing import sample_identity, sample_model, sample_payload
 from sglang_ext.cli import main
 from sglang_ext.storage import ENV_STORE
-from tests.serving.test_store_in_serving import Service
+from tests.prefix_index.faults.service_process import Service
 
 PROGRAM = [sys.executable, "-m", "sglang_ext.cli"]
 
@@ -127,7 +127,5 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def served(patient: None, shelf: Shelf, tmp_path: Path) -> Iterator[Service]:
     """A service of the shelf's folder."""
-    service = Service(shelf.folder, tmp_path / "s")
-    service.start()
-    yield service
-    service.close()
+    with Service(tmp_path) as service:  # whose store is the shelf's
+        yield service

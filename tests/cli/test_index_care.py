@@ -17,7 +17,7 @@ from prefix_index import FileStore, Retention, StoreFolderError
 from prefix_index.testing import sample_identity, sample_payload
 from sglang_ext.cli import main
 from tests.cli.conftest import flip, kept
-from tests.serving.test_store_in_serving import Service
+from tests.prefix_index.faults.service_process import Service
 
 # -- looking is no use; services ---------------------------------------------------------------------------------------
 
@@ -26,7 +26,7 @@ from tests.serving.test_store_in_serving import Service
 def test_verify_show_and_export_do_not_count_as_a_use(
     where: str, shelf: Any, request: pytest.FixtureRequest, index: Any, tmp_path: Path
 ) -> None:
-    url = request.getfixturevalue("served").url if where == "service" else str(shelf.folder)
+    url = request.getfixturevalue("served").endpoint if where == "service" else str(shelf.folder)
     long_ago = time.time() - 5000
     for number in range(5):
         os.utime(shelf.path(number), (long_ago, shelf.path(number).stat().st_mtime))
@@ -75,7 +75,7 @@ def test_verify_through_a_service_reads_the_disk_and_not_the_copy_in_memory(
 
 
 def test_all_commands_work_through_the_socket(served: Service, shelf: Any, index: Any, tmp_path: Path) -> None:
-    url = ["--store", served.url]
+    url = ["--store", served.endpoint]
     digests = [entry.digest for entry in shelf.entries]
     listed = index("ls", "--json", *url).lines
     assert [line["digest"] for line in listed] == sorted(digests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ pytest.importorskip("sglang")
 from prefix_kernels.grouped_attention import TunedConfigs
 from prefix_kernels.launching import block_of, recording
 from prefix_kernels.types import PagedKV
-from sglang_ext.compat.decode_graphs import around_capture_one_shape, label_of_step
+from sglang_ext.compat import scheduler_hooks
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode import attention, tuning
 from sglang_ext.decode.costs import Line, Lines, StepCosts
@@ -51,17 +51,29 @@ class Runtime:
         return "captured"
 
 
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime | None], Any]:
+    """The hooks, of a process with that runtime."""
+
+    def hook(runtime: Runtime | None) -> Any:
+        monkeypatch.setattr(scheduler_hooks, "_runtime", runtime)
+        return scheduler_hooks
+
+    return hook
+
+
 def _graph_runner(model_runner: Any, width: int = 1) -> Any:
     return SimpleNamespace(model_runner=model_runner, captured_req_width=width, capture_bs=[8, 16, 32])
 
 
-def test_our_graphs_are_captured_first_and_under_their_own_labels() -> None:
+def test_our_graphs_are_captured_first_and_under_their_own_labels(hooked: Any) -> None:
     """A backend may keep what it made for the last capture of a size: that must be SGLang's own."""
     model = object()
     runtime = Runtime(model, largest=32)
-    around_capture_one_shape(runtime, runtime.original, _graph_runner(model), 32, None)
+    capture = hooked(runtime).around_capture_one_shape
+    capture(runtime.original, _graph_runner(model), 32, None)
     assert runtime.tuned == [([8, 16, 32], 0)], "for all sizes, before the first capture"
-    around_capture_one_shape(runtime, runtime.original, _graph_runner(model), 8, None, None, "nolora", "dense")
+    capture(runtime.original, _graph_runner(model), 8, None, None, "nolora", "dense")
     assert runtime.events == [
         ("begin", 32, "cascade"), (32, None, "cascade"), ("end", 32),
         ("begin", 32, "sparse"), (32, None, "sparse"), ("end", 32),
@@ -73,14 +85,14 @@ def test_our_graphs_are_captured_first_and_under_their_own_labels() -> None:
 
 
 @pytest.mark.parametrize("case", ["no runtime", "a draft model", "a large batch", "several tokens a request"])
-def test_other_captures_are_left_as_they_are(case: str) -> None:
+def test_other_captures_are_left_as_they_are(case: str, hooked: Any) -> None:
     model = object()
     runtime = Runtime(object() if case == "a draft model" else model, largest=8)
     graph_runner = _graph_runner(model, width=3 if case == "several tokens a request" else 1)
-    given = None if case == "no runtime" else runtime
-    assert around_capture_one_shape(given, runtime.original, graph_runner, 16, None, None, "lora") == "captured"
+    capture = hooked(None if case == "no runtime" else runtime).around_capture_one_shape
+    assert capture(runtime.original, graph_runner, 16, None, None, "lora") == "captured"
     if case == "several tokens a request":
-        assert around_capture_one_shape(given, runtime.original, graph_runner, 4, None) == "captured"
+        assert capture(runtime.original, graph_runner, 4, None) == "captured"
     assert {event[0] for event in runtime.events} <= {16, 4}
     assert runtime.tuned == []
 
@@ -156,14 +168,14 @@ def test_nothing_is_tuned_on_a_cpu_or_after_a_refusal(monkeypatch: pytest.Monkey
     assert calls == []
 
 
-def test_a_step_replays_the_graph_of_its_path() -> None:
+def test_a_step_replays_the_graph_of_its_path(hooked: Any) -> None:
     model = object()
     runtime, graph_runner = Runtime(model, 8), _graph_runner(model)
-    assert label_of_step(runtime, graph_runner, None) is None
-    assert label_of_step(None, graph_runner, "lora") == "lora"
-    runtime.path = StepPath.CASCADE
-    assert label_of_step(runtime, graph_runner, None) == "cascade"
-    assert label_of_step(runtime, graph_runner, "lora") == "lora+cascade"
-    runtime.path = StepPath.SPARSE
-    assert label_of_step(runtime, graph_runner, None) == "sparse"
-    assert label_of_step(runtime, _graph_runner(object()), "lora") == "lora", "another model's runner"
+    assert hooked(None).after_resolve_lora_variant("lora", graph_runner, None) == "lora"
+    label_of_step = hooked(runtime).after_resolve_lora_variant
+    assert label_of_step(None, graph_runner, None) is None
+    for path in (StepPath.CASCADE, StepPath.SPARSE):
+        runtime.path = path
+        assert label_of_step(None, graph_runner, None) == path.value
+        assert label_of_step("lora", graph_runner, None) == f"lora+{path.value}"
+    assert label_of_step("lora", _graph_runner(object()), None) == "lora", "another model's runner"

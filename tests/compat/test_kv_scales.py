@@ -67,27 +67,6 @@ def test_what_is_written_comes_back_within_fp8s_rounding() -> None:
         assert torch.equal(kv.keys(slots, torch.bfloat16, slice(1, 2)), kv.keys(slots, torch.bfloat16)[:, 1:])
 
 
-def test_attention_over_scaled_fp8_is_attention_over_what_it_stands_for() -> None:
-    from prefix_kernels.grouped_attention import Segment
-    from prefix_kernels.grouped_attention.reference import ReferenceAttention
-    from prefix_kernels.testing import dense_attention
-
-    layers = _layers(k_scale=0.5, v_scale=3.0)
-    view = _view(layers)
-    gen = torch.Generator().manual_seed(1)
-    k, v = torch.randn(2, 40, HEADS, DIM, generator=gen)
-    slots = torch.randperm(SLOTS - 1, generator=gen)[:40] + 1
-    view.write_kv(layers[1], SimpleNamespace(out_cache_loc=slots), k.clone(), v.clone())
-    q, kv = torch.randn(3, 4, DIM, generator=gen), view.kv(1)
-    keys, values = kv.keys(slots, torch.float32), kv.values(slots, torch.float32)
-    wanted = dense_attention(q, keys, values, DIM**-0.5)
-    attention, out, lse = ReferenceAttention(3), torch.empty_like(q), torch.empty(3, 4)
-    attention.plan([Segment((0, 1, 2), 40)])
-    attention.run(q, kv, slots, DIM**-0.5, out, lse)
-    torch.testing.assert_close(out, wanted.out.float(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, wanted.lse.float(), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("change", "dtype", "backend", "expected"),
     [

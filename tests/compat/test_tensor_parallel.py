@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from prefix_index import ModelFingerprint
-from prefix_index.testing import sample_model
 from sglang_ext.compat import tensor_parallel, versions
 from sglang_ext.config import config_from_dict
-from sglang_ext.profiles import layer_plan_of_rank
 from sglang_ext.ranks import OneRank
 
 
@@ -60,14 +57,3 @@ def test_one_rank_needs_no_group_and_others_one_process_each() -> None:
     assert isinstance(tensor_parallel.ranks_of(0, 1), OneRank)
     with pytest.raises(RuntimeError, match="expected 2 processes, one for each tensor-parallel rank; got 1"):
         tensor_parallel.ranks_of(0, 2)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_head_map_across_ranks_stops_all_of_them(rank: int) -> None:
-    """Rank 0 has both heads of the map; rank 1 takes a selection of rank 0's: both must stop."""
-    model: ModelFingerprint = sample_model(num_layers=2, num_kv_heads=4, kv_dtype="float32")
-    layers = ["anchor", {"reuse": 0, "head_map": [0, 1, 1, 3]}]
-    with pytest.raises(ValueError, match="layer 1: expected KV head 2 to reuse a selection of its own rank 1 of 2"):
-        layer_plan_of_rank(layers, None, model, rank, 2)
-    plan = layer_plan_of_rank(["anchor", {"reuse": 0, "head_map": [1, 0, 2, 2]}], None, model, rank, 2)
-    assert plan.layers[1].head_map == ((1, 0), (0, 0))[rank]

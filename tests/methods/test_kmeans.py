@@ -107,15 +107,6 @@ def test_mini_batches_are_nearly_as_good(batch_size):
     assert seeds + 0.5 * (full - seeds) < batches < full
 
 
-@pytest.mark.parametrize("size", [500, 501, 1 << 20])
-def test_a_batch_of_all_points_is_no_batch(size):
-    """But for the order of summation, as points are shuffled; seeds are drawn from another order too."""
-    points = torch.nn.functional.normalize(randn(4, 8, 6), dim=-1).repeat_interleave(63, dim=1)[:, :500]
-    full, batch = cosine_kmeans(points, 8), cosine_kmeans(points, 8, batch_size=size)
-    assert quality(points, full) == pytest.approx(1.0, abs=1e-5)
-    assert quality(points, batch) == pytest.approx(1.0, abs=1e-5)
-
-
 @pytest.mark.parametrize("batch_size", [0, 64])
 def test_groups_together_or_alone(batch_size, monkeypatch):
     """Layers and heads in one call, each alone, and in chunks: the same centroids, bit for bit on the CPU."""

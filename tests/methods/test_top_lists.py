@@ -47,17 +47,6 @@ def test_equals_a_stable_sort(n, ratio, kind, seed):
     assert torch.equal(best, values)
 
 
-@pytest.mark.parametrize("n", [1, 127, 128, 129, 512, 1000])
-def test_ties_across_blocks(n):
-    """Ties are counted per block: lists that end at a block's first and last tie, and just behind."""
-    scores = torch.stack([torch.zeros(n), (torch.arange(n) % 3 > 0).float(), -(torch.arange(n) < 200).float()])
-    for list_len in {1, min(n, 127), min(n, 128), min(n, 129), min(n, 256), max(1, n - 1), n}:
-        positions, best = top_lists(scores, list_len)
-        expected, values = by_sort(scores, list_len)
-        assert torch.equal(positions, expected)
-        assert torch.equal(best, values)
-
-
 def test_errors_and_a_transposed_input():
     scores = torch.randn(500, 3, generator=torch.Generator().manual_seed(0)).T
     for list_len in (0, 501):

@@ -83,15 +83,6 @@ def test_csattention_reads_each_wanted_list_once():
     assert one == 4 * OFFSET_LIST + CENTROIDS
 
 
-def test_csattention_reads_no_baseline_but_its_weights():
-    data = {**CSA, "codec": "paper", "weighting": "contribution"}
-    spec, arrays = built(data)
-    weights = 4 * 4
-    assert stored_bytes(arrays) == 4 * 8 * (32 * 6 + 4) + CENTROIDS + weights
-    expected = spec.lists_read(arrays["centroids"], Q) * 32 * 6 + CENTROIDS + weights
-    assert read(data) == expected
-
-
 def test_two_level_reads_the_first_whole_and_candidates_of_the_second():
     minmax = {"method": "ab_sparse", "representation": "minmax"}
     tokens = {"method": "token_index", "channel_ratio": 1.0}
@@ -107,12 +98,6 @@ def test_two_level_reads_the_first_whole_and_candidates_of_the_second():
     assert read(nested) == 40 * 8 + CHANNEL + read(CSA)
     ranked = {**data, "first": CSA, "second": {"method": "exact"}}
     assert read(ranked) == read(CSA) + 160 * DIM * 4
-
-
-def test_union_reads_both():
-    data = {"method": "union", "first": CSA, "second": {"method": "ab_sparse", "sizes": "profile"}}
-    assert read(data) == read(CSA) + read({"method": "ab_sparse", "sizes": "profile"})
-    assert stored_bytes(built(data)[1]) == sum(stored_bytes(built(data[part])[1]) for part in ("first", "second"))
 
 
 def test_what_does_not_fit_is_refused():

@@ -43,7 +43,6 @@ def test_a_tenth_of_all_layers_is_selected_and_answers_stay_within_two_points_of
     for layer in range(6):
         assert attended[layer] / prefix[layer] <= 0.10, f"layer {layer}"
         assert attended[layer] / steps == pytest.approx(int(0.1 * NUM_TOKENS), rel=0.02), f"layer {layer}"
-    assert min(delta.per_layer("selections_per_layer")) > 0
     assert result.dense > 0.5, f"the model does not answer the dense questions: {result}"
     assert result.count >= 64, "one lost question must weigh less than two points"
     assert result.difference >= -0.02, result

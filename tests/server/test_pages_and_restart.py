@@ -29,14 +29,6 @@ def test_the_first_request_after_a_restart_prefills_the_prefix_itself_and_decode
     assert first.ids == server.generate(prompt, 12, sparse=False).ids
 
 
-def test_a_later_request_finds_the_prefix_in_the_cache_and_decodes_sparsely(server: Any, texts: Any) -> None:
-    server.generate(texts.first.text, 1)
-    answer, delta = server.during(lambda: server.generate(texts.ask(texts.first, 1), 12))
-    assert answer.cached_tokens >= 1472
-    assert delta.sparse_rows == answer.decode_steps
-    assert delta.per_layer("prefix_tokens_per_layer") == [1536 * answer.decode_steps] * 6
-
-
 def test_mixed_batches_equal_dense(server: Any, texts: Any) -> None:
     suffix = " ".join(texts.unindexed.text.split()[:150])
     prompts = [

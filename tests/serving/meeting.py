@@ -35,11 +35,7 @@ class Meeting:
         def most(values: Sequence[float]) -> list[float]:
             return [max(column) for column in zip(*gathered(list(values)), strict=True)]
 
-        def to_first(tensor: Any, room: Any = None) -> list[Any] | None:
-            found = gathered(tensor)
-            return None if number else found
-
-        group = {"gathered": gathered, "least": least, "most": most, "to_first": to_first}
+        group = {"gathered": gathered, "least": least, "most": most}
         return SimpleNamespace(rank=number, size=self.size, **group)
 
     def run(self, work: Callable[[Ranks], Any]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,40 +104,6 @@ def test_what_is_remembered_is_bounded() -> None:
     assert votes.votes == KEPT + 50, "none for one that stayed"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_whatever_each_rank_knows_all_enter_the_same_votes(seed: int) -> None:
-    """Requests come, decode in changing batches, lose their slots; what ranks know of them is random."""
-    script, plan = random.Random(seed), []
-    live: list[str] = []
-    for step in range(200):
-        live += [f"r{step}-{n}" for n in range(script.choice([0, 0, 0, 1, 3]))]
-        gone = [rid for rid in live if script.random() < 0.1]
-        live = [rid for rid in live if rid not in gone or script.random() < 0.5]  # retracted ones come back
-        batch = script.sample(live, script.randint(0, len(live)))
-        plan.append((batch, gone))
-
-    def work(ranks: Ranks) -> list[Any]:
-        own, votes, seen = random.Random(100 * seed + ranks.rank), Agreement(ranks, MISMATCH), []
-        for batch, gone in plan:
-            states = [READY, READY, READY, LOADING, MEMORY, dense(0)]
-
-            def word(_: str, states: list[int] = states) -> Word:
-                return Word(own.choice(states), own.random() < 0.9, own.choice([A, A, A, B]))
-
-            agreed, problem = votes.settle(batch, word, refused=False)
-            path = "sparse" if any(votes.ready(rid) for rid in batch) else "stock"
-            votes.took(path, len(batch))
-            for rid in gone:
-                votes.forget(rid)
-            seen.append((agreed, problem, path, votes.history))
-        return seen
-
-    first, *others = Meeting(3).run(work)
-    assert all(other == first for other in others)
-    assert all(problem is None for _, problem, _, _ in first)
-    assert {path for _, _, path, _ in first} == {"sparse", "stock"}
-
-
 # -- a request's index -----------------------------------------------------------------------------------------
 
 
@@ -184,7 +149,7 @@ def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
         if ranks.rank == 0 or case != "absent":
             index = _Unreadable() if ranks.rank and case == "raises" else _index(state, "index_memory")
         reason = "unsupported_mode" if ranks.rank == 1 and case == "unlike" else None
-        attachment = Attachment("r", 80, None if reason else index, "no_index" if index is None else reason)
+        attachment = Attachment("r", "no_index" if index is None else reason, index=None if reason else index)
 
         requests = _Requests(ranks)
         requests.came(attachment)
@@ -203,15 +168,6 @@ def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
     }.get(case)
     assert one[:3] == (None, case == "ready", {reason: 1} if reason else {})
     assert one[3] == two[3] == (case not in ("ready", "loading")), "nobody keeps an index that it may not use"
-
-
-def test_one_rank_votes_with_nobody() -> None:
-    attachment, requests = Attachment("r", 80, _index(State.READY), None), _Requests(OneRank())
-    requests.came(attachment)
-    ready = requests.ready
-    assert ready.settle(["r"], refused=True) is None
-    assert ready.usable(attachment) is attachment.index
-    assert ready.snapshot() == {"votes": 0, "history": 0}
 
 
 # -- the start, and what is compared on the device --------------------------------------------------------------
@@ -255,12 +211,6 @@ def _process(rank: int, folder: str) -> None:
         assert ranks.least([rank, -rank, (1 << 60) - 1 + rank]) == [0, -1, (1 << 60) - 1]
         assert ranks.most([0.5 - rank, 1.25 + rank]) == [0.5, 2.25]
         assert ranks.gathered({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            tensor = torch.full((3, 2, 4), 1 + rank, dtype=dtype)
-            parts = ranks.to_first(tensor)
-            assert (parts is None) == (rank == 1)
-            for number, part in enumerate(parts or ()):
-                assert torch.equal(part, torch.full((3, 2, 4), 1 + number, dtype=dtype))
     votes = Agreement(ranks, MISMATCH)
     states = [READY if rank else LOADING] * EVERY + [READY]
     used = []
@@ -287,12 +237,12 @@ def test_an_id_that_is_used_again_is_asked_for_again() -> None:
     def work(ranks: Ranks) -> tuple[list[bool], int]:
         requests = _Requests(ranks)
         ready = requests.ready
-        requests.came(Attachment("r", 200, None, "unsupported_mode", "of a streaming session"))
+        requests.came(Attachment("r", "unsupported_mode"))  # of a streaming session
         ready.settle(["r"], refused=False)
         requests.held.clear()
         assert len(requests.table.take_forgotten()) == 1
         index = _index(State.READY if ranks.rank == 0 else State.LOADING)
-        attachment = Attachment("r", 200, index, None)
+        attachment = Attachment("r", index=index)
         requests.came(attachment)
         ready.settle(["r"], refused=False)
         used = [ready.usable(attachment) is not None]  # nobody was asked: nobody may

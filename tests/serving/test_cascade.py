@@ -11,7 +11,6 @@ import torch
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
-from sglang_ext.decode.buffers import capacity
 from sglang_ext.decode.cascade import CascadeDecode
 from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.types import DecodeBatch, StepPath
@@ -78,16 +77,6 @@ class Server:
         return used
 
 
-def test_requests_share_from_their_third_step_on() -> None:
-    """The first step may still see slots of a request's own; the second one compares; the third one knows."""
-    server = Server()
-    prefix = server.slots(300)
-    for serial in (1, 2, 3):
-        server.join(serial, prefix, 5)
-    assert [server.step([1, 2, 3], padded=1) for _ in range(4)] == [False, False, True, True]
-    assert (len(server.tracker), len(server.tracker.prefixes), server.decode.plans) == (3, 3, 1)
-
-
 def test_slots_replaced_after_the_first_step_count() -> None:
     """Two cold prefills of one prompt: the prefix cache gives the second one the first one's slots a step later."""
     server = Server()
@@ -129,20 +118,6 @@ def test_any_traffic_stays_exact(seed: int) -> None:
     assert shared > 30
 
 
-def test_a_request_that_comes_back_is_compared_anew() -> None:
-    """A retraction: the same request, other slots."""
-    server = Server()
-    prefix = server.slots(300)
-    for serial in (1, 2):
-        server.join(serial, prefix, 5)
-    for _ in range(3):
-        server.step([1, 2])
-    server.leave(2)
-    assert not server.step([1])
-    server.join(2, server.slots(300), 9)
-    assert not any(server.step([1, 2]) for _ in range(4))
-
-
 def test_what_does_not_fit_is_left_to_the_backend() -> None:
     server = Server(max_batch=2, arena_size=700)
     prefix = server.slots(300)
@@ -164,9 +139,3 @@ def test_a_request_that_must_stay_alone_shares_nothing() -> None:
     for _ in range(4):
         batch = DecodeBatch([1, None], lens, server.table, torch.tensor([1, 2]), torch.tensor(lens))
         assert not server.prepare(batch)
-
-
-def test_a_list_has_room_for_as_many_steps() -> None:
-    for length in (0, 1, 127, 128, 4095, 4096, 131_072):
-        assert capacity(length) >= length + 64
-    assert (capacity(64), capacity(65), capacity(5000)) == (128, 256, 5120)

@@ -1,98 +1,63 @@
-"""The longest index of a prompt, and the named reason where there is none."""
+"""The longest index of a prompt, the named reason where there is none, and what is known of the store meanwhile."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from prefix_index import FileStore, page_hashes
-from sglang_ext.prefix.directory import PrefixDirectory
+from prefix_index import FileStore, StoreFolderError, page_hashes
+from prefix_index.testing import sample_identity, sample_payload
+from sglang_ext.config import Settings, config_from_dict
+from sglang_ext.prefix.directory import PrefixDirectory, StoreWatch
+from tests.prefix_index.conformance import find
+from tests.prefix_index.test_index_refusals import stuck_listing
 
 PROMPT = list(range(200))
 
 
-def _directory(bench: Any, **changes: Any) -> PrefixDirectory:
-    fields = {"min_prefix_len": 16, "rescan_seconds": 0.0, **changes}
-    return PrefixDirectory(
-        bench.store, fields.pop("model", bench.model), fields.pop("profile", bench.profile), **fields
-    )
+@pytest.fixture
+def directory(bench: Any) -> Iterator[Callable[..., PrefixDirectory]]:
+    """Directories of the bench's store, as another process sees it."""
+    watch = StoreWatch(Settings(config=bench.config, store=str(bench.store.folder)), lambda _: None)
+    known = {"model": bench.model, "profile_digest": bench.profile, "min_prefix_len": 16, "rescan": watch.rescan}
+    yield lambda **changes: PrefixDirectory(watch.store, **{**known, **changes})
+    watch.close()
 
 
-def test_the_longest_index_of_the_prompt_wins(bench: Any) -> None:
-    for length in (32, 96, 64):
-        bench.put(PROMPT[:length])
-    directory = _directory(bench)
-    for length, expected in ((200, 96), (96, 96), (95, 64), (64, 64), (33, 32)):
-        found = directory.lookup({"extra_key": None}, PROMPT[:length])
-        assert found.entry is not None
-        assert found.entry.identity.num_tokens == expected
-
-
-def test_an_index_of_which_one_token_differs_is_not_found(bench: Any) -> None:
-    bench.put(PROMPT[:96])
-    bench.put(PROMPT[:32])
-    directory = _directory(bench)
-    for changed, expected in ((95, 32), (32, 32), (31, None), (0, None)):
-        prompt = [*PROMPT]
-        prompt[changed] += 1000
-        found = directory.lookup({"extra_key": None}, prompt)
-        assert (found.entry.identity.num_tokens if found.entry else None) == expected
-        assert found.reason == (None if expected else "no_index")
-
-
-@pytest.mark.parametrize("namespace", [{"extra_key": "b"}, {"cache_salt": "a"}, {"extra_key": ""}, {"extra_key": None}])
-def test_another_namespace_does_not_see_it(bench: Any, namespace: dict[str, str | None]) -> None:
-    bench.put(PROMPT[:96], namespace={"extra_key": "a", "cache_salt": None})
-    directory = _directory(bench)
-    assert directory.lookup(namespace, PROMPT).reason == "no_index"
-    assert directory.lookup({"extra_key": "a"}, PROMPT).entry is not None
-
-
-def test_another_model_or_profile_is_a_mismatch_that_names_the_field(bench: Any) -> None:
+def test_another_model_or_profile_is_a_mismatch_that_names_the_field(bench: Any, directory: Any) -> None:
     bench.put(PROMPT[:96])
     other = msgspec.structs.replace(bench.model, kv_dtype="bfloat16")
-    found = _directory(bench, model=other).lookup({"extra_key": None}, PROMPT)
+    found = directory(model=other).lookup({"extra_key": None}, PROMPT)
     assert (found.entry, found.reason) == (None, "index_mismatch")
     assert "kv_dtype" in str(found.detail)
     assert "float32" in str(found.detail)
     assert "bfloat16" in str(found.detail)
-    found = _directory(bench, profile="other").lookup({"extra_key": None}, PROMPT)
+    found = directory(profile_digest="other").lookup({"extra_key": None}, PROMPT)
     assert found.reason == "index_mismatch"
     assert "profile_digest" in str(found.detail)
 
 
-def test_a_longer_index_of_another_model_does_not_hide_a_shorter_usable_one(bench: Any) -> None:
-    bench.put(PROMPT[:96], model=msgspec.structs.replace(bench.model, weights_digest="other"))
+def test_short_prompts_and_short_indexes_are_short_prefix(bench: Any, directory: Any) -> None:
     bench.put(PROMPT[:64])
-    found = _directory(bench).lookup({"extra_key": None}, PROMPT)
-    assert found.entry is not None
-    assert found.entry.identity.num_tokens == 64
-
-
-def test_short_prompts_and_short_indexes_are_short_prefix(bench: Any) -> None:
-    bench.put(PROMPT[:64])
-    directory = _directory(bench, min_prefix_len=100)
+    directory = directory(min_prefix_len=100)
     assert directory.lookup({"extra_key": None}, PROMPT[:99]).reason == "short_prefix"
     assert directory.lookup({"extra_key": None}, PROMPT).reason == "short_prefix"
 
 
-def test_an_index_of_another_process_is_found_without_a_restart(bench: Any) -> None:
-    reader = FileStore(bench.store.folder)
-    reader.open()
-    directory = PrefixDirectory(reader, bench.model, bench.profile, 16, rescan_seconds=0.0)
-    assert directory.lookup({"extra_key": None}, PROMPT).reason == "no_index"
+def test_a_store_folder_that_goes_away_leaves_what_is_known(
+    bench: Any, directory: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.put(PROMPT[:96])
-    assert directory.lookup({"extra_key": None}, PROMPT).entry is not None
-    reader.close()
-
-
-def test_a_store_folder_that_goes_away_leaves_what_is_known(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
-    bench.put(PROMPT[:96])
-    directory = _directory(bench)
+    monkeypatch.setattr("sglang_ext.prefix.directory.RESCAN_S", 0.0)
+    directory = directory()
     assert directory.lookup({"extra_key": None}, PROMPT).entry is not None
     shutil.rmtree(bench.store.folder)
     with caplog.at_level(logging.ERROR):
@@ -102,9 +67,72 @@ def test_a_store_folder_that_goes_away_leaves_what_is_known(bench: Any, caplog: 
     assert "cannot be scanned" in caplog.text
 
 
-def test_a_look_up_hands_on_the_hashes_that_it_made(bench: Any) -> None:
+def test_a_look_up_hands_on_the_hashes_that_it_made(bench: Any, directory: Any) -> None:
     expected = page_hashes(PROMPT[:120])
-    assert list(_directory(bench).lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
+    assert list(directory().lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
     bench.put(PROMPT[:64])
-    assert list(_directory(bench).lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
-    assert _directory(bench).lookup({"extra_key": None}, PROMPT[:3]).hashes == ()
+    assert list(directory().lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
+    assert directory().lookup({"extra_key": None}, PROMPT[:3]).hashes == ()
+
+
+# -- the scheduler's look at a folder: now where that is quick, and never in its way ----------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with FileStore(tmp_path / "store", create=True) as store:
+        store.put(sample_payload())
+    return tmp_path / "store"
+
+
+def settings(folder: Path, build: str = "off") -> Settings:
+    return Settings(config=config_from_dict({"build": build}), store=str(folder))
+
+
+@pytest.fixture
+def watch(folder: Path) -> Iterator[StoreWatch]:
+    watch = StoreWatch(settings(folder), lambda _: None)
+    yield watch
+    watch.close()
+
+
+def eventually(watch: StoreWatch, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(watch.store.list()) != number:
+        assert time.monotonic() < deadline
+        watch.rescan()
+        time.sleep(0.02)
+
+
+def test_what_another_process_stored_is_found(folder: Path, watch: StoreWatch) -> None:
+    with FileStore(folder) as other:
+        other.put(sample_payload(sample_identity(range(64))))
+    watch.rescan()
+    eventually(watch, 2)  # at once, but for a machine that is very busy
+
+
+def test_nobody_waits_for_a_folder_that_takes_long(
+    folder: Path, watch: StoreWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FileStore(folder) as other:
+        other.put(sample_payload(sample_identity(range(64))))
+    with stuck_listing(monkeypatch) as begun:  # for two minutes
+        began = time.monotonic()
+        for _ in range(20):
+            watch.rescan()
+            assert find(watch.store, range(32)) is not None
+        assert begun.wait(60)
+        assert any("found none yet" in text for text in watch.snapshot()["store_problems"])
+        assert time.monotonic() - began < 30
+    eventually(watch, 2)
+    assert watch.snapshot()["indexes_in_store"] == 2
+
+
+def test_only_who_builds_needs_a_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    watch = StoreWatch(settings(folder), lambda _: None)
+    assert watch.snapshot()["indexes_in_store"] == 1
+    watch.close()
+    for build in ("shared", "prefill"):
+        with pytest.raises(StoreFolderError, match="expected a writable folder"):
+            StoreWatch(settings(folder, build), lambda _: None)

@@ -44,7 +44,7 @@ def test_the_index_of_an_aborted_request_makes_room_for_another(small: Any) -> N
     small.came("other", [*OTHER, 7])
     assert ours(small, ["other"], [66])
     assert small.snapshot()["fallbacks"] == {}
-    assert small.requests.known(aborted), "nobody has forgotten it"
+    assert small.requests.of(aborted) is not None, "nobody has forgotten it"
 
 
 def test_an_index_that_left_while_its_request_waited_is_loaded_again(small: Any) -> None:
@@ -61,7 +61,7 @@ def test_the_id_of_an_aborted_request_can_be_used_again(start: Any) -> None:
     runtime.wait(aborted, "a", [*OTHER, 7], NAMESPACE)
     runtime.came("a")
     assert ours(runtime, ["a"], [66])
-    assert runtime.requests.known(aborted)
+    assert runtime.requests.of(aborted) is not None
 
 
 @pytest.mark.parametrize("build", ["prefill", "shared", "capture"])

@@ -66,7 +66,7 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
                 held[rid] = Request()
                 found = own.random() < 0.98
                 index = blank_index(LAYERS, f"{row % 2:064x}") if found else None
-                requests.add(held[rid], Attachment(rid, PREFIX, index, None if found else "no_index"))
+                requests.add(held[rid], Attachment(rid, None if found else "no_index", index=index))
                 requests.enter(held[rid])
             index = requests.of(held[rid]).index  # type: ignore[union-attr]
             if index is not None and index.state is State.LOADING and own.random() < 0.5:

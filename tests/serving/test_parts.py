@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -17,11 +18,11 @@ import torch
 from prefix_index import ArrayKey, page_hashes
 from prefix_kernels.types import PagedKV
 from sglang_ext.prefill import background_build, parts
-from sglang_ext.prefill.background_build import pieces_of
-from sglang_ext.prefill.builds import gathered, hand_over
+from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
 from sglang_ext.prefill.recorder import Admission
 from sglang_ext.prefill.shared_builds import SharedBuilds
+from sglang_ext.ranks import OneRank
 from tests.serving.meeting import Meeting
 
 LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
@@ -122,7 +123,7 @@ def test_no_folder_stops_the_start_of_all_ranks(monkeypatch: pytest.MonkeyPatch)
 class Rank:
     """One rank's builds on its own KV heads of the same keys and queries."""
 
-    def __init__(self, bench: Any, heads: range, of_server: Parts | None) -> None:
+    def __init__(self, bench: Any, heads: range, builds: Callable[..., Any], *of_ranks: Any) -> None:
         gen = torch.Generator().manual_seed(0)
         pools = [
             torch.randn(2, 256, KV_HEADS, DIM, generator=gen)[:, :, heads.start : heads.stop] for _ in range(LAYERS)
@@ -138,7 +139,7 @@ class Rank:
             req_to_token=torch.arange(200).repeat(3, 1),
             kv=lambda layer: PagedKV(*pools[layer]),
         )
-        self.builds = SharedBuilds(bench.store, bench.config, self.view, bench.model, None, of_server)
+        self.builds = builds(bench.store, bench.config, self.view, bench.model, None, *of_ranks)
 
     def prefill(self, rid: str, prompt: list[int], cached: int) -> None:
         self.builds.admit(Admission(rid, prompt, NAMESPACE, None, hashes=tuple(page_hashes(prompt, 16))))
@@ -171,7 +172,7 @@ def start(make_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
         folder.mkdir()
         width = KV_HEADS // size
         of_server = [None] if size == 1 else [Parts(rank, size, folder) for rank in range(size)]
-        ranks = [Rank(bench, range(n * width, (n + 1) * width), part) for n, part in enumerate(of_server)]
+        ranks = [Rank(bench, range(n * width, (n + 1) * width), SharedBuilds, part) for n, part in enumerate(of_server)]
         for rank in ranks:
             rank.store = bench.store  # type: ignore[attr-defined]
             rank.prefill("a", [*SHARED, *range(100, 118)], 0)
@@ -213,14 +214,6 @@ def test_two_ranks_build_the_very_index_that_one_builds(start: Any, tmp_path: Pa
         assert np.array_equal(two[key], array), key
     assert len((tmp_path / "report-2.jsonl").read_text().splitlines()) == 1, "rank 0 reports"
     assert list((tmp_path / "parts-2").iterdir()) == []
-
-
-def test_the_other_rank_may_be_first(start: Any) -> None:
-    first, second = start(2, left=True)
-    for number in range(3):  # rank 0 is late: what was left is not built again, also if it should be due
-        second.prefill(f"again-{number}", [*SHARED, *range(400 + number, 418 + number)], 64)
-        assert not second.builds.snapshot()["open"]
-    assert first.decode_until("c", _built)
 
 
 def test_a_part_that_is_still_there_is_not_built_again(start: Any) -> None:
@@ -269,44 +262,35 @@ def test_a_part_that_never_comes_ends_the_build(start: Any, monkeypatch: Any) ->
     assert "rank" in line
 
 
-@pytest.mark.parametrize("taken", [1, 2, 4])
-def test_rank_0_gets_the_inputs_of_all_ranks_and_leaves_none_of_them(taken: int) -> None:
-    """Queries, then the keys of three layers, each with one of two KV heads; rank 0 may stop in the middle."""
-    given = [[torch.full((LAYERS, 1, 5), 10.0 * rank + n) for n in range(1 + LAYERS)] for rank in range(2)]
+@pytest.mark.parametrize("lacks", [None, "queries", "memory"])
+def test_ranks_that_build_while_a_request_ends_store_what_one_builds_or_nothing(
+    lacks: str | None, make_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    report = tmp_path / "report.jsonl"
+    fields = {"build": "prefill", "method": "token_index", "build_align": 16, "build_report": str(report)}
+    one, two = make_bench(**fields), make_bench(**fields)
 
-    def work(ranks: Any) -> Any:
-        own = (tensor for tensor in given[ranks.rank])
-        if ranks.rank:
-            hand_over(ranks, own)
-            return None
-        inputs = gathered(ranks, own, torch.device("cpu"))
-        assert inputs is not None
-        found = [next(inputs) for _ in range(taken)]
-        inputs.close()
-        return found
+    def built(bench: Any, ranks: Any) -> None:
+        width = KV_HEADS // ranks.size
+        rank = Rank(bench, range(ranks.rank * width, (ranks.rank + 1) * width), PrefillBuilds, ranks)
+        lacking = lacks if ranks.rank else None
+        rank.prefill("a", [*SHARED, 7], 0 if lacking != "queries" else 64)
+        if lacking == "memory":
+            rank.view.kv = lambda layer: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
+        rank.builds.finish("a", 0)
+        rank.builds.close()
 
-    found, _ = Meeting(2).run(work)
-    for place, tensor in enumerate(found):
-        assert torch.equal(tensor, torch.cat([given[rank][place] for rank in range(2)], dim=1))
-
-
-@pytest.mark.parametrize("missing", ["nothing recorded", "no memory"])
-def test_where_one_rank_has_no_inputs_none_are_exchanged(missing: str) -> None:
-    def failing() -> Any:
-        yield torch.zeros(1)
-        raise torch.OutOfMemoryError("no memory")
-
-    def work(ranks: Any) -> Any:
-        own: Any = (torch.zeros(1) for _ in range(3))
-        if ranks.rank == 1:
-            hand_over(ranks, None if missing == "nothing recorded" else failing())
-            return None
-        return gathered(ranks, own, torch.device("cpu"))
-
-    assert Meeting(2).run(work) == [None, None]
-
-
-@pytest.mark.parametrize(("heads", "length"), [(range(4, 8), 128), (range(2, 4), 1 << 17), (range(3, 4), 64)])
-def test_pieces_are_of_the_ranks_own_heads(heads: range, length: int) -> None:
-    pieces = pieces_of(2, heads, length)
-    assert [head for piece in pieces if piece.layer == 1 for head in piece.heads] == list(heads)
+    built(one, OneRank())
+    Meeting(2).run(lambda ranks: built(two, ranks))
+    lines = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [line["status"] for line in lines] == ["built", "failed" if lacks else "built"]
+    if lacks:
+        assert "of all tensor-parallel ranks, some had none" in lines[1]["detail"]
+        assert two.store.list() == ()
+        assert two.store.lease(two.identity(SHARED)) is not None, "it was given back"
+        return
+    assert lines[1]["recall"] == pytest.approx(lines[0]["recall"])
+    mine, theirs = _arrays(one), _arrays(two)
+    assert mine.keys() == theirs.keys()
+    assert all(np.array_equal(array, theirs[key]) for key, array in mine.items())

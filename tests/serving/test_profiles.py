@@ -25,7 +25,6 @@ from sglang_ext.profiles import (
     find_profile,
     layer_plan_of_rank,
     local_folder,
-    with_profile,
 )
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import DIM, KV_HEADS, LAYERS, Model
@@ -158,12 +157,6 @@ def test_what_was_merged_is_complete_in_itself(settle: Settle, folder: Path, tmp
     assert Settings.load(settings.dump()).profile == _profile()
 
 
-def test_with_profile_leaves_its_argument_alone() -> None:
-    raw: dict[str, Any] = {"methods": {"exact": {}}}
-    assert with_profile(raw, _profile())["methods"] == {"exact": {}}
-    assert raw == {"methods": {"exact": {}}}
-
-
 # -- what is refused -------------------------------------------------------------------------------------------
 
 
@@ -171,9 +164,7 @@ def test_with_profile_leaves_its_argument_alone() -> None:
     ("text", "words"),
     [
         (b"", ["JSON object", "damaged, calibrate again"]),
-        (b"\xff\xfe", ["JSON object"]),
         (b'{"version": 99}', ["expected version 1, got 99", "newer sglang-ext"]),
-        (json.dumps({**msgspec.to_builtins(_profile()), "block_sizes": [[16]]}).encode(), ["block_sizes of 3 layers"]),
     ],
 )
 def test_a_damaged_profile_refuses_the_start(settle: Settle, folder: Path, text: bytes, words: list[str]) -> None:
@@ -269,7 +260,7 @@ def test_an_index_is_built_with_each_layers_part_of_the_profile(settle: Settle, 
     prompt = list(range(128))
     identity = bench.identity(prompt, model=_model(), profile=profile_digest(config, profile))
     factory = IndexFactory(bench.store, config, profile)
-    entry, _ = factory.build(identity, lambda layer: bench.keys(prompt, layer), None, DIM**-0.5)
+    entry, _ = factory.store(*factory.assemble(identity, lambda layer: bench.keys(prompt, layer), None, DIM**-0.5))
     spec = method_specs(config)["two_level"]
     with bench.store.get(entry.identity) as file:
         for layer in range(LAYERS):
@@ -280,33 +271,3 @@ def test_an_index_is_built_with_each_layers_part_of_the_profile(settle: Settle, 
                 assert int(sizes) == profile.block_sizes[layer][head]
                 assert channels.tolist() == list(profile.channels[layer][head])
                 assert channels.tolist() == built["second.channels"][head].tolist()
-
-
-def test_the_step_for_all_layers_runs_once_and_changes_nothing(
-    make_bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sglang_ext.methods.csattention import CSAttentionBuilder
-
-    tables = {"num_subspaces": 4, "num_centroids": 4}
-    bench = make_bench(method="csattention", methods={"csattention": tables})
-    prompt = list(range(96))
-    calls: list[tuple[int, ...]] = []
-    step = CSAttentionBuilder.prepare
-
-    def counted(self: CSAttentionBuilder, queries: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        assert queries is not None
-        calls.append(tuple(queries.shape))
-        return step(self, queries)
-
-    monkeypatch.setattr(CSAttentionBuilder, "prepare", counted)
-    entry = bench.put(prompt)
-    assert calls == [(LAYERS, KV_HEADS, 64, DIM)]
-    queries = torch.randn(LAYERS, KV_HEADS, 64, DIM, generator=torch.Generator().manual_seed(1))
-    builder = make_builder(method_specs(bench.config)["csattention"])
-    with bench.store.get(entry.identity) as file:
-        for layer in range(LAYERS):
-            alone = builder.build_layer(bench.keys(prompt, layer), queries[layer])
-            for head in range(KV_HEADS):
-                stored = file.read_many([ArrayKey("csattention.centroids", layer, head)])
-                (centroids,) = stored.values()
-                assert torch.equal(torch.from_numpy(centroids), alone["centroids"][head])

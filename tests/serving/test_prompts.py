@@ -83,11 +83,3 @@ def test_a_bad_file_ends_the_command_with_2_and_its_line_before_anything_starts(
     assert str(path) in said
     assert message in said
     assert not store.exists()
-
-
-def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in ([], ["prebuild"], ["nope"]):
-        with pytest.raises(SystemExit) as caught:
-            main(argv)
-        assert caught.value.code == 2
-    assert "usage: sglang-ext" in capsys.readouterr().err

@@ -180,12 +180,6 @@ def test_a_prefill_repeated_after_a_retraction_leaves_a_complete_capture_alone()
     assert capture.samples is before
 
 
-def test_tokens_past_the_prompt_in_its_last_chunk_are_left_out() -> None:
-    recorder = _started(8, 50)
-    _feed(recorder, "a", 60, [40, 20])
-    assert _taken(recorder).queries(2)[..., 0].max() < 50
-
-
 def test_requests_of_one_step_are_told_apart_by_their_rows() -> None:
     recorder = _started(64, 20)
     recorder.start("c", 10)

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import torch
 
-from prefix_index import ArrayKey, FileStore, IndexCorrupt, IndexEntry, IndexPayload, IndexStoreError, IndexUnreadable
+from prefix_index import ArrayKey, IndexCorrupt, IndexEntry, IndexPayload, IndexStoreError, IndexUnreadable
 from sglang_ext.methods import METHODS, method_specs
 from sglang_ext.prefix import residency as module
-from sglang_ext.prefix.residency import Residency, ResidentIndex, State, _batches
+from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 
 PROMPT = list(range(64))
 #: Bytes of an index of 64 tokens: layers, tokens, KV heads, head_dim, fp32.
@@ -58,12 +58,6 @@ def test_what_is_loaded_is_what_was_stored(bench: Any, reside: Any, staging: int
     for layer in range(3):
         assert torch.equal(index.layers[layer]["keys"], bench.keys(PROMPT, layer).transpose(0, 1))
     assert index.nbytes == residency.resident_bytes() == ONE
-
-
-def test_a_batch_has_at_least_one_layer_and_at_most_the_staging_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STAGING_BYTES", 10)
-    assert [list(batch) for batch in _batches([4, 4, 4, 30, 10, 1, 9])] == [[0, 1], [2], [3], [4], [5, 6]]
-    assert [list(batch) for batch in _batches([11, 0, 0])] == [[0], [1, 2]]
 
 
 def test_one_index_is_loaded_once_for_all_its_users(bench: Any, reside: Any) -> None:
@@ -141,19 +135,6 @@ def test_an_index_larger_than_the_budget_fails_with_both_sizes(bench: Any, resid
 
 
 # -- loads that fail, or take long -----------------------------------------------------------------------------
-
-
-def test_a_corrupted_array_fails_as_index_corrupt_and_is_reported_to_the_store(bench: Any, reside: Any) -> None:
-    entry = bench.put(PROMPT)
-    path = bench.store.path_of(entry.digest)
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 0xFF
-    path.write_bytes(raw)
-    index = load(reside(bench), entry)
-    assert (index.state, index.reason) == (State.FAILED, "index_corrupt")
-    assert str(path) in index.detail
-    assert [str(path)] == [problem.path for problem in bench.store.problems()]
-    assert bench.store.list() == ()
 
 
 @pytest.mark.parametrize("error", [None, OSError("a defect of the store")])
@@ -328,17 +309,6 @@ def test_it_is_loaded_once_and_another_build_of_it_again(tokens: Any, reading: A
     assert len(reports) == 1
     mended = tokens.put(PROMPT)
     assert load(residency, mended).state is State.READY
-
-
-def test_a_report_takes_it_out_of_the_offer(tokens: Any, reading: Any) -> None:
-    entry = replaced(tokens, tokens.put(PROMPT), of_32767, 5.0)
-    tokens.store.close()
-    tokens.store = FileStore(tokens.store.folder)  # another process, which has not written it
-    tokens.store.open()
-    assert load(reading(), entry).state is State.FAILED
-    assert list(tokens.store.list()) == []
-    (problem,) = tokens.store.problems()
-    assert "channels of layer 1" in str(problem.error)
 
 
 def test_a_rank_looks_at_its_own_heads(tokens: Any, reading: Any) -> None:

@@ -31,22 +31,6 @@ def test_steps_that_are_attended_otherwise_end_a_search() -> None:
     assert turns(3, "AA-AAA-A") == "SK-SKK-S"
 
 
-def test_a_search_that_may_serve_no_other_step_is_not_shared_out() -> None:
-    searches = SearchTurns(3)
-    assert searches.steps_of("A") == 1
-    searches.take("A")
-    assert (searches.steps_of("A"), searches.steps_of("B"), searches.steps_of(None)) == (2, 1, 1)
-    searches.skip("B")  # too dear: but if its groups stay, the next ones may share
-    assert (searches.steps_of("B"), searches.steps_of("A")) == (2, 1)
-    found = []
-    for _ in range(4):
-        found.append(searches.steps_of("B"))
-        searches.take("B")
-    assert found == [2, 3, 3, 3]
-    searches.skip()
-    assert searches.steps_of("B") == 1
-
-
 def test_nothing_is_kept_of_before_a_capture() -> None:
     searches = SearchTurns(4)
     searches.take("A")

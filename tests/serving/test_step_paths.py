@@ -47,7 +47,7 @@ class Batches:
         for row in rows:
             if row not in self.held:
                 self.held[row] = Request()
-                self.requests.add(self.held[row], Attachment(f"r{row}", PREFIX, self.index, None))
+                self.requests.add(self.held[row], Attachment(f"r{row}", index=self.index))
                 self.requests.enter(self.held[row])
         forward = forward_of([f"r{row}" for row in rows], [*rows], [PREFIX + 1] * len(rows), beams)
         path = path_of(self.steps, forward, lambda one, **_: self.index if index else None)

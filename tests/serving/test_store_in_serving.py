@@ -1,5 +1,5 @@
-"""The runtime on a shared folder, on a service that dies or hangs (SIGSTOP) and comes back, beside a remote store, on a
-store that answers late: the scheduler's thread waits for none of them, and gets back what it was promised.
+"""The runtime on a shared folder, on a service that hangs (SIGSTOP) and comes back, and beside a remote store: look-ups
+wait for none of them, and whoever builds gets back what was promised.
 """
 
 from __future__ import annotations
@@ -8,22 +8,17 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, IndexCorrupt, StoreFolderError, StoreUnavailable
-from sglang_ext.config import config_from_dict
-from sglang_ext.prefill.builds import ClaimDesk
+from prefix_index import FileStore, StoreFolderError, StoreUnavailable
+from sglang_ext.prefill.builder import take_lease
 from sglang_ext.runtime import SparseRuntime
-from sglang_ext.storage import configured_store
+from tests.prefix_index.faults.service_process import Service
 from tests.serving.admitting import (
     OTHER,
     PROMPT,
@@ -105,16 +100,6 @@ def test_a_build_that_comes_to_nothing_gives_its_lease_back(how: str, builders: 
     assert statuses(two) == ["built"]
 
 
-def test_two_requests_of_one_server_build_once(builders: Any) -> None:
-    one, _ = builders
-    requests = [one.came("0"), one.came("1", [*PROMPT, 1])]
-    assert report(one)[0]["reason"] == "building_elsewhere"
-    prefill(one, "0", 65)
-    for number, request in enumerate(requests):
-        one.slot_freed(request, number, finished=True)
-    assert statuses(one) == ["skipped", "built"]
-
-
 def test_a_folder_that_goes_away_does_not_end_a_building_server(builders: Any) -> None:
     one, _ = builders
     shutil.rmtree(one.store.folder)
@@ -126,48 +111,12 @@ def test_a_folder_that_goes_away_does_not_end_a_building_server(builders: Any) -
 # -- a service ---------------------------------------------------------------------------------------------------------
 
 
-class Service:
-    """`sglang-ext store serve` as a process."""
-
-    def __init__(self, folder: Path, socket: Path) -> None:
-        self.folder, self.url = folder, f"ipc://{socket}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        words = ["store", "serve", "--dir", str(self.folder), "--endpoint", self.url]
-        self._process = subprocess.Popen([sys.executable, "-m", "sglang_ext.cli", *words], stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                configured_store(self.url, config_from_dict({"store_timeout_s": 1.0})).close()
-                return
-            except StoreUnavailable:
-                assert time.monotonic() < deadline
-                assert self._process.poll() is None, "the service ended"
-                time.sleep(0.05)
-
-    def signal(self, number: int) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)
-        if number == signal.SIGSTOP:
-            os.waitpid(self._process.pid, os.WUNTRACED)  # until it stands still
-        if number == signal.SIGKILL:
-            self._process.wait(60)
-            self._process = None
-
-    def close(self) -> None:
-        if self._process is not None:
-            self.signal(signal.SIGCONT)
-            self.signal(signal.SIGKILL)
-
-
 @pytest.fixture
 def service(folder: Path, tmp_path: Path) -> Iterator[Service]:
-    """A running service of that folder."""
-    served = Service(folder, tmp_path / "s")
-    served.start()
-    yield served
-    served.close()
+    """A running service of a copy of that folder."""
+    shutil.copytree(folder, tmp_path / "served" / "store")
+    with Service(tmp_path / "served") as served:
+        yield served
 
 
 def decodes_sparsely(runtime: Runtime, rid: str, prompt: list[int]) -> bool:
@@ -177,38 +126,19 @@ def decodes_sparsely(runtime: Runtime, rid: str, prompt: list[int]) -> bool:
     return sparse
 
 
-def test_a_server_on_a_service_lives_on_when_that_dies_and_finds_it_again(
-    service: Service, start: Any, make_bench: Callable[..., Any]
-) -> None:
-    runtime = start(store=service.url, **PATIENT)
-    assert decodes_sparsely(runtime, "a", PROMPT)
-    service.signal(signal.SIGKILL)
-    for number in range(3):
-        begun = time.monotonic()
-        assert not decodes_sparsely(runtime, f"gone-{number}", OTHER)
-        assert time.monotonic() - begun < 60, "the scheduler does not wait for the service"
-    assert decodes_sparsely(runtime, "still", PROMPT), "resident, or read from the folder"
-    state = runtime.snapshot()
-    assert state["fallbacks"] == {"no_index": 3}
-    assert any("store" in problem for problem in state["store_problems"])
-    service.start()
-    bench = make_bench()
-    with FileStore(service.folder) as store, bench.store.get(bench.put(OTHER).digest) as index:
-        store.put(index.payload())
-    assert eventually(lambda: decodes_sparsely(runtime, f"again-{time.monotonic()}", OTHER))
-
-
 def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(service: Service, start: Any) -> None:
     """A rescan takes until store_timeout_s, on a thread of its own."""
-    runtime = start(store=service.url, **BUILDING)
+    runtime = start(store=service.endpoint, **BUILDING)
     assert runtime.snapshot()["indexes_in_store"] == 1
-    service.signal(signal.SIGSTOP)
+    os.kill(service.pid, signal.SIGSTOP)
+    os.waitpid(service.pid, os.WUNTRACED)  # until it stands still
     for number in range(4):
         assert seconds(lambda n=number: runtime.came(str(n), [*OTHER[n:], n])) < 60
         time.sleep(0.25)
+    assert decodes_sparsely(runtime, "indexed", PROMPT), "read from the folder"
     assert max(seconds(runtime.snapshot) for _ in range(3)) < 60
     assert runtime.snapshot()["indexes_in_store"] == 1
-    service.signal(signal.SIGCONT)
+    os.kill(service.pid, signal.SIGCONT)
     assert eventually(lambda: runtime.snapshot()["store_problems"] == [])
 
 
@@ -233,62 +163,6 @@ def test_an_index_whose_store_does_not_answer_is_a_fallback_by_name_and_comes_ba
     assert decodes_sparsely(runtime, "b", PROMPT), "not taken out of the offer: nothing is wrong with it"
 
 
-# -- a store that answers late -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def slow(start: Any, folder: Path) -> Runtime:
-    """A runtime that builds into that folder, beside a remote store."""
-    return start(store=folder, store_remote="memory:///", **BUILDING)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def late(runtime: SparseRuntime) -> Iterator[None]:
-    """The store answers for leases and questions at the end of the block."""
-    answer, store = threading.Event(), runtime.store
-    for name in ("lease", "contains"):
-        call = getattr(store, name)
-        setattr(store, name, lambda key, call=call: (answer.wait(60), call(key))[1])
-    try:
-        yield
-    finally:
-        answer.set()
-
-
-def test_what_is_admitted_while_the_store_hangs_is_built_once_it_answers(slow: Any, folder: Path) -> None:
-    with late(slow):
-        request = slow.came("a", [*OTHER, 7])
-        assert report(slow) == []
-        prefill(slow, "a", 65)
-    slow.slot_freed(request, 0, finished=True)
-    assert statuses(slow) == ["built"]
-    with FileStore(folder) as store:
-        assert len(store.list()) == 2
-
-
-def test_what_turns_out_to_be_stored_is_recorded_no_longer(slow: Any) -> None:
-    with late(slow):
-        slow.came("a")
-        assert len(slow.builds) == 1
-    assert eventually(lambda: (slow.builds.settle(), len(slow.builds) == 0)[1])
-    assert statuses(slow) == ["exists"]
-    assert slow.builds.recorder.take("a") is None
-
-
-def test_a_lease_that_comes_after_its_request_went_is_given_back(slow: Any, folder: Path) -> None:
-    with late(slow):
-        slow.came("a", [*OTHER, 7])
-        identity = slow.builds._pending["a"].identity
-        slow.builds.discard("a")
-
-    def free() -> bool:
-        with FileStore(folder) as store:
-            lease = store.lease(identity)
-            return lease is not None and (lease.release(), True)[1]
-
-    assert eventually(free)
-
-
 def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[..., Any]) -> None:
     """The store fails between the lease and the last check: as any error, and the lease does not stay."""
     bench = make_bench()
@@ -300,54 +174,31 @@ def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[.
                 return answers.pop()
             raise StoreFolderError("index store", expected="a folder", found="none", remedy="look")
 
-    with Failing(bench.store.folder) as store:
-        desk = ClaimDesk(store)
-        claim = desk.claim(bench.identity(OTHER))
-        assert isinstance(claim.refusal, StoreFolderError)
-        assert bench.store.lease(claim.identity) is not None
-        desk.close()
+    identity = bench.identity(OTHER)
+    with Failing(bench.store.folder) as store, pytest.raises(StoreFolderError):
+        take_lease(store, identity)
+    assert bench.store.lease(identity) is not None
 
 
-@pytest.mark.parametrize("what", ["damaged, and not to be reported", "the loader's own defect"])
-def test_a_load_that_ends_oddly_is_a_fallback_and_the_next_request_tries_again(
-    start: Any, monkeypatch: pytest.MonkeyPatch, what: str
+def test_a_load_that_ends_without_a_word_is_a_fallback_and_the_next_request_tries_again(
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = start([PROMPT])
 
-    def raising(error: Exception) -> Callable[..., Any]:
-        def fails(*_: Any) -> Any:
-            raise error
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the loader's own defect")
 
-        return fails
-
-    if what.startswith("damaged"):
-        damage = IndexCorrupt("checksum", expected="a", found="b", remedy="c")
-        monkeypatch.setattr(runtime.store, "get", raising(damage))
-        read_only = StoreFolderError("index store", expected="a folder", found="Read-only file system", remedy="r")
-        monkeypatch.setattr(runtime.store, "report", raising(read_only))
-    else:
-        monkeypatch.setattr(runtime.residency, "_load", raising(RuntimeError(what)))
-    first = runtime.came("a")
-    assert not planned(runtime, ["a"], [66])
-    assert runtime.counters.fallbacks == {"index_corrupt" if what.startswith("damaged") else "index_loading": 1}
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.residency, "_load", fails)
+        first = runtime.came("a")
+        assert not planned(runtime, ["a"], [66])
+    assert runtime.counters.fallbacks == {"index_loading": 1}
     runtime.slot_freed(first, 0, finished=True)
-    monkeypatch.undo()
     runtime.came("b", [*PROMPT, 8])
     assert planned(runtime, ["b"], [66])
 
 
 # -- a remote store to share with -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("remote", ["memory:///", "an empty shared folder"])
-def test_a_folder_keeps_and_serves_its_own_beside_an_empty_remote_store(
-    folder: Path, start: Any, tmp_path: Path, remote: str
-) -> None:
-    (tmp_path / "empty").mkdir()
-    runtime = start(store=folder, store_remote=remote if "://" in remote else f"file://{tmp_path}/empty")
-    runtime.store.rescan(full=True)
-    assert decodes_sparsely(runtime, "a", PROMPT)
-    assert len([*folder.rglob("*.pfxindex")]) == 1
 
 
 @pytest.mark.parametrize("remote", ["s3://no-such-bucket-0/x", "file:///no/such/folder", "mooncake://127.0.0.1:1"])
@@ -366,12 +217,11 @@ def test_a_remote_store_that_is_not_there_does_not_stop_the_start(
 
 
 def test_an_index_of_a_shared_folder_is_served_and_kept_on_this_machine(
-    folder: Path, start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, start: Any, tmp_path: Path
 ) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
-    runtime = start(store=mine, store_remote=f"file://{folder}", store_wait="wait_complete", **PATIENT)
-    assert "store_wait='wait_complete' has no effect any more" in caplog.text
+    runtime = start(store=mine, store_remote=f"file://{folder}", **PATIENT)
     assert decodes_sparsely(runtime, "a", PROMPT)
     (index,) = folder.rglob("*.pfxindex")
     assert (mine / index.relative_to(folder)).read_bytes() == index.read_bytes()

@@ -99,7 +99,3 @@ def test_a_record_that_was_cut_off_is_left_out(start: Any, tmp_path: Path) -> No
     for cut in (1, len(whole) // 6):
         path.write_bytes(whole[:-cut])
         assert list(read_trace(path))[1:] == [Prefill("trace-1", 0, 10)]
-
-
-def test_without_the_setting_nothing_is_traced(start: Any) -> None:
-    assert start()._trace is None
